@@ -1,0 +1,58 @@
+"""The graph contract: every input and output name, dtype and shape, written once.
+
+The paged names are those of onnxruntime-genai's paged models, the GQA names those of its
+Generator, so that artifacts interoperate. Sequences are packed on one token axis; there is no
+padding and no attention mask in the paged graph.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Paged graph, inputs.
+INPUT_IDS: Final = "input_ids"  # int64 [num_tokens]
+BLOCK_TABLE: Final = "block_table"  # int32 [batch, max_num_blocks]
+CUMULATIVE_SEQUENCE_LENGTHS: Final = "cumulative_sequence_lengths"  # int32 [batch + 1], new tokens
+PAST_SEQUENCE_LENGTHS: Final = "past_sequence_lengths"  # int32 [batch], tokens already cached
+ATTENTION_METADATA: Final = "attention_metadata"  # int32 [3], host: max query, max KV, min KV len
+LOGITS_INDICES: Final = "logits_indices"  # int32 [num_logits], rows of input_ids needing logits
+
+# Both graphs, outputs.
+LOGITS: Final = "logits"  # paged: [num_logits, vocab]; GQA: [batch, seq, vocab]
+
+# GQA graph, inputs besides INPUT_IDS (int64 [batch, seq]).
+ATTENTION_MASK: Final = "attention_mask"  # int64 [batch, total_sequence_length]
+
+# Symbolic dimensions.
+NUM_TOKENS: Final = "num_tokens"
+BATCH: Final = "batch"
+BATCH_PLUS_ONE: Final = "batch_plus_one"
+MAX_NUM_BLOCKS: Final = "max_num_blocks"
+NUM_LOGITS: Final = "num_logits"
+NUM_BLOCKS: Final = "num_blocks"
+BLOCK_SIZE: Final = "block_size"
+
+MICROSOFT: Final = "com.microsoft"  # domain of PagedAttention, GroupQueryAttention, MatMulNBits
+ONNX_OPSET: Final = 21
+MICROSOFT_OPSET: Final = 1
+IR_VERSION: Final = 10
+
+
+def past_key(layer: int) -> str:
+    """Key cache input of `layer`; paged: [num_blocks, block_size, kv_heads, head_size]."""
+    return f"past_key_values.{layer}.key"
+
+
+def past_value(layer: int) -> str:
+    """Value cache input of `layer`, shaped as its key cache."""
+    return f"past_key_values.{layer}.value"
+
+
+def present_key(layer: int) -> str:
+    """Key cache output of `layer`; the paged graph's aliases its input."""
+    return f"present.{layer}.key"
+
+
+def present_value(layer: int) -> str:
+    """Value cache output of `layer`; the paged graph's aliases its input."""
+    return f"present.{layer}.value"

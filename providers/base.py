@@ -1,0 +1,123 @@
+"""What a provider is: a graph on a device, with the physical KV cache.
+
+A provider knows nothing of requests. It is probed, it loads an artifact (choosing the passes its
+device needs), and the loaded model runs packed batches. Shared code never asks which provider it
+has; a difference is a field of `Capabilities`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.graphs.artifact import Artifact
+
+Attention = Literal["native", "custom", "decomposed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device that a provider can use."""
+
+    name: str
+    memory_bytes: int | None  # total memory, None where the device does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Whether a provider can be used on this machine, and why not."""
+
+    available: bool
+    reason: str  # why it is missing and what to install; "" when available
+    devices: tuple[Device, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)  # library name -> version
+    notes: tuple[str, ...] = ()  # what a user should know, such as "no compiled kernel"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What a caller may choose when an artifact is loaded; None lets the provider choose."""
+
+    threads: int | None = None  # compute threads; None: the physical cores
+    kv_cache_tokens: int | None = None  # pool size in tokens; None: from free memory
+    kv_cache_dtype: str = "auto"  # auto, or one of Capabilities.kv_cache_dtypes
+    block_size: int | None = None  # tokens per KV block
+    max_model_len: int | None = None  # longest sequence in tokens; None: the artifact's context
+    attention: Attention | None = None  # force a lowering; None: the best there is
+    matmul_accuracy_level: int | None = None  # MatMulNBits: 1 = fp32, 4 = int8 activations
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a loaded model can do; fixed once it is loaded."""
+
+    provider: str
+    device: str
+    attention: Attention
+    compute_dtype: str  # of activations: float32, float16, bfloat16
+    kv_cache_dtype: str
+    block_size: int  # tokens per KV block
+    num_blocks: int  # blocks in the pool, all of them usable
+    kv_block_bytes: int  # bytes of one block over all layers, keys and values
+    max_model_len: int  # longest sequence in tokens
+    vocab_size: int
+    max_batch_rows: int | None  # most sequences in one run; None: no limit
+    placement: Mapping[str, int]  # execution provider -> number of nodes it really runs
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One packed batch; every array is C-contiguous and in host memory."""
+
+    input_ids: NDArray[np.int64]  # [num_tokens]
+    block_table: NDArray[np.int32]  # [batch, max_num_blocks]; unused entries are 0
+    cumulative_sequence_lengths: NDArray[np.int32]  # [batch + 1], starts at 0, ends at num_tokens
+    past_sequence_lengths: NDArray[np.int32]  # [batch]
+    attention_metadata: NDArray[np.int32]  # [3]: max query length, max KV length, min KV length
+    logits_indices: NDArray[np.int32]  # [num_logits], indices into input_ids
+
+
+class Model(Protocol):
+    """An artifact loaded on a device. Not thread-safe: one caller at a time."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What was really loaded."""
+        ...
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        """Write the new tokens' K/V and return logits, float32 [num_logits, vocab], host.
+
+        The array may be overwritten by the next `run`. Raises ProviderError when the device
+        fails; the cache blocks that the step would have written are then undefined.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free the session and the cache. Idempotent."""
+        ...
+
+
+class Provider(Protocol):
+    """A kind of device."""
+
+    @property
+    def name(self) -> str:
+        """The name a user gives: cpu, openvino, cuda, webgpu, migraphx, directml."""
+        ...
+
+    def probe(self) -> Probe:
+        """Look without loading a model; never raises for a missing library."""
+        ...
+
+    def load(self, artifact: Artifact, options: LoadOptions) -> Model:
+        """Lower the artifact for this device and start it.
+
+        Raises ProviderError when the device or an option does not fit, CapacityError when the
+        weights or the smallest useful cache do not.
+        """
+        ...

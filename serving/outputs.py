@@ -1,0 +1,70 @@
+"""What a caller gets back: frozen results, in the shapes of vLLM's offline API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The log probability of one candidate token at one position."""
+
+    logprob: float  # natural logarithm, after the model's softmax, before sampling parameters
+    rank: int  # 1 is the likeliest token of the vocabulary
+    decoded_token: str
+
+
+TokenLogprobs = Mapping[int, Logprob]  # token id -> Logprob; always holds the sampled token
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion of a request; everything that was generated so far."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None  # one entry a token, None unless asked for
+    finish_reason: FinishReason | None  # None while it runs
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request in seconds, all on `time.monotonic`'s clock."""
+
+    arrival_time_s: float
+    first_token_time_s: float | None
+    finished_time_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The state of one request."""
+
+    request_id: str
+    prompt: str | None  # None when the prompt was given as token ids
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    num_cached_tokens: int  # prompt tokens whose K/V were not computed for this request
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """What one engine step added to one request; the unit of streaming."""
+
+    request_id: str
+    index: int  # which completion of the request; 0 unless n > 1
+    text: str  # new text; may be empty while a multi-byte character or stop string is pending
+    token_ids: tuple[int, ...]  # new tokens
+    logprobs: tuple[TokenLogprobs, ...] | None  # one entry a new token, None unless asked for
+    finish_reason: FinishReason | None  # set exactly once, on the last delta
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None  # why finish_reason is "error"

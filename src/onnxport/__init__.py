@@ -1,0 +1,23 @@
+"""onnxport: export an LLM once to ONNX, serve the same artifact on every vendor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from onnxport.version import __version__
+
+if TYPE_CHECKING:
+    from onnxport.serving.llm import LLM
+    from onnxport.serving.params import SamplingParams
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_LAZY = {"LLM": "onnxport.serving.llm", "SamplingParams": "onnxport.serving.params"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'onnxport' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_LAZY[name]), name)

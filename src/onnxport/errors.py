@@ -1,0 +1,45 @@
+"""Errors that a user can act on.
+
+Every message says what was found, what is allowed and what to do next, in one paragraph. The CLI
+prints them without a traceback and exits with `exit_code`; the server maps them to HTTP.
+"""
+
+from __future__ import annotations
+
+
+class OnnxportError(Exception):
+    """The base of every error that is caused by input or environment, not by a bug of ours."""
+
+    exit_code = 1
+
+
+class CheckpointError(OnnxportError):
+    """A checkpoint cannot be read: missing file, corrupt shard, missing or misshapen tensor."""
+
+
+class UnsupportedModelError(OnnxportError):
+    """The architecture, or a configuration key that would change the result, is not supported."""
+
+
+class ExportError(OnnxportError):
+    """The artifact could not be written: no space, destination exists, value out of range."""
+
+
+class ArtifactError(OnnxportError):
+    """An artifact folder is not valid: bad manifest, wrong checksum, file outside the folder."""
+
+
+class ProviderError(OnnxportError):
+    """A provider is missing, cannot start, or cannot run this artifact."""
+
+
+class CapacityError(OnnxportError):
+    """A model or request does not fit the memory or context length that is available."""
+
+
+class RequestError(OnnxportError):
+    """A request is not valid; nothing was scheduled. HTTP 400."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
