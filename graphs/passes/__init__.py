@@ -1,0 +1,1 @@
+"""Rewriting passes: one file each, from a model to a model."""

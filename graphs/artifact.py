@@ -1,0 +1,214 @@
+"""Read an artifact folder, trusting nothing in it.
+
+The writer is `onnxport.graphs.artifact_writer.ArtifactWriter`, the manifest's schema
+`onnxport.graphs.manifest`; both are importable from here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, Literal
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from onnxport.errors import ArtifactError
+from onnxport.graphs.artifact_writer import GRAPH_FILES, MANIFEST_FILE, ArtifactWriter
+from onnxport.graphs.manifest import FileInfo, Manifest, Source
+from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef, numpy_dtype
+
+__all__ = [
+    "GRAPH_FILES",
+    "MANIFEST_FILE",
+    "WEIGHTS_FILE",
+    "Artifact",
+    "ArtifactWriter",
+    "FileInfo",
+    "GraphKind",
+    "Manifest",
+    "Source",
+    "TensorRef",
+]
+
+GraphKind = Literal["paged", "gqa"]
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A checked artifact folder; make one with `Artifact.read`."""
+
+    path: Path  # absolute, symbolic links resolved
+    manifest: Manifest
+
+    @classmethod
+    def read(
+        cls, path: str | os.PathLike[str], *, verify: Literal["size", "sha256"] = "size"
+    ) -> Artifact:
+        """Open a folder and check its manifest, files and graphs.
+
+        Args:
+            path: The artifact folder.
+            verify: "size" checks that every file is there and has its size; "sha256" also reads
+                all of them.
+
+        Raises:
+            ArtifactError: The manifest is missing or invalid, a file is missing, differs, or
+                leads out of the folder, or a graph is damaged.
+        """
+        folder = Path(path).resolve()
+        try:
+            text = (folder / MANIFEST_FILE).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ArtifactError(
+                f"{path} is not an artifact: cannot read {MANIFEST_FILE} ({error}). Give the "
+                "folder that `onnxport export` wrote."
+            ) from error
+        artifact = cls(folder, Manifest.loads(text))
+        files = artifact.manifest.files
+        for required in (GRAPH_FILES["paged"], WEIGHTS_FILE):
+            if required not in files:
+                raise ArtifactError(f"{MANIFEST_FILE} in {folder} does not list {required}")
+        for name, info in files.items():
+            artifact._check_file(name, info, verify)
+        for kind in ("paged", "gqa"):
+            if GRAPH_FILES[kind] in files:
+                artifact._parse(GRAPH_FILES[kind])
+        return artifact
+
+    @property
+    def has_gqa(self) -> bool:
+        """Whether the folder holds the GQA graph besides the paged one."""
+        return GRAPH_FILES["gqa"] in self.manifest.files
+
+    def load_graph(self, kind: GraphKind) -> onnx.ModelProto:
+        """The graph, its weights still in the weights file. Raises ArtifactError if absent."""
+        if GRAPH_FILES[kind] not in self.manifest.files:
+            raise ArtifactError(f"{self.path} has no {kind} graph ({GRAPH_FILES[kind]})")
+        return self._parse(GRAPH_FILES[kind])
+
+    def read_tensor(self, initializer: onnx.TensorProto) -> NDArray[Any]:
+        """An initializer of one of the graphs; external data is a read-only memory map."""
+        if initializer.data_location != onnx.TensorProto.EXTERNAL:
+            return numpy_helper.to_array(initializer)
+        location, offset, _ = self._external(initializer)
+        dtype = numpy_dtype(initializer.data_type)
+        dims = tuple(initializer.dims)
+        if math.prod(dims) == 0:
+            return np.zeros(dims, dtype)
+        raw = np.memmap(
+            self.path / location,
+            np.uint8,
+            mode="r",
+            offset=offset,
+            shape=(math.prod(dims) * dtype.itemsize,),
+        )
+        tensor: NDArray[Any] = raw.view(dtype).reshape(dims)
+        return tensor
+
+    def _check_file(self, name: str, info: FileInfo, verify: str) -> None:
+        path = self._inside(name, MANIFEST_FILE)
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise ArtifactError(f"{self.path / name} is missing ({error.strerror})") from error
+        if not path.is_file():
+            raise ArtifactError(f"{self.path / name} is no regular file")
+        if size != info.size:
+            raise ArtifactError(
+                f"{self.path / name} has {size} bytes, its manifest says {info.size}: it is "
+                "truncated or changed. Export or download it again."
+            )
+        if verify == "sha256":
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != info.sha256:
+                raise ArtifactError(
+                    f"{self.path / name} has SHA-256 {found}, its manifest says {info.sha256}: "
+                    "it is damaged or changed. Export or download it again."
+                )
+
+    def _inside(self, name: str, where: str) -> Path:
+        """The real path of a file that a manifest or graph names, if it is in the folder."""
+        parts = PurePosixPath(name).parts
+        absolute = PurePosixPath(name).is_absolute() or bool(PureWindowsPath(name).anchor)
+        outside = absolute or not parts or ".." in parts or ".." in PureWindowsPath(name).parts
+        if not outside and "\0" not in name:
+            real = (self.path / name).resolve()
+            if real.is_relative_to(self.path):
+                return real
+        raise ArtifactError(
+            f"{where} in {self.path} names {name!r}, which is outside the folder; refused. An "
+            "artifact's files are in its own folder, copied and not linked."
+        )
+
+    def _parse(self, name: str) -> onnx.ModelProto:
+        try:
+            model = onnx.load(self.path / name, load_external_data=False)
+        except Exception as error:  # protobuf's DecodeError, which onnx does not export
+            raise ArtifactError(f"{self.path / name} is no ONNX model: {error}") from error
+        for tensor in _tensors(model):
+            if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                self._external(tensor)
+        return model
+
+    def _external(self, tensor: onnx.TensorProto) -> tuple[str, int, int]:
+        """Location, offset and length of a tensor's external data, checked."""
+        entries: Mapping[str, str] = {entry.key: entry.value for entry in tensor.external_data}
+        location = entries.get("location", "")
+        self._inside(location, f"initializer {tensor.name}")
+        if location not in self.manifest.files:
+            raise ArtifactError(
+                f"initializer {tensor.name} lies in {location!r}, which {MANIFEST_FILE} in "
+                f"{self.path} does not list"
+            )
+        size = self.manifest.files[location].size
+        try:
+            needed = math.prod(tensor.dims) * numpy_dtype(tensor.data_type).itemsize
+            offset = int(entries.get("offset", "0"))
+            length = int(entries["length"]) if "length" in entries else size - offset
+        except (ValueError, KeyError) as error:
+            raise ArtifactError(
+                f"initializer {tensor.name} has bad external data: {error}"
+            ) from error
+        if (
+            offset < 0
+            or length != needed
+            or offset + length > size
+            or min(tensor.dims, default=0) < 0
+        ):
+            raise ArtifactError(
+                f"initializer {tensor.name} takes {length} bytes at {offset} of {location}, "
+                f"which has {size} bytes; its shape {list(tensor.dims)} needs {needed}"
+            )
+        return location, offset, length
+
+
+def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor of a model, those in attributes, subgraphs and functions included."""
+    yield from _graph_tensors(model.graph)
+    for function in model.functions:
+        yield from _node_tensors(function.node)
+
+
+def _graph_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    yield from _node_tensors(graph.node)
+
+
+def _node_tensors(nodes: Any) -> Iterator[onnx.TensorProto]:
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            for graph in (attribute.g, *attribute.graphs):
+                yield from _graph_tensors(graph)

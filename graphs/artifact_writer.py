@@ -1,0 +1,265 @@
+"""Write an artifact folder that appears at once, complete, or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from onnxport.errors import ExportError
+from onnxport.graphs.manifest import FileInfo, Manifest
+from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef, onnx_dtype
+
+MANIFEST_FILE: Final = "manifest.json"
+GRAPH_FILES: Final = {"paged": "model.onnx", "gqa": "model_gqa.onnx"}
+
+PAGE_BYTES: Final = 4096  # large tensors start on a page, so that they can be mapped alone
+CACHE_LINE_BYTES: Final = 64  # small ones on a cache line
+_CHUNK_BYTES: Final = 16 << 20  # hashed and written while still in the CPU's cache hierarchy
+
+
+class ArtifactWriter:
+    """Write into a hidden folder beside the destination; `commit` renames it into place.
+
+    Use it as a context manager: whatever leaves the block without a commit, an exception, a
+    KeyboardInterrupt or nothing at all, leaves nothing behind.
+
+    Args:
+        destination: The artifact folder to make. Its parents are created.
+        overwrite: Replace an older artifact, when the new one is complete.
+        expected_bytes: What will be written in all, if known; checked against the free space
+            before any work is done.
+
+    Raises:
+        ExportError: The destination exists, or the disk is (or becomes) full or unwritable.
+    """
+
+    def __init__(
+        self,
+        destination: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        expected_bytes: int | None = None,
+    ) -> None:
+        self._destination = Path(os.path.abspath(destination))
+        self._overwrite = overwrite
+        self._expected_bytes = expected_bytes
+        self._folder = self._destination.with_name(
+            f".{self._destination.name}.{uuid.uuid4().hex[:12]}.partial"
+        )
+        self._files: dict[str, FileInfo] = {}
+        self._data: BinaryIO | None = None
+        self._offset = 0
+        self._hash = hashlib.sha256()
+        self._tensors: set[str] = set()
+        self._committed = False
+
+    def __enter__(self) -> ArtifactWriter:
+        self._check_destination()
+        with self._explain_full_disk(0):
+            self._destination.parent.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self._destination.parent).free
+            if self._expected_bytes is not None and self._expected_bytes > free:
+                raise self._no_space(self._expected_bytes, free)
+            try:
+                self._folder.mkdir()
+                self._data = (self._folder / WEIGHTS_FILE).open("xb")
+            except BaseException:
+                self._discard()
+                raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._committed:
+            self._discard()
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the weights file so far."""
+        return self._offset
+
+    def add_weight(self, name: str, array: NDArray[Any]) -> TensorRef:
+        """Append a tensor to the weights file at once.
+
+        Args:
+            name: Unique among the weights; the name of the initializer.
+            array: Any NumPy or ml_dtypes element type that ONNX knows. A C-contiguous array is
+                written without a copy.
+
+        Raises:
+            ExportError: The disk is full.
+        """
+        return self.add_weight_chunks(name, array.dtype, array.shape, [array])
+
+    def add_weight_chunks(
+        self,
+        name: str,
+        dtype: np.dtype[Any],
+        dims: tuple[int, ...],
+        chunks: Iterable[NDArray[Any]],
+    ) -> TensorRef:
+        """Append a tensor that arrives in pieces, in C order, such as blocks of rows."""
+        assert name not in self._tensors, f"weight {name} is added twice"
+        self._tensors.add(name)
+        length = math.prod(dims) * dtype.itemsize
+        align = PAGE_BYTES if length >= PAGE_BYTES else CACHE_LINE_BYTES
+        self._append(bytes(-self._offset % align))
+        offset = self._offset
+        for chunk in chunks:
+            assert chunk.dtype == dtype, f"{name}: {chunk.dtype} in a tensor of {dtype}"
+            flat = np.ascontiguousarray(chunk).reshape(-1)
+            self._append(flat.view(np.uint8).data)
+        assert self._offset - offset == length, f"{name}: {self._offset - offset} of {length} bytes"
+        return TensorRef(name, onnx_dtype(dtype), tuple(dims), offset, length)
+
+    def write_graph(self, kind: str, model: onnx.ModelProto) -> None:
+        """Write the "paged" or the "gqa" graph."""
+        self.write_bytes(GRAPH_FILES[kind], model.SerializeToString())
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Write a whole file."""
+        self._claim(name)
+        with self._explain_full_disk(len(data)):
+            (self._folder / name).write_bytes(data)
+        self._files[name] = FileInfo(hashlib.sha256(data).hexdigest(), len(data))
+
+    def copy_file(self, source: str | os.PathLike[str], name: str | None = None) -> None:
+        """Copy a file's contents, under its own name or another."""
+        source = Path(source)
+        name = name or source.name
+        self._claim(name)
+        digest = hashlib.sha256()
+        size = 0
+        with (
+            source.open("rb") as reader,
+            self._explain_full_disk(source.stat().st_size),
+            (self._folder / name).open("xb") as writer,
+        ):
+            while chunk := reader.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                writer.write(chunk)
+                size += len(chunk)
+        self._files[name] = FileInfo(digest.hexdigest(), size)
+
+    def commit(self, manifest: Manifest) -> Path:
+        """Write the manifest last, with every file's checksum, and rename into place.
+
+        `manifest.files` must be empty; it is filled here. Returns the artifact's folder. Nothing
+        can be added afterwards.
+        """
+        assert self._data is not None, "the writer is not open"
+        assert not manifest.files, "the writer fills in the files"
+        with self._explain_full_disk(0):
+            self._data.close()
+        self._data = None
+        self._files[WEIGHTS_FILE] = FileInfo(self._hash.hexdigest(), self._offset)
+        text = replace(manifest, files=dict(self._files)).dumps()
+        with self._explain_full_disk(len(text)):
+            (self._folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
+        self._check_destination()
+        if self._destination.exists():
+            _swap(self._folder, self._destination)
+            self._committed = True
+            shutil.rmtree(self._folder)
+        else:
+            self._folder.rename(self._destination)
+            self._committed = True
+        return self._destination
+
+    def _append(self, data: bytes | memoryview) -> None:
+        assert self._data is not None, "the writer is not open"
+        for start in range(0, len(data), _CHUNK_BYTES):
+            chunk = data[start : start + _CHUNK_BYTES]
+            with self._explain_full_disk(len(data) - start):
+                self._data.write(chunk)
+            self._hash.update(chunk)
+            self._offset += len(chunk)
+
+    def _claim(self, name: str) -> None:
+        assert name == Path(name).name, f"{name} is not in the folder itself"
+        assert name not in {WEIGHTS_FILE, MANIFEST_FILE}, f"{name} is written by the writer"
+        assert name not in self._files, f"{name} is written twice"
+        assert self._data is not None, "the writer is not open"
+
+    def _check_destination(self) -> None:
+        if not os.path.lexists(self._destination):
+            return
+        if not self._overwrite:
+            raise ExportError(
+                f"{self._destination} already exists. Choose another destination, or overwrite it."
+            )
+        if not self._destination.is_dir() or self._destination.is_symlink():
+            raise ExportError(f"{self._destination} exists and is no folder; it is left alone.")
+        if any(self._destination.iterdir()) and not (self._destination / MANIFEST_FILE).is_file():
+            raise ExportError(
+                f"{self._destination} exists and holds no {MANIFEST_FILE}, so it is not an "
+                "artifact and is not overwritten. Choose another destination."
+            )
+
+    def _discard(self) -> None:
+        if self._data is not None:
+            with suppress(OSError):  # flushing fails on a full disk; the file goes anyway
+                self._data.close()
+            self._data = None
+        if self._folder.exists():
+            shutil.rmtree(self._folder)
+
+    @contextmanager
+    def _explain_full_disk(self, pending: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            existing = next(p for p in self._destination.parents if p.exists())
+            free = shutil.disk_usage(existing).free
+            raise ExportError(
+                f"cannot write the artifact to {self._destination}: {error.strerror or error}. "
+                f"{_mib(self._offset)} were written, at least {_mib(pending)} more are needed, "
+                f"{_mib(free)} are free. Nothing was left behind; free some space or choose "
+                "another destination."
+            ) from error
+
+    def _no_space(self, needed: int, free: int) -> ExportError:
+        return ExportError(
+            f"the artifact needs {_mib(needed)} and {self._destination.parent} has {_mib(free)} "
+            "free. Free some space, choose another destination, or a smaller precision."
+        )
+
+
+def _mib(count: int) -> str:
+    return f"{count / (1 << 20):.1f} MiB"
+
+
+def _swap(new: Path, old: Path) -> None:
+    """Exchange two folders, in one system call where the kernel has it (Linux renameat2)."""
+    at_cwd, exchange = -100, 2
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
+    if renameat2 is not None:
+        result = renameat2(at_cwd, os.fsencode(new), at_cwd, os.fsencode(old), exchange)
+        if result == 0:
+            return
+    aside = old.with_name(f"{new.name}.old")
+    old.rename(aside)
+    try:
+        new.rename(old)
+    except BaseException:
+        aside.rename(old)
+        raise
+    aside.rename(new)

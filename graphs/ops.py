@@ -1,0 +1,275 @@
+"""Thin builders of the operators that decoders use, where they read better than `node`.
+
+Each returns value names. Shapes are those of ONNX Runtime's operator schemas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import TensorProto
+
+from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.contract import MICROSOFT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionAttributes:
+    """What PagedAttention and GroupQueryAttention share; None leaves an attribute out."""
+
+    num_heads: int
+    kv_num_heads: int
+    scale: float | None = None  # None: 1 / sqrt(head_size)
+    softcap: float | None = None
+    local_window_size: int | None = None  # tokens that a query sees, its own included
+    do_rotary: bool = True
+    rotary_interleaved: bool = False
+
+    def attributes(self) -> dict[str, int | float | None]:
+        """The ONNX attributes."""
+        return {
+            "num_heads": self.num_heads,
+            "kv_num_heads": self.kv_num_heads,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "local_window_size": self.local_window_size,
+            "do_rotary": int(self.do_rotary),
+            "rotary_interleaved": int(self.rotary_interleaved),
+        }
+
+
+def rms_norm(g: GraphBuilder, x: str, weight: str, epsilon: float, name: str = "norm") -> str:
+    """RMSNorm over the last axis; the mean square is computed in float32."""
+    return g.node(
+        "SimplifiedLayerNormalization",
+        [x, weight],
+        name=name,
+        axis=-1,
+        epsilon=epsilon,
+        stash_type=1,
+    )
+
+
+def skip_rms_norm(
+    g: GraphBuilder, x: str, skip: str, weight: str, epsilon: float, name: str = "norm"
+) -> tuple[str, str]:
+    """`total = x + skip` and its RMSNorm over the last axis; returns (normed, total)."""
+    normed, _, _, total = g.node(
+        "SkipSimplifiedLayerNormalization",
+        [x, skip, weight],
+        outputs=[".normed", "", "", ".total"],
+        domain=MICROSOFT,
+        name=name,
+        epsilon=epsilon,
+    )
+    return normed, total
+
+
+def cast(g: GraphBuilder, x: str, dtype: int, name: str = "cast") -> str:
+    """Convert the elements of `x` to an ONNX element type."""
+    return g.node("Cast", [x], name=name, to=dtype)
+
+
+def reshape(g: GraphBuilder, x: str, dims: Sequence[int], name: str = "reshape") -> str:
+    """Give `x` another shape; 0 keeps the input's dimension, one -1 is inferred."""
+    shape = g.constant(np.array(dims, np.int64), "shape")
+    return g.node("Reshape", [x, shape], name=name)
+
+
+def linear(g: GraphBuilder, x: str, weight: str, bias: str = "", name: str = "linear") -> str:
+    """`x @ weight + bias`: x [..., K], weight [K, N], bias [N] or omitted."""
+    y = g.node("MatMul", [x, weight], name=name)
+    return g.node("Add", [y, bias], name=f"{name}.bias") if bias else y
+
+
+def matmul_nbits(
+    g: GraphBuilder,
+    x: str,
+    weight: str,
+    scales: str,
+    *,
+    k: int,
+    n: int,
+    bits: int,
+    block_size: int,
+    bias: str = "",
+    name: str = "linear",
+) -> str:
+    """`x @ dequantized(weight).T + bias` with block-wise symmetric weights.
+
+    Args:
+        g: The builder.
+        x: Activations [..., K].
+        weight: uint8 [N, K / block_size, block_size * bits / 8]; 4-bit values have the even
+            element in the low nibble. The zero point is 2^(bits - 1).
+        scales: [N, K / block_size], of x's dtype.
+        k: Input features.
+        n: Output features.
+        bits: 4 or 8.
+        block_size: Input features that share a scale.
+        bias: [N] or omitted; a separate Add, which every execution provider has.
+        name: Node name.
+    """
+    y = g.node(
+        "MatMulNBits",
+        [x, weight, scales],
+        domain=MICROSOFT,
+        name=name,
+        K=k,
+        N=n,
+        bits=bits,
+        block_size=block_size,
+    )
+    return g.node("Add", [y, bias], name=f"{name}.bias") if bias else y
+
+
+def gather_block_quantized(
+    g: GraphBuilder,
+    data: str,
+    indices: str,
+    scales: str,
+    *,
+    bits: int,
+    block_size: int,
+    name: str = "gather",
+) -> str:
+    """Rows of a block-wise quantized table, dequantized.
+
+    Sharing one table with a tied `matmul_nbits` head: ORT wants `data` of the rank of `scales`
+    (2-D) here and 3-D there, and with fp32 activations refuses either shape at the other place.
+    Declare two initializers on the same bytes, and share the 2-D scales as they are:
+
+        ref = writer.add_weight("lm_head.weight", q)           # uint8 [V, K/block, block*bits/8]
+        scales = g.weight(writer.add_weight("lm_head.scales", s))              # [V, K/block]
+        table = g.weight(ref.view("embed.weight", (V, K * bits // 8)))
+        x = gather_block_quantized(g, table, INPUT_IDS, scales, …)
+        logits = matmul_nbits(g, h, g.weight(ref), scales, …)
+
+    Args:
+        g: The builder.
+        data: uint8 [V, K * bits / 8], zero point 2^(bits - 1).
+        indices: Rows, int64 of any shape.
+        scales: [V, K / block_size]; their dtype is that of the result.
+        bits: 4 or 8.
+        block_size: Elements of a row that share a scale.
+        name: Node name.
+    """
+    return g.node(
+        "GatherBlockQuantized",
+        [data, indices, scales],
+        domain=MICROSOFT,
+        name=name,
+        bits=bits,
+        block_size=block_size,
+        gather_axis=0,
+        quantize_axis=1,
+    )
+
+
+def paged_attention(
+    g: GraphBuilder,
+    qkv: str,
+    key_cache: str,
+    value_cache: str,
+    presents: tuple[str, str],
+    *,
+    cumulative_sequence_lengths: str,
+    past_sequence_lengths: str,
+    block_table: str,
+    attention_metadata: str,
+    attributes: AttentionAttributes,
+    cos: str = "",
+    sin: str = "",
+    name: str = "attention",
+) -> str:
+    """The canonical `com.microsoft.PagedAttention`; returns the output [num_tokens, q_size].
+
+    Args:
+        g: The builder.
+        qkv: Packed projections [num_tokens, q_size + 2 * kv_size].
+        key_cache: Graph input [num_blocks, block_size, kv_heads, head_size].
+        value_cache: Graph input of the same shape.
+        presents: Names of the updated caches, which are graph outputs.
+        cumulative_sequence_lengths: int32 [batch + 1].
+        past_sequence_lengths: int32 [batch].
+        block_table: int32 [batch, max_num_blocks].
+        attention_metadata: int32 [3], host.
+        attributes: Heads, scale, window, RoPE.
+        cos: [context_length, rotary_dim / 2], of qkv's dtype; omitted without RoPE.
+        sin: Likewise.
+        name: Node name.
+    """
+    inputs = [qkv, "", "", key_cache, value_cache, cumulative_sequence_lengths]
+    inputs += [past_sequence_lengths, block_table, cos, sin]
+    inputs += [""] * 6 + [attention_metadata]
+    outputs = g.node(
+        "PagedAttention",
+        inputs,
+        outputs=[".out", *presents],
+        domain=MICROSOFT,
+        name=name,
+        **attributes.attributes(),
+    )
+    return outputs[0]
+
+
+def group_query_attention(
+    g: GraphBuilder,
+    qkv: str,
+    key_cache: str,
+    value_cache: str,
+    presents: tuple[str, str],
+    *,
+    sequence_lengths_minus_one: str,
+    total_sequence_length: str,
+    attributes: AttentionAttributes,
+    cos: str = "",
+    sin: str = "",
+    name: str = "attention",
+) -> str:
+    """`com.microsoft.GroupQueryAttention` on packed QKV; returns [batch, seq, q_size].
+
+    Args:
+        g: The builder.
+        qkv: Packed projections [batch, seq, q_size + 2 * kv_size].
+        key_cache: Graph input [batch, kv_heads, past, head_size].
+        value_cache: Graph input of the same shape.
+        presents: Names of the updated caches, which are graph outputs.
+        sequence_lengths_minus_one: int32 [batch], total (past + new) lengths less one.
+        total_sequence_length: int32 scalar, the longest total length.
+        attributes: Heads, scale, window, RoPE.
+        cos: [context_length, rotary_dim / 2], of qkv's dtype; omitted without RoPE.
+        sin: Likewise.
+        name: Node name.
+    """
+    inputs = [qkv, "", "", key_cache, value_cache]
+    inputs += [sequence_lengths_minus_one, total_sequence_length, cos, sin]
+    outputs = g.node(
+        "GroupQueryAttention",
+        inputs,
+        outputs=[".out", *presents],
+        domain=MICROSOFT,
+        name=name,
+        **attributes.attributes(),
+    )
+    return outputs[0]
+
+
+def gqa_sequence_lengths(g: GraphBuilder, attention_mask: str) -> tuple[str, str]:
+    """Derive GroupQueryAttention's length inputs from an attention mask.
+
+    Args:
+        g: The builder.
+        attention_mask: int64 [batch, total_sequence_length] of zeros and ones.
+
+    Returns:
+        int32 [batch] of row sums less one, and the int32 scalar total_sequence_length.
+    """
+    axis = g.constant(np.array([1], np.int64), "axis")
+    rows = g.node("ReduceSum", [attention_mask, axis], name="lengths", keepdims=0)
+    less_one = g.node("Sub", [rows, g.constant(np.array(1, np.int64), "one")], name="lengths.less")
+    shape = g.node("Shape", [attention_mask], name="mask.shape")
+    total = g.node("Gather", [shape, g.constant(np.array(1, np.int64), "one")], name="total")
+    return cast(g, less_one, TensorProto.INT32), cast(g, total, TensorProto.INT32)

@@ -1,0 +1,52 @@
+"""Tensors that live in the weights file, and the ONNX names of NumPy's dtypes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+WEIGHTS_FILE: Final = "model.onnx.data"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Bytes of the weights file seen as a tensor; `ArtifactWriter.add_weight` returns it."""
+
+    name: str
+    data_type: int  # onnx.TensorProto.DataType
+    dims: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    length: int  # bytes
+
+    def view(self, name: str, dims: tuple[int, ...]) -> TensorRef:
+        """The same bytes under another name and shape, stored once.
+
+        ONNX Runtime maps external data into memory on the CPU, so both share one page cache.
+        """
+        assert math.prod(dims) == math.prod(self.dims), f"{self.name} {self.dims} to {dims}"
+        return replace(self, name=name, dims=dims)
+
+    def initializer(self) -> TensorProto:
+        """The external-data initializer that declares this tensor."""
+        tensor = TensorProto(name=self.name, data_type=self.data_type, dims=self.dims)
+        tensor.data_location = TensorProto.EXTERNAL
+        entries = (("location", WEIGHTS_FILE), ("offset", self.offset), ("length", self.length))
+        for key, value in entries:
+            tensor.external_data.add(key=key, value=str(value))
+        return tensor
+
+
+def onnx_dtype(dtype: np.dtype[Any]) -> int:
+    """The ONNX element type of a NumPy (or ml_dtypes) dtype; raises ValueError for others."""
+    return int(onnx.helper.np_dtype_to_tensor_dtype(dtype))
+
+
+def numpy_dtype(data_type: int) -> np.dtype[Any]:
+    """The NumPy (or ml_dtypes) dtype of an ONNX element type; raises KeyError for others."""
+    dtype: np.dtype[Any] = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(data_type))
+    return dtype
