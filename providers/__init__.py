@@ -1,0 +1,1 @@
+"""Providers: a graph on a device, one file each."""

@@ -1,0 +1,1 @@
+"""One small runner a peer, each run by its own Python."""

@@ -1,0 +1,139 @@
+"""A paged graph on ONNX Runtime: the part that every execution provider shares."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import ProviderError
+from onnxport.graphs import contract
+from onnxport.providers.base import Capabilities, StepInputs
+
+WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensor:
+    """One physical cache: the graph's input and output names, and the memory behind both."""
+
+    input_name: str
+    output_name: str
+    value: Any  # onnxruntime.OrtValue [num_blocks, block_size, kv_heads, head_size]
+
+
+def start_session(
+    model: bytes, folder: Path, options: Any, providers: Sequence[str | tuple[str, dict[str, Any]]]
+) -> Any:
+    """Start a session on exactly the execution providers asked for.
+
+    Args:
+        model: a serialized ModelProto whose external data lies in `folder`.
+        folder: the artifact's folder.
+        options: an onnxruntime.SessionOptions; entries are added to it.
+        providers: in order of preference.
+
+    Raises:
+        ProviderError: ONNX Runtime refuses the graph, or starts without one of `providers`.
+    """
+    import onnxruntime as ort
+
+    options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
+    options.add_session_config_entry(RECORD_PLACEMENT, "1")
+    wanted = [name if isinstance(name, str) else name[0] for name in providers]
+    try:
+        session = ort.InferenceSession(model, options, providers=list(providers))
+    except Exception as error:  # ONNX Runtime's own classes derive from Exception alone
+        raise ProviderError(
+            f"ONNX Runtime {ort.__version__} could not start the graph on {', '.join(wanted)}: "
+            f"{error}"
+        ) from error
+    session.disable_fallback()
+    missing = [name for name in wanted if name not in session.get_providers()]
+    if missing:
+        raise ProviderError(
+            f"{', '.join(missing)} did not start; ONNX Runtime went on with "
+            f"{', '.join(session.get_providers())}. Its log above says why."
+        )
+    return session
+
+
+def placement(session: Any) -> Mapping[str, int]:
+    """How many nodes each execution provider really runs."""
+    nodes: Counter[str] = Counter()
+    for subgraph in session.get_provider_graph_assignment_info():
+        nodes[subgraph.ep_name] += len(subgraph.get_nodes())
+    return dict(nodes)
+
+
+class OrtModel:
+    """A started session with its KV cache; implements `providers.base.Model`.
+
+    Caches are bound once as input and as output, so a step updates them in place. Inputs and
+    logits stay in host memory.
+    """
+
+    def __init__(
+        self, session: Any, capabilities: Capabilities, caches: Sequence[CacheTensor]
+    ) -> None:
+        self._session = session
+        self._capabilities = capabilities
+        self._caches = tuple(caches)
+        self._binding = session.io_binding()
+        self._input_names = {node.name for node in session.get_inputs()}
+        self._logits = np.empty((0, capabilities.vocab_size), np.float32)
+        for cache in self._caches:
+            self._binding.bind_ortvalue_input(cache.input_name, cache.value)
+            self._binding.bind_ortvalue_output(cache.output_name, cache.value)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What was really loaded."""
+        return self._capabilities
+
+    @property
+    def caches(self) -> tuple[CacheTensor, ...]:
+        """The physical caches, keys and values of each layer in turn."""
+        return self._caches
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        """See `providers.base.Model.run`."""
+        if self._session is None:
+            raise ProviderError("the model was closed; load it again")
+        rows = len(inputs.logits_indices)
+        if len(self._logits) < rows:
+            self._logits = np.empty((rows, self._capabilities.vocab_size), np.float32)
+        logits = self._logits[:rows]
+        for name, array in (
+            (contract.INPUT_IDS, inputs.input_ids),
+            (contract.BLOCK_TABLE, inputs.block_table),
+            (contract.CUMULATIVE_SEQUENCE_LENGTHS, inputs.cumulative_sequence_lengths),
+            (contract.PAST_SEQUENCE_LENGTHS, inputs.past_sequence_lengths),
+            (contract.ATTENTION_METADATA, inputs.attention_metadata),
+            (contract.LOGITS_INDICES, inputs.logits_indices),
+        ):
+            if name in self._input_names:
+                self._binding.bind_cpu_input(name, array)
+        self._binding.bind_output(
+            contract.LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data
+        )
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:
+            raise ProviderError(
+                f"{self._capabilities.provider} failed while running a batch of "
+                f"{len(inputs.input_ids)} tokens: {error}"
+            ) from error
+        return logits
+
+    def close(self) -> None:
+        """See `providers.base.Model.close`."""
+        self._binding = None
+        self._session = None
+        self._caches = ()

@@ -1,0 +1,89 @@
+"""The providers there are, and how one is chosen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+from onnxport.errors import OnnxportError, ProviderError
+from onnxport.graphs.artifact import Artifact
+from onnxport.providers.base import LoadOptions, Model, Probe, Provider
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+# Name -> "module:class", in the order in which `auto` prefers them.
+PROVIDERS = {"cpu": "onnxport.providers.cpu.provider:CpuProvider"}
+# Named in the design and not written yet: asking for one is an error that says so.
+PLANNED = ("openvino", "cuda", "webgpu", "migraphx", "directml")
+
+
+def get_provider(name: str) -> Provider:
+    """The provider called `name`.
+
+    Raises:
+        ProviderError: there is none of that name.
+    """
+    if name in PLANNED:
+        raise ProviderError(
+            f"provider {name!r} is planned but not part of this version; available are "
+            f"{', '.join(PROVIDERS)} and auto"
+        )
+    if name not in PROVIDERS:
+        raise ProviderError(
+            f"there is no provider {name!r}; available are {', '.join(PROVIDERS)} and auto"
+        )
+    module, _, attribute = PROVIDERS[name].partition(":")
+    factory: Callable[[], Provider] = getattr(import_module(module), attribute)
+    return factory()
+
+
+def probe_all() -> list[tuple[str, Probe]]:
+    """Probe every provider, planned ones included, without loading a model."""
+    found = [(name, get_provider(name).probe()) for name in PROVIDERS]
+    planned = Probe(available=False, reason="planned; not part of this version")
+    return found + [(name, planned) for name in PLANNED]
+
+
+def open_model(path: Path, provider: str = AUTO, options: LoadOptions | None = None) -> Model:
+    """Read the artifact in `path` and load it.
+
+    An explicit provider is final. `auto` takes the first one that loads, and logs why the others
+    did not.
+
+    Raises:
+        ArtifactError: `path` is not a valid artifact.
+        ProviderError: the provider cannot run it; for `auto`, an ExceptionGroup is its cause.
+        CapacityError: it does not fit the memory.
+    """
+    artifact = Artifact.read(path)
+    chosen = options or LoadOptions()
+    if provider != AUTO:
+        return _load(provider, artifact, chosen)
+    errors: list[Exception] = []
+    for name in PROVIDERS:
+        try:
+            model = _load(name, artifact, chosen)
+        except OnnxportError as error:
+            logger.info("provider %s was not chosen: %s", name, error)
+            errors.append(error)
+        else:
+            logger.info("provider %s was chosen for %s", name, path)
+            return model
+    if len(errors) == 1:
+        raise errors[0]
+    reasons = "; ".join(f"{name}: {error}" for name, error in zip(PROVIDERS, errors, strict=True))
+    raise ProviderError(f"no provider can run {path}. {reasons}") from ExceptionGroup(
+        "providers", errors
+    )
+
+
+def _load(name: str, artifact: Artifact, options: LoadOptions) -> Model:
+    provider = get_provider(name)
+    probe = provider.probe()
+    if not probe.available:
+        raise ProviderError(f"provider {name!r} is not available: {probe.reason}")
+    return provider.load(artifact, options)
