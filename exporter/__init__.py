@@ -1,0 +1,1 @@
+"""Checkpoint to artifact, without torch."""

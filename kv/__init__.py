@@ -1,0 +1,1 @@
+"""KV-cache block accounting in plain integers."""

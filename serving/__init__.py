@@ -1,0 +1,1 @@
+"""The life of a request: schedule, pack, run, sample, answer."""
