@@ -95,6 +95,7 @@ def matmul_nbits(
     bits: int,
     block_size: int,
     bias: str = "",
+    accuracy_level: int | None = None,
     name: str = "linear",
 ) -> str:
     """`x @ dequantized(weight).T + bias` with block-wise symmetric weights.
@@ -110,6 +111,7 @@ def matmul_nbits(
         bits: 4 or 8.
         block_size: Input features that share a scale.
         bias: [N] or omitted; a separate Add, which every execution provider has.
+        accuracy_level: Least accuracy of x, 1 = float32 … 4 = int8 blocks; None leaves it out.
         name: Node name.
     """
     y = g.node(
@@ -121,6 +123,7 @@ def matmul_nbits(
         N=n,
         bits=bits,
         block_size=block_size,
+        accuracy_level=accuracy_level,
     )
     return g.node("Add", [y, bias], name=f"{name}.bias") if bias else y
 
@@ -170,7 +173,7 @@ def gather_block_quantized(
 
 def paged_attention(
     g: GraphBuilder,
-    qkv: str,
+    qkv: str | tuple[str, str, str],
     key_cache: str,
     value_cache: str,
     presents: tuple[str, str],
@@ -188,7 +191,8 @@ def paged_attention(
 
     Args:
         g: The builder.
-        qkv: Packed projections [num_tokens, q_size + 2 * kv_size].
+        qkv: Packed projections [num_tokens, q_size + 2 * kv_size], or three values: queries
+            [num_tokens, q_size], keys and values [num_tokens, kv_size].
         key_cache: Graph input [num_blocks, block_size, kv_heads, head_size].
         value_cache: Graph input of the same shape.
         presents: Names of the updated caches, which are graph outputs.
@@ -201,7 +205,7 @@ def paged_attention(
         sin: Likewise.
         name: Node name.
     """
-    inputs = [qkv, "", "", key_cache, value_cache, cumulative_sequence_lengths]
+    inputs = [*_query_key_value(qkv), key_cache, value_cache, cumulative_sequence_lengths]
     inputs += [past_sequence_lengths, block_table, cos, sin]
     inputs += [""] * 6 + [attention_metadata]
     outputs = g.node(
@@ -217,7 +221,7 @@ def paged_attention(
 
 def group_query_attention(
     g: GraphBuilder,
-    qkv: str,
+    qkv: str | tuple[str, str, str],
     key_cache: str,
     value_cache: str,
     presents: tuple[str, str],
@@ -229,11 +233,11 @@ def group_query_attention(
     sin: str = "",
     name: str = "attention",
 ) -> str:
-    """`com.microsoft.GroupQueryAttention` on packed QKV; returns [batch, seq, q_size].
+    """`com.microsoft.GroupQueryAttention` on packed or separate QKV; returns [batch, seq, q_size].
 
     Args:
         g: The builder.
-        qkv: Packed projections [batch, seq, q_size + 2 * kv_size].
+        qkv: Packed projections [batch, seq, q_size + 2 * kv_size], or queries, keys and values.
         key_cache: Graph input [batch, kv_heads, past, head_size].
         value_cache: Graph input of the same shape.
         presents: Names of the updated caches, which are graph outputs.
@@ -244,7 +248,7 @@ def group_query_attention(
         sin: Likewise.
         name: Node name.
     """
-    inputs = [qkv, "", "", key_cache, value_cache]
+    inputs = [*_query_key_value(qkv), key_cache, value_cache]
     inputs += [sequence_lengths_minus_one, total_sequence_length, cos, sin]
     outputs = g.node(
         "GroupQueryAttention",
@@ -255,6 +259,10 @@ def group_query_attention(
         **attributes.attributes(),
     )
     return outputs[0]
+
+
+def _query_key_value(qkv: str | tuple[str, str, str]) -> tuple[str, str, str]:
+    return (qkv, "", "") if isinstance(qkv, str) else qkv
 
 
 def gqa_sequence_lengths(g: GraphBuilder, attention_mask: str) -> tuple[str, str]:
