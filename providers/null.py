@@ -1,0 +1,175 @@
+"""A model without machine learning, for tests, simulation and measuring the engine itself.
+
+It keeps a real paged cache, of token ids, and its logits are a hash of everything the cache holds
+for a sequence. A block that is wrong, stale, shared by mistake or not yet written therefore
+changes the tokens, and most such mistakes are caught as they happen: each slot remembers the
+position that it was written for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import ProviderError
+from onnxport.providers.base import Capabilities, StepInputs
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_POISON = np.int64(-(1 << 62))  # in slots whose content must not be read
+
+
+@dataclass(frozen=True, slots=True)
+class NullOptions:
+    """What a `NullModel` looks like."""
+
+    vocab_size: int = 512
+    num_blocks: int = 64
+    block_size: int = 16
+    max_model_len: int = 4096
+    max_batch_rows: int | None = None
+    latency_s: float = 0.0  # slept in every run
+    fails: Callable[[int], bool] = field(default=lambda run: False)  # by number of the run, from 0
+
+
+class NullModel:
+    """A `Model` whose next token is a hash of the tokens before it."""
+
+    def __init__(self, options: NullOptions | None = None) -> None:
+        self.options = options = options or NullOptions()
+        self.num_runs = 0
+        self.closed = False
+        shape = (options.num_blocks, options.block_size)
+        self._tokens = np.full(shape, _POISON, np.int64)
+        self._positions = np.full(shape, _POISON, np.int64)
+        self._vocab = np.arange(options.vocab_size, dtype=np.uint64) * _GAMMA
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the options say."""
+        options = self.options
+        return Capabilities(
+            provider="null",
+            device="none",
+            attention="native",
+            compute_dtype="float32",
+            kv_cache_dtype="int64",
+            block_size=options.block_size,
+            num_blocks=options.num_blocks,
+            kv_block_bytes=16 * options.block_size,
+            max_model_len=options.max_model_len,
+            vocab_size=options.vocab_size,
+            max_batch_rows=options.max_batch_rows,
+            placement={"null": 1},
+        )
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        """Store the new tokens and return logits, float32 [num_logits, vocab].
+
+        Raises:
+            ProviderError: as `NullOptions.fails` says; the slots it would have written are
+                poisoned then.
+            AssertionError: the inputs break the contract, or read what was never written.
+        """
+        assert not self.closed, "the model is closed"
+        check_inputs(inputs, self.capabilities)
+        number, self.num_runs = self.num_runs, self.num_runs + 1
+        if self.options.latency_s:
+            time.sleep(self.options.latency_s)
+        past = inputs.past_sequence_lengths.astype(np.int64)
+        new = np.diff(inputs.cumulative_sequence_lengths)
+        rows = np.repeat(np.arange(len(new)), new)
+        starts = inputs.cumulative_sequence_lengths[:-1]
+        positions = np.arange(len(rows)) - starts[rows] + past[rows]
+        blocks = inputs.block_table[rows, positions // self.options.block_size]
+        slots = positions % self.options.block_size
+        keys = blocks.astype(np.int64) * self.options.block_size + slots
+        assert len(np.unique(keys)) == len(keys), "two tokens are written to one slot"
+        if self.options.fails(number):
+            self._tokens[blocks, slots] = self._positions[blocks, slots] = _POISON
+            raise ProviderError(f"run {number} was told to fail")
+        self._tokens[blocks, slots] = inputs.input_ids
+        self._positions[blocks, slots] = positions
+        hashes = self._prefix_hashes(inputs.block_table, past + new)
+        at = inputs.logits_indices
+        return self._logits(hashes[rows[at], positions[at]])
+
+    def poison(self, blocks: Iterable[int]) -> None:
+        """Make the content of `blocks` unreadable, as a test does with free ones."""
+        ids = list(blocks)
+        self._tokens[ids] = self._positions[ids] = _POISON
+
+    def close(self) -> None:
+        """Refuse to run from now on."""
+        self.closed = True
+
+    def _prefix_hashes(
+        self, block_table: NDArray[np.int32], lengths: NDArray[np.int64]
+    ) -> NDArray[np.uint64]:
+        """Return a hash of tokens [0, i] for each row and position i, uint64 [batch, length]."""
+        batch, longest = len(lengths), int(lengths.max())
+        tokens = self._tokens[block_table].reshape(batch, -1)[:, :longest]
+        stored = self._positions[block_table].reshape(batch, -1)[:, :longest]
+        wanted = np.arange(longest)
+        valid = wanted < lengths[:, None]
+        wrong = np.argwhere(valid & (stored != wanted))
+        assert not len(wrong), (
+            f"row {wrong[0][0]} reads position {wrong[0][1]} and finds what was written for "
+            f"{stored[tuple(wrong[0])]}"
+        )
+        mixed = _mix(tokens.astype(np.uint64) * _GAMMA + _mix(wanted.astype(np.uint64)))
+        return np.where(valid, mixed, np.uint64(0)).cumsum(axis=1, dtype=np.uint64)
+
+    def _logits(self, hashes: NDArray[np.uint64]) -> NDArray[np.float32]:
+        """Return logits in [0, 8), float32 [num_logits, vocab]."""
+        bits = _mix(_mix(hashes)[:, None] + self._vocab)
+        return (bits >> np.uint64(40)).astype(np.float32) * np.float32(8 * 2.0**-24)
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble each value (the finalizer of SplitMix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def check_inputs(inputs: StepInputs, limits: Capabilities) -> None:
+    """Assert that `inputs` keep the graph contract and the model's limits."""
+    batch = len(inputs.past_sequence_lengths)
+    num_tokens = len(inputs.input_ids)
+    for name, array, dtype, dims in (
+        ("input_ids", inputs.input_ids, np.int64, 1),
+        ("block_table", inputs.block_table, np.int32, 2),
+        ("cumulative_sequence_lengths", inputs.cumulative_sequence_lengths, np.int32, 1),
+        ("past_sequence_lengths", inputs.past_sequence_lengths, np.int32, 1),
+        ("attention_metadata", inputs.attention_metadata, np.int32, 1),
+        ("logits_indices", inputs.logits_indices, np.int32, 1),
+    ):
+        assert array.dtype == dtype, f"{name} is {array.dtype}"
+        assert array.ndim == dims, f"{name} has shape {array.shape}"
+        assert array.flags.c_contiguous, f"{name} is not contiguous"
+    cumulative, past = inputs.cumulative_sequence_lengths, inputs.past_sequence_lengths
+    assert 1 <= batch <= (limits.max_batch_rows or batch), f"{batch} rows"
+    assert len(inputs.block_table) == batch
+    assert len(cumulative) == batch + 1
+    assert cumulative[0] == 0
+    assert cumulative[-1] == num_tokens
+    new = np.diff(cumulative)
+    assert (new >= 1).all(), "a row without new tokens"
+    assert (past >= 0).all()
+    total = past + new
+    assert total.max() <= limits.max_model_len
+    assert inputs.attention_metadata.tolist() == [new.max(), total.max(), total.min()]
+    assert ((inputs.input_ids >= 0) & (inputs.input_ids < limits.vocab_size)).all()
+    used = -(-total // limits.block_size)
+    table = inputs.block_table
+    assert used.max() <= table.shape[1], "the block table is too narrow"
+    beyond = np.arange(table.shape[1]) >= used[:, None]
+    assert (table[beyond] == 0).all(), "an unused entry of the block table is not 0"
+    assert ((table >= 0) & (table < limits.num_blocks)).all()
+    indices = inputs.logits_indices
+    assert len(indices) >= 1
+    assert ((indices >= 0) & (indices < num_tokens)).all()

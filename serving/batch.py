@@ -1,0 +1,73 @@
+"""Packing: a step plan becomes the arrays that a model takes."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.providers.base import StepInputs
+from onnxport.serving.scheduler import StepPlan
+
+
+class BatchPacker:
+    """Packs plans into `StepInputs`, in buffers that the next `pack` overwrites.
+
+    That is safe because `Model.run` returns before the next step is packed and keeps no input.
+    Tokens and blocks are copied through memoryviews, from the requests' own int64 and int32
+    arrays: a row costs the same however long its prompt and its table are.
+    """
+
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self._input_ids: NDArray[np.int64] = np.zeros(max_num_batched_tokens, np.int64)
+        self._input_ids_view = memoryview(self._input_ids).cast("B").cast("q")
+        self._cumulative: NDArray[np.int32] = np.zeros(max_num_seqs + 1, np.int32)
+        self._grow_block_table(max_num_seqs)
+
+    def pack(self, plan: StepPlan) -> StepInputs:
+        """Return the arrays of `plan`, whose requests already hold their new blocks.
+
+        Logits are asked for where a row reaches its last token. When no row does, they are asked
+        for once, at the end, and not used: no graph has to take an empty axis.
+        """
+        rows = len(plan.requests)
+        cumulative = self._cumulative[: rows + 1]
+        np.cumsum(plan.num_new, out=cumulative[1:])
+        past = np.array(plan.num_past, np.int32)
+        total = past + np.diff(cumulative)
+        last = cumulative[1:] - 1
+        metadata = np.array([max(plan.num_new), total.max(), total.min()], np.int32)
+        return StepInputs(
+            input_ids=self._pack_input_ids(plan),
+            block_table=self._pack_block_table(plan),
+            cumulative_sequence_lengths=cumulative,
+            past_sequence_lengths=past,
+            attention_metadata=metadata,
+            logits_indices=last[list(plan.sampled)] if plan.sampled else last[-1:],
+        )
+
+    def _pack_input_ids(self, plan: StepPlan) -> NDArray[np.int64]:
+        view = self._input_ids_view
+        end = 0
+        for request, past, new in zip(plan.requests, plan.num_past, plan.num_new, strict=True):
+            start, end = end, end + new
+            view[start:end] = request.tokens[past : past + new]
+        return self._input_ids[:end]
+
+    def _pack_block_table(self, plan: StepPlan) -> NDArray[np.int32]:
+        tables = [request.table.blocks for request in plan.requests]
+        width = max(map(len, tables))
+        size = len(tables) * width
+        if size > self._block_table.size:
+            self._grow_block_table(2 * size)
+        packed = self._block_table[:size]
+        packed.fill(0)
+        view = self._block_table_view
+        start = 0
+        for blocks in tables:
+            view[start : start + len(blocks)] = blocks
+            start += width
+        return packed.reshape(-1, width)
+
+    def _grow_block_table(self, size: int) -> None:
+        self._block_table: NDArray[np.int32] = np.zeros(size, np.int32)
+        self._block_table_view = memoryview(self._block_table).cast("B").cast("i")

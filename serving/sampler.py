@@ -1,0 +1,226 @@
+"""Sampling: one token a row of logits.
+
+Rows are independent of each other: what a row yields depends on its logits, its parameters and
+its own random number, never on what else is in the batch. The random number is a hash of the
+request's seed and the position, so nothing has to be kept between steps, and a request that is
+preempted, or moved to another row, goes on as if nothing had happened.
+
+The vocabulary is wide (152k) and most of it is never looked at twice: greedy rows cost one
+argmax; `top_k` and `top_p` find the few likeliest tokens without sorting the rest; rows that are
+only tempered find their token by cumulative sums over chunks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.serving.topm import top_m
+
+MASK_64 = (1 << 64) - 1
+BLOCK_ELEMENTS = 1 << 18  # logits worked on at once: 1 MiB of float32, which stays in a CPU cache
+FIRST_NUCLEUS = 64  # likeliest tokens among which a nucleus is first looked for
+CHUNK = 256  # tokens summed up together
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """How one row is sampled."""
+
+    temperature: float = 0.0  # 0: greedy
+    top_k: int | None = None
+    top_p: float = 1.0
+    uniform: float = 0.0  # the row's random number, in [0, 1); unused when greedy
+    num_logprobs: int | None = None  # None: no logprobs; n: the sampled token and the n likeliest
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log probabilities of one row, by the model's own softmax."""
+
+    token_id: int  # the sampled token
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top_ids: tuple[int, ...]  # the likeliest tokens, the likeliest first
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step sampled."""
+
+    token_ids: list[int]  # one a row
+    logprobs: list[RowLogprobs | None] | None  # one a row; None when no row asked
+    invalid: tuple[int, ...]  # rows whose logits hold NaN or no finite maximum; their token is void
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return a random number in [0, 1), the same for the same seed and position.
+
+    The output of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
+    OOPSLA 2014) at `position`, in a stream that begins at the mixed seed.
+    """
+    state = _mix64(seed) + (position + 1) * 0x9E3779B97F4A7C15
+    return (_mix64(state) >> 11) * 2.0**-53
+
+
+def _mix64(value: int) -> int:
+    value &= MASK_64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return value ^ (value >> 31)
+
+
+def sample_greedy(logits: Floats) -> Sampled:
+    """Return the likeliest token of each row; of equals the one with the lowest id.
+
+    Args:
+        logits: float32 [num_rows, vocab], not changed.
+    """
+    tokens = logits.argmax(axis=1)
+    maxima = logits[np.arange(len(tokens)), tokens]  # argmax stops at the first NaN
+    invalid = np.flatnonzero(~np.isfinite(maxima)) if not np.isfinite(maxima).all() else ()
+    return Sampled(tokens.tolist(), None, tuple(int(row) for row in invalid))
+
+
+def sample(logits: Floats, rows: Sequence[RowParams]) -> Sampled:
+    """Sample one token a row.
+
+    Temperature comes first, then `top_k`, then `top_p` over what is left (as in transformers and
+    vLLM). Of tokens with equal logits the lowest id counts as the likeliest.
+
+    Args:
+        logits: float32 [num_rows, vocab], not changed.
+        rows: the parameters of each row.
+    """
+    result = sample_greedy(logits)
+    tokens = np.array(result.token_ids, np.int64)
+    valid = [row for row in range(len(rows)) if row not in result.invalid]
+    full = [r for r in valid if _is_random(rows[r]) and not _is_truncated(rows[r])]
+    few = [r for r in valid if _is_random(rows[r]) and _is_truncated(rows[r])]
+    for group, draw in ((full, _draw_full), (few, _draw_truncated)):
+        for part in _parts(group, logits.shape[1]):
+            tokens[part] = draw(logits[part], [rows[r] for r in part])
+    token_ids = tokens.tolist()
+    logprobs: list[RowLogprobs | None] | None = None
+    if any(row.num_logprobs is not None for row in rows):
+        logprobs = [
+            None if row.num_logprobs is None else row_logprobs(values, token, row.num_logprobs)
+            for values, token, row in zip(logits, token_ids, rows, strict=True)
+        ]
+    return Sampled(token_ids, logprobs, result.invalid)
+
+
+def row_logprobs(logits: Floats, token_id: int, count: int) -> RowLogprobs:
+    """Return the log probability and rank of `token_id`, and of the `count` likeliest tokens.
+
+    Args:
+        logits: float32 [vocab], unscaled.
+        token_id: the sampled token.
+        count: how many of the likeliest tokens to report, 0 or more.
+    """
+    maximum = logits.max()
+    log_sum = float(maximum) + float(np.log(np.exp(logits - maximum).sum()))
+    value = logits[token_id]
+    rank = int((logits > value).sum()) + int((logits[:token_id] == value).sum()) + 1
+    top_ids: tuple[int, ...] = ()
+    top_values: tuple[float, ...] = ()
+    if count:
+        values, ids = top_m(logits[None], min(count, logits.size))
+        top_ids = tuple(ids[0].tolist())
+        top_values = tuple((values[0].astype(np.float64) - log_sum).tolist())
+    return RowLogprobs(token_id, float(value) - log_sum, rank, top_ids, top_values)
+
+
+def _is_random(row: RowParams) -> bool:
+    return row.temperature > 0.0 and row.top_k != 1
+
+
+def _is_truncated(row: RowParams) -> bool:
+    return row.top_k is not None or row.top_p < 1.0
+
+
+def _parts(rows: list[int], vocab: int) -> list[list[int]]:
+    """Split `rows` so that each part has about `BLOCK_ELEMENTS` logits."""
+    size = max(1, BLOCK_ELEMENTS // vocab)
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _weights(logits: Floats, rows: Sequence[RowParams]) -> Floats:
+    """Return exp((logits - maximum) / temperature), float32 [num_rows, vocab]."""
+    scale = np.array([1.0 / row.temperature for row in rows], np.float32)
+    weights: Floats = logits - logits.max(axis=1, keepdims=True)
+    np.multiply(weights, scale[:, None], out=weights)
+    return np.exp(weights, out=weights)
+
+
+def _draw_full(logits: Floats, rows: Sequence[RowParams]) -> NDArray[np.int64]:
+    """Draw from the whole vocabulary: the token at which the cumulative sum passes the number.
+
+    The chunk is found first, then the token inside it.
+    """
+    weights = _weights(logits, rows)
+    starts = np.arange(0, weights.shape[1], CHUNK)
+    sums = np.add.reduceat(weights, starts, axis=1).astype(np.float64).cumsum(axis=1)
+    numbers = np.array([row.uniform for row in rows])
+    targets = numbers * sums[:, -1]
+    chunks = (sums > targets[:, None]).argmax(axis=1)
+    tokens = np.empty(len(rows), np.int64)
+    for index, chunk in enumerate(chunks.tolist()):
+        start = chunk * CHUNK
+        before = sums[index, chunk - 1] if chunk else 0.0
+        inside = weights[index, start : start + CHUNK].cumsum(dtype=np.float64)
+        passed = inside > targets[index] - before
+        # Rounding may leave the number just beyond the chunk: then its last possible token.
+        offset = passed.argmax() if passed[-1] else np.flatnonzero(np.diff(inside, prepend=0.0))[-1]
+        tokens[index] = start + offset
+    return tokens
+
+
+def _draw_truncated(logits: Floats, rows: Sequence[RowParams]) -> NDArray[np.int64]:
+    """Draw from the likeliest tokens that `top_k` and `top_p` leave."""
+    vocab = logits.shape[1]
+    tokens = np.empty(len(rows), np.int64)
+    totals = np.full(len(rows), np.nan)  # sum of all weights, for the rows without top_k
+    nucleus = [index for index, row in enumerate(rows) if row.top_k is None]
+    if nucleus:
+        part = _weights(logits[nucleus], [rows[index] for index in nucleus])
+        totals[nucleus] = part.sum(axis=1)
+    pending = list(range(len(rows)))
+    limit = min(vocab, max([FIRST_NUCLEUS, *(row.top_k or 0 for row in rows)]))
+    while pending:
+        few = [rows[index] for index in pending]
+        drawn, enough = _draw_among(logits[pending], few, totals[pending], limit)
+        tokens[pending] = drawn
+        pending = [index for index, done in zip(pending, enough.tolist(), strict=True) if not done]
+        limit = min(vocab, limit * 8)
+    return tokens
+
+
+def _draw_among(
+    logits: Floats, rows: Sequence[RowParams], totals: NDArray[np.float64], limit: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Draw from the `limit` likeliest tokens.
+
+    Returns:
+        The tokens, and whether `limit` was enough for each row.
+    """
+    values, ids = top_m(logits, limit)
+    scale = np.array([1.0 / row.temperature for row in rows])
+    weights = np.exp((values - values[:, :1]) * scale[:, None])  # float64 [rows, limit]
+    top_k = np.array([limit if row.top_k is None else row.top_k for row in rows])
+    weights[np.arange(limit) >= top_k[:, None]] = 0.0
+    sums = weights.cumsum(axis=1)
+    totals = np.where(np.isnan(totals), sums[:, -1], totals)
+    wanted = np.array([row.top_p for row in rows]) * totals
+    weights[sums - weights >= wanted[:, None]] = 0.0  # tokens after the sum has reached top_p
+    kept = weights.cumsum(axis=1)
+    enough = (sums[:, -1] >= wanted) | (limit == logits.shape[1])
+    targets = np.array([row.uniform for row in rows]) * kept[:, -1]
+    choice = (kept > targets[:, None]).argmax(axis=1)
+    return ids[np.arange(len(rows)), choice], enough

@@ -1,0 +1,110 @@
+"""The artifact's tokenizer: text to tokens and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders
+
+from onnxport.errors import ArtifactError
+from onnxport.serving.detokenizer import ByteDetokenizer, WindowDetokenizer
+from onnxport.serving.text import Pieces
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """A thin wrapper around a `tokenizers.Tokenizer`; safe to share between threads.
+
+    Attributes:
+        eos_token_ids: the tokens that end a generation.
+        vocab_size: how many tokens there are, added ones included.
+    """
+
+    def __init__(self, fast: FastTokenizer, eos_token_ids: frozenset[int] = frozenset()) -> None:
+        fast.no_truncation()
+        fast.no_padding()
+        self._fast = fast
+        self.eos_token_ids = eos_token_ids
+        self.vocab_size: int = fast.get_vocab_size()
+        self._is_byte_level = isinstance(fast.decoder, decoders.ByteLevel)
+        self._alphabet = _byte_alphabet()
+        self._bytes: dict[int, bytes] = {}  # of the tokens that were met so far
+
+    @classmethod
+    def from_folder(cls, folder: Path, eos_token_ids: frozenset[int]) -> Tokenizer:
+        """Read the tokenizer of an artifact, whose manifest names the end tokens.
+
+        Raises:
+            ArtifactError: `tokenizer.json` is missing or not valid.
+        """
+        path = folder / TOKENIZER_FILE
+        if not path.is_file():
+            raise ArtifactError(
+                f"{folder} has no {TOKENIZER_FILE}, so text cannot be turned into tokens; "
+                "export the model again from a checkpoint that has one"
+            )
+        try:
+            fast = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ArtifactError(f"{path} is not a valid tokenizer: {error}") from error
+        return cls(fast, eos_token_ids)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of `text`; special tokens that `text` spells out are recognized.
+
+        Args:
+            text: what to encode.
+            add_special_tokens: whether to add what the tokenizer puts around a text (such as a
+                beginning-of-text token). A chat template writes those itself.
+        """
+        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
+        text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token by itself, special tokens included."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it, None if there is none."""
+        token_id: int | None = self._fast.token_to_id(token)
+        return token_id
+
+    def detokenizer(self, prompt: Sequence[int]) -> Pieces:
+        """Return a detokenizer for what follows `prompt`."""
+        if self._is_byte_level:
+            return ByteDetokenizer(self._bytes_of)
+        return WindowDetokenizer(self.decode, prompt)
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._read_bytes(token_id)
+        return found
+
+    def _read_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a byte-level token; none for special and unknown ones."""
+        token: str | None = self._fast.id_to_token(token_id)
+        added = self._fast.get_added_tokens_decoder().get(token_id)
+        if token is None or (added is not None and added.special):
+            return b""
+        try:
+            return bytes([self._alphabet[char] for char in token])
+        except KeyError:  # an added token, spelled as it is
+            return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's printable character of each byte: itself, or the next one from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return alphabet

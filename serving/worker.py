@@ -1,0 +1,223 @@
+"""The asynchronous engine: one thread that steps, any number of event loops that listen."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from onnxport.errors import OnnxportError, RequestError
+from onnxport.providers.base import Capabilities
+from onnxport.serving.engine import Engine, EngineStats
+from onnxport.serving.outputs import CompletionDelta
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.request import Request
+from onnxport.serving.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class _Stream:
+    """The deltas of one request, on their way from the engine's thread to an event loop."""
+
+    __slots__ = ("loop", "queue", "request_id")
+
+    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.request_id = request_id
+        self.loop = loop
+        self.queue: asyncio.Queue[CompletionDelta] = asyncio.Queue()
+
+
+class AsyncEngine:
+    """Runs an engine in a thread of its own and streams its deltas.
+
+    The thread is the only one to touch the engine. It sleeps on a condition while there is
+    nothing to do, and gives each event loop the deltas of a step in one call.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Take over `engine` and start the thread; `close` ends both."""
+        self._engine = engine
+        self._wakeup = threading.Condition()
+        # All below is guarded by _wakeup.
+        self._commands: list[Callable[[], None]] = []
+        self._streams: dict[str, _Stream] = {}
+        self._accepting = True
+        self._stopping = False
+        self._failure: BaseException | None = None
+        self._stats = engine.stats()
+        self._thread = threading.Thread(target=self._run, name="onnxport-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The engine's tokenizer."""
+        return self._engine.tokenizer
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the model can do."""
+        return self._engine.capabilities
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are accepted."""
+        return self._accepting and self._failure is None
+
+    def stats(self) -> EngineStats:
+        """Return the engine's counters as they were after the last step."""
+        return self._stats
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """Check a request now; return a generator that runs it and yields what each step adds.
+
+        The request is scheduled when the generator is first asked for a delta. The last delta
+        has a `finish_reason`. A generator that is closed before, or whose task is cancelled,
+        aborts its request.
+
+        Args:
+            prompt: text or token ids.
+            params: how to decode.
+            request_id: names the request; None makes a unique name.
+
+        Raises:
+            RequestError: the request is not valid, or its id is in use.
+            CapacityError: it can never fit the context or the KV cache.
+            OnnxportError: the engine is closed or has failed.
+        """
+        request_id = request_id or f"req-{uuid.uuid4().hex}"
+        self._check_open(request_id)
+        return self._stream(self._engine.prepare(request_id, prompt, params))
+
+    async def close(self, *, drain: bool = False) -> None:
+        """Refuse new requests, end the others, and free the model. Idempotent.
+
+        Args:
+            drain: let unfinished requests finish first; otherwise they end with "abort".
+        """
+        with self._wakeup:
+            self._accepting = False
+            self._stopping = True
+            if not drain:
+                self._commands.append(self._abort_all)
+            self._wakeup.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _check_open(self, request_id: str) -> None:
+        if self._failure is not None:
+            raise OnnxportError(f"the engine has failed: {self._failure!r}; start it again")
+        if not self._accepting:
+            raise OnnxportError("the engine is closed and takes no more requests")
+        if request_id in self._streams:
+            raise RequestError(f"request id {request_id!r} is in use", "request_id")
+
+    async def _stream(self, request: Request) -> AsyncGenerator[CompletionDelta, None]:
+        stream = _Stream(request.request_id, asyncio.get_running_loop())
+        with self._wakeup:
+            self._check_open(request.request_id)
+            self._streams[request.request_id] = stream
+            self._commands.append(lambda: self._engine.submit(request))
+            self._wakeup.notify()
+        finished = False
+        try:
+            while not finished:
+                delta = await stream.queue.get()
+                finished = delta.finish_reason is not None
+                yield delta
+        finally:
+            if not finished:
+                with self._wakeup:
+                    self._commands.append(lambda: self._abort(stream))
+                    self._wakeup.notify()
+
+    # Everything below runs in the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._publish(self._engine.step())
+            self._publish(self._engine.close())
+        except BaseException as error:
+            logger.critical("the engine's thread failed", exc_info=error)
+            self._fail(error)
+
+    def _take_commands(self) -> bool:
+        """Wait for something to do and carry out what was asked; False when it is time to end."""
+        with self._wakeup:
+            while not (self._commands or self._engine.has_work or self._stopping):
+                self._wakeup.wait()
+            commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+        return self._engine.has_work or not self._stopping or bool(self._commands)
+
+    def _abort(self, stream: _Stream) -> None:
+        if self._streams.get(stream.request_id) is stream:  # else it has ended already
+            delta = self._engine.abort(stream.request_id)
+            self._publish([] if delta is None else [delta])
+
+    def _abort_all(self) -> None:
+        for stream in list(self._streams.values()):
+            self._abort(stream)
+
+    def _publish(self, deltas: list[CompletionDelta]) -> None:
+        """Hand the deltas to their loops, one call a loop."""
+        self._stats = self._engine.stats()
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, CompletionDelta]]] = {}
+        with self._wakeup:
+            for delta in deltas:
+                stream = self._streams[delta.request_id]
+                by_loop.setdefault(stream.loop, []).append((stream, delta))
+                if delta.finish_reason is not None:
+                    del self._streams[delta.request_id]
+        for loop, entries in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put, entries)
+            except RuntimeError:  # the loop is closed: nobody listens any more
+                for stream, delta in entries:
+                    if delta.finish_reason is None:
+                        self._abandon(stream)
+
+    def _abandon(self, stream: _Stream) -> None:
+        """End a request whose event loop is gone."""
+        with self._wakeup:
+            self._streams.pop(stream.request_id, None)
+        self._engine.abort(stream.request_id)
+
+    def _fail(self, error: BaseException) -> None:
+        """End every stream with an error; the engine is not to be used again."""
+        with self._wakeup:
+            self._failure = error
+            streams, self._streams = list(self._streams.values()), {}
+        message = f"the engine failed: {type(error).__name__}: {error}"
+        for stream in streams:
+            delta = CompletionDelta(stream.request_id, 0, "", (), None, "error", error=message)
+            try:
+                stream.loop.call_soon_threadsafe(_put, [(stream, delta)])
+            except RuntimeError:
+                logger.info("nobody listens to %s any more", stream.request_id)
+
+
+def _put(entries: list[tuple[_Stream, CompletionDelta]]) -> None:
+    for stream, delta in entries:
+        stream.queue.put_nowait(delta)
