@@ -1,1 +1,1 @@
-"""Checkpoint to artifact, without torch."""
+"""Export: a Hugging Face checkpoint becomes an artifact. See `export.export_model`."""

@@ -1,0 +1,298 @@
+"""Safetensors checkpoints, read lazily: one file or many, a tensor or a few rows at a time.
+
+Bytes are read with `pread` into an array that the caller owns, not mapped, so that the memory of
+an export is that of the arrays alive and never that of the checkpoint. Reads are thread-safe.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, a JSON
+header, then the tensors' bytes, little-endian, row-major).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import CheckpointError
+
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+MAX_HEADER_BYTES: Final = 100_000_000  # the limit that the safetensors library sets
+
+_DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies in a shard."""
+
+    name: str
+    dtype: str  # safetensors' name: BF16, F16, F32, I64, …
+    shape: tuple[int, ...]
+    offset: int  # of the first byte, from the start of the file
+    size_bytes: int
+
+
+class Shard:
+    """One safetensors file: a validated header and an open descriptor."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path` and read its header. Raises CheckpointError if it is missing or corrupt."""
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(f"cannot open the shard {path}: {error.strerror}.") from error
+        try:
+            self.tensors = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def read(self, tensor: StoredTensor, offset: int, size_bytes: int) -> NDArray[np.uint8]:
+        """Read `size_bytes` of `tensor` from `offset` within it; uint8 [size_bytes]."""
+        data = np.empty(size_bytes, np.uint8)
+        view = data.data
+        done = 0
+        while done < size_bytes:
+            count = os.preadv(self._descriptor, [view[done:]], tensor.offset + offset + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"the shard {self.path} ends inside the tensor {tensor.name}: it changed "
+                    "while it was read. Download it again."
+                )
+            done += count
+        return data
+
+    def _corrupt(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"the shard {self.path} is not a valid safetensors file: {what}. Download it again."
+        )
+
+    def _read_header(self) -> dict[str, StoredTensor]:
+        file_bytes = os.fstat(self._descriptor).st_size
+        prefix = os.pread(self._descriptor, 8, 0)
+        if len(prefix) < 8:
+            raise self._corrupt(f"it holds {file_bytes} bytes, less than a header")
+        (header_bytes,) = struct.unpack("<Q", prefix)
+        if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
+            raise self._corrupt(
+                f"its header claims {header_bytes} bytes and the file holds {file_bytes}"
+            )
+        try:
+            header = json.loads(os.pread(self._descriptor, header_bytes, 8))
+        except ValueError as error:
+            raise self._corrupt(f"its header is not JSON ({error})") from error
+        if not isinstance(header, dict):
+            raise self._corrupt("its header is not a JSON object")
+        header.pop("__metadata__", None)
+        data_start = 8 + header_bytes
+        return {
+            name: self._entry(name, entry, data_start, file_bytes) for name, entry in header.items()
+        }
+
+    def _entry(self, name: str, entry: Any, data_start: int, file_bytes: int) -> StoredTensor:
+        try:
+            dtype = str(entry["dtype"])
+            shape = tuple(int(size) for size in entry["shape"])
+            begin, end = (int(value) for value in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._corrupt(f"its entry for the tensor {name} is malformed") from error
+        if begin < 0 or end < begin or min(shape, default=0) < 0:
+            raise self._corrupt(f"its entry for the tensor {name} has negative sizes")
+        known = _DTYPES.get(dtype)
+        if known is not None and end - begin != math.prod(shape) * known.itemsize:
+            raise self._corrupt(
+                f"the tensor {name}, {dtype} {list(shape)}, is given {end - begin} bytes"
+            )
+        if data_start + end > file_bytes:
+            raise CheckpointError(
+                f"the shard {self.path} is truncated: the tensor {name} ends at byte "
+                f"{data_start + end} and the file holds {file_bytes}. Download it again."
+            )
+        return StoredTensor(name, dtype, shape, data_start + begin, end - begin)
+
+
+class Checkpoint:
+    """Every tensor of a model folder by name. Use as a context manager."""
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        """Join `shards`. Raises CheckpointError if two of them hold the same tensor."""
+        self._shards = tuple(shards)
+        self._owners: dict[str, Shard] = {}
+        for shard in self._shards:
+            for name in shard.tensors:
+                if name in self._owners:
+                    raise CheckpointError(
+                        f"the tensor {name} is in {self._owners[name].path} and in {shard.path}; "
+                        "a checkpoint holds each tensor once. Remove the file that does not belong."
+                    )
+                self._owners[name] = shard
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Open the checkpoint in `folder`: its index if there is one, else the single file.
+
+        Raises:
+            CheckpointError: no safetensors weights, a shard missing, truncated or corrupt, or a
+                tensor that the index names and its shard does not hold.
+        """
+        if not (folder / INDEX_FILE).is_file():
+            if not (folder / SINGLE_FILE).is_file():
+                raise CheckpointError(_no_weights(folder))
+            return cls([Shard(folder / SINGLE_FILE)])
+        weight_map = _read_index(folder / INDEX_FILE)
+        shards: list[Shard] = []
+        try:
+            for name in sorted(set(weight_map.values())):
+                shards.append(Shard(folder / name))
+            checkpoint = cls(shards)
+            for tensor, file in weight_map.items():
+                owner = checkpoint._owners.get(tensor)
+                if owner is None or owner.path.name != file:
+                    raise CheckpointError(
+                        f"{folder / INDEX_FILE} says that {file} holds the tensor {tensor}, and it "
+                        "does not. Download the checkpoint again."
+                    )
+        except BaseException:
+            for shard in shards:
+                shard.close()
+            raise
+        return checkpoint
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close every shard. Idempotent."""
+        for shard in self._shards:
+            shard.close()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors."""
+        return frozenset(self._owners)
+
+    def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that each tensor in `shapes` is there, floating-point, and has that shape.
+
+        Raises CheckpointError that lists every violation, so that one run shows them all.
+        """
+        missing = [name for name in shapes if name not in self._owners]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint lacks {len(missing)} of {len(shapes)} tensors that its config "
+                f"calls for: {_some(missing)}. It holds {len(self._owners)}, such as "
+                f"{_some(sorted(self._owners), 3)}. Check that config.json belongs to these "
+                "weights and that every shard was downloaded."
+            )
+        wrong = [
+            f"{name} is {list(found.shape)}, expected {list(shape)}"
+            for name, shape in shapes.items()
+            if (found := self._stored(name)).shape != shape
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"{len(wrong)} tensors do not have the shape that config.json calls for: "
+                f"{_some(wrong)}. Check that config.json belongs to these weights."
+            )
+        untyped = [
+            f"{name} is {found.dtype} in {self._owners[name].path.name}"
+            for name in shapes
+            if (found := self._stored(name)).dtype not in _DTYPES
+        ]
+        if untyped:
+            raise CheckpointError(
+                f"{len(untyped)} tensors have a type that cannot be exported: {_some(untyped)}. "
+                f"Allowed are {', '.join(_DTYPES)}: export the original, unquantized checkpoint."
+            )
+
+    def size_bytes(self, name: str) -> int:
+        """Bytes of one tensor as stored."""
+        return self._stored(name).size_bytes
+
+    def read(self, name: str) -> NDArray[Any]:
+        """Read one tensor whole, in its own dtype (bfloat16, float16 or float32) and shape."""
+        stored = self._stored(name)
+        data = self._owners[name].read(stored, 0, stored.size_bytes)
+        return data.view(_DTYPES[stored.dtype]).reshape(stored.shape)
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Read rows `start` to `stop` of a matrix, in its own dtype; [stop - start, columns]."""
+        stored = self._stored(name)
+        rows, columns = stored.shape
+        assert 0 <= start <= stop <= rows
+        dtype = _DTYPES[stored.dtype]
+        row_bytes = columns * dtype.itemsize
+        data = self._owners[name].read(stored, start * row_bytes, (stop - start) * row_bytes)
+        return data.view(dtype).reshape(stop - start, columns)
+
+    def _stored(self, name: str) -> StoredTensor:
+        return self._owners[name].tensors[name]
+
+
+def to_float32(values: NDArray[Any]) -> NDArray[np.float32]:
+    """Widen to float32; bfloat16 by moving its bits up, several times faster than a cast."""
+    if values.dtype == ml_dtypes.bfloat16:
+        bits = values.view(np.uint16).astype(np.uint32)
+        bits <<= 16
+        return bits.view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        pairs = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the index {path} is not readable ({error}). Download it again."
+        ) from error
+    for file in pairs.values():
+        if Path(file).name != file:
+            raise CheckpointError(
+                f"the index {path} names the shard {file!r}, which is outside the folder."
+            )
+    return pairs
+
+
+def _no_weights(folder: Path) -> str:
+    others = sorted(
+        path.name for path in folder.glob("*") if path.suffix in {".bin", ".pt", ".gguf", ".pth"}
+    )
+    hint = f" It holds {_some(others)}: convert them to safetensors first." if others else ""
+    return f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}.{hint}"
+
+
+def _some(names: Iterable[str], limit: int = 5) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return ", ".join(listed[:limit]) + more

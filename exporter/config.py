@@ -1,0 +1,253 @@
+"""Hugging Face `config.json` → `ArchSpec`, strictly.
+
+Every key is used, or listed here as one that cannot change the logits, or an error. A key whose
+value is null counts as absent. What differs between model families is in `families/`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter.ropeconfig import read_rope
+from onnxport.graphs.spec import ArchSpec
+
+CONFIG_FILE: Final = "config.json"
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+# Keys that are read elsewhere, or concern training, loading or bookkeeping.
+IRRELEVANT: Final = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_flash_attn_2_enabled",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "decoder_start_token_id",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "gradient_checkpointing",
+        "id2label",
+        "initializer_range",
+        "keys_to_ignore_at_inference",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",  # splits a product in parts; the sum is the same
+        "problem_type",
+        "resid_pdrop",
+        "return_dict",
+        "task_specific_params",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "unk_token_id",
+        "unsloth_fixed",
+        "unsloth_version",
+        "use_bfloat16",
+        "use_cache",
+    }
+)
+
+# Keys that would change the logits, with the one value at which they do nothing.
+NEUTRAL: Final[Mapping[str, Any]] = {
+    "add_cross_attention": False,
+    "attention_bias": False,
+    "cross_attention_hidden_size": None,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "mlp_bias": False,
+    "rope_interleaved": False,
+    "tie_encoder_decoder": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
+
+
+class Config:
+    """A model's `config.json`; remembers which keys were used."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+        """Wrap the parsed JSON object of the file `path`."""
+        self.path = path
+        self._values = {key: value for key, value in values.items() if value is not None}
+        self._used: set[str] = set()
+
+    @classmethod
+    def read(cls, folder: Path) -> Config:
+        """Read `config.json` in `folder`. Raises CheckpointError if it cannot be read."""
+        path = folder / CONFIG_FILE
+        try:
+            values = json.loads(path.read_bytes())
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {path}: {error.strerror}. A checkpoint is a folder with {CONFIG_FILE}"
+                ", safetensors weights and a tokenizer."
+            ) from error
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not JSON: {error}.") from error
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path} is not a JSON object.")
+        return cls(values, path)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """The model classes that the file names, usually one."""
+        listed = self.get("architectures", list, [])
+        return tuple(str(name) for name in listed)
+
+    def has(self, key: str) -> bool:
+        """Whether `key` is there and not null."""
+        return key in self._values
+
+    def require(self, key: str, kind: type[T]) -> T:
+        """The value of `key`, which must be there. Raises CheckpointError if it is not."""
+        value = self.get(key, kind, None)
+        if value is None:
+            raise CheckpointError(f"{self.path} lacks the key {key!r}, which the model needs.")
+        return value
+
+    def get(self, key: str, kind: type[T], default: D) -> T | D:
+        """The value of `key`, or `default` where it is absent or null.
+
+        Raises CheckpointError for a value of another type. An int is accepted as a float.
+        """
+        self._used.add(key)
+        if key not in self._values:
+            return default
+        value = self._values[key]
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise CheckpointError(
+                f"{self.path}: {key!r} is {value!r}, expected a value of type {kind.__name__}."
+            )
+        return value
+
+    def check_all_used(self, family: str) -> None:
+        """Raise UnsupportedModelError for keys that were not used and may change the result."""
+        unknown = {
+            key: value
+            for key, value in self._values.items()
+            if key not in self._used
+            and key not in IRRELEVANT
+            and not (key in NEUTRAL and value == NEUTRAL[key])
+        }
+        if unknown:
+            found = ", ".join(f"{key} = {_short(value)}" for key, value in sorted(unknown.items()))
+            hint = (
+                " Export the original, unquantized checkpoint instead."
+                if "quantization_config" in unknown
+                else " Remove it from config.json if you know that it changes nothing."
+            )
+            raise UnsupportedModelError(
+                f"{self.path} has {len(unknown)} key(s) that the exporter does not understand for "
+                f"the family {family!r}, and that could change the result: {found}.{hint}"
+            )
+
+
+def decoder_spec(
+    config: Config,
+    *,
+    family: str,
+    head_size: int | None = None,
+    num_kv_heads: int | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    sliding_window: tuple[int | None, ...] | None = None,
+    context_length: int | None = None,
+) -> ArchSpec:
+    """Read the keys that every family here shares, and join them with what differs.
+
+    Args:
+        config: The model's configuration.
+        family: The family's name.
+        head_size: `head_dim` where the key is absent; None: hidden_size / num_attention_heads.
+        num_kv_heads: `num_key_value_heads` where absent; None: num_attention_heads.
+        qkv_bias: The query, key and value projections have biases.
+        o_bias: The attention output projection has a bias.
+        mlp_bias: The gate, up and down projections have biases.
+        qk_norm: Query and key heads are normalized before RoPE.
+        sliding_window: Per layer, visible tokens with the query's own; None: every layer sees all.
+        context_length: The longest sequence in tokens; None: max_position_embeddings.
+
+    Raises:
+        CheckpointError: A key is missing, of a wrong type, or contradicts another.
+        UnsupportedModelError: A value that is not supported.
+    """
+    hidden_size = config.require("hidden_size", int)
+    num_heads = config.require("num_attention_heads", int)
+    num_layers = config.require("num_hidden_layers", int)
+    head_size = config.get("head_dim", int, head_size or hidden_size // max(num_heads, 1))
+    hidden_act = config.get("hidden_act", str, "silu")
+    if hidden_act not in {"silu", "swish"}:  # two names of one function
+        raise UnsupportedModelError(
+            f"{config.path}: hidden_act is {hidden_act!r}; supported is 'silu'."
+        )
+    rope, context_length = read_rope(config, head_size, context_length)
+    try:
+        return ArchSpec(
+            family=family,
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            intermediate_size=config.require("intermediate_size", int),
+            num_heads=num_heads,
+            num_kv_heads=config.get("num_key_value_heads", int, num_kv_heads or num_heads),
+            head_size=head_size,
+            vocab_size=config.require("vocab_size", int),
+            rms_norm_eps=config.require("rms_norm_eps", float),
+            hidden_act="silu",
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            mlp_bias=mlp_bias,
+            qk_norm=qk_norm,
+            tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
+            context_length=context_length,
+            sliding_window=sliding_window or (None,) * num_layers,
+            rope=rope,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{config.path} contradicts itself: {error}.") from error
+
+
+def layer_windows(config: Config) -> tuple[int | None, ...]:
+    """The sliding window of each layer, from Qwen's keys.
+
+    `use_sliding_window` turns it on; `layer_types` says which layers have it, and where absent
+    those from `max_window_layers` on do (transformers' Qwen2Config).
+    """
+    num_layers = config.require("num_hidden_layers", int)
+    enabled = config.get("use_sliding_window", bool, False)
+    window = config.get("sliding_window", int, 4096)
+    first = config.get("max_window_layers", int, 28)
+    types = config.get("layer_types", list, None)
+    if types is None:
+        return tuple(window if enabled and i >= first else None for i in range(num_layers))
+    windows = {"full_attention": None, "sliding_attention": window}
+    unknown = sorted({str(kind) for kind in types} - set(windows))
+    if unknown or len(types) != num_layers or (not enabled and "sliding_attention" in types):
+        raise UnsupportedModelError(
+            f"{config.path}: layer_types is {_short(types)} with use_sliding_window = {enabled}; "
+            f"supported are {num_layers} entries (one a layer) from {sorted(windows)}, and "
+            "sliding_attention only with use_sliding_window = true."
+        )
+    return tuple(windows[kind] for kind in types)
+
+
+def _short(value: Any, limit: int = 120) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= limit else f"{text[:limit]}…"

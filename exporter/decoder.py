@@ -1,0 +1,273 @@
+"""Both graphs of a decoder: paged, and GroupQueryAttention over one contiguous cache.
+
+They share every node but attention and the shapes around it, and every weight. Activations are
+[num_tokens, hidden] in the paged graph and [batch, seq, hidden] in the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from onnxport.exporter.plan import EMBEDDING, FINAL_NORM, HEAD
+from onnxport.exporter.weights import StoredMatrix, StoredWeights
+from onnxport.graphs import contract as names
+from onnxport.graphs import ops
+from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.spec import ArchSpec
+
+ACCURACY_LEVEL = 4  # MatMulNBits may round activations to int8 blocks; a provider may lower it
+
+Attend = Callable[[int, "str | tuple[str, str, str]"], str]  # (layer, qkv) -> attended
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoder:
+    """One graph under construction."""
+
+    g: GraphBuilder
+    spec: ArchSpec
+    weights: StoredWeights
+    leading: tuple[int, ...]  # reshape dimensions before the last: (0,) or (0, 0)
+    attend: Attend
+
+    def body(self, select: Callable[[str], str] | None) -> str:
+        """Token ids to normalized hidden states.
+
+        `select` picks the rows that need logits. It is applied after the last attention, for what
+        follows mixes no positions; None: all.
+        """
+        g, spec = self.g, self.spec
+        hidden = self.embed()
+        delta = ""
+        for layer in range(spec.num_layers):
+            with g.scope(f"layers.{layer}"):
+                normed, hidden = self.norm(hidden, delta, f"layers.{layer}.input_norm")
+                attended = self.attention(layer, normed)
+                if layer == spec.num_layers - 1 and select is not None:
+                    attended, hidden = select(attended), select(hidden)
+                delta = self.linear(f"layers.{layer}.o", attended)
+                normed, hidden = self.norm(hidden, delta, f"layers.{layer}.post_norm")
+                delta = self.mlp(layer, normed)
+        normed, _ = self.norm(hidden, delta, FINAL_NORM)
+        return normed
+
+    def embed(self) -> str:
+        """Rows of the embedding table."""
+        g, matrix = self.g, self.weights.matrices[EMBEDDING]
+        if matrix.block is None:
+            return g.node("Gather", [g.weight(matrix.weight), names.INPUT_IDS], name="embed")
+        assert matrix.scales is not None
+        padded = matrix.block.num_blocks(matrix.columns) * matrix.block.block_size
+        dims = (matrix.rows, padded * matrix.block.bits // 8)
+        rows = ops.gather_block_quantized(
+            g,
+            g.weight(matrix.weight.view("embedding.rows", dims)),
+            names.INPUT_IDS,
+            g.weight(matrix.scales),
+            bits=matrix.block.bits,
+            block_size=matrix.block.block_size,
+            name="embed",
+        )
+        if padded == matrix.columns:
+            return rows
+        start, stop, axis = (
+            g.constant(np.array([value], np.int64), "slice") for value in (0, matrix.columns, -1)
+        )
+        return g.node("Slice", [rows, start, stop, axis], name="embed.unpad")
+
+    def norm(self, hidden: str, delta: str, role: str) -> tuple[str, str]:
+        """Add `delta` if there is one, and normalize; returns (normed, hidden)."""
+        weight = self.g.weight(self.weights.vectors[role])
+        name = role.rpartition(".")[2]
+        epsilon = self.spec.rms_norm_eps
+        if not delta:
+            return ops.rms_norm(self.g, hidden, weight, epsilon, name), hidden
+        return ops.skip_rms_norm(self.g, hidden, delta, weight, epsilon, name)
+
+    def attention(self, layer: int, normed: str) -> str:
+        """Packed projection and attention; with QK-norm the heads are normalized between."""
+        g, spec = self.g, self.spec
+        qkv = self.linear(f"layers.{layer}.qkv", normed)
+        if not spec.qk_norm:
+            return self.attend(layer, qkv)
+        sizes = g.constant(np.array([spec.q_size, spec.kv_size, spec.kv_size], np.int64), "sizes")
+        q, k, v = g.node("Split", [qkv, sizes], outputs=3, name="split", axis=-1)
+        q = self.head_norm(q, f"layers.{layer}.q_norm", spec.q_size)
+        k = self.head_norm(k, f"layers.{layer}.k_norm", spec.kv_size)
+        return self.attend(layer, (q, k, v))
+
+    def head_norm(self, x: str, role: str, size: int) -> str:
+        """RMSNorm over each head of x [..., size]."""
+        g, name = self.g, role.rpartition(".")[2]
+        weight = g.weight(self.weights.vectors[role])
+        heads = ops.reshape(g, x, (*self.leading, -1, self.spec.head_size), f"{name}.heads")
+        normed = ops.rms_norm(g, heads, weight, self.spec.rms_norm_eps, name)
+        return ops.reshape(g, normed, (*self.leading, size), f"{name}.join")
+
+    def mlp(self, layer: int, normed: str) -> str:
+        """`down(silu(gate) * up)`; ONNX Runtime fuses x * sigmoid(x) where it can."""
+        g = self.g
+        gate_up = self.linear(f"layers.{layer}.gate_up", normed)
+        gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)
+        sigmoid = g.node("Sigmoid", [gate], name="sigmoid")
+        activated = g.node("Mul", [gate, sigmoid], name="silu")
+        return self.linear(f"layers.{layer}.down", g.node("Mul", [activated, up], name="gated"))
+
+    def linear(self, role: str, x: str) -> str:
+        """`x @ matrix.T + bias`."""
+        g, matrix = self.g, self.weights.matrices[role]
+        bias = "" if matrix.bias is None else g.weight(matrix.bias)
+        weight, name = g.weight(matrix.weight), role.rpartition(".")[2]
+        if matrix.block is None:
+            assert not matrix.by_rows
+            return ops.linear(g, x, weight, bias, name)
+        assert matrix.scales is not None
+        return ops.matmul_nbits(
+            g,
+            x,
+            weight,
+            g.weight(matrix.scales),
+            k=matrix.columns,
+            n=matrix.rows,
+            bits=matrix.block.bits,
+            block_size=matrix.block.block_size,
+            bias=bias,
+            accuracy_level=ACCURACY_LEVEL,
+            name=name,
+        )
+
+    def logits(self, normed: str) -> None:
+        """The output `logits`, float32 whatever the activations are."""
+        g, matrix = self.g, self.weights.matrices[HEAD]
+        if matrix.block is None and matrix.by_rows:
+            values = self.tied_head(matrix, normed)
+        else:
+            values = self.linear(HEAD, normed)
+        g.node("Cast", [values], outputs=[names.LOGITS], name="head.cast", to=TensorProto.FLOAT)
+
+    def tied_head(self, matrix: StoredMatrix, normed: str) -> str:
+        """A dense table [vocab, hidden] serves the embedding and, transposed, the head."""
+        g, weight = self.g, self.g.weight(matrix.weight)
+        if len(self.leading) == 1:
+            return g.node("Gemm", [normed, weight], name=HEAD, transB=1)
+        rows = ops.reshape(g, normed, (-1, self.spec.hidden_size), "head.rows")
+        flat = g.node("Gemm", [rows, weight], name=HEAD, transB=1)
+        shape = g.node("Shape", [names.INPUT_IDS], name="head.shape")
+        vocab = g.constant(np.array([self.spec.vocab_size], np.int64), "vocab")
+        dims = g.node("Concat", [shape, vocab], name="head.dims", axis=0)
+        return g.node("Reshape", [flat, dims], name="head.unflatten")
+
+
+def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
+    """The paged graph of the contract: packed sequences, block tables, caches in place."""
+    g = GraphBuilder("paged")
+    dtype = _activation_dtype(weights)
+    g.input(names.INPUT_IDS, TensorProto.INT64, [names.NUM_TOKENS])
+    int32_inputs: tuple[tuple[str, list[int | str]], ...] = (
+        (names.BLOCK_TABLE, [names.BATCH, names.MAX_NUM_BLOCKS]),
+        (names.CUMULATIVE_SEQUENCE_LENGTHS, [names.BATCH_PLUS_ONE]),
+        (names.PAST_SEQUENCE_LENGTHS, [names.BATCH]),
+        (names.ATTENTION_METADATA, [3]),
+        (names.LOGITS_INDICES, [names.NUM_LOGITS]),
+    )
+    for name, dims in int32_inputs:
+        g.input(name, TensorProto.INT32, dims)
+    g.output(names.LOGITS, TensorProto.FLOAT, [names.NUM_LOGITS, spec.vocab_size])
+    pool: list[int | str] = [names.NUM_BLOCKS, names.BLOCK_SIZE, spec.num_kv_heads, spec.head_size]
+    _declare_caches(g, spec, dtype, pool, pool)
+    cos, sin = _rope_tables(g, weights, dtype)
+
+    def attend(layer: int, qkv: str | tuple[str, str, str]) -> str:
+        return ops.paged_attention(
+            g,
+            qkv,
+            names.past_key(layer),
+            names.past_value(layer),
+            (names.present_key(layer), names.present_value(layer)),
+            cumulative_sequence_lengths=names.CUMULATIVE_SEQUENCE_LENGTHS,
+            past_sequence_lengths=names.PAST_SEQUENCE_LENGTHS,
+            block_table=names.BLOCK_TABLE,
+            attention_metadata=names.ATTENTION_METADATA,
+            attributes=_attributes(spec, layer),
+            cos=cos,
+            sin=sin,
+        )
+
+    def select(x: str) -> str:
+        return g.node("Gather", [x, names.LOGITS_INDICES], name="select", axis=0)
+
+    decoder = _Decoder(g, spec, weights, (0,), attend)
+    decoder.logits(decoder.body(select))
+    return g.build()
+
+
+def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
+    """The graph of onnxruntime-genai's Generator: a batch, an attention mask, one cache each."""
+    g = GraphBuilder("gqa")
+    dtype = _activation_dtype(weights)
+    g.input(names.INPUT_IDS, TensorProto.INT64, [names.BATCH, "seq"])
+    g.input(names.ATTENTION_MASK, TensorProto.INT64, [names.BATCH, "total_sequence_length"])
+    g.output(names.LOGITS, TensorProto.FLOAT, [names.BATCH, "seq", spec.vocab_size])
+    past, total = (
+        [names.BATCH, spec.num_kv_heads, length, spec.head_size]
+        for length in ("past_sequence_length", "total_sequence_length")
+    )
+    _declare_caches(g, spec, dtype, past, total)
+    cos, sin = _rope_tables(g, weights, dtype)
+    less_one, longest = ops.gqa_sequence_lengths(g, names.ATTENTION_MASK)
+
+    def attend(layer: int, qkv: str | tuple[str, str, str]) -> str:
+        return ops.group_query_attention(
+            g,
+            qkv,
+            names.past_key(layer),
+            names.past_value(layer),
+            (names.present_key(layer), names.present_value(layer)),
+            sequence_lengths_minus_one=less_one,
+            total_sequence_length=longest,
+            attributes=_attributes(spec, layer),
+            cos=cos,
+            sin=sin,
+        )
+
+    decoder = _Decoder(g, spec, weights, (0, 0), attend)
+    decoder.logits(decoder.body(None))
+    return g.build()
+
+
+def _attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
+    """Attention's attributes. The window counts the query's own token, as the spec's does."""
+    return ops.AttentionAttributes(
+        num_heads=spec.num_heads,
+        kv_num_heads=spec.num_kv_heads,
+        scale=spec.attention_scale,
+        local_window_size=spec.sliding_window[layer],
+        rotary_interleaved=spec.rope.interleaved,
+    )
+
+
+def _activation_dtype(weights: StoredWeights) -> int:
+    return weights.vectors[FINAL_NORM].data_type
+
+
+def _declare_caches(
+    g: GraphBuilder, spec: ArchSpec, dtype: int, past: list[int | str], present: list[int | str]
+) -> None:
+    for layer in range(spec.num_layers):
+        g.input(names.past_key(layer), dtype, past)
+        g.input(names.past_value(layer), dtype, past)
+        g.output(names.present_key(layer), dtype, present)
+        g.output(names.present_value(layer), dtype, present)
+
+
+def _rope_tables(g: GraphBuilder, weights: StoredWeights, dtype: int) -> tuple[str, str]:
+    """The cos and sin tables in the activations' type; stored in float32, for long positions."""
+    cos, sin = g.weight(weights.cos), g.weight(weights.sin)
+    if dtype == TensorProto.FLOAT:
+        return cos, sin
+    return ops.cast(g, cos, dtype, "rope.cos.cast"), ops.cast(g, sin, dtype, "rope.sin.cast")

@@ -1,0 +1,161 @@
+"""Export a checkpoint: config → weights → family → graph → quantize → artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from onnxport.errors import CheckpointError
+from onnxport.exporter import genai, golden
+from onnxport.exporter.checkpoint import Checkpoint
+from onnxport.exporter.config import Config
+from onnxport.exporter.decoder import gqa_graph, paged_graph
+from onnxport.exporter.families import find_family
+from onnxport.exporter.families.base import TensorNames
+from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
+from onnxport.exporter.options import ExportOptions, Progress, ProgressCallback
+from onnxport.exporter.plan import (
+    EMBEDDING,
+    HEAD,
+    WeightPlan,
+    check_unused,
+    plan_weights,
+    unused_tensors,
+)
+from onnxport.exporter.source import TOKENIZER_FILES, SpecialTokens, read_json, special_tokens
+from onnxport.exporter.weights import StreamingWeights
+from onnxport.graphs.artifact_writer import ArtifactWriter
+from onnxport.graphs.manifest import Manifest, Source
+from onnxport.graphs.spec import ArchSpec
+
+_COMPARE_ROWS = 4096
+
+
+def export_model(
+    source: str | Path,
+    destination: str | Path,
+    options: ExportOptions | None = None,
+    progress: ProgressCallback | None = None,
+) -> Path:
+    """Export a checkpoint as an artifact folder, which appears complete or not at all.
+
+    Args:
+        source: A folder with `config.json` and safetensors weights, or a hub id.
+        destination: The folder to make.
+        options: How; None: int4 in groups of 128.
+        progress: Called as the checkpoint is read, on the calling thread.
+
+    Returns:
+        The artifact's folder.
+
+    Raises:
+        UnsupportedModelError: An architecture, configuration key or value that is not supported.
+        CheckpointError: The checkpoint is missing, corrupt or contradicts its configuration.
+        ExportError: An option is not allowed, the destination exists, or the disk is full.
+    """
+    options = options or ExportOptions()
+    folder = find_checkpoint(source, revision=options.revision, token=options.token)
+    config = Config.read(folder.path)
+    family = find_family(config)
+    spec = family.spec(config, options.context_length)
+    config.check_all_used(family.name)
+    tokens = special_tokens(folder.path)
+    plan = plan_weights(spec, family.tensors)
+    with Checkpoint.open(folder.path) as checkpoint:
+        _check_tensors(checkpoint, plan, spec, family.tensors)
+        with ArtifactWriter(
+            destination,
+            overwrite=options.overwrite,
+            expected_bytes=_artifact_bytes(spec, plan, options),
+        ) as writer:
+            advance = _advance(checkpoint, plan, progress)
+            with StreamingWeights(spec, plan, checkpoint, writer, options, advance) as weights:
+                writer.write_bytes(golden.FILE, golden.make_golden(spec, weights))
+            writer.write_graph("paged", paged_graph(spec, weights.stored))
+            writer.write_graph("gqa", gqa_graph(spec, weights.stored))
+            _write_small_files(writer, folder.path, spec, tokens)
+            return writer.commit(_manifest(spec, options, tokens, folder))
+
+
+def _check_tensors(
+    checkpoint: Checkpoint, plan: WeightPlan, spec: ArchSpec, names: TensorNames
+) -> None:
+    checkpoint.require(plan.shapes())
+    unused = unused_tensors(checkpoint.names, plan, names, tied=spec.tie_word_embeddings)
+    check_unused(unused, spec.family)
+    if spec.tie_word_embeddings and names.head in checkpoint.names:
+        _check_same(checkpoint, names.embedding, names.head, spec)
+
+
+def _check_same(checkpoint: Checkpoint, first: str, second: str, spec: ArchSpec) -> None:
+    """A tied head may be stored twice, but not as something else."""
+    checkpoint.require({second: (spec.vocab_size, spec.hidden_size)})
+    for start in range(0, spec.vocab_size, _COMPARE_ROWS):
+        stop = min(start + _COMPARE_ROWS, spec.vocab_size)
+        if (
+            checkpoint.read_rows(first, start, stop).tobytes()
+            != checkpoint.read_rows(second, start, stop).tobytes()
+        ):
+            raise CheckpointError(
+                f"config.json ties the head to the embedding, and the checkpoint's {second} is not "
+                f"the same as {first}. Set tie_word_embeddings to false to use the head as it is, "
+                f"or remove {second}."
+            )
+
+
+def _artifact_bytes(spec: ArchSpec, plan: WeightPlan, options: ExportOptions) -> int:
+    """About how large the weights file becomes."""
+    activation_bytes = options.activation_dtype.itemsize
+    total = 4 * spec.context_length * spec.rope.rotary_dim
+    for role, matrix in plan.matrices.items():
+        if role == HEAD and spec.tie_word_embeddings:
+            continue
+        block = options.block(head=role in {HEAD, EMBEDDING})
+        if block is None:
+            total += matrix.rows * matrix.columns * activation_bytes
+        else:
+            total += block.size_bytes(matrix.rows, matrix.columns, activation_bytes)
+    return total
+
+
+def _advance(
+    checkpoint: Checkpoint, plan: WeightPlan, progress: ProgressCallback | None
+) -> Callable[[int], None]:
+    """A function that counts bytes and reports them."""
+    total = sum(checkpoint.size_bytes(name) for name in plan.shapes())
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(Progress(done, total, "converting weights"))
+
+    return advance
+
+
+def _write_small_files(
+    writer: ArtifactWriter, folder: Path, spec: ArchSpec, tokens: SpecialTokens
+) -> None:
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            writer.copy_file(folder / name)
+    generation = read_json(folder / "generation_config.json")
+    config = genai.genai_config(spec, tokens, generation)
+    writer.write_bytes(genai.FILE, genai.dumps(config))
+
+
+def _manifest(
+    spec: ArchSpec, options: ExportOptions, tokens: SpecialTokens, folder: CheckpointFolder
+) -> Manifest:
+    return Manifest(
+        model=spec,
+        precision=options.precision,
+        group_size=options.group_size if options.is_quantized else None,
+        head_precision=options.head,
+        activation_dtype=options.activation_dtype.name,
+        source=Source(folder.name, folder.revision),
+        eos_token_ids=tokens.eos,
+        bos_token_id=tokens.bos,
+        pad_token_id=tokens.pad,
+    )

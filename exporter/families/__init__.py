@@ -1,0 +1,36 @@
+"""Model families: one file each, and one line here."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from onnxport.errors import UnsupportedModelError
+from onnxport.exporter.config import Config
+from onnxport.exporter.families import llama, mistral, qwen2, qwen3
+from onnxport.exporter.families.base import Family
+
+FAMILIES: Final[tuple[Family, ...]] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+)
+
+
+def find_family(config: Config) -> Family:
+    """The family of the architecture that `config` names.
+
+    `architectures` decides; `model_type` where there is none. Raises UnsupportedModelError, which
+    lists the supported ones.
+    """
+    model_type = config.get("model_type", str, None)
+    for family in FAMILIES:
+        if family.architecture in config.architectures:
+            return family
+        if not config.architectures and family.name == model_type:
+            return family
+    found = ", ".join(config.architectures) or model_type or "no architecture"
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    raise UnsupportedModelError(
+        f"{config.path} names {found}, which is not supported. Supported are: {supported}."
+    )

@@ -1,0 +1,38 @@
+"""What a family is: how its configuration reads, and what its tensors are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from onnxport.exporter.config import Config
+from onnxport.graphs.spec import ArchSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """The names of a checkpoint's tensors; a projection's parts are stacked in this order."""
+
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+    layer: str = "model.layers.{}."  # prefix of all below
+    input_norm: str = "input_layernorm.weight"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_norm: str = "self_attn.q_norm.weight"
+    k_norm: str = "self_attn.k_norm.weight"
+    o: tuple[str, ...] = ("self_attn.o_proj",)
+    post_norm: str = "post_attention_layernorm.weight"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: tuple[str, ...] = ("mlp.down_proj",)
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # suffixes of buffers that we recompute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One model family."""
+
+    name: str  # transformers' model_type
+    architecture: str  # transformers' class
+    spec: Callable[[Config, int | None], ArchSpec]  # (config, context length or None)
+    tensors: TensorNames = TensorNames()

@@ -1,0 +1,33 @@
+"""Mistral 7B and its kin: Llama with one sliding window for every layer."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from onnxport.errors import UnsupportedModelError
+from onnxport.exporter.config import Config, decoder_spec
+from onnxport.exporter.families.base import Family
+from onnxport.graphs.spec import ArchSpec
+
+
+def read_spec(config: Config, context_length: int | None) -> ArchSpec:
+    """Mistral: no biases; `sliding_window` holds for every layer unless null."""
+    num_layers = config.require("num_hidden_layers", int)
+    window = config.get("sliding_window", int, None)
+    expected = "full_attention" if window is None else "sliding_attention"
+    types = config.get("layer_types", list, [expected] * num_layers)
+    if types != [expected] * num_layers:
+        raise UnsupportedModelError(
+            f"{config.path}: layer_types is {types}; a Mistral model with sliding_window = "
+            f"{window} has {expected} in each of its {num_layers} layers."
+        )
+    return decoder_spec(
+        config,
+        family="mistral",
+        num_kv_heads=8,
+        sliding_window=(window,) * num_layers,
+        context_length=context_length,
+    )
+
+
+FAMILY: Final = Family(name="mistral", architecture="MistralForCausalLM", spec=read_spec)

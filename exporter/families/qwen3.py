@@ -1,0 +1,28 @@
+"""Qwen3, dense: query and key heads are normalized; the head size is its own."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from onnxport.exporter.config import Config, decoder_spec, layer_windows
+from onnxport.exporter.families.base import Family
+from onnxport.graphs.spec import ArchSpec
+
+
+def read_spec(config: Config, context_length: int | None) -> ArchSpec:
+    """Qwen3: QK-norm; heads of 128 unless given; optional biases on attention projections."""
+    attention_bias = config.get("attention_bias", bool, False)
+    return decoder_spec(
+        config,
+        family="qwen3",
+        head_size=128,
+        num_kv_heads=32,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        sliding_window=layer_windows(config),
+        context_length=context_length,
+    )
+
+
+FAMILY: Final = Family(name="qwen3", architecture="Qwen3ForCausalLM", spec=read_spec)

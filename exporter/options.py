@@ -1,0 +1,92 @@
+"""What a caller may choose, and what it means for each matrix."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from onnxport.errors import ExportError
+from onnxport.exporter.quantize import BlockFormat
+from onnxport.graphs.manifest import PRECISIONS
+
+GROUP_SIZES: Final = (32, 64, 128)
+_BITS: Final = {"int4": 4, "int8": 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """How to export. Raises ExportError for values that are not allowed.
+
+    `head_precision` is that of the lm_head and of the embedding table, tied or not; "same" is
+    `precision`. None chooses int8 for an int4 model, whose logits a 4-bit head would blur most
+    for the least gain, and "same" otherwise.
+    """
+
+    precision: str = "int4"  # of the projections: int4, int8, fp16, fp32
+    group_size: int = 128  # input features that share a scale: 32, 64, 128
+    head_precision: str | None = None  # same, int4, int8, fp16
+    context_length: int | None = None  # tokens; None: the model's own
+    overwrite: bool = False  # replace an older artifact, once the new one is complete
+    revision: str | None = None  # branch, tag or commit on the hub
+    token: str | bool | None = None  # hub token; None: the one that is logged in
+    threads: int | None = None  # None: all that this process may use
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        heads = (None, "same", *PRECISIONS)
+        for name, value, allowed in (
+            ("precision", self.precision, PRECISIONS),
+            ("group size", self.group_size, GROUP_SIZES),
+            ("head precision", self.head_precision, heads),
+        ):
+            if value not in allowed:
+                listed = ", ".join(str(item) for item in allowed if item is not None)
+                raise ExportError(f"the {name} {value!r} is not one of {listed}.")
+        if "fp32" in {self.precision, self.head} and self.head != self.precision:
+            raise ExportError(
+                f"a head in {self.head} does not go with projections in {self.precision}: fp32 is "
+                "all or nothing, for activations have one type. Use the head precision 'same'."
+            )
+
+    @property
+    def head(self) -> str:
+        """The precision of head and embedding, settled."""
+        if self.head_precision is None:
+            return "int8" if self.precision == "int4" else self.precision
+        return self.precision if self.head_precision == "same" else self.head_precision
+
+    @property
+    def activation_dtype(self) -> np.dtype[Any]:
+        """The type of activations, norms, biases and scales in the graphs."""
+        return np.dtype(np.float32 if self.precision == "fp32" else np.float16)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads to convert with."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any matrix is quantized."""
+        return bool({self.precision, self.head} & set(_BITS))
+
+    def block(self, *, head: bool = False) -> BlockFormat | None:
+        """How the projections (or the head) are quantized; None: they are not."""
+        bits = _BITS.get(self.head if head else self.precision)
+        return None if bits is None else BlockFormat(bits, self.group_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an export is."""
+
+    done_bytes: int  # of the checkpoint
+    total_bytes: int
+    stage: str  # what is being done, for people
+
+
+ProgressCallback = Callable[[Progress], None]

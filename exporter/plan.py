@@ -1,0 +1,113 @@
+"""Which tensors of a checkpoint make up each weight of the graphs, and of what shape.
+
+A weight is named by its role: `embedding`, `final_norm`, `head`, and for each layer
+`layers.N.{input_norm, qkv, q_norm, k_norm, o, post_norm, gate_up, down}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from onnxport.errors import CheckpointError
+from onnxport.exporter.families.base import TensorNames
+from onnxport.graphs.spec import ArchSpec
+
+HEAD: Final = "head"
+EMBEDDING: Final = "embedding"
+FINAL_NORM: Final = "final_norm"
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPlan:
+    """A matrix [rows, columns] = [N, K], stacked from tensors of the checkpoint."""
+
+    parts: tuple[tuple[str, int], ...]  # tensor name and its rows
+    columns: int
+    biases: tuple[tuple[str, int], ...] = ()  # vector name and its size
+
+    @property
+    def rows(self) -> int:
+        """Output features."""
+        return sum(rows for _, rows in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """All weights of a model by role."""
+
+    matrices: Mapping[str, MatrixPlan]  # `head` is the embedding where they are tied
+    vectors: Mapping[str, tuple[str, int]]  # tensor name and size
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that the checkpoint must hold, and its shape."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for matrix in self.matrices.values():
+            shapes.update({name: (rows, matrix.columns) for name, rows in matrix.parts})
+            shapes.update({name: (size,) for name, size in matrix.biases})
+        shapes.update({name: (size,) for name, size in self.vectors.values()})
+        return shapes
+
+
+def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
+    """Name every tensor that `spec` calls for."""
+    embedding = MatrixPlan(((names.embedding, spec.vocab_size),), spec.hidden_size)
+    head = MatrixPlan(((names.head, spec.vocab_size),), spec.hidden_size)
+    matrices = {EMBEDDING: embedding, HEAD: embedding if spec.tie_word_embeddings else head}
+    vectors = {FINAL_NORM: (names.final_norm, spec.hidden_size)}
+    for layer in range(spec.num_layers):
+        role, prefix = f"layers.{layer}.", names.layer.format(layer)
+        vectors[role + "input_norm"] = (prefix + names.input_norm, spec.hidden_size)
+        vectors[role + "post_norm"] = (prefix + names.post_norm, spec.hidden_size)
+        if spec.qk_norm:
+            vectors[role + "q_norm"] = (prefix + names.q_norm, spec.head_size)
+            vectors[role + "k_norm"] = (prefix + names.k_norm, spec.head_size)
+        matrices.update(_layer_matrices(spec, names, role, prefix))
+    return WeightPlan(matrices, vectors)
+
+
+def _layer_matrices(
+    spec: ArchSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, MatrixPlan]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    layout = (
+        ("qkv", names.qkv, (spec.q_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias),
+        ("o", names.o, (hidden,), spec.q_size, spec.o_bias),
+        ("gate_up", names.gate_up, (inner, inner), hidden, spec.mlp_bias),
+        ("down", names.down, (hidden,), inner, spec.mlp_bias),
+    )
+    found = {}
+    for name, parts, rows, columns, biased in layout:
+        sizes = tuple(zip(parts, rows, strict=True))
+        found[role + name] = MatrixPlan(
+            tuple((f"{prefix}{part}.weight", size) for part, size in sizes),
+            columns,
+            tuple((f"{prefix}{part}.bias", size) for part, size in sizes) if biased else (),
+        )
+    return found
+
+
+def unused_tensors(
+    found: frozenset[str], plan: WeightPlan, names: TensorNames, *, tied: bool
+) -> list[str]:
+    """Tensors of the checkpoint that nothing uses; known buffers and a tied head left out."""
+    wanted = plan.shapes()
+    return sorted(
+        name
+        for name in found
+        if name not in wanted
+        and not name.endswith(names.ignored)
+        and not (tied and name == names.head)
+    )
+
+
+def check_unused(unused: list[str], family: str) -> None:
+    """Raise CheckpointError that lists tensors which nothing uses."""
+    if unused:
+        listed = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if unused[5:] else "")
+        raise CheckpointError(
+            f"the checkpoint holds {len(unused)} tensor(s) that a {family} model with this "
+            f"config.json does not use: {listed}. Leaving them out would change the result; check "
+            "that the architecture and its bias and norm settings belong to these weights."
+        )

@@ -1,0 +1,133 @@
+"""Symmetric block-wise weight quantization, in the layout of com.microsoft.MatMulNBits.
+
+A row [K] is cut into blocks of `block_size` input features that share one scale; the last block
+may be ragged, and is then padded with zeros. A value is `(quant - 2^(bits - 1)) * scale`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_TILE_ELEMENTS = 1 << 17  # 512 KiB of float32: a tile and its scratch stay in the L2 cache
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """How a matrix is quantized."""
+
+    bits: int  # 4 or 8
+    block_size: int  # input features that share a scale: 32, 64 or 128
+
+    @property
+    def zero_point(self) -> int:
+        """The quant that stands for zero."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def blob_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.block_size * self.bits // 8
+
+    def num_blocks(self, k: int) -> int:
+        """Blocks in a row of `k` input features."""
+        return -(-k // self.block_size)
+
+    def size_bytes(self, n: int, k: int, scale_bytes: int) -> int:
+        """Bytes of an [n, k] matrix, quants and scales."""
+        return n * self.num_blocks(k) * (self.blob_bytes + scale_bytes)
+
+
+def quantize_rows(
+    values: NDArray[np.float32],
+    block: BlockFormat,
+    quants: NDArray[np.uint8],
+    scales: NDArray[Any],
+    dequantized: NDArray[np.float32] | None = None,
+) -> None:
+    """Quantize rows of a weight matrix, writing into the given arrays.
+
+    4 bits: the scale is the value farthest from zero over -8, so that this value is exact (its
+    sign may make the scale negative, which MatMulNBits allows). 8 bits: the scale is the largest
+    magnitude over 127. Quants are chosen against the scale as stored. A scale too small for its
+    dtype is zero, and so are its values.
+
+    Args:
+        values: float32 [n, K]; left unchanged.
+        block: Bits and block size.
+        quants: Out, uint8 [n, blocks, blob_bytes].
+        scales: Out, float16 or float32 [n, blocks]. Not finite where a value is not, or where
+            it is out of range: the caller checks, for it knows the tensor's name.
+        dequantized: Out, float32 [n, K], what the stored numbers mean; None: not wanted.
+    """
+    n, k = values.shape
+    step = max(1, _TILE_ELEMENTS // k)
+    for start in range(0, n, step):
+        rows = slice(start, min(n, start + step))
+        _quantize_tile(
+            values[rows],
+            block,
+            quants[rows],
+            scales[rows],
+            None if dequantized is None else dequantized[rows],
+        )
+
+
+def _quantize_tile(
+    values: NDArray[np.float32],
+    block: BlockFormat,
+    quants: NDArray[np.uint8],
+    scales: NDArray[Any],
+    dequantized: NDArray[np.float32] | None,
+) -> None:
+    n, k = values.shape
+    blocks = block.num_blocks(k)
+    if blocks * block.block_size != k:
+        values = np.pad(values, ((0, 0), (0, blocks * block.block_size - k)))
+    grouped = values.reshape(n, blocks, block.block_size)
+    with np.errstate(over="ignore", invalid="ignore"):  # seen as scales that are not finite
+        scales[...] = _scales(grouped, block.bits)
+        stored = scales.astype(np.float32)[..., None]
+        inverse = np.divide(1, stored, out=np.zeros_like(stored), where=stored != 0)
+        scaled = grouped * inverse
+    scaled += block.zero_point + 0.5
+    np.clip(scaled, 0, (1 << block.bits) - 0.5, out=scaled)
+    with np.errstate(invalid="ignore"):
+        levels = scaled.astype(np.uint8)  # truncation after adding one half: round half up
+    quants[...] = _pack_nibbles(levels) if block.bits == 4 else levels
+    if dequantized is not None:
+        np.subtract(levels, np.float32(block.zero_point), out=scaled)
+        with np.errstate(invalid="ignore"):
+            scaled *= stored
+        dequantized[...] = scaled.reshape(n, -1)[:, :k]
+
+
+def _scales(grouped: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
+    high, low = grouped.max(-1), grouped.min(-1)
+    scales: NDArray[np.float32]
+    if bits == 4:
+        scales = np.where(high > -low, high, low) / np.float32(-8)
+    else:
+        scales = np.maximum(high, -low) / np.float32(127)
+    return scales
+
+
+def _pack_nibbles(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Join neighbours, the even element in the low nibble; [..., b] to [..., b / 2]."""
+    pairs: NDArray[np.uint16] = levels.view("<u2")
+    return np.bitwise_or(pairs, pairs >> 4).astype(np.uint8)
+
+
+def dequantize(
+    quants: NDArray[np.uint8], scales: NDArray[Any], block: BlockFormat, k: int
+) -> NDArray[np.float32]:
+    """What stored numbers mean: uint8 [n, blocks, blob_bytes] to float32 [n, k]."""
+    levels = quants
+    if block.bits == 4:
+        levels = np.stack([quants & 15, quants >> 4], axis=-1).reshape(*quants.shape[:2], -1)
+    values = levels.astype(np.float32) - np.float32(block.zero_point)
+    values *= scales.astype(np.float32)[..., None]
+    return values.reshape(len(quants), -1)[:, :k]

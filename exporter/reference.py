@@ -1,0 +1,119 @@
+"""The forward pass in NumPy, float32: the reference that every graph is tested against.
+
+It asks a `WeightSource` for one weight after the other and never keeps one, so it runs over a
+checkpoint while that is being exported, and over a model larger than memory.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.exporter import rope
+from onnxport.graphs.spec import ArchSpec
+
+Array = NDArray[np.float32]
+
+
+class WeightSource(Protocol):
+    """Applies a model's weights by role; each is asked for once, in the order of execution."""
+
+    def embed(self, token_ids: NDArray[np.int64]) -> Array:
+        """Rows of the embedding table, float32 [num_tokens, hidden_size]."""
+        ...
+
+    def vector(self, role: str) -> Array:
+        """A norm's weight, float32 [size]."""
+        ...
+
+    def linear(self, role: str, x: Array) -> Array:
+        """`x @ weight.T + bias`; float32 [rows, K] to [rows, N]."""
+        ...
+
+    def head(self, x: Array) -> Array:
+        """Logits, float32 [rows, hidden_size] to [rows, vocab]."""
+        ...
+
+
+def forward(
+    spec: ArchSpec,
+    weights: WeightSource,
+    token_ids: NDArray[np.int64],
+    logits_indices: NDArray[np.int32],
+) -> Array:
+    """Logits of one sequence from position 0.
+
+    Args:
+        spec: The model.
+        weights: Its weights.
+        token_ids: int64 [num_tokens].
+        logits_indices: int32 [num_logits], the positions that need logits.
+
+    Returns:
+        float32 [num_logits, vocab].
+    """
+    tables = rope.tables(spec.rope, spec.context_length)
+    cos, sin = (table[: len(token_ids), None] for table in tables)
+    hidden = weights.embed(token_ids)
+    for layer in range(spec.num_layers):
+        normed = _rms_norm(hidden, weights.vector(f"layers.{layer}.input_norm"), spec)
+        attended = _attend(spec, layer, weights, normed, cos, sin)
+        if layer == spec.num_layers - 1:  # what follows mixes no positions
+            hidden, attended = hidden[logits_indices], attended[logits_indices]
+        hidden = hidden + weights.linear(f"layers.{layer}.o", attended)
+        normed = _rms_norm(hidden, weights.vector(f"layers.{layer}.post_norm"), spec)
+        gate, up = np.split(weights.linear(f"layers.{layer}.gate_up", normed), 2, axis=-1)
+        hidden = hidden + weights.linear(f"layers.{layer}.down", _silu(gate) * up)
+    return weights.head(_rms_norm(hidden, weights.vector("final_norm"), spec))
+
+
+def _attend(
+    spec: ArchSpec, layer: int, weights: WeightSource, normed: Array, cos: Array, sin: Array
+) -> Array:
+    """Causal self-attention; [num_tokens, hidden] to [num_tokens, q_size]."""
+    tokens = len(normed)
+    qkv = weights.linear(f"layers.{layer}.qkv", normed)
+    edges = [spec.q_size, spec.q_size + spec.kv_size]
+    q, k, v = (part.reshape(tokens, -1, spec.head_size) for part in np.split(qkv, edges, axis=-1))
+    if spec.qk_norm:
+        q = _rms_norm(q, weights.vector(f"layers.{layer}.q_norm"), spec)
+        k = _rms_norm(k, weights.vector(f"layers.{layer}.k_norm"), spec)
+    q, k = _rotate(q, cos, sin, spec), _rotate(k, cos, sin, spec)
+    shared = spec.num_heads // spec.num_kv_heads
+    k, v = np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
+    scores = np.einsum("qhd,khd->hqk", q, k) * np.float32(spec.scale)
+    distance = np.arange(tokens)[:, None] - np.arange(tokens)
+    window = spec.sliding_window[layer]
+    visible = (distance >= 0) & (distance < (window or tokens))
+    scores = np.where(visible, scores, -np.inf)
+    scores = np.exp(scores - scores.max(-1, keepdims=True))
+    scores /= scores.sum(-1, keepdims=True)
+    result: Array = np.einsum("hqk,khd->qhd", scores, v).reshape(tokens, spec.q_size)
+    return result
+
+
+def _rotate(x: Array, cos: Array, sin: Array, spec: ArchSpec) -> Array:
+    """RoPE on the leading channels of each head; x [num_tokens, heads, head_size]."""
+    half = spec.rope.rotary_dim // 2
+    if spec.rope.interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    rotated = x.copy()
+    rotated[..., first] = x[..., first] * cos - x[..., second] * sin
+    rotated[..., second] = x[..., second] * cos + x[..., first] * sin
+    return rotated
+
+
+def _rms_norm(x: Array, weight: Array, spec: ArchSpec) -> Array:
+    mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
+    normed: Array = x / np.sqrt(mean_square + np.float32(spec.rms_norm_eps)) * weight
+    return normed
+
+
+def _silu(x: Array) -> Array:
+    with np.errstate(over="ignore"):  # exp(-x) = inf gives the limit, zero
+        activated: Array = x / (1 + np.exp(-x))
+    return activated

@@ -1,0 +1,170 @@
+"""RoPE parameters from `config.json`, in both the old and the transformers 5 spelling.
+
+Old: `rope_theta`, `partial_rotary_factor` and `rope_scaling` (with `type` or `rope_type`) at the
+top. New: `rope_parameters`, which holds all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.graphs.spec import ROPE_PARAMETERS, RopeSpec
+
+if TYPE_CHECKING:
+    from onnxport.exporter.config import Config
+
+D = TypeVar("D")
+
+_COMMON: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+
+# RoPE type -> the keys it may have besides the common ones.
+ROPE_KEYS: Final[Mapping[str, frozenset[str]]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+    "yarn": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+            "finetuned",  # says how the weights came to be; nothing reads it
+        }
+    ),
+}
+
+
+def read_rope(config: Config, head_size: int, context_length: int | None) -> tuple[RopeSpec, int]:
+    """Read the RoPE parameters and settle the context length, in tokens.
+
+    The context length is `max_position_embeddings` unless given. A longer one is refused, for the
+    model was not made for it, except where the RoPE type defines what it means: yarn up to factor
+    times its original length, and dynamic (see `rope.inverse_frequencies`) without limit.
+
+    Raises:
+        UnsupportedModelError: A RoPE type or key that is not known, or too long a context.
+        CheckpointError: A parameter is missing, of a wrong type, or contradicts another.
+    """
+    values = _parameters(config)
+    kind = str(values.get("rope_type", values.get("type", "default")))
+    if kind not in ROPE_KEYS:
+        raise UnsupportedModelError(
+            f"{config.path}: the RoPE type {kind!r} is not supported; supported are "
+            f"{', '.join(ROPE_KEYS)}."
+        )
+    unknown = sorted(set(values) - ROPE_KEYS[kind] - _COMMON)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{config.path}: the RoPE type {kind!r} has keys that are not understood: "
+            f"{', '.join(f'{key} = {values[key]!r}' for key in unknown)}."
+        )
+    trained = config.require("max_position_embeddings", int)
+    fields = _fields(config, kind, values, trained)
+    partial = _number(config, values, "partial_rotary_factor", 1.0)
+    try:
+        rope = RopeSpec(
+            type=kind,
+            theta=_number(config, values, "rope_theta", 10_000.0),
+            rotary_dim=int(head_size * partial),
+            **fields,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{config.path}: RoPE parameters: {error}.") from error
+    return rope, _context_length(config, rope, trained, context_length)
+
+
+def _parameters(config: Config) -> dict[str, Any]:
+    """All RoPE keys in the new spelling; nulls left out."""
+    values: dict[str, Any] = {}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        found = config.get(key, float, None)
+        if found is not None:
+            values[key] = found
+    original = config.get("original_max_position_embeddings", int, None)
+    for key in ("rope_scaling", "rope_parameters"):
+        nested = config.get(key, dict, None) or {}
+        if any(isinstance(value, dict) for value in nested.values()):
+            raise UnsupportedModelError(
+                f"{config.path}: {key} differs between layer types, which is not supported."
+            )
+        values.update({name: value for name, value in nested.items() if value is not None})
+    if original is not None:
+        values["original_max_position_embeddings"] = original  # the outer one wins
+    return values
+
+
+def _fields(config: Config, kind: str, values: Mapping[str, Any], trained: int) -> dict[str, Any]:
+    """The RopeSpec fields that the type `kind` needs."""
+    original = int(_number(config, values, "original_max_position_embeddings", trained))
+    if kind == "dynamic" and original != trained:
+        raise UnsupportedModelError(
+            f"{config.path}: dynamic RoPE with original_max_position_embeddings = {original} and "
+            f"max_position_embeddings = {trained}; only equal values have a defined meaning."
+        )
+    factor = _number(config, values, "factor", trained / original if kind == "yarn" else None)
+    found: dict[str, Any] = {"factor": factor, "original_context_length": original}
+    if kind == "llama3":
+        for name in ("low_freq_factor", "high_freq_factor"):
+            found[name] = _number(config, values, name, None)
+    if kind == "yarn":
+        assert factor is not None
+        found["beta_fast"] = _number(config, values, "beta_fast", 32.0)
+        found["beta_slow"] = _number(config, values, "beta_slow", 1.0)
+        found["truncate"] = bool(values.get("truncate", True))
+        found["attention_factor"] = _attention_factor(config, values, factor)
+    allowed = {*ROPE_PARAMETERS[kind], "attention_factor"}
+    return {name: value for name, value in found.items() if name in allowed}
+
+
+def _attention_factor(config: Config, values: Mapping[str, Any], factor: float) -> float:
+    """Yarn's scale of cos and sin: given, or 0.1 m ln(factor) + 1 (arXiv:2309.00071, §3.4).
+
+    With both mscale and mscale_all_dim it is the ratio of theirs (DeepSeek-V2).
+    """
+    given = _number(config, values, "attention_factor", None)
+    if given is not None:
+        return given
+
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    numerator = _number(config, values, "mscale", None)
+    denominator = _number(config, values, "mscale_all_dim", None)
+    if numerator and denominator:
+        return magnitude(numerator) / magnitude(denominator)
+    return magnitude(1.0)
+
+
+def _number(config: Config, values: Mapping[str, Any], key: str, default: D) -> float | D:
+    value = values.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CheckpointError(f"{config.path}: the RoPE key {key!r} is {value!r}, not a number.")
+    return float(value)
+
+
+def _context_length(config: Config, rope: RopeSpec, trained: int, asked: int | None) -> int:
+    if asked is None or asked == trained or (asked > 0 and rope.type == "dynamic"):
+        return asked or trained
+    longest = trained
+    if rope.type == "yarn":
+        assert rope.factor is not None
+        assert rope.original_context_length is not None
+        longest = max(trained, int(rope.factor * rope.original_context_length))
+    if not 0 < asked <= longest:
+        raise UnsupportedModelError(
+            f"a context length of {asked} tokens was asked for; this model was made for {longest} "
+            f"({config.path}). Choose one from 1 to {longest}."
+        )
+    return asked

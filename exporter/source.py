@@ -1,0 +1,70 @@
+"""The small files beside the weights: tokenizer, generation settings, special tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from onnxport.errors import CheckpointError
+
+TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """The token ids that generation needs."""
+
+    eos: tuple[int, ...]  # any of them ends a sequence
+    bos: int | None
+    pad: int | None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or {} where the file is absent. Raises CheckpointError if it is not one."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object.")
+    return value
+
+
+def special_tokens(folder: Path) -> SpecialTokens:
+    """Special token ids; `generation_config.json` goes before `config.json`, as in transformers.
+
+    Raises CheckpointError for an id that is not an integer.
+    """
+    sources = [read_json(folder / name) for name in ("generation_config.json", "config.json")]
+
+    def find(key: str) -> tuple[int, ...]:
+        for values in sources:
+            found = values.get(key)
+            ids = found if isinstance(found, list) else [] if found is None else [found]
+            if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+                raise CheckpointError(f"{folder}: {key} is {found!r}, expected token ids.")
+            if ids:
+                return tuple(ids)
+        return ()
+
+    return SpecialTokens(
+        find("eos_token_id"),
+        next(iter(find("bos_token_id")), None),
+        next(iter(find("pad_token_id")), None),
+    )

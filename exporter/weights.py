@@ -1,0 +1,273 @@
+"""Weights on their way from the checkpoint into the artifact, applied once as they pass.
+
+`StreamingWeights` is the reference's `WeightSource`: while the forward pass asks for one weight
+after the other, each is read in panels of rows, converted or quantized, multiplied with the
+activations as what was stored means, and appended to the weights file. So the checkpoint is read
+once, and memory is that of the largest stored matrix and a few panels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import CheckpointError
+from onnxport.exporter import rope
+from onnxport.exporter.checkpoint import Checkpoint, to_float32
+from onnxport.exporter.options import ExportOptions
+from onnxport.exporter.plan import EMBEDDING, HEAD, MatrixPlan, WeightPlan
+from onnxport.exporter.quantize import BlockFormat, quantize_rows
+from onnxport.graphs.artifact_writer import ArtifactWriter
+from onnxport.graphs.spec import ArchSpec
+from onnxport.graphs.tensors import TensorRef
+
+_PANEL_ELEMENTS: Final = 1 << 22  # 16 MiB of float32: large enough for a fast product
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A matrix in the weights file, `y = x @ matrix.T + bias`."""
+
+    weight: TensorRef  # dense [K, N], or [N, K] if `by_rows`; quants uint8 [N, blocks, blob_bytes]
+    rows: int  # N, output features
+    columns: int  # K, input features
+    block: BlockFormat | None = None  # None: dense
+    scales: TensorRef | None = None  # [N, blocks] where quantized
+    bias: TensorRef | None = None  # [N]
+    by_rows: bool = False
+
+
+@dataclass(slots=True)
+class StoredWeights:
+    """All weights of an artifact by role; `head` is the embedding where they are tied."""
+
+    cos: TensorRef  # float32 [context_length, rotary_dim / 2]
+    sin: TensorRef  # likewise
+    matrices: dict[str, StoredMatrix] = field(default_factory=dict)
+    vectors: dict[str, TensorRef] = field(default_factory=dict)
+
+
+class StreamingWeights:
+    """A `reference.WeightSource` that stores each weight as it is used. A context manager."""
+
+    def __init__(
+        self,
+        spec: ArchSpec,
+        plan: WeightPlan,
+        checkpoint: Checkpoint,
+        writer: ArtifactWriter,
+        options: ExportOptions,
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        """Store the RoPE tables and start the worker threads.
+
+        `on_bytes` is told how many bytes of the checkpoint were taken in, as it goes.
+        """
+        self._tied = spec.tie_word_embeddings
+        self._plan = plan
+        self._checkpoint = checkpoint
+        self._writer = writer
+        self._options = options
+        self._on_bytes = on_bytes
+        self._threads = options.num_threads
+        self._pool = ThreadPoolExecutor(self._threads, "onnxport-export")
+        cos, sin = rope.tables(spec.rope, spec.context_length)
+        self.stored = StoredWeights(
+            writer.add_weight("rope.cos", cos), writer.add_weight("rope.sin", sin)
+        )
+
+    def __enter__(self) -> StreamingWeights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def embed(self, token_ids: NDArray[np.int64]) -> Array:
+        """See `WeightSource`. Stores the table now, or with the head if they are tied."""
+        plan, block = self._plan.matrices[EMBEDDING], self._options.block(head=True)
+        ((name, _),) = plan.parts
+        rows = [to_float32(self._checkpoint.read_rows(name, int(i), int(i) + 1)) for i in token_ids]
+        values = np.concatenate(rows)
+        target = _Target(plan, block, self._options.activation_dtype, rows=len(token_ids))
+        embedded = np.empty_like(values)
+        target.convert(name, values, slice(0, len(token_ids)), embedded)
+        if not self._tied:
+            self._store(EMBEDDING, block, None, by_rows=True)
+        return embedded
+
+    def vector(self, role: str) -> Array:
+        """See `WeightSource`."""
+        name, _ = self._plan.vectors[role]
+        self.stored.vectors[role], values = self._store_vector(f"{role}.weight", (name,))
+        return values
+
+    def linear(self, role: str, x: Array) -> Array:
+        """See `WeightSource`."""
+        y = self._store(role, self._options.block(), x)
+        assert y is not None
+        return y
+
+    def head(self, x: Array) -> Array:
+        """See `WeightSource`."""
+        block = self._options.block(head=True)
+        if self._tied:
+            y = self._store(EMBEDDING, block, x, by_rows=True)
+            self.stored.matrices[HEAD] = self.stored.matrices[EMBEDDING]
+        else:
+            y = self._store(HEAD, block, x)
+        assert y is not None
+        return y
+
+    def _store(
+        self, role: str, block: BlockFormat | None, x: Array | None, *, by_rows: bool = False
+    ) -> Array | None:
+        """Store a matrix and its bias; the product with x [m, K] is float32 [m, N]."""
+        plan = self._plan.matrices[role]
+        target = _Target(plan, block, self._options.activation_dtype, by_rows=by_rows)
+        y = None if x is None else np.empty((len(x), plan.rows), np.float32)
+        for panel in self._panels(plan):
+            meant = self._convert(target, panel, wanted=x is not None)
+            if x is not None and y is not None and meant is not None:
+                np.matmul(x, meant.T, out=y[:, panel.start : panel.start + len(meant)])
+            self._on_bytes(panel.raw.nbytes)
+        bias: TensorRef | None = None
+        if plan.biases:
+            names = tuple(name for name, _ in plan.biases)
+            bias, values = self._store_vector(f"{role}.bias", names)
+            if y is not None:
+                y += values
+        weight = self._writer.add_weight(f"{role}.weight", target.weight)
+        scales = None
+        if target.scales is not None:
+            scales = self._writer.add_weight(f"{role}.scales", target.scales)
+        self.stored.matrices[role] = StoredMatrix(
+            weight, plan.rows, plan.columns, block, scales, bias, by_rows
+        )
+        return y
+
+    def _store_vector(self, name: str, tensors: tuple[str, ...]) -> tuple[TensorRef, Array]:
+        """Store joined vectors; returns what was stored as float32."""
+        parts = []
+        for tensor in tensors:
+            raw = self._checkpoint.read(tensor)
+            self._on_bytes(raw.nbytes)
+            parts.append(_to_dtype(tensor, to_float32(raw), self._options.activation_dtype))
+        values = np.concatenate(parts)
+        return self._writer.add_weight(name, values), values.astype(np.float32)
+
+    def _panels(self, plan: MatrixPlan) -> Iterator[_Panel]:
+        """Panels of rows in order; the next one is read while one is used."""
+        step = max(1, _PANEL_ELEMENTS // plan.columns)
+        spans = []
+        start = 0
+        for name, rows in plan.parts:
+            spans += [(name, i, min(rows, i + step), start + i) for i in range(0, rows, step)]
+            start += rows
+        ahead: Future[NDArray[Any]] | None = None
+        for index, (name, _, _, row) in enumerate(spans):
+            current = ahead or self._pool.submit(self._checkpoint.read_rows, *spans[index][:3])
+            ahead = None
+            raw = current.result()
+            if index + 1 < len(spans):
+                ahead = self._pool.submit(self._checkpoint.read_rows, *spans[index + 1][:3])
+            yield _Panel(name, raw, row)
+
+    def _convert(self, target: _Target, panel: _Panel, *, wanted: bool) -> Array | None:
+        """Convert a panel on all threads; returns what was stored as float32, if wanted."""
+        rows, columns = panel.raw.shape
+        meant = np.empty((rows, columns), np.float32) if wanted else None
+        edges = np.linspace(0, rows, self._threads + 1).astype(int)
+
+        def work(first: int, last: int) -> None:
+            values = to_float32(panel.raw[first:last])
+            where = slice(panel.start + first, panel.start + last)
+            target.convert(panel.name, values, where, None if meant is None else meant[first:last])
+
+        for task in [
+            self._pool.submit(work, int(first), int(last))
+            for first, last in pairwise(edges)
+            if first < last
+        ]:
+            task.result()
+        return meant
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    name: str  # of the tensor, for errors
+    raw: NDArray[Any]  # [rows, K] in the checkpoint's dtype
+    start: int  # first row within the stacked matrix
+
+
+class _Target:
+    """The arrays that a matrix is converted into."""
+
+    def __init__(
+        self,
+        plan: MatrixPlan,
+        block: BlockFormat | None,
+        dtype: np.dtype[Any],
+        *,
+        rows: int | None = None,
+        by_rows: bool = True,
+    ) -> None:
+        rows = plan.rows if rows is None else rows
+        self._block = block
+        self._dtype = dtype
+        self._by_rows = by_rows
+        self.weight: NDArray[Any]
+        self.scales: NDArray[Any] | None = None
+        if block is None:
+            dims = (rows, plan.columns) if by_rows else (plan.columns, rows)
+            self.weight = np.empty(dims, dtype)
+        else:
+            blocks = block.num_blocks(plan.columns)
+            self.weight = np.empty((rows, blocks, block.blob_bytes), np.uint8)
+            self.scales = np.empty((rows, blocks), dtype)
+
+    def convert(self, name: str, values: Array, where: slice, meant: Array | None) -> None:
+        """Store `values` at the rows `where`; what they then mean goes to `meant`."""
+        if self._block is None:
+            converted = _to_dtype(name, values, self._dtype)
+            if self._by_rows:
+                self.weight[where] = converted
+            else:
+                self.weight[:, where] = converted.T
+            if meant is not None:
+                meant[...] = converted
+            return
+        assert self.scales is not None
+        scales = self.scales[where]
+        quantize_rows(values, self._block, self.weight[where], scales, meant)
+        if not np.isfinite(scales).all():
+            raise _not_finite(name, values, self._dtype)
+
+
+def _to_dtype(name: str, values: Array, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Narrow to `dtype`. Raises CheckpointError for what is not finite there."""
+    with np.errstate(over="ignore"):
+        converted = values.astype(dtype)
+    if not np.isfinite(converted).all():
+        raise _not_finite(name, values, dtype)
+    return converted
+
+
+def _not_finite(name: str, values: Array, dtype: np.dtype[Any]) -> CheckpointError:
+    if not np.isfinite(values).all():
+        return CheckpointError(
+            f"the tensor {name} holds values that are not finite (NaN or infinity): the checkpoint "
+            "is damaged, or was saved from a training run that diverged."
+        )
+    largest = float(np.abs(values).max())
+    return CheckpointError(
+        f"the tensor {name} holds {largest:.4g}, which is beyond the largest {dtype} "
+        f"({np.finfo(dtype).max:.6g}). Export with the precision fp32."
+    )
