@@ -19,7 +19,7 @@ class BatchPacker:
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self._input_ids: NDArray[np.int64] = np.zeros(max_num_batched_tokens, np.int64)
-        self._input_ids_view = memoryview(self._input_ids).cast("B").cast("q")
+        self._input_ids_view = self._input_ids.data.cast("B").cast("q")
         self._cumulative: NDArray[np.int32] = np.zeros(max_num_seqs + 1, np.int32)
         self._grow_block_table(max_num_seqs)
 
@@ -70,4 +70,4 @@ class BatchPacker:
 
     def _grow_block_table(self, size: int) -> None:
         self._block_table: NDArray[np.int32] = np.zeros(size, np.int32)
-        self._block_table_view = memoryview(self._block_table).cast("B").cast("i")
+        self._block_table_view = self._block_table.data.cast("B").cast("i")

@@ -23,7 +23,7 @@ class OutputCollector:
         self._finish_reason: FinishReason | None = None
         self._stop_reason: int | str | None = None
         self._num_cached_tokens = 0
-        self.error: str | None = None  # why the finish reason is "error"
+        self._error: str | None = None
 
     def add(self, delta: CompletionDelta) -> None:
         """Take the next delta."""
@@ -35,7 +35,7 @@ class OutputCollector:
         self._finish_reason = delta.finish_reason
         self._stop_reason = delta.stop_reason
         self._num_cached_tokens = delta.num_cached_tokens
-        self.error = delta.error
+        self._error = delta.error
 
     def output(self) -> RequestOutput:
         """Return everything so far."""
@@ -46,6 +46,7 @@ class OutputCollector:
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
             finish_reason=self._finish_reason,
             stop_reason=self._stop_reason,
+            error=self._error,
         )
         return RequestOutput(
             request_id=self._request.request_id,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import RequestError
+from onnxport.errors import OnnxportError, RequestError
 from onnxport.kv.pool import BlockPool
 from onnxport.providers.base import Capabilities, Model
 from onnxport.serving.batch import BatchPacker
@@ -82,6 +82,7 @@ class Engine:
         self._scheduler = Scheduler(self._pool, rows, config.max_num_batched_tokens)
         self._packer = BatchPacker(rows, config.max_num_batched_tokens)
         self._seeds = random.Random(config.seed)
+        self._closed = False
         self._num_steps = 0
         self._num_failed_steps = 0
         self._prompt_tokens = 0
@@ -145,7 +146,10 @@ class Engine:
 
         Raises:
             RequestError: an unfinished request has this id.
+            OnnxportError: the engine is closed.
         """
+        if self._closed:
+            raise OnnxportError("the engine is closed and takes no more requests")
         if self._scheduler.find(request.request_id) is not None:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         self._scheduler.submit(request)
@@ -200,6 +204,7 @@ class Engine:
     def close(self) -> list[CompletionDelta]:
         """Abort every unfinished request and close the model. Idempotent."""
         deltas = [self._end(request, "abort") for request in list(self._scheduler.requests())]
+        self._closed = True
         self._model.close()
         return deltas
 

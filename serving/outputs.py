@@ -31,6 +31,7 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None  # one entry a token, None unless asked for
     finish_reason: FinishReason | None  # None while it runs
     stop_reason: int | str | None = None  # the stop token or stop string that ended it
+    error: str | None = None  # why finish_reason is "error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,21 +41,22 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
+        stop: object = self.stop  # a client may give one string, a list or None
+        strings = (stop,) if isinstance(stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", strings)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         if self.top_k in (0, -1):  # vLLM's and OpenAI clients' ways to say "all"
             object.__setattr__(self, "top_k", None)
         _check("temperature", self.temperature, 0.0, 100.0)
         _check("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        if self.top_k is not None:
-            _check("top_k", self.top_k, 1, math.inf)
-        if self.max_tokens is not None:
-            _check("max_tokens", self.max_tokens, 1, math.inf)
-        if self.logprobs is not None:
-            _check("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if any(not text for text in self.stop):
-            raise RequestError("stop holds an empty string; every stop string needs text", "stop")
+        _check_integer("top_k", self.top_k, 1, math.inf)
+        _check_integer("max_tokens", self.max_tokens, 1, math.inf)
+        _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_integer("seed", self.seed, -math.inf, math.inf)
+        for token_id in self.stop_token_ids:
+            _check_integer("stop_token_ids", token_id, 0, math.inf)
+        if any(not isinstance(text, str) or not text for text in self.stop):
+            raise RequestError(f"stop is {self.stop!r}; every stop string must be text", "stop")
 
     @property
     def greedy(self) -> bool:
@@ -66,6 +67,15 @@ class SamplingParams:
 def _check(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     """Raise RequestError unless low <= value <= high (low < value if `open_low`)."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or math.isnan(value) or not low <= value <= high or (open_low and value == low):
+    if not is_number or not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise RequestError(f"{name} is {value!r}; it must be in {bracket}{low}, {high}]", name)
+
+
+def _check_integer(name: str, value: int | None, low: float, high: float) -> None:
+    """Raise RequestError unless `value` is None or an integer, low <= value <= high."""
+    if value is None:
+        return
+    if not isinstance(value, int):
+        raise RequestError(f"{name} is {value!r}; it must be an integer", name)
+    _check(name, value, low, high)

@@ -1,0 +1,254 @@
+"""Offline inference, in the shape of vLLM's `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypedDict, cast
+
+from onnxport.errors import RequestError
+from onnxport.providers.base import Attention, Capabilities, LoadOptions
+from onnxport.serving.chat import ChatTemplate, Message, Tool
+from onnxport.serving.collect import OutputCollector
+from onnxport.serving.config import EngineConfig
+from onnxport.serving.engine import Engine
+from onnxport.serving.loading import open_engine
+from onnxport.serving.outputs import RequestOutput
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.request import Request
+from onnxport.serving.tokenizer import Tokenizer
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | TextPrompt | TokensPrompt
+DEFAULTS = EngineConfig()
+
+
+class LLM:
+    """A model and its engine, run in the caller's thread until every request has ended.
+
+    Example:
+        >>> with LLM("my-model") as llm:
+        ...     outputs = llm.generate(["The sea is"], SamplingParams(temperature=0.0))
+        ...     print(outputs[0].outputs[0].text)
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        provider: str = "auto",
+        threads: int | None = None,
+        max_num_seqs: int = DEFAULTS.max_num_seqs,
+        max_num_batched_tokens: int = DEFAULTS.max_num_batched_tokens,
+        kv_cache_tokens: int | None = None,
+        max_model_len: int | None = None,
+        kv_cache_dtype: str = "auto",
+        block_size: int | None = None,
+        attention: Attention | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Load an artifact.
+
+        Args:
+            model: the artifact folder.
+            provider: one of the providers, or "auto".
+            threads: compute threads; None: the physical cores.
+            max_num_seqs: most requests that run at once.
+            max_num_batched_tokens: most tokens in one step.
+            kv_cache_tokens: size of the KV cache in tokens; None: from free memory.
+            max_model_len: longest sequence in tokens; None: the artifact's context.
+            kv_cache_dtype: "auto" or a dtype that the provider knows.
+            block_size: tokens of one KV block; None: the provider's choice.
+            attention: force a lowering; None: the best there is.
+            seed: makes requests without a seed of their own reproducible.
+
+        Raises:
+            OnnxportError: the artifact, the provider or the sizes do not fit; see `open_engine`.
+        """
+        config = EngineConfig(max_num_seqs, max_num_batched_tokens, seed)
+        options = LoadOptions(
+            threads=threads,
+            kv_cache_tokens=kv_cache_tokens,
+            kv_cache_dtype=kv_cache_dtype,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            attention=attention,
+        )
+        folder = Path(model)
+        self._take(open_engine(folder, provider, options, config), ChatTemplate.read(folder))
+
+    @classmethod
+    def from_engine(cls, engine: Engine, template: ChatTemplate | None = None) -> LLM:
+        """Wrap an engine that is there already; `close` closes it."""
+        llm = cls.__new__(cls)
+        llm._take(engine, template)
+        return llm
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What was really loaded."""
+        return self._engine.capabilities
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """Return the model's tokenizer."""
+        return self._engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; the outputs are in the order of the prompts.
+
+        All requests are checked before any is run. One that fails while it runs has the finish
+        reason "error", and says why, in its output; the others go on.
+
+        Args:
+            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list of these.
+            sampling_params: for all prompts, or one for each; None for the defaults.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            RequestError: a prompt or parameter is not valid.
+            CapacityError: a prompt and its max_tokens do not fit the context or the KV cache.
+        """
+        one = isinstance(prompts, str | Mapping)
+        listed = [cast(Prompt, prompts)] if one else list(cast("Sequence[Prompt]", prompts))
+        params = _one_for_each(sampling_params, len(listed))
+        requests = [
+            self._engine.prepare(self._next_id(), _text_or_ids(prompt), each)
+            for prompt, each in zip(listed, params, strict=True)
+        ]
+        return self._run(requests, use_tqdm=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Tool] | None = None,
+        add_generation_prompt: bool = True,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several; see `generate`.
+
+        Args:
+            messages: the messages of a conversation, or a list of conversations.
+            sampling_params: for all conversations, or one for each; None for the defaults.
+            tools: what the model may call, in OpenAI's shape.
+            add_generation_prompt: end the prompt where the model's answer begins.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            RequestError: the model has no chat template, the template refuses the messages, or
+                as `generate`.
+            CapacityError: as `generate`.
+        """
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None or not self._template:
+            raise RequestError("this model has no chat template; use `generate`", "messages")
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        listed = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
+        requests = []
+        for chat, params in zip(listed, _one_for_each(sampling_params, len(listed)), strict=True):
+            text = self._template.render(chat, tools, add_generation_prompt)
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            request = self._engine.prepare(self._next_id(), ids, params)
+            request.prompt = text
+            requests.append(request)
+        return self._run(requests, use_tqdm=use_tqdm)
+
+    def close(self) -> None:
+        """Free the model. Idempotent."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _take(self, engine: Engine, template: ChatTemplate | None) -> None:
+        self._engine = engine
+        self._template = template
+        self._numbers = count()
+
+    def _next_id(self) -> str:
+        return str(next(self._numbers))
+
+    def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
+        """Run the requests to their ends; an interruption aborts them."""
+        collectors = {request.request_id: OutputCollector(request) for request in requests}
+        progress = _progress(len(requests), use_tqdm)
+        try:
+            for request in requests:
+                self._engine.submit(request)
+            while self._engine.has_work:
+                for delta in self._engine.step():
+                    collectors[delta.request_id].add(delta)
+                    if delta.finish_reason is not None:
+                        progress()
+        finally:
+            for request in requests:
+                self._engine.abort(request.request_id)
+        return [collector.output() for collector in collectors.values()]
+
+
+def _text_or_ids(prompt: Prompt) -> str | list[int]:
+    """Return the text or the token ids of a prompt."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping) and prompt.keys() == {"prompt"}:
+        return cast(TextPrompt, prompt)["prompt"]
+    if isinstance(prompt, Mapping) and prompt.keys() == {"prompt_token_ids"}:
+        return cast(TokensPrompt, prompt)["prompt_token_ids"]
+    found = f"keys {sorted(prompt)}" if isinstance(prompt, Mapping) else type(prompt).__name__
+    raise RequestError(
+        f"a prompt has {found}; it must be text, {{'prompt': text}} or {{'prompt_token_ids': ids}}",
+        "prompt",
+    )
+
+
+def _one_for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, number: int
+) -> Sequence[SamplingParams]:
+    """Return `number` sampling parameters."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * number
+    if len(params) != number:
+        raise RequestError(
+            f"{len(params)} sampling parameters for {number} prompts; give one, or one for each",
+            "sampling_params",
+        )
+    return params
+
+
+def _progress(total: int, show: bool) -> Callable[[], object]:
+    """Return what to call when a request has ended."""
+    if not show:
+        return lambda: None
+    from tqdm import tqdm
+
+    bar: Any = tqdm(total=total, unit="request", dynamic_ncols=True)
+    return lambda: bar.update() and bar.n == total and bar.close()
