@@ -1,0 +1,267 @@
+// Divides a problem into tasks and runs them: all new tokens into the cache first, then attention,
+// then, where one sequence's keys were divided, the merging of their parts.
+#include "attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "kernels.h"
+
+namespace onnxport {
+namespace {
+
+// Below this many elements or multiply-adds, waking another thread costs more than it saves.
+constexpr int64_t kSerialPrepare = 1 << 14;
+constexpr int64_t kSerialAttend = 1 << 18;
+// Fewer row blocks than this are divided along their keys, too.
+constexpr size_t kEnoughBlocks = 32;
+
+// Grows, keeps its memory between calls, and starts at a cache line.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { release(); }
+
+  float* reserve(int64_t floats) {
+    if (floats > size_) {
+      release();
+      data_ = static_cast<float*>(
+          ::operator new(static_cast<size_t>(floats) * sizeof(float), kAlignment));
+      size_ = floats;
+    }
+    return data_;
+  }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+
+  void release() {
+    ::operator delete(data_, kAlignment);
+    data_ = nullptr;
+    size_ = 0;
+  }
+
+  float* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// A row block over all of its keys, or over one segment of them.
+struct Work {
+  RowBlock block;
+  int64_t segment;
+  State state;  // where a segment's result goes
+  bool divided;
+};
+
+// The segments of one divided row block: states [first, first + count).
+struct Division {
+  RowBlock block;
+  size_t first, count;
+};
+
+struct Workspace {
+  Buffer queries, states;
+  std::vector<RowBlock> blocks;
+  std::vector<Work> work;
+  std::vector<Division> divisions;
+  std::vector<State> all_states;
+};
+
+// Workspaces go back here, so that concurrent calls, from any number of sessions, each have one
+// and none is allocated twice.
+class WorkspacePool {
+ public:
+  std::unique_ptr<Workspace> take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (idle_.empty()) return std::make_unique<Workspace>();
+    std::unique_ptr<Workspace> workspace = std::move(idle_.back());
+    idle_.pop_back();
+    return workspace;
+  }
+  void give(std::unique_ptr<Workspace> workspace) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    idle_.push_back(std::move(workspace));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Workspace>> idle_;
+};
+
+WorkspacePool& pool() {
+  // Never destroyed: a worker thread may outlive the library's static objects.
+  static WorkspacePool* instance = new WorkspacePool;
+  return *instance;
+}
+
+class Lease {
+ public:
+  Lease() : workspace_(pool().take()) {}
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+  ~Lease() { pool().give(std::move(workspace_)); }
+  Workspace& operator*() const { return *workspace_; }
+
+ private:
+  std::unique_ptr<Workspace> workspace_;
+};
+
+float* thread_scratch(int64_t floats) {
+  thread_local Buffer buffer;
+  return buffer.reserve(floats);
+}
+
+struct Run {
+  const Problem& p;
+  const Kernels& kernels;
+  Workspace& space;
+  float* queries;
+  int64_t tokens_per_task;
+  std::atomic<bool> out_of_memory{false};
+
+  Run(const Problem& problem, const Kernels& k, Workspace& s, float* q)
+      : p(problem), kernels(k), space(s), queries(q), tokens_per_task(problem.num_tokens) {}
+
+  // Exceptions may not cross the caller's thread pool.
+  template <class F>
+  void guarded(F f) {
+    try {
+      f();
+    } catch (const std::bad_alloc&) {
+      out_of_memory = true;
+    }
+  }
+
+  int for_each(size_t count, bool serial, Task task) {
+    if (!serial && count > 1 && p.parallel_for)
+      return p.parallel_for(p.parallel_context, count, task, this);
+    for (size_t i = 0; i < count; i++) task(this, i);
+    return 0;
+  }
+};
+
+void prepare_task(void* argument, size_t index) {
+  Run& run = *static_cast<Run*>(argument);
+  const int64_t begin = static_cast<int64_t>(index) * run.tokens_per_task;
+  const int64_t end = std::min(run.p.num_tokens, begin + run.tokens_per_task);
+  run.kernels.prepare(run.p, run.queries, begin, end);
+}
+
+void attend_task(void* argument, size_t index) {
+  Run& run = *static_cast<Run*>(argument);
+  const Work& work = run.space.work[index];
+  run.guarded([&] {
+    float* scratch = thread_scratch(scratch_floats(run.p.head_size));
+    if (work.divided)
+      run.kernels.attend_segment(run.p, run.queries, work.block, work.segment, work.state, scratch);
+    else
+      run.kernels.attend(run.p, run.queries, work.block, scratch);
+  });
+}
+
+void finish_task(void* argument, size_t index) {
+  Run& run = *static_cast<Run*>(argument);
+  const Division& division = run.space.divisions[index];
+  run.kernels.finish(run.p, division.block, run.space.all_states.data() + division.first,
+                     static_cast<int64_t>(division.count));
+}
+
+int prepare(Run& run) {
+  const Problem& p = run.p;
+  const int64_t per_token = (p.num_heads + 2 * p.kv_heads) * p.head_size;
+  const bool serial = p.num_tokens * per_token < kSerialPrepare;
+  const int64_t tasks =
+      serial ? 1 : std::min<int64_t>(64, p.num_tokens * per_token * 2 / kSerialPrepare);
+  run.tokens_per_task = (p.num_tokens + tasks - 1) / tasks;
+  const int64_t count = (p.num_tokens + run.tokens_per_task - 1) / run.tokens_per_task;
+  return run.for_each(static_cast<size_t>(count), serial, prepare_task);
+}
+
+KeyRange block_keys(const Problem& p, const RowBlock& block) {
+  const int64_t group = p.num_heads / p.kv_heads;
+  return {visible_keys(p, block.sequence, block.row_begin / group).first,
+          visible_keys(p, block.sequence, (block.row_end - 1) / group).last};
+}
+
+int64_t cost(const Problem& p, const RowBlock& block) {
+  const KeyRange keys = block_keys(p, block);
+  return (keys.last - keys.first) * (block.row_end - block.row_begin) * p.head_size;
+}
+
+// Row blocks in space.blocks, the long ones first so that no thread is left with one at the end.
+void plan_blocks(const Problem& p, Workspace& space) {
+  const int64_t group = p.num_heads / p.kv_heads;
+  space.blocks.clear();
+  for (int64_t s = 0; s < p.batch; s++) {
+    const int64_t rows = (p.cumulative_lengths[s + 1] - p.cumulative_lengths[s]) * group;
+    const int64_t parts = (rows + kRowBlock - 1) / kRowBlock;
+    for (int64_t i = parts - 1; i >= 0; i--)
+      for (int64_t head = 0; head < p.kv_heads; head++)
+        space.blocks.push_back({static_cast<int32_t>(s), static_cast<int32_t>(head),
+                                static_cast<int32_t>(rows * i / parts),
+                                static_cast<int32_t>(rows * (i + 1) / parts)});
+  }
+  if (p.batch > 1)
+    std::stable_sort(
+        space.blocks.begin(), space.blocks.end(),
+        [&](const RowBlock& a, const RowBlock& b) { return cost(p, a) > cost(p, b); });
+}
+
+void plan_work(const Problem& p, Workspace& space) {
+  space.work.clear();
+  space.divisions.clear();
+  space.all_states.clear();
+  const bool divide = p.parallel_for && space.blocks.size() < kEnoughBlocks;
+  int64_t floats = 0;
+  for (const RowBlock& block : space.blocks) {
+    const KeyRange keys = block_keys(p, block);
+    const int64_t first = keys.first / kSegment, last = (keys.last + kSegment - 1) / kSegment;
+    if (!divide || last - first < 2) {
+      space.work.push_back({block, 0, {}, false});
+      continue;
+    }
+    space.divisions.push_back(
+        {block, space.all_states.size(), static_cast<size_t>(last - first)});
+    for (int64_t segment = first; segment < last; segment++) {
+      space.work.push_back({block, segment, {}, true});
+      space.all_states.push_back({});
+      floats += state_floats(block.row_end - block.row_begin, p.head_size);
+    }
+  }
+  float* memory = space.states.reserve(floats);
+  size_t next = 0;
+  for (Work& work : space.work) {
+    if (!work.divided) continue;
+    const int64_t rows = work.block.row_end - work.block.row_begin;
+    work.state = space.all_states[next++] = state_at(memory, rows);
+    memory += state_floats(rows, p.head_size);
+  }
+}
+
+}  // namespace
+
+int run_attention(const Problem& p) {
+  if (p.num_tokens == 0) return 0;
+  const Lease lease;
+  Workspace& space = *lease;
+  float* queries = space.queries.reserve(p.num_tokens * p.num_heads * p.head_size);
+  Run run{p, *active_kernels(), space, queries};
+  plan_blocks(p, space);
+  plan_work(p, space);
+  int64_t total = 0;
+  for (const RowBlock& block : space.blocks) total += cost(p, block);
+  const bool serial = total < kSerialAttend;
+  if (const int status = prepare(run)) return status;
+  if (const int status = run.for_each(space.work.size(), serial, attend_task)) return status;
+  if (const int status = run.for_each(space.divisions.size(), serial, finish_task)) return status;
+  if (run.out_of_memory) throw std::bad_alloc();
+  return 0;
+}
+
+}  // namespace onnxport

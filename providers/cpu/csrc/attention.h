@@ -1,0 +1,89 @@
+// The attention problem in plain pointers and integers, free of ONNX Runtime, so that the same
+// code runs as an operator, from ctypes and under sanitizers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace onnxport {
+
+enum CacheType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3 };
+
+// kCanonical: [num_blocks][block_size][kv_heads][head_size], the operator schema's own order.
+// kTiled, for every block:
+//   key   [kv_heads][block_size / 16][head_size][16], sixteen tokens side by side in a register
+//   value [kv_heads][block_size][head_size]
+enum CacheLayout : int64_t { kCanonical = 0, kTiled = 1 };
+
+// Tokens in one key tile. The tiled layout is built on it.
+constexpr int kTile = 16;
+
+// Calls task(argument, i) for every i in [0, count), in any order, on any threads, and returns
+// zero once all calls have returned. Another result stops the computation and is handed back.
+using Task = void (*)(void* argument, size_t index);
+using ParallelFor = int (*)(void* context, size_t count, Task task, void* argument);
+
+// One call of PagedAttention. Every integer is 64 bits wide to keep the layout obvious to ctypes.
+// Strides count elements. Absent optional inputs are null.
+struct Problem {
+  int64_t num_tokens;    // new tokens of all sequences, packed on one axis
+  int64_t batch;         // sequences
+  int64_t num_heads;     // query heads
+  int64_t kv_heads;      // divides num_heads
+  int64_t head_size;     // multiple of 8 in [8, 256]
+  int64_t num_blocks;    // blocks in the cache
+  int64_t block_size;    // tokens in a block; a multiple of 16 in the tiled layout
+  int64_t table_width;   // columns of block_table
+  int64_t window;        // keys a query sees at its own position and before; 0: all of them
+  int64_t causal;        // 0: every query of a sequence sees all of its keys
+  int64_t rotary_dim;    // channels that are rotated; 0: none
+  int64_t rotary_offset; // first rotated channel
+  int64_t rotary_rows;   // positions that the cosine and sine tables hold
+  int64_t interleaved;   // rotate (0,1),(2,3),... instead of the two halves
+  int64_t cache_type;    // CacheType
+  int64_t cache_layout;  // CacheLayout
+  int64_t query_stride;  // from one token to the next
+  int64_t key_stride;
+  int64_t value_stride;
+  int64_t k_per_channel;  // k_scale is [kv_heads][head_size] rather than [1]
+  int64_t v_per_channel;
+
+  float scale;         // multiplies query times key
+  float softcap;       // 0: none
+  float norm_epsilon;  // of the query and key RMSNorm
+  float reserved;
+
+  const float* query;  // [num_tokens][num_heads][head_size]
+  const float* key;    // [num_tokens][kv_heads][head_size]
+  const float* value;  // likewise
+  float* output;       // [num_tokens][num_heads][head_size], contiguous
+  void* key_cache;     // updated in place
+  void* value_cache;
+  const int32_t* cumulative_lengths;  // [batch + 1]
+  const int32_t* past_lengths;        // [batch]
+  const int32_t* block_table;         // [batch][table_width]
+  const int32_t* slot_mapping;        // [num_tokens] or null; -1 leaves a token out of the cache
+  const float* cosine;                // [rotary_rows][rotary_dim / 2]
+  const float* sine;                  // likewise
+  const float* head_sink;             // [num_heads] or null
+  const float* q_norm_weight;         // [head_size] or null
+  const float* k_norm_weight;         // likewise
+  const float* k_scale;               // int8 cache only
+  const float* v_scale;
+
+  ParallelFor parallel_for;  // null: everything on the calling thread
+  void* parallel_context;
+};
+
+// Writes what is wrong with the problem into message and returns false, or returns true.
+// Nothing that passes can make run_attention read or write outside the given buffers.
+bool validate(const Problem& problem, char* message, size_t message_size);
+
+// Writes the new keys and values into the cache, then attends. The problem must be valid.
+// Returns zero or what parallel_for returned. Throws std::bad_alloc only.
+//
+// The bits of a sequence's result depend on that sequence alone: not on the rest of the batch, on
+// how its tokens were split into calls, or on the number of threads.
+int run_attention(const Problem& problem);
+
+}  // namespace onnxport

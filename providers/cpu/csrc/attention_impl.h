@@ -1,0 +1,249 @@
+// Attention of a block of rows over the cache, built from the micro-kernels. Included last by each
+// instruction set's source file, which defines ONNXPORT_KERNELS_NAME. Compiled once per set.
+#pragma once
+
+#include "micro_impl.h"
+#include "prepare_impl.h"
+
+namespace {
+
+struct Rows {
+  const Problem& p;
+  const RowBlock& block;
+  const float* queries;  // of the first row
+  int64_t count;
+  int64_t group;
+  int64_t head_size;
+  int64_t padded_size;
+};
+
+static inline Rows rows_of(const Problem& p, const float* queries, const RowBlock& block) {
+  const int64_t group = p.num_heads / p.kv_heads;
+  const int64_t row = (block.kv_head * p.num_tokens + p.cumulative_lengths[block.sequence]) * group;
+  const float* first = queries ? queries + (row + block.row_begin) * p.head_size : nullptr;
+  return {p,     block, first,
+          block.row_end - block.row_begin,
+          group, p.head_size, padded(p.head_size)};
+}
+
+static inline KeyRange keys_of(const Rows& rows, int64_t row) {
+  return visible_keys(rows.p, rows.block.sequence, (rows.block.row_begin + row) / rows.group);
+}
+
+// The keys that any row of the block sees.
+static inline KeyRange keys_of_block(const Rows& rows) {
+  return {keys_of(rows, 0).first, keys_of(rows, rows.count - 1).last};
+}
+
+static inline void clear(const State& state, int64_t count, int64_t padded_size) {
+  for (int64_t i = 0; i < count; i++) state.maximum[i] = kHidden;
+  memset(state.sum, 0, static_cast<size_t>(count * 16) * sizeof(float));
+  memset(state.value, 0, static_cast<size_t>(count * padded_size) * sizeof(float));
+}
+
+// Rows [row, row + kRows) over the chunk that starts at key `base` and holds keys up to `end`.
+template <int kRows>
+static inline void attend_rows(const Rows& rows, int64_t row, int64_t base, int64_t end,
+                               const Tiles& tiles, const State& state, float* scores) {
+  Visible visible;
+  for (int r = 0; r < kRows; r++) {
+    const KeyRange keys = keys_of(rows, row + r);
+    visible.first[r] = keys.first - base;
+    visible.last[r] = keys.last - base;
+  }
+  const int first = static_cast<int>(max_of(visible.first[0], 0));
+  const int last = static_cast<int>(min_of(visible.last[kRows - 1], end - base));
+  if (first >= last) return;
+  const int first_tile = first / kTile, last_tile = (last + kTile - 1) / kTile;
+
+  float factor[kRows];
+  float* value = state.value + row * rows.padded_size;
+  score_tiles<kRows>(rows.queries + row * rows.head_size, rows.head_size, tiles, first_tile,
+                     last_tile, scores);
+  softmax<kRows>(visible, first_tile * kTile, last_tile * kTile, rows.p.softcap, scores,
+                 state.maximum + row, state.sum + row * 16, factor);
+  add_values<kRows>(scores, tiles, rows.head_size, first, last, factor, rows.padded_size, value);
+}
+
+// Calls the instance for a run-time number of rows, at most kRows.
+template <int kRows>
+static inline void dispatch_rows(int64_t count, const Rows& rows, int64_t row, int64_t base,
+                                 int64_t end, const Tiles& tiles, const State& state,
+                                 float* scores) {
+  if (count == kRows) {
+    attend_rows<kRows>(rows, row, base, end, tiles, state, scores);
+    return;
+  }
+  if constexpr (kRows > 1)
+    dispatch_rows<kRows - 1>(count, rows, row, base, end, tiles, state, scores);
+}
+
+// Adds keys [first, last), inside one segment, to the state.
+template <class Type, bool kIsTiled>
+static void attend_keys(const Rows& rows, int64_t first, int64_t last, const State& state,
+                        const TileScratch& scratch, float* scores) {
+  const Problem& p = rows.p;
+  const int32_t* table = p.block_table + rows.block.sequence * p.table_width;
+  const int64_t groups = (rows.count + Vec::kMaxRows - 1) / Vec::kMaxRows;
+  for (int64_t base = first / kChunk * kChunk; base < last; base += kChunk) {
+    const int64_t begin = max_of(first, base), end = min_of(last, base + kChunk);
+    Tiles tiles;
+    for (int64_t token = begin; token < end;) {
+      const int64_t next = min_of(token / kTile * kTile + kTile, end);
+      TileSource<Type, kIsTiled>::load(p, table, rows.block.kv_head, token, next,
+                                       static_cast<int>((token - base) / kTile), scratch, tiles);
+      token = next;
+    }
+    // Groups of even size: seven rows are 4 + 3 where six fit, rather than 6 + 1.
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t row = rows.count * g / groups;
+      const int64_t count = rows.count * (g + 1) / groups - row;
+      dispatch_rows<Vec::kMaxRows>(count, rows, row, base, end, tiles, state, scores);
+    }
+  }
+}
+
+using AttendKeys = void (*)(const Rows&, int64_t, int64_t, const State&, const TileScratch&,
+                            float*);
+
+static inline AttendKeys attend_keys_for(const Problem& p) {
+  const bool tiled = p.cache_layout == kTiled;
+  switch (p.cache_type) {
+    case kFloat16: return tiled ? attend_keys<Float16, true> : attend_keys<Float16, false>;
+    case kBFloat16: return tiled ? attend_keys<BFloat16, true> : attend_keys<BFloat16, false>;
+    case kInt8: return tiled ? attend_keys<Int8, true> : attend_keys<Int8, false>;
+    default: return tiled ? attend_keys<Float32, true> : attend_keys<Float32, false>;
+  }
+}
+
+// total += part, row by row. Rows that saw nothing in either are left as the other has them, so
+// that merging yields the same bits wherever a part was computed.
+static void merge(const State& total, const State& part, int64_t count, int64_t padded_size) {
+  for (int64_t row = 0; row < count; row++) {
+    if (part.maximum[row] == kHidden) continue;
+    float* sum = total.sum + row * 16;
+    float* value = total.value + row * padded_size;
+    const float* part_sum = part.sum + row * 16;
+    const float* part_value = part.value + row * padded_size;
+    if (total.maximum[row] == kHidden) {
+      total.maximum[row] = part.maximum[row];
+      memcpy(sum, part_sum, 16 * sizeof(float));
+      memcpy(value, part_value, static_cast<size_t>(padded_size) * sizeof(float));
+      continue;
+    }
+    const float a = total.maximum[row], b = part.maximum[row], top = a > b ? a : b;
+    const Vec::T keep = Vec::exp2(Vec::set1(a - top)), add = Vec::exp2(Vec::set1(b - top));
+    total.maximum[row] = top;
+    for (int i = 0; i < 16; i += Vec::kWidth)
+      Vec::store(sum + i, Vec::fma(add, Vec::load(part_sum + i), Vec::mul(keep, Vec::load(sum + i))));
+    for (int64_t i = 0; i < padded_size; i += Vec::kWidth)
+      Vec::store(value + i,
+                 Vec::fma(add, Vec::load(part_value + i), Vec::mul(keep, Vec::load(value + i))));
+  }
+}
+
+static inline float lane_sum(const float* lanes) {
+  Vec::T sum = Vec::load(lanes);
+  for (int i = Vec::kWidth; i < 16; i += Vec::kWidth) sum = Vec::add(sum, Vec::load(lanes + i));
+  return Vec::reduce_add(sum);
+}
+
+static inline float exp2_of(float x) {
+  float lanes[16];
+  Vec::store(lanes, Vec::exp2(Vec::set1(x)));
+  return lanes[0];
+}
+
+// output = value / sum, with the sink's share of the sum and the cache's scale.
+static void write_output(const Rows& rows, const State& state) {
+  const Problem& p = rows.p;
+  for (int64_t row = 0; row < rows.count; row++) {
+    const int64_t flat = rows.block.row_begin + row;
+    const int64_t head = rows.block.kv_head * rows.group + flat % rows.group;
+    const int64_t token = p.cumulative_lengths[rows.block.sequence] + flat / rows.group;
+    float sum = lane_sum(state.sum + row * 16), keep = 1.f;
+    if (p.head_sink) {
+      // The sink joins the denominator alone, as one more logit.
+      const float sink = p.head_sink[head] * kLog2E, own = state.maximum[row];
+      const float top = sink > own ? sink : own;
+      keep = exp2_of(own - top);
+      sum = sum * keep + exp2_of(sink - top);
+    }
+    float factor = keep / sum;
+    const float* v_scale = nullptr;
+    if (p.cache_type == kInt8) {
+      if (p.v_per_channel) v_scale = p.v_scale + rows.block.kv_head * p.head_size;
+      else factor *= p.v_scale[0];
+    }
+    const float* value = state.value + row * rows.padded_size;
+    float* out = p.output + (token * p.num_heads + head) * p.head_size;
+    if (v_scale) {
+      for (int64_t i = 0; i < p.head_size; i++) out[i] = value[i] * factor * v_scale[i];
+    } else {
+      for (int64_t i = 0; i < p.head_size; i++) out[i] = value[i] * factor;
+    }
+  }
+}
+
+struct Scratch {
+  State total, part;
+  TileScratch tiles;
+  float* scores;
+};
+
+static inline Scratch scratch_of(int64_t head_size, float* memory) {
+  const int64_t state = state_floats(kRowBlock, head_size), row = padded(head_size);
+  float* key = memory + 2 * state;
+  float* value = key + kChunk * row;
+  float* one_tile = value + kChunk * row;
+  return {state_at(memory, kRowBlock), state_at(memory + state, kRowBlock),
+          {key, value, one_tile}, one_tile + kTile * row};
+}
+
+static void attend_segment(const Problem& p, const float* queries, const RowBlock& block,
+                           int64_t segment, const State& state, float* memory) {
+  const Rows rows = rows_of(p, queries, block);
+  const Scratch scratch = scratch_of(p.head_size, memory);
+  const KeyRange keys = keys_of_block(rows);
+  clear(state, rows.count, rows.padded_size);
+  attend_keys_for(p)(rows, max_of(keys.first, segment * kSegment),
+                     min_of(keys.last, (segment + 1) * kSegment), state, scratch.tiles,
+                     scratch.scores);
+}
+
+static void attend(const Problem& p, const float* queries, const RowBlock& block, float* memory) {
+  const Rows rows = rows_of(p, queries, block);
+  const Scratch scratch = scratch_of(p.head_size, memory);
+  const KeyRange keys = keys_of_block(rows);
+  const int64_t first = keys.first / kSegment, last = (keys.last + kSegment - 1) / kSegment;
+  attend_segment(p, queries, block, first, scratch.total, memory);
+  for (int64_t segment = first + 1; segment < last; segment++) {
+    attend_segment(p, queries, block, segment, scratch.part, memory);
+    merge(scratch.total, scratch.part, rows.count, rows.padded_size);
+  }
+  write_output(rows, scratch.total);
+}
+
+static void finish(const Problem& p, const RowBlock& block, const State* states,
+                   int64_t num_states) {
+  const Rows rows = rows_of(p, nullptr, block);
+  for (int64_t i = 1; i < num_states; i++)
+    merge(states[0], states[i], rows.count, rows.padded_size);
+  write_output(rows, states[0]);
+}
+
+static void prepare(const Problem& p, float* queries, int64_t begin, int64_t end) {
+  const bool tiled = p.cache_layout == kTiled;
+  auto run = prepare_tokens<Float32, false>;
+  switch (p.cache_type) {
+    case kFloat16: run = tiled ? prepare_tokens<Float16, true> : prepare_tokens<Float16, false>; break;
+    case kBFloat16: run = tiled ? prepare_tokens<BFloat16, true> : prepare_tokens<BFloat16, false>; break;
+    case kInt8: run = tiled ? prepare_tokens<Int8, true> : prepare_tokens<Int8, false>; break;
+    default: run = tiled ? prepare_tokens<Float32, true> : prepare_tokens<Float32, false>;
+  }
+  run(p, queries, begin, end);
+}
+
+const Kernels kKernels = {ONNXPORT_KERNELS_NAME, prepare, attend, attend_segment, finish};
+
+}  // namespace

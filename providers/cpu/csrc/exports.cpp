@@ -1,0 +1,35 @@
+// The plain C entry points, for ctypes: choosing an instruction set and running without
+// ONNX Runtime.
+#include <cstdio>
+#include <new>
+
+#include "kernels.h"
+
+#if defined(_WIN32)
+#define ONNXPORT_EXPORT extern "C" __declspec(dllexport)
+#else
+#define ONNXPORT_EXPORT extern "C" __attribute__((visibility("default")))
+#endif
+
+// The name of the instruction set in use: "avx512", "avx2", "neon" or "portable".
+ONNXPORT_EXPORT const char* onnxport_cpu_isa() { return onnxport::active_kernels()->name; }
+
+// Uses another instruction set from the next call on, or the best one again for null. Returns 0 if
+// the name is unknown or this processor lacks it.
+ONNXPORT_EXPORT int onnxport_cpu_set_isa(const char* name) { return onnxport::set_isa(name); }
+
+// Size of the Problem structure, so that a caller can check its own declaration of it.
+ONNXPORT_EXPORT size_t onnxport_cpu_problem_size() { return sizeof(onnxport::Problem); }
+
+// Validates and runs one problem. Returns 0, or writes why not into message and returns 1; a
+// failing parallel_for's own result is handed back.
+ONNXPORT_EXPORT int onnxport_cpu_paged_attention(const onnxport::Problem* problem, char* message,
+                                                 size_t message_size) {
+  if (!onnxport::validate(*problem, message, message_size)) return 1;
+  try {
+    return onnxport::run_attention(*problem);
+  } catch (const std::bad_alloc&) {
+    std::snprintf(message, message_size, "out of memory");
+    return 1;
+  }
+}

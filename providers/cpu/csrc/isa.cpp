@@ -1,0 +1,105 @@
+// Which kernels this processor can run, and which are in use.
+#include <atomic>
+#include <cstring>
+
+#include "kernels.h"
+
+#if defined(__x86_64__) || defined(_M_X64)
+#define ONNXPORT_X86 1
+#if defined(_MSC_VER)
+#include <intrin.h>
+#else
+#include <cpuid.h>
+#endif
+#endif
+
+namespace onnxport {
+namespace {
+
+struct Features {
+  bool avx2 = false;    // with FMA and F16C
+  bool avx512 = false;  // F, BW, DQ, VL
+};
+
+#ifdef ONNXPORT_X86
+void cpuid(unsigned leaf, unsigned out[4]) {
+#if defined(_MSC_VER)
+  __cpuidex(reinterpret_cast<int*>(out), static_cast<int>(leaf), 0);
+#else
+  __cpuid_count(leaf, 0, out[0], out[1], out[2], out[3]);
+#endif
+}
+
+// Register sets that the operating system saves: the processor's word alone is not enough.
+unsigned long long enabled_state() {
+#if defined(_MSC_VER)
+  return _xgetbv(0);
+#else
+  unsigned low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (static_cast<unsigned long long>(high) << 32) | low;
+#endif
+}
+
+Features detect() {
+  Features found;
+  unsigned r[4];
+  cpuid(0, r);
+  if (r[0] < 7) return found;
+  cpuid(1, r);
+  const bool osxsave = r[2] >> 27 & 1, avx = r[2] >> 28 & 1;
+  const bool fma = r[2] >> 12 & 1, f16c = r[2] >> 29 & 1;
+  if (!osxsave || !avx) return found;
+  const unsigned long long state = enabled_state();
+  cpuid(7, r);
+  const unsigned b = r[1];
+  found.avx2 = (state & 0x6) == 0x6 && fma && f16c && (b >> 5 & 1);
+  found.avx512 = found.avx2 && (state & 0xe6) == 0xe6 && (b >> 16 & 1) && (b >> 17 & 1) &&
+                 (b >> 30 & 1) && (b >> 31 & 1);
+  return found;
+}
+#else
+Features detect() { return {}; }
+#endif
+
+// Best first.
+const Kernels* supported(int i) {
+  static const Features features = detect();
+  switch (i) {
+    case 0: return features.avx512 ? kernels_avx512() : nullptr;
+    case 1: return features.avx2 ? kernels_avx2() : nullptr;
+    case 2: return kernels_neon();
+    default: return kernels_portable();
+  }
+}
+
+const Kernels* best() {
+  for (int i = 0; i < 3; i++)
+    if (const Kernels* kernels = supported(i)) return kernels;
+  return kernels_portable();
+}
+
+std::atomic<const Kernels*>& active() {
+  static std::atomic<const Kernels*> kernels{best()};
+  return kernels;
+}
+
+}  // namespace
+
+const Kernels* active_kernels() { return active().load(std::memory_order_acquire); }
+
+bool set_isa(const char* name) {
+  if (!name) {
+    active().store(best(), std::memory_order_release);
+    return true;
+  }
+  for (int i = 0; i < 4; i++) {
+    const Kernels* kernels = supported(i);
+    if (!kernels || std::strcmp(kernels->name, name) != 0) continue;
+    active().store(kernels, std::memory_order_release);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace onnxport

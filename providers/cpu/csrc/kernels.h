@@ -1,0 +1,92 @@
+// What one instruction set offers to the driver in attention.cpp. Each is compiled from the same
+// sources with its own flags.
+#pragma once
+
+#include "attention.h"
+
+namespace onnxport {
+
+constexpr int kChunk = 64;       // keys between two softmax updates
+constexpr int kSegment = 512;    // keys whose result is kept apart and merged in order
+constexpr int kRowBlock = 128;   // query rows that share the loaded keys
+constexpr int kMaxHeadSize = 256;
+
+// A row is one query head of one token. The rows of a kv head are numbered token by token, the
+// group's heads of a token side by side, so rows r0..r1 are contiguous in the prepared queries.
+struct RowBlock {
+  int32_t sequence;
+  int32_t kv_head;
+  int32_t row_begin;  // counted from the sequence's first new token
+  int32_t row_end;
+};
+
+// Online softmax state of up to kRowBlock rows, base-2 logarithms throughout.
+struct State {
+  float* maximum;  // [rows]
+  float* sum;      // [rows][16], partial sums by vector lane
+  float* value;    // [rows][padded head size], not yet divided by the sum
+};
+
+struct Kernels {
+  const char* name;
+
+  // Norm, rotation and scaling of the queries of tokens [begin, end) into queries
+  // [kv_heads][num_tokens * group][head_size]; their keys and values into the cache.
+  void (*prepare)(const Problem& problem, float* queries, int64_t begin, int64_t end);
+
+  // Attends over all of the block's keys and writes the output.
+  void (*attend)(const Problem& problem, const float* queries, const RowBlock& block,
+                 float* scratch);
+
+  // Attends over one segment and leaves its state; finish merges them in order.
+  void (*attend_segment)(const Problem& problem, const float* queries, const RowBlock& block,
+                         int64_t segment, const State& state, float* scratch);
+  void (*finish)(const Problem& problem, const RowBlock& block, const State* states,
+                 int64_t num_states);
+};
+
+// Null where this build or this processor cannot run them.
+const Kernels* kernels_portable();
+const Kernels* kernels_avx2();
+const Kernels* kernels_avx512();
+const Kernels* kernels_neon();
+
+// The set in use: the best one, unless set_isa chose. set_isa(null) returns to the best one and
+// an unknown or unsupported name returns false and changes nothing.
+const Kernels* active_kernels();
+bool set_isa(const char* name);
+
+// static, not inline alone: an instruction set's object must never provide code to another's.
+static inline int64_t padded(int64_t head_size) { return (head_size + 15) / 16 * 16; }
+
+// Floats of one State for so many rows.
+static inline int64_t state_floats(int64_t rows, int64_t head_size) {
+  return rows * (16 + padded(head_size)) + (rows + 15) / 16 * 16;
+}
+
+static inline State state_at(float* memory, int64_t rows) {
+  const int64_t maxima = (rows + 15) / 16 * 16;
+  return {memory, memory + maxima, memory + maxima + rows * 16};
+}
+
+// Floats of scratch that attend and attend_segment need.
+static inline int64_t scratch_floats(int64_t head_size) {
+  const int64_t tiles = 2 * kChunk * padded(head_size) + kTile * padded(head_size);
+  return 2 * state_floats(kRowBlock, head_size) + tiles + 8 * kChunk;
+}
+
+// [first, last) keys that a row sees, from its token's index among the sequence's new tokens.
+struct KeyRange {
+  int64_t first, last;
+};
+
+static inline KeyRange visible_keys(const Problem& p, int64_t sequence, int64_t token) {
+  const int64_t past = p.past_lengths[sequence];
+  const int64_t total =
+      past + p.cumulative_lengths[sequence + 1] - p.cumulative_lengths[sequence];
+  const int64_t position = past + token;
+  const int64_t first = p.window > 0 && position >= p.window ? position - p.window + 1 : 0;
+  return {first, p.causal ? position + 1 : total};
+}
+
+}  // namespace onnxport

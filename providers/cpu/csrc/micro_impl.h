@@ -1,0 +1,169 @@
+// The register-blocked inner loops: scores = queries x keys, value sums, and the online softmax
+// between them. Compiled once per instruction set.
+#pragma once
+
+#include "tiles_impl.h"
+
+namespace {
+
+constexpr int kVecsPerTile = kTile / Vec::kWidth;
+constexpr float kHidden = -1e30f;  // below every logit, and no NaN when two are subtracted
+
+// kRows queries against kCols vectors of keys: scores[r][c * width ...] for rows kChunk apart.
+template <int kRows, int kCols>
+static inline void score_block(const float* queries, int64_t head_size, const float* const* keys,
+                               float* scores) {
+  Vec::T sum[kRows][kCols];
+  for (int r = 0; r < kRows; r++)
+    for (int c = 0; c < kCols; c++) sum[r][c] = Vec::set1(0.f);
+  for (int64_t d = 0; d < head_size; d++) {
+    Vec::T key[kCols];
+    for (int c = 0; c < kCols; c++) key[c] = Vec::load(keys[c] + d * kTile);
+    for (int r = 0; r < kRows; r++) {
+      const Vec::T query = Vec::set1(queries[r * head_size + d]);
+      for (int c = 0; c < kCols; c++) sum[r][c] = Vec::fma(query, key[c], sum[r][c]);
+    }
+  }
+  for (int r = 0; r < kRows; r++)
+    for (int c = 0; c < kCols; c++)
+      Vec::store(scores + r * kChunk + c * Vec::kWidth, sum[r][c]);
+}
+
+// Few rows leave registers for more columns, which hide the latency of the multiply-add.
+template <int kRows>
+constexpr int columns() {
+  return kRows * 2 <= Vec::kMaxRows ? 2 * Vec::kColumns : Vec::kColumns;
+}
+
+template <int kRows>
+static inline void score_tiles(const float* queries, int64_t head_size, const Tiles& tiles,
+                               int first, int last, float* scores) {
+  const float* keys[kTilesPerChunk * kVecsPerTile];
+  for (int i = first; i < last; i++)
+    for (int v = 0; v < kVecsPerTile; v++)
+      keys[i * kVecsPerTile + v] = tiles.key[i] + v * Vec::kWidth;
+  constexpr int kCols = columns<kRows>();
+  int c = first * kVecsPerTile;
+  const int end = last * kVecsPerTile;
+  for (; c + kCols <= end; c += kCols)
+    score_block<kRows, kCols>(queries, head_size, keys + c, scores + c * Vec::kWidth);
+  if constexpr (kCols > 2) {
+    for (; c + 2 <= end; c += 2)
+      score_block<kRows, 2>(queries, head_size, keys + c, scores + c * Vec::kWidth);
+  }
+  for (; c < end; c++)
+    score_block<kRows, 1>(queries, head_size, keys + c, scores + c * Vec::kWidth);
+}
+
+// sums[r][0 .. kCols * width) = factor[r] * sums + weights[r] x values over tokens [first, last).
+template <int kRows, int kCols>
+static inline void value_block(const float* weights, const Tiles& tiles, int64_t channel,
+                               int first, int last, const float* factor, int64_t row, float* sums) {
+  Vec::T sum[kRows][kCols];
+  for (int r = 0; r < kRows; r++) {
+    const Vec::T f = Vec::set1(factor[r]);
+    for (int c = 0; c < kCols; c++)
+      sum[r][c] = Vec::mul(f, Vec::load(sums + r * row + channel + c * Vec::kWidth));
+  }
+  for (int t = first; t < last;) {
+    const int tile = t / kTile;
+    const int end = (tile + 1) * kTile < last ? (tile + 1) * kTile : last;
+    const int64_t stride = tiles.value_stride[tile];
+    const float* value = tiles.value[tile] + (t % kTile) * stride + channel;
+    for (; t < end; t++, value += stride) {
+      Vec::T x[kCols];
+      for (int c = 0; c < kCols; c++) x[c] = Vec::load(value + c * Vec::kWidth);
+      for (int r = 0; r < kRows; r++) {
+        const Vec::T w = Vec::set1(weights[r * kChunk + t]);
+        for (int c = 0; c < kCols; c++) sum[r][c] = Vec::fma(w, x[c], sum[r][c]);
+      }
+    }
+  }
+  for (int r = 0; r < kRows; r++)
+    for (int c = 0; c < kCols; c++)
+      Vec::store(sums + r * row + channel + c * Vec::kWidth, sum[r][c]);
+}
+
+template <int kRows>
+static inline void add_values(const float* weights, const Tiles& tiles, int64_t head_size,
+                              int first, int last, const float* factor, int64_t row, float* sums) {
+  constexpr int kCols = columns<kRows>();
+  constexpr int W = Vec::kWidth;
+  int64_t d = 0;
+  for (; d + kCols * W <= head_size; d += kCols * W)
+    value_block<kRows, kCols>(weights, tiles, d, first, last, factor, row, sums);
+  if constexpr (kCols > 2) {
+    for (; d + 2 * W <= head_size; d += 2 * W)
+      value_block<kRows, 2>(weights, tiles, d, first, last, factor, row, sums);
+  }
+  for (; d < head_size; d += W)
+    value_block<kRows, 1>(weights, tiles, d, first, last, factor, row, sums);
+}
+
+// tanh to a few units in the last place: the exponential form cancels near zero, where the series
+// takes over.
+static inline Vec::T tanh_of(Vec::T x) {
+  const Vec::T one = Vec::set1(1.f), zero = Vec::set1(0.f);
+  const Vec::T magnitude = Vec::max(Vec::sub(zero, x), x);
+  const Vec::T bounded = Vec::less(magnitude, Vec::set1(12.f), magnitude, Vec::set1(12.f));
+  const Vec::T e = Vec::exp2(Vec::mul(bounded, Vec::set1(2.f * 1.44269504f)));
+  const Vec::T far = Vec::sub(one, Vec::div(Vec::set1(2.f), Vec::add(e, one)));
+  const Vec::T s = Vec::mul(x, x);
+  Vec::T p = Vec::set1(21844.f / 6081075.f);
+  p = Vec::fma(p, s, Vec::set1(-1382.f / 155925.f));
+  p = Vec::fma(p, s, Vec::set1(62.f / 2835.f));
+  p = Vec::fma(p, s, Vec::set1(-17.f / 315.f));
+  p = Vec::fma(p, s, Vec::set1(2.f / 15.f));
+  p = Vec::fma(p, s, Vec::set1(-1.f / 3.f));
+  const Vec::T near = Vec::fma(Vec::mul(p, s), x, x);
+  const Vec::T signed_far = Vec::less(x, zero, Vec::sub(zero, far), far);
+  return Vec::less(magnitude, Vec::set1(0.5f), near, signed_far);
+}
+
+// Of one group of rows: which of the chunk's tokens [first, last) each row sees.
+struct Visible {
+  int64_t first[Vec::kMaxRows];
+  int64_t last[Vec::kMaxRows];
+};
+
+// Turns the logits of tokens [begin, end), multiples of 16, into weights and updates maximum and
+// sum. factor[r] is what the earlier sums have to be multiplied with.
+template <int kRows>
+static inline void softmax(const Visible& visible, int begin, int end, float softcap, float* scores,
+                           float* maximum, float* sum, float* factor) {
+  constexpr int W = Vec::kWidth;
+  float difference[16] = {};
+  for (int r = 0; r < kRows; r++) {
+    float* s = scores + r * kChunk;
+    Vec::T top = Vec::set1(kHidden);
+    const bool whole = visible.first[r] <= begin && visible.last[r] >= end;
+    for (int t = begin; t < end; t += W) {
+      Vec::T x = Vec::load(s + t);
+      if (softcap > 0) x = Vec::mul(tanh_of(x), Vec::set1(softcap * 1.44269504f));
+      if (!whole) x = Vec::keep(x, visible.first[r] - t, visible.last[r] - t, kHidden);
+      if (softcap > 0 || !whole) Vec::store(s + t, x);
+      top = Vec::max(top, x);
+    }
+    const float old = maximum[r], now = Vec::reduce_max(top);
+    maximum[r] = now > old ? now : old;
+    difference[r] = old - maximum[r];
+  }
+  for (int i = 0; i < kRows; i += W)
+    Vec::store(difference + i, Vec::exp2(Vec::load(difference + i)));
+  for (int r = 0; r < kRows; r++) {
+    float* s = scores + r * kChunk;
+    factor[r] = difference[r];
+    // A row that has seen nothing yet has no maximum to subtract.
+    const bool blind = maximum[r] == kHidden;
+    const Vec::T shift = Vec::set1(blind ? 0.f : maximum[r]);
+    Vec::T total = Vec::mul(Vec::load(sum + r * 16), Vec::set1(factor[r]));
+    for (int t = begin; t < end; t += W) {
+      const Vec::T e = Vec::exp2(Vec::sub(Vec::load(s + t), shift));
+      total = Vec::add(total, e);
+      Vec::store(s + t, e);
+    }
+    Vec::store(sum + r * 16, total);
+  }
+}
+
+}  // namespace

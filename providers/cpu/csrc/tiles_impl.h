@@ -1,0 +1,116 @@
+// Turns a stretch of cached keys and values into what the micro-kernels read: per tile of sixteen
+// tokens, keys [head_size][16] and values [16][stride] in float. Tiled float caches are used where
+// they lie; everything else is converted into scratch. Compiled once per instruction set.
+#pragma once
+
+#include "cache_impl.h"
+
+namespace {
+
+constexpr int kTilesPerChunk = kChunk / kTile;
+
+struct Tiles {
+  const float* key[kTilesPerChunk];
+  const float* value[kTilesPerChunk];
+  int64_t value_stride[kTilesPerChunk];
+};
+
+struct TileScratch {
+  float* key;    // [kChunk / 16][padded head size][16]
+  float* value;  // [kChunk][padded head size]
+  float* row;    // [16][padded head size]
+};
+
+// Vectors of a value may be read whole, without running into what follows.
+static inline bool whole_vectors(const Problem& p) { return p.head_size % Vec::kWidth == 0; }
+
+template <class Type>
+constexpr bool is_float32() {
+  return sizeof(typename Type::Element) == sizeof(float);
+}
+
+static inline void transpose_tile(const float* const* rows, int64_t head_size, float* key) {
+  for (int64_t d = 0; d < head_size; d += Vec::kWidth)
+    for (int t = 0; t < kTile; t += Vec::kWidth)
+      Vec::transpose(rows + t, d, key + d * kTile + t);
+}
+
+// One tile whose tokens [first, last) are wanted; no block outside of these is looked up. Lanes
+// outside hold anything.
+template <class Type, bool kIsTiled>
+struct TileSource;
+
+template <class Type>
+struct TileSource<Type, true> {
+  static inline void load(const Problem& p, const int32_t* table, int64_t head, int64_t first,
+                          int64_t last, int i, const TileScratch& scratch, Tiles& out) {
+    using Element = typename Type::Element;
+    const int64_t base = first / kTile * kTile, offset = base % p.block_size;
+    const int64_t block = table[base / p.block_size];
+    const Element* key =
+        static_cast<const Element*>(p.key_cache) + Address<true>::key(p, block, offset, head);
+    const Element* value =
+        static_cast<const Element*>(p.value_cache) + Address<true>::value(p, block, offset, head);
+    const int64_t row = padded(p.head_size);
+    if constexpr (is_float32<Type>()) {
+      out.key[i] = key;
+      if (whole_vectors(p)) {
+        out.value[i] = value;
+        out.value_stride[i] = p.head_size;
+        return;
+      }
+    } else {
+      float* keys = scratch.key + i * kTile * row;
+      decode(Type{}, key, p.head_size * kTile, keys);
+      out.key[i] = keys;
+    }
+    float* values = scratch.value + i * kTile * row;
+    for (int64_t t = first - base; t < last - base; t++)
+      decode(Type{}, value + t * p.head_size, p.head_size, values + t * row);
+    out.value[i] = values;
+    out.value_stride[i] = row;
+  }
+};
+
+template <class Type>
+struct TileSource<Type, false> {
+  static inline void load(const Problem& p, const int32_t* table, int64_t head, int64_t first,
+                          int64_t last, int i, const TileScratch& scratch, Tiles& out) {
+    using Element = typename Type::Element;
+    const Element* keys = static_cast<const Element*>(p.key_cache);
+    const Element* values = static_cast<const Element*>(p.value_cache);
+    const int64_t base = first / kTile * kTile, row = padded(p.head_size);
+    const bool direct = is_float32<Type>() && whole_vectors(p);
+    const bool one_block = first / p.block_size == (last - 1) / p.block_size;
+
+    const float* rows[kTile];
+    float* value = scratch.value + i * kTile * row;
+    out.value[i] = value;
+    out.value_stride[i] = row;
+    for (int t = 0; t < kTile; t++) rows[t] = scratch.row;
+    for (int64_t token = first; token < last; token++) {
+      const int64_t t = token - base;
+      const int64_t at = Address<false>::key(p, table[token / p.block_size],
+                                             token % p.block_size, head);
+      if constexpr (is_float32<Type>()) {
+        rows[t] = keys + at;
+        if (direct && one_block) {
+          // Only the wanted rows are ever read, so the tile may begin before its block does.
+          out.value_stride[i] = p.kv_heads * p.head_size;
+          if (token == first) out.value[i] = values + at - t * out.value_stride[i];
+          continue;
+        }
+      }
+      if (!direct) {
+        rows[t] = scratch.row + t * row;
+        decode(Type{}, keys + at, p.head_size, scratch.row + t * row);
+      }
+      decode(Type{}, values + at, p.head_size, value + t * row);
+    }
+    float* key = scratch.key + i * kTile * row;
+    transpose_tile(rows, p.head_size, key);
+    out.key[i] = key;
+  }
+};
+
+}  // namespace

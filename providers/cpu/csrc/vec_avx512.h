@@ -1,0 +1,87 @@
+// Sixteen floats of AVX-512 F/BW/DQ/VL. The contract is in vec_portable.h.
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace {
+
+struct Vec {
+  static constexpr int kWidth = 16;
+  static constexpr int kMaxRows = 8;  // 8 x 2 accumulators, 2 operands, 1 broadcast of 32
+  static constexpr int kColumns = 2;
+  using T = __m512;
+
+  static inline T load(const float* p) { return _mm512_loadu_ps(p); }
+  static inline void store(float* p, T a) { _mm512_storeu_ps(p, a); }
+  static inline T set1(float x) { return _mm512_set1_ps(x); }
+  static inline T add(T a, T b) { return _mm512_add_ps(a, b); }
+  static inline T sub(T a, T b) { return _mm512_sub_ps(a, b); }
+  static inline T mul(T a, T b) { return _mm512_mul_ps(a, b); }
+  static inline T div(T a, T b) { return _mm512_div_ps(a, b); }
+  static inline T fma(T a, T b, T c) { return _mm512_fmadd_ps(a, b, c); }
+  static inline T max(T a, T b) { return _mm512_max_ps(a, b); }
+  static inline T less(T a, T b, T yes, T no) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+  }
+  static inline float reduce_max(T a) { return _mm512_reduce_max_ps(a); }
+  static inline float reduce_add(T a) { return _mm512_reduce_add_ps(a); }
+
+  static inline T exp2(T x) {
+    // The operand order lets a NaN through.
+    x = _mm512_max_ps(set1(-256.f), x);
+    const T n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const T f = sub(x, n);
+    T p = set1(1.326472707e-3f);  // minimax of degree 5 on [-0.5, 0.5], exact at 0
+    p = fma(p, f, set1(9.671512649e-3f));
+    p = fma(p, f, set1(5.550733744e-2f));
+    p = fma(p, f, set1(2.402224209e-1f));
+    p = fma(p, f, set1(6.931469776e-1f));
+    p = fma(p, f, set1(1.f));
+    return _mm512_scalef_ps(p, n);
+  }
+  static inline T keep(T x, int64_t first, int64_t last, float other) {
+    const uint32_t from = first <= 0 ? 0xffffu : first >= 16 ? 0u : 0xffffu << first;
+    const uint32_t to = last <= 0 ? 0u : last >= 16 ? 0xffffu : (1u << last) - 1;
+    return _mm512_mask_blend_ps(static_cast<__mmask16>(from & to), set1(other), x);
+  }
+
+  static inline T load_half(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static inline T load_bfloat16(const uint16_t* p) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+  }
+  static inline T load_int8(const int8_t* p) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x));
+  }
+  static inline void store_half8(uint16_t* p, const float* x) {
+    const __m128i y = _mm256_cvtps_ph(_mm256_loadu_ps(x), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), y);
+  }
+
+  static inline void transpose(const float* const* src, int64_t offset, float* dst) {
+    // Quarters of four rows land in one register, so that two rounds of shuffles finish it.
+    for (int quarter = 0; quarter < 4; quarter++) {
+      T row[4];
+      for (int i = 0; i < 4; i++) {
+        const int64_t at = offset + 4 * quarter;
+        T x = _mm512_castps128_ps512(_mm_loadu_ps(src[i] + at));
+        x = _mm512_insertf32x4(x, _mm_loadu_ps(src[4 + i] + at), 1);
+        x = _mm512_insertf32x4(x, _mm_loadu_ps(src[8 + i] + at), 2);
+        row[i] = _mm512_insertf32x4(x, _mm_loadu_ps(src[12 + i] + at), 3);
+      }
+      const T a = _mm512_unpacklo_ps(row[0], row[1]), b = _mm512_unpackhi_ps(row[0], row[1]);
+      const T c = _mm512_unpacklo_ps(row[2], row[3]), d = _mm512_unpackhi_ps(row[2], row[3]);
+      float* out = dst + 64 * quarter;
+      store(out, _mm512_shuffle_ps(a, c, _MM_SHUFFLE(1, 0, 1, 0)));
+      store(out + 16, _mm512_shuffle_ps(a, c, _MM_SHUFFLE(3, 2, 3, 2)));
+      store(out + 32, _mm512_shuffle_ps(b, d, _MM_SHUFFLE(1, 0, 1, 0)));
+      store(out + 48, _mm512_shuffle_ps(b, d, _MM_SHUFFLE(3, 2, 3, 2)));
+    }
+  }
+};
+
+}  // namespace

@@ -1,0 +1,82 @@
+// Four floats of AArch64 NEON. The contract is in vec_portable.h.
+#pragma once
+
+#include <arm_neon.h>
+#include <stdint.h>
+
+#include "half.h"
+
+namespace {
+
+struct Vec {
+  static constexpr int kWidth = 4;
+  static constexpr int kMaxRows = 8;  // 8 x 2 accumulators, 2 operands, 1 broadcast of 32
+  static constexpr int kColumns = 2;
+  using T = float32x4_t;
+
+  static inline T load(const float* p) { return vld1q_f32(p); }
+  static inline void store(float* p, T a) { vst1q_f32(p, a); }
+  static inline T set1(float x) { return vdupq_n_f32(x); }
+  static inline T add(T a, T b) { return vaddq_f32(a, b); }
+  static inline T sub(T a, T b) { return vsubq_f32(a, b); }
+  static inline T mul(T a, T b) { return vmulq_f32(a, b); }
+  static inline T div(T a, T b) { return vdivq_f32(a, b); }
+  static inline T fma(T a, T b, T c) { return vfmaq_f32(c, a, b); }
+  static inline T max(T a, T b) { return vmaxq_f32(a, b); }
+  static inline T less(T a, T b, T yes, T no) { return vbslq_f32(vcltq_f32(a, b), yes, no); }
+  static inline float reduce_max(T a) { return vmaxvq_f32(a); }
+  static inline float reduce_add(T a) { return vaddvq_f32(a); }
+
+  static inline T exp2(T x) {
+    x = vmaxq_f32(set1(-127.f), x);  // at -127 the exponent field is 0, which makes the result 0
+    const T n = vrndnq_f32(x);
+    const T f = sub(x, n);
+    T p = set1(1.326472707e-3f);  // minimax of degree 5 on [-0.5, 0.5], exact at 0
+    p = fma(p, f, set1(9.671512649e-3f));
+    p = fma(p, f, set1(5.550733744e-2f));
+    p = fma(p, f, set1(2.402224209e-1f));
+    p = fma(p, f, set1(6.931469776e-1f));
+    p = fma(p, f, set1(1.f));
+    const int32x4_t e = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
+    return mul(p, vreinterpretq_f32_s32(vshlq_n_s32(e, 23)));
+  }
+  static inline T keep(T x, int64_t first, int64_t last, float other) {
+    const int32_t from = static_cast<int32_t>(first < 0 ? 0 : first > 4 ? 4 : first);
+    const int32_t to = static_cast<int32_t>(last < 0 ? 0 : last > 4 ? 4 : last);
+    const int32_t lanes[4] = {0, 1, 2, 3};
+    const int32x4_t lane = vld1q_s32(lanes);
+    const uint32x4_t mask =
+        vandq_u32(vcgeq_s32(lane, vdupq_n_s32(from)), vcltq_s32(lane, vdupq_n_s32(to)));
+    return vbslq_f32(mask, x, set1(other));
+  }
+
+  static inline T load_half(const uint16_t* p) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+  }
+  static inline T load_bfloat16(const uint16_t* p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+  }
+  static inline T load_int8(const int8_t* p) {
+    const int32_t lanes[4] = {p[0], p[1], p[2], p[3]};
+    return vcvtq_f32_s32(vld1q_s32(lanes));
+  }
+  static inline void store_half8(uint16_t* p, const float* x) {
+    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x))));
+    vst1_u16(p + 4, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + 4))));
+  }
+
+  static inline void transpose(const float* const* src, int64_t offset, float* dst) {
+    const T a = load(src[0] + offset), b = load(src[1] + offset);
+    const T c = load(src[2] + offset), d = load(src[3] + offset);
+    const float64x2_t ab0 = vreinterpretq_f64_f32(vtrn1q_f32(a, b));
+    const float64x2_t ab1 = vreinterpretq_f64_f32(vtrn2q_f32(a, b));
+    const float64x2_t cd0 = vreinterpretq_f64_f32(vtrn1q_f32(c, d));
+    const float64x2_t cd1 = vreinterpretq_f64_f32(vtrn2q_f32(c, d));
+    store(dst, vreinterpretq_f32_f64(vtrn1q_f64(ab0, cd0)));
+    store(dst + 16, vreinterpretq_f32_f64(vtrn1q_f64(ab1, cd1)));
+    store(dst + 32, vreinterpretq_f32_f64(vtrn2q_f64(ab0, cd0)));
+    store(dst + 48, vreinterpretq_f32_f64(vtrn2q_f64(ab1, cd1)));
+  }
+};
+
+}  // namespace

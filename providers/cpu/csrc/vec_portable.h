@@ -1,0 +1,78 @@
+// Four floats in plain C++, and the contract of the vector types:
+//   kWidth    lanes; a divisor of 16
+//   kMaxRows  query rows held in registers at once, kColumns vectors each
+//   exp2      relative error 2e-7; 0 from -127 down; arguments above 127 are not expected
+//   keep      lane i keeps its value where first <= i < last, else takes `other`
+//   transpose dst[16 * i + j] = src[j][i] for i, j below kWidth
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+
+#include "half.h"
+
+namespace {
+
+struct Vec {
+  static constexpr int kWidth = 4;
+  static constexpr int kMaxRows = 4;
+  static constexpr int kColumns = 2;
+  struct T {
+    float v[4];
+  };
+
+  template <class F>
+  static inline T each(F f) {
+    T r;
+    for (int i = 0; i < 4; i++) r.v[i] = f(i);
+    return r;
+  }
+  static inline T load(const float* p) { return each([&](int i) { return p[i]; }); }
+  static inline void store(float* p, T a) {
+    for (int i = 0; i < 4; i++) p[i] = a.v[i];
+  }
+  static inline T set1(float x) { return {{x, x, x, x}}; }
+  static inline T add(T a, T b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
+  static inline T sub(T a, T b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
+  static inline T mul(T a, T b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
+  static inline T div(T a, T b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+  static inline T fma(T a, T b, T c) {
+    return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+  }
+  static inline T max(T a, T b) {
+    return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  static inline T less(T a, T b, T yes, T no) {
+    return each([&](int i) { return a.v[i] < b.v[i] ? yes.v[i] : no.v[i]; });
+  }
+  static inline float reduce_max(T a) {
+    const float x = a.v[0] > a.v[1] ? a.v[0] : a.v[1];
+    const float y = a.v[2] > a.v[3] ? a.v[2] : a.v[3];
+    return x > y ? x : y;
+  }
+  static inline float reduce_add(T a) { return (a.v[0] + a.v[1]) + (a.v[2] + a.v[3]); }
+  static inline T exp2(T x) {
+    return each([&](int i) { return x.v[i] <= -127.f ? 0.f : exp2f(x.v[i]); });
+  }
+  static inline T keep(T x, int64_t first, int64_t last, float other) {
+    return each([&](int i) { return i >= first && i < last ? x.v[i] : other; });
+  }
+  static inline T load_half(const uint16_t* p) {
+    return each([&](int i) { return onnxport::float_from_half(p[i]); });
+  }
+  static inline T load_bfloat16(const uint16_t* p) {
+    return each([&](int i) { return onnxport::float_from_bfloat16(p[i]); });
+  }
+  static inline T load_int8(const int8_t* p) {
+    return each([&](int i) { return static_cast<float>(p[i]); });
+  }
+  static inline void store_half8(uint16_t* p, const float* x) {
+    for (int i = 0; i < 8; i++) p[i] = onnxport::half_from_float(x[i]);
+  }
+  static inline void transpose(const float* const* src, int64_t offset, float* dst) {
+    for (int i = 0; i < 4; i++)
+      for (int j = 0; j < 4; j++) dst[16 * i + j] = src[j][offset + i];
+  }
+};
+
+}  // namespace

@@ -1,0 +1,42 @@
+"""Finds the CPU provider's operator library and asks it which instruction set it uses."""
+
+from __future__ import annotations
+
+import ctypes
+from importlib import resources
+from pathlib import Path
+
+_PACKAGE = "onnxport.providers.cpu"
+_NAMES = ("onnxport_cpu.so", "onnxport_cpu.dylib", "onnxport_cpu.dll")
+
+
+def find_library() -> Path | None:
+    """Returns the operator library's path, or None where it was not built.
+
+    It is missing where `onnxport` was installed without a C++17 compiler. Give it to
+    `onnxruntime.SessionOptions.register_custom_ops_library`.
+    """
+    for name in _NAMES:
+        file = resources.files(_PACKAGE).joinpath(name)
+        if file.is_file():
+            return Path(str(file))
+    return None
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Loads the library and declares the signatures of its plain C functions."""
+    library = ctypes.CDLL(str(path))
+    library.onnxport_cpu_isa.restype = ctypes.c_char_p
+    library.onnxport_cpu_isa.argtypes = []
+    library.onnxport_cpu_set_isa.restype = ctypes.c_int
+    library.onnxport_cpu_set_isa.argtypes = [ctypes.c_char_p]
+    return library
+
+
+def isa() -> str | None:
+    """Returns the kernels' instruction set: `avx512`, `avx2`, `neon`, `portable`; None unbuilt."""
+    path = find_library()
+    if path is None:
+        return None
+    name: bytes = load_library(path).onnxport_cpu_isa()
+    return name.decode()

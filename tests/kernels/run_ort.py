@@ -1,0 +1,177 @@
+"""Runs a case as a one-node ONNX model through ONNX Runtime, caches bound in place."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper
+
+from tests.kernels.reference import Case, from_tiled, to_tiled
+
+ONNX_TYPES = {
+    "float": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "int8": TensorProto.INT8,
+    "uint8": TensorProto.UINT8,
+}
+INPUT_NAMES = (
+    "query",
+    "key",
+    "value",
+    "key_cache",
+    "value_cache",
+    "cumulative_sequence_length",
+    "past_seqlens",
+    "block_table",
+    "cos_cache",
+    "sin_cache",
+    "slot_mapping",
+    "head_sink",
+    "q_norm_weight",
+    "k_norm_weight",
+    "k_scale",
+    "v_scale",
+    "attention_metadata",
+)
+INT32_INPUTS = {
+    "cumulative_sequence_length",
+    "past_seqlens",
+    "block_table",
+    "slot_mapping",
+    "attention_metadata",
+}
+
+
+def attributes(case: Case) -> dict[str, object]:
+    """The node's attributes; those at their defaults are left out."""
+    found: dict[str, object] = {"num_heads": case.num_heads, "kv_num_heads": case.kv_heads}
+    if case.scale is not None:
+        found["scale"] = case.scale
+    if case.softcap:
+        found["softcap"] = case.softcap
+    if case.window is not None:
+        found["local_window_size"] = case.window
+    if not case.causal:
+        found["is_causal"] = 0
+    if case.cosine is not None:
+        found["do_rotary"] = 1
+        found["rotary_interleaved"] = int(case.interleaved)
+    if case.rotary_offset:
+        found["rotary_offset"] = case.rotary_offset
+    if case.q_norm is not None:
+        found["qk_norm_epsilon"] = case.epsilon
+    if case.tiled:
+        found["cache_layout"] = "tiled"
+    for name, scale in (("k_quant_type", case.k_scale), ("v_quant_type", case.v_scale)):
+        if scale is not None:
+            found[name] = "PER_TENSOR" if scale.size == 1 else "PER_CHANNEL"
+    return found
+
+
+def inputs(case: Case) -> dict[str, np.ndarray]:
+    """The node's inputs but the caches, by schema name; absent ones are left out."""
+    tokens = case.query.shape[0]
+    query, key, value = (x.reshape(tokens, -1) for x in (case.query, case.key, case.value))
+    found: dict[str, np.ndarray | None] = {"query": query, "key": key, "value": value}
+    if case.packed:
+        found = {"query": np.concatenate([query, key, value], axis=1)}
+    found |= {
+        "cumulative_sequence_length": case.cumulative_lengths,
+        "past_seqlens": np.array(case.past_lengths, np.int32),
+        "block_table": case.block_table,
+        "cos_cache": case.cosine,
+        "sin_cache": case.sine,
+        "slot_mapping": case.slot_mapping,
+        "head_sink": case.head_sink,
+        "q_norm_weight": case.q_norm,
+        "k_norm_weight": case.k_norm,
+        "k_scale": case.k_scale,
+        "v_scale": case.v_scale,
+        "attention_metadata": case.metadata,
+    }
+    return {name: np.ascontiguousarray(x) for name, x in found.items() if x is not None}
+
+
+@cache
+def session(
+    library: Path,
+    present: frozenset[str],
+    cache_type: str,
+    attribute_items: tuple[tuple[str, object], ...],
+    threads: int,
+) -> ort.InferenceSession:
+    """A session over one node. All dimensions are symbolic, so it serves every shape."""
+    names = [name if name in present else "" for name in INPUT_NAMES]
+    while not names[-1]:
+        names.pop()
+    node = helper.make_node(
+        "PagedAttention",
+        names,
+        ["output", "key_cache_out", "value_cache_out"],
+        domain="com.microsoft",
+        **dict(attribute_items),
+    )
+    ranks = {"key_cache": 4, "value_cache": 4, "k_scale": None, "v_scale": None}
+    ranks |= dict.fromkeys(("query", "key", "value", "block_table", "cos_cache", "sin_cache"), 2)
+    values = []
+    for name in filter(None, names):
+        rank = ranks.get(name, 1)
+        kind = TensorProto.INT32 if name in INT32_INPUTS else TensorProto.FLOAT
+        if name in ("key_cache", "value_cache"):
+            kind = ONNX_TYPES[cache_type]
+        shape = None if rank is None else [f"{name}_{i}" for i in range(rank)]
+        values.append(helper.make_tensor_value_info(name, kind, shape))
+    results = [helper.make_tensor_value_info("output", TensorProto.FLOAT, ["tokens", "hidden"])]
+    for name in ("key_cache_out", "value_cache_out"):
+        shape = [f"{name}_{i}" for i in range(4)]
+        results.append(helper.make_tensor_value_info(name, ONNX_TYPES[cache_type], shape))
+    graph = helper.make_graph([node], "paged_attention", values, results)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # errors are raised anyway
+    options.register_custom_ops_library(str(library))
+    return ort.InferenceSession(
+        onnx.ModelProto.SerializeToString(model), options, providers=["CPUExecutionProvider"]
+    )
+
+
+def session_for(library: Path, case: Case, threads: int = 2) -> ort.InferenceSession:
+    present = frozenset(inputs(case)) | {"key_cache", "value_cache"}
+    items = tuple(sorted(attributes(case).items()))
+    return session(library, present, case.cache_type, items, threads)
+
+
+def ort_value(array: np.ndarray, cache_type: str) -> ort.OrtValue:
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, ONNX_TYPES[cache_type])
+
+
+def run(
+    library: Path, case: Case, threads: int = 2
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the output and both caches afterwards, the caches in canonical layout."""
+    binding = session_for(library, case, threads).io_binding()
+    binding.bind_output("output")
+    for name, array in inputs(case).items():
+        binding.bind_cpu_input(name, array)
+    caches = {"key_cache": case.key_cache, "value_cache": case.value_cache}
+    arrays, held = {}, []
+    for name, canonical in caches.items():
+        array = to_tiled(canonical, name == "key_cache") if case.tiled else canonical.copy()
+        raw = array.view(np.uint16) if case.cache_type == "bfloat16" else array
+        value = ort_value(raw, case.cache_type)
+        binding.bind_ortvalue_input(name, value)
+        binding.bind_ortvalue_output(f"{name}_out", value)
+        arrays[name] = array
+        held.append(value)
+    session_for(library, case, threads).run_with_iobinding(binding)
+    output = binding.get_outputs()[0].numpy()
+    if case.tiled:
+        arrays = {name: from_tiled(array, name == "key_cache") for name, array in arrays.items()}
+    return output, arrays["key_cache"], arrays["value_cache"]
