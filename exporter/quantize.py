@@ -118,7 +118,8 @@ def _scales(grouped: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
 def _pack_nibbles(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Join neighbours, the even element in the low nibble; [..., b] to [..., b / 2]."""
     pairs: NDArray[np.uint16] = levels.view("<u2")
-    return np.bitwise_or(pairs, pairs >> 4).astype(np.uint8)
+    joined: NDArray[np.uint8] = (pairs | (pairs >> 4)).astype(np.uint8)
+    return joined
 
 
 def dequantize(

@@ -132,18 +132,18 @@ class StreamingWeights:
         """Store a matrix and its bias; the product with x [m, K] is float32 [m, N]."""
         plan = self._plan.matrices[role]
         target = _Target(plan, block, self._options.activation_dtype, by_rows=by_rows)
-        y = None if x is None else np.empty((len(x), plan.rows), np.float32)
+        y = None if x is None else np.empty((plan.rows, len(x)), np.float32)  # y.T: a fast product
         for panel in self._panels(plan):
             meant = self._convert(target, panel, wanted=x is not None)
             if x is not None and y is not None and meant is not None:
-                np.matmul(x, meant.T, out=y[:, panel.start : panel.start + len(meant)])
+                np.matmul(meant, x.T, out=y[panel.start : panel.start + len(meant)])
             self._on_bytes(panel.raw.nbytes)
         bias: TensorRef | None = None
         if plan.biases:
             names = tuple(name for name, _ in plan.biases)
             bias, values = self._store_vector(f"{role}.bias", names)
             if y is not None:
-                y += values
+                y += values[:, None]
         weight = self._writer.add_weight(f"{role}.weight", target.weight)
         scales = None
         if target.scales is not None:
@@ -151,7 +151,7 @@ class StreamingWeights:
         self.stored.matrices[role] = StoredMatrix(
             weight, plan.rows, plan.columns, block, scales, bias, by_rows
         )
-        return y
+        return None if y is None else np.ascontiguousarray(y.T)
 
     def _store_vector(self, name: str, tensors: tuple[str, ...]) -> tuple[TensorRef, Array]:
         """Store joined vectors; returns what was stored as float32."""

@@ -1,0 +1,172 @@
+"""Write a random checkpoint with the shape of a published model, for benchmarks.
+
+    python benchmarks/make_checkpoint.py --shape qwen2.5-0.5b /tmp/qwen-shaped
+
+Weights are random bfloat16, written as they are made, so that any size fits any memory. The
+tokenizer is byte-level BPE without merges: every text round-trips, one token a byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+_CHUNK_ELEMENTS: Final = 1 << 22
+
+
+def _qwen2(hidden: int, inner: int, layers: int, heads: int, kv: int, *, tied: bool) -> Any:
+    return _shape("qwen2", 151_936, hidden, inner, layers, heads, kv, tied, 1e-6, 1_000_000.0)
+
+
+def _llama(vocab: int, hidden: int, inner: int, layers: int, heads: int, kv: int) -> Any:
+    tied = hidden < 4096 and vocab > 100_000
+    return _shape("llama", vocab, hidden, inner, layers, heads, kv, tied, 1e-5, 500_000.0)
+
+
+def _shape(
+    family: str,
+    vocab: int,
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv: int,
+    tied: bool,
+    eps: float,
+    theta: float,
+) -> dict[str, Any]:
+    return {
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32_768 if family == "qwen2" else 8_192,
+        "rms_norm_eps": eps,
+        "rope_theta": theta,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+    }
+
+
+SHAPES: Final[dict[str, dict[str, Any]]] = {
+    "tiny": _llama(512, 128, 256, 2, 4, 2),
+    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, tied=True),
+    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, tied=True),
+    "qwen2.5-7b": _qwen2(3584, 18_944, 28, 28, 4, tied=False),
+    "llama-3.2-1b": _llama(128_256, 2048, 8192, 16, 32, 8),
+    "llama-3.2-3b": {**_llama(128_256, 3072, 8192, 28, 24, 8), "head_dim": 128},
+    "llama-2-7b": {**_llama(32_000, 4096, 11_008, 32, 32, 32), "rope_theta": 10_000.0},
+    "llama-3.1-8b": _llama(128_256, 4096, 14_336, 32, 32, 8),
+}
+
+
+def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor's name and shape."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head = config.get("head_dim", hidden // config["num_attention_heads"])
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "input_layernorm.weight", (hidden,)
+        for name, size in (("q", q), ("k", kv), ("v", kv)):
+            yield f"{prefix}self_attn.{name}_proj.weight", (size, hidden)
+            if config["model_type"] == "qwen2":
+                yield f"{prefix}self_attn.{name}_proj.bias", (size,)
+        yield prefix + "self_attn.o_proj.weight", (hidden, q)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        yield prefix + "mlp.gate_proj.weight", (inner, hidden)
+        yield prefix + "mlp.up_proj.weight", (inner, hidden)
+        yield prefix + "mlp.down_proj.weight", (hidden, inner)
+    yield "model.norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def _random_bytes(generator: np.random.Generator, shape: tuple[int, ...]) -> Iterator[bytes]:
+    """Random bfloat16: norms near 1, matrices uniform with the usual 1 / sqrt(inputs) spread."""
+    count = math.prod(shape)
+    width = math.sqrt(3 / shape[-1]) if len(shape) == 2 else 0.1
+    for start in range(0, count, _CHUNK_ELEMENTS):
+        size = min(_CHUNK_ELEMENTS, count - start)
+        values = generator.random(size, np.float32)
+        values -= 0.5
+        values *= 2 * width
+        if len(shape) == 1:
+            values += 1
+        yield (values.view(np.uint32) >> 16).astype("<u2").tobytes()
+
+
+def write_weights(config: dict[str, Any], path: Path, seed: int) -> None:
+    """Write one safetensors file."""
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, shape in tensor_shapes(config):
+        end = offset + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    generator = np.random.Generator(np.random.SFC64(seed))
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for _, shape in tensor_shapes(config):
+            for chunk in _random_bytes(generator, shape):
+                file.write(chunk)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a byte-level tokenizer of 258 tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|begin|>", "<|end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin|>",
+        "eos_token": "<|end|>",
+        "chat_template": template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+
+
+def main() -> None:
+    """Parse arguments and write the checkpoint."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
+    parser.add_argument("--layers", type=int, help="fewer (or more) layers than the published")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    config = dict(SHAPES[arguments.shape])
+    if arguments.layers is not None:
+        config["num_hidden_layers"] = arguments.layers
+    arguments.folder.mkdir(parents=True)
+    write_tokenizer(arguments.folder)
+    (arguments.folder / "config.json").write_text(json.dumps(config, indent=2))
+    write_weights(config, arguments.folder / "model.safetensors", arguments.seed)
+
+
+if __name__ == "__main__":
+    main()
