@@ -96,13 +96,14 @@ class Artifact:
     def read_tensor(self, initializer: onnx.TensorProto) -> NDArray[Any]:
         """An initializer of one of the graphs; external data is a read-only memory map."""
         if initializer.data_location != onnx.TensorProto.EXTERNAL:
-            return numpy_helper.to_array(initializer)
+            inline: NDArray[Any] = numpy_helper.to_array(initializer)
+            return inline
         location, offset, _ = self._external(initializer)
         dtype = numpy_dtype(initializer.data_type)
         dims = tuple(initializer.dims)
         if math.prod(dims) == 0:
             return np.zeros(dims, dtype)
-        raw = np.memmap(
+        raw: NDArray[np.uint8] = np.memmap(
             self.path / location,
             np.uint8,
             mode="r",

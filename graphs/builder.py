@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -37,13 +37,14 @@ class GraphBuilder:
         self._scopes: list[str] = []
 
     @contextmanager
-    def scope(self, name: str) -> Iterator[None]:
-        """Prefix the names made inside with `name` and a dot; scopes nest."""
-        self._scopes.append(name)
+    def scope(self, name: str, *, root: bool = False) -> Iterator[None]:
+        """Prefix the names made inside with `name` and a dot; scopes nest, but for `root`."""
+        outer = self._scopes
+        self._scopes = [name] if root else [*outer, name]
         try:
             yield
         finally:
-            self._scopes.pop()
+            self._scopes = outer
 
     def input(self, name: str, dtype: int, dims: Dims) -> str:
         """Declare a graph input of ONNX element type `dtype`; returns its name."""
@@ -141,6 +142,20 @@ class GraphBuilder:
             helper.make_node(op_type, kept, names, name=unique, domain=domain, **given)
         )
         return names[0] if outputs is None else tuple(names)
+
+    def reserve(self, names: Iterable[str]) -> None:
+        """Never make these names: those of a model that the nodes will be spliced into."""
+        self._taken.update(names)
+
+    def take_nodes(self) -> list[onnx.NodeProto]:
+        """The nodes made since the last call; they are no longer this builder's."""
+        nodes, self._nodes = self._nodes, []
+        return nodes
+
+    def take_initializers(self) -> list[onnx.TensorProto]:
+        """The initializers made since the last call; their names stay valid."""
+        initializers, self._initializers = self._initializers, []
+        return initializers
 
     def build(self) -> onnx.ModelProto:
         """The model, with the contract's opsets and IR version."""

@@ -1,0 +1,170 @@
+"""Read a com.microsoft.PagedAttention node, refusing what is not understood."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+import onnx
+
+from onnxport.errors import ArtifactError
+from onnxport.graphs import contract
+
+
+class PagedInput(IntEnum):
+    """Input positions of the operator's schema in ONNX Runtime 1.31."""
+
+    QUERY = 0
+    KEY = 1
+    VALUE = 2
+    KEY_CACHE = 3
+    VALUE_CACHE = 4
+    CUMULATIVE_SEQUENCE_LENGTHS = 5
+    PAST_SEQUENCE_LENGTHS = 6
+    BLOCK_TABLE = 7
+    COS = 8
+    SIN = 9
+    SLOT_MAPPING = 10
+    HEAD_SINK = 11
+    Q_NORM_WEIGHT = 12
+    K_NORM_WEIGHT = 13
+    K_SCALE = 14
+    V_SCALE = 15
+    ATTENTION_METADATA = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedAttentionNode:
+    """One paged attention, its attributes with the schema's defaults filled in."""
+
+    name: str
+    inputs: tuple[str, ...]  # by PagedInput, "" where omitted
+    outputs: tuple[str, str, str]  # attention [num_tokens, q_size], present key, present value
+    num_heads: int
+    kv_num_heads: int
+    head_size: int
+    scale: float | None  # None: 1 / sqrt(head_size)
+    softcap: float  # 0: none
+    local_window_size: int | None  # tokens a query sees, its own included; None: all
+    do_rotary: bool
+    rotary_interleaved: bool
+    rotary_offset: int
+    is_causal: bool
+    qk_norm_epsilon: float
+    k_quant_type: str  # NONE, PER_TENSOR, PER_CHANNEL
+    v_quant_type: str
+    kv_cache_layout: str  # SEPARATE, LATENT
+    k_cache_dtype: str  # "" is the cache tensor's own type
+    v_cache_dtype: str
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the query input holds keys and values too."""
+        return not self.inputs[PagedInput.KEY]
+
+    def input(self, position: PagedInput) -> str:
+        """The value at an input, "" where omitted."""
+        return self.inputs[position]
+
+
+_DEFAULTS: Final[Mapping[str, int | float | str]] = {
+    "scale": 0.0,
+    "softcap": 0.0,
+    "local_window_size": -1,
+    "do_rotary": 0,
+    "rotary_interleaved": 0,
+    "rotary_offset": 0,
+    "is_causal": 1,
+    "qk_norm_epsilon": 1e-6,
+    "k_quant_type": "NONE",
+    "v_quant_type": "NONE",
+    "kv_cache_layout": "SEPARATE",
+    "k_cache_dtype": "",
+    "v_cache_dtype": "",
+    "v_head_size": 0,
+}
+
+
+def is_paged_attention(node: onnx.NodeProto) -> bool:
+    """Whether this is the operator, of its own domain."""
+    return bool(node.op_type == "PagedAttention" and node.domain == contract.MICROSOFT)
+
+
+def attention_nodes(model: onnx.ModelProto) -> list[PagedAttentionNode]:
+    """Every paged attention of a model, in graph order, which is the layers' order.
+
+    Raises ArtifactError for an attribute that is not understood or a cache that is no 4-D input.
+    """
+    shapes = {info.name: _dims(info) for info in model.graph.input}
+    return [
+        read_paged_attention(node, shapes) for node in model.graph.node if is_paged_attention(node)
+    ]
+
+
+def read_paged_attention(
+    node: onnx.NodeProto, shapes: Mapping[str, tuple[int | str, ...]]
+) -> PagedAttentionNode:
+    """Read one node; `shapes` are those of the graph inputs, which give the head size.
+
+    Raises:
+        ArtifactError: An attribute is missing or not understood, or the cache is no graph input
+            [num_blocks, block_size, kv_heads, head_size] with a fixed head size.
+    """
+    given: dict[str, Any] = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    given = {k: v.decode() if isinstance(v, bytes) else v for k, v in given.items()}
+    known = {*_DEFAULTS, "num_heads", "kv_num_heads"}
+    if unknown := sorted(set(given) - known):
+        raise ArtifactError(
+            f"PagedAttention {node.name!r} has attributes that are not understood: {unknown}"
+        )
+    if missing := sorted({"num_heads", "kv_num_heads"} - set(given)):
+        raise ArtifactError(f"PagedAttention {node.name!r} lacks {missing}")
+    if len(node.input) > len(PagedInput) or len(node.output) != 3:
+        raise ArtifactError(
+            f"PagedAttention {node.name!r} has {len(node.input)} inputs and {len(node.output)} "
+            f"outputs; at most {len(PagedInput)} and exactly 3 are understood"
+        )
+    inputs = (*node.input, *[""] * (len(PagedInput) - len(node.input)))
+    shape = shapes.get(inputs[PagedInput.KEY_CACHE], ())
+    if len(shape) != 4 or not isinstance(shape[3], int):
+        raise ArtifactError(
+            f"the key cache of PagedAttention {node.name!r} must be a graph input [num_blocks, "
+            f"block_size, kv_heads, head_size] with a fixed head size, found {list(shape)}"
+        )
+    value = {**_DEFAULTS, **given}
+    if value["v_head_size"] not in (0, shape[3]):
+        raise ArtifactError(
+            f"PagedAttention {node.name!r} has v_head_size {value['v_head_size']} beside head "
+            f"size {shape[3]}; values must be as wide as keys"
+        )
+    window = value["local_window_size"]
+    return PagedAttentionNode(
+        name=node.name,
+        inputs=inputs,
+        outputs=(node.output[0], node.output[1], node.output[2]),
+        num_heads=value["num_heads"],
+        kv_num_heads=value["kv_num_heads"],
+        head_size=shape[3],
+        scale=value["scale"] or None,
+        softcap=value["softcap"],
+        local_window_size=window if window > 0 else None,
+        do_rotary=bool(value["do_rotary"]),
+        rotary_interleaved=bool(value["rotary_interleaved"]),
+        rotary_offset=value["rotary_offset"],
+        is_causal=bool(value["is_causal"]),
+        qk_norm_epsilon=value["qk_norm_epsilon"],
+        k_quant_type=value["k_quant_type"],
+        v_quant_type=value["v_quant_type"],
+        kv_cache_layout=value["kv_cache_layout"],
+        k_cache_dtype=value["k_cache_dtype"],
+        v_cache_dtype=value["v_cache_dtype"],
+    )
+
+
+def _dims(info: onnx.ValueInfoProto) -> tuple[int | str, ...]:
+    return tuple(
+        int(dim.dim_value) if dim.HasField("dim_value") else str(dim.dim_param)
+        for dim in info.type.tensor_type.shape.dim
+    )

@@ -1,0 +1,37 @@
+"""Set the precision that MatMulNBits computes in."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import onnx
+
+from onnxport.graphs import contract
+from onnxport.graphs.inspect import set_attribute
+from onnxport.graphs.passes.result import PassResult, copy_model
+
+ACCURACY_LEVELS: Final = {0: "unset", 1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}
+
+
+def set_accuracy(model: onnx.ModelProto, level: int) -> PassResult:
+    """Give every MatMulNBits the accuracy level that a device is good at.
+
+    Args:
+        model: Any model.
+        level: The least precise type that activations may be brought to inside the operator: 1
+            float32, 2 float16, 3 bfloat16, 4 int8, 0 unset (ONNX Runtime's operator schema).
+
+    Raises:
+        ValueError: The level is not one of these.
+    """
+    if level not in ACCURACY_LEVELS:
+        raise ValueError(f"accuracy level {level} is not one of {ACCURACY_LEVELS}")
+    copy = copy_model(model)
+    nodes = [
+        node
+        for node in copy.graph.node
+        if node.op_type == "MatMulNBits" and node.domain == contract.MICROSOFT
+    ]
+    for node in nodes:
+        set_attribute(node, "accuracy_level", level)
+    return PassResult("accuracy", copy, {f"MatMulNBits at level {level}": len(nodes)})

@@ -1,0 +1,315 @@
+"""Rewrite PagedAttention into standard ONNX operators, opset 21.
+
+Any execution provider runs the result; on the CPU it is the reference for every faster path.
+There is no control flow, and no operator of another domain.
+
+Keys and values are written with one ScatterND on the 4-D cache by [block, offset] pairs. Its
+output is the graph's output, so when a caller binds one buffer as input and output, ONNX Runtime
+updates it in place; a Reshape between cache and ScatterND would force a copy of the whole pool.
+
+Queries are cut into tiles of up to `tile_tokens` tokens of one sequence, so that a batch of
+ragged chunks needs little padding: decoding makes one row a sequence, a prefill of T tokens makes
+about T / tile_tokens tiles. Each tile gathers the blocks of its sequence and attends to them:
+
+    tile queries [tiles, heads, tile, head_size] x keys [tiles, kv_heads, head_size, kv_len]
+
+What does not depend on a layer (slots, tiles, gathered block ids, masks, the rows of the RoPE
+tables) is computed once, by `onnxport.graphs.passes.paged_plan`.
+
+The pool must hold finite numbers from the start (zeros do): rows that no token was written to
+get weight zero, and zero times NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from onnxport.errors import ArtifactError
+from onnxport.graphs import ops
+from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.inspect import element_types, initializers, names, producers
+from onnxport.graphs.paged import (
+    PagedAttentionNode,
+    PagedInput,
+    attention_nodes,
+    is_paged_attention,
+)
+from onnxport.graphs.passes.paged_plan import PagedPlan
+from onnxport.graphs.passes.result import PassResult, copy_model
+from onnxport.graphs.tensors import numpy_dtype
+
+DEFAULT_TILE_TOKENS: Final = 64
+_COMPUTE_TYPES: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_INT8_MIN, _INT8_MAX = -128.0, 127.0
+
+
+def decompose(model: onnx.ModelProto, *, tile_tokens: int = DEFAULT_TILE_TOKENS) -> PassResult:
+    """Replace every PagedAttention by standard operators.
+
+    Scores take `rows * num_heads * kv_len` elements, where rows is at most
+    num_tokens + batch * min(tile_tokens, longest chunk) and kv_len the longest sequence rounded
+    up to whole blocks; gathered keys and values take 2 * rows / tile * kv_len * kv_heads *
+    head_size. A sliding window masks, and saves no work.
+
+    Args:
+        model: A paged graph. Activations and cache may be float32, float16 or bfloat16, the
+            cache also int8 with scales; the types of an EP are set by other passes before.
+        tile_tokens: Most query tokens that share one gathered copy of their keys and values.
+
+    Raises:
+        ArtifactError: A node uses what this rewrite does not cover: a slot mapping, a latent or
+            4-bit cache, attention that is not causal, a RoPE offset; or its types are unknown.
+    """
+    layers = {node.outputs[0]: node for node in attention_nodes(model)}
+    if not layers:
+        return PassResult("decompose", copy_model(model), {})
+    copy = copy_model(model)
+    g = GraphBuilder("decomposed")
+    remade = {name for node in layers.values() for name in node.outputs}
+    g.reserve(names(copy) - remade)
+    rewriter = _Rewriter(g, copy, tile_tokens)
+    nodes: list[onnx.NodeProto] = []
+    for node in copy.graph.node:
+        if is_paged_attention(node):
+            layer = layers[node.output[0]]
+            with g.scope(layer.name or f"attention.{layer.outputs[0]}"):
+                rewriter.rewrite(layer)
+            nodes.extend(g.take_nodes())
+        else:
+            nodes.append(node)
+    copies = [_copied(node) for node in nodes]
+    del copy.graph.node[:]
+    copy.graph.node.extend(copies)
+    copy.graph.initializer.extend(g.take_initializers())
+    changes = Counter({"PagedAttention decomposed": len(layers), "plans": len(rewriter.plans)})
+    return PassResult("decompose", copy, dict(changes))
+
+
+def _copied(node: onnx.NodeProto) -> onnx.NodeProto:
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    return copy
+
+
+class _Rewriter:
+    """Emits the replacement of each node, and shares plans between them."""
+
+    def __init__(self, g: GraphBuilder, model: onnx.ModelProto, tile_tokens: int) -> None:
+        self._g = g
+        self._types = element_types(model)
+        self._initializers = initializers(model)
+        self._producers = producers(model)
+        self._tile_tokens = tile_tokens
+        self.plans: dict[tuple[str, ...], PagedPlan] = {}
+
+    def rewrite(self, layer: PagedAttentionNode) -> None:
+        """Emit one layer's attention; its outputs keep their names."""
+        _refuse(layer)
+        dtype = self._types.get(layer.input(PagedInput.QUERY))
+        cache_dtype = self._types.get(layer.input(PagedInput.KEY_CACHE))
+        if dtype not in _COMPUTE_TYPES or cache_dtype is None:
+            raise ArtifactError(f"decompose: the types of {layer.name!r} are unknown: {dtype}")
+        assert dtype is not None
+        plan = self._plan(layer)
+        query, key, value = self._split_heads(layer)
+        query, key = self._normalize(layer, dtype, query, key)
+        if layer.do_rotary:
+            query, key = self._rotate(layer, plan, query), self._rotate(layer, plan, key)
+        keys = self._update(layer, plan, key, PagedInput.KEY_CACHE, dtype, cache_dtype)
+        values = self._update(layer, plan, value, PagedInput.VALUE_CACHE, dtype, cache_dtype)
+        self._attend(layer, plan, dtype, (query, keys, values))
+
+    def _plan(self, layer: PagedAttentionNode) -> PagedPlan:
+        key = (
+            *layer.inputs[PagedInput.CUMULATIVE_SEQUENCE_LENGTHS : PagedInput.BLOCK_TABLE + 1],
+            layer.input(PagedInput.ATTENTION_METADATA),
+        )
+        if key not in self.plans:
+            with self._g.scope("paged", root=True):
+                self.plans[key] = PagedPlan(self._g, layer, self._tile_tokens)
+        return self.plans[key]
+
+    def _split_heads(self, layer: PagedAttentionNode) -> tuple[str, str, str]:
+        """Query [T, heads, head_size], key and value [T, kv_heads, head_size]."""
+        g, heads, kv_heads, size = self._g, layer.num_heads, layer.kv_num_heads, layer.head_size
+        if not layer.is_packed:
+            inputs = layer.inputs[PagedInput.QUERY : PagedInput.VALUE + 1]
+            shapes = ([-1, heads, size], [-1, kv_heads, size], [-1, kv_heads, size])
+            split = [ops.reshape(g, x, shape) for x, shape in zip(inputs, shapes, strict=True)]
+            return split[0], split[1], split[2]
+        packed = ops.reshape(g, layer.input(PagedInput.QUERY), [-1, heads + 2 * kv_heads, size])
+        sizes = g.constant(np.array([heads, kv_heads, kv_heads], np.int64), "heads")
+        q, k, v = g.node("Split", [packed, sizes], outputs=[".q", ".k", ".v"], axis=1)
+        return q, k, v
+
+    def _normalize(
+        self, layer: PagedAttentionNode, dtype: int, query: str, key: str
+    ) -> tuple[str, str]:
+        """RMSNorm of each head where the node has weights for it, computed in float32."""
+        weights = layer.input(PagedInput.Q_NORM_WEIGHT), layer.input(PagedInput.K_NORM_WEIGHT)
+        if not weights[0]:
+            return query, key
+        g = self._g
+        results: list[str] = []
+        epsilon = g.constant(np.array(layer.qk_norm_epsilon, np.float32), "epsilon")
+        axes = g.constant(np.array([-1], np.int64), "last")
+        for x, weight in zip((query, key), weights, strict=True):
+            wide = x if dtype == TensorProto.FLOAT else ops.cast(g, x, TensorProto.FLOAT)
+            gain = weight if dtype == TensorProto.FLOAT else ops.cast(g, weight, TensorProto.FLOAT)
+            square = g.node("Mul", [wide, wide])
+            mean = g.node("ReduceMean", [square, axes], keepdims=1)
+            rms = g.node("Sqrt", [g.node("Add", [mean, epsilon])])
+            normed = g.node("Mul", [g.node("Div", [wide, rms]), gain])
+            results.append(normed if dtype == TensorProto.FLOAT else ops.cast(g, normed, dtype))
+        return results[0], results[1]
+
+    def _rotate(self, layer: PagedAttentionNode, plan: PagedPlan, x: str) -> str:
+        """Rotate the leading channels of x [T, heads, head_size] by its tokens' positions."""
+        g = self._g
+        cos = plan.rotary_rows(layer.input(PagedInput.COS))  # [T, 1, rotary_dim / 2]
+        sin = plan.rotary_rows(layer.input(PagedInput.SIN))
+        half = self._rotary_half(layer)
+        rest = layer.head_size - 2 * half
+        widths = [2 * half, rest] if layer.rotary_interleaved else [half, half, rest]
+        widths = widths if rest else widths[:-1]
+        if widths == [layer.head_size]:
+            parts: tuple[str, ...] = (x,)
+        else:
+            sizes = g.constant(np.array(widths, np.int64), "widths")
+            parts = g.node("Split", [x, sizes], outputs=len(widths), axis=-1)
+        if layer.rotary_interleaved:
+            pairs = ops.reshape(g, parts[0], [0, 0, half, 2])
+            pair_sizes = g.constant(np.array([1, 1], np.int64), "pair")
+            first, second = g.node("Split", [pairs, pair_sizes], outputs=2, axis=-1)
+            flat = [0, 0, half]
+            a, b = ops.reshape(g, first, flat), ops.reshape(g, second, flat)
+        else:
+            a, b = parts[0], parts[1]
+        left = g.node("Sub", [g.node("Mul", [a, cos]), g.node("Mul", [b, sin])])
+        right = g.node("Add", [g.node("Mul", [b, cos]), g.node("Mul", [a, sin])])
+        tail = list(parts[-1:]) if rest else []
+        if not layer.rotary_interleaved:
+            return g.node("Concat", [left, right, *tail], axis=-1)
+        columns = [ops.reshape(g, side, [0, 0, half, 1]) for side in (left, right)]
+        rotated = ops.reshape(g, g.node("Concat", columns, axis=-1), [0, 0, 2 * half])
+        return g.node("Concat", [rotated, *tail], axis=-1) if tail else rotated
+
+    def _rotary_half(self, layer: PagedAttentionNode) -> int:
+        """rotary_dim / 2, the width of the cos table, looked up through a Cast."""
+        name = layer.input(PagedInput.COS)
+        while name in self._producers and self._producers[name].op_type in ("Cast", "Identity"):
+            name = self._producers[name].input[0]
+        if name not in self._initializers or len(self._initializers[name].dims) != 2:
+            raise ArtifactError(
+                f"decompose: the cos table of {layer.name!r} must be an initializer [positions, "
+                "rotary_dim / 2], perhaps cast"
+            )
+        return int(self._initializers[name].dims[1])
+
+    def _update(
+        self,
+        layer: PagedAttentionNode,
+        plan: PagedPlan,
+        x: str,
+        position: PagedInput,
+        dtype: int,
+        cache_dtype: int,
+    ) -> str:
+        """Write x [T, kv_heads, head_size]; returns [tiles, kv_len, kv_heads, head_size]."""
+        g = self._g
+        is_key = position == PagedInput.KEY_CACHE
+        present = layer.outputs[1 if is_key else 2]
+        scale = layer.input(PagedInput.K_SCALE if is_key else PagedInput.V_SCALE)
+        quantized = cache_dtype == TensorProto.INT8
+        if quantized and (layer.k_quant_type if is_key else layer.v_quant_type) == "PER_CHANNEL":
+            scale = ops.reshape(g, scale, [layer.kv_num_heads, layer.head_size])
+        if quantized:
+            wide = x if dtype == TensorProto.FLOAT else ops.cast(g, x, TensorProto.FLOAT)
+            low = g.constant(np.array(_INT8_MIN, np.float32), "int8.min")
+            high = g.constant(np.array(_INT8_MAX, np.float32), "int8.max")
+            rounded = g.node("Round", [g.node("Div", [wide, scale])])
+            x = ops.cast(g, g.node("Clip", [rounded, low, high]), cache_dtype)
+        elif cache_dtype != dtype:
+            x = ops.cast(g, x, cache_dtype)
+        cache = layer.input(position)
+        g.node("ScatterND", [cache, plan.slots, x], outputs=[present])
+        blocks = g.node("Gather", [present, plan.tile_blocks], axis=0)
+        if quantized:
+            wide = g.node("Mul", [ops.cast(g, blocks, TensorProto.FLOAT), scale])
+            blocks = wide if dtype == TensorProto.FLOAT else ops.cast(g, wide, dtype)
+        elif cache_dtype != dtype:
+            blocks = ops.cast(g, blocks, dtype)
+        shape = plan.kv_shape(layer.kv_num_heads, layer.head_size)
+        return g.node("Reshape", [blocks, shape])
+
+    def _attend(
+        self,
+        layer: PagedAttentionNode,
+        plan: PagedPlan,
+        dtype: int,
+        qkv: tuple[str, str, str],
+    ) -> None:
+        """Attention of the tiles, and back to one row a token."""
+        g, heads, kv_heads, size = self._g, layer.num_heads, layer.kv_num_heads, layer.head_size
+        query, keys, values = qkv
+        scale = layer.scale if layer.scale is not None else 1.0 / math.sqrt(size)
+        factor = scale / layer.softcap if layer.softcap else scale
+        tiles = g.node("Gather", [query, plan.tile_tokens], axis=0)  # [tiles, tile, heads, size]
+        tiles = g.node("Mul", [tiles, self._scalar(factor, dtype)])
+        rows = g.node("Transpose", [tiles], perm=[0, 2, 1, 3])
+        rows = ops.reshape(g, rows, [0, kv_heads, -1, size])  # query heads of one KV head in turn
+        columns = g.node("Transpose", [keys], perm=[0, 2, 3, 1])
+        scores = g.node("MatMul", [rows, columns])  # [tiles, kv_heads, group * tile, kv_len]
+        scores = g.node("Reshape", [scores, plan.scores_shape(heads)])
+        if layer.softcap:
+            bounded = g.node("Tanh", [scores])
+            scores = g.node("Mul", [bounded, self._scalar(layer.softcap, dtype)])
+        scores = g.node("Add", [scores, plan.bias(layer.local_window_size, dtype)])
+        weights = self._softmax(layer, plan, scores)  # [tiles, heads, tile, kv_len]
+        weights = g.node("Reshape", [weights, plan.weights_shape(kv_heads)])
+        rows = g.node("Transpose", [values], perm=[0, 2, 1, 3])
+        mixed = g.node("MatMul", [weights, rows])  # [tiles, kv_heads, group * tile, size]
+        mixed = g.node("Reshape", [mixed, plan.tile_shape(heads, size)])
+        mixed = g.node("Transpose", [mixed], perm=[0, 2, 1, 3])
+        mixed = ops.reshape(g, mixed, [-1, heads * size])
+        g.node("Gather", [mixed, plan.token_rows], outputs=[layer.outputs[0]], axis=0)
+
+    def _softmax(self, layer: PagedAttentionNode, plan: PagedPlan, scores: str) -> str:
+        """Softmax over the keys; a head's sink takes part in the denominator only."""
+        g = self._g
+        sink = layer.input(PagedInput.HEAD_SINK)
+        if not sink:
+            return g.node("Softmax", [scores], axis=-1)
+        sink = ops.reshape(g, sink, [1, layer.num_heads, 1, 1])
+        sink = g.node("Expand", [sink, plan.sink_shape(layer.num_heads)])
+        weights = g.node("Softmax", [g.node("Concat", [scores, sink], axis=-1)], axis=-1)
+        bounds = [g.constant(np.array([n], np.int64), "bound") for n in (0, -1, -1)]
+        return g.node("Slice", [weights, *bounds])
+
+    def _scalar(self, value: float, dtype: int) -> str:
+        return self._g.constant(np.array(value, numpy_dtype(dtype)), "scalar")
+
+
+def _refuse(layer: PagedAttentionNode) -> None:
+    """Raise for what the rewrite does not cover, naming all of it."""
+    checks: Mapping[str, Any] = {
+        "a slot mapping": layer.input(PagedInput.SLOT_MAPPING),
+        f"a {layer.kv_cache_layout} cache": layer.kv_cache_layout != "SEPARATE",
+        f"a cache of {layer.k_cache_dtype}": layer.k_cache_dtype in ("int4", "float4e2m1"),
+        "attention that is not causal": not layer.is_causal,
+        "a RoPE offset": layer.rotary_offset,
+        "RoPE without its tables": layer.do_rotary and not layer.input(PagedInput.SIN),
+    }
+    found = [what for what, used in checks.items() if used]
+    if found:
+        raise ArtifactError(
+            f"decompose: PagedAttention {layer.name!r} uses {' and '.join(found)}, which the "
+            "decomposed attention does not cover; a provider with the native operator may."
+        )

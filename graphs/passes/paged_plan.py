@@ -1,0 +1,244 @@
+"""What all layers of a decomposed paged graph share, computed once a run.
+
+Integers are int64 throughout: an execution provider without int64 arithmetic leaves these small
+nodes to the CPU, where their inputs come from. Sizes derive from host values alone (shapes and
+the attention metadata), so nothing waits for a device.
+
+For T tokens, B sequences with `new` tokens each, tiles of C tokens:
+
+    first[b]   = sum of ceil(new / C) before b           first tile of a sequence
+    tile n     = tokens [(n - first[b]) * C, + C) of its sequence b
+    tiles      = min(B, T) + (T - min(B, T)) // C        an upper bound, exact for equal lengths
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from onnx import TensorProto
+
+from onnxport.graphs import ops
+from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.paged import PagedAttentionNode, PagedInput
+from onnxport.graphs.tensors import numpy_dtype
+
+
+class PagedPlan:
+    """Emits the shared nodes into a builder on construction, further ones when asked for.
+
+    Attributes:
+        slots: int64 [T, 2], block and offset where a token's key and value are written.
+        tile_tokens: int64 [tiles, C], the token of each tile row; rows past the end of their
+            sequence repeat some token and their result is dropped.
+        tile_blocks: int64 [tiles, blocks], the block ids that a tile reads.
+        token_rows: int64 [T], the row of [tiles * C] that holds a token's result.
+    """
+
+    def __init__(self, g: GraphBuilder, layer: PagedAttentionNode, tile_tokens: int) -> None:
+        self._g = g
+        self._memo: dict[tuple[object, ...], str] = {}
+        self._read_inputs(layer, tile_tokens)
+        self._place_tokens()
+        self._place_tiles()
+
+    def rotary_rows(self, table: str) -> str:
+        """Rows [T, 1, width] of a cos or sin table at the tokens' positions."""
+        key = ("rotary", table)
+        if key not in self._memo:
+            with self._g.scope("paged", root=True):
+                rows = self._g.node("Gather", [table, self._positions], axis=0, name="rotary")
+                rows = self._g.node("Unsqueeze", [rows, self._ints(1)], name="rotary")
+            self._memo[key] = rows
+        return self._memo[key]
+
+    def bias(self, window: int | None, dtype: int) -> str:
+        """Added to scores: [tiles, 1, C, kv_len], zero where a query sees a key, else lowest."""
+        key = ("bias", window, dtype)
+        if key not in self._memo:
+            with self._g.scope("paged", root=True):
+                self._memo[key] = self._make_bias(window, dtype)
+        return self._memo[key]
+
+    def kv_shape(self, kv_heads: int, size: int) -> str:
+        """[tiles, kv_len, kv_heads, size]."""
+        return self._shape(self._tiles, self._kv_len, kv_heads, size)
+
+    def scores_shape(self, heads: int) -> str:
+        """[tiles, heads, C, kv_len]."""
+        return self._shape(self._tiles, heads, self._tile, self._kv_len)
+
+    def weights_shape(self, kv_heads: int) -> str:
+        """[tiles, kv_heads, group * C, kv_len]."""
+        return self._shape(self._tiles, kv_heads, -1, self._kv_len)
+
+    def tile_shape(self, heads: int, size: int) -> str:
+        """[tiles, heads, C, size]."""
+        return self._shape(self._tiles, heads, self._tile, size)
+
+    def sink_shape(self, heads: int) -> str:
+        """[tiles, heads, C, 1]."""
+        return self._shape(self._tiles, heads, self._tile, 1)
+
+    def _make_bias(self, window: int | None, dtype: int) -> str:
+        g = self._g
+        keys = g.node("Range", [self._int(0), self._kv_len, self._int(1)], name="keys")
+        visible = g.node("LessOrEqual", [keys, self._query_positions], name="causal")
+        if window is not None:
+            oldest = self._sub(self._query_positions, self._int(window))
+            inside = g.node("Greater", [keys, oldest], name="window")
+            visible = g.node("And", [visible, inside], name="window")
+        # Half of the lowest number: adding a score to it stays finite.
+        kind = numpy_dtype(dtype)
+        lowest = -3e4 if dtype == TensorProto.FLOAT16 else -1e38
+        zero = g.constant(np.array(0, kind), "visible")
+        hidden = g.constant(np.array(lowest, kind), "hidden")
+        return g.node("Where", [visible, zero, hidden], name="bias")
+
+    def _read_inputs(self, layer: PagedAttentionNode, tile_tokens: int) -> None:
+        """Inputs as int64, and the sizes: T, B, C, block size, blocks to read, kv_len."""
+        g = self._g
+        cumulative, past, table = (
+            ops.cast(g, layer.input(position), TensorProto.INT64, name="plan")
+            for position in (
+                PagedInput.CUMULATIVE_SEQUENCE_LENGTHS,
+                PagedInput.PAST_SEQUENCE_LENGTHS,
+                PagedInput.BLOCK_TABLE,
+            )
+        )
+        self._past = past
+        self._table = self._max(table, self._int(0))  # an unused entry may be anything
+        ends = self._ints(np.iinfo(np.int64).max)
+        self._ends = g.node("Slice", [cumulative, self._ints(1), ends], name="ends")
+        self._starts = g.node("Slice", [cumulative, self._ints(0), self._ints(-1)], name="starts")
+        self._new = self._sub(self._ends, self._starts)
+        self._num_tokens = self._dim(layer.input(PagedInput.QUERY), 0)
+        self._batch = self._dim(layer.input(PagedInput.PAST_SEQUENCE_LENGTHS), 0)
+        self._width = self._dim(layer.input(PagedInput.BLOCK_TABLE), 1)
+        self._block_size = self._dim(layer.input(PagedInput.KEY_CACHE), 1)
+        capacity = self._mul(self._width, self._block_size)
+        longest_query, longest_kv = self._num_tokens, capacity
+        metadata = layer.input(PagedInput.ATTENTION_METADATA)
+        if metadata:
+            bounds = ops.cast(g, metadata, TensorProto.INT64, name="bounds")
+            longest_query = self._known(self._pick(bounds, 0), longest_query)
+            longest_kv = self._known(self._pick(bounds, 1), longest_kv)
+        # Bounds of at least one keep every shape valid, whatever the metadata says.
+        tile = self._min(self._min(longest_query, self._num_tokens), self._int(tile_tokens))
+        self._tile = self._max(tile, self._int(1))
+        kv_len = self._max(self._min(longest_kv, capacity), self._int(1))
+        self._blocks = self._ceil_div(kv_len, self._block_size)
+        self._kv_len = self._mul(self._blocks, self._block_size)
+
+    def _place_tokens(self) -> None:
+        """The sequence, position and slot of each token."""
+        g = self._g
+        tokens = g.node("Range", [self._int(0), self._num_tokens, self._int(1)], name="tokens")
+        self._owner = self._count_ends(tokens, self._ends)
+        self._offset = self._sub(tokens, g.node("Gather", [self._starts, self._owner]))
+        past = g.node("Gather", [self._past, self._owner], name="token.past")
+        self._positions = self._add(past, self._offset)
+        pairs = self._columns(self._owner, self._div(self._positions, self._block_size))
+        block = g.node("GatherND", [self._table, pairs], name="slot.block")
+        offset = g.node("Mod", [self._positions, self._block_size], name="slot.offset")
+        self.slots = self._columns(block, offset)
+
+    def _place_tiles(self) -> None:
+        """Which tokens each tile holds, which blocks it reads, and the way back."""
+        g = self._g
+        count = self._ceil_div(self._new, self._tile)  # [B]
+        last = g.node("CumSum", [count, self._int(0)], name="tile.ends")
+        first = self._sub(last, count)
+        rows = self._min(self._batch, self._num_tokens)
+        self._tiles = self._add(rows, self._div(self._sub(self._num_tokens, rows), self._tile))
+        tiles = g.node("Range", [self._int(0), self._tiles, self._int(1)], name="tiles")
+        owner = self._count_ends(tiles, last)  # [tiles]
+        within = self._sub(tiles, g.node("Gather", [first, owner]))
+        begin = self._column(self._mul(within, self._tile))
+        steps = g.node("Range", [self._int(0), self._tile, self._int(1)], name="steps")
+        offset = self._add(begin, steps)  # [tiles, C], within the sequence
+        start = self._column(g.node("Gather", [self._starts, owner], name="tile.start"))
+        token = self._min(self._add(start, offset), self._last(self._num_tokens))
+        self.tile_tokens = self._max(token, self._int(0))
+        past = self._column(g.node("Gather", [self._past, owner], name="tile.past"))
+        axes = self._ints(1, 3)
+        position = self._add(past, offset)
+        self._query_positions = g.node("Unsqueeze", [position, axes], name="positions")
+        used = g.node(
+            "Slice",
+            [self._table, self._ints(0), self._shape(self._blocks), self._ints(1)],
+            name="used.blocks",
+        )
+        self.tile_blocks = g.node("Gather", [used, owner], axis=0, name="tile.blocks")
+        home = g.node("Gather", [first, self._owner], name="token.tile")
+        tile = self._add(home, self._div(self._offset, self._tile))
+        inner = g.node("Mod", [self._offset, self._tile], name="token.inner")
+        self.token_rows = self._add(self._mul(tile, self._tile), inner)
+
+    def _count_ends(self, items: str, ends: str) -> str:
+        """For each of `items` [N], the first b with items < ends[b], clipped to the batch."""
+        g = self._g
+        passed = g.node("LessOrEqual", [ends, self._column(items)], name="passed")  # [N, B]
+        flags = ops.cast(g, passed, TensorProto.INT64, name="passed")
+        owner = g.node("ReduceSum", [flags, self._ints(1)], keepdims=0, name="owner")
+        return self._min(owner, self._last(self._batch))
+
+    def _known(self, bound: str, otherwise: str) -> str:
+        """A metadata bound; 0 means that it is not known."""
+        positive = self._g.node("Greater", [bound, self._int(0)], name="known")
+        return self._g.node("Where", [positive, bound, otherwise], name="bound")
+
+    def _columns(self, *columns: str) -> str:
+        parts = [self._column(column) for column in columns]
+        return self._g.node("Concat", parts, axis=1, name="columns")
+
+    def _column(self, x: str) -> str:
+        return self._g.node("Unsqueeze", [x, self._ints(1)], name="column")
+
+    def _shape(self, *dims: str | int) -> str:
+        """A shape tensor of scalars and numbers."""
+        key = ("shape", *dims)
+        if key not in self._memo:
+            parts = [
+                self._ints(dim)
+                if isinstance(dim, int)
+                else self._g.node("Unsqueeze", [dim, self._ints(0)], name="dim")
+                for dim in dims
+            ]
+            self._memo[key] = self._g.node("Concat", parts, axis=0, name="shape")
+        return self._memo[key]
+
+    def _dim(self, x: str, axis: int) -> str:
+        shape = self._g.node("Shape", [x], start=axis, end=axis + 1, name="dim")
+        return self._pick(shape, 0)
+
+    def _pick(self, x: str, index: int) -> str:
+        return self._g.node("Gather", [x, self._int(index)], name="pick")
+
+    def _int(self, value: int) -> str:
+        return self._g.constant(np.array(value, np.int64), "int")
+
+    def _ints(self, *values: int) -> str:
+        return self._g.constant(np.array(values, np.int64), "ints")
+
+    def _ceil_div(self, a: str, b: str) -> str:
+        return self._div(self._sub(self._add(a, b), self._int(1)), b)
+
+    def _last(self, count: str) -> str:
+        return self._sub(count, self._int(1))
+
+    def _add(self, a: str, b: str) -> str:
+        return self._g.node("Add", [a, b], name="add")
+
+    def _sub(self, a: str, b: str) -> str:
+        return self._g.node("Sub", [a, b], name="sub")
+
+    def _mul(self, a: str, b: str) -> str:
+        return self._g.node("Mul", [a, b], name="mul")
+
+    def _div(self, a: str, b: str) -> str:
+        return self._g.node("Div", [a, b], name="div")
+
+    def _min(self, a: str, b: str) -> str:
+        return self._g.node("Min", [a, b], name="min")
+
+    def _max(self, a: str, b: str) -> str:
+        return self._g.node("Max", [a, b], name="max")
