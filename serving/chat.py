@@ -1,0 +1,277 @@
+"""Chat templates: messages in, the model's prompt text out.
+
+A template is the Jinja text that a Hugging Face checkpoint carries. It is rendered in a sandbox, in
+the environment that `transformers` gives its templates, so that the prompt is the one the model was
+trained on, character by character.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.nodes import Node, Scope
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from onnxport.errors import ArtifactError, RequestError
+
+Message = Mapping[str, Any]  # OpenAI's shape: role, content, and what the role adds
+Tool = Mapping[str, Any]  # OpenAI's shape: {"type": "function", "function": {…}}
+
+TEMPLATE_FILE = "chat_template.jinja"
+LEGACY_FILE = "chat_template.json"
+TEMPLATE_FOLDER = "additional_chat_templates"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+DEFAULT = "default"
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+TOOL_USE = "tool_use"  # the name of the template that checkpoints keep for requests with tools
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """The chat templates of one model.
+
+    Attributes:
+        sources: template name -> Jinja text; empty when the model has none. `default` serves every
+            request, except that `tool_use`, where there is one, serves those with tools.
+        special_tokens: `bos_token`, `eos_token`, …, as the templates read them.
+    """
+
+    sources: Mapping[str, str]
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    _compiled: dict[str, jinja2.Template] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def read(cls, folder: Path) -> ChatTemplate:
+        """Read the templates of a model folder; one without a template gives an empty set.
+
+        `chat_template.jinja` wins over the `chat_template` of `tokenizer_config.json`, which is a
+        text or a list of named texts.
+
+        Raises:
+            ArtifactError: a file is there but is not what it should be.
+        """
+        config = _read_json(folder / TOKENIZER_CONFIG)
+        legacy = _read_json(folder / LEGACY_FILE)
+        entry = config.get("chat_template") or legacy.get("chat_template")
+        sources = _named_templates(entry, folder / TOKENIZER_CONFIG)
+        if (folder / TEMPLATE_FILE).is_file():
+            sources = {DEFAULT: (folder / TEMPLATE_FILE).read_text(encoding="utf-8")}
+            for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
+                sources[path.stem] = path.read_text(encoding="utf-8")
+        tokens = _special_tokens(_read_json(folder / SPECIAL_TOKENS)) | _special_tokens(config)
+        return cls(sources, tokens)
+
+    def __bool__(self) -> bool:
+        """Whether the model has a template at all."""
+        return bool(self.sources)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Return the prompt for a conversation.
+
+        Args:
+            messages: in OpenAI's shape; lists of text parts are joined, `arguments` of earlier
+                tool calls are given to the template as objects, and a `developer` message is a
+                `system` message unless the template knows that role.
+            tools: function declarations, handed to the template as they are.
+            add_generation_prompt: end with the start of an assistant message.
+            variables: further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            RequestError: the model has no template, or the template refuses the messages.
+        """
+        if reserved := RESERVED & variables.keys():
+            raise RequestError(
+                f"template variables {sorted(reserved)} are set by the request; remove them",
+                "chat_template_kwargs",
+            )
+        name = TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT
+        template = self._template(name)
+        knows_developer = "developer" in self.sources[name]
+        try:
+            return template.render(
+                {**self.special_tokens, **variables},
+                messages=[_plain_message(message, knows_developer) for message in messages],
+                tools=list(tools) if tools else None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except RequestError:
+            raise
+        except Exception as error:  # whatever the model's own code raises
+            raise RequestError(
+                f"the model's chat template cannot render these messages: {error}. Check the order "
+                "and the roles of the messages against what the model expects.",
+                "messages",
+            ) from error
+
+    def _template(self, name: str) -> jinja2.Template:
+        """Return the compiled template `name`."""
+        if name not in self.sources:
+            found = f"only templates named {sorted(self.sources)}" if self.sources else "none"
+            raise RequestError(
+                f"this model cannot chat: a chat template is needed and the model has {found}. "
+                f"Send a plain prompt (/v1/completions, `onnxport generate`), or add "
+                f"{TEMPLATE_FILE} to the model's folder.",
+                "messages",
+            )
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = _environment().from_string(self.sources[name])
+            except jinja2.TemplateSyntaxError as error:
+                raise RequestError(
+                    f"the model's chat template is not valid Jinja: {error.message}, line "
+                    f"{error.lineno}. Correct {TEMPLATE_FILE} in the model's folder.",
+                    "messages",
+                ) from error
+        return self._compiled[name]
+
+
+class _Generation(jinja2.ext.Extension):
+    """Accepts `{% generation %}…{% endgeneration %}`, which marks assistant text for training."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 reads it as a class attribute of this type
+
+    def parse(self, parser: Parser) -> Node | list[Node]:
+        """Return the body of the block in a scope of its own."""
+        scope = Scope(lineno=next(parser.stream).lineno)
+        scope.body = list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+        return scope
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return the environment that `transformers` renders chat templates in."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Render JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _plain_message(message: Message, knows_developer: bool) -> dict[str, Any]:
+    """Return a message as templates expect it: no nulls, text content, arguments as objects."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["content"] = plain_text(plain.get("content", ""))
+    if plain.get("role") == "developer" and not knows_developer:
+        plain["role"] = "system"
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
+    return plain
+
+
+def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call whose arguments are an object instead of OpenAI's JSON text."""
+    function = dict(call["function"])
+    arguments = function.get("arguments", "")
+    if isinstance(arguments, str):
+        try:
+            function["arguments"] = json.loads(arguments) if arguments.strip() else {}
+        except json.JSONDecodeError as error:
+            raise RequestError(
+                f"the arguments of the earlier tool call {function.get('name')!r} are not JSON: "
+                f"{error}. Send back the arguments of the call as they were given.",
+                "messages",
+            ) from error
+    return {**call, "function": function}
+
+
+def plain_text(content: Any) -> str:
+    """Return the text of a message content: a string, or OpenAI's list of text parts.
+
+    Raises:
+        RequestError: a part is not text.
+    """
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type")
+        if kind not in ("text", "refusal"):
+            raise RequestError(
+                f"a content part of type {kind!r} was given; this model reads text alone. Send "
+                'parts of type "text".',
+                "messages",
+            )
+        texts.append(part["text" if kind == "text" else "refusal"])
+    return "\n".join(texts)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in `path`, or an empty one when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ArtifactError(f"{path.name} is not valid JSON: {error}. Export again.") from error
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{path.name} does not hold an object. Export again.")
+    return value
+
+
+def _named_templates(value: Any, path: Path) -> dict[str, str]:
+    """Return name -> text from a `chat_template` entry: none, a text, or a list of named texts."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in value}
+    except (TypeError, KeyError) as error:
+        raise ArtifactError(
+            f"chat_template in {path.name} is neither a text nor a list of named templates. "
+            "Correct it, or remove it and serve completions alone."
+        ) from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the `…_token` entries: texts, or objects with the text under `content`."""
+    tokens = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens

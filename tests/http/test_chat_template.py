@@ -1,0 +1,224 @@
+"""Chat templates render as transformers renders them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnxport.errors import ArtifactError, RequestError
+from onnxport.serving.chat import ChatTemplate
+
+USER = {"role": "user", "content": "Is <b>5 > 3</b> & \"so\" on? 'é' 你好"}
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    USER,
+    {"role": "assistant", "content": "Yes.\n"},
+    {"role": "user", "content": "Why?"},
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Says <what> the sky does",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": "weather", "arguments": {"city": "Zürich", "days": 2}},
+        }
+    ],
+}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
+
+CHATML = """{%- for m in messages %}
+    {%- if loop.first and m.role != 'system' %}
+        {{- '<|im_start|>system\nDefault<|im_end|>\n' }}
+    {%- endif %}
+    {{- '<|im_start|>' + m['role'] + '\n' + m.content + '<|im_end|>' + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+BLOCKS = """
+{# a comment #}
+{% if messages[0].role == 'system' %}
+  {% set system = messages[0].content | trim %}
+    [SYS]{{ system }}[/SYS]
+{% endif %}
+{% for message in messages %}
+    {% if message.role == 'system' %}{% continue %}{% endif %}
+    {% if loop.index > 3 %}{% break %}{% endif %}
+    {{ bos_token }}[{{ message.role | upper }}] {{ message.content | trim }} {{ eos_token }}
+{% endfor %}
+"""
+WITH_TOOLS = """{{ bos_token }}{% if tools %}{% for t in tools %}{{ t | tojson }}
+{% endfor %}{{ tools | tojson(indent=2) }}{% endif %}{% for m in messages %}{{ m.role }}:
+{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name }}
+{{ c.function.arguments | tojson }}{% endfor %}{% else %}{{ m.content }}
+{% endif %}{% endfor %}{{ strftime_now('%Y') }}"""
+NAMESPACE = """{% set ns = namespace(last=-1, texts=[]) %}{% for m in messages %}
+{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{% macro show(m) %}<{{ m.role }}>{{ m.content }}{% endmacro %}
+{% for m in messages[::-1] %}{{ show(m) }}{{ '*' if loop.revindex0 == ns.last }}{% endfor %}
+{{ thinking | default(false) }}{{ tools is none }}
+{{ documents is defined }}{{ nothing is defined }}"""
+GENERATION = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}
+{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+
+TEMPLATES = [CHATML, BLOCKS, WITH_TOOLS, NAMESPACE, GENERATION]
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """Return transformers' tokenizer, with the tokens that the templates use."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    fast = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>"))
+    return PreTrainedTokenizerFast(tokenizer_object=fast, **TOKENS)
+
+
+@pytest.mark.parametrize("source", TEMPLATES)
+@pytest.mark.parametrize("prompted", [True, False])
+@pytest.mark.parametrize(
+    ("messages", "tools"),
+    [([USER], None), (TURNS, None), ([USER], TOOLS), ([USER, CALL, RESULT], TOOLS)],
+)
+def test_same_text_as_transformers(
+    reference: Any, source: str, prompted: bool, messages: list[Any], tools: list[Any] | None
+) -> None:
+    expected = reference.apply_chat_template(
+        messages,
+        tools=tools,
+        chat_template=source,
+        tokenize=False,
+        add_generation_prompt=prompted,
+        thinking=True,
+    )
+    template = ChatTemplate({"default": source}, TOKENS)
+    assert template.render(messages, tools, prompted, thinking=True) == expected
+
+
+def test_arguments_reach_the_template_as_objects() -> None:
+    call = json.loads(json.dumps(CALL))
+    call["tool_calls"][0]["function"]["arguments"] = '{"city": "Zürich", "days": 2}'
+    template = ChatTemplate({"default": WITH_TOOLS}, TOKENS)
+    assert template.render([USER, call]) == template.render([USER, CALL])
+    call["tool_calls"][0]["function"]["arguments"] = "{broken"
+    with pytest.raises(RequestError, match=r"weather.*not JSON"):
+        template.render([USER, call])
+
+
+def test_content_parts_are_joined_and_others_refused() -> None:
+    template = ChatTemplate({"default": CHATML})
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert "one\ntwo<|im_end|>" in template.render([{"role": "user", "content": parts}])
+    image = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    with pytest.raises(RequestError, match="image_url"):
+        template.render([{"role": "user", "content": image}])
+
+
+def test_null_content_is_empty_text() -> None:
+    template = ChatTemplate({"default": CHATML})
+    text = template.render([USER, {"role": "assistant", "content": None}])
+    assert "assistant\n<|im_end|>" in text
+
+
+def test_developer_is_system_unless_the_template_knows_it() -> None:
+    message = {"role": "developer", "content": "Be brief."}
+    assert "<|im_start|>system\nBe" in ChatTemplate({"default": CHATML}).render([message])
+    knows = ChatTemplate({"default": "{# developer #}" + CHATML})
+    assert "<|im_start|>developer\nBe" in knows.render([message])
+
+
+def test_the_templates_refusal_is_told() -> None:
+    template = ChatTemplate({"default": "{{ raise_exception('roles must alternate') }}"})
+    with pytest.raises(RequestError, match="roles must alternate"):
+        template.render([USER])
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ 'a' + 1 }}", "{{ nothing.at.all }}", "{{ messages[9].content.x }}", "{{ 1 // 0 }}"],
+)
+def test_a_failing_template_is_a_request_error(source: str) -> None:
+    with pytest.raises(RequestError, match="chat template cannot render"):
+        ChatTemplate({"default": source}).render([USER])
+
+
+def test_the_template_runs_in_a_sandbox() -> None:
+    for source in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"):
+        with pytest.raises(RequestError):
+            ChatTemplate({"default": source}).render([USER])
+
+
+def test_no_template_is_a_request_error() -> None:
+    with pytest.raises(RequestError, match="the model has none"):
+        ChatTemplate({}).render([USER])
+    assert not ChatTemplate({})
+
+
+def test_bad_syntax_is_a_request_error() -> None:
+    with pytest.raises(RequestError, match=r"not valid Jinja.*line 1"):
+        ChatTemplate({"default": "{% if %}"}).render([USER])
+
+
+def test_reserved_variables_are_refused() -> None:
+    with pytest.raises(RequestError, match="documents"):
+        ChatTemplate({"default": CHATML}).render([USER], documents=[])
+
+
+def write(folder: Path, **files: Any) -> Path:
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def test_read_prefers_the_jinja_file(tmp_path: Path) -> None:
+    write(tmp_path, tokenizer_config={"chat_template": "config", "eos_token": {"content": "E"}})
+    assert ChatTemplate.read(tmp_path).render([USER]) == "config"
+    (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}", encoding="utf-8")
+    assert ChatTemplate.read(tmp_path).render([USER]) == "file E"
+
+
+def test_read_named_templates(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    write(tmp_path, tokenizer_config={"chat_template": named, "bos_token": None})
+    template = ChatTemplate.read(tmp_path)
+    assert template.render([USER]) == "plain"
+    assert template.render([USER], TOOLS) == "tools"
+    assert template.render([USER], []) == "plain"
+
+
+def test_read_additional_templates(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    assert ChatTemplate.read(tmp_path).render([USER], TOOLS) == "tools"
+
+
+def test_read_nothing(tmp_path: Path) -> None:
+    assert not ChatTemplate.read(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_read_refuses_a_broken_config(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ArtifactError, match="tokenizer_config"):
+        ChatTemplate.read(tmp_path)
+
+
+def test_read_refuses_a_template_of_another_kind(tmp_path: Path) -> None:
+    write(tmp_path, tokenizer_config={"chat_template": 5})
+    with pytest.raises(ArtifactError, match="named templates"):
+        ChatTemplate.read(tmp_path)
