@@ -1,0 +1,117 @@
+"""The application: routes over one engine. Built by `create_app`; there is no global one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.http import chat_completions, completions, errors
+from onnxport.serving.http.generation import DisconnectedError, Engine, Service
+from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
+from onnxport.serving.http.protocol import ChatRequest, CompletionRequest
+from onnxport.version import __version__
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it marks the access log
+
+
+def create_app(
+    engine: Engine,
+    model_name: str,
+    template: ChatTemplate,
+    *,
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
+    """Return the server over `engine`, which the caller opens and closes.
+
+    Args:
+        engine: runs the requests; it must have a tokenizer.
+        model_name: the name that requests have to give.
+        template: renders chats; an empty one makes chat requests fail with a reason.
+        api_key: required as a bearer token under `/v1`; None leaves the server open.
+        max_body_bytes: larger bodies are refused.
+    """
+    app = FastAPI(title="onnxport", version=__version__, docs_url=None, redoc_url=None)
+    service = Service(engine, model_name, template)
+    errors.install(app)
+    app.add_exception_handler(DisconnectedError, _client_is_gone)
+    app.add_middleware(BodyLimitMiddleware, max_body_bytes=max_body_bytes)
+    if api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=api_key)
+    _add_generation(app, service)
+    _add_information(app, service)
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    """Add the endpoints that generate."""
+
+    @app.post("/v1/completions", response_model=None)
+    async def create_completion(request: Request, body: CompletionRequest) -> Response:
+        return await completions.respond(service, request, body)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
+        return await chat_completions.respond(service, request, body)
+
+
+def _add_information(app: FastAPI, service: Service) -> None:
+    """Add the endpoints that tell about the server."""
+
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service)]}
+
+    @app.get("/v1/models/{model:path}")
+    async def retrieve_model(model: str) -> dict[str, Any]:
+        service.check_model(model)
+        return _model(service)
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        return JSONResponse(_health(service), 200 if service.engine.healthy else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+
+def _model(service: Service) -> dict[str, Any]:
+    """Return OpenAI's model object, with the context length as vLLM adds it."""
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.started_s,
+        "owned_by": "onnxport",
+        "max_model_len": service.engine.capabilities.max_model_len,
+    }
+
+
+def _health(service: Service) -> dict[str, Any]:
+    """Return what is loaded, where it really runs, and how much there is to do."""
+    loaded = _fields(service.engine.capabilities)
+    return {
+        "status": "ok" if service.engine.healthy else "stopped",
+        "version": __version__,
+        "model": service.model_name,
+        "provider": loaded.pop("provider"),
+        "device": loaded.pop("device"),
+        "attention": loaded.pop("attention"),
+        "placement": dict(loaded.pop("placement")),
+        "capabilities": loaded,
+        "engine": _fields(service.engine.stats()),
+    }
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, unlike `asdict` without copying what they hold."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+async def _client_is_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -1,0 +1,128 @@
+"""Every error leaves the server in OpenAI's shape, with a status that clients understand."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from onnxport.errors import CapacityError, OnnxportError, RequestError
+
+logger = logging.getLogger(__name__)
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+
+
+@dataclass(slots=True)
+class ApiError(Exception):
+    """An error with the status and the fields of OpenAI's error object."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    kind: str = INVALID_REQUEST
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        """Return the whole response."""
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """Map any exception to what the client is told; a bug of ours is logged and told as a 500."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(400, str(error), error.param)
+        case CapacityError():
+            return ApiError(400, str(error), None, "context_length_exceeded")
+        case HTTPException():
+            return ApiError(error.status_code, _status_message(error))
+        case OnnxportError():
+            logger.error("a request failed: %s", error)
+            return ApiError(500, str(error), kind=SERVER_ERROR)
+        case _:
+            logger.error("a request failed by a bug of the server", exc_info=error)
+            text = "the server failed on this request; its log has the reason"
+            return ApiError(500, text, kind=SERVER_ERROR)
+
+
+def _status_message(error: HTTPException) -> str:
+    """Return a message for what the router itself refuses."""
+    if error.status_code == 404:
+        return "there is no such path; the server answers under /v1, and /health"
+    if error.status_code == 405:
+        return "this path does not answer that method; use POST for completions, GET for the rest"
+    return str(error.detail)
+
+
+def validation_error(content_type: str, errors: list[Any], known: Mapping[str, Any]) -> ApiError:
+    """Say what is wrong with a body that does not fit its model.
+
+    Args:
+        content_type: of the request.
+        errors: pydantic's list, of which the first is told.
+        known: the fields of the model, for suggestions.
+    """
+    if content_type.split(";")[0].strip() != "application/json":
+        return ApiError(
+            415,
+            f"the content type is {content_type or 'missing'}; send the body as JSON with the "
+            "header Content-Type: application/json",
+        )
+    first = errors[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "malformed")
+        return ApiError(400, f"the body is not valid JSON: {reason} at character {path[0]}")
+    param = ".".join(path)
+    if not path:
+        return ApiError(400, "the body must be one JSON object; see the API reference")
+    if first["type"] == "extra_forbidden":
+        close = get_close_matches(path[-1], known, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ". Remove it."
+        return ApiError(400, f"unknown field {param!r}{hint}", param, "unknown_parameter")
+    if first["type"] == "missing":
+        message = f"the field {param!r} is missing"
+        return ApiError(400, message, param, "missing_required_parameter")
+    return ApiError(400, f"{param}: {first['msg'][0].lower()}{first['msg'][1:]}", param)
+
+
+def install(app: FastAPI) -> None:
+    """Make every exception of `app` answer in OpenAI's shape."""
+
+    async def on_validation(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        known = getattr(request.scope.get("route"), "body_field", None)
+        fields = getattr(getattr(known, "field_info", None), "annotation", None)
+        names = getattr(fields, "model_fields", {})
+        content_type = request.headers.get("content-type", "")
+        return validation_error(content_type, list(error.errors()), names).response()
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        return to_api_error(error).response()
+
+    app.add_exception_handler(RequestValidationError, on_validation)
+    for kind in (ApiError, OnnxportError, HTTPException, Exception):
+        app.add_exception_handler(kind, on_error)

@@ -1,0 +1,364 @@
+"""The request bodies: what is supported, what is accepted as neutral, what is refused.
+
+A field is in exactly one of three places: in the model (it is obeyed), in a table of neutral
+values (only values that change nothing are accepted), or nowhere (unknown, refused). Nothing is
+dropped in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from onnxport.errors import RequestError
+from onnxport.serving.chat import RESERVED
+from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
+
+ANY: object = object()  # every value is neutral: the field cannot change the result
+LABELS = {"user": ANY, "metadata": ANY, "safety_identifier": ANY, "prompt_cache_key": ANY}
+
+# Field -> values that change nothing; null is always one of them.
+NEUTRAL: Mapping[str, Any] = {
+    **LABELS,
+    "n": (1,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "priority": (0,),
+    "request_id": (),
+    "cache_salt": (),
+}
+NEUTRAL_CHAT: Mapping[str, Any] = {
+    **NEUTRAL,
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "echo": (False,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": (),
+}
+NEUTRAL_COMPLETION: Mapping[str, Any] = {**NEUTRAL, "suffix": ("",), "prompt_embeds": ()}
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _expect(what: str) -> WrapValidator:
+    """Return a validator that tells `what` was expected, instead of one error a union member."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise PydanticCustomError("union", "should be {what}", {"what": what}) from error
+
+    return WrapValidator(validate)
+
+
+class _Strict(BaseModel):
+    """No unknown fields, and no conversion between types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StreamOptions(_Strict):
+    """How a stream is told."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class _Request(_Strict):
+    """What both endpoints share."""
+
+    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
+
+    model: str
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: Annotated[str | list[str] | None, _expect("a text or a list of texts")] = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        for name, allowed in cls.neutral.items():
+            if name in body and not _is_neutral(body[name], allowed):
+                raise RequestError(_refusal(name, body[name], allowed), name)
+        return {name: value for name, value in body.items() if name not in cls.neutral}
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> _Request:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(
+                "stream_options were given without stream; set stream to true, or remove them",
+                "stream_options",
+            )
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that holds the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Return the decoding parameters; OpenAI's defaults where nothing was given."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+        )
+
+
+class CompletionRequest(_Request):
+    """The body of `/v1/completions`."""
+
+    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_COMPLETION
+
+    prompt: Annotated[
+        str | list[str] | list[TokenId] | list[list[TokenId]],
+        _expect("a text, a list of texts, a list of token ids, or a list of such lists"),
+    ]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise RequestError(
+                "echo was given with logprobs; log probabilities of the prompt are not computed. "
+                "Remove one of the two.",
+                "echo",
+            )
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return one entry a prompt, a text or token ids.
+
+        Raises:
+            RequestError: there is no prompt, or an empty one.
+        """
+        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        token_ids = [one for one in given if isinstance(one, int)]
+        several = [one for one in given if not isinstance(one, int)]
+        prompts: list[str | list[int]] = [token_ids] if token_ids else several
+        if not prompts or any(isinstance(one, list) and not one for one in prompts):
+            raise RequestError(
+                "prompt is empty; send a text, token ids, or a list of either", "prompt"
+            )
+        return prompts
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the decoding parameters; 16 tokens unless told otherwise."""
+        return self.sampling(16 if self.max_tokens is None else self.max_tokens, self.logprobs)
+
+
+class ContentPart(_Strict):
+    """One part of a message's content; its type is checked when the prompt is rendered."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    type: str
+    text: str = ""
+    refusal: str = ""
+
+
+class FunctionCall(_Strict):
+    """The function of an earlier tool call."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Strict):
+    """A tool call that the assistant made earlier."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class ChatMessage(_Strict):
+    """One message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        str | list[ContentPart] | None, _expect("a text or a list of content parts")
+    ] = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = Field(default=None, max_length=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatMessage:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise RequestError(
+                f"a message of role {self.role!r} has no content; only an assistant message with "
+                "tool_calls may be without",
+                "messages",
+            )
+        if self.tool_calls and self.role != "assistant":
+            raise RequestError(
+                f"a message of role {self.role!r} has tool_calls; only the assistant's may",
+                "messages",
+            )
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message as the chat template takes it."""
+        return self.model_dump(exclude_none=True, exclude={"annotations"})
+
+
+class FunctionDefinition(_Strict):
+    """What the model is told of a function."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class ToolDefinition(_Strict):
+    """A tool the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class ChatRequest(_Request):
+    """The body of `/v1/chat/completions`."""
+
+    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_CHAT
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: Any = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(
+                "top_logprobs was given without logprobs; set logprobs to true", "top_logprobs"
+            )
+        if self.tool_choice not in (None, "auto", "none"):
+            raise RequestError(
+                f"tool_choice is {self.tool_choice!r}; forced calls are not supported yet. "
+                'Use "auto" or "none".',
+                "tool_choice",
+            )
+        if reserved := RESERVED & (self.chat_template_kwargs or {}).keys():
+            raise RequestError(
+                f"chat_template_kwargs sets {sorted(reserved)}, which the request itself sets; "
+                "remove them",
+                "chat_template_kwargs",
+            )
+        both = None not in (self.max_tokens, self.max_completion_tokens)
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise RequestError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is "
+                f"{self.max_completion_tokens}; they mean the same. Send one.",
+                "max_completion_tokens",
+            )
+        return self
+
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Return the tools the model is told of; none when `tool_choice` is "none"."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the decoding parameters; up to the context length unless told otherwise."""
+        given = self.max_completion_tokens
+        limit = self.max_tokens if given is None else given
+        return self.sampling(limit, (self.top_logprobs or 0) if self.logprobs else None)
+
+
+def _is_neutral(value: Any, allowed: Any) -> bool:
+    """Whether `value` changes nothing; true and 1 are told apart."""
+    if value is None or allowed is ANY:
+        return True
+    same_kind = (one for one in allowed if isinstance(one, bool) == isinstance(value, bool))
+    return any(value == one for one in same_kind)
+
+
+def _refusal(name: str, value: Any, allowed: Any) -> str:
+    """Return what to tell a client about a value that is not supported."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    values = " or ".join(["null", *(repr(one) for one in allowed)])
+    return f"{name} is {shown}, which is not supported yet; send {values}, or leave it out"

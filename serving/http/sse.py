@@ -1,0 +1,61 @@
+"""Server-sent events, as OpenAI's streams use them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from onnxport.serving.http.errors import to_api_error
+from onnxport.serving.http.generation import unless_disconnected
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+Chunks = AsyncGenerator[dict[str, Any], None]
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """Return one event."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return b"data: " + text.encode("utf-8", "surrogatepass") + b"\n\n"
+
+
+async def respond(request: Request, chunks: Chunks) -> Response:
+    """Return a stream of `chunks`.
+
+    The first chunk is awaited before the headers are sent, so that a request that cannot be run
+    gets a status of its own. An error after that is an event, the last one before `[DONE]`.
+
+    Raises:
+        DisconnectedError: the client went away before the first chunk.
+    """
+    first = await unless_disconnected(request, anext(chunks))
+    return _EventStream(_events(first, chunks), media_type="text/event-stream", headers=HEADERS)
+
+
+async def _events(first: dict[str, Any], chunks: Chunks) -> AsyncGenerator[bytes, None]:
+    try:
+        yield event(first)
+        async for chunk in chunks:
+            yield event(chunk)
+    except Exception as error:
+        yield event(to_api_error(error).body())
+    finally:
+        await chunks.aclose()
+    yield DONE
+
+
+class _EventStream(StreamingResponse):
+    """A stream whose generator is closed, whatever ends the response."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            assert isinstance(self.body_iterator, AsyncGenerator)
+            await self.body_iterator.aclose()

@@ -1,0 +1,110 @@
+"""Find tool calls in generated text: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+
+This is the format of the Hermes and Qwen families. The parser takes text in any pieces, gives
+content as early as it can, and loses nothing: a block that is not a call of an offered function
+stays content.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """One call of a function."""
+
+    name: str
+    arguments: str  # JSON text
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What one piece of text gave."""
+
+    content: str = ""
+    calls: tuple[ParsedCall, ...] = ()
+
+
+@dataclass(slots=True)
+class ToolCallParser:
+    """Split generated text into content and tool calls, incrementally.
+
+    Attributes:
+        names: the functions that were offered; a call of another one stays content.
+    """
+
+    names: Collection[str]
+    _pending: str = field(default="", init=False)  # text that cannot be told apart yet
+    _found: bool = field(default=False, init=False)
+
+    def feed(self, text: str) -> Parsed:
+        """Take the next piece of text."""
+        self._pending += text
+        return self._take(final=False)
+
+    def finish(self) -> Parsed:
+        """Take the end of the text; a block that was left open counts if it is complete."""
+        return self._take(final=True)
+
+    def _take(self, final: bool) -> Parsed:
+        """Consume as much of the pending text as can be told apart."""
+        content, calls = "", []
+        while self._pending:
+            start = self._pending.find(OPEN)
+            if start < 0:
+                content += self._take_content(final)
+                break
+            end = self._pending.find(CLOSE, start)
+            if end < 0 and not final:
+                text = self._pending[:start].rstrip()
+                content += self._drop_space(text, keep=len(text))
+                break
+            stop = end + len(CLOSE) if end >= 0 else len(self._pending)
+            inner = self._pending[start + len(OPEN) : end if end >= 0 else stop]
+            if call := _parse(inner, self.names):
+                content += self._drop_space(self._pending[:start].rstrip(), keep=stop)
+                self._found = True
+                calls.append(call)
+            else:
+                content += self._drop_space(self._pending[:stop], keep=stop)
+        return Parsed(content, tuple(calls))
+
+    def _take_content(self, final: bool) -> str:
+        """Take the text before anything that may be the start of a block."""
+        if final:
+            text, self._pending = self._pending, ""
+            return text.rstrip() if self._found else text
+        held = _partial_tag(self._pending)
+        text = self._pending[: len(self._pending) - held].rstrip()
+        return self._drop_space(text, keep=len(text))
+
+    def _drop_space(self, text: str, keep: int) -> str:
+        """Advance to `keep`; space that only separates calls is not content."""
+        self._pending = self._pending[keep:]
+        return "" if self._found and not text.strip() else text
+
+
+def _partial_tag(text: str) -> int:
+    """Return how many characters at the end of `text` may be the start of a block."""
+    longest = min(len(OPEN) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if OPEN.startswith(text[-n:])), 0)
+
+
+def _parse(inner: str, names: Collection[str]) -> ParsedCall | None:
+    """Return the call in a block, or None when it is not one of an offered function."""
+    try:
+        value = json.loads(inner)
+    except ValueError:
+        return None
+    if not isinstance(value, dict) or value.get("name") not in names:
+        return None
+    arguments = value.get("arguments", {})
+    if isinstance(arguments, str):
+        return ParsedCall(value["name"], arguments)
+    return ParsedCall(value["name"], json.dumps(arguments, ensure_ascii=False))

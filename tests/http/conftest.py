@@ -1,0 +1,86 @@
+"""Servers as real processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+SCRIPT = Path(__file__).with_name("scripted.py")
+STOP_TIMEOUT_S = 30
+
+
+@dataclass
+class RunningServer:
+    """A server process."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    def health(self) -> dict[str, Any]:
+        body: dict[str, Any] = httpx.get(f"{self.url}/health").json()
+        return body
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
+        """Send a signal; return the exit code and what was printed."""
+        self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=STOP_TIMEOUT_S)
+        return self.process.returncode, out, err
+
+
+StartServer = Callable[..., RunningServer]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a tokenizer and a chat template."""
+    from .scripted import write_tokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def _start(model_folder: Path) -> Iterator[StartServer]:
+    started: list[RunningServer] = []
+
+    def start(**settings: Any) -> RunningServer:
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(model_folder), json.dumps(settings)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        if not address:
+            _, err = process.communicate(timeout=STOP_TIMEOUT_S)
+            pytest.fail(f"the server did not start: {err}")
+        started.append(RunningServer(address, process))
+        return started[-1]
+
+    yield start
+    for server in started:
+        with server.process as process:  # closes its pipes
+            process.kill()
+
+
+@pytest.fixture
+def start_server(_start: StartServer) -> StartServer:
+    """Return a function that starts a server of its own for a test."""
+    return _start
+
+
+@pytest.fixture(scope="session")
+def server(_start: StartServer) -> RunningServer:
+    """Return the server that the tests share; fast, and never stopped by a test."""
+    return _start()

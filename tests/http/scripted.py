@@ -1,0 +1,116 @@
+"""A server for tests: a real engine over the null provider, which says what the prompt tells it to.
+
+Run as a script, it serves on a free loopback port and prints its address:
+
+    python tests/http/scripted.py FOLDER '{"latency_s": 0.01}'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from onnxport.providers.base import StepInputs
+from onnxport.providers.null import NullModel, NullOptions
+from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.config import EngineConfig
+from onnxport.serving.engine import Engine
+from onnxport.serving.http.app import create_app
+from onnxport.serving.http.server import ServerOptions, bind, serve, url
+from onnxport.serving.tokenizer import Tokenizer as ServingTokenizer
+from onnxport.serving.worker import AsyncEngine
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|say|>", "<|over|>")
+CHAT_TEMPLATE = """{% for t in tools or [] %}{{ t | tojson }}
+{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+MODEL = "null"
+
+
+def say(text: str) -> str:
+    """Return a prompt that makes the model answer `text`."""
+    return f"<|say|>{text}<|over|>"
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a byte-level tokenizer of single bytes, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: index for index, char in enumerate(alphabet)}
+    vocab["hi"] = len(vocab)
+    fast = Tokenizer(models.BPE(vocab, [("h", "i")]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    fast.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+class ScriptedModel(NullModel):
+    """A null model that repeats what stands between `<|say|>` and `<|over|>`, then ends.
+
+    Without these it says what the null model says.
+    """
+
+    def __init__(self, options: NullOptions, tokenizer: ServingTokenizer) -> None:
+        super().__init__(options)
+        ids = [tokenizer.token_to_id(text) for text in SPECIAL]
+        self._start, self._end, self._say, self._over = ids
+        self._header = tokenizer.encode("assistant\n")
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        logits = super().run(inputs)
+        bounds = inputs.cumulative_sequence_lengths
+        for index, at in enumerate(inputs.logits_indices):
+            row = int(np.searchsorted(bounds, at, side="right")) - 1
+            length = int(inputs.past_sequence_lengths[row] + at - bounds[row]) + 1
+            tokens = self._tokens[inputs.block_table[row]].reshape(-1)[:length].tolist()
+            if self._over in tokens:
+                logits[index] = 0
+                logits[index, self._next(tokens)] = 20
+        return logits
+
+    def _next(self, tokens: list[int]) -> int:
+        """Return the token that follows `tokens`."""
+        over = tokens.index(self._over)
+        script = tokens[tokens.index(self._say) + 1 : over]
+        answer = tokens[over + 1 :]
+        if self._start in answer:
+            answer = answer[answer.index(self._start) + 1 + len(self._header) :]
+        return script[len(answer)] if len(answer) < len(script) else self._end
+
+
+def main(folder: Path, settings: dict[str, Any]) -> None:
+    """Serve until a signal."""
+    server = {name: settings.pop(name) for name in ("grace_s",) if name in settings}
+    app_options = {n: settings.pop(n) for n in ("api_key", "max_body_bytes") if n in settings}
+    fail_after = settings.pop("fail_after", None)
+    if fail_after is not None:
+        settings["fails"] = lambda run: run >= fail_after
+    end = SPECIAL.index("<|im_end|>") - len(SPECIAL)
+    tokenizer = ServingTokenizer.from_folder(folder, frozenset())
+    tokenizer.eos_token_ids = frozenset({tokenizer.vocab_size + end})
+    options = NullOptions(**{"vocab_size": tokenizer.vocab_size, "num_blocks": 512, **settings})
+    model = ScriptedModel(options, tokenizer)
+    engine = AsyncEngine(Engine(model, tokenizer, EngineConfig(seed=1)))
+    app = create_app(engine, MODEL, ChatTemplate.read(folder), **app_options)
+    sock = bind("127.0.0.1", 0)
+    address = url("127.0.0.1", sock)
+    try:
+        serve(app, sock, engine.close, lambda: print(address, flush=True), ServerOptions(**server))
+    finally:
+        asyncio.run(engine.close())
+    print("closed", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

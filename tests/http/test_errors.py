@@ -1,0 +1,225 @@
+"""What is refused, and how it is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from .conftest import RunningServer, StartServer
+from .scripted import MODEL, say
+
+pytestmark = pytest.mark.timeout(60)
+
+COMPLETION = {"model": MODEL, "prompt": say("ok")}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": say("ok")}]}
+USER = CHAT["messages"][0]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """Return the error object; checks its shape."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert list(body) == ["error"]
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"n": 2}, "n", "n is 2, which is not supported yet; send null or 1"),
+        ({"presence_penalty": 0.5}, "presence_penalty", "0.5"),
+        ({"frequency_penalty": -1}, "frequency_penalty", "-1"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty", "null or 1"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "{'5': 1}"),
+        ({"min_p": 0.1}, "min_p", "not supported yet"),
+        ({"best_of": True}, "best_of", "True"),
+        ({"store": True}, "store", "False"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        ({"guided_json": {}}, "guided_json", "leave it out"),
+        ({"logprob": 1}, "logprob", "did you mean 'logprobs'"),
+        ({"wholly_unknown": 1}, "wholly_unknown", "unknown field 'wholly_unknown'"),
+        ({"temperature": -1}, "temperature", "temperature is -1"),
+        ({"temperature": "1"}, "temperature", "valid number"),
+        ({"temperature": True}, "temperature", "valid number"),
+        ({"top_p": 0}, "top_p", "(0.0, 1.0]"),
+        ({"top_k": 1.5}, "top_k", "integer"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+        ({"max_tokens": True}, "max_tokens", "integer"),
+        ({"stop": [1]}, "stop", "a text or a list of texts"),
+        ({"stop": [""]}, "stop", "every stop string"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
+        ({"stream": "yes"}, "stream", "boolean"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
+        ({"model": None}, "model", "string"),
+    ],
+)
+@pytest.mark.parametrize("chat", [False, True])
+def test_fields_of_both_endpoints(
+    server: RunningServer, fields: dict[str, Any], param: str, words: str, chat: bool
+) -> None:
+    path, body = ("chat/completions", CHAT) if chat else ("completions", COMPLETION)
+    error = error_of(httpx.post(f"{server.url}/v1/{path}", json=body | fields))
+    assert error["param"] == param
+    assert words in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"suffix": "x"}, "suffix", "not supported yet"),
+        ({"echo": True, "logprobs": 1}, "echo", "Remove one"),
+        ({"logprobs": 21}, "logprobs", "20"),
+        ({"logprobs": True}, "logprobs", "integer"),
+        ({"prompt": []}, "prompt", "prompt is empty"),
+        ({"prompt": [[]]}, "prompt", "prompt is empty"),
+        ({"prompt": ""}, "prompt", "prompt is empty"),
+        ({"prompt": 5}, "prompt", "a text, a list of texts"),
+        ({"prompt": ["a", 5]}, "prompt", "a text, a list of texts"),
+        ({"prompt": [10**6]}, "prompt", "1000000"),
+        ({"messages": []}, "messages", "unknown field"),
+    ],
+)
+def test_fields_of_completions(
+    server: RunningServer, fields: dict[str, Any], param: str, words: str
+) -> None:
+    error = error_of(httpx.post(f"{server.url}/v1/completions", json=COMPLETION | fields))
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'system'"),
+        ({"messages": [{"role": "user"}]}, "messages", "no content"),
+        ({"messages": [{**USER, "mood": "good"}]}, "messages.0.mood", "unknown field"),
+        ({"messages": [{**USER, "content": 5}]}, "messages.0.content", "list of content parts"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages",
+            "image_url",
+        ),
+        ({"messages": [{**USER, "tool_calls": []}]}, None, None),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", '"auto" or "none"'),
+        ({"tools": [TOOL], "tool_choice": TOOL}, "tool_choice", "forced calls"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "True"),
+        ({"functions": [{}]}, "functions", "not supported yet"),
+        ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
+        ({"logprobs": 2}, "logprobs", "boolean"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "Send one"),
+        ({"modalities": ["audio"]}, "modalities", "['text']"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "high"),
+        ({"chat_template": "x"}, "chat_template", "not supported yet"),
+        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "tools"),
+        ({"prompt": "x"}, "prompt", "unknown field"),
+    ],
+)
+def test_fields_of_chats(
+    server: RunningServer, fields: dict[str, Any], param: str | None, words: str | None
+) -> None:
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT | fields)
+    if words is None:
+        assert response.status_code == 200
+        return
+    error = error_of(response)
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+def test_missing_fields(server: RunningServer) -> None:
+    error = error_of(httpx.post(f"{server.url}/v1/completions", json={"model": MODEL}))
+    assert (error["param"], error["code"]) == ("prompt", "missing_required_parameter")
+    error = error_of(httpx.post(f"{server.url}/v1/chat/completions", json={"model": MODEL}))
+    assert error["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"{broken", "not valid JSON"), (b"[1]", "one JSON object"), (b"", "one JSON object")],
+)
+def test_bodies_that_are_no_object(server: RunningServer, content: bytes, words: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    for path in ("completions", "chat/completions"):
+        response = httpx.post(f"{server.url}/v1/{path}", content=content, headers=headers)
+        assert words in error_of(response)["message"]
+
+
+def test_a_body_of_another_type(server: RunningServer) -> None:
+    response = httpx.post(f"{server.url}/v1/completions", data={"prompt": "x"})
+    assert "Content-Type: application/json" in error_of(response, 415)["message"]
+
+
+def test_a_stream_that_cannot_run_has_a_status(server: RunningServer) -> None:
+    ask = COMPLETION | {"stream": True, "max_tokens": 10**6}
+    error = error_of(httpx.post(f"{server.url}/v1/completions", json=ask))
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_wrong_model(server: RunningServer) -> None:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="unused") as client:
+        for create, body in (
+            (client.completions.create, COMPLETION),
+            (client.chat.completions.create, CHAT),
+        ):
+            with pytest.raises(openai.NotFoundError, match="this server has 'null'") as caught:
+                create(**body | {"model": "other"})
+            assert caught.value.code == "model_not_found"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("some/other")
+
+
+def test_models(server: RunningServer) -> None:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="unused") as client:
+        [model] = client.models.list().data
+        assert model == client.models.retrieve(MODEL)
+    assert (model.id, model.object, model.owned_by) == (MODEL, "model", "onnxport")
+
+
+def test_health_and_version(server: RunningServer) -> None:
+    body = server.health()
+    assert (body["status"], body["provider"], body["attention"]) == ("ok", "null", "native")
+    assert body["placement"] == {"null": 1}
+    assert body["engine"]["num_requests_running"] == 0
+    assert body["capabilities"]["max_model_len"] == 4096
+    assert httpx.get(f"{server.url}/version").json()["version"] == body["version"]
+
+
+def test_paths_and_methods(server: RunningServer) -> None:
+    assert "no such path" in error_of(httpx.get(f"{server.url}/v2/models"), 404)["message"]
+    assert "POST" in error_of(httpx.get(f"{server.url}/v1/completions"), 405)["message"]
+
+
+def test_a_key_is_required(start_server: StartServer) -> None:
+    server = start_server(api_key="sesame")
+    url = f"{server.url}/v1/models"
+    assert "no API key" in error_of(httpx.get(url), 401)["message"]
+    wrong = httpx.get(url, headers={"Authorization": "Bearer open"})
+    assert error_of(wrong, 401)["code"] == "invalid_api_key"
+    assert wrong.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    with OpenAI(base_url=f"{server.url}/v1", api_key="sesame") as client:
+        assert client.completions.create(**COMPLETION).choices[0].text == "ok"
+    server.stop()
+
+
+def test_bodies_may_not_be_too_large(start_server: StartServer) -> None:
+    server = start_server(max_body_bytes=1000)
+    url = f"{server.url}/v1/completions"
+    assert httpx.post(url, json=COMPLETION).status_code == 200
+    large = COMPLETION | {"prompt": "x" * 1000}
+    assert "1000 bytes" in error_of(httpx.post(url, json=large), 413)["message"]
+    headers = {"Content-Type": "application/json"}
+    chunks = iter([b"x" * 600, b"x" * 600])  # of a length that is not announced
+    error_of(httpx.post(url, content=chunks, headers=headers), 413)
+    server.stop()

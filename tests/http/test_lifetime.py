@@ -1,0 +1,150 @@
+"""Requests end when their client goes, and the server ends in order."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from .conftest import RunningServer, StartServer
+from .scripted import MODEL, say
+
+pytestmark = pytest.mark.timeout(60)
+SLOW = {"latency_s": 0.02}
+LONG = {"model": MODEL, "prompt": say("x" * 1000), "max_tokens": 1000}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": say("x" * 1000)}]}
+
+
+@pytest.fixture(scope="module")
+def slow(_start: StartServer) -> RunningServer:
+    return _start(**SLOW)
+
+
+def wait_for(server: RunningServer, **wanted: int) -> dict[str, Any]:
+    """Return the engine's counters once they are as `wanted`."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        stats: dict[str, Any] = server.health()["engine"]
+        found = {**stats, **stats["finished"]}
+        if all(found[name] == value for name, value in wanted.items()):
+            return stats
+        time.sleep(0.02)
+    raise AssertionError(f"wanted {wanted}, found {stats}")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body", "count"),
+    [
+        ("completions", LONG, 1),
+        ("completions", LONG | {"prompt": [LONG["prompt"]] * 3}, 3),
+        ("chat/completions", CHAT, 1),
+    ],
+)
+def test_a_client_that_goes_away_ends_its_requests(
+    slow: RunningServer, path: str, body: dict[str, Any], count: int, stream: bool
+) -> None:
+    before = wait_for(slow, num_requests_running=0)["finished"]["abort"]
+    host, port = slow.url.removeprefix("http://").split(":")
+    content = json.dumps(body | {"stream": stream}).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        wait_for(slow, num_requests_running=count)
+        if stream:
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+    stats = wait_for(slow, num_requests_running=0, abort=before + count)
+    assert stats["num_free_blocks"] == stats["num_blocks"]
+
+
+def test_a_stream_that_its_reader_closes_ends(slow: RunningServer) -> None:
+    before = wait_for(slow, num_requests_running=0)["finished"]["abort"]
+    with OpenAI(base_url=f"{slow.url}/v1", api_key="unused") as client:
+        stream = client.completions.create(stream=True, **LONG)
+        assert next(iter(stream)).choices[0].text == "x"
+        stream.close()
+    wait_for(slow, num_requests_running=0, abort=before + 1)
+
+
+def test_an_error_inside_a_stream_is_an_event(start_server: StartServer) -> None:
+    server = start_server(fail_after=3)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}) as got:
+        assert got.status_code == 200
+        *_, last, done = got.read().decode().strip().split("\n\n")
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert "told to fail" in error["message"]
+    assert error["type"] == "server_error"
+    assert done == "data: [DONE]"
+    with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        with pytest.raises(openai.InternalServerError, match="told to fail"):
+            client.completions.create(**LONG)
+        with pytest.raises(openai.InternalServerError, match="told to fail"):
+            list(client.chat.completions.create(stream=True, **CHAT))
+    code, _, err = server.stop()
+    assert code == 0
+    assert "Traceback" in err  # the cause is in the log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_server_stops_at_once(start_server: StartServer, number: int) -> None:
+    server = start_server()
+    with httpx.Client() as client:  # keeps its connection
+        assert client.get(f"{server.url}/health").status_code == 200
+        start = time.monotonic()
+        code, out, err = server.stop(number)
+    assert (code, out, err) == (0, "closed\n", "")
+    assert time.monotonic() - start < 5
+
+
+def ask_long(server: RunningServer, results: list[Any], **fields: Any) -> threading.Thread:
+    """Send a long request from a thread; its text or its error is appended to `results`."""
+
+    def ask() -> None:
+        text = ""
+        with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+            try:
+                for chunk in client.completions.create(stream=True, **LONG | fields):
+                    text += chunk.choices[0].text
+            except openai.APIError as error:
+                results.append(error)
+            else:
+                results.append(text)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_for(server, num_requests_running=1)
+    return thread
+
+
+def test_running_requests_finish_first(start_server: StartServer) -> None:
+    server = start_server(**SLOW)
+    results: list[Any] = []
+    thread = ask_long(server, results, prompt=say("x" * 40))
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health")
+    thread.join()
+    assert results == ["x" * 40]
+    assert server.process.wait(timeout=10) == 0
+
+
+def test_what_runs_too_long_is_aborted(start_server: StartServer) -> None:
+    server = start_server(grace_s=0.3, **SLOW)
+    results: list[Any] = []
+    thread = ask_long(server, results)
+    start = time.monotonic()
+    code, out, _ = server.stop()
+    thread.join()
+    assert (code, out) == (0, "closed\n")
+    assert time.monotonic() - start < 5
+    [error] = results
+    assert "shutting down" in str(error)

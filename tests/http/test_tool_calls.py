@@ -1,0 +1,82 @@
+"""Tool calls are found in text, however it is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnxport.serving.http.tool_calls import ParsedCall, ToolCallParser
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+ADD = ParsedCall("add", '{"a": 1, "b": 2}')
+
+
+def parse(*pieces: str) -> tuple[str, list[ParsedCall]]:
+    parser = ToolCallParser({"add"})
+    content, calls = "", []
+    for parsed in [*(parser.feed(piece) for piece in pieces), parser.finish()]:
+        content += parsed.content
+        calls += parsed.calls
+    return content, calls
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("plain < text\n", "plain < text\n", []),
+        (CALL, "", [ADD]),
+        (f"Let me see.\n\n{CALL}", "Let me see.", [ADD]),
+        (f"{CALL}\n{CALL}\n", "", [ADD, ADD]),
+        (f"{CALL}\nand done", "\nand done", [ADD]),
+        (CALL.removesuffix("</tool_call>"), "", [ADD]),  # the end token came instead
+        ('<tool_call>{"name": "add"}</tool_call>', "", [ParsedCall("add", "{}")]),
+        (
+            '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
+            "",
+            [ParsedCall("add", '{"a": 1}')],
+        ),
+    ],
+)
+def test_calls(text: str, content: str, calls: list[ParsedCall]) -> None:
+    assert parse(text) == (content, calls)
+    assert parse(*text) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a <tool_call>{broken</tool_call> b",
+        'a \n <tool_call>{"name": "other", "arguments": {}}</tool_call>',
+        "<tool_call>[1]</tool_call>",
+        "an open \n <tool_call>{",
+        "almost <tool_cal",
+        "  ",
+    ],
+)
+def test_what_is_no_call_stays_content(text: str) -> None:
+    assert parse(text) == (text, [])
+    assert parse(*text) == (text, [])
+
+
+def test_content_is_given_as_early_as_it_can() -> None:
+    parser = ToolCallParser({"add"})
+    assert parser.feed("Hello").content == "Hello"
+    assert parser.feed(" wor<").content == " wor"
+    assert parser.feed("b>").content == "<b>"
+
+
+PIECES = ["<tool_call>", "</tool_call>", CALL, "<", "tool", " ", "\n", "x", json.dumps({"name": 1})]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=8), st.data())
+def test_pieces_make_no_difference(parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    whole = parse(text)
+    assert parse(*text) == whole
+    cut = data.draw(st.integers(0, len(text)))
+    assert parse(text[:cut], text[cut:]) == whole
+    if not whole[1]:
+        assert whole[0] == text
