@@ -80,9 +80,22 @@ class OrtModel:
     """
 
     def __init__(
-        self, session: Any, capabilities: Capabilities, caches: Sequence[CacheTensor]
+        self,
+        session: Any,
+        capabilities: Capabilities,
+        caches: Sequence[CacheTensor],
+        attached: Mapping[str, Any] | None = None,
     ) -> None:
+        """Bind the caches.
+
+        Args:
+            session: an onnxruntime.InferenceSession of a paged graph.
+            capabilities: what was loaded.
+            caches: the KV caches of all layers.
+            attached: initializers that the session reads from the caller's memory.
+        """
         self._session = session
+        self._attached = attached or {}
         self._capabilities = capabilities
         self._caches = tuple(caches)
         self._binding = session.io_binding()
@@ -137,3 +150,4 @@ class OrtModel:
         self._binding = None
         self._session = None
         self._caches = ()
+        self._attached = {}

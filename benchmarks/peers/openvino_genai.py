@@ -25,6 +25,8 @@ def measure(pipeline: genai.ContinuousBatchingPipeline, workload: Workload) -> d
     config.max_new_tokens = workload.new_tokens
     config.min_new_tokens = workload.new_tokens
     config.ignore_eos = True
+    config.eos_token_id = 0  # never read, but random checkpoints have none and it must be valid
+    config.stop_token_ids = {0}
     start = time.perf_counter()
     handles = [
         pipeline.add_request(index, openvino.Tensor(np.array([ids], np.int64)), config)

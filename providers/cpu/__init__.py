@@ -1,0 +1,1 @@
+"""The `cpu` provider and its kernels."""

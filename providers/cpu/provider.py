@@ -1,0 +1,214 @@
+"""The `cpu` provider: ONNX Runtime's CPU execution provider with our own attention kernel.
+
+Activations are float32. Attention runs in our C++ kernel where it was built, else in the
+decomposed graph; `Probe.notes` and `Capabilities.attention` say which.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+
+from onnxport.errors import ProviderError
+from onnxport.graphs import contract
+from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
+from onnxport.graphs.passes.accuracy import set_accuracy
+from onnxport.graphs.passes.decompose import decompose
+from onnxport.graphs.passes.kv_dtype import set_kv_dtype
+from onnxport.graphs.passes.native import NativeLimits, keep_native
+from onnxport.graphs.passes.result import PassResult
+from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.spec import ArchSpec
+from onnxport.providers import memory
+from onnxport.providers.base import Capabilities, Device, LoadOptions, Probe
+from onnxport.providers.cpu.library import find_library, isa
+from onnxport.providers.ort import CacheTensor, OrtModel, placement, start_session
+from onnxport.providers.pool import PoolPlan, plan_pool
+
+logger = logging.getLogger(__name__)
+
+EXECUTION_PROVIDER = "CPUExecutionProvider"
+BLOCK_SIZE = 16  # tokens; the kernel's tile, so that one register holds a channel of a tile
+CACHE_DTYPES: dict[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
+KERNEL_LIMITS = NativeLimits(
+    activation_dtypes=frozenset({"float32"}),
+    cache_dtypes=frozenset({*CACHE_DTYPES, "int8"}),
+    max_head_size=256,
+    attributes={"cache_layout": "tiled"},
+)
+NO_KERNEL = (
+    "the C++ attention kernel was not built (no C++17 compiler when onnxport was installed), so "
+    "attention runs in the slower decomposed graph; install a compiler and reinstall onnxport"
+)
+
+
+class CpuProvider:
+    """Loads artifacts on the host's processor."""
+
+    name = "cpu"
+
+    def probe(self) -> Probe:
+        """See `providers.base.Provider.probe`."""
+        try:
+            import onnxruntime as ort
+        except ImportError as error:
+            return Probe(False, f"onnxruntime is missing ({error}): pip install 'onnxport[cpu]'")
+        if EXECUTION_PROVIDER not in ort.get_available_providers():
+            return Probe(False, f"onnxruntime {ort.__version__} has no CPU execution provider")
+        notes = () if find_library() else (NO_KERNEL,)
+        device = Device(processor_name(), memory.available_bytes())
+        versions = {"onnxruntime": ort.__version__, "attention kernel": isa() or "not built"}
+        return Probe(True, "", (device,), versions, notes)
+
+    def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
+        """See `providers.base.Provider.load`."""
+        import onnxruntime as ort
+
+        kernel = _choose_kernel(options)
+        cache_dtype = _choose_cache_dtype(options, kernel)
+        spec = artifact.manifest.model
+        pool = plan_pool(
+            spec,
+            options,
+            block_size=_choose_block_size(options, kernel),
+            item_bytes=np.dtype(CACHE_DTYPES[cache_dtype]).itemsize,
+            free_bytes=memory.available_bytes(),
+            weight_bytes=artifact.manifest.files[WEIGHTS_FILE].size,
+        )
+        lowered = list(_lower(artifact, options, cache_dtype, custom=kernel is not None))
+        for step in lowered:
+            logger.info("%s: %s", artifact.path.name, step)
+        attached = {
+            name: ort.OrtValue.ortvalue_from_numpy(value)
+            for step in lowered
+            for name, value in step.attached.items()
+        }
+        session_options = _session_options(options, kernel)
+        session_options.add_external_initializers(list(attached), list(attached.values()))
+        session = start_session(
+            lowered[-1].model.SerializeToString(),
+            artifact.path,
+            session_options,
+            [EXECUTION_PROVIDER],
+        )
+        capabilities = Capabilities(
+            provider=self.name,
+            device=processor_name(),
+            attention="custom" if kernel else "decomposed",
+            compute_dtype="float32",
+            kv_cache_dtype=cache_dtype,
+            block_size=pool.block_size,
+            num_blocks=pool.num_blocks,
+            kv_block_bytes=pool.block_bytes,
+            max_model_len=pool.max_model_len,
+            vocab_size=spec.vocab_size,
+            max_batch_rows=None,
+            placement=placement(session),
+        )
+        caches = list(_allocate_caches(spec, pool, cache_dtype))
+        return OrtModel(session, capabilities, caches, attached)
+
+
+def processor_name() -> str:
+    """The processor's name as the system reports it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _choose_kernel(options: LoadOptions) -> Path | None:
+    """The kernel library to use, None for the decomposed graph."""
+    if options.attention not in (None, "custom", "decomposed"):
+        raise ProviderError(
+            f"the cpu provider has no {options.attention!r} attention, for ONNX Runtime ships no "
+            "CPU kernel; ask for custom or decomposed"
+        )
+    kernel = None if options.attention == "decomposed" else find_library()
+    if kernel is None and options.attention == "custom":
+        raise ProviderError(f"custom attention was asked for, but {NO_KERNEL}")
+    if kernel is None and options.attention is None:
+        logger.warning("%s", NO_KERNEL)
+    return kernel
+
+
+def _choose_cache_dtype(options: LoadOptions, kernel: Path | None) -> str:
+    if options.kv_cache_dtype == "auto":
+        return "float32"
+    allowed = tuple(CACHE_DTYPES) if kernel else ("float32",)
+    if options.kv_cache_dtype not in allowed:
+        raise ProviderError(
+            f"kv_cache_dtype is {options.kv_cache_dtype!r}; the cpu provider's "
+            f"{'custom' if kernel else 'decomposed'} attention stores {', '.join(allowed)} or auto"
+        )
+    return options.kv_cache_dtype
+
+
+def _choose_block_size(options: LoadOptions, kernel: Path | None) -> int:
+    size = BLOCK_SIZE if options.block_size is None else options.block_size
+    if size < 1 or (kernel and size % BLOCK_SIZE):
+        raise ProviderError(
+            f"block_size is {size}; the cpu provider's kernel takes positive multiples of "
+            f"{BLOCK_SIZE}, the decomposed graph any positive number"
+        )
+    return size
+
+
+def _session_options(options: LoadOptions, kernel: Path | None) -> Any:
+    import onnxruntime as ort
+
+    chosen = ort.SessionOptions()
+    chosen.log_severity_level = 3
+    chosen.intra_op_num_threads = options.threads or memory.physical_cores()
+    if kernel is not None:
+        chosen.register_custom_ops_library(str(kernel))
+    return chosen
+
+
+def _lower(
+    artifact: Artifact, options: LoadOptions, cache_dtype: str, *, custom: bool
+) -> Iterator[PassResult]:
+    """Apply the passes in turn; the last result holds the graph to run."""
+    step = retype(artifact.load_graph("paged"), artifact.read_tensor)
+    yield step
+    if options.matmul_accuracy_level is not None:
+        step = set_accuracy(step.model, options.matmul_accuracy_level)
+        yield step
+    if custom:
+        step = set_kv_dtype(step.model, cache_dtype)
+        yield step
+        yield keep_native(step.model, KERNEL_LIMITS)
+    else:
+        yield decompose(step.model)
+
+
+def _allocate_caches(spec: ArchSpec, pool: PoolPlan, dtype: str) -> Iterator[CacheTensor]:
+    import onnxruntime as ort
+
+    shape = (pool.num_blocks, pool.block_size, spec.num_kv_heads, spec.head_size)
+    for layer in range(spec.num_layers):
+        for past, present in (
+            (contract.past_key(layer), contract.present_key(layer)),
+            (contract.past_value(layer), contract.present_value(layer)),
+        ):
+            buffer = memory.huge_page_zeros(shape, CACHE_DTYPES[dtype])
+            if dtype == "bfloat16":
+                value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
+                    buffer.view(np.uint16), onnx.TensorProto.BFLOAT16
+                )
+            else:
+                value = ort.OrtValue.ortvalue_from_numpy(buffer)
+            yield CacheTensor(past, present, value)
