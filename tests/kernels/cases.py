@@ -68,6 +68,17 @@ def blocks(
     return num_blocks, table
 
 
+def drop_blocks_left_of_window(case: Case) -> Case:
+    """Puts entries out of range that no query of the case sees: they may have been given away."""
+    if case.window is None:
+        return case
+    table = case.block_table.copy()
+    for s, past in enumerate(case.past_lengths):
+        first = max(0, past - case.window + 1)
+        table[s, : first // case.block_size] = -7
+    return case.replace(block_table=table)
+
+
 def random_case(seed: int) -> Case:
     rng = np.random.default_rng(seed)
     num_heads, kv_heads = HEADS[rng.integers(len(HEADS))]
@@ -106,7 +117,7 @@ def random_case(seed: int) -> Case:
         options["slot_mapping"] = slots(rng, past, new, table, block_size)
 
     shape = (num_blocks, block_size, kv_heads, head_size)
-    return Case(
+    case = Case(
         name=f"seed {seed}",
         num_heads=num_heads,
         kv_heads=kv_heads,
@@ -124,6 +135,7 @@ def random_case(seed: int) -> Case:
         tiled=tiled,
         **options,
     )
+    return drop_blocks_left_of_window(case) if rng.integers(2) else case
 
 
 def slots(

@@ -113,18 +113,14 @@ def decode(case: Case, x: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
     return x * channel_scale(case, scale).astype(float) if scale is not None else x
 
 
-def paged_attention(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the output [tokens, num_heads * head_size] in float64 and both caches afterwards."""
+def write_cache(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Returns both caches with the new tokens in them."""
     key_cache, value_cache = case.key_cache.copy(), case.value_cache.copy()
-    queries = np.empty(case.query.shape, np.float64)
     starts = case.cumulative_lengths
-
     for s, count in enumerate(case.new_lengths):
         for i in range(count):
             token, position = starts[s] + i, case.past_lengths[s] + i
-            query = rms_norm(case.query[token].astype(float), case.q_norm, case.epsilon)
             key = rms_norm(case.key[token].astype(float), case.k_norm, case.epsilon)
-            queries[token] = rotate(case, query, position)
             if case.slot_mapping is not None:
                 slot = case.slot_mapping[token]
             else:
@@ -135,8 +131,13 @@ def paged_attention(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             at = slot // case.block_size, slot % case.block_size
             key_cache[at] = encode(case, rotate(case, key, position), case.k_scale)
             value_cache[at] = encode(case, case.value[token].astype(float), case.v_scale)
+    return key_cache, value_cache
 
+
+def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray) -> np.ndarray:
+    """Returns the output [tokens, num_heads * head_size] in float64, given the caches afterwards."""
     output = np.empty((case.query.shape[0], case.num_heads, case.head_size))
+    starts = case.cumulative_lengths
     scale = case.scale if case.scale is not None else 1.0 / np.sqrt(case.head_size)
     group = case.num_heads // case.kv_heads
     for s, count in enumerate(case.new_lengths):
@@ -144,11 +145,14 @@ def paged_attention(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             continue
         total = case.past_lengths[s] + count
         positions = np.arange(total)
-        blocks = case.block_table[s, positions // case.block_size]
+        # Entries left of every window are never looked at.
+        blocks = np.clip(case.block_table[s, positions // case.block_size], 0, len(key_cache) - 1)
         keys = decode(case, key_cache[blocks, positions % case.block_size], case.k_scale)
         values = decode(case, value_cache[blocks, positions % case.block_size], case.v_scale)
         for i in range(count):
             token, position = starts[s] + i, case.past_lengths[s] + i
+            query = rms_norm(case.query[token].astype(float), case.q_norm, case.epsilon)
+            query = rotate(case, query, position)
             seen = np.ones(total, bool)
             if case.causal:
                 seen &= positions <= position
@@ -156,7 +160,7 @@ def paged_attention(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                 seen &= positions > position - case.window
             for head in range(case.num_heads):
                 g = head // group
-                logits = keys[seen, g] @ queries[token, head] * scale
+                logits = keys[seen, g] @ query[head] * scale
                 if case.softcap:
                     logits = case.softcap * np.tanh(logits / case.softcap)
                 sink = -np.inf if case.head_sink is None else float(case.head_sink[head])
@@ -164,7 +168,7 @@ def paged_attention(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
                 weights = np.exp(logits - top)
                 weights /= weights.sum() + np.exp(sink - top)
                 output[token, head] = weights @ values[seen, g]
-    return output.reshape(len(output), -1), key_cache, value_cache
+    return output.reshape(len(output), -1)
 
 
 def to_tiled(cache: np.ndarray, key: bool) -> np.ndarray:

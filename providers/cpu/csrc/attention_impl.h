@@ -78,6 +78,8 @@ static inline void dispatch_rows(int64_t count, const Rows& rows, int64_t row, i
     dispatch_rows<kRows - 1>(count, rows, row, base, end, tiles, state, scores);
 }
 
+constexpr int64_t kPrefetchRows = 32;
+
 // Adds keys [first, last), inside one segment, to the state.
 template <class Type, bool kIsTiled>
 static void attend_keys(const Rows& rows, int64_t first, int64_t last, const State& state,
@@ -93,6 +95,13 @@ static void attend_keys(const Rows& rows, int64_t first, int64_t last, const Sta
       TileSource<Type, kIsTiled>::load(p, table, rows.block.kv_head, token, next,
                                        static_cast<int>((token - base) / kTile), scratch, tiles);
       token = next;
+    }
+    if constexpr (kIsTiled) {
+      if (rows.count <= kPrefetchRows) {
+        const int64_t ahead = min_of(last, base + 2 * kChunk);
+        for (int64_t token = base + kChunk; token < ahead; token += kTile)
+          prefetch_tile<Type>(p, table, rows.block.kv_head, token);
+      }
     }
     // Groups of even size: seven rows are 4 + 3 where six fit, rather than 6 + 1.
     for (int64_t g = 0; g < groups; g++) {

@@ -6,6 +6,15 @@
 
 namespace {
 
+// The accumulators only stay in registers if every loop over them is gone.
+#if defined(__clang__)
+#define ONNXPORT_UNROLL _Pragma("clang loop unroll(full)")
+#elif defined(__GNUC__)
+#define ONNXPORT_UNROLL _Pragma("GCC unroll 16")
+#else
+#define ONNXPORT_UNROLL
+#endif
+
 constexpr int kVecsPerTile = kTile / Vec::kWidth;
 constexpr float kHidden = -1e30f;  // below every logit, and no NaN when two are subtracted
 
@@ -14,17 +23,24 @@ template <int kRows, int kCols>
 static inline void score_block(const float* queries, int64_t head_size, const float* const* keys,
                                float* scores) {
   Vec::T sum[kRows][kCols];
+  ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++)
+    ONNXPORT_UNROLL
     for (int c = 0; c < kCols; c++) sum[r][c] = Vec::set1(0.f);
   for (int64_t d = 0; d < head_size; d++) {
     Vec::T key[kCols];
+    ONNXPORT_UNROLL
     for (int c = 0; c < kCols; c++) key[c] = Vec::load(keys[c] + d * kTile);
+    ONNXPORT_UNROLL
     for (int r = 0; r < kRows; r++) {
       const Vec::T query = Vec::set1(queries[r * head_size + d]);
+      ONNXPORT_UNROLL
       for (int c = 0; c < kCols; c++) sum[r][c] = Vec::fma(query, key[c], sum[r][c]);
     }
   }
+  ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++)
+    ONNXPORT_UNROLL
     for (int c = 0; c < kCols; c++)
       Vec::store(scores + r * kChunk + c * Vec::kWidth, sum[r][c]);
 }
@@ -60,8 +76,10 @@ template <int kRows, int kCols>
 static inline void value_block(const float* weights, const Tiles& tiles, int64_t channel,
                                int first, int last, const float* factor, int64_t row, float* sums) {
   Vec::T sum[kRows][kCols];
+  ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++) {
     const Vec::T f = Vec::set1(factor[r]);
+    ONNXPORT_UNROLL
     for (int c = 0; c < kCols; c++)
       sum[r][c] = Vec::mul(f, Vec::load(sums + r * row + channel + c * Vec::kWidth));
   }
@@ -72,14 +90,19 @@ static inline void value_block(const float* weights, const Tiles& tiles, int64_t
     const float* value = tiles.value[tile] + (t % kTile) * stride + channel;
     for (; t < end; t++, value += stride) {
       Vec::T x[kCols];
+      ONNXPORT_UNROLL
       for (int c = 0; c < kCols; c++) x[c] = Vec::load(value + c * Vec::kWidth);
+      ONNXPORT_UNROLL
       for (int r = 0; r < kRows; r++) {
         const Vec::T w = Vec::set1(weights[r * kChunk + t]);
+        ONNXPORT_UNROLL
         for (int c = 0; c < kCols; c++) sum[r][c] = Vec::fma(w, x[c], sum[r][c]);
       }
     }
   }
+  ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++)
+    ONNXPORT_UNROLL
     for (int c = 0; c < kCols; c++)
       Vec::store(sums + r * row + channel + c * Vec::kWidth, sum[r][c]);
 }

@@ -1,0 +1,39 @@
+"""Compares what the operator did with the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.kernels import reference
+from tests.kernels.reference import Case
+
+TOLERANCE = 1e-5  # of outputs, whose magnitude is about 1
+# What one step of the cache's type is next to a stored value.
+STEP = {"float": 2.0**-20, "float16": 2.0**-10, "bfloat16": 2.0**-7, "int8": 1.0}
+
+
+def check_cache(case: Case, expected: np.ndarray, found: np.ndarray, exact: bool) -> None:
+    if exact:
+        assert found.tobytes() == expected.tobytes(), case.name
+        return
+    # The operator rounds once more, to float32 ahead of the cache's type, so that a value next to
+    # the middle of two steps may go to the other one; 2e-6 is for cancellation in the rotation.
+    a, b = expected.astype(float), found.astype(float)
+    step = STEP[case.cache_type] * (1.0 if case.cache_type == "int8" else np.abs(a) + 1e-6)
+    assert np.all(np.abs(a - b) <= step * 1.01 + 2e-6), case.name
+    if case.cache_type != "float":
+        assert np.mean(a != b) < 0.003, case.name
+
+
+def check(case: Case, found: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    """Checks the output and every byte of both caches, written and untouched."""
+    output, key_cache, value_cache = found
+    expected_key, expected_value = reference.write_cache(case)
+    plain_keys = case.cosine is None and case.k_norm is None
+    check_cache(case, expected_key, key_cache, exact=plain_keys)
+    check_cache(case, expected_value, value_cache, exact=True)
+    untouched = (expected_key == case.key_cache).all(axis=(2, 3))  # [num_blocks, block_size]
+    assert (key_cache == case.key_cache)[untouched].all(), case.name
+    # Rounded like the operator's own cache, so that what is left is the attention's error.
+    expected = reference.attend(case, key_cache, value_cache)
+    np.testing.assert_allclose(output, expected, rtol=TOLERANCE, atol=TOLERANCE, err_msg=case.name)

@@ -1,0 +1,26 @@
+"""Random cases through ONNX Runtime, with every instruction set of this processor."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from tests.kernels import run_ort
+from tests.kernels.cases import random_case
+from tests.kernels.checks import check
+
+NUM_CASES = 320
+GROUP = 16
+
+
+@pytest.mark.parametrize("first", range(0, NUM_CASES, GROUP))
+def test_random_cases(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], first: int
+) -> None:
+    for seed in range(first, first + GROUP):
+        case = random_case(seed)
+        for isa in available_isas:
+            assert library.onnxport_cpu_set_isa(isa.encode())
+            check(case, run_ort.run(library_path, case))
