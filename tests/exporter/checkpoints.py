@@ -1,0 +1,139 @@
+"""Tiny random checkpoints of every family, made with transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 160
+TOKENS = 32
+
+_BASE: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint to make."""
+
+    family: str
+    config: Mapping[str, Any] = field(default_factory=dict)  # what differs from the base
+    dtype: torch.dtype = torch.float32
+    shards: bool = False
+
+
+def _rope(kind: str, **values: Any) -> Case:
+    parameters = {"rope_type": kind, "rope_theta": 500.0, **values}
+    return Case("llama", {"rope_parameters": parameters})
+
+
+def _yarn(**values: Any) -> Case:
+    return _rope("yarn", factor=4.0, original_max_position_embeddings=16, **values)
+
+
+CASES: Mapping[str, Case] = {
+    "llama": Case("llama"),
+    "llama-mha": Case("llama", {"num_key_value_heads": 4}, torch.bfloat16),
+    "llama-mqa-biases": Case(
+        "llama",
+        {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "head_dim": 32},
+    ),
+    "llama-tied": Case("llama", {"tie_word_embeddings": True}, torch.bfloat16, shards=True),
+    "llama-one-layer": Case("llama", {"num_hidden_layers": 1}, torch.float16),
+    "llama-linear": _rope("linear", factor=3.0),
+    "llama-dynamic": _rope("dynamic", factor=2.0),
+    "llama-llama3": _rope(
+        "llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=32,
+    ),
+    "llama-yarn": _yarn(),
+    "llama-yarn-mscale": _yarn(mscale=0.7, mscale_all_dim=1.3, truncate=False),
+    "llama-yarn-given": _yarn(attention_factor=0.9, beta_fast=16.0, beta_slow=2.0),
+    "mistral": Case("mistral", {"sliding_window": None}, torch.float16, shards=True),
+    "mistral-window": Case("mistral", {"sliding_window": 7, "head_dim": 32}),
+    "qwen2": Case("qwen2", {"tie_word_embeddings": True}, torch.bfloat16),
+    "qwen2-window": Case(
+        "qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    ),
+    "qwen2-ragged": Case(  # no width is a multiple of a quantization block
+        "qwen2", {"hidden_size": 80, "intermediate_size": 112, "head_dim": 32}
+    ),
+    "qwen3": Case("qwen3", {"head_dim": 32, "tie_word_embeddings": True}, torch.bfloat16),
+    "qwen3-biases": Case("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "qwen3-window": Case(
+        "qwen3",
+        {
+            "head_dim": 32,
+            "num_key_value_heads": 1,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}
+
+
+def make(case: Case, folder: Path, seed: int = 0) -> PreTrainedModel:
+    """Write the checkpoint; returns the model in float32, with the weights as written."""
+    config = AutoConfig.for_model(case.family, **{**_BASE, **case.config})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        centre = 1.0 if "norm" in name else 0.0
+        spread = 0.2 if parameter.ndim == 1 else 2 / parameter.shape[-1] ** 0.5
+        parameter.data = torch.randn_like(parameter) * spread + centre
+    model.to(case.dtype)
+    model.save_pretrained(folder, max_shard_size="20KB" if case.shards else "5GB")
+    model.generation_config.save_pretrained(folder)
+    # loaded anew: `model.float()` would not bring back the RoPE buffers, which `to` rounded
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    """Change keys of `config.json`; None removes one."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def tokens(seed: int = 0, count: int = TOKENS) -> NDArray[np.int64]:
+    """Random token ids."""
+    return np.random.default_rng(seed).integers(0, VOCAB, count)
+
+
+def logits(model: PreTrainedModel, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Transformers' logits of every position, float32 [num_tokens, vocab]."""
+    with torch.no_grad():
+        found: NDArray[np.float32] = model(torch.from_numpy(token_ids)[None]).logits[0].numpy()
+    return found
+
+
+def greedy(model: PreTrainedModel, prompt: NDArray[np.int64], count: int) -> list[int]:
+    """`count` tokens that follow `prompt`, each the likeliest, without a cache."""
+    token_ids = prompt
+    for _ in range(count):
+        token_ids = np.append(token_ids, logits(model, token_ids)[-1].argmax())
+    return token_ids[len(prompt) :].tolist()

@@ -1,0 +1,143 @@
+"""Run an artifact's graphs one sequence at a time, on ONNX Runtime's CPU provider, in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from onnxport.graphs import contract
+from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.passes.accuracy import set_accuracy
+from onnxport.graphs.passes.decompose import decompose
+from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.spec import ArchSpec
+
+Kind = Literal["gqa", "decomposed", "custom"]
+Logits = NDArray[np.float32]  # [num_tokens, vocab]
+BLOCK_SIZE = 4
+
+
+def start(artifact: Artifact, kind: Kind, kernel: Path | None = None) -> ort.InferenceSession:
+    """A session with float32 activations and, in MatMulNBits, float32 arithmetic."""
+    model = artifact.load_graph("gqa" if kind == "gqa" else "paged")
+    retyped = retype(model, artifact.read_tensor)
+    model = set_accuracy(retyped.model, 1).model
+    if kind == "decomposed":
+        model = decompose(model).model
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    options.add_session_config_entry(
+        "session.model_external_initializers_file_folder_path", str(artifact.path)
+    )
+    if kind == "custom":
+        options.register_custom_ops_library(str(kernel))
+    if retyped.attached:
+        values = [ort.OrtValue.ortvalue_from_numpy(value) for value in retyped.attached.values()]
+        options.add_external_initializers(list(retyped.attached), values)
+    return ort.InferenceSession(
+        onnx.ModelProto.SerializeToString(model), options, providers=["CPUExecutionProvider"]
+    )
+
+
+class Runner(Protocol):
+    """One growing sequence."""
+
+    def step(self, token_ids: NDArray[np.int64]) -> Logits: ...
+
+
+class GqaRunner:
+    """The GQA graph; present caches become the next step's past."""
+
+    def __init__(self, session: ort.InferenceSession, spec: ArchSpec) -> None:
+        self._session = session
+        self._layers = range(spec.num_layers)
+        empty = np.zeros((1, spec.num_kv_heads, 0, spec.head_size), np.float32)
+        self._past = dict.fromkeys(self._names(contract.past_key, contract.past_value), empty)
+        self._length = 0
+
+    def _names(self, *makers: object) -> list[str]:
+        return [make(layer) for layer in self._layers for make in makers]  # type: ignore[operator]
+
+    def step(self, token_ids: NDArray[np.int64]) -> Logits:
+        self._length += len(token_ids)
+        feeds = {
+            contract.INPUT_IDS: token_ids[None],
+            contract.ATTENTION_MASK: np.ones((1, self._length), np.int64),
+            **self._past,
+        }
+        presents = self._names(contract.present_key, contract.present_value)
+        logits, *caches = self._session.run([contract.LOGITS, *presents], feeds)
+        self._past = dict(zip(self._past, caches, strict=True))
+        return logits[0]
+
+
+class PagedRunner:
+    """The paged graph, in blocks of a shuffled order, with a second sequence in each batch."""
+
+    def __init__(self, session: ort.InferenceSession, spec: ArchSpec) -> None:
+        self._session = session
+        order = np.random.default_rng(0).permutation(2 * 32).astype(np.int32)
+        self._table = order.reshape(2, 32)
+        shape = (order.size, BLOCK_SIZE, spec.num_kv_heads, spec.head_size)
+        self._caches = {
+            name: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
+            for layer in range(spec.num_layers)
+            for name in (contract.past_key(layer), contract.past_value(layer))
+        }
+        self._length = 0
+
+    def step(self, token_ids: NDArray[np.int64]) -> Logits:
+        """The second sequence repeats the first token, so that rows are not the whole batch."""
+        count, past = len(token_ids), self._length
+        self._length += count
+        binding = self._session.io_binding()
+        inputs = {
+            contract.INPUT_IDS: np.concatenate([token_ids[:1], token_ids]),
+            contract.BLOCK_TABLE: self._table[::-1].copy(),
+            contract.CUMULATIVE_SEQUENCE_LENGTHS: np.array([0, 1, count + 1], np.int32),
+            contract.PAST_SEQUENCE_LENGTHS: np.array([0, past], np.int32),
+            contract.ATTENTION_METADATA: np.array([count, past + count, 1], np.int32),
+            contract.LOGITS_INDICES: np.arange(1, count + 1, dtype=np.int32),
+        }
+        for name, array in inputs.items():
+            binding.bind_cpu_input(name, array)
+        binding.bind_output(contract.LOGITS)
+        for name, value in self._caches.items():
+            binding.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_output(name.replace("past_key_values", "present"), value)
+        self._session.run_with_iobinding(binding)
+        logits: Logits = binding.get_outputs()[0].numpy()
+        return logits
+
+
+class Graph:
+    """One of an artifact's graphs, ready to run."""
+
+    def __init__(self, artifact: Artifact, kind: Kind, kernel: Path | None = None) -> None:
+        self._session = start(artifact, kind, kernel)
+        self._spec = artifact.manifest.model
+        self._runner = GqaRunner if kind == "gqa" else PagedRunner
+
+    def sequence(self) -> Runner:
+        """A new sequence."""
+        return self._runner(self._session, self._spec)
+
+    def logits(self, token_ids: NDArray[np.int64]) -> Logits:
+        """Logits of every position of one sequence."""
+        return self.sequence().step(token_ids)
+
+
+def greedy(run: Runner, prompt: NDArray[np.int64], count: int) -> list[int]:
+    """`count` tokens that follow `prompt`, each the likeliest."""
+    found: list[int] = []
+    token_ids = prompt
+    for _ in range(count):
+        found.append(int(run.step(token_ids)[-1].argmax()))
+        token_ids = np.array(found[-1:], np.int64)
+    return found

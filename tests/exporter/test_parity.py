@@ -1,0 +1,67 @@
+"""Every family and variation gives transformers' logits and greedy tokens, in every graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedModel
+
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
+from onnxport.graphs.artifact import Artifact
+from onnxport.providers.cpu.library import find_library
+from tests.exporter import checkpoints
+from tests.exporter.run_graphs import Graph, Kind, greedy
+
+KERNEL = find_library()
+KINDS: list[Kind] = ["gqa", "decomposed", "custom"]
+
+Exported = tuple[PreTrainedModel, Artifact]
+
+
+@pytest.fixture(scope="module", params=checkpoints.CASES)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = checkpoints.make(checkpoints.CASES[request.param], folder / "checkpoint")
+    path = export_model(
+        folder / "checkpoint", folder / "artifact", ExportOptions(precision="fp32", threads=1)
+    )
+    return model, Artifact.read(path, verify="sha256")
+
+
+def test_the_numpy_reference_agrees(exported: Exported) -> None:
+    model, artifact = exported
+    with np.load(artifact.path / "golden.npz") as golden:
+        expected = checkpoints.logits(model, golden["token_ids"])[golden["logits_indices"]]
+        assert len(golden["logits"]) == 4
+        np.testing.assert_allclose(golden["logits"], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_graph_agrees(exported: Exported, kind: Kind) -> None:
+    if kind == "custom" and KERNEL is None:
+        pytest.skip("the C++ kernel was not built")
+    model, artifact = exported
+    token_ids = checkpoints.tokens()
+    expected = checkpoints.logits(model, token_ids)
+    assert np.ptp(expected) > 2  # logits that say something
+    graph = Graph(artifact, kind, KERNEL)
+    np.testing.assert_allclose(graph.logits(token_ids), expected, atol=1e-4)
+    sequence = graph.sequence()
+    chunked = [sequence.step(part) for part in np.split(token_ids, [9, 10, 23])]
+    np.testing.assert_allclose(np.concatenate(chunked), expected, atol=1e-4)
+    prompt = token_ids[:11]
+    assert greedy(graph.sequence(), prompt, 12) == checkpoints.greedy(model, prompt, 12)
+
+
+def test_the_artifact_is_whole(exported: Exported, tmp_path: Path) -> None:
+    _, artifact = exported
+    files = set(artifact.manifest.files)
+    assert {"model.onnx", "model_gqa.onnx", "model.onnx.data", "golden.npz"} <= files
+    assert {"genai_config.json", "generation_config.json"} <= files
+    assert artifact.manifest.eos_token_ids == (2,)
+    assert artifact.manifest.precision == artifact.manifest.head_precision == "fp32"
+    for kind in ("paged", "gqa"):
+        assert (artifact.path / {"paged": "model.onnx", "gqa": "model_gqa.onnx"}[kind]).stat()

@@ -1,0 +1,157 @@
+"""RoPE tables equal transformers', type by type; partial rotation equals Phi-3's code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama import modeling_llama
+from transformers.models.phi3 import modeling_phi3
+
+from onnxport.errors import UnsupportedModelError
+from onnxport.exporter import rope
+from onnxport.exporter.config import Config
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
+from onnxport.exporter.ropeconfig import read_rope
+from onnxport.graphs.artifact import Artifact
+from tests.exporter import checkpoints
+from tests.exporter.run_graphs import Graph, Kind
+
+HEAD_SIZE = 64
+CONTEXT = 4096
+PARAMETERS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 2.5},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    },
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+    {"rope_type": "yarn", "factor": 4.0},
+    {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 512,
+        "beta_fast": 20.0,
+        "beta_slow": 3.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+        "truncate": False,
+    },
+    {
+        "rope_type": "yarn",
+        "factor": 1.0,
+        "original_max_position_embeddings": 4096,
+        "attention_factor": 1.5,
+        "partial_rotary_factor": 0.5,
+    },
+    {"rope_type": "linear", "factor": 1.0, "partial_rotary_factor": 0.25},
+]
+
+
+def config_of(parameters: dict[str, Any], theta: float = 10_000.0) -> Config:
+    values = {"max_position_embeddings": CONTEXT, "rope_theta": theta, "rope_scaling": parameters}
+    return Config(values, Path("config.json"))
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=lambda p: p["rope_type"])
+def test_tables_equal_transformers(parameters: dict[str, Any], theta: float) -> None:
+    spec, context_length = read_rope(config_of(parameters, theta), HEAD_SIZE, None)
+    assert context_length == CONTEXT
+    peer = LlamaConfig(
+        hidden_size=4 * HEAD_SIZE,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_theta": theta, **parameters},
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](peer, torch.device("cpu"))
+    angles = torch.arange(CONTEXT).float()[:, None] * frequencies
+    cos, sin = rope.tables(spec, CONTEXT)
+    np.testing.assert_allclose(cos, (angles.cos() * factor).numpy(), atol=1e-3)  # at 4,096 radians
+    np.testing.assert_allclose(sin, (angles.sin() * factor).numpy(), atol=1e-3)
+    np.testing.assert_allclose(cos[:64], (angles.cos() * factor).numpy()[:64], atol=2e-5)
+    found = rope.inverse_frequencies(spec, CONTEXT)
+    np.testing.assert_allclose(found, frequencies.numpy(), rtol=2e-6)
+
+
+def test_default_rotates_by_powers_of_theta() -> None:
+    spec, _ = read_rope(config_of({}), HEAD_SIZE, None)
+    assert (spec.type, spec.rotary_dim, spec.attention_factor) == ("default", HEAD_SIZE, 1.0)
+    cos, sin = rope.tables(spec, 3)
+    assert cos.dtype == sin.dtype == np.float32
+    assert cos.shape == sin.shape == (3, HEAD_SIZE // 2)
+    np.testing.assert_allclose(sin[2, :2], np.sin([2, 2 * 10_000 ** (-2 / HEAD_SIZE)]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("length", [CONTEXT // 2, CONTEXT])
+def test_dynamic_is_default_up_to_the_original_length(length: int) -> None:
+    dynamic, context_length = read_rope(config_of(PARAMETERS[1]), HEAD_SIZE, length)
+    default, _ = read_rope(config_of({}), HEAD_SIZE, None)
+    assert context_length == length
+    np.testing.assert_array_equal(
+        rope.inverse_frequencies(dynamic, length), rope.inverse_frequencies(default, length)
+    )
+
+
+def test_dynamic_beyond_is_transformers_at_that_length() -> None:
+    parameters = PARAMETERS[1]
+    spec, context_length = read_rope(config_of(parameters), HEAD_SIZE, 3 * CONTEXT)
+    peer = LlamaConfig(
+        hidden_size=4 * HEAD_SIZE,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_theta": 10_000.0, **parameters},
+    )
+    expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](peer, None, seq_len=3 * CONTEXT)
+    found = rope.inverse_frequencies(spec, context_length)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=2e-6)
+
+
+def test_yarn_may_be_as_long_as_its_factor_says() -> None:
+    config = config_of({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT})
+    assert read_rope(config, HEAD_SIZE, 4 * CONTEXT)[1] == 4 * CONTEXT
+    with pytest.raises(UnsupportedModelError, match=f"made for {4 * CONTEXT}"):
+        read_rope(config, HEAD_SIZE, 4 * CONTEXT + 1)
+
+
+@pytest.mark.parametrize("length", [0, -1, CONTEXT + 1])
+def test_other_types_refuse_a_longer_context(length: int) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"Choose one from 1 to {CONTEXT}"):
+        read_rope(config_of({}), HEAD_SIZE, length)
+
+
+@pytest.mark.parametrize("kind", ["gqa", "decomposed"])
+@pytest.mark.parametrize("factor", [0.25, 0.5])
+def test_partial_rotation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float, kind: Kind
+) -> None:
+    # transformers' Llama cannot rotate in part, Phi-3's rotation can
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", modeling_phi3.apply_rotary_pos_emb)
+    parameters = {
+        "rope_type": "linear",
+        "factor": 1.0,
+        "rope_theta": 100.0,
+        "partial_rotary_factor": factor,
+    }
+    case = checkpoints.Case("llama", {"head_dim": 64, "rope_parameters": parameters})
+    model = checkpoints.make(case, tmp_path / "checkpoint")
+    options = ExportOptions(precision="fp32", threads=1)
+    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
+    artifact = Artifact.read(path)
+    assert artifact.manifest.model.rope.rotary_dim == 64 * factor
+    token_ids = checkpoints.tokens()
+    expected = checkpoints.logits(model, token_ids)
+    np.testing.assert_allclose(Graph(artifact, kind).logits(token_ids), expected, atol=1e-4)
+    with np.load(path / "golden.npz") as golden:
+        rows = checkpoints.logits(model, golden["token_ids"])[golden["logits_indices"]]
+        np.testing.assert_allclose(golden["logits"], rows, atol=1e-4)
