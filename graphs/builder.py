@@ -22,7 +22,7 @@ class GraphBuilder:
     """Collects inputs, outputs, initializers and nodes of one graph.
 
     A value is its name, a `str`; the empty string is an omitted optional input. Names made here
-    are `<scope>.<name>`; a name that is taken gets a number.
+    are `<scope>.<name>`; a name that is taken gets a number. Nodes and values may share a name.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,7 +33,8 @@ class GraphBuilder:
         self._weights: dict[str, TensorRef] = {}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._nodes: list[onnx.NodeProto] = []
-        self._taken: set[str] = set()
+        self._taken: set[str] = set()  # value names
+        self._node_names: set[str] = set()
         self._scopes: list[str] = []
 
     @contextmanager
@@ -61,7 +62,7 @@ class GraphBuilder:
         value = np.asarray(value)
         key = (value.dtype.name, value.shape, value.tobytes())
         if key not in self._constants:
-            unique = self._unique(name)
+            unique = self._unique(name, self._taken)
             self._initializers.append(numpy_helper.from_array(np.ascontiguousarray(value), unique))
             self._initializers[-1].dims[:] = value.shape  # ascontiguousarray makes 0-d into 1-d
             self._constants[key] = unique
@@ -123,7 +124,7 @@ class GraphBuilder:
             name: Node name, before scoping; the operator type if None.
             **attributes: Operator attributes; those that are None are left out.
         """
-        unique = self._unique(name or op_type)
+        unique = self._unique(name or op_type, self._node_names)
         names: list[str]
         if outputs is None:
             names = [f"{unique}.out"]
@@ -145,7 +146,9 @@ class GraphBuilder:
 
     def reserve(self, names: Iterable[str]) -> None:
         """Never make these names: those of a model that the nodes will be spliced into."""
-        self._taken.update(names)
+        names = set(names)
+        self._taken |= names
+        self._node_names |= names
 
     def take_nodes(self) -> list[onnx.NodeProto]:
         """The nodes made since the last call; they are no longer this builder's."""
@@ -174,13 +177,14 @@ class GraphBuilder:
         )
         return model
 
-    def _unique(self, name: str) -> str:
+    def _unique(self, name: str, taken: set[str]) -> str:
         base = ".".join((*self._scopes, name))
         candidate, number = base, 1
-        while candidate in self._taken:
+        while candidate in taken:
             number += 1
             candidate = f"{base}_{number}"
-        return self._claim(candidate)
+        taken.add(candidate)
+        return candidate
 
     def _claim(self, name: str) -> str:
         assert name not in self._taken, f"the name {name!r} is used twice in graph {self._name}"

@@ -64,8 +64,8 @@ def decompose(model: onnx.ModelProto, *, tile_tokens: int = DEFAULT_TILE_TOKENS)
         tile_tokens: Most query tokens that share one gathered copy of their keys and values.
 
     Raises:
-        ArtifactError: A node uses what this rewrite does not cover: a slot mapping, a latent or
-            4-bit cache, attention that is not causal, a RoPE offset; or its types are unknown.
+        ArtifactError: A node uses what this rewrite does not cover, a latent or a 4-bit cache;
+            or its types are unknown.
     """
     layers = {node.outputs[0]: node for node in attention_nodes(model)}
     if not layers:
@@ -129,6 +129,7 @@ class _Rewriter:
     def _plan(self, layer: PagedAttentionNode) -> PagedPlan:
         key = (
             *layer.inputs[PagedInput.CUMULATIVE_SEQUENCE_LENGTHS : PagedInput.BLOCK_TABLE + 1],
+            layer.input(PagedInput.SLOT_MAPPING),
             layer.input(PagedInput.ATTENTION_METADATA),
         )
         if key not in self.plans:
@@ -171,35 +172,35 @@ class _Rewriter:
         return results[0], results[1]
 
     def _rotate(self, layer: PagedAttentionNode, plan: PagedPlan, x: str) -> str:
-        """Rotate the leading channels of x [T, heads, head_size] by its tokens' positions."""
+        """Rotate channels of x [T, heads, head_size] by its tokens' positions."""
         g = self._g
         cos = plan.rotary_rows(layer.input(PagedInput.COS))  # [T, 1, rotary_dim / 2]
         sin = plan.rotary_rows(layer.input(PagedInput.SIN))
-        half = self._rotary_half(layer)
-        rest = layer.head_size - 2 * half
-        widths = [2 * half, rest] if layer.rotary_interleaved else [half, half, rest]
-        widths = widths if rest else widths[:-1]
-        if widths == [layer.head_size]:
-            parts: tuple[str, ...] = (x,)
-        else:
-            sizes = g.constant(np.array(widths, np.int64), "widths")
-            parts = g.node("Split", [x, sizes], outputs=len(widths), axis=-1)
+        half, start = self._rotary_half(layer), layer.rotary_offset
+        before, rotated, after = self._cut(x, (start, 2 * half, layer.head_size - start - 2 * half))
+        assert rotated is not None
         if layer.rotary_interleaved:
-            pairs = ops.reshape(g, parts[0], [0, 0, half, 2])
-            pair_sizes = g.constant(np.array([1, 1], np.int64), "pair")
-            first, second = g.node("Split", [pairs, pair_sizes], outputs=2, axis=-1)
-            flat = [0, 0, half]
-            a, b = ops.reshape(g, first, flat), ops.reshape(g, second, flat)
+            pairs = ops.reshape(g, rotated, [0, 0, half, 2])
+            columns = g.node("Split", [pairs], outputs=2, axis=-1, num_outputs=2)
+            a, b = (ops.reshape(g, column, [0, 0, half]) for column in columns)
         else:
-            a, b = parts[0], parts[1]
+            a, b = g.node("Split", [rotated], outputs=2, axis=-1, num_outputs=2)
         left = g.node("Sub", [g.node("Mul", [a, cos]), g.node("Mul", [b, sin])])
         right = g.node("Add", [g.node("Mul", [b, cos]), g.node("Mul", [a, sin])])
-        tail = list(parts[-1:]) if rest else []
-        if not layer.rotary_interleaved:
-            return g.node("Concat", [left, right, *tail], axis=-1)
-        columns = [ops.reshape(g, side, [0, 0, half, 1]) for side in (left, right)]
-        rotated = ops.reshape(g, g.node("Concat", columns, axis=-1), [0, 0, 2 * half])
-        return g.node("Concat", [rotated, *tail], axis=-1) if tail else rotated
+        sides = [left, right]
+        if layer.rotary_interleaved:
+            columns = tuple(ops.reshape(g, side, [0, 0, half, 1]) for side in sides)
+            sides = [ops.reshape(g, g.node("Concat", columns, axis=-1), [0, 0, 2 * half])]
+        return g.node("Concat", [part for part in (before, *sides, after) if part], axis=-1)
+
+    def _cut(self, x: str, widths: tuple[int, int, int]) -> tuple[str | None, ...]:
+        """Split the last axis in three; None for a part of no width."""
+        used = [width for width in widths if width]
+        if len(used) == 1:
+            return tuple(x if width else None for width in widths)
+        sizes = self._g.constant(np.array(used, np.int64), "widths")
+        parts = iter(self._g.node("Split", [x, sizes], outputs=len(used), axis=-1))
+        return tuple(next(parts) if width else None for width in widths)
 
     def _rotary_half(self, layer: PagedAttentionNode) -> int:
         """rotary_dim / 2, the width of the cos table, looked up through a Cast."""
@@ -234,10 +235,12 @@ class _Rewriter:
             wide = x if dtype == TensorProto.FLOAT else ops.cast(g, x, TensorProto.FLOAT)
             low = g.constant(np.array(_INT8_MIN, np.float32), "int8.min")
             high = g.constant(np.array(_INT8_MAX, np.float32), "int8.max")
-            rounded = g.node("Round", [g.node("Div", [wide, scale])])
+            rounded = g.node("Round", [g.node("Mul", [wide, g.node("Reciprocal", [scale])])])
             x = ops.cast(g, g.node("Clip", [rounded, low, high]), cache_dtype)
         elif cache_dtype != dtype:
             x = ops.cast(g, x, cache_dtype)
+        if plan.written is not None:
+            x = g.node("Gather", [x, plan.written], axis=0)
         cache = layer.input(position)
         g.node("ScatterND", [cache, plan.slots, x], outputs=[present])
         blocks = g.node("Gather", [present, plan.tile_blocks], axis=0)
@@ -271,7 +274,7 @@ class _Rewriter:
         if layer.softcap:
             bounded = g.node("Tanh", [scores])
             scores = g.node("Mul", [bounded, self._scalar(layer.softcap, dtype)])
-        scores = g.node("Add", [scores, plan.bias(layer.local_window_size, dtype)])
+        scores = g.node("Add", [scores, plan.bias(layer.local_window_size, layer.is_causal, dtype)])
         weights = self._softmax(layer, plan, scores)  # [tiles, heads, tile, kv_len]
         weights = g.node("Reshape", [weights, plan.weights_shape(kv_heads)])
         rows = g.node("Transpose", [values], perm=[0, 2, 1, 3])
@@ -300,11 +303,8 @@ class _Rewriter:
 def _refuse(layer: PagedAttentionNode) -> None:
     """Raise for what the rewrite does not cover, naming all of it."""
     checks: Mapping[str, Any] = {
-        "a slot mapping": layer.input(PagedInput.SLOT_MAPPING),
         f"a {layer.kv_cache_layout} cache": layer.kv_cache_layout != "SEPARATE",
         f"a cache of {layer.k_cache_dtype}": layer.k_cache_dtype in ("int4", "float4e2m1"),
-        "attention that is not causal": not layer.is_causal,
-        "a RoPE offset": layer.rotary_offset,
         "RoPE without its tables": layer.do_rotary and not layer.input(PagedInput.SIN),
     }
     found = [what for what, used in checks.items() if used]

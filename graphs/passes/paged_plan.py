@@ -26,7 +26,8 @@ class PagedPlan:
     """Emits the shared nodes into a builder on construction, further ones when asked for.
 
     Attributes:
-        slots: int64 [T, 2], block and offset where a token's key and value are written.
+        slots: int64 [written, 2], block and offset where keys and values are written.
+        written: int64 [written], the tokens to write; None for all T of them.
         tile_tokens: int64 [tiles, C], the token of each tile row; rows past the end of their
             sequence repeat some token and their result is dropped.
         tile_blocks: int64 [tiles, blocks], the block ids that a tile reads.
@@ -37,7 +38,7 @@ class PagedPlan:
         self._g = g
         self._memo: dict[tuple[object, ...], str] = {}
         self._read_inputs(layer, tile_tokens)
-        self._place_tokens()
+        self._place_tokens(layer.input(PagedInput.SLOT_MAPPING))
         self._place_tiles()
 
     def rotary_rows(self, table: str) -> str:
@@ -50,12 +51,12 @@ class PagedPlan:
             self._memo[key] = rows
         return self._memo[key]
 
-    def bias(self, window: int | None, dtype: int) -> str:
+    def bias(self, window: int | None, causal: bool, dtype: int) -> str:
         """Added to scores: [tiles, 1, C, kv_len], zero where a query sees a key, else lowest."""
-        key = ("bias", window, dtype)
+        key = ("bias", window, causal, dtype)
         if key not in self._memo:
             with self._g.scope("paged", root=True):
-                self._memo[key] = self._make_bias(window, dtype)
+                self._memo[key] = self._make_bias(window, causal, dtype)
         return self._memo[key]
 
     def kv_shape(self, kv_heads: int, size: int) -> str:
@@ -78,10 +79,11 @@ class PagedPlan:
         """[tiles, heads, C, 1]."""
         return self._shape(self._tiles, heads, self._tile, 1)
 
-    def _make_bias(self, window: int | None, dtype: int) -> str:
+    def _make_bias(self, window: int | None, causal: bool, dtype: int) -> str:
         g = self._g
         keys = g.node("Range", [self._int(0), self._kv_len, self._int(1)], name="keys")
-        visible = g.node("LessOrEqual", [keys, self._query_positions], name="causal")
+        newest = self._query_positions if causal else self._last_positions
+        visible = g.node("LessOrEqual", [keys, newest], name="visible")
         if window is not None:
             oldest = self._sub(self._query_positions, self._int(window))
             inside = g.node("Greater", [keys, oldest], name="window")
@@ -105,7 +107,7 @@ class PagedPlan:
             )
         )
         self._past = past
-        self._table = self._max(table, self._int(0))  # an unused entry may be anything
+        self._table = table
         ends = self._ints(np.iinfo(np.int64).max)
         self._ends = g.node("Slice", [cumulative, self._ints(1), ends], name="ends")
         self._starts = g.node("Slice", [cumulative, self._ints(0), self._ints(-1)], name="starts")
@@ -113,6 +115,7 @@ class PagedPlan:
         self._num_tokens = self._dim(layer.input(PagedInput.QUERY), 0)
         self._batch = self._dim(layer.input(PagedInput.PAST_SEQUENCE_LENGTHS), 0)
         self._width = self._dim(layer.input(PagedInput.BLOCK_TABLE), 1)
+        self._num_blocks = self._dim(layer.input(PagedInput.KEY_CACHE), 0)
         self._block_size = self._dim(layer.input(PagedInput.KEY_CACHE), 1)
         capacity = self._mul(self._width, self._block_size)
         longest_query, longest_kv = self._num_tokens, capacity
@@ -128,17 +131,26 @@ class PagedPlan:
         self._blocks = self._ceil_div(kv_len, self._block_size)
         self._kv_len = self._mul(self._blocks, self._block_size)
 
-    def _place_tokens(self) -> None:
-        """The sequence, position and slot of each token."""
+    def _place_tokens(self, slot_mapping: str) -> None:
+        """The sequence, position and slot of each token; a mapped slot may be -1, unwritten."""
         g = self._g
         tokens = g.node("Range", [self._int(0), self._num_tokens, self._int(1)], name="tokens")
         self._owner = self._count_ends(tokens, self._ends)
         self._offset = self._sub(tokens, g.node("Gather", [self._starts, self._owner]))
         past = g.node("Gather", [self._past, self._owner], name="token.past")
         self._positions = self._add(past, self._offset)
-        pairs = self._columns(self._owner, self._div(self._positions, self._block_size))
-        block = g.node("GatherND", [self._table, pairs], name="slot.block")
-        offset = g.node("Mod", [self._positions, self._block_size], name="slot.offset")
+        self.written: str | None = None
+        if slot_mapping:
+            slot = ops.cast(g, slot_mapping, TensorProto.INT64, name="slots")
+            kept = g.node("GreaterOrEqual", [slot, self._int(0)], name="written")
+            self.written = ops.reshape(g, g.node("NonZero", [kept], name="written"), [-1])
+            slot = g.node("Gather", [slot, self.written], name="slots")
+            block = self._div(slot, self._block_size)
+            offset = g.node("Mod", [slot, self._block_size], name="slot.offset")
+        else:
+            pairs = self._columns(self._owner, self._div(self._positions, self._block_size))
+            block = g.node("GatherND", [self._table, pairs], name="slot.block")
+            offset = g.node("Mod", [self._positions, self._block_size], name="slot.offset")
         self.slots = self._columns(block, offset)
 
     def _place_tiles(self) -> None:
@@ -159,12 +171,15 @@ class PagedPlan:
         token = self._min(self._add(start, offset), self._last(self._num_tokens))
         self.tile_tokens = self._max(token, self._int(0))
         past = self._column(g.node("Gather", [self._past, owner], name="tile.past"))
-        axes = self._ints(1, 3)
-        position = self._add(past, offset)
-        self._query_positions = g.node("Unsqueeze", [position, axes], name="positions")
+        new = self._column(g.node("Gather", [self._new, owner], name="tile.new"))
+        axes = self._ints(1, 3)  # from [tiles, C] to [tiles, 1, C, 1]
+        self._query_positions = g.node("Unsqueeze", [self._add(past, offset), axes])
+        self._last_positions = g.node("Unsqueeze", [self._last(self._add(past, new)), axes])
+        # An entry that no key needs may be anything: bring it into the pool, its keys are hidden.
+        table = self._max(self._min(self._table, self._last(self._num_blocks)), self._int(0))
         used = g.node(
             "Slice",
-            [self._table, self._ints(0), self._shape(self._blocks), self._ints(1)],
+            [table, self._ints(0), self._shape(self._blocks), self._ints(1)],
             name="used.blocks",
         )
         self.tile_blocks = g.node("Gather", [used, owner], axis=0, name="tile.blocks")

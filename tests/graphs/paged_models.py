@@ -1,7 +1,8 @@
-"""Small paged graphs for the passes' tests, and how to run them."""
+"""Paged graphs around the cases of the kernel's tests, and how to run them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,119 +13,113 @@ from onnx import TensorProto, numpy_helper
 
 from onnxport.graphs import contract as c
 from onnxport.graphs.builder import GraphBuilder
-from tests.graphs.paged_reference import Case
+from tests.kernels import run_ort
+from tests.kernels.cases import random_case
+from tests.kernels.reference import Case
 
 INT32 = TensorProto.INT32
 
+# Inputs by schema name that change from run to run; the others become initializers.
+PER_RUN = {
+    "query": [c.NUM_TOKENS, "width"],
+    "key": [c.NUM_TOKENS, "kv_width"],
+    "value": [c.NUM_TOKENS, "kv_width"],
+    "cumulative_sequence_length": [c.BATCH_PLUS_ONE],
+    "past_seqlens": [c.BATCH],
+    "block_table": [c.BATCH, c.MAX_NUM_BLOCKS],
+    "slot_mapping": [c.NUM_TOKENS],
+    "attention_metadata": [3],
+}
+
+
+def paged_case(seed: int, **changes: object) -> Case:
+    """A random case of the kernel's tests, its cache in the canonical layout."""
+    return random_case(seed).replace(tiled=False, **changes)
+
 
 def paged_model(
-    case: Case,
-    *,
-    packed: bool = True,
-    dtype: int = TensorProto.FLOAT,
-    cache_dtype: int | None = None,
-    metadata: bool = True,
-    layers: int = 1,
-    **attributes: Any,
+    case: Case, *, dtype: int = TensorProto.FLOAT, layers: int = 1, **attributes: Any
 ) -> onnx.ModelProto:
-    """PagedAttention nodes in a row; each further layer attends with the same q, k and v."""
+    """PagedAttention nodes side by side, each over the same q, k and v and caches of its own."""
     g = GraphBuilder("test")
-    q, k = case.heads * case.head_size, case.kv_heads * case.head_size
-    widths = [("query", q + 2 * k)] if packed else [("query", q), ("key", k), ("value", k)]
-    qkv = [g.input(name, dtype, [c.NUM_TOKENS, width]) for name, width in widths]
-    lengths = [
-        g.input(c.CUMULATIVE_SEQUENCE_LENGTHS, INT32, [c.BATCH_PLUS_ONE]),
-        g.input(c.PAST_SEQUENCE_LENGTHS, INT32, [c.BATCH]),
-        g.input(c.BLOCK_TABLE, INT32, [c.BATCH, c.MAX_NUM_BLOCKS]),
-    ]
-    extras = {
-        8: case.cos,
-        9: case.sin,
-        11: case.sink,
-        12: None if case.norm is None else case.norm[0],
-        13: None if case.norm is None else case.norm[1],
-    }
-    tail = [""] * 17
     kind = onnx.helper.tensor_dtype_to_np_dtype(dtype)
-    for position, table in extras.items():
-        if table is not None:
-            tail[position] = g.constant(table.astype(kind), f"input{position}")
-    if metadata:
-        tail[16] = g.input(c.ATTENTION_METADATA, INT32, [3])
+    values: dict[str, str] = {}
+    for name, value in run_ort.inputs(case).items():
+        if name in PER_RUN:
+            is_int = name in run_ort.INT32_INPUTS
+            values[name] = g.input(name, INT32 if is_int else dtype, PER_RUN[name])
+        else:
+            scale = name in ("k_scale", "v_scale")
+            values[name] = g.constant(value if scale else value.astype(kind), name)
     shape = [c.NUM_BLOCKS, c.BLOCK_SIZE, case.kv_heads, case.head_size]
+    cache_type = dtype if case.cache_type == "float" else run_ort.ONNX_TYPES[case.cache_type]
     for layer in range(layers):
-        cache_type = dtype if cache_dtype is None else cache_dtype
-        caches = [g.input(n(layer), cache_type, shape) for n in (c.past_key, c.past_value)]
+        values["key_cache"] = g.input(c.past_key(layer), cache_type, shape)
+        values["value_cache"] = g.input(c.past_value(layer), cache_type, shape)
         presents = [g.output(n(layer), cache_type, shape) for n in (c.present_key, c.present_value)]
-        out = g.output(f"out{layer}", dtype, [c.NUM_TOKENS, q])
+        out = g.output(f"out{layer}", dtype, [c.NUM_TOKENS, case.num_heads * case.head_size])
         with g.scope(f"layers.{layer}"):
             g.node(
                 "PagedAttention",
-                [*qkv, *[""] * (3 - len(qkv)), *caches, *lengths, *tail[8:]],
+                [values.get(name, "") for name in run_ort.INPUT_NAMES],
                 outputs=[out, *presents],
                 domain=c.MICROSOFT,
                 name="attention",
-                num_heads=case.heads,
-                kv_num_heads=case.kv_heads,
-                scale=case.scale,
-                softcap=case.softcap or None,
-                local_window_size=case.window,
-                do_rotary=int(case.cos is not None),
-                rotary_interleaved=int(case.interleaved),
-                qk_norm_epsilon=case.epsilon,
-                **attributes,
+                **(run_ort.attributes(case) | attributes),
             )
     return g.build()
 
 
-def feeds(
-    case: Case, model: onnx.ModelProto, metadata: tuple[int, int, int] | None = None
-) -> dict[str, Any]:
-    """Inputs for the inputs that a model has."""
-    longest = [n + p for n, p in zip(case.new, case.past, strict=True)]
-    exact = (max(case.new), max(longest), min(longest))
-    packed = not any(info.name == "key" for info in model.graph.input)
-    columns = [case.query, case.key, case.value] if packed else [case.query]
-    values = {
-        "query": np.concatenate(columns, axis=1),
-        "key": case.key,
-        "value": case.value,
-        c.CUMULATIVE_SEQUENCE_LENGTHS: case.cumulative,
-        c.PAST_SEQUENCE_LENGTHS: np.array(case.past, np.int32),
-        c.BLOCK_TABLE: case.block_table,
-        c.ATTENTION_METADATA: np.array(metadata or exact, np.int32),
-    }
+def feeds(case: Case, model: onnx.ModelProto) -> dict[str, NDArray[Any]]:
+    """A case's values for the inputs that a model has, in its types."""
+    values = run_ort.inputs(case)
     found = {}
     for info in model.graph.input:
-        is_key = info.name.endswith(".key")
-        cache = case.key_cache if is_key else case.value_cache
-        value = cache if info.name.startswith("past_") and "." in info.name else values[info.name]
+        if info.name.startswith("past_key_values."):
+            value = case.key_cache if info.name.endswith(".key") else case.value_cache
+        else:
+            value = values[info.name]
         kind = onnx.helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
         found[info.name] = value.astype(kind)
     return found
 
 
-def run(
-    model: onnx.ModelProto,
-    inputs: dict[str, Any],
-    attached: dict[str, NDArray[Any]] | None = None,
-) -> dict[str, NDArray[Any]]:
-    """Run on ONNX Runtime's CPU provider; returns outputs by name."""
-    session = start(model, attached)
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(names, inputs), strict=True))
+def run(model: onnx.ModelProto, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Run on ONNX Runtime's CPU provider, in any type; returns outputs by name."""
+    session = start(model)
+    binding = session.io_binding()
+    for info in model.graph.input:
+        kind, value = info.type.tensor_type.elem_type, inputs[info.name]
+        raw = value.view(np.uint16) if kind == TensorProto.BFLOAT16 else value
+        ort_value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, kind)
+        binding.bind_ortvalue_input(info.name, ort_value)
+    numpy_kinds = {}
+    for info in model.graph.output:
+        kind = info.type.tensor_type.elem_type
+        numpy_kinds[info.name] = onnx.helper.tensor_dtype_to_np_dtype(kind)
+        if kind == TensorProto.BFLOAT16:  # ORT's Python has no NumPy type to return it in
+            past = inputs[info.name.replace("present", "past_key_values")]
+            buffer = np.empty(past.shape, np.uint16)
+            numpy_kinds[info.name] = buffer
+            target = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(buffer, kind)
+            binding.bind_ortvalue_output(info.name, target)
+        else:
+            binding.bind_output(info.name, "cpu")
+    session.run_with_iobinding(binding)
+    found = {}
+    for info, value in zip(model.graph.output, binding.get_outputs(), strict=True):
+        buffer = numpy_kinds[info.name]
+        is_buffer = isinstance(buffer, np.ndarray)
+        bfloat16 = onnx.helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16)
+        found[info.name] = buffer.view(bfloat16) if is_buffer else value.numpy()
+    return found
 
 
-def start(
-    model: onnx.ModelProto, attached: dict[str, NDArray[Any]] | None = None
-) -> ort.InferenceSession:
-    """A session on the CPU, with attached initializers."""
+def start(model: onnx.ModelProto) -> ort.InferenceSession:
+    """A session on the CPU, one thread."""
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
-    if attached:
-        values = [ort.OrtValue.ortvalue_from_numpy(value) for value in attached.values()]
-        options.add_external_initializers(list(attached), values)
     return ort.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
