@@ -3,8 +3,8 @@
     python -m benchmarks.paged_attention --shapes decode-1x2048,prefill-512
     python -m benchmarks.paged_attention --peer other_build.so   # alternates the two, adds a ratio
 
-The figures are for one layer of Qwen2.5-0.5B (14 heads, 2 key/value heads of 64) unless --heads says
-otherwise. A graph of several layers, each with its own cache, keeps the processor's caches from
+The figures are for one layer of Qwen2.5-0.5B (14 heads, 2 key/value heads of 64) unless --heads
+says otherwise. A graph of several layers, each with its own cache, keeps the processor's caches from
 holding what a whole model would have evicted. Times are minima over the rounds.
 """
 
@@ -40,10 +40,12 @@ class Shape:
     new: int
 
     def flops(self, heads: int, head_size: int) -> int:
+        """Multiplications and additions of one layer, masked keys not counted."""
         keys = self.new * self.past + self.new * (self.new + 1) // 2
         return 4 * self.batch * keys * heads * head_size
 
     def cache_bytes(self, kv_heads: int, head_size: int, item: int) -> int:
+        """Bytes of keys and values in use, each counted once."""
         return 2 * self.batch * (self.past + self.new) * kv_heads * head_size * item
 
 
@@ -159,6 +161,7 @@ class Runner:
                 self.binding.bind_ortvalue_output(f"{name}o{i}", value)
 
     def seconds(self) -> float:
+        """Run all layers once and return how long it took."""
         start = time.perf_counter()
         self.session.run_with_iobinding(self.binding)
         return time.perf_counter() - start

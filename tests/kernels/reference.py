@@ -135,7 +135,7 @@ def write_cache(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray) -> np.ndarray:
-    """Returns the output [tokens, num_heads * head_size] in float64, given the caches afterwards."""
+    """The float64 output [tokens, num_heads * head_size] that follows from the final caches."""
     output = np.empty((case.query.shape[0], case.num_heads, case.head_size))
     starts = case.cumulative_lengths
     scale = case.scale if case.scale is not None else 1.0 / np.sqrt(case.head_size)

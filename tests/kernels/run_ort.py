@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -18,6 +20,7 @@ ONNX_TYPES = {
     "bfloat16": TensorProto.BFLOAT16,
     "int8": TensorProto.INT8,
     "uint8": TensorProto.UINT8,
+    "float8e4m3fn": TensorProto.FLOAT8E4M3FN,
 }
 INPUT_NAMES = (
     "query",
@@ -76,7 +79,9 @@ def attributes(case: Case) -> dict[str, object]:
 def inputs(case: Case) -> dict[str, np.ndarray]:
     """The node's inputs but the caches, by schema name; absent ones are left out."""
     tokens = case.query.shape[0]
-    query, key, value = (x.reshape(tokens, -1) for x in (case.query, case.key, case.value))
+    query, key, value = (
+        x.reshape(tokens, x.shape[1] * x.shape[2]) for x in (case.query, case.key, case.value)
+    )
     found: dict[str, np.ndarray | None] = {"query": query, "key": key, "value": value}
     if case.packed:
         found = {"query": np.concatenate([query, key, value], axis=1)}
@@ -97,7 +102,7 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
     return {name: np.ascontiguousarray(x) for name, x in found.items() if x is not None}
 
 
-@cache
+@lru_cache(maxsize=32)  # each has threads of its own
 def session(
     library: Path,
     present: frozenset[str],
@@ -142,34 +147,44 @@ def session(
     )
 
 
-def session_for(library: Path, case: Case, threads: int = 2) -> ort.InferenceSession:
+def session_for(
+    library: Path, case: Case, threads: int = 2, extra: Mapping[str, object] = MappingProxyType({})
+) -> ort.InferenceSession:
+    """The session that serves the case; `extra` replaces or adds node attributes."""
     present = frozenset(inputs(case)) | {"key_cache", "value_cache"}
-    items = tuple(sorted(attributes(case).items()))
+    items = tuple(sorted((attributes(case) | dict(extra)).items()))
     return session(library, present, case.cache_type, items, threads)
 
 
 def ort_value(array: np.ndarray, cache_type: str) -> ort.OrtValue:
-    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, ONNX_TYPES[cache_type])
+    """An OrtValue over the array's own memory."""
+    raw = array.view(np.uint16) if cache_type == "bfloat16" else array
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, ONNX_TYPES[cache_type])
 
 
 def run(
-    library: Path, case: Case, threads: int = 2
+    library: Path,
+    case: Case,
+    threads: int = 2,
+    feeds: Mapping[str, np.ndarray] = MappingProxyType({}),
+    in_place: bool = True,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the output and both caches afterwards, the caches in canonical layout."""
+    """Returns the output and both caches afterwards, the caches in canonical layout.
+
+    `feeds` replaces inputs. Without `in_place` the cache outputs have memory of their own.
+    """
     binding = session_for(library, case, threads).io_binding()
     binding.bind_output("output")
-    for name, array in inputs(case).items():
+    for name, array in (inputs(case) | dict(feeds)).items():
         binding.bind_cpu_input(name, array)
-    caches = {"key_cache": case.key_cache, "value_cache": case.value_cache}
     arrays, held = {}, []
-    for name, canonical in caches.items():
-        array = to_tiled(canonical, name == "key_cache") if case.tiled else canonical.copy()
-        raw = array.view(np.uint16) if case.cache_type == "bfloat16" else array
-        value = ort_value(raw, case.cache_type)
-        binding.bind_ortvalue_input(name, value)
-        binding.bind_ortvalue_output(f"{name}_out", value)
-        arrays[name] = array
-        held.append(value)
+    for name, canonical in (("key_cache", case.key_cache), ("value_cache", case.value_cache)):
+        before = to_tiled(canonical, name == "key_cache") if case.tiled else canonical.copy()
+        after = before if in_place else np.zeros_like(before)
+        held += [ort_value(before, case.cache_type), ort_value(after, case.cache_type)]
+        binding.bind_ortvalue_input(name, held[-2])
+        binding.bind_ortvalue_output(f"{name}_out", held[-1])
+        arrays[name] = after
     session_for(library, case, threads).run_with_iobinding(binding)
     output = binding.get_outputs()[0].numpy()
     if case.tiled:

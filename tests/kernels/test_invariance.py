@@ -1,0 +1,126 @@
+"""A sequence's result does not depend, in a single bit, on anything but that sequence."""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.kernels import run_ort
+from tests.kernels.cases import random_case
+from tests.kernels.reference import Case
+
+
+def mixed_case(seed: int, cache_type: str, tiled: bool) -> Case:
+    """A long decode, a prefill, a chunk and a sequence without new tokens."""
+    rng = np.random.default_rng(seed)
+    past, new = [1400, 0, 530, 9], [1, 70, 40, 0]
+    block_size, kv_heads, group, head_size = 16, 2, 3, 64
+    needed = [-(-(p + n) // block_size) for p, n in zip(past, new, strict=True)]
+    free = list(rng.permutation(sum(needed)))
+    table = np.zeros((4, max(needed)), np.int32)
+    for s, count in enumerate(needed):
+        table[s, :count] = [free.pop() for _ in range(count)]
+    shape = (sum(needed), block_size, kv_heads, head_size)
+    tokens = sum(new)
+
+    def normal(*size: int) -> np.ndarray:
+        return rng.standard_normal(size).astype(np.float32)
+
+    dtype = random_case(["float", "float16", "bfloat16", "int8"].index(cache_type)).key_cache.dtype
+    return Case(
+        num_heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        query=normal(tokens, kv_heads * group, head_size),
+        key=normal(tokens, kv_heads, head_size),
+        value=normal(tokens, kv_heads, head_size),
+        key_cache=normal(*shape).astype(dtype),
+        value_cache=normal(*shape).astype(dtype),
+        past_lengths=past,
+        new_lengths=new,
+        block_table=table,
+        cache_type=cache_type,
+        tiled=tiled,
+        window=600 if seed % 2 else None,
+        k_scale=np.array([0.02], np.float32) if cache_type == "int8" else None,
+        v_scale=np.array([0.02], np.float32) if cache_type == "int8" else None,
+    )
+
+
+def tokens_of(case: Case, s: int, first: int, last: int) -> Case:
+    """Sequence s alone, with its new tokens [first, last) only; those before are in the cache."""
+    start = int(case.cumulative_lengths[s])
+    part = slice(start + first, start + last)
+    return case.replace(
+        query=case.query[part],
+        key=case.key[part],
+        value=case.value[part],
+        past_lengths=[case.past_lengths[s] + first],
+        new_lengths=[last - first],
+        block_table=case.block_table[s : s + 1],
+    )
+
+
+KINDS = [("float", True), ("float", False), ("float16", True), ("bfloat16", False), ("int8", True)]
+
+
+@pytest.mark.parametrize(("cache_type", "tiled"), KINDS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_batch_chunks_and_threads(
+    library_path: Path,
+    library: ctypes.CDLL,
+    available_isas: list[str],
+    cache_type: str,
+    tiled: bool,
+    seed: int,
+) -> None:
+    case = mixed_case(seed, cache_type, tiled)
+    starts = case.cumulative_lengths
+    for isa in available_isas:
+        library.onnxport_cpu_set_isa(isa.encode())
+        whole, keys, values = run_ort.run(library_path, case)
+        one_thread = run_ort.run(library_path, case, threads=1)
+        assert whole.tobytes() == one_thread[0].tobytes()
+        for s, count in enumerate(case.new_lengths):
+            state, parts = case, []
+            cuts = sorted({0, count // 3, count // 3 + 1, count} if count > 2 else {0, count})
+            for first, last in pairwise(cuts):
+                part = tokens_of(state, s, first, last)
+                output, key_cache, value_cache = run_ort.run(library_path, part)
+                state = state.replace(key_cache=key_cache, value_cache=value_cache)
+                parts.append(output)
+            if parts:
+                alone = np.concatenate(parts)
+                assert alone.tobytes() == whole[starts[s] : starts[s + 1]].tobytes(), (isa, s)
+        assert not np.array_equal(keys, case.key_cache)
+        assert not np.array_equal(values, case.value_cache)
+
+
+def test_concurrent_sessions(library_path: Path) -> None:
+    cases = [random_case(seed) for seed in range(24)]
+    alone = [run_ort.run(library_path, case) for case in cases]
+
+    def repeat(i: int) -> bool:
+        case, expected = cases[i], alone[i]
+        return all(
+            all(a.tobytes() == b.tobytes() for a, b in zip(expected, found, strict=True))
+            for found in (run_ort.run(library_path, case) for _ in range(5))
+        )
+
+    with ThreadPoolExecutor(6) as executor:
+        assert all(executor.map(repeat, range(len(cases))))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_outputs_with_memory_of_their_own(library_path: Path, seed: int) -> None:
+    case = random_case(seed)
+    before = case.key_cache.copy()
+    in_place = run_ort.run(library_path, case)
+    apart = run_ort.run(library_path, case, in_place=False)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(in_place, apart, strict=True))
+    assert case.key_cache.tobytes() == before.tobytes()
