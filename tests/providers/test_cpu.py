@@ -1,0 +1,206 @@
+"""The cpu provider: both lowerings, every family, the same tokens whatever the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnxport.errors import CapacityError, ProviderError
+from onnxport.providers.base import Attention, LoadOptions, Model, StepInputs
+from onnxport.providers.cpu import provider as cpu
+from onnxport.providers.cpu.library import find_library
+from onnxport.providers.registry import open_model
+from onnxport.serving.config import EngineConfig
+from onnxport.serving.engine import Engine
+from onnxport.serving.params import SamplingParams
+from tests.exporter.checkpoints import VOCAB
+from tests.providers.conftest import ArtifactMaker
+
+NEW_TOKENS = 12
+LENGTHS = (1, 5, 16, 17, 40, 33, 2)
+ATTENTION: tuple[Attention, ...] = ("custom", "decomposed")
+FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3")
+
+
+def prompts() -> list[list[int]]:
+    random = np.random.default_rng(3)
+    return [random.integers(3, VOCAB, length).tolist() for length in LENGTHS]
+
+
+@contextmanager
+def opened(path: Path, attention: Attention | None, **options: object) -> Iterator[Model]:
+    if attention == "custom" and find_library() is None:
+        pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
+    chosen = LoadOptions(**{"threads": 2, "kv_cache_tokens": 1024, **options}, attention=attention)  # type: ignore[arg-type]
+    model = open_model(path, "cpu", chosen)
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+def generate(
+    path: Path,
+    attention: Attention,
+    *,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 512,
+    kv_cache_tokens: int = 1024,
+    matmul_accuracy_level: int | None = None,
+) -> tuple[list[list[int]], Engine]:
+    """Greedy tokens of every prompt, all submitted together, and the engine that made them."""
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    config = EngineConfig(max_num_seqs, max_num_batched_tokens)
+    with opened(
+        path,
+        attention,
+        kv_cache_tokens=kv_cache_tokens,
+        matmul_accuracy_level=matmul_accuracy_level,
+    ) as model:
+        engine = Engine(model, config=config)
+        for index, prompt in enumerate(prompts()):
+            engine.submit(engine.prepare(str(index), prompt, params))
+        tokens: list[list[int]] = [[] for _ in LENGTHS]
+        while engine.has_work:
+            for delta in engine.step():
+                assert delta.finish_reason in (None, "length"), delta.error
+                tokens[int(delta.request_id)].extend(delta.token_ids)
+        engine.check()
+        return tokens, engine
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_tokens_however_it_is_batched(
+    tiny_artifact: ArtifactMaker, family: str, precision: str, attention: Attention
+) -> None:
+    path = tiny_artifact(family, precision)
+    together, _ = generate(path, attention)
+    alone, _ = generate(path, attention, max_num_seqs=1)
+    assert all(len(tokens) == NEW_TOKENS for tokens in together)
+    assert alone == together
+    for budget in (8, 13):
+        assert generate(path, attention, max_num_batched_tokens=budget)[0] == together
+    preempted, engine = generate(path, attention, kv_cache_tokens=96)
+    assert engine.stats().num_preemptions > 0
+    assert preempted == together
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_lowerings_give_the_same_tokens(
+    tiny_artifact: ArtifactMaker, family: str, precision: str
+) -> None:
+    # In float32 products: int8 activations round a difference of 1e-7 up to a whole step.
+    path = tiny_artifact(family, precision)
+    custom, _ = generate(path, "custom", matmul_accuracy_level=1)
+    decomposed, _ = generate(path, "decomposed", matmul_accuracy_level=1)
+    assert custom == decomposed
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-2), ("bfloat16", 1e-1)])
+def test_a_16_bit_cache_is_near_the_float32_one(
+    tiny_artifact: ArtifactMaker, dtype: str, tolerance: float
+) -> None:
+    path = tiny_artifact("llama", "fp32")
+    with opened(path, "custom") as exact, opened(path, "custom", kv_cache_dtype=dtype) as rounded:
+        assert rounded.capabilities.kv_cache_dtype == dtype
+        assert rounded.capabilities.kv_block_bytes * 2 == exact.capabilities.kv_block_bytes
+        for step in two_steps(prompts()[4]):
+            expected, found = exact.run(step).copy(), rounded.run(step)
+            assert 0 < np.abs(found - expected).max() < tolerance * np.abs(expected).max()
+
+
+def two_steps(prompt: list[int]) -> list[StepInputs]:
+    """A prompt in two chunks, blocks in falling order."""
+    blocks = np.arange(4, 0, -1, dtype=np.int32)[None]
+    half = len(prompt) // 2
+    return [
+        StepInputs(
+            input_ids=np.array(ids, np.int64),
+            block_table=blocks,
+            cumulative_sequence_lengths=np.array([0, len(ids)], np.int32),
+            past_sequence_lengths=np.array([past], np.int32),
+            attention_metadata=np.array([len(ids), past + len(ids), past + len(ids)], np.int32),
+            logits_indices=np.array([len(ids) - 1], np.int32),
+        )
+        for past, ids in ((0, prompt[:half]), (half, prompt[half:]))
+    ]
+
+
+def test_every_node_runs_on_the_cpu_and_the_report_says_so(tiny_artifact: ArtifactMaker) -> None:
+    with opened(tiny_artifact("llama", "int4"), "custom") as model:
+        capabilities = model.capabilities
+    assert set(capabilities.placement) == {"CPUExecutionProvider"}
+    assert sum(capabilities.placement.values()) > 10
+    assert capabilities.attention == "custom"
+    assert capabilities.compute_dtype == "float32"
+    assert capabilities.num_blocks * capabilities.block_size == 1024
+
+
+def test_without_the_kernel_the_decomposed_graph_runs_and_says_so(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "find_library", lambda: None)
+    with opened(tiny_artifact("llama", "int4"), None) as model:
+        assert model.capabilities.attention == "decomposed"
+    assert "not built" in caplog.text
+    assert any("not built" in note for note in cpu.CpuProvider().probe().notes)
+    with (
+        pytest.raises(ProviderError, match="install a compiler"),
+        opened_without_skip(tiny_artifact("llama", "int4"), LoadOptions(attention="custom")),
+    ):
+        pass
+
+
+@contextmanager
+def opened_without_skip(path: Path, options: LoadOptions) -> Iterator[Model]:
+    model = open_model(path, "cpu", options)
+    yield model
+    model.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (LoadOptions(attention="native"), ProviderError, "custom or decomposed"),
+        (LoadOptions(kv_cache_dtype="int8"), ProviderError, "float32, float16, bfloat16 or auto"),
+        (
+            LoadOptions(kv_cache_dtype="float16", attention="decomposed"),
+            ProviderError,
+            "stores float32 or auto",
+        ),
+        (LoadOptions(block_size=24), ProviderError, "multiples of 16"),
+        (LoadOptions(max_model_len=129), ProviderError, "context of 128"),
+        (LoadOptions(max_model_len=100, kv_cache_tokens=64), CapacityError, "4 blocks of 16"),
+        (LoadOptions(kv_cache_tokens=7), CapacityError, "at least one block"),
+        (LoadOptions(kv_cache_tokens=10**12), CapacityError, "fewer --kv-cache-tokens"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    tiny_artifact: ArtifactMaker, options: LoadOptions, error: type[Exception], message: str
+) -> None:
+    with (
+        pytest.raises(error, match=message),
+        opened_without_skip(tiny_artifact("llama", "fp32"), options),
+    ):
+        pass
+
+
+def test_a_pool_without_limits_is_sized_from_free_memory(tiny_artifact: ArtifactMaker) -> None:
+    with opened(tiny_artifact("llama", "fp32"), None, kv_cache_tokens=None) as model:
+        capabilities = model.capabilities
+    assert capabilities.max_model_len == 128
+    assert capabilities.num_blocks * capabilities.block_size == 256 * 128
+
+
+def test_a_closed_model_says_so(tiny_artifact: ArtifactMaker) -> None:
+    with opened(tiny_artifact("llama", "fp32"), None) as model:
+        model.close()
+        with pytest.raises(ProviderError, match="closed"):
+            model.run(two_steps(prompts()[4])[0])
