@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -248,13 +249,9 @@ def _mib(count: int) -> str:
 
 
 def _swap(new: Path, old: Path) -> None:
-    """Exchange two folders, in one system call where the kernel has it (Linux renameat2)."""
-    at_cwd, exchange = -100, 2
-    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
-    if renameat2 is not None:
-        result = renameat2(at_cwd, os.fsencode(new), at_cwd, os.fsencode(old), exchange)
-        if result == 0:
-            return
+    """Exchange two folders, so that at every moment one of them has the name."""
+    if _exchange(new, old):
+        return
     aside = old.with_name(f"{new.name}.old")
     old.rename(aside)
     try:
@@ -263,3 +260,14 @@ def _swap(new: Path, old: Path) -> None:
         aside.rename(old)
         raise
     aside.rename(new)
+
+
+def _exchange(new: Path, old: Path) -> bool:
+    """Exchange in one system call; False where the system or file system has none."""
+    at_cwd, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE, renameat2(2) of Linux
+    if not sys.platform.startswith("linux"):
+        return False
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is None:
+        return False
+    return bool(renameat2(at_cwd, os.fsencode(new), at_cwd, os.fsencode(old), exchange) == 0)

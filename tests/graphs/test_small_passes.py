@@ -1,0 +1,221 @@
+"""KV cache types, MatMulNBits accuracy, and the limits of native attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from onnxport.errors import ArtifactError, ProviderError
+from onnxport.graphs import contract as c
+from onnxport.graphs.inspect import attribute_int
+from onnxport.graphs.paged import PagedInput, attention_nodes
+from onnxport.graphs.passes.accuracy import set_accuracy
+from onnxport.graphs.passes.decompose import decompose
+from onnxport.graphs.passes.kv_dtype import KV_DTYPES, KvScales, set_kv_dtype
+from onnxport.graphs.passes.native import NativeLimits, keep_native
+from tests.graphs.paged_models import feeds, paged_case, paged_model, run
+from tests.graphs.test_decompose import agrees
+from tests.kernels.reference import Case
+
+FLOAT_CASE = 4  # any seed with a float32 cache
+
+
+def case_with(**changes: object) -> Case:
+    case = paged_case(FLOAT_CASE, **changes)
+    assert case.cache_type == "float"
+    return case
+
+
+def kinds(model: object) -> dict[str, int]:
+    infos = (*model.graph.input, *model.graph.output)
+    return {info.name: info.type.tensor_type.elem_type for info in infos}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_only_the_caches_change_type(dtype: str) -> None:
+    model = paged_model(case_with(), layers=2)
+    result = set_kv_dtype(model, dtype)
+    assert result.changes == {f"caches to {dtype}": 8}
+    changed = {name for name, kind in kinds(result.model).items() if kind != kinds(model)[name]}
+    assert changed == {
+        name(layer)
+        for name in (c.past_key, c.past_value, c.present_key, c.present_value)
+        for layer in range(2)
+    }
+    assert list(result.model.graph.node) == list(model.graph.node)
+
+
+def test_the_type_that_is_there_changes_nothing() -> None:
+    model = paged_model(case_with())
+    result = set_kv_dtype(model, "float32")
+    assert result.model == model
+    assert str(result) == "kv_dtype: nothing to do"
+
+
+@pytest.mark.parametrize("per_channel", [True, False])
+def test_an_int8_cache_gets_scales(per_channel: bool) -> None:
+    case = case_with(metadata=np.zeros(3, np.int32))
+    shape = (case.kv_heads, 1, case.head_size) if per_channel else (1,)
+    r = np.random.default_rng(0)
+    scale = KvScales(*r.uniform(0.01, 0.03, (2, *shape)).astype(np.float32))
+    model = set_kv_dtype(paged_model(case), "int8", [scale]).model
+    (layer,) = attention_nodes(model)
+    assert (
+        layer.k_quant_type
+        == layer.v_quant_type
+        == "PER_" + ("CHANNEL" if per_channel else "TENSOR")
+    )
+    assert layer.input(PagedInput.K_SCALE) == "past_key_values.0.k_scale"
+    assert layer.input(PagedInput.ATTENTION_METADATA) == "attention_metadata"
+    cache = r.integers(-100, 100, case.key_cache.shape).astype(np.int8)
+    quantized = case.replace(
+        cache_type="int8",
+        key_cache=cache,
+        value_cache=cache,
+        k_scale=scale.key,
+        v_scale=scale.value,
+    )
+    lowered = decompose(model).model
+    agrees(quantized, run(lowered, feeds(quantized, lowered)))
+
+
+def test_scales_fit_the_cache() -> None:
+    model = paged_model(case_with())
+    one = np.ones(1, np.float32)
+    with pytest.raises(ValueError, match="needed there"):
+        set_kv_dtype(model, "int8")
+    with pytest.raises(ValueError, match="int8 cache"):
+        set_kv_dtype(model, "float16", [KvScales(one, one)])
+    with pytest.raises(ValueError, match="1 layers"):
+        set_kv_dtype(model, "int8", [KvScales(one, one)] * 2)
+    with pytest.raises(ValueError, match="shape"):
+        set_kv_dtype(model, "int8", [KvScales(np.ones(3, np.float32), one)])
+    with pytest.raises(ValueError, match="float8"):
+        set_kv_dtype(model, "float8")
+
+
+def test_a_graph_without_or_with_quantized_attention_is_refused() -> None:
+    one = np.ones(1, np.float32)
+    model = set_kv_dtype(paged_model(case_with()), "int8", [KvScales(one, one)]).model
+    with pytest.raises(ArtifactError, match="quantized already"):
+        set_kv_dtype(model, "float16")
+    with pytest.raises(ArtifactError, match="no PagedAttention"):
+        set_kv_dtype(decompose(model).model, "float16")
+    assert set(KV_DTYPES) == {"float32", "float16", "bfloat16", "int8"}
+
+
+def matmuls() -> object:
+    weight = numpy_helper.from_array(np.zeros((8, 1, 16), np.uint8), "w")
+    scales = numpy_helper.from_array(np.ones((8, 1), np.float32), "s")
+    plain = numpy_helper.from_array(np.ones((8, 8), np.float32), "p")
+    options = {"K": 32, "N": 8, "bits": 4, "block_size": 32}
+    nodes = [
+        helper.make_node("MatMulNBits", ["x", "w", "s"], ["a"], domain=c.MICROSOFT, **options),
+        helper.make_node(
+            "MatMulNBits", ["x", "w", "s"], ["b"], domain=c.MICROSOFT, accuracy_level=1, **options
+        ),
+        helper.make_node("MatMulNBits", ["x", "w", "s"], ["e"], domain="example", **options),
+        helper.make_node("MatMul", ["a", "p"], ["y"]),
+    ]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 32])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 8])
+    return helper.make_model(helper.make_graph(nodes, "g", [x], [y], [weight, scales, plain]))
+
+
+def test_accuracy_is_set_on_every_matmulnbits_and_nothing_else() -> None:
+    model = matmuls()
+    result = set_accuracy(model, 4)
+    levels = [attribute_int(node, "accuracy_level", -1) for node in result.model.graph.node]
+    assert levels == [4, 4, -1, -1]
+    assert result.changes == {"MatMulNBits at level 4": 2}
+    assert [attribute_int(n, "accuracy_level", -1) for n in model.graph.node] == [-1, 1, -1, -1]
+
+
+def test_an_unknown_accuracy_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="level 5"):
+        set_accuracy(matmuls(), 5)
+
+
+LIMITS = NativeLimits(
+    activation_dtypes=frozenset({"float32"}),
+    cache_dtypes=frozenset({"float32", "float16"}),
+    max_head_size=256,
+    attributes={"cache_layout": "tiled"},
+)
+
+
+def test_native_nodes_stay_and_get_attributes() -> None:
+    model = paged_model(case_with(), layers=2)
+    result = keep_native(model, LIMITS)
+    assert result.changes == {"PagedAttention kept": 2}
+    for before, after in zip(model.graph.node, result.model.graph.node, strict=True):
+        assert list(before.input) == list(after.input)
+        added = [a for a in after.attribute if a not in before.attribute]
+        assert [helper.get_attribute_value(a) for a in added] == [b"tiled"]
+
+
+def test_native_limits_are_all_reported() -> None:
+    limits = NativeLimits(
+        activation_dtypes=frozenset({"float16"}),
+        cache_dtypes=frozenset({"float16"}),
+        max_head_size=16,
+        softcap=False,
+        local_window=False,
+        head_sink=False,
+        qk_norm=False,
+        rotary_interleaved=False,
+        separate_qkv=False,
+        slot_mapping=False,
+        non_causal=False,
+    )
+    case = case_with(
+        softcap=2.0,
+        window=4,
+        head_sink=np.ones(paged_case(FLOAT_CASE).num_heads, np.float32),
+        q_norm=np.ones(paged_case(FLOAT_CASE).head_size, np.float32),
+        k_norm=np.ones(paged_case(FLOAT_CASE).head_size, np.float32),
+        packed=False,
+        causal=False,
+    )
+    with pytest.raises(ProviderError) as error:
+        keep_native(paged_model(case, layers=2, rotary_interleaved=1, rotary_offset=8), limits)
+    for part in (
+        "activations of float32",
+        "KV cache of float32",
+        "head size",
+        "softcap",
+        "sliding window",
+        "head sinks",
+        "QK norm",
+        "interleaved",
+        "separate",
+        "not causal",
+        "latent",
+        "in 2 layers",
+    ):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("head_size", [40, 256])
+def test_native_limits_are_inclusive(head_size: int) -> None:
+    r = np.random.default_rng(0)
+    case = case_with(packed=True, q_norm=None, k_norm=None, cosine=None, sine=None, rotary_offset=0)
+    tokens = len(case.query)
+    case = case.replace(
+        head_size=head_size,
+        query=r.standard_normal((tokens, case.num_heads, head_size)).astype(np.float32),
+        key=r.standard_normal((tokens, case.kv_heads, head_size)).astype(np.float32),
+        value=r.standard_normal((tokens, case.kv_heads, head_size)).astype(np.float32),
+    )
+    keep_native(paged_model(case), LIMITS)
+    smaller = replace(LIMITS, max_head_size=head_size - 1)
+    with pytest.raises(ProviderError, match=f"head size {head_size}"):
+        keep_native(paged_model(case), smaller)
+
+
+def test_native_without_attention_is_refused() -> None:
+    with pytest.raises(ProviderError, match="no PagedAttention"):
+        keep_native(decompose(paged_model(case_with())).model, LIMITS)

@@ -1,0 +1,133 @@
+"""ArchSpec and RopeSpec: strict JSON, and no contradiction."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnxport.errors import ArtifactError
+from onnxport.graphs.spec import ROPE_PARAMETERS, ArchSpec, RopeSpec
+from tests.graphs.artifacts import SPEC
+
+PARAMETERS: dict[str, Any] = {
+    "factor": 4.0,
+    "original_context_length": 32,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+}
+
+
+def rope(kind: str, **changes: Any) -> RopeSpec:
+    fields = {name: PARAMETERS[name] for name in ROPE_PARAMETERS[kind]} | changes
+    return RopeSpec(type=kind, theta=1e4, rotary_dim=32, **fields)
+
+
+@pytest.mark.parametrize("kind", sorted(ROPE_PARAMETERS))
+def test_every_rope_type_survives_json(kind: str) -> None:
+    spec = replace(SPEC, rope=rope(kind))
+    assert ArchSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+@pytest.mark.parametrize("kind", sorted(ROPE_PARAMETERS))
+def test_rope_parameters_are_those_of_the_type(kind: str) -> None:
+    for name, value in PARAMETERS.items():
+        if name in ROPE_PARAMETERS[kind]:
+            with pytest.raises(ValueError, match=f"{name} is missing"):
+                rope(kind, **{name: None})
+        else:
+            with pytest.raises(ValueError, match=f"{name} is not a parameter"):
+                rope(kind, **{name: value})
+
+
+@pytest.mark.parametrize("key", sorted(SPEC.to_json()))
+def test_every_key_of_the_model_is_needed(key: str) -> None:
+    value = SPEC.to_json()
+    del value[key]
+    with pytest.raises(ArtifactError, match=f"missing '{key}'"):
+        ArchSpec.from_json(value)
+
+
+@pytest.mark.parametrize("key", sorted(SPEC.rope.to_json()))
+def test_every_key_of_rope_is_needed(key: str) -> None:
+    value = SPEC.to_json()
+    del value["rope"][key]
+    with pytest.raises(ArtifactError, match=f"missing '{key}'"):
+        ArchSpec.from_json(value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_layers", True),
+        ("num_layers", 2.0),
+        ("num_layers", "2"),
+        ("qkv_bias", 1),
+        ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", None),
+        ("family", None),
+        ("sliding_window", None),
+        ("sliding_window", [None, "8"]),
+        ("sliding_window", [None, True]),
+        ("rope", None),
+        ("rope", []),
+    ],
+)
+def test_wrong_types_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(ArtifactError, match=key):
+        ArchSpec.from_json(SPEC.to_json() | {key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 3}, "multiple"),
+        ({"num_layers": 0}, "num_layers"),
+        ({"head_size": -1}, "head_size"),
+        ({"sliding_window": (None,)}, "1 entries for 2 layers"),
+        ({"sliding_window": (None, 0)}, "positive or None"),
+        ({"hidden_act": "tanh"}, "hidden_act"),
+        ({"head_size": 16}, "rotary_dim 32 exceeds"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
+    ],
+)
+def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SPEC, **changes)
+    value = SPEC.to_json() | {k: list(v) if isinstance(v, tuple) else v for k, v in changes.items()}
+    with pytest.raises(ArtifactError, match=message):
+        ArchSpec.from_json(value)
+
+
+def test_an_odd_rotary_dim_and_an_unknown_type_are_refused() -> None:
+    with pytest.raises(ValueError, match="even"):
+        RopeSpec(type="default", theta=1e4, rotary_dim=31)
+    with pytest.raises(ValueError, match="longrope"):
+        RopeSpec(type="longrope", theta=1e4, rotary_dim=32)
+
+
+def test_sizes_and_scale() -> None:
+    assert (SPEC.q_size, SPEC.kv_size, SPEC.qkv_size) == (128, 64, 256)
+    assert SPEC.scale == pytest.approx(32**-0.5)
+    assert replace(SPEC, attention_scale=0.25).scale == 0.25
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=8,
+    )
+)
+def test_anything_else_is_an_artifact_error(value: Any) -> None:
+    with pytest.raises(ArtifactError):
+        ArchSpec.from_json(value)
+    with pytest.raises(ArtifactError):
+        ArchSpec.from_json(SPEC.to_json() | {"rope": value})
