@@ -1,0 +1,63 @@
+"""The command line: the top layer, which puts exporter and serving together.
+
+Commands import what they need when they run, so that `onnxport --help` answers at once. Environment
+variables are read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from onnxport.errors import OnnxportError
+from onnxport.version import __version__
+
+COMMANDS = ("export", "generate", "chat", "serve", "verify", "devices")
+INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
+BROKEN_PIPE = 141
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="onnxport",
+        description="Export an LLM once to ONNX, serve the same artifact on every vendor.",
+        epilog="`onnxport COMMAND --help` tells more about each command.",
+    )
+    parser.add_argument("--version", action="version", version=f"onnxport {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        import_module(f"onnxport.cli.{name}").add_parser(commands)
+    version = commands.add_parser("version", help="print the version")
+    version.set_defaults(run=_version)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    0 is success, 1 an error that the message explains, 2 wrong usage, 130 Ctrl-C.
+    """
+    options = build_parser().parse_args(arguments)
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    try:
+        code: int = options.run(options)
+        sys.stdout.flush()
+    except OnnxportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        sys.stderr.close()
+        return BROKEN_PIPE
+    return code
+
+
+def _version(options: argparse.Namespace) -> int:
+    print(__version__)
+    return 0

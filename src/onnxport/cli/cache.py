@@ -1,0 +1,104 @@
+"""Artifacts that `serve` exported by itself, once each, in a cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onnxport.cli.export import export
+from onnxport.errors import ExportError
+from onnxport.version import __version__
+
+if TYPE_CHECKING:
+    from onnxport.exporter.hub import CheckpointFolder
+    from onnxport.exporter.options import ExportOptions
+
+CACHE_VARIABLE = "ONNXPORT_CACHE"
+NO_PART_OF_THE_KEY = ("overwrite", "revision", "token", "threads")
+
+
+def cache_folder() -> Path:
+    """Return the folder that keeps artifacts: $ONNXPORT_CACHE, or one in the home directory."""
+    given = os.environ.get(CACHE_VARIABLE)
+    return Path(given) if given else Path.home() / ".cache" / "onnxport"
+
+
+def is_artifact(source: str) -> bool:
+    """Whether `source` is an artifact and not something to export."""
+    from onnxport.graphs.artifact import MANIFEST_FILE
+
+    return (Path(source) / MANIFEST_FILE).is_file()
+
+
+def cached_artifact(source: str, options: ExportOptions) -> Path:
+    """Return the artifact of a checkpoint, exporting it unless that was done before.
+
+    The key is the checkpoint (the commit of a hub id; names, sizes and times of a folder's files),
+    the export options and the version of onnxport.
+
+    Raises:
+        OnnxportError: the checkpoint cannot be found or exported.
+    """
+    from onnxport.exporter.hub import find_checkpoint
+
+    checkpoint = find_checkpoint(source, revision=options.revision, token=options.token)
+    name = _name(checkpoint, options)
+    folder = cache_folder() / name
+    with _only_one(folder):
+        if not folder.is_dir():
+            print(f"{source} is exported first, once, to {folder}", file=sys.stderr)
+            export(source, folder, replace(options, revision=checkpoint.revision))
+    return folder
+
+
+def _name(checkpoint: CheckpointFolder, options: ExportOptions) -> str:
+    """Return the folder's name: what a person recognizes, and the key."""
+    chosen = {k: v for k, v in asdict(options).items() if k not in NO_PART_OF_THE_KEY}
+    key = {
+        "onnxport": __version__,
+        "name": checkpoint.name,
+        "revision": checkpoint.revision or _fingerprint(checkpoint.path),
+        "options": chosen,
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    readable = re.sub(r"[^\w.-]+", "--", checkpoint.name)
+    return f"{readable}-{options.precision}-{digest[:12]}"
+
+
+def _fingerprint(folder: Path) -> list[Any]:
+    """Return what changes when a local checkpoint does."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    stats = [(path.name, path.stat()) for path in files]
+    return [str(folder.resolve()), *([n, s.st_size, s.st_mtime_ns] for n, s in stats)]
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Let one process at a time export to `folder`; the others wait."""
+    from filelock import FileLock, Timeout
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            print("another process exports this model; waiting for it", file=sys.stderr)
+            lock.acquire()
+    except OSError as error:
+        raise ExportError(
+            f"the cache folder {folder.parent} cannot be used: {error.strerror}. Choose another "
+            f"with the environment variable {CACHE_VARIABLE}, or use `onnxport export`."
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()

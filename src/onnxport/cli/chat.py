@@ -1,0 +1,128 @@
+"""`onnxport chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onnxport.cli.arguments import (
+    Commands,
+    add_load_options,
+    add_sampling_options,
+    command,
+    positive,
+    sampling_params,
+)
+from onnxport.cli.session import deltas, interruptible, open_session
+from onnxport.errors import CapacityError, RequestError
+
+if TYPE_CHECKING:
+    from onnxport.serving.chat import ChatTemplate
+    from onnxport.serving.engine import Engine
+    from onnxport.serving.params import SamplingParams
+
+PROMPT = "> "
+HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
+
+
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command(commands, "chat", "Talk to a model in the terminal.", run)
+    parser.add_argument("artifact", metavar="ARTIFACT", type=Path)
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument(
+        "--max-tokens", type=positive, help="most tokens of an answer (as the context allows)"
+    )
+    add_sampling_options(parser)
+    add_load_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer line by line until the end of the input."""
+    from onnxport.serving.chat import ChatTemplate
+
+    params = sampling_params(options)
+    template = ChatTemplate.read(options.artifact)
+    if not template:
+        raise RequestError(
+            f"{options.artifact} has no chat template, so it cannot chat; use `onnxport generate`"
+        )
+    with suppress(ImportError):
+        import readline  # noqa: F401 - gives `input` its history and editing
+    with open_session(options.artifact, options) as engine:
+        _tell(HELP)
+        _talk(Conversation(engine, template, params, options.system))
+    return 0
+
+
+class Conversation:
+    """The messages so far, and how they are answered."""
+
+    def __init__(
+        self, engine: Engine, template: ChatTemplate, params: SamplingParams, system: str | None
+    ) -> None:
+        self._engine = engine
+        self._template = template
+        self._params = params
+        self._system = system
+        self._turns = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self._messages: list[dict[str, str]] = []
+        if self._system is not None:
+            self._messages.append({"role": "system", "content": self._system})
+
+    def answer(self, text: str) -> None:
+        """Print the answer as it comes; Ctrl-C ends it, and what was said so far counts.
+
+        Raises:
+            CapacityError: the conversation has become too long; the message is forgotten.
+        """
+        messages = [*self._messages, {"role": "user", "content": text}]
+        tokenizer = self._engine.tokenizer
+        assert tokenizer is not None
+        ids = tokenizer.encode(self._template.render(messages), add_special_tokens=False)
+        self._turns += 1
+        request = self._engine.prepare(f"turn-{self._turns}", ids, self._params)
+        said = ""
+        with interruptible() as interruption, closing(deltas(self._engine, [request])) as answer:
+            for delta in answer:
+                said += delta.text
+                print(delta.text, end="", flush=True)
+                if interruption.asked:
+                    break
+        print()
+        self._messages = [*messages, {"role": "assistant", "content": said}]
+
+
+def _talk(conversation: Conversation) -> None:
+    """Read lines and answer them until /exit or the end of the input."""
+    while True:
+        try:
+            line = input(PROMPT if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        match line:
+            case "":
+                continue
+            case "/exit":
+                return
+            case "/reset":
+                conversation.reset()
+            case _ if line.startswith("/"):
+                _tell(f"There is no command {line.split()[0]}. {HELP}")
+            case _:
+                try:
+                    conversation.answer(line)
+                except CapacityError as error:
+                    _tell(f"{error}. /reset starts a new conversation.")
+
+
+def _tell(text: str) -> None:
+    """Say something that is not the model's."""
+    print(text, file=sys.stderr)

@@ -1,0 +1,80 @@
+"""`onnxport export`: a checkpoint becomes an artifact."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onnxport.cli.arguments import EXPORT_OPTIONS, Commands, add_export_options, command
+from onnxport.errors import ExportError
+
+if TYPE_CHECKING:
+    from onnxport.exporter.options import ExportOptions, Progress, ProgressCallback
+
+
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command(commands, "export", "Export a checkpoint to an ONNX artifact.", run)
+    parser.add_argument("source", metavar="SOURCE", help="a Hugging Face folder or hub id")
+    parser.add_argument("destination", metavar="DEST", type=Path, help="the folder to make")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an older artifact when the new is done"
+    )
+    add_export_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Export and say what was written."""
+    folder = export(options.source, options.destination, export_options(options))
+    print(f"Wrote {folder}.")
+    return 0
+
+
+def export_options(options: argparse.Namespace, **changes: Any) -> ExportOptions:
+    """Return what was asked for, and the exporter's defaults for the rest."""
+    from onnxport.exporter.options import ExportOptions
+
+    if options.revision is not None and Path(options.source).is_dir():
+        raise ExportError(
+            f"--revision {options.revision} was given, and {options.source} is a local folder, "
+            "which has no revisions; leave it out, or give a hub id"
+        )
+    given: dict[str, Any] = {name: getattr(options, name) for name in EXPORT_OPTIONS}
+    given |= {"overwrite": getattr(options, "overwrite", False)} | changes
+    return ExportOptions(**{name: value for name, value in given.items() if value is not None})
+
+
+def export(source: str, destination: Path, options: ExportOptions) -> Path:
+    """Export with a progress bar, and say how long it took."""
+    from onnxport.exporter.export import export_model
+
+    start_s = time.monotonic()
+    with _progress_bar() as progress:
+        folder = export_model(source, destination, options, progress)
+    size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+    print(
+        f"Exported {source} to {options.precision}: {size:,.1f} MB in "
+        f"{time.monotonic() - start_s:.1f} s.",
+        file=sys.stderr,
+    )
+    return folder
+
+
+@contextmanager
+def _progress_bar() -> Iterator[ProgressCallback]:
+    """Give a callback that draws the progress; nothing is drawn unless a person looks."""
+    from tqdm import tqdm
+
+    with tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True, leave=False) as bar:
+
+        def show(progress: Progress) -> None:
+            bar.total = progress.total_bytes
+            bar.set_description(progress.stage, refresh=False)
+            bar.update(progress.done_bytes - bar.n)
+
+        yield show

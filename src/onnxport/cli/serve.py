@@ -1,0 +1,117 @@
+"""`onnxport serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from socket import socket
+
+from onnxport.cli.arguments import (
+    EXPORT_OPTIONS,
+    Commands,
+    add_engine_options,
+    add_export_options,
+    add_load_options,
+    command,
+    engine_config,
+    load_options,
+    port,
+)
+from onnxport.errors import ExportError
+
+API_KEY_VARIABLE = "ONNXPORT_API_KEY"
+LOOPBACK = "127.0.0.1"
+
+
+def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command(commands, "serve", "Serve a model behind an OpenAI-compatible API.", run)
+    parser.add_argument(
+        "source", metavar="MODEL", help="an artifact; a checkpoint or hub id is exported first"
+    )
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK})")
+    group.add_argument("--port", type=port, default=8000, help="0 takes a free one (8000)")
+    group.add_argument(
+        "--served-model-name", metavar="NAME", help="the name that requests give (the model's)"
+    )
+    group.add_argument(
+        "--api-key", metavar="KEY", help=f"required of every request; or set {API_KEY_VARIABLE}"
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="what running requests have to finish after a signal to stop (10)",
+    )
+    group.add_argument("--access-log", action="store_true", help="log every request")
+    add_load_options(parser)
+    add_engine_options(parser)
+    add_export_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until a signal. The port is taken first, so that a wrong one is told at once."""
+    from onnxport.serving.http.server import bind
+
+    logging.getLogger("onnxport").setLevel(logging.INFO)
+    with bind(options.host, options.port) as sock:
+        artifact, name = _artifact(options)
+        return _serve(artifact, name, sock, options)
+
+
+def _artifact(options: argparse.Namespace) -> tuple[Path, str]:
+    """Return the artifact to serve and the name it is served by."""
+    from onnxport.cli.cache import cached_artifact, is_artifact
+    from onnxport.cli.export import export_options
+
+    source: str = options.source
+    path = Path(source)
+    name = options.served_model_name or (path.resolve().name if path.exists() else source)
+    if is_artifact(source):
+        if given := [each for each in EXPORT_OPTIONS if getattr(options, each) is not None]:
+            flags = ", ".join("--" + each.replace("_", "-") for each in given)
+            raise ExportError(
+                f"{source} is exported already, so {flags} cannot change it; leave that out, or "
+                "serve the checkpoint"
+            )
+        return path, name
+    return cached_artifact(source, export_options(options)), name
+
+
+def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace) -> int:
+    """Load the artifact and serve it."""
+    from onnxport.serving.chat import ChatTemplate
+    from onnxport.serving.http.app import create_app
+    from onnxport.serving.http.server import ServerOptions, serve, url
+    from onnxport.serving.loading import open_engine
+    from onnxport.serving.worker import AsyncEngine
+
+    template = ChatTemplate.read(artifact)
+    engine = AsyncEngine(
+        open_engine(artifact, options.provider, load_options(options), engine_config(options))
+    )
+    api_key = options.api_key or os.environ.get(API_KEY_VARIABLE) or None
+
+    def ready() -> None:
+        loaded = engine.capabilities
+        print(
+            f"Serving {name} on {url(options.host, sock)} ({loaded.provider}, {loaded.attention} "
+            f"attention, {loaded.num_blocks * loaded.block_size} tokens of KV cache). "
+            "Ctrl-C stops it.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    try:
+        app = create_app(engine, name, template, api_key=api_key)
+        server = ServerOptions(options.shutdown_timeout, options.access_log)
+        serve(app, sock, engine.close, ready, server)
+    finally:
+        asyncio.run(engine.close())
+    return 0

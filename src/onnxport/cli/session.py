@@ -1,0 +1,76 @@
+"""An engine in the terminal: loaded from an artifact, driven by the command itself."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from onnxport.cli.arguments import engine_config, load_options
+from onnxport.errors import ProviderError
+
+if TYPE_CHECKING:
+    from onnxport.serving.engine import Engine
+    from onnxport.serving.outputs import CompletionDelta
+    from onnxport.serving.request import Request
+
+
+@contextmanager
+def open_session(artifact: Path, options: argparse.Namespace) -> Iterator[Engine]:
+    """Give an engine over the artifact; it is closed at the end."""
+    from onnxport.serving.loading import open_engine
+
+    engine = open_engine(artifact, options.provider, load_options(options), engine_config(options))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def deltas(engine: Engine, requests: Sequence[Request]) -> Generator[CompletionDelta]:
+    """Run requests and yield what each step adds; closing the iterator aborts them.
+
+    Raises:
+        ProviderError: a request failed.
+    """
+    for request in requests:
+        engine.submit(request)
+    try:
+        while engine.has_work:
+            for delta in engine.step():
+                if delta.finish_reason == "error":
+                    raise ProviderError(delta.error or "the engine failed; see its log")
+                yield delta
+    finally:
+        for request in requests:
+            engine.abort(request.request_id)
+
+
+@dataclass(slots=True)
+class Interruption:
+    """Whether Ctrl-C was pressed."""
+
+    asked: bool = False
+
+
+@contextmanager
+def interruptible() -> Iterator[Interruption]:
+    """Note the first Ctrl-C instead of raising it, so that no step is cut in two."""
+    state = Interruption()
+    previous: Any = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if state.asked:
+            raise KeyboardInterrupt
+        state.asked = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield state
+    finally:
+        signal.signal(signal.SIGINT, previous)
