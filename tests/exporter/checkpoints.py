@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 VOCAB = 160
 TOKENS = 32
 
-_BASE: Mapping[str, Any] = {
+BASE: Mapping[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -96,7 +96,7 @@ CASES: Mapping[str, Case] = {
 
 def make(case: Case, folder: Path, seed: int = 0) -> PreTrainedModel:
     """Write the checkpoint; returns the model in float32, with the weights as written."""
-    config = AutoConfig.for_model(case.family, **{**_BASE, **case.config})
+    config = AutoConfig.for_model(case.family, **{**BASE, **case.config})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():

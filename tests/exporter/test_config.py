@@ -1,0 +1,215 @@
+"""Configurations: every key is used, known to be irrelevant, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter.config import Config
+from onnxport.exporter.families import FAMILIES, find_family
+from onnxport.graphs.spec import ArchSpec
+from tests.exporter.checkpoints import BASE, CASES
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def read(**changes: Any) -> ArchSpec:
+    values = {**LLAMA, **changes}
+    config = Config(values, Path("config.json"))
+    family = find_family(config)
+    spec = family.spec(config, None)
+    config.check_all_used(family.name)
+    return spec
+
+
+def qwen2(**changes: Any) -> ArchSpec:
+    return read(architectures=["Qwen2ForCausalLM"], num_key_value_heads=2, **changes)
+
+
+def test_defaults() -> None:
+    spec = read()
+    assert (spec.num_kv_heads, spec.head_size, spec.rope.rotary_dim) == (4, 16, 16)
+    assert spec.rope.theta == 10_000.0
+    assert spec.rope.type == "default"
+    assert spec.sliding_window == (None, None, None)
+    assert spec.context_length == 256
+    biases = (spec.qkv_bias, spec.o_bias, spec.mlp_bias)
+    assert not any((spec.tie_word_embeddings, *biases))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_own_files_are_understood(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    peer = AutoConfig.for_model(case.family, **{**BASE, **case.config})
+    peer.architectures = [f"{case.family.capitalize()}ForCausalLM"]
+    peer.save_pretrained(tmp_path)
+    config = Config.read(tmp_path)
+    family = find_family(config)
+    spec = family.spec(config, None)
+    config.check_all_used(family.name)
+    assert spec.family == case.family
+    assert spec.num_kv_heads == peer.num_key_value_heads
+    assert spec.head_size == getattr(peer, "head_dim", None) or 16
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_type": "default"}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
+            {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0},
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "finetuned": True}},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+        ),
+        (
+            {"partial_rotary_factor": 0.5, "rope_scaling": None},
+            {"partial_rotary_factor": 0.5, "rope_theta": 10_000},
+        ),
+        (
+            {
+                "original_max_position_embeddings": 64,
+                "rope_scaling": {"rope_type": "yarn", "factor": None},
+            },
+            {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64},
+        ),
+    ],
+)
+def test_old_and_new_rope_spellings_agree(old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert read(**old) == read(rope_parameters=new)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"sliding_window": 8, "max_window_layers": 1}, (None, None, None)),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+            (None, 8, 8),
+        ),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 0,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            },
+            (None, 8, None),
+        ),
+    ],
+)
+def test_sliding_windows_of_qwen2(changes: dict[str, Any], windows: tuple[Any, ...]) -> None:
+    assert qwen2(**changes).sliding_window == windows
+
+
+def test_sliding_window_of_mistral() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+    assert read(**mistral, sliding_window=8).sliding_window == (8, 8, 8)
+    assert read(**mistral, sliding_window=None).sliding_window == (None, None, None)
+    with pytest.raises(UnsupportedModelError, match="layer_types"):
+        read(**mistral, sliding_window=8, layer_types=["full_attention"] * 3)
+
+
+def test_an_unsupported_architecture_lists_the_supported() -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        read(architectures=["MambaForCausalLM"])
+    assert "MambaForCausalLM" in str(caught.value)
+    for family in FAMILIES:
+        assert family.architecture in str(caught.value)
+
+
+def test_the_model_type_serves_where_no_architecture_is_named() -> None:
+    assert read(architectures=None).family == "llama"
+    with pytest.raises(UnsupportedModelError, match="no architecture"):
+        read(architectures=None, model_type=None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization_config": {"quant_method": "gptq"}},
+        {"attn_logit_softcapping": 50.0},
+        {"sliding_window": 128},  # Llama has none
+        {"logits_scaling": 2.0},
+        {"is_decoder": True},
+        {"rope_interleaved": True},
+        {"hidden_act": "gelu"},
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}},
+        {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        {
+            "rope_scaling": {
+                "type": "dynamic",
+                "factor": 2.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_would_change_the_result_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        read(**changes)
+    assert "config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_cache": False, "torch_dtype": "bfloat16", "transformers_version": "4.40"},
+        {"quantization_config": None, "sliding_window": None, "anything": None},
+        {"rope_interleaved": False, "is_decoder": False, "pretraining_tp": 2},
+    ],
+)
+def test_what_changes_nothing_is_accepted(changes: dict[str, Any]) -> None:
+    assert read(**changes) == read()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "lacks the key 'hidden_size'"),
+        ({"hidden_size": "64"}, "'hidden_size' is '64', expected a value of type int"),
+        ({"num_hidden_layers": True}, "'num_hidden_layers' is True"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_kv_heads 3"),
+        ({"vocab_size": 0}, "vocab_size must be positive"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "'factor' is '2', not a number"),
+        ({"partial_rotary_factor": 0.3, "head_dim": 10}, "rotary_dim 3 must be"),
+        ({"partial_rotary_factor": 2.0}, "rotary_dim 32 exceeds head_size 16"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match="config") as caught:
+        read(**changes)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{"])
+def test_a_file_that_is_no_object(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="JSON"):
+        Config.read(tmp_path)
+
+
+def test_a_folder_without_configuration(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot read .*config\.json"):
+        Config.read(tmp_path)

@@ -1,0 +1,201 @@
+"""Block-wise quantization: the layout of MatMulNBits, its accuracy, and the graphs that use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto
+
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
+from onnxport.exporter.quantize import BlockFormat, dequantize, quantize_rows
+from onnxport.graphs import ops
+from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.builder import GraphBuilder
+from onnxport.providers.cpu.library import find_library
+from tests.exporter import checkpoints
+from tests.exporter.run_graphs import Graph, Kind
+
+FORMATS = [BlockFormat(bits, size) for bits in (4, 8) for size in (32, 64, 128)]
+Quantized = tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float32]]
+
+
+def quantize(values: NDArray[np.float32], block: BlockFormat) -> Quantized:
+    n, k = values.shape
+    quants = np.empty((n, block.num_blocks(k), block.blob_bytes), np.uint8)
+    scales = np.empty((n, block.num_blocks(k)), np.float16)
+    meant = np.empty((n, k), np.float32)
+    quantize_rows(values, block, quants, scales, meant)
+    return quants, scales, meant
+
+
+def weights(n: int, k: int, seed: int = 0) -> NDArray[np.float32]:
+    generator = np.random.default_rng(seed)
+    return generator.normal(0, 0.05, (n, k)).astype(np.float32)
+
+
+@pytest.mark.parametrize("block", FORMATS)
+@pytest.mark.parametrize("k", [128, 96, 40, 200])
+def test_what_is_meant_is_what_is_stored(block: BlockFormat, k: int) -> None:
+    values = weights(37, k)
+    kept = values.copy()
+    quants, scales, meant = quantize(values, block)
+    np.testing.assert_array_equal(values, kept)
+    np.testing.assert_array_equal(dequantize(quants, scales, block, k), meant)
+
+
+@pytest.mark.parametrize("block", FORMATS)
+def test_each_value_is_the_nearest_level(block: BlockFormat) -> None:
+    values = weights(16, 256)
+    _, scales, meant = quantize(values, block)
+    steps = np.repeat(np.abs(scales.astype(np.float32)), block.block_size, axis=1)
+    error = np.abs(meant - values)
+    farthest = 1.001 if block.bits == 4 else 0.501  # the far end of 4 bits may be clipped at 7
+    assert (error <= steps * farthest).all()
+    assert np.mean(error <= steps * 0.501) > 0.98
+    assert np.sqrt(np.mean(error**2)) < 0.05 * {4: 0.12, 8: 0.01}[block.bits]
+
+
+def test_four_bits_keep_the_farthest_value() -> None:
+    values = np.zeros((2, 32), np.float32)
+    values[0, 3], values[1, 7] = 4.0, -4.0
+    _, scales, meant = quantize(values, BlockFormat(4, 32))
+    np.testing.assert_array_equal(meant, values)
+    np.testing.assert_array_equal(scales, [[-0.5], [0.5]])
+
+
+def test_the_even_element_is_in_the_low_nibble() -> None:
+    values = np.zeros((1, 32), np.float32)
+    values[0, :2] = [-8, 3]
+    quants, scales, _ = quantize(values, BlockFormat(4, 32))
+    assert scales[0, 0] == 1
+    assert quants[0, 0, 0] == (3 + 8) << 4
+    assert quants[0, 0, 1] == 0x88
+
+
+@pytest.mark.parametrize("block", FORMATS)
+def test_quants_are_chosen_against_the_rounded_scale(block: BlockFormat) -> None:
+    values = weights(64, 512) * 1e-3  # scales in float16's subnormal range
+    _, scales, meant = quantize(values, block)
+    wide = np.repeat(scales.astype(np.float32), block.block_size, axis=1)
+    levels = np.divide(values, wide, out=np.zeros_like(values), where=wide != 0)
+    low, high = -block.zero_point, block.zero_point - 1
+    best = np.clip(np.floor(levels + 0.5), low, high) * wide
+    np.testing.assert_allclose(np.abs(best - values), np.abs(meant - values), atol=1e-9)
+
+
+@pytest.mark.parametrize("block", FORMATS)
+def test_zeros_and_values_below_the_scale_stay_zero(block: BlockFormat) -> None:
+    values = np.full((2, 64), 1e-8, np.float32)
+    values[0] = 0
+    _, _, meant = quantize(values, block)
+    assert not meant.any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e9])
+@pytest.mark.parametrize("block", FORMATS[::3])
+def test_what_has_no_scale_shows_as_a_scale_that_is_not_finite(
+    block: BlockFormat, bad: float
+) -> None:
+    values = weights(3, 128)
+    values[1, 5] = bad
+    _, scales, _ = quantize(values, block)
+    finite = np.isfinite(scales).all(-1)
+    np.testing.assert_array_equal(finite, [True, False, True])
+
+
+@pytest.mark.parametrize("block", FORMATS)
+@pytest.mark.parametrize("k", [256, 200, 48])
+def test_matmul_nbits_multiplies_with_what_is_meant(block: BlockFormat, k: int) -> None:
+    n = 24
+    quants, scales, meant = quantize(weights(n, k), block)
+    g = GraphBuilder("one")
+    x = g.input("x", TensorProto.FLOAT, ["m", k])
+    y = ops.matmul_nbits(
+        g,
+        x,
+        g.constant(quants),
+        g.constant(scales.astype(np.float32)),
+        k=k,
+        n=n,
+        bits=block.bits,
+        block_size=block.block_size,
+        accuracy_level=1,
+    )
+    g.node("Identity", [y], outputs=[g.output("y", TensorProto.FLOAT, ["m", n])])
+    session = ort.InferenceSession(g.build().SerializeToString())
+    rows = weights(5, k, seed=1)
+    np.testing.assert_allclose(session.run(None, {"x": rows})[0], rows @ meant.T, atol=1e-5)
+
+
+VARIANTS = [
+    ("llama", ExportOptions(precision="int4", group_size=32)),
+    ("llama", ExportOptions(precision="int8", group_size=64)),
+    ("llama", ExportOptions(precision="int4", group_size=32, head_precision="same")),
+    ("llama", ExportOptions(precision="fp16", head_precision="int8", group_size=32)),
+    ("llama-tied", ExportOptions(precision="int4", group_size=64)),
+    ("llama-tied", ExportOptions(precision="int4", group_size=32, head_precision="fp16")),
+    ("llama-tied", ExportOptions(precision="fp16")),
+    ("llama-mqa-biases", ExportOptions(precision="int4", group_size=32)),
+    ("mistral-window", ExportOptions(precision="fp16")),
+    ("qwen2", ExportOptions(precision="int8", group_size=32)),
+    ("qwen2-ragged", ExportOptions(precision="int4", group_size=32)),
+    ("qwen2-ragged", ExportOptions(precision="int8", group_size=128)),
+    ("qwen3", ExportOptions(precision="int4", group_size=32)),
+    ("qwen3-biases", ExportOptions(precision="int4", group_size=128, head_precision="int4")),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    VARIANTS,
+    ids=lambda v: v if isinstance(v, str) else f"{v.precision}-{v.group_size}-{v.head}",
+)
+def test_graphs_compute_with_the_stored_weights(
+    tmp_path: Path, name: str, options: ExportOptions
+) -> None:
+    model = checkpoints.make(checkpoints.CASES[name], tmp_path / "checkpoint")
+    path = export_model(tmp_path / "checkpoint", tmp_path / "artifact", options)
+    artifact = Artifact.read(path)
+    assert artifact.manifest.precision == options.precision
+    assert artifact.manifest.head_precision == options.head
+    assert artifact.manifest.activation_dtype == "float16"
+    with np.load(path / "golden.npz") as golden:
+        token_ids, rows, expected = (
+            golden[key] for key in ("token_ids", "logits_indices", "logits")
+        )
+    kernel = find_library()
+    kinds: list[Kind] = ["gqa", "decomposed", *(["custom"] if kernel else [])]
+    for kind in kinds:
+        found = Graph(artifact, kind, kernel).logits(token_ids)[rows]
+        np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=kind)
+    # and the weights are still the model's: closer, the more bits there are
+    exact = checkpoints.logits(model, token_ids)[rows]
+    similar = np.corrcoef(exact.ravel(), expected.ravel())[0, 1]
+    assert similar > {"int4": 0.7, "int8": 0.998, "fp16": 0.998}[options.precision]
+
+
+def test_a_tied_table_is_stored_once(tmp_path: Path) -> None:
+    checkpoints.make(checkpoints.CASES["llama-tied"], tmp_path / "checkpoint")
+    sizes = {}
+    for head in ("int8", "int4", "fp16"):
+        options = ExportOptions(precision="int4", group_size=32, head_precision=head)
+        path = export_model(tmp_path / "checkpoint", tmp_path / head, options)
+        model = Artifact.read(path).load_graph("paged")
+        regions = {}
+        for tensor in model.graph.initializer:
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            if tensor.name.startswith(("embedding", "head")) and "offset" in entries:
+                regions[int(entries["offset"])] = int(entries["length"])
+        sizes[head] = sum(regions.values())
+    elements = checkpoints.VOCAB * 64
+    scales = 2 * elements // 32
+    assert sizes == {
+        "int8": elements + scales,
+        "int4": elements // 2 + scales,
+        "fp16": 2 * elements,
+    }
