@@ -83,11 +83,14 @@ def test_downloads_only_what_is_needed(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (errors.GatedRepoError("gated", response(403)), "is gated: accept its terms"),
-        (errors.RepositoryNotFoundError("no", response(404)), "the hub has no model"),
-        (errors.RevisionNotFoundError("no", response(404)), "no revision 'v9'"),
+        (errors.GatedRepoError("gated", response=response(403)), "is gated: accept its terms"),
+        (errors.RepositoryNotFoundError("no", response=response(404)), "the hub has no model"),
+        (errors.RevisionNotFoundError("no", response=response(404)), "no revision 'v9'"),
         (errors.LocalEntryNotFoundError("offline"), "the hub cannot be reached"),
-        (errors.HfHubHTTPError("boom", response(500)), "cannot be downloaded from the hub"),
+        (
+            errors.HfHubHTTPError("boom", response=response(500)),
+            "cannot be downloaded from the hub",
+        ),
         (OSError("disk"), "cannot be downloaded from the hub: disk"),
     ],
     ids=lambda value: type(value).__name__,
