@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import sys
@@ -86,6 +85,8 @@ def _artifact(options: argparse.Namespace) -> tuple[Path, str]:
 
 def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace) -> int:
     """Load the artifact and serve it."""
+    import asyncio
+
     from onnxport.serving.chat import ChatTemplate
     from onnxport.serving.http.app import create_app
     from onnxport.serving.http.server import ServerOptions, serve, url

@@ -1,0 +1,105 @@
+"""The command line as a process, a tiny checkpoint, and its artifact."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ..http.scripted import SPECIAL, write_tokenizer
+
+VOCAB = 257 + len(SPECIAL)
+HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_SIZE = 32, 64, 2, 2, 1, 16
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": None,
+    "eos_token_id": VOCAB - 3,
+}
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """Return how to run onnxport."""
+    return [sys.executable, "-m", "onnxport", *map(str, arguments)]
+
+
+def onnxport(
+    *arguments: str | Path, stdin: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run onnxport and return what became of it."""
+    return subprocess.run(
+        command(*arguments),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def write_checkpoint(folder: Path, seed: int = 0) -> Path:
+    """Write a random Llama with a byte-level tokenizer and a chat template."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(seed)
+
+    def matrix(rows: int, columns: int) -> np.ndarray:
+        return (random.standard_normal((rows, columns)) * 2 / columns**0.5).astype(np.float32)
+
+    tensors = {
+        "model.embed_tokens.weight": matrix(VOCAB, HIDDEN),
+        "model.norm.weight": np.ones(HIDDEN, np.float32),
+        "lm_head.weight": matrix(VOCAB, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        shapes = {
+            "self_attn.q_proj": (HEADS * HEAD_SIZE, HIDDEN),
+            "self_attn.k_proj": (KV_HEADS * HEAD_SIZE, HIDDEN),
+            "self_attn.v_proj": (KV_HEADS * HEAD_SIZE, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, HEADS * HEAD_SIZE),
+            "mlp.gate_proj": (INNER, HIDDEN),
+            "mlp.up_proj": (INNER, HIDDEN),
+            "mlp.down_proj": (HIDDEN, INNER),
+        }
+        prefix = f"model.layers.{layer}."
+        tensors |= {f"{prefix}{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{name}.weight"] = np.ones(HIDDEN, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a checkpoint."""
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def artifact(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of its artifact, exported by the command."""
+    folder = tmp_path_factory.mktemp("artifacts") / "tiny"
+    done = onnxport("export", checkpoint, folder, "--precision", "int4", "--group-size", "32")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"Wrote {folder}.\n"
+    return folder

@@ -1,0 +1,208 @@
+"""Every command as a process."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import command, onnxport
+
+pytestmark = pytest.mark.timeout(120)
+COMMANDS = ["export", "generate", "chat", "serve", "verify", "devices", "version"]
+
+
+def test_help_lists_the_commands_and_is_fast() -> None:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = onnxport("--help")
+        times.append(time.perf_counter() - start)
+    assert done.returncode == 0
+    assert re.findall(r"^    (\w+) ", done.stdout, re.MULTILINE) == COMMANDS
+    assert min(times) < 0.3
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from onnxport.cli import build_parser; build_parser();"
+        "heavy = {'numpy', 'onnx', 'fastapi', 'tokenizers', 'onnxruntime', 'asyncio'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str) -> None:
+    done = onnxport(name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["bench"],
+        ["import"],
+        ["generate"],
+        ["generate", "a", "b", "--max-tokens", "0"],
+        ["export", "a", "b", "--precision", "int3"],
+        ["serve", "a", "--port", "70000"],
+        ["devices", "extra"],
+    ],
+)
+def test_wrong_usage_exits_2(arguments: list[str]) -> None:
+    done = onnxport(*arguments)
+    assert done.returncode == 2
+    assert "usage: onnxport" in done.stderr
+
+
+def test_version() -> None:
+    version = onnxport("version").stdout
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", version)
+    assert onnxport("--version").stdout == f"onnxport {version}"
+
+
+def test_errors_are_one_paragraph(tmp_path: Path, checkpoint: Path, artifact: Path) -> None:
+    cases = [
+        ["export", tmp_path / "missing", tmp_path / "out"],
+        ["export", checkpoint, artifact],
+        ["export", checkpoint, tmp_path / "out", "--revision", "main"],
+        ["generate", tmp_path, "x"],
+        ["generate", artifact, "x", "--provider", "cuda"],
+        ["generate", artifact, "x", "--temperature", "-1"],
+        ["generate", artifact, "x" * 200],
+        ["chat", tmp_path],
+        ["verify", checkpoint],
+        ["serve", tmp_path / "missing", "--port", "0"],
+        ["serve", artifact, "--port", "0", "--precision", "int8"],
+    ]
+    for arguments in cases:
+        done = onnxport(*arguments)
+        assert done.returncode == 1, arguments
+        assert re.fullmatch(r"error: [^\n]+\n", done.stderr), done.stderr
+        assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_devices() -> None:
+    assert re.search(r"^cpu +yes  onnxruntime ", onnxport("devices").stdout, re.MULTILINE)
+    found = {one["provider"]: one for one in json.loads(onnxport("devices", "--json").stdout)}
+    assert found["cpu"]["available"]
+    assert found["cpu"]["devices"][0]["name"]
+    assert found["cuda"]["reason"]
+
+
+def test_verify(artifact: Path) -> None:
+    done = onnxport("verify", artifact)
+    assert done.returncode == 0, done.stderr
+    assert "cpu, float32 arithmetic: ok" in done.stdout
+    verdicts = json.loads(onnxport("verify", artifact, "--json", "--provider", "cpu").stdout)
+    assert [one["tolerance"]["name"] for one in verdicts] == [
+        "float32 arithmetic",
+        "8-bit activations",
+    ]
+    assert all(one["passed"] for one in verdicts)
+    assert verdicts[0]["whole"]["max_diff"] < 1e-4
+
+
+def test_verify_finds_a_changed_file(artifact: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(artifact, changed)
+    data = bytearray((changed / "model.onnx.data").read_bytes())
+    data[len(data) // 2] ^= 1
+    (changed / "model.onnx.data").write_bytes(data)
+    done = onnxport("verify", changed)
+    assert done.returncode == 1
+    assert "model.onnx.data" in done.stderr
+
+
+def test_generate(artifact: Path) -> None:
+    one = onnxport("generate", artifact, "hello", "--max-tokens", "8")
+    assert (one.returncode, one.stderr) == (0, "")
+    asked = ["generate", artifact, "hello", "you", "--max-tokens", "8", "--ignore-eos", "--json"]
+    results = json.loads(onnxport(*asked).stdout)
+    assert [result["prompt"] for result in results] == ["hello", "you"]
+    assert [result["completion_tokens"] for result in results] == [8, 8]
+    assert [result["finish_reason"] for result in results] == ["length", "length"]
+    assert one.stdout == results[0]["text"] + "\n"
+    several = onnxport(*asked[:-1])
+    assert several.stdout.startswith(f"> hello\n{results[0]['text']}\n\n> you\n")
+
+
+def test_chat_through_a_pipe(artifact: Path) -> None:
+    lines = "hello\n/nonsense\n\n/reset\nhello\n/exit\nnever read\n"
+    done = onnxport("chat", artifact, "--max-tokens", "5", "--system", "Be brief.", stdin=lines)
+    assert done.returncode == 0
+    assert "There is no command /nonsense" in done.stderr
+    assert len(done.stdout) > 2
+    half = len(done.stdout) // 2
+    assert done.stdout[:half] == done.stdout[half:]  # the second began anew
+
+
+def test_chat_says_when_the_conversation_is_too_long(artifact: Path) -> None:
+    lines = "x" * 300 + "\nhi\n"
+    done = onnxport("chat", artifact, "--max-tokens", "5", stdin=lines)
+    assert done.returncode == 0
+    assert "/reset starts a new conversation" in done.stderr
+    assert done.stdout  # the second line was answered
+
+
+def test_chat_in_a_terminal(artifact: Path) -> None:
+    leader, follower = pty.openpty()
+    chat = subprocess.Popen(
+        command("chat", artifact, "--max-tokens", "3"),
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env={**os.environ, "TERM": "dumb"},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+    )
+    os.close(follower)
+
+    def read_prompt() -> str:
+        text = b""
+        while not text.endswith(b"> "):
+            text += os.read(leader, 1000)
+        return text.decode(errors="replace")
+
+    assert "/exit" in read_prompt()
+    os.write(leader, b"hello\n")
+    assert "hello" in read_prompt()
+    os.write(leader, b"\x03")  # Ctrl-C at the prompt
+    assert chat.wait(timeout=20) == 130
+    os.close(leader)
+
+
+def test_ctrl_c_exits_130(artifact: Path) -> None:
+    chat = subprocess.Popen(
+        command("chat", artifact),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert chat.stderr is not None
+    chat.stderr.readline()  # it is ready
+    chat.send_signal(signal.SIGINT)
+    chat.communicate(timeout=20)
+    assert chat.returncode == 130
+
+
+def test_output_into_a_closed_pipe_is_quiet() -> None:
+    shell = f"{sys.executable} -m onnxport devices --json | head -c 1"
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

@@ -1,0 +1,139 @@
+"""`onnxport serve`: from an artifact or a checkpoint to answers over HTTP."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from .conftest import command, onnxport, write_checkpoint
+
+pytestmark = pytest.mark.timeout(120)
+SMALL = ("--port", "0", "--threads", "1", "--kv-cache-tokens", "1024")
+
+
+@contextmanager
+def serving(*arguments: str | Path, **environment: str) -> Iterator[tuple[str, list[str]]]:
+    """Give the address of a server and what it says; it must end in order."""
+    process = subprocess.Popen(
+        command("serve", *arguments, *SMALL),
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    said: list[str] = []
+    address = ""
+    assert process.stderr is not None
+    for line in process.stderr:
+        said.append(line)
+        if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+            address = found[0]
+            break
+    try:
+        assert address, said
+        yield address, said
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=30)
+    assert (process.returncode, rest) == (0, "")
+
+
+def test_an_artifact(artifact: Path) -> None:
+    with (
+        serving(artifact, "--provider", "cpu") as (address, said),
+        OpenAI(base_url=f"{address}/v1", api_key="unused") as client,
+    ):
+        assert "Serving tiny on" in said[-1]
+        messages: Any = [{"role": "user", "content": "hello"}]
+        ask = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 6}
+        whole = client.chat.completions.create(**ask)
+        assert whole.usage.completion_tokens <= 6
+        chunks = list(client.chat.completions.create(stream=True, **ask))
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert streamed == whole.choices[0].message.content
+        health = httpx.get(f"{address}/health").json()
+        assert health["provider"] == "cpu"
+        assert set(health["placement"]) == {"CPUExecutionProvider"}
+
+
+def test_name_key_and_limits(artifact: Path) -> None:
+    limits = ("--max-model-len", "32", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
+    with serving(artifact, "--served-model-name", "other", *limits, ONNXPORT_API_KEY="sesame") as (
+        address,
+        _,
+    ):
+        client = OpenAI(base_url=f"{address}/v1", api_key="sesame", max_retries=0)
+        [model] = client.models.list().data
+        assert model.id == "other"
+        done = client.completions.create(model="other", prompt=["ab"] * 5, max_tokens=30)
+        assert len(done.choices) == 5
+        with pytest.raises(openai.BadRequestError, match="32"):
+            client.completions.create(model="other", prompt="ab", max_tokens=31)
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="open").models.list()
+        client.close()
+
+
+def test_a_checkpoint_is_exported_once(checkpoint: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    options = ("--precision", "int8", "--group-size", "32")
+    for number in range(2):
+        with serving(checkpoint, *options, ONNXPORT_CACHE=str(cache)) as (address, said):
+            assert ("is exported first" in said[0]) == (number == 0)
+            assert httpx.get(f"{address}/v1/models").json()["data"][0]["id"] == "tiny"
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
+
+
+def test_what_changes_the_export_changes_the_cache(tmp_path: Path) -> None:
+    checkpoint, cache = write_checkpoint(tmp_path / "model"), tmp_path / "cache"
+
+    def count(*options: str) -> int:
+        with serving(checkpoint, *options, ONNXPORT_CACHE=str(cache)):
+            return len([path for path in cache.iterdir() if path.is_dir()])
+
+    assert count() == 1
+    assert count("--context-length", "64") == 2
+    (checkpoint / "generation_config.json").write_text("{}")
+    assert count() == 3
+
+
+def test_servers_that_start_together_export_once(checkpoint: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    exports: list[bool] = []
+
+    def start() -> None:
+        with serving(checkpoint, ONNXPORT_CACHE=str(cache)) as (_, said):
+            exports.append(any("is exported first" in line for line in said))
+
+    threads = [threading.Thread(target=start) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(exports) == [False, True]
+
+
+def test_a_cache_that_cannot_be_written(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = onnxport("serve", checkpoint, *SMALL, ONNXPORT_CACHE=str(tmp_path / "file" / "cache"))
+    assert done.returncode == 1
+    assert "ONNXPORT_CACHE" in done.stderr
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(artifact: Path) -> None:
+    with serving(artifact) as (address, _):
+        port = address.rpartition(":")[2]
+        done = onnxport("serve", artifact, "--port", port)
+        assert done.returncode == 1
+        assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
