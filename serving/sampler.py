@@ -165,21 +165,20 @@ def _draw_full(logits: Floats, rows: Sequence[RowParams]) -> NDArray[np.int64]:
     The chunk is found first, then the token inside it.
     """
     weights = _weights(logits, rows)
-    starts = np.arange(0, weights.shape[1], CHUNK)
-    sums = np.add.reduceat(weights, starts, axis=1).astype(np.float64).cumsum(axis=1)
-    numbers = np.array([row.uniform for row in rows])
-    targets = numbers * sums[:, -1]
+    vocab = weights.shape[1]
+    sums = np.add.reduceat(weights, np.arange(0, vocab, CHUNK), axis=1)
+    sums = np.cumsum(sums, axis=1, dtype=np.float64)
+    targets = np.array([row.uniform for row in rows]) * sums[:, -1]
     chunks = (sums > targets[:, None]).argmax(axis=1)
-    tokens = np.empty(len(rows), np.int64)
-    for index, chunk in enumerate(chunks.tolist()):
-        start = chunk * CHUNK
-        before = sums[index, chunk - 1] if chunk else 0.0
-        inside = weights[index, start : start + CHUNK].cumsum(dtype=np.float64)
-        passed = inside > targets[index] - before
-        # Rounding may leave the number just beyond the chunk: then its last possible token.
-        offset = passed.argmax() if passed[-1] else np.flatnonzero(np.diff(inside, prepend=0.0))[-1]
-        tokens[index] = start + offset
-    return tokens
+    lines = np.arange(len(rows))
+    targets -= np.where(chunks > 0, sums[lines, chunks - 1], 0.0)
+    columns = chunks[:, None] * CHUNK + np.arange(CHUNK)
+    inside = weights[lines[:, None], np.minimum(columns, vocab - 1)]
+    inside[columns >= vocab] = 0.0
+    sums = inside.cumsum(axis=1, dtype=np.float64)
+    # Rounding may put the number just beyond the chunk: then its last possible token is meant.
+    passed = sums > np.minimum(targets, np.nextafter(sums[:, -1], 0.0))[:, None]
+    return columns[lines, passed.argmax(axis=1)]
 
 
 def _draw_truncated(logits: Floats, rows: Sequence[RowParams]) -> NDArray[np.int64]:

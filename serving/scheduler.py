@@ -240,8 +240,7 @@ class Scheduler:
             needed = blocks_for(len(request.tokens), block_size)
             if rows == 0 or draft.budget == 0 or needed > draft.free - claimed_blocks:
                 break
-            num_new = min(len(request.tokens), draft.budget)
+            num_new = min(len(request.tokens), draft.budget)  # a part of it takes all that is left
             taken = blocks_for(num_new, block_size)
             draft.add(request, num_new, taken, sampled=num_new == len(request.tokens))
-            claimed_blocks += needed - taken
             rows -= 1

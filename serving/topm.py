@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-CHUNK = 128
+GROUP = 64  # columns whose maximum stands for them
+_SIGN = np.uint32(1 << 31)
+_LOW_HALF = np.uint64((1 << 32) - 1)
+_LAST = np.uint64((1 << 64) - 1)  # a key after those of all values
 
 
 def top_m(values: NDArray[np.float32], count: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
@@ -13,9 +16,10 @@ def top_m(values: NDArray[np.float32], count: int) -> tuple[NDArray[np.float32],
 
     Equal values come in the order of their columns. Rows hold no NaN.
 
-    The `count`-th largest of the maxima of chunks is at most the `count`-th largest value, for
-    each chunk has one value as large. What is below it is left out, and the rest, seldom much more
-    than `count` values, is sorted.
+    The `count`-th largest of the maxima of groups is at most the `count`-th largest value, for
+    each of those groups holds a value as large. What is below it is left out, and the rest, seldom
+    much more than `count` values, is selected from and sorted. A group is every `groups`-th column:
+    their maxima are then element-wise maxima of long runs, ten times faster than of short ones.
 
     Args:
         values: [num_rows, num_columns].
@@ -25,27 +29,30 @@ def top_m(values: NDArray[np.float32], count: int) -> tuple[NDArray[np.float32],
         Values and int64 columns, both [num_rows, count].
     """
     num_rows, num_columns = values.shape
-    chunks = -(-num_columns // CHUNK)
-    if count >= chunks:
-        return _sorted(values, None, count)
-    maxima = np.maximum.reduceat(values, np.arange(0, num_columns, CHUNK), axis=1)
-    thresholds = np.partition(maxima, chunks - count, axis=1)[:, chunks - count]
-    rows, columns = np.nonzero(values >= thresholds[:, None])
-    counts = np.bincount(rows, minlength=num_rows)
-    starts = np.cumsum(counts) - counts
-    # One padded row of candidates for each row, in the order of the columns.
-    candidates = np.full((num_rows, int(counts.max())), -np.inf, values.dtype)
-    candidate_columns = np.zeros(candidates.shape, np.int64)
-    places = np.arange(len(rows)) - starts[rows]
-    candidates[rows, places] = values[rows, columns]
-    candidate_columns[rows, places] = columns
-    return _sorted(candidates, candidate_columns, count)
+    groups = num_columns // GROUP
+    if count >= groups // 2:  # a bound that would leave nearly everything in
+        keys = _keys(values, np.arange(num_columns, dtype=np.uint64))
+    else:
+        grouped = values[:, : GROUP * groups].reshape(num_rows, GROUP, groups)
+        maxima = np.partition(grouped.max(axis=1), groups - count, axis=1)
+        bounds = maxima[:, groups - count]
+        rows, columns = np.divmod(np.flatnonzero(values >= bounds[:, None]), num_columns)
+        counts = np.bincount(rows, minlength=num_rows)
+        places = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+        keys = np.full((num_rows, int(counts.max())), _LAST)
+        keys[rows, places] = _keys(values[rows, columns], columns.astype(np.uint64))
+    if count < keys.shape[1]:
+        keys = np.partition(keys, count - 1, axis=1)[:, :count]
+    found = (np.sort(keys, axis=1) & _LOW_HALF).astype(np.int64)
+    return np.take_along_axis(values, found, axis=1), found
 
 
-def _sorted(
-    values: NDArray[np.float32], columns: NDArray[np.int64] | None, count: int
-) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the first `count` of each row, sorted; `columns` are their indices unless given."""
-    order = np.argsort(-values, axis=1, kind="stable")[:, :count]
-    found = order if columns is None else np.take_along_axis(columns, order, axis=1)
-    return np.take_along_axis(values, order, axis=1), found
+def _keys(values: NDArray[np.float32], columns: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return integers that sort as (largest value, lowest column); the low half is the column.
+
+    The bits of floats sort like integers once the negative ones are inverted and the others get
+    the highest bit; all of it inverted again sorts the largest first.
+    """
+    bits = (values + np.float32(0.0)).view(np.uint32)  # -0.0 becomes 0.0, which it equals
+    descending = np.where(bits & _SIGN, bits, bits ^ ~_SIGN)
+    return (descending.astype(np.uint64) << np.uint64(32)) | columns

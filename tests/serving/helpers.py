@@ -60,6 +60,8 @@ def submit(
 def checked_step(engine: Engine) -> list[CompletionDelta]:
     """Step, check the invariants, and make what free blocks hold unreadable."""
     deltas = engine.step()
+    for delta in deltas:  # a broken contract is an AssertionError inside the step
+        assert "AssertionError" not in (delta.error or ""), delta.error
     engine.check()
     model = engine._model
     assert isinstance(model, NullModel)

@@ -188,6 +188,17 @@ def test_the_one_that_lacks_a_block_may_be_the_newest_itself() -> None:
     assert names(plan.preempted) == ["b"]
 
 
+def test_no_more_are_preempted_than_blocks_are_needed() -> None:
+    bench = Bench(num_blocks=5)
+    for name, num_tokens in (("a", 4), ("b", 4), ("c", 3), ("d", 2), ("e", 1)):
+        bench.submit(name, num_tokens)
+    bench.step()
+    plan = bench.step()
+    assert rows(plan) == [("a", 4, 1), ("b", 4, 1), ("c", 3, 1)]
+    assert names(plan.preempted) == ["e", "d"]
+    assert (bench.blocks("a"), bench.blocks("b")) == ([0, 4], [1, 3])
+
+
 def test_a_prefill_is_preempted_for_an_older_decode() -> None:
     bench = Bench(num_blocks=6, budget=8)
     bench.submit("a", 4)
