@@ -4,8 +4,8 @@
     python -m benchmarks.paged_attention --peer other_build.so   # alternates the two, adds a ratio
 
 The figures are for one layer of Qwen2.5-0.5B (14 heads, 2 key/value heads of 64) unless --heads
-says otherwise. A graph of several layers, each with its own cache, keeps the processor's caches from
-holding what a whole model would have evicted. Times are minima over the rounds.
+says otherwise. A graph of several layers, each with its own cache, keeps the processor's caches
+from holding what a whole model would have evicted. Times are minima over the rounds.
 """
 
 from __future__ import annotations

@@ -1,0 +1,39 @@
+"""Run random cases and refusals through a sanitized library; a report of the sanitizer's is fatal.
+
+LD_PRELOAD=libasan.so ASAN_OPTIONS=detect_leaks=0 python -m tests.kernels.sanitized LIBRARY CASES
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+from onnxport.providers.cpu.library import load_library
+from tests.kernels import run_ort
+from tests.kernels.cases import random_case
+from tests.kernels.checks import check
+from tests.kernels.conftest import ISAS
+from tests.kernels.test_errors import BAD_INPUTS, small_case
+
+FIRST_SEED = 10_000  # others than the plain tests'
+
+
+def main() -> None:
+    path, num_cases = Path(sys.argv[1]), int(sys.argv[2])
+    library = load_library(path)
+    isas = [isa for isa in ISAS if library.onnxport_cpu_set_isa(isa.encode())]
+    for seed in range(FIRST_SEED, FIRST_SEED + num_cases):
+        case = random_case(seed)
+        for isa in isas:
+            library.onnxport_cpu_set_isa(isa.encode())
+            check(case, run_ort.run(path, case))
+    for feeds in BAD_INPUTS.values():
+        with contextlib.suppress(Exception):
+            run_ort.run(path, small_case(rotary_offset=0), feeds=feeds)
+            raise SystemExit(f"accepted {feeds}")
+    print(f"{num_cases} cases with each of {', '.join(isas)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Runs cases through driver.cpp: a count, then for each the Problem's numbers and its arrays.
+
+An array is its size in bytes as int64, -1 for none, and its bytes. The answer is, for each case, the
+bytes of the output and of both caches.
+"""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+
+from tests.kernels.reference import CACHE_TYPES, Case, from_tiled, to_tiled
+
+ROOT = Path(__file__).parents[2]
+CORE = ("attention", "isa", "validate", "kernels_avx2", "kernels_avx512", "kernels_neon")
+
+
+def build(compiler: str, executable: Path) -> None:
+    """Compiles the driver, with everything but the set-specific flags of x86, statically."""
+    csrc = ROOT / "providers/cpu/csrc"
+    sources = [str(csrc / f"{name}.cpp") for name in (*CORE, "kernels_portable")]
+    driver = str(Path(__file__).with_name("driver.cpp"))
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-static", "-pthread"]
+    command = [compiler, *flags, f"-I{csrc}", driver, *sources, "-o", str(executable)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def caches(case: Case) -> list[np.ndarray]:
+    if not case.tiled:
+        return [case.key_cache, case.value_cache]
+    return [to_tiled(case.key_cache, True), to_tiled(case.value_cache, False)]
+
+
+def serialize(case: Case) -> bytes:
+    tokens = case.query.shape[0]
+    q_width, kv_width = case.num_heads * case.head_size, case.kv_heads * case.head_size
+    numbers = (
+        tokens,
+        len(case.past_lengths),
+        case.num_heads,
+        case.kv_heads,
+        case.head_size,
+        case.key_cache.shape[0],
+        case.block_size,
+        case.block_table.shape[1],
+        case.window or 0,
+        case.causal,
+        0 if case.cosine is None else 2 * case.cosine.shape[1],
+        case.rotary_offset,
+        0 if case.cosine is None else case.cosine.shape[0],
+        case.interleaved,
+        list(CACHE_TYPES).index(case.cache_type),
+        case.tiled,
+        q_width,
+        kv_width,
+        kv_width,
+        case.k_scale is not None and case.k_scale.size > 1,
+        case.v_scale is not None and case.v_scale.size > 1,
+    )
+    scale = case.scale if case.scale is not None else case.head_size**-0.5
+    out = [struct.pack("21q4f", *numbers, scale, case.softcap, case.epsilon, 0.0)]
+    arrays = [
+        case.query,
+        case.key,
+        case.value,
+        np.full((tokens, q_width), np.nan, np.float32),
+        *caches(case),
+        case.cumulative_lengths,
+        np.array(case.past_lengths, np.int32),
+        case.block_table,
+        case.slot_mapping,
+        case.cosine,
+        case.sine,
+        case.head_sink,
+        case.q_norm,
+        case.k_norm,
+        case.k_scale,
+        case.v_scale,
+    ]
+    for array in arrays:
+        data = b"" if array is None else np.ascontiguousarray(array).tobytes()
+        out += [struct.pack("q", -1 if array is None else len(data)), data]
+    return b"".join(out)
+
+
+def run(
+    command: list[str], isa: str, cases: list[Case]
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Runs all cases in one process; the caches come back in canonical layout."""
+    data = struct.pack("q", len(cases)) + b"".join(serialize(case) for case in cases)
+    done = subprocess.run([*command, isa], input=data, capture_output=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    found, at = [], 0
+    for case in cases:
+        width = case.num_heads * case.head_size
+        shapes = [(case.query.shape[0], width), case.key_cache.shape, case.value_cache.shape]
+        dtypes = [np.dtype(np.float32), case.key_cache.dtype, case.value_cache.dtype]
+        parts = []
+        for shape, dtype in zip(shapes, dtypes, strict=True):
+            count = int(np.prod(shape))
+            parts.append(np.frombuffer(done.stdout, dtype, count, at).reshape(shape))
+            at += count * dtype.itemsize
+        if case.tiled:
+            parts[1:] = [from_tiled(parts[1], True), from_tiled(parts[2], False)]
+        found.append((parts[0], parts[1], parts[2]))
+    assert at == len(done.stdout)
+    return found

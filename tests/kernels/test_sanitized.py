@@ -1,0 +1,49 @@
+"""The operator under AddressSanitizer and UndefinedBehaviorSanitizer, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NUM_CASES = 200
+
+
+def runtime(name: str) -> str:
+    """The path of one of g++'s sanitizer libraries, or the bare name where it has none."""
+    done = subprocess.run(
+        ["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.system() != "Linux", reason="preloads the sanitizer as Linux does")
+@pytest.mark.skipif(not (shutil.which("g++") and shutil.which("cmake")), reason="needs g++, cmake")
+def test_random_cases_sanitized(tmp_path: Path) -> None:
+    preload = [runtime("libasan.so"), runtime("libubsan.so")]
+    if not all(os.path.isabs(path) for path in preload):
+        pytest.skip("g++ has no sanitizer libraries")
+    configure = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DONNXPORT_SANITIZE=ON"]
+    subprocess.run([*configure, "-DCMAKE_CXX_COMPILER=g++"], check=True, capture_output=True)
+    subprocess.run(
+        ["cmake", "--build", str(tmp_path), "--parallel", "2"], check=True, capture_output=True
+    )
+    command = [sys.executable, "-m", "tests.kernels.sanitized"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "onnxport_cpu.so"), str(NUM_CASES)],
+        cwd=ROOT,
+        # Python and its extensions keep memory until they exit, which is no leak of ours.
+        env=os.environ | {"LD_PRELOAD": ":".join(preload), "ASAN_OPTIONS": "detect_leaks=0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{NUM_CASES} cases" in done.stdout
