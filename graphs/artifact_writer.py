@@ -70,7 +70,7 @@ class ArtifactWriter:
 
     def __enter__(self) -> ArtifactWriter:
         self._check_destination()
-        with self._explain_full_disk(0):
+        with self._explain(0):
             self._destination.parent.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self._destination.parent).free
             if self._expected_bytes is not None and self._expected_bytes > free:
@@ -138,27 +138,14 @@ class ArtifactWriter:
     def write_bytes(self, name: str, data: bytes) -> None:
         """Write a whole file."""
         self._claim(name)
-        with self._explain_full_disk(len(data)):
+        with self._explain(len(data)):
             (self._folder / name).write_bytes(data)
         self._files[name] = FileInfo(hashlib.sha256(data).hexdigest(), len(data))
 
     def copy_file(self, source: str | os.PathLike[str], name: str | None = None) -> None:
-        """Copy a file's contents, under its own name or another."""
+        """Copy a small file (it is read whole), under its own name or another."""
         source = Path(source)
-        name = name or source.name
-        self._claim(name)
-        digest = hashlib.sha256()
-        size = 0
-        with (
-            source.open("rb") as reader,
-            self._explain_full_disk(source.stat().st_size),
-            (self._folder / name).open("xb") as writer,
-        ):
-            while chunk := reader.read(_CHUNK_BYTES):
-                digest.update(chunk)
-                writer.write(chunk)
-                size += len(chunk)
-        self._files[name] = FileInfo(digest.hexdigest(), size)
+        self.write_bytes(name or source.name, source.read_bytes())
 
     def commit(self, manifest: Manifest) -> Path:
         """Write the manifest last, with every file's checksum, and rename into place.
@@ -168,28 +155,30 @@ class ArtifactWriter:
         """
         assert self._data is not None, "the writer is not open"
         assert not manifest.files, "the writer fills in the files"
-        with self._explain_full_disk(0):
+        with self._explain(0):
             self._data.close()
         self._data = None
         self._files[WEIGHTS_FILE] = FileInfo(self._hash.hexdigest(), self._offset)
         text = replace(manifest, files=dict(self._files)).dumps()
-        with self._explain_full_disk(len(text)):
+        with self._explain(len(text)):
             (self._folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
         self._check_destination()
-        if self._destination.exists():
-            _swap(self._folder, self._destination)
-            self._committed = True
-            shutil.rmtree(self._folder)
-        else:
-            self._folder.rename(self._destination)
-            self._committed = True
+        replaces = self._destination.exists()
+        with self._explain(0):
+            if replaces:
+                _swap(self._folder, self._destination)
+            else:
+                self._folder.rename(self._destination)
+        self._committed = True
+        if replaces:
+            shutil.rmtree(self._folder)  # the older artifact
         return self._destination
 
     def _append(self, data: bytes | memoryview) -> None:
         assert self._data is not None, "the writer is not open"
         for start in range(0, len(data), _CHUNK_BYTES):
             chunk = data[start : start + _CHUNK_BYTES]
-            with self._explain_full_disk(len(data) - start):
+            with self._explain(len(data) - start):
                 self._data.write(chunk)
             self._hash.update(chunk)
             self._offset += len(chunk)
@@ -224,7 +213,7 @@ class ArtifactWriter:
             shutil.rmtree(self._folder)
 
     @contextmanager
-    def _explain_full_disk(self, pending: int) -> Iterator[None]:
+    def _explain(self, pending: int) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -52,8 +52,8 @@ class GraphBuilder:
         self._inputs.append(helper.make_tensor_value_info(self._claim(name), dtype, dims))
         return name
 
-    def output(self, name: str, dtype: int, dims: Dims) -> str:
-        """Declare a graph output; a node must produce the value `name`."""
+    def output(self, name: str, dtype: int, dims: Dims | None) -> str:
+        """Declare a graph output, of any shape if None; a node must produce the value `name`."""
         self._outputs.append(helper.make_tensor_value_info(name, dtype, dims))
         return name
 

@@ -175,7 +175,7 @@ def test_a_failed_rename_leaves_the_old_artifact(
         raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr(artifact_writer, "_swap", broken)
-    with pytest.raises(OSError, match="broken"):
+    with pytest.raises(ExportError, match="broken"):
         write(folder, overwrite=True)
     assert (folder / "manifest.json").read_bytes() == before
     assert os.listdir(folder.parent) == ["model"]

@@ -5,12 +5,17 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from onnx import TensorProto
 
 from onnxport.errors import ArtifactError
 from onnxport.graphs import contract as c
+from onnxport.graphs import ops
+from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.passes.decompose import decompose
 from tests.graphs.paged_models import feeds, op_types, paged_case, paged_model, run, start
 from tests.kernels.reference import Case, attend, write_cache
@@ -154,6 +159,159 @@ def test_tokens_do_not_depend_on_how_they_are_batched() -> None:
             rows.append(found["out0"])
             t += 1
     np.testing.assert_allclose(together, np.concatenate(rows), atol=1e-5)
+
+
+class Ragged:
+    """One session for each tile size, which serves every shape of batch."""
+
+    block_size = 4
+    shape = (40, block_size, 1, 8)  # of a pool
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(0)
+        model = paged_model(self.case([1], [0]))
+        self.models = {t: decompose(model, tile_tokens=t).model for t in (1, 3, 64)}
+        self.sessions = {t: start(model) for t, model in self.models.items()}
+
+    def case(self, new: list[int], past: list[int]) -> Case:
+        needed = [-(-(n + p) // self.block_size) for n, p in zip(new, past, strict=True)]
+        ids = self.random.permutation(self.shape[0])
+        table = np.full((len(new), max(needed)), -1, np.int32)
+        for b, count in enumerate(needed):
+            table[b, :count], ids = ids[:count], ids[count:]
+        angles = np.outer(np.arange(64), [1.0, 0.1])
+        return Case(
+            num_heads=2,
+            kv_heads=1,
+            head_size=8,
+            query=self.draw(sum(new), 2, 8),
+            key=self.draw(sum(new), 1, 8),
+            value=self.draw(sum(new), 1, 8),
+            key_cache=self.draw(*self.shape),
+            value_cache=self.draw(*self.shape),
+            new_lengths=new,
+            past_lengths=past,
+            block_table=table,
+            window=9,
+            cosine=np.cos(angles).astype(np.float32),
+            sine=np.sin(angles).astype(np.float32),
+            metadata=np.array([max(new), max(np.add(new, past)), 0], np.int32),
+        )
+
+    def draw(self, *shape: int) -> np.ndarray:
+        return self.random.standard_normal(shape).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def ragged() -> Ragged:
+    return Ragged()
+
+
+batches = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20)), min_size=1, max_size=5).filter(
+    lambda batch: any(new for new, _ in batch)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=batches, tile=st.sampled_from([1, 3, 64]))
+def test_one_session_serves_every_ragged_batch(
+    ragged: Ragged, batch: list[tuple[int, int]], tile: int
+) -> None:
+    case = ragged.case([new for new, _ in batch], [past for _, past in batch])
+    names = ["out0", c.present_key(0), c.present_value(0)]
+    found = ragged.sessions[tile].run(names, feeds(case, ragged.models[tile]))
+    agrees(case, dict(zip(names, found, strict=True)))
+
+
+def gqa_model(case: Case) -> onnx.ModelProto:
+    """ONNX Runtime's own GroupQueryAttention over a contiguous cache."""
+    g = GraphBuilder("gqa")
+    packed = case.num_heads + 2 * case.kv_heads
+    qkv = g.input("qkv", TensorProto.FLOAT, [1, "seq", packed * case.head_size])
+    shape = [1, case.kv_heads, "past", case.head_size]
+    caches = [g.input(name, TensorProto.FLOAT, shape) for name in ("k", "v")]
+    presents = [g.output(name, TensorProto.FLOAT, None) for name in ("ko", "vo")]
+    rope = {"do_rotary": case.cosine is not None, "rotary_interleaved": case.interleaved}
+    attributes = ops.AttentionAttributes(
+        num_heads=case.num_heads,
+        kv_num_heads=case.kv_heads,
+        scale=case.scale,
+        softcap=case.softcap or None,
+        local_window_size=case.window,
+        **rope,
+    )
+    tables = {} if case.cosine is None else {"cos": case.cosine, "sin": case.sine}
+    out = ops.group_query_attention(
+        g,
+        qkv,
+        *caches,
+        (presents[0], presents[1]),
+        sequence_lengths_minus_one=g.input("less_one", TensorProto.INT32, [1]),
+        total_sequence_length=g.input("total", TensorProto.INT32, []),
+        attributes=attributes,
+        **{name: g.constant(table, name) for name, table in tables.items()},
+    )
+    g.output(out, TensorProto.FLOAT, None)
+    return g.build()
+
+
+@pytest.mark.parametrize("new", [[5, 1, 1, 7], [1, 1, 1], [20]])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"window": 4},
+        {"interleaved": True},
+        {"softcap": 1.5, "scale": 0.7},
+        {"cosine": None, "sine": None},
+    ],
+    ids=lambda changes: "-".join(changes) or "plain",
+)
+def test_agrees_with_group_query_attention(new: list[int], changes: dict[str, object]) -> None:
+    """A kernel that no one here wrote, fed the same tokens in the same chunks."""
+    r = np.random.default_rng(0)
+
+    def draw(*shape: int) -> np.ndarray:
+        return r.standard_normal(shape).astype(np.float32)
+
+    size, past = 16, 0
+    angles = np.outer(np.arange(64), 10.0 ** -np.arange(size // 2))
+    pool = np.zeros((8, 4, 2, size), np.float32)
+    contiguous = [np.zeros((1, 2, 0, size), np.float32)] * 2
+    whole = Case(
+        num_heads=4,
+        kv_heads=2,
+        head_size=size,
+        query=draw(0, 4, size),
+        key=draw(0, 2, size),
+        value=draw(0, 2, size),
+        key_cache=pool,
+        value_cache=pool,
+        past_lengths=[0],
+        new_lengths=[0],
+        block_table=r.permutation(8)[None].astype(np.int32),
+        cosine=np.cos(angles).astype(np.float32),
+        sine=np.sin(angles).astype(np.float32),
+    ).replace(**changes)
+    session, model = start(gqa_model(whole)), decompose(paged_model(whole)).model
+    for count in new:
+        case = whole.replace(
+            past_lengths=[past],
+            new_lengths=[count],
+            query=draw(count, 4, size),
+            key=draw(count, 2, size),
+            value=draw(count, 2, size),
+        )
+        found = run(model, feeds(case, model))
+        past += count
+        packed = np.concatenate([case.query, case.key, case.value], axis=1).reshape(1, count, -1)
+        lengths = {"less_one": np.array([past - 1], np.int32), "total": np.array(past, np.int32)}
+        inputs = {"qkv": packed, "k": contiguous[0], "v": contiguous[1], **lengths}
+        *contiguous, expected = session.run(None, inputs)
+        np.testing.assert_allclose(found["out0"], expected[0], atol=1e-5)
+        whole = whole.replace(
+            key_cache=found["present.0.key"], value_cache=found["present.0.value"]
+        )
 
 
 def test_a_cache_bound_as_input_and_output_is_not_copied() -> None:
