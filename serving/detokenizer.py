@@ -56,7 +56,7 @@ class WindowDetokenizer:
         text = self._decode(self._ids)
         if text.endswith(REPLACEMENT):
             return "" if len(self._ids) - self._read < MAX_HELD_TOKENS else self._give_up(text)
-        piece = text[len(self._known) :]
+        piece = self._new_part(text)
         if piece:
             self._ids = self._ids[self._read :]
             self._read = len(self._ids)
@@ -69,6 +69,16 @@ class WindowDetokenizer:
 
     def _give_up(self, text: str) -> str:
         """Release everything as it is and begin again, so that nothing is decoded twice."""
-        piece = text[len(self._known) :]
+        piece = self._new_part(text)
         self._ids, self._read, self._known = [], 0, ""
         return piece
+
+    def _new_part(self, text: str) -> str:
+        """Return what the newest tokens add to `text`.
+
+        A broken byte may spoil the whole run of bytes that it ends, known ones included; then
+        the newest tokens are decoded by themselves.
+        """
+        if text.startswith(self._known):
+            return text[len(self._known) :]
+        return self._decode(self._ids[self._read :])

@@ -203,6 +203,7 @@ class AsyncEngine:
         with self._wakeup:
             self._streams.pop(stream.request_id, None)
         self._engine.abort(stream.request_id)
+        self._stats = self._engine.stats()
 
     def _fail(self, error: BaseException) -> None:
         """End every stream with an error; the engine is not to be used again."""

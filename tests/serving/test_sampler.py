@@ -120,7 +120,7 @@ def test_drawing_over_positions_follows_the_distribution() -> None:
 
 def test_numbers_are_even_and_unlike_between_seeds_and_positions() -> None:
     numbers = np.array([[uniform(seed, i) for i in range(1000)] for seed in range(-10, 10)])
-    assert (0 <= numbers).all()
+    assert (numbers >= 0).all()
     assert (numbers < 1).all()
     assert len(np.unique(numbers)) == numbers.size
     counts, _ = np.histogram(numbers, bins=20, range=(0, 1))

@@ -1,0 +1,99 @@
+"""Text through the engine: tokenized prompts, streamed text, stop strings, logprobs."""
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from onnxport.providers.base import StepInputs
+from onnxport.providers.null import NullModel
+from onnxport.serving.engine import Engine
+from onnxport.serving.outputs import CompletionDelta
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.tokenizer import Tokenizer
+from tests.serving.helpers import null_engine, run, submit, text, tokens
+from tests.serving.tokenizers_for_tests import EOS, byte_level
+
+TOKENIZER = Tokenizer(byte_level(), frozenset({0}))
+SCRIPT = "naïve café: the sea is deep 🙂\n\nHuman: hello"
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine whose greedy tokens spell SCRIPT, whatever the prompt, and then end."""
+    script = [*TOKENIZER.encode(SCRIPT), 0]
+    plain = NullModel.run
+
+    def spell(self: NullModel, inputs: StepInputs) -> NDArray[np.float32]:
+        logits = plain(self, inputs)
+        rows = np.searchsorted(
+            inputs.cumulative_sequence_lengths[1:], inputs.logits_indices, "right"
+        )
+        total = inputs.past_sequence_lengths + np.diff(inputs.cumulative_sequence_lengths)
+        for index, row in enumerate(rows):
+            place = total[row] - len(TOKENIZER.encode("the sea"))
+            logits[index, script[max(0, place) % len(script)]] = 50.0
+        return logits
+
+    monkeypatch.setattr(NullModel, "run", spell)
+    return null_engine(vocab_size=TOKENIZER.vocab_size, tokenizer=TOKENIZER)
+
+
+def generate(engine: Engine, **params: object) -> list[CompletionDelta]:
+    merged = {"temperature": 0.0, "max_tokens": 200} | params
+    submit(engine, "a", "the sea", SamplingParams(**merged))  # type: ignore[arg-type]
+    return run(engine)["a"]
+
+
+def test_text_is_streamed_whole_and_eos_is_silent(engine: Engine) -> None:
+    deltas = generate(engine)
+    assert text(deltas) == SCRIPT
+    assert tokens(deltas)[-1] == 0
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", None)
+    assert all("\N{REPLACEMENT CHARACTER}" not in delta.text for delta in deltas)
+
+
+def test_a_stop_string_is_cut_off_and_never_shown(engine: Engine) -> None:
+    deltas = generate(engine, stop=("\n\nHuman:", "never"))
+    assert text(deltas) == SCRIPT.split("\n\nHuman:")[0]
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", "\n\nHuman:")
+    shown = ""
+    for delta in deltas:
+        shown += delta.text
+        assert "\n" not in shown
+
+
+def test_text_that_only_begins_like_a_stop_string_is_released(engine: Engine) -> None:
+    deltas = generate(engine, stop=("sea is dry",))
+    assert text(deltas) == SCRIPT
+    deltas = generate(engine, stop=("hello there",))
+    assert text(deltas) == SCRIPT
+
+
+def test_held_text_is_released_at_a_stop_token(engine: Engine) -> None:
+    last = TOKENIZER.encode(SCRIPT)[-1]
+    ends = SCRIPT[: -len(TOKENIZER.token_text(last))]
+    held = ends[-2:]
+    deltas = generate(engine, stop=(held + "~",), stop_token_ids=(last,))
+    assert text(deltas) == ends
+    assert deltas[-1].stop_reason == last
+
+
+def test_an_incomplete_character_at_max_tokens_becomes_a_replacement(engine: Engine) -> None:
+    ids = TOKENIZER.encode(SCRIPT)
+    cut = next(n for n in range(len(ids)) if TOKENIZER.decode(ids[:n]).endswith("\ufffd"))
+    deltas = generate(engine, max_tokens=cut)
+    assert text(deltas) == TOKENIZER.decode(ids[:cut])
+    assert deltas[-1].finish_reason == "length"
+
+
+def test_logprobs_name_their_tokens(engine: Engine) -> None:
+    deltas = generate(engine, logprobs=1, ignore_eos=True, max_tokens=len(SCRIPT))
+    for delta in deltas:
+        assert delta.logprobs is not None
+        (entry,) = delta.logprobs
+        (token_id,) = delta.token_ids
+        assert entry[token_id].decoded_token == TOKENIZER.token_text(token_id)
+        assert entry[token_id].rank == 1
+        assert entry[token_id].logprob == pytest.approx(0.0, abs=1e-6)
+    names = [entry[i].decoded_token for d in deltas for entry in d.logprobs or () for i in entry]
+    assert EOS in names

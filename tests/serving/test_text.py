@@ -1,0 +1,196 @@
+"""Tokens to text: detokenizers, stop strings, the tokenizer's wrapper."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onnxport.errors import ArtifactError
+from onnxport.serving.detokenizer import ByteDetokenizer, WindowDetokenizer
+from onnxport.serving.text import TextStream, find_stop, longest_beginning
+from onnxport.serving.tokenizer import Tokenizer
+from tests.serving.tokenizers_for_tests import EOS, TOOL, byte_fallback, byte_level
+
+BYTES = Tokenizer(byte_level())
+FALLBACK = Tokenizer(byte_fallback())
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def pieces(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = ()) -> list[str]:
+    detokenizer = tokenizer.detokenizer(prompt)
+    return [*(detokenizer.add(token_id) for token_id in ids), detokenizer.finish()]
+
+
+def windowed(ids: Sequence[int]) -> list[str]:
+    detokenizer = WindowDetokenizer(BYTES.decode)
+    return [*(detokenizer.add(token_id) for token_id in ids), detokenizer.finish()]
+
+
+def fallback_ids(text: str) -> list[int]:
+    """Every character as its bytes."""
+    ids = [FALLBACK.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+    return [token_id for token_id in ids if token_id is not None]
+
+
+def test_the_right_detokenizer_is_chosen() -> None:
+    assert isinstance(BYTES.detokenizer([]), ByteDetokenizer)
+    assert isinstance(FALLBACK.detokenizer([]), WindowDetokenizer)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_pieces_of_any_text_join_to_it_and_are_never_broken(text: str) -> None:
+    ids = BYTES.encode(text)
+    for found in (pieces(BYTES, ids), windowed(ids)):
+        assert "".join(found) == text
+        assert REPLACEMENT in text or REPLACEMENT not in "".join(found)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
+def test_split_at_every_byte(text: str) -> None:
+    ids = [BYTES.token_to_id(char) for char in _byte_tokens(text)]
+    found = pieces(BYTES, [token_id for token_id in ids if token_id is not None])
+    assert "".join(found) == text
+    assert all(text.startswith("".join(found[:end])) for end in range(len(found)))
+
+
+def _byte_tokens(text: str) -> list[str]:
+    alphabet = {byte: char for char, byte in BYTES._alphabet.items()}
+    return [alphabet[byte] for byte in text.encode()]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, BYTES.vocab_size - 1), max_size=30))
+def test_any_tokens_give_the_text_of_the_whole(ids: list[int]) -> None:
+    """Whatever the tokens: broken characters, special and added tokens."""
+    assert "".join(pieces(BYTES, ids)) == BYTES.decode(ids)
+
+
+def test_tokens_without_bytes() -> None:
+    assert BYTES.decode([0]) == ""
+    assert BYTES.token_text(0) == EOS
+    assert pieces(BYTES, [0, 100_000]) == ["", "", ""]
+    ids = BYTES.encode(f"a{TOOL}b{EOS}c")
+    assert "".join(pieces(BYTES, ids)) == f"a{TOOL}bc"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters=" "), max_size=12))
+def test_byte_fallback_joins_to_the_text(text: str) -> None:
+    assert "".join(pieces(FALLBACK, fallback_ids(text))) == text
+
+
+def test_spaces_between_words_and_after_a_prompt() -> None:
+    ids = [FALLBACK.token_to_id(word) for word in ("▁the", "▁sea", "▁is", "▁de", "e", "p")]
+    known = [token_id for token_id in ids if token_id is not None]
+    assert pieces(FALLBACK, known) == ["the", " sea", " is", " de", "e", "p", ""]
+    assert pieces(FALLBACK, known[2:], prompt=known[:2]) == [" is", " de", "e", "p", ""]
+
+
+def test_an_incomplete_character_is_held_and_replaced_only_at_the_end() -> None:
+    ids = fallback_ids("é🙂")
+    assert pieces(FALLBACK, ids) == ["", "é", "", "", "", "🙂", ""]
+    assert pieces(FALLBACK, ids[:-1]) == ["", "é", "", "", "", REPLACEMENT * 3]
+    assert "".join(pieces(BYTES, BYTES.encode("🙂")[:1])) == REPLACEMENT
+
+
+def test_endless_broken_bytes_are_released_and_what_follows_is_right() -> None:
+    broken = FALLBACK.token_to_id("<0xFF>")
+    assert broken is not None
+    found = pieces(FALLBACK, [broken] * 40 + fallback_ids("é"))
+    assert "".join(found[:40]) == REPLACEMENT * 32  # 16 at a time
+    assert "".join(found).count(REPLACEMENT) >= 40
+
+
+class Letters:
+    """Token n is the n-th piece."""
+
+    def __init__(self, split: Sequence[str]) -> None:
+        self._split = split
+
+    def add(self, token_id: int) -> str:
+        return self._split[token_id]
+
+    def finish(self) -> str:
+        return ""
+
+
+def stream(split: Sequence[str], stop: tuple[str, ...]) -> tuple[list[str], str | None]:
+    """All pieces that are released, and the stop string that ended it."""
+    texts = TextStream(Letters(split), stop)
+    released = []
+    for index in range(len(split)):
+        piece, found = texts.add(index)
+        released.append(piece)
+        if found is not None:
+            return released, found
+    rest, found = texts.finish()
+    return [*released, rest], found
+
+
+@pytest.mark.parametrize(
+    ("split", "stop", "released", "found"),
+    [
+        (["ab", "cd"], (), ["ab", "cd", ""], None),
+        (["ab", "cd"], ("x",), ["ab", "cd", ""], None),
+        (["a STOP b"], ("STOP",), ["a "], "STOP"),
+        (["a ST", "OP b"], ("STOP",), ["a ", ""], "STOP"),
+        (["a ST", "AY b"], ("STOP",), ["a ", "STAY b", ""], None),
+        (["a ST"], ("STOP",), ["a ", "ST"], None),
+        (["a", "a", "b"], ("aab",), ["", "", ""], "aab"),
+        (["a", "a", "a", "b"], ("aab",), ["", "", "a", ""], "aab"),
+        (["xyz"], ("z", "y"), ["x"], "y"),  # complete first
+        (["xabc"], ("bc", "abc"), ["x"], "abc"),  # complete together: the longest
+        (["ab"], ("ab", "a"), [""], "a"),
+        (["\n", "\nHuman:"], ("\n\nHuman:", "\n\n"), ["", ""], "\n\n"),
+    ],
+)
+def test_stop_strings(
+    split: list[str], stop: tuple[str, ...], released: list[str], found: str | None
+) -> None:
+    assert stream(split, stop) == (released, found)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("abc", max_size=12),
+    stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_how_text_is_split_makes_no_difference(
+    text: str, stop: list[str], data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
+    split = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    by_letter, found = stream(list(text), tuple(stop))
+    released, found_again = stream(split, tuple(stop))
+    assert ("".join(released), found_again) == ("".join(by_letter), found)
+    ends = [(text.find(s) + len(s), text.find(s), s) for s in stop if s in text]
+    if ends:
+        assert (found, "".join(by_letter)) == (min(ends)[2], text[: min(ends)[1]])
+    else:
+        assert (found, "".join(by_letter)) == (None, text)
+
+
+def test_find_stop_and_longest_beginning() -> None:
+    assert find_stop("abc", ("d",)) is None
+    assert find_stop("abcd", ("cd", "b")) == (1, "b")
+    assert longest_beginning("xab", ("abc", "bcd")) == 2
+    assert longest_beginning("xab", ()) == 0
+
+
+def test_a_tokenizer_is_read_from_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"has no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path, frozenset())
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ArtifactError, match="not a valid tokenizer"):
+        Tokenizer.from_folder(tmp_path, frozenset())
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path, frozenset({0}))
+    assert tokenizer.eos_token_ids == {0}
+    assert tokenizer.decode(tokenizer.encode("the sea")) == "the sea"
+    assert tokenizer.token_to_id(EOS) == 0
+    assert tokenizer.token_to_id("no such token") is None
