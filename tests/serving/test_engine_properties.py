@@ -94,4 +94,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestEngineMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

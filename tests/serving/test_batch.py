@@ -1,0 +1,68 @@
+"""Packing: the exact arrays of a plan."""
+
+import numpy as np
+
+from onnxport.serving.batch import BatchPacker
+from tests.serving.test_scheduler import Bench
+
+
+def packed(bench: Bench, packer: BatchPacker) -> dict[str, list[object]]:
+    plan = bench.scheduler.plan()
+    bench.scheduler.reserve(plan)
+    inputs = packer.pack(plan)
+    result = {name: getattr(inputs, name).tolist() for name in inputs.__slots__}
+    bench.scheduler.commit(plan)
+    for row in plan.sampled:
+        plan.requests[row].tokens.append(7)
+    return result
+
+
+def test_a_prefill_a_chunk_and_decodes_in_one_batch() -> None:
+    bench = Bench(num_blocks=20, budget=8)
+    packer = BatchPacker(max_num_seqs=8, max_num_batched_tokens=8)
+    bench.submit("a", 5)
+    assert packed(bench, packer) == {
+        "input_ids": [0, 1, 2, 3, 4],
+        "block_table": [[0, 1]],
+        "cumulative_sequence_lengths": [0, 5],
+        "past_sequence_lengths": [0],
+        "attention_metadata": [5, 5, 5],
+        "logits_indices": [4],
+    }
+    bench.submit("b", 2)
+    bench.submit("c", 14)
+    assert packed(bench, packer) == {
+        "input_ids": [7, 0, 1, 0, 1, 2, 3, 4],
+        "block_table": [[0, 1], [2, 0], [3, 4]],
+        "cumulative_sequence_lengths": [0, 1, 3, 8],
+        "past_sequence_lengths": [5, 0, 0],
+        "attention_metadata": [5, 6, 2],
+        "logits_indices": [0, 2],
+    }
+    assert packed(bench, packer) == {
+        "input_ids": [7, 7, 5, 6, 7, 8, 9, 10],
+        "block_table": [[0, 1, 0], [2, 0, 0], [3, 4, 5]],
+        "cumulative_sequence_lengths": [0, 1, 2, 8],
+        "past_sequence_lengths": [6, 2, 5],
+        "attention_metadata": [6, 11, 3],
+        "logits_indices": [0, 1],
+    }
+
+
+def test_a_batch_that_samples_nothing_asks_for_one_row_of_logits() -> None:
+    bench = Bench(num_blocks=20, rows=4, budget=4)
+    bench.submit("a", 6)
+    arrays = packed(bench, BatchPacker(8, 4))
+    assert arrays["logits_indices"] == [3]
+
+
+def test_buffers_are_reused_and_grow() -> None:
+    bench = Bench(num_blocks=100, rows=2, budget=300)
+    packer = BatchPacker(max_num_seqs=2, max_num_batched_tokens=300)
+    bench.submit("a", 200)
+    first = packed(bench, packer)
+    assert first["block_table"] == [list(range(50))]
+    assert packed(bench, packer)["block_table"] == [list(range(51))]
+    plan = bench.scheduler.plan()
+    bench.scheduler.reserve(plan)
+    assert np.shares_memory(packer.pack(plan).input_ids, packer.pack(plan).input_ids)
