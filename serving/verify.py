@@ -87,6 +87,15 @@ def verify(artifact: Artifact, provider: str, options: LoadOptions) -> list[Verd
         CapacityError: it does not fit the memory.
     """
     golden = read_golden(artifact.path)
+    vocab = artifact.manifest.model.vocab_size
+    if (
+        golden.logits.shape[1] != vocab
+        or not 0 <= golden.token_ids.min() <= golden.token_ids.max() < vocab
+    ):
+        raise ArtifactError(
+            f"{GOLDEN_FILE} in {artifact.path} is not of this model, which has {vocab} tokens. "
+            "Export the model again."
+        )
     probe = get_provider(provider).probe()
     if not probe.available:
         raise ProviderError(f"provider {provider!r} is not available: {probe.reason}")

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.http import chat_completions, completions, errors
+from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.generation import DisconnectedError, Engine, Service
 from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from onnxport.serving.http.protocol import ChatRequest, CompletionRequest
@@ -24,6 +25,7 @@ def create_app(
     model_name: str,
     template: ChatTemplate,
     *,
+    defaults: SamplingDefaults | None = None,
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
@@ -33,11 +35,12 @@ def create_app(
         engine: runs the requests; it must have a tokenizer.
         model_name: the name that requests have to give.
         template: renders chats; an empty one makes chat requests fail with a reason.
+        defaults: how requests that do not say are sampled; None for OpenAI's defaults.
         api_key: required as a bearer token under `/v1`; None leaves the server open.
         max_body_bytes: larger bodies are refused.
     """
     app = FastAPI(title="onnxport", version=__version__, docs_url=None, redoc_url=None)
-    service = Service(engine, model_name, template)
+    service = Service(engine, model_name, template, defaults or SamplingDefaults())
     errors.install(app)
     app.add_exception_handler(DisconnectedError, _client_is_gone)
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=max_body_bytes)

@@ -30,7 +30,7 @@ from onnxport.serving.params import SamplingParams
 async def respond(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer one request, as a whole or as a stream."""
     service.check_model(body.model)
-    params = body.sampling_params()
+    params = body.sampling_params(service.defaults)
     tools = body.offered_tools()
     names = {tool["function"]["name"] for tool in tools}
     prompt = await asyncio.to_thread(_encode, service, body, tools)

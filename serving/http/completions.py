@@ -28,7 +28,7 @@ from onnxport.serving.params import SamplingParams
 async def respond(service: Service, request: Request, body: CompletionRequest) -> Response:
     """Answer one request, as a whole or as a stream."""
     service.check_model(body.model)
-    params = body.sampling_params()
+    params = body.sampling_params(service.defaults)
     given = body.prompts()
     prompts = await asyncio.to_thread(_encode, service, given, body.add_special_tokens)
     header = Header.new("cmpl", "text_completion", service.model_name)

@@ -14,6 +14,7 @@ from fastapi import Request
 
 from onnxport.providers.base import Capabilities
 from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.errors import SERVER_ERROR, ApiError
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import SamplingParams
@@ -72,6 +73,7 @@ class Service:
     engine: Engine
     model_name: str
     template: ChatTemplate
+    defaults: SamplingDefaults
     started_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

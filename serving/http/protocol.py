@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
 from onnxport.serving.chat import RESERVED
+from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
 
 ANY: object = object()  # every value is neutral: the field cannot change the result
@@ -155,13 +156,15 @@ class _Request(_Strict):
         """Whether a stream ends with a chunk that holds the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Return the decoding parameters; OpenAI's defaults where nothing was given."""
+    def sampling(
+        self, defaults: SamplingDefaults, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        """Return the decoding parameters; the defaults where nothing was given."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k,
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            top_k=defaults.top_k if self.top_k is None else self.top_k,
             seed=self.seed,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -210,9 +213,10 @@ class CompletionRequest(_Request):
             )
         return prompts
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the decoding parameters; 16 tokens unless told otherwise."""
-        return self.sampling(16 if self.max_tokens is None else self.max_tokens, self.logprobs)
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        return self.sampling(defaults, max_tokens, self.logprobs)
 
 
 class ContentPart(_Strict):
@@ -341,11 +345,11 @@ class ChatRequest(_Request):
             return []
         return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the decoding parameters; up to the context length unless told otherwise."""
         given = self.max_completion_tokens
         limit = self.max_tokens if given is None else given
-        return self.sampling(limit, (self.top_logprobs or 0) if self.logprobs else None)
+        return self.sampling(defaults, limit, (self.top_logprobs or 0) if self.logprobs else None)
 
 
 def _is_neutral(value: Any, allowed: Any) -> bool:

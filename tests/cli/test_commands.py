@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from onnxport.cli import main
+
 from .conftest import command, onnxport
 
 pytestmark = pytest.mark.timeout(120)
@@ -75,8 +77,10 @@ def test_version() -> None:
     assert onnxport("--version").stdout == f"onnxport {version}"
 
 
-def test_errors_are_one_paragraph(tmp_path: Path, checkpoint: Path, artifact: Path) -> None:
-    cases = [
+def test_errors_are_one_paragraph(
+    tmp_path: Path, checkpoint: Path, artifact: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases: list[list[str | Path]] = [
         ["export", tmp_path / "missing", tmp_path / "out"],
         ["export", checkpoint, artifact],
         ["export", checkpoint, tmp_path / "out", "--revision", "main"],
@@ -90,11 +94,13 @@ def test_errors_are_one_paragraph(tmp_path: Path, checkpoint: Path, artifact: Pa
         ["serve", artifact, "--port", "0", "--precision", "int8"],
     ]
     for arguments in cases:
-        done = onnxport(*arguments)
-        assert done.returncode == 1, arguments
-        assert re.fullmatch(r"error: [^\n]+\n", done.stderr), done.stderr
-        assert done.stdout == ""
+        assert main([str(each) for each in arguments]) == 1, arguments
+        out, err = capsys.readouterr()
+        assert re.fullmatch(r"error: [^\n]+\n", err), err
+        assert out == ""
     assert not (tmp_path / "out").exists()
+    done = onnxport("generate", tmp_path, "x")
+    assert (done.returncode, done.stderr[:7]) == (1, "error: ")
 
 
 def test_devices() -> None:

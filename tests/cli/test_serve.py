@@ -17,6 +17,9 @@ import openai
 import pytest
 from openai import OpenAI
 
+from onnxport.cli.cache import cached_artifact, is_artifact
+from onnxport.exporter.options import ExportOptions
+
 from .conftest import command, onnxport, write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
@@ -95,17 +98,21 @@ def test_a_checkpoint_is_exported_once(checkpoint: Path, tmp_path: Path) -> None
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
 
 
-def test_what_changes_the_export_changes_the_cache(tmp_path: Path) -> None:
-    checkpoint, cache = write_checkpoint(tmp_path / "model"), tmp_path / "cache"
-
-    def count(*options: str) -> int:
-        with serving(checkpoint, *options, ONNXPORT_CACHE=str(cache)):
-            return len([path for path in cache.iterdir() if path.is_dir()])
-
-    assert count() == 1
-    assert count("--context-length", "64") == 2
+def test_what_changes_the_export_changes_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model")
+    monkeypatch.setenv("ONNXPORT_CACHE", str(tmp_path / "cache"))
+    source = str(checkpoint)
+    first = cached_artifact(source, ExportOptions())
+    written = first.stat().st_mtime_ns
+    assert cached_artifact(source, ExportOptions(overwrite=True, threads=1)) == first
+    assert first.stat().st_mtime_ns == written
+    shorter = cached_artifact(source, ExportOptions(context_length=64))
     (checkpoint / "generation_config.json").write_text("{}")
-    assert count() == 3
+    changed = cached_artifact(source, ExportOptions())
+    assert len({first, shorter, changed}) == 3
+    assert all(is_artifact(str(folder)) for folder in (first, shorter, changed))
 
 
 def test_servers_that_start_together_export_once(checkpoint: Path, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from onnxport.cli.arguments import (
 )
 from onnxport.errors import ExportError
 
+logger = logging.getLogger(__name__)
+
 API_KEY_VARIABLE = "ONNXPORT_API_KEY"
 LOOPBACK = "127.0.0.1"
 
@@ -47,6 +49,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         default=10.0,
         metavar="SECONDS",
         help="what running requests have to finish after a signal to stop (10)",
+    )
+    group.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="sampling defaults: the model's own (auto) or OpenAI's (none)",
     )
     group.add_argument("--access-log", action="store_true", help="log every request")
     add_load_options(parser)
@@ -89,11 +97,15 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
 
     from onnxport.serving.chat import ChatTemplate
     from onnxport.serving.http.app import create_app
+    from onnxport.serving.http.defaults import SamplingDefaults
     from onnxport.serving.http.server import ServerOptions, serve, url
     from onnxport.serving.loading import open_engine
     from onnxport.serving.worker import AsyncEngine
 
-    template = ChatTemplate.read(artifact)
+    template, defaults = ChatTemplate.read(artifact), SamplingDefaults()
+    if options.generation_config == "auto":
+        defaults = SamplingDefaults.read(artifact)
+    logger.info("requests that do not say are sampled with %s", defaults)
     engine = AsyncEngine(
         open_engine(artifact, options.provider, load_options(options), engine_config(options))
     )
@@ -110,7 +122,7 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
         )
 
     try:
-        app = create_app(engine, name, template, api_key=api_key)
+        app = create_app(engine, name, template, defaults=defaults, api_key=api_key)
         server = ServerOptions(options.shutdown_timeout, options.access_log)
         serve(app, sock, engine.close, ready, server)
     finally:

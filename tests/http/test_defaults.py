@@ -1,0 +1,53 @@
+"""Sampling defaults come from the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnxport.errors import ArtifactError
+from onnxport.serving.http.defaults import SamplingDefaults
+from onnxport.serving.http.protocol import CompletionRequest
+
+
+def read(folder: Path, **config: Any) -> SamplingDefaults:
+    (folder / "generation_config.json").write_text(json.dumps(config))
+    return SamplingDefaults.read(folder)
+
+
+def test_without_a_file_they_are_openais(tmp_path: Path) -> None:
+    assert SamplingDefaults.read(tmp_path) == SamplingDefaults(1.0, 1.0, None)
+
+
+def test_the_models_own(tmp_path: Path) -> None:
+    config = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "eos_token_id": 1}
+    assert read(tmp_path, **config) == SamplingDefaults(0.7, 0.8, 20)
+    assert read(tmp_path, do_sample=False, temperature=0.7) == SamplingDefaults(0.0)
+    assert read(tmp_path, temperature=None) == SamplingDefaults()
+
+
+def test_what_is_left_out_is_told(tmp_path: Path) -> None:
+    found = read(tmp_path, repetition_penalty=1.1, num_beams=1, min_p=0.0)
+    assert found.left_out == {"repetition_penalty": 1.1}
+    assert "left out: repetition_penalty 1.1" in str(found)
+
+
+@pytest.mark.parametrize("config", [{"temperature": -1}, {"top_k": "x"}, {"top_p": 2}])
+def test_bad_values(tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(ArtifactError, match="--generation-config none"):
+        read(tmp_path, **config)
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(ArtifactError):
+        SamplingDefaults.read(tmp_path)
+
+
+def test_a_request_goes_before_the_defaults() -> None:
+    defaults = SamplingDefaults(0.7, 0.8, 20)
+    params = CompletionRequest(model="m", prompt="p").sampling_params(defaults)
+    assert (params.temperature, params.top_p, params.top_k) == (0.7, 0.8, 20)
+    given = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    params = CompletionRequest(model="m", prompt="p", **given).sampling_params(defaults)
+    assert (params.temperature, params.top_p, params.top_k) == (0.0, 1.0, None)
