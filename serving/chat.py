@@ -235,7 +235,7 @@ def plain_text(content: Any) -> str:
                 'parts of type "text".',
                 "messages",
             )
-        texts.append(part["text" if kind == "text" else "refusal"])
+        texts.append(part.get(kind) or "")
     return "\n".join(texts)
 
 

@@ -24,68 +24,16 @@ from pydantic_core import PydanticCustomError
 from onnxport.errors import RequestError
 from onnxport.serving.chat import RESERVED
 from onnxport.serving.http.defaults import SamplingDefaults
+from onnxport.serving.http.fields import (
+    NEUTRAL,
+    NEUTRAL_CHAT,
+    NEUTRAL_COMPLETION,
+    check_json,
+    check_neutral,
+)
 from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
 
-ANY: object = object()  # every value is neutral: the field cannot change the result
-LABELS = {"user": ANY, "metadata": ANY, "safety_identifier": ANY, "prompt_cache_key": ANY}
-
-# Field -> values that change nothing; null is always one of them.
-NEUTRAL: Mapping[str, Any] = {
-    **LABELS,
-    "n": (1,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "logits_processors": ([],),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "priority": (0,),
-    "request_id": (),
-    "cache_salt": (),
-}
-NEUTRAL_CHAT: Mapping[str, Any] = {
-    **NEUTRAL,
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "moderation": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
-    "functions": ([],),
-    "function_call": ("auto", "none"),
-    "parallel_tool_calls": (True,),
-    "echo": (False,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "documents": ([],),
-    "mm_processor_kwargs": (),
-}
-NEUTRAL_COMPLETION: Mapping[str, Any] = {**NEUTRAL, "suffix": ("",), "prompt_embeds": ()}
-
+MAX_STOP_STRINGS = 64  # each is looked for in every piece of text
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -123,9 +71,12 @@ class _Request(_Strict):
     model: str
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop: Annotated[str | list[str] | None, _expect("a text or a list of texts")] = None
+    top_k: Annotated[int, Field(lt=2**31)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[
+        str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None,
+        _expect(f"a text or a list of texts, at most {MAX_STOP_STRINGS}"),
+    ] = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = None
@@ -137,9 +88,8 @@ class _Request(_Strict):
     def _refuse_unsupported(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        for name, allowed in cls.neutral.items():
-            if name in body and not _is_neutral(body[name], allowed):
-                raise RequestError(_refusal(name, body[name], allowed), name)
+        check_json(body)
+        check_neutral(body, cls.neutral)
         return {name: value for name, value in body.items() if name not in cls.neutral}
 
     @model_validator(mode="after")
@@ -225,8 +175,20 @@ class ContentPart(_Strict):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     type: str
-    text: str = ""
-    refusal: str = ""
+    text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ContentPart:
+        if self.type == "text" and self.text is None:
+            raise RequestError("a content part of type 'text' has no text", "messages")
+        if self.type == "text" and self.model_extra:
+            raise RequestError(
+                f"a content part of type 'text' has unknown fields {sorted(self.model_extra)}; "
+                "remove them",
+                "messages",
+            )
+        return self
 
 
 class FunctionCall(_Strict):
@@ -350,19 +312,3 @@ class ChatRequest(_Request):
         given = self.max_completion_tokens
         limit = self.max_tokens if given is None else given
         return self.sampling(defaults, limit, (self.top_logprobs or 0) if self.logprobs else None)
-
-
-def _is_neutral(value: Any, allowed: Any) -> bool:
-    """Whether `value` changes nothing; true and 1 are told apart."""
-    if value is None or allowed is ANY:
-        return True
-    same_kind = (one for one in allowed if isinstance(one, bool) == isinstance(value, bool))
-    return any(value == one for one in same_kind)
-
-
-def _refusal(name: str, value: Any, allowed: Any) -> str:
-    """Return what to tell a client about a value that is not supported."""
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    values = " or ".join(["null", *(repr(one) for one in allowed)])
-    return f"{name} is {shown}, which is not supported yet; send {values}, or leave it out"

@@ -35,7 +35,7 @@ async def respond(request: Request, chunks: Chunks) -> Response:
         DisconnectedError: the client went away before the first chunk.
     """
     first = await unless_disconnected(request, anext(chunks))
-    return _EventStream(_events(first, chunks), media_type="text/event-stream", headers=HEADERS)
+    return _EventStream(first, chunks)
 
 
 async def _events(first: dict[str, Any], chunks: Chunks) -> AsyncGenerator[bytes, None]:
@@ -51,7 +51,12 @@ async def _events(first: dict[str, Any], chunks: Chunks) -> AsyncGenerator[bytes
 
 
 class _EventStream(StreamingResponse):
-    """A stream whose generator is closed, whatever ends the response."""
+    """A stream whose chunks are closed whatever ends the response, even before it begins."""
+
+    def __init__(self, first: dict[str, Any], chunks: Chunks) -> None:
+        self._chunks = chunks
+        events = _events(first, chunks)
+        super().__init__(events, media_type="text/event-stream", headers=HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -59,3 +64,4 @@ class _EventStream(StreamingResponse):
         finally:
             assert isinstance(self.body_iterator, AsyncGenerator)
             await self.body_iterator.aclose()
+            await self._chunks.aclose()

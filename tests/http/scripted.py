@@ -74,15 +74,16 @@ class ScriptedModel(NullModel):
             row = int(np.searchsorted(bounds, at, side="right")) - 1
             length = int(inputs.past_sequence_lengths[row] + at - bounds[row]) + 1
             tokens = self._tokens[inputs.block_table[row]].reshape(-1)[:length].tolist()
-            if self._over in tokens:
+            if self._say in tokens and self._over in tokens[tokens.index(self._say) :]:
                 logits[index] = 0
                 logits[index, self._next(tokens)] = 20
         return logits
 
     def _next(self, tokens: list[int]) -> int:
         """Return the token that follows `tokens`."""
-        over = tokens.index(self._over)
-        script = tokens[tokens.index(self._say) + 1 : over]
+        start = tokens.index(self._say) + 1
+        over = tokens.index(self._over, start)
+        script = tokens[start:over]
         answer = tokens[over + 1 :]
         if self._start in answer:
             answer = answer[answer.index(self._start) + 1 + len(self._header) :]

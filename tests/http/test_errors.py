@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -53,6 +54,10 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
         ({"max_tokens": True}, "max_tokens", "integer"),
         ({"stop": [1]}, "stop", "a text or a list of texts"),
+        ({"stop": ["x"] * 65}, "stop", "at most 64"),
+        ({"seed": 10**30}, "seed", "less than"),
+        ({"top_k": 10**30}, "top_k", "less than"),
+        ({"temperature": 10**400}, "temperature", "temperature"),
         ({"stop": [""]}, "stop", "every stop string"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
         ({"stream": "yes"}, "stream", "boolean"),
@@ -109,6 +114,12 @@ def test_fields_of_completions(
             "messages",
             "image_url",
         ),
+        ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "messages", "has no text"),
+        (
+            {"messages": [{**USER, "content": [{"type": "text", "text": "x", "bold": 1}]}]},
+            "messages",
+            "bold",
+        ),
         ({"messages": [{**USER, "tool_calls": []}]}, None, None),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", '"auto" or "none"'),
@@ -153,6 +164,44 @@ def test_bodies_that_are_no_object(server: RunningServer, content: bytes, words:
     for path in ("completions", "chat/completions"):
         response = httpx.post(f"{server.url}/v1/{path}", content=content, headers=headers)
         assert words in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"prompt": "\ud800"}),
+        ("completions", {"prompt": ["\ud800"]}),
+        ("completions", {"prompt": "a", "stop": ["\ud800"]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}),
+        (
+            "chat/completions",
+            {"messages": [USER], "tools": [TOOL | {"function": {"name": "\ud800"}}]},
+        ),
+        (
+            "chat/completions",
+            {
+                "messages": [USER],
+                "tools": [TOOL | {"function": {"name": "f", "parameters": {"a": "\ud800"}}}],
+            },
+        ),
+        ("chat/completions", {"messages": [USER], "chat_template_kwargs": {"a": "\ud800"}}),
+        ("completions", {"prompt": "a", "\ud800": 1}),
+    ],
+)
+def test_halves_of_characters(server: RunningServer, path: str, fields: dict[str, Any]) -> None:
+    content = json.dumps({"model": MODEL, **fields}, ensure_ascii=True)
+    headers = {"Content-Type": "application/json"}
+    response = httpx.post(f"{server.url}/v1/{path}", content=content, headers=headers)
+    assert "half of a character" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("depth", [65, 900])
+def test_nests_that_are_too_deep(server: RunningServer, depth: int) -> None:
+    nest = "[" * depth + "]" * depth
+    content = f'{{"model": "{MODEL}", "messages": [], "chat_template_kwargs": {{"a": {nest}}}}}'
+    headers = {"Content-Type": "application/json"}
+    response = httpx.post(f"{server.url}/v1/chat/completions", content=content, headers=headers)
+    assert "64 levels" in error_of(response)["message"]
 
 
 def test_a_body_of_another_type(server: RunningServer) -> None:

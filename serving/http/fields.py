@@ -1,0 +1,122 @@
+"""Fields that are accepted because they change nothing, and bodies that are refused whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from onnxport.errors import RequestError
+
+ANY: object = object()  # every value is neutral: the field cannot change the result
+LABELS = {"user": ANY, "metadata": ANY, "safety_identifier": ANY, "prompt_cache_key": ANY}
+
+MAX_DEPTH = 64  # of nested lists and objects
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+# Field -> values that change nothing; null is always one of them.
+NEUTRAL: Mapping[str, Any] = {
+    **LABELS,
+    "n": (1,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "priority": (0,),
+    "request_id": (),
+    "cache_salt": (),
+}
+NEUTRAL_CHAT: Mapping[str, Any] = {
+    **NEUTRAL,
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "moderation": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "echo": (False,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "mm_processor_kwargs": (),
+}
+NEUTRAL_COMPLETION: Mapping[str, Any] = {**NEUTRAL, "suffix": ("",), "prompt_embeds": ()}
+
+
+def check_neutral(body: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
+    """Raise RequestError for a field of `neutral` whose value would change something."""
+    for name, allowed in neutral.items():
+        if name in body and not _is_neutral(body[name], allowed):
+            raise RequestError(_refusal(name, body[name], allowed), name)
+
+
+def check_json(body: dict[str, Any]) -> None:
+    """Refuse what JSON can carry and the rest of the way cannot: halves of characters, deep nests.
+
+    Raises:
+        RequestError: names the field.
+    """
+    for name, field in body.items():
+        level: list[Any] = [name, field]
+        for _ in range(MAX_DEPTH):
+            for text in level:
+                if isinstance(text, str) and not text.isascii() and _SURROGATE.search(text):
+                    raise RequestError(
+                        "a text holds half of a character (a lone UTF-16 surrogate such as "
+                        "\\ud800); send whole characters",
+                        None if text is name else name,
+                    )
+            nests = [each for each in level if isinstance(each, dict | list)]
+            level = [each for nest in nests for each in nest]
+            level += [each for nest in nests if isinstance(nest, dict) for each in nest.values()]
+            if not level:
+                break
+        else:
+            raise RequestError(
+                f"{name} is nested more than {MAX_DEPTH} levels deep; send something flatter", name
+            )
+
+
+def _is_neutral(value: Any, allowed: Any) -> bool:
+    """Whether `value` changes nothing; true and 1 are told apart."""
+    if value is None or allowed is ANY:
+        return True
+    same_kind = (one for one in allowed if isinstance(one, bool) == isinstance(value, bool))
+    return any(value == one for one in same_kind)
+
+
+def _refusal(name: str, value: Any, allowed: Any) -> str:
+    """Return what to tell a client about a value that is not supported."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    values = " or ".join(["null", *(repr(one) for one in allowed)])
+    return f"{name} is {shown}, which is not supported yet; send {values}, or leave it out"
