@@ -1,9 +1,9 @@
-"""What the engine itself costs a step: planning, packing, sampling and delivering.
+"""Measure what the engine itself costs a step: planning, packing, sampling and delivering.
 
     python benchmarks/engine_overhead.py [--vocab 2048] [--steps 200]
 
 Runs on the null provider, whose own time is measured and left out, in the state that matters most:
-every request decoding, none ending.
+every request decoding, none ending. Times are of the thread's CPU, so neighbours do not show.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from onnxport.serving.params import SamplingParams
 
 PROMPT_TOKENS = 128
 BLOCK_SIZE = 16
+LIKELY = 30  # tokens that hold nearly all probability
 ROWS = (1, 8, 64, 256)
 MODES = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=100_000),
@@ -41,24 +42,31 @@ class Clock:
         """Return `call`, its time added to `name`."""
 
         def run(*args: Any) -> Any:
-            start = time.perf_counter()
+            start = time.thread_time()
             result = call(*args)
-            self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - start
+            self.spent[name] = self.spent.get(name, 0.0) + time.thread_time() - start
             return result
 
         return run
 
 
 class CheapModel(NullModel):
-    """Returns the same logits in every run: checking and hashing would hide the engine's part."""
+    """Returns the same logits in every run: checking and hashing would hide the engine's part.
+
+    They are peaked like a language model's: a nucleus of 0.9 has some tens of tokens.
+    """
+
+    def __init__(self, options: NullOptions) -> None:
+        super().__init__(options)
+        self._kept: dict[int, Any] = {}
 
     def run(self, inputs: Any) -> Any:
+        """Return the logits of the first run with as many rows."""
         rows = len(inputs.logits_indices)
         if rows not in self._kept:
             self._kept[rows] = super().run(inputs)
+            self._kept[rows][:, :LIKELY] += 8.0
         return self._kept[rows]
-
-    _kept: dict[int, Any]
 
 
 def make_engine(rows: int, vocab: int, steps: int) -> Engine:
@@ -66,7 +74,6 @@ def make_engine(rows: int, vocab: int, steps: int) -> Engine:
     model = CheapModel(
         NullOptions(vocab, rows * (-(-tokens // BLOCK_SIZE)), BLOCK_SIZE, max_model_len=tokens)
     )
-    model._kept = {}
     return Engine(model, config=EngineConfig(rows, max(512, rows)))
 
 
@@ -93,9 +100,9 @@ def measure(rows: int, params: SamplingParams, vocab: int, steps: int) -> dict[s
     samples: dict[str, list[float]] = {}
     for _ in range(steps):
         clock.spent.clear()
-        start = time.perf_counter()
+        start = time.thread_time()
         engine.step()
-        clock.spent["total"] = time.perf_counter() - start - clock.spent.pop("model")
+        clock.spent["total"] = time.thread_time() - start - clock.spent.pop("model")
         for name, seconds in clock.spent.items():
             samples.setdefault(name, []).append(1e6 * seconds)
     return {name: median(values) for name, values in samples.items()}
@@ -108,7 +115,7 @@ def main() -> None:
     options = parser.parse_args()
     parts = ("plan", "reserve", "pack", "sample", "commit", "deliver", "total")
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
-    print(f"vocabulary {options.vocab}, median microseconds a step, model excluded\n")
+    print(f"vocabulary {options.vocab}, median CPU microseconds a step, model excluded\n")
     print(f"{'sampling':12}{'rows':>6}" + "".join(f"{part:>9}" for part in parts))
     for mode, params in MODES.items():
         for rows in ROWS:

@@ -59,12 +59,13 @@ class LLM:
         kv_cache_dtype: str = "auto",
         block_size: int | None = None,
         attention: Attention | None = None,
+        matmul_accuracy_level: int | None = None,
         seed: int | None = None,
     ) -> None:
         """Load an artifact.
 
         Args:
-            model: the artifact folder.
+            model: the artifact folder; one without a tokenizer takes token ids only.
             provider: one of the providers, or "auto".
             threads: compute threads; None: the physical cores.
             max_num_seqs: most requests that run at once.
@@ -74,6 +75,8 @@ class LLM:
             kv_cache_dtype: "auto" or a dtype that the provider knows.
             block_size: tokens of one KV block; None: the provider's choice.
             attention: force a lowering; None: the best there is.
+            matmul_accuracy_level: of quantized products: 1 computes in fp32, 4 in int8; None: the
+                provider's choice.
             seed: makes requests without a seed of their own reproducible.
 
         Raises:
@@ -87,9 +90,11 @@ class LLM:
             block_size=block_size,
             max_model_len=max_model_len,
             attention=attention,
+            matmul_accuracy_level=matmul_accuracy_level,
         )
         folder = Path(model)
-        self._take(open_engine(folder, provider, options, config), ChatTemplate.read(folder))
+        engine = open_engine(folder, provider, options, config, needs_tokenizer=False)
+        self._take(engine, ChatTemplate.read(folder))
 
     @classmethod
     def from_engine(cls, engine: Engine, template: ChatTemplate | None = None) -> LLM:
