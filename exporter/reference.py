@@ -54,8 +54,8 @@ def forward(
     Returns:
         float32 [num_logits, vocab].
     """
-    tables = rope.tables(spec.rope, spec.context_length)
-    cos, sin = (table[: len(token_ids), None] for table in tables)
+    tables = rope.tables(spec.rope, spec.context_length, len(token_ids))
+    cos, sin = (table[:, None] for table in tables)  # one row for all heads
     hidden = weights.embed(token_ids)
     for layer in range(spec.num_layers):
         normed = _rms_norm(hidden, weights.vector(f"layers.{layer}.input_norm"), spec)

@@ -14,10 +14,22 @@ from numpy.typing import NDArray
 from onnxport.graphs.spec import RopeSpec
 
 
-def tables(rope: RopeSpec, context_length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The cos and sin of each position; both float32 [context_length, rotary_dim / 2]."""
+def tables(
+    rope: RopeSpec, context_length: int, positions: int | None = None
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """The cos and sin of each position.
+
+    Args:
+        rope: The embedding's parameters.
+        context_length: Longest sequence in tokens.
+        positions: Rows that are wanted; None: all.
+
+    Returns:
+        Two arrays, float32 [positions or context_length, rotary_dim / 2].
+    """
     frequencies = inverse_frequencies(rope, context_length).astype(np.float32)
-    angles = np.arange(context_length, dtype=np.float32)[:, None] * frequencies
+    rows = context_length if positions is None else positions
+    angles = np.arange(rows, dtype=np.float32)[:, None] * frequencies
     scale = np.float32(rope.attention_factor)
     cos, sin = np.cos(angles), np.sin(angles)
     if scale != 1:

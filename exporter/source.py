@@ -57,10 +57,11 @@ def special_tokens(folder: Path) -> SpecialTokens:
         for values in sources:
             found = values.get(key)
             ids = found if isinstance(found, list) else [] if found is None else [found]
-            if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+            if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
                 raise CheckpointError(f"{folder}: {key} is {found!r}, expected token ids.")
-            if ids:
-                return tuple(ids)
+            known = tuple(i for i in ids if i >= 0)  # Llama 1 wrote -1 for "none"
+            if known:
+                return known
         return ()
 
     return SpecialTokens(

@@ -177,6 +177,7 @@ def test_what_would_change_the_result_is_refused(changes: dict[str, Any]) -> Non
         {"use_cache": False, "torch_dtype": "bfloat16", "transformers_version": "4.40"},
         {"quantization_config": None, "sliding_window": None, "anything": None},
         {"rope_interleaved": False, "is_decoder": False, "pretraining_tp": 2},
+        {"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}, "top_p": 0.9},
     ],
 )
 def test_what_changes_nothing_is_accepted(changes: dict[str, Any]) -> None:

@@ -25,7 +25,6 @@ from onnxport.errors import (
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions, Progress
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.artifact_writer import ArtifactWriter
 from tests.exporter import checkpoints
 
 WEIGHTS = "model.safetensors"
@@ -160,19 +159,18 @@ def test_options_that_are_not_allowed(
     assert message in str(fails(checkpoint, **options))
 
 
-def test_a_full_disk(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = ArtifactWriter._append
-
-    def full(self: ArtifactWriter, data: Any) -> None:
-        with self._explain_full_disk(len(data)):
-            if self.bytes_written > 50_000:
-                raise OSError(28, "No space left on device")
-        add(self, data)
-
-    monkeypatch.setattr(ArtifactWriter, "_append", full)
-    error = fails(checkpoint)
-    assert isinstance(error, ExportError)
-    assert "No space left on device" in str(error)
+def test_a_full_disk(checkpoint: Path) -> None:
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000));"
+        "from onnxport.exporter.export import export_model;"
+        "export_model(sys.argv[1], sys.argv[2])"
+    )
+    before = set(checkpoint.parent.iterdir())
+    arguments = [sys.executable, "-B", "-c", code, str(checkpoint), str(checkpoint.parent / "out")]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert result.returncode != 0
+    assert "onnxport.errors.ExportError: cannot write the artifact" in result.stderr
+    assert set(checkpoint.parent.iterdir()) == before
 
 
 def test_too_little_space_is_seen_before_any_work(
@@ -256,10 +254,13 @@ def test_tokenizer_files_come_along(checkpoint: Path) -> None:
 
 
 def test_special_tokens_come_from_the_generation_config(checkpoint: Path) -> None:
-    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    (checkpoint / "generation_config.json").write_text(
+        '{"eos_token_id": [7, 8], "pad_token_id": -1}'
+    )
     path = export_model(checkpoint, checkpoint.parent / "artifact")
     manifest = Artifact.read(path).manifest
     assert (manifest.eos_token_ids, manifest.bos_token_id) == ((7, 8), 1)
+    assert manifest.pad_token_id is None
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(CheckpointError, match="eos_token_id is 'x'"):
         export_model(checkpoint, checkpoint.parent / "other")
