@@ -88,7 +88,8 @@ class PagedPlan:
             oldest = self._sub(self._query_positions, self._int(window))
             inside = g.node("Greater", [keys, oldest], name="window")
             visible = g.node("And", [visible, inside], name="window")
-        # Half of the lowest number: adding a score to it stays finite.
+        # So low that softmax makes it zero, and far enough from the lowest number that adding a
+        # score stays finite: a row that sees nothing must not become NaN.
         kind = numpy_dtype(dtype)
         lowest = -3e4 if dtype == TensorProto.FLOAT16 else -1e38
         zero = g.constant(np.array(0, kind), "visible")
