@@ -178,7 +178,8 @@ def _draw_full(logits: Floats, rows: Sequence[RowParams]) -> NDArray[np.int64]:
     sums = inside.cumsum(axis=1, dtype=np.float64)
     # Rounding may put the number just beyond the chunk: then its last possible token is meant.
     passed = sums > np.minimum(targets, np.nextafter(sums[:, -1], 0.0))[:, None]
-    return columns[lines, passed.argmax(axis=1)]
+    tokens: NDArray[np.int64] = columns[lines, passed.argmax(axis=1)]
+    return tokens
 
 
 def _draw_truncated(logits: Floats, rows: Sequence[RowParams]) -> NDArray[np.int64]:
