@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from onnxport.serving.chat import ChatTemplate
-from onnxport.serving.http import chat_completions, completions, errors
+from onnxport.serving.http import chat_completions, completions, errors, metrics
 from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.generation import DisconnectedError, Engine, Service
 from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
@@ -78,6 +78,11 @@ def _add_information(app: FastAPI, service: Service) -> None:
     @app.get("/health", response_model=None)
     async def health() -> Response:
         return JSONResponse(_health(service), 200 if service.engine.healthy else 503)
+
+    @app.get("/metrics", response_model=None)
+    async def read_metrics() -> Response:
+        text = metrics.render(service.engine.stats(), service.model_name)
+        return Response(text, media_type=metrics.CONTENT_TYPE)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -98,7 +98,9 @@ def validation_error(content_type: str, errors: list[Any], known: Mapping[str, A
         return ApiError(400, f"the body is not valid JSON: {reason} at character {path[0]}")
     param = ".".join(path)
     if not path:
-        return ApiError(400, "the body must be one JSON object; see the API reference")
+        return ApiError(
+            400, 'the body must be one JSON object, such as {"model": "…", "messages": […]}'
+        )
     if first["type"] == "extra_forbidden":
         close = get_close_matches(path[-1], known, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ". Remove it."

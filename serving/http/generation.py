@@ -14,6 +14,7 @@ from fastapi import Request
 
 from onnxport.providers.base import Capabilities
 from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.engine import EngineStats
 from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.errors import SERVER_ERROR, ApiError
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
@@ -52,8 +53,8 @@ class Engine(Protocol):
         """Whether requests are accepted."""
         ...
 
-    def stats(self) -> Any:
-        """Return a dataclass of the engine's counters."""
+    def stats(self) -> EngineStats:
+        """Return the engine's counters."""
         ...
 
     def stream(

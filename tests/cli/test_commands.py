@@ -193,7 +193,8 @@ def test_chat_in_a_terminal(artifact: Path) -> None:
     os.close(leader)
 
 
-def test_ctrl_c_exits_130(artifact: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals(artifact: Path, number: int, code: int) -> None:
     chat = subprocess.Popen(
         command("chat", artifact),
         stdin=subprocess.PIPE,
@@ -203,9 +204,9 @@ def test_ctrl_c_exits_130(artifact: Path) -> None:
     )
     assert chat.stderr is not None
     chat.stderr.readline()  # it is ready
-    chat.send_signal(signal.SIGINT)
-    chat.communicate(timeout=20)
-    assert chat.returncode == 130
+    chat.send_signal(number)
+    _, err = chat.communicate(timeout=20)
+    assert (chat.returncode, err.strip()) == (code, "")
 
 
 def test_output_into_a_closed_pipe_is_quiet() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
@@ -242,6 +243,18 @@ def test_health_and_version(server: RunningServer) -> None:
     assert body["engine"]["num_requests_running"] == 0
     assert body["capabilities"]["max_model_len"] == 4096
     assert httpx.get(f"{server.url}/version").json()["version"] == body["version"]
+
+
+def test_metrics(server: RunningServer) -> None:
+    httpx.post(f"{server.url}/v1/completions", json=COMPLETION)
+    response = httpx.get(f"{server.url}/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    lines = response.text.splitlines()
+    assert 'vllm:num_requests_running{model_name="null"} 0' in lines
+    assert 'vllm:kv_cache_usage_perc{model_name="null"} 0.0' in lines
+    ended = r'vllm:request_success_total\{model_name="null",finished_reason="stop"\} [1-9]\d*'
+    assert any(re.fullmatch(ended, line) for line in lines)
+    assert len([line for line in lines if line.startswith("# TYPE")]) == 7
 
 
 def test_paths_and_methods(server: RunningServer) -> None:

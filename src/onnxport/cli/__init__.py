@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import FrameType
+from typing import NoReturn
 
 from onnxport.errors import OnnxportError
 from onnxport.version import __version__
@@ -18,6 +21,7 @@ from onnxport.version import __version__
 COMMANDS = ("export", "generate", "chat", "serve", "verify", "devices")
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 BROKEN_PIPE = 141
+TERMINATED = 143
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,10 +43,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 is success, 1 an error that the message explains, 2 wrong usage, 130 Ctrl-C.
+    0 is success, 1 an error that the message explains, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
     """
     options = build_parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -55,7 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stderr.close()
         return BROKEN_PIPE
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return code
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """End as by an exception, so that nothing half-done is left behind."""
+    raise SystemExit(TERMINATED)
 
 
 def _version(options: argparse.Namespace) -> int:
