@@ -144,6 +144,9 @@ def test_generate(artifact: Path) -> None:
     assert [result["completion_tokens"] for result in results] == [8, 8]
     assert [result["finish_reason"] for result in results] == ["length", "length"]
     assert one.stdout == results[0]["text"] + "\n"
+    verbose = onnxport("generate", artifact, "hello", "--max-tokens", "8", "--verbose")
+    assert "provider cpu was chosen" in verbose.stderr
+    assert verbose.stdout == one.stdout
     several = onnxport(*asked[:-1])
     assert several.stdout.startswith(f"> hello\n{results[0]['text']}\n\n> you\n")
 

@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = build_parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    if getattr(options, "verbose", False):
+        logging.getLogger("onnxport").setLevel(logging.INFO)
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         code: int = options.run(options)

@@ -84,6 +84,9 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="size of the KV cache (from the free memory)",
     )
+    group.add_argument(
+        "--verbose", action="store_true", help="say which provider was chosen and what it changed"
+    )
     group.add_argument("--kv-cache-dtype", default="auto", metavar="TYPE", help="auto (default)")
     group.add_argument(
         "--max-model-len",
