@@ -53,9 +53,9 @@ int main(int argc, char** argv) {
     read(&p, offsetof(Problem, query));
     Array query, key, value, output, key_cache, value_cache, cumulative, past, table, slots, cosine,
         sine, sink, q_norm, k_norm, k_scale, v_scale;
-    for (Array* array : {&query, &key, &value, &output, &key_cache, &value_cache, &cumulative, &past,
-                         &table, &slots, &cosine, &sine, &sink, &q_norm, &k_norm, &k_scale,
-                         &v_scale})
+    for (Array* array :
+         {&query, &key, &value, &output, &key_cache, &value_cache, &cumulative, &past, &table,
+          &slots, &cosine, &sine, &sink, &q_norm, &k_norm, &k_scale, &v_scale})
       array->load();
     p.query = query.as<float>();
     p.key = key.as<float>();

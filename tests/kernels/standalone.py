@@ -1,7 +1,7 @@
 """Runs cases through driver.cpp: a count, then for each the Problem's numbers and its arrays.
 
-An array is its size in bytes as int64, -1 for none, and its bytes. The answer is, for each case, the
-bytes of the output and of both caches.
+An array is its size in bytes as int64, -1 for none, and its bytes. The answer is, for each case,
+the bytes of the output and of both caches.
 """
 
 from __future__ import annotations

@@ -208,9 +208,8 @@ void plan_blocks(const Problem& p, Workspace& space) {
                                 static_cast<int32_t>(rows * (i + 1) / parts)});
   }
   if (p.batch > 1)
-    std::stable_sort(
-        space.blocks.begin(), space.blocks.end(),
-        [&](const RowBlock& a, const RowBlock& b) { return cost(p, a) > cost(p, b); });
+    std::stable_sort(space.blocks.begin(), space.blocks.end(),
+                     [&](const RowBlock& a, const RowBlock& b) { return cost(p, a) > cost(p, b); });
 }
 
 void plan_work(const Problem& p, Workspace& space) {
@@ -226,8 +225,7 @@ void plan_work(const Problem& p, Workspace& space) {
       space.work.push_back({block, 0, {}, false});
       continue;
     }
-    space.divisions.push_back(
-        {block, space.all_states.size(), static_cast<size_t>(last - first)});
+    space.divisions.push_back({block, space.all_states.size(), static_cast<size_t>(last - first)});
     for (int64_t segment = first; segment < last; segment++) {
       space.work.push_back({block, segment, {}, true});
       space.all_states.push_back({});

@@ -26,23 +26,23 @@ using ParallelFor = int (*)(void* context, size_t count, Task task, void* argume
 // One call of PagedAttention. Every integer is 64 bits wide to keep the layout obvious to ctypes.
 // Strides count elements. Absent optional inputs are null.
 struct Problem {
-  int64_t num_tokens;    // new tokens of all sequences, packed on one axis
-  int64_t batch;         // sequences
-  int64_t num_heads;     // query heads
-  int64_t kv_heads;      // divides num_heads
-  int64_t head_size;     // multiple of 8 in [8, 256]
-  int64_t num_blocks;    // blocks in the cache
-  int64_t block_size;    // tokens in a block; a multiple of 16 in the tiled layout
-  int64_t table_width;   // columns of block_table
-  int64_t window;        // keys a query sees at its own position and before; 0: all of them
-  int64_t causal;        // 0: every query of a sequence sees all of its keys
-  int64_t rotary_dim;    // channels that are rotated; 0: none
-  int64_t rotary_offset; // first rotated channel
-  int64_t rotary_rows;   // positions that the cosine and sine tables hold
-  int64_t interleaved;   // rotate (0,1),(2,3),... instead of the two halves
-  int64_t cache_type;    // CacheType
-  int64_t cache_layout;  // CacheLayout
-  int64_t query_stride;  // from one token to the next
+  int64_t num_tokens;     // new tokens of all sequences, packed on one axis
+  int64_t batch;          // sequences
+  int64_t num_heads;      // query heads
+  int64_t kv_heads;       // divides num_heads
+  int64_t head_size;      // multiple of 8 in [8, 256]
+  int64_t num_blocks;     // blocks in the cache
+  int64_t block_size;     // tokens in a block; a multiple of 16 in the tiled layout
+  int64_t table_width;    // columns of block_table
+  int64_t window;         // keys a query sees at its own position and before; 0: all of them
+  int64_t causal;         // 0: every query of a sequence sees all of its keys
+  int64_t rotary_dim;     // channels that are rotated; 0: none
+  int64_t rotary_offset;  // first rotated channel
+  int64_t rotary_rows;    // positions that the cosine and sine tables hold
+  int64_t interleaved;    // rotate (0,1),(2,3),... instead of the two halves
+  int64_t cache_type;     // CacheType
+  int64_t cache_layout;   // CacheLayout
+  int64_t query_stride;   // from one token to the next
   int64_t key_stride;
   int64_t value_stride;
   int64_t k_per_channel;  // k_scale is [kv_heads][head_size] rather than [1]

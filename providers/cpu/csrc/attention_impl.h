@@ -15,25 +15,25 @@ struct Rows {
   int64_t group;
   int64_t head_size;
   int64_t padded_size;
+  KeyRange keys[kRowBlock];  // that each row sees
+
+  Rows(const Problem& problem, const float* all_queries, const RowBlock& row_block)
+      : p(problem),
+        block(row_block),
+        queries(nullptr),
+        count(row_block.row_end - row_block.row_begin),
+        group(p.num_heads / p.kv_heads),
+        head_size(p.head_size),
+        padded_size(padded(p.head_size)) {
+    const int64_t first = block.kv_head * p.num_tokens + p.cumulative_lengths[block.sequence];
+    if (all_queries) queries = all_queries + (first * group + block.row_begin) * head_size;
+    for (int64_t row = 0; row < count; row++)
+      keys[row] = visible_keys(p, block.sequence, (block.row_begin + row) / group);
+  }
+
+  // The keys that any row of the block sees.
+  KeyRange all_keys() const { return {keys[0].first, keys[count - 1].last}; }
 };
-
-static inline Rows rows_of(const Problem& p, const float* queries, const RowBlock& block) {
-  const int64_t group = p.num_heads / p.kv_heads;
-  const int64_t row = (block.kv_head * p.num_tokens + p.cumulative_lengths[block.sequence]) * group;
-  const float* first = queries ? queries + (row + block.row_begin) * p.head_size : nullptr;
-  return {p,     block, first,
-          block.row_end - block.row_begin,
-          group, p.head_size, padded(p.head_size)};
-}
-
-static inline KeyRange keys_of(const Rows& rows, int64_t row) {
-  return visible_keys(rows.p, rows.block.sequence, (rows.block.row_begin + row) / rows.group);
-}
-
-// The keys that any row of the block sees.
-static inline KeyRange keys_of_block(const Rows& rows) {
-  return {keys_of(rows, 0).first, keys_of(rows, rows.count - 1).last};
-}
 
 static inline void clear(const State& state, int64_t count, int64_t padded_size) {
   for (int64_t i = 0; i < count; i++) state.maximum[i] = kHidden;
@@ -47,9 +47,8 @@ static inline void attend_rows(const Rows& rows, int64_t row, int64_t base, int6
                                const Tiles& tiles, const State& state, float* scores) {
   Visible visible;
   for (int r = 0; r < kRows; r++) {
-    const KeyRange keys = keys_of(rows, row + r);
-    visible.first[r] = keys.first - base;
-    visible.last[r] = keys.last - base;
+    visible.first[r] = rows.keys[row + r].first - base;
+    visible.last[r] = rows.keys[row + r].last - base;
   }
   const int first = static_cast<int>(max_of(visible.first[0], 0));
   const int last = static_cast<int>(min_of(visible.last[kRows - 1], end - base));
@@ -144,7 +143,8 @@ static void merge(const State& total, const State& part, int64_t count, int64_t 
     const Vec::T keep = Vec::exp2(Vec::set1(a - top)), add = Vec::exp2(Vec::set1(b - top));
     total.maximum[row] = top;
     for (int i = 0; i < 16; i += Vec::kWidth)
-      Vec::store(sum + i, Vec::fma(add, Vec::load(part_sum + i), Vec::mul(keep, Vec::load(sum + i))));
+      Vec::store(sum + i,
+                 Vec::fma(add, Vec::load(part_sum + i), Vec::mul(keep, Vec::load(sum + i))));
     for (int64_t i = 0; i < padded_size; i += Vec::kWidth)
       Vec::store(value + i,
                  Vec::fma(add, Vec::load(part_value + i), Vec::mul(keep, Vec::load(value + i))));
@@ -181,8 +181,10 @@ static void write_output(const Rows& rows, const State& state) {
     float factor = keep / sum;
     const float* v_scale = nullptr;
     if (p.cache_type == kInt8) {
-      if (p.v_per_channel) v_scale = p.v_scale + rows.block.kv_head * p.head_size;
-      else factor *= p.v_scale[0];
+      if (p.v_per_channel)
+        v_scale = p.v_scale + rows.block.kv_head * p.head_size;
+      else
+        factor *= p.v_scale[0];
     }
     const float* value = state.value + row * rows.padded_size;
     float* out = p.output + (token * p.num_heads + head) * p.head_size;
@@ -205,29 +207,34 @@ static inline Scratch scratch_of(int64_t head_size, float* memory) {
   float* key = memory + 2 * state;
   float* value = key + kChunk * row;
   float* one_tile = value + kChunk * row;
-  return {state_at(memory, kRowBlock), state_at(memory + state, kRowBlock),
-          {key, value, one_tile}, one_tile + kTile * row};
+  return {state_at(memory, kRowBlock),
+          state_at(memory + state, kRowBlock),
+          {key, value, one_tile},
+          one_tile + kTile * row};
+}
+
+static void attend_rows_of_segment(const Rows& rows, int64_t segment, const State& state,
+                                   const Scratch& scratch) {
+  const KeyRange keys = rows.all_keys();
+  clear(state, rows.count, rows.padded_size);
+  attend_keys_for(rows.p)(rows, max_of(keys.first, segment * kSegment),
+                          min_of(keys.last, (segment + 1) * kSegment), state, scratch.tiles,
+                          scratch.scores);
 }
 
 static void attend_segment(const Problem& p, const float* queries, const RowBlock& block,
                            int64_t segment, const State& state, float* memory) {
-  const Rows rows = rows_of(p, queries, block);
-  const Scratch scratch = scratch_of(p.head_size, memory);
-  const KeyRange keys = keys_of_block(rows);
-  clear(state, rows.count, rows.padded_size);
-  attend_keys_for(p)(rows, max_of(keys.first, segment * kSegment),
-                     min_of(keys.last, (segment + 1) * kSegment), state, scratch.tiles,
-                     scratch.scores);
+  attend_rows_of_segment(Rows(p, queries, block), segment, state, scratch_of(p.head_size, memory));
 }
 
 static void attend(const Problem& p, const float* queries, const RowBlock& block, float* memory) {
-  const Rows rows = rows_of(p, queries, block);
+  const Rows rows(p, queries, block);
   const Scratch scratch = scratch_of(p.head_size, memory);
-  const KeyRange keys = keys_of_block(rows);
+  const KeyRange keys = rows.all_keys();
   const int64_t first = keys.first / kSegment, last = (keys.last + kSegment - 1) / kSegment;
-  attend_segment(p, queries, block, first, scratch.total, memory);
+  attend_rows_of_segment(rows, first, scratch.total, scratch);
   for (int64_t segment = first + 1; segment < last; segment++) {
-    attend_segment(p, queries, block, segment, scratch.part, memory);
+    attend_rows_of_segment(rows, segment, scratch.part, scratch);
     merge(scratch.total, scratch.part, rows.count, rows.padded_size);
   }
   write_output(rows, scratch.total);
@@ -235,7 +242,7 @@ static void attend(const Problem& p, const float* queries, const RowBlock& block
 
 static void finish(const Problem& p, const RowBlock& block, const State* states,
                    int64_t num_states) {
-  const Rows rows = rows_of(p, nullptr, block);
+  const Rows rows(p, nullptr, block);
   for (int64_t i = 1; i < num_states; i++)
     merge(states[0], states[i], rows.count, rows.padded_size);
   write_output(rows, states[0]);
@@ -245,8 +252,12 @@ static void prepare(const Problem& p, float* queries, int64_t begin, int64_t end
   const bool tiled = p.cache_layout == kTiled;
   auto run = prepare_tokens<Float32, false>;
   switch (p.cache_type) {
-    case kFloat16: run = tiled ? prepare_tokens<Float16, true> : prepare_tokens<Float16, false>; break;
-    case kBFloat16: run = tiled ? prepare_tokens<BFloat16, true> : prepare_tokens<BFloat16, false>; break;
+    case kFloat16:
+      run = tiled ? prepare_tokens<Float16, true> : prepare_tokens<Float16, false>;
+      break;
+    case kBFloat16:
+      run = tiled ? prepare_tokens<BFloat16, true> : prepare_tokens<BFloat16, false>;
+      break;
     case kInt8: run = tiled ? prepare_tokens<Int8, true> : prepare_tokens<Int8, false>; break;
     default: run = tiled ? prepare_tokens<Float32, true> : prepare_tokens<Float32, false>;
   }

@@ -75,8 +75,7 @@ struct Address {
     return row * p.head_size + offset % kTile;
   }
   static inline int64_t value(const Problem& p, int64_t block, int64_t offset, int64_t head) {
-    if (kIsTiled)
-      return ((block * p.kv_heads + head) * p.block_size + offset) * p.head_size;
+    if (kIsTiled) return ((block * p.kv_heads + head) * p.block_size + offset) * p.head_size;
     return ((block * p.block_size + offset) * p.kv_heads + head) * p.head_size;
   }
 };

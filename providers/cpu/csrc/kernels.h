@@ -6,9 +6,9 @@
 
 namespace onnxport {
 
-constexpr int kChunk = 64;       // keys between two softmax updates
-constexpr int kSegment = 512;    // keys whose result is kept apart and merged in order
-constexpr int kRowBlock = 128;   // query rows that share the loaded keys
+constexpr int kChunk = 64;      // keys between two softmax updates
+constexpr int kSegment = 512;   // keys whose result is kept apart and merged in order
+constexpr int kRowBlock = 128;  // query rows that share the loaded keys
 constexpr int kMaxHeadSize = 256;
 
 // A row is one query head of one token. The rows of a kv head are numbered token by token, the
@@ -82,8 +82,7 @@ struct KeyRange {
 
 static inline KeyRange visible_keys(const Problem& p, int64_t sequence, int64_t token) {
   const int64_t past = p.past_lengths[sequence];
-  const int64_t total =
-      past + p.cumulative_lengths[sequence + 1] - p.cumulative_lengths[sequence];
+  const int64_t total = past + p.cumulative_lengths[sequence + 1] - p.cumulative_lengths[sequence];
   const int64_t position = past + token;
   const int64_t first = p.window > 0 && position >= p.window ? position - p.window + 1 : 0;
   return {first, p.causal ? position + 1 : total};

@@ -24,9 +24,10 @@ static inline void score_block(const float* queries, int64_t head_size, const fl
                                float* scores) {
   Vec::T sum[kRows][kCols];
   ONNXPORT_UNROLL
-  for (int r = 0; r < kRows; r++)
+  for (int r = 0; r < kRows; r++) {
     ONNXPORT_UNROLL
     for (int c = 0; c < kCols; c++) sum[r][c] = Vec::set1(0.f);
+  }
   for (int64_t d = 0; d < head_size; d++) {
     Vec::T key[kCols];
     ONNXPORT_UNROLL
@@ -39,10 +40,10 @@ static inline void score_block(const float* queries, int64_t head_size, const fl
     }
   }
   ONNXPORT_UNROLL
-  for (int r = 0; r < kRows; r++)
+  for (int r = 0; r < kRows; r++) {
     ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++)
-      Vec::store(scores + r * kChunk + c * Vec::kWidth, sum[r][c]);
+    for (int c = 0; c < kCols; c++) Vec::store(scores + r * kChunk + c * Vec::kWidth, sum[r][c]);
+  }
 }
 
 // Few rows leave registers for more columns, which hide the latency of the multiply-add.
@@ -73,8 +74,8 @@ static inline void score_tiles(const float* queries, int64_t head_size, const Ti
 
 // sums[r][0 .. kCols * width) = factor[r] * sums + weights[r] x values over tokens [first, last).
 template <int kRows, int kCols>
-static inline void value_block(const float* weights, const Tiles& tiles, int64_t channel,
-                               int first, int last, const float* factor, int64_t row, float* sums) {
+static inline void value_block(const float* weights, const Tiles& tiles, int64_t channel, int first,
+                               int last, const float* factor, int64_t row, float* sums) {
   Vec::T sum[kRows][kCols];
   ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++) {
@@ -101,10 +102,11 @@ static inline void value_block(const float* weights, const Tiles& tiles, int64_t
     }
   }
   ONNXPORT_UNROLL
-  for (int r = 0; r < kRows; r++)
+  for (int r = 0; r < kRows; r++) {
     ONNXPORT_UNROLL
     for (int c = 0; c < kCols; c++)
       Vec::store(sums + r * row + channel + c * Vec::kWidth, sum[r][c]);
+  }
 }
 
 template <int kRows>

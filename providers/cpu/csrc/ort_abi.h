@@ -69,14 +69,14 @@ struct Api {
   }
   Status* dimensions(const ShapeInfo* info, int64_t* out, size_t count) const {
     return slot<Status*(ONNXPORT_ORT_CALL*)(const ShapeInfo*, int64_t*, size_t)>(62)(info, out,
-                                                                                    count);
+                                                                                     count);
   }
   Status* shape_info(const Value* value, ShapeInfo** out) const {
     return slot<Status*(ONNXPORT_ORT_CALL*)(const Value*, ShapeInfo**)>(65)(value, out);
   }
   Status* attribute(const KernelInfo* info, const char* name, float* out) const {
     return slot<Status*(ONNXPORT_ORT_CALL*)(const KernelInfo*, const char*, float*)>(85)(info, name,
-                                                                                        out);
+                                                                                         out);
   }
   Status* attribute(const KernelInfo* info, const char* name, int64_t* out) const {
     return slot<Status*(ONNXPORT_ORT_CALL*)(const KernelInfo*, const char*, int64_t*)>(86)(

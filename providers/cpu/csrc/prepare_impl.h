@@ -71,8 +71,7 @@ static inline void prepare_query(const Problem& p, const TokenPlace& place, int6
   const float scale = query_scale(p);
   for (int64_t head = 0; head < p.num_heads; head++) {
     const int64_t kv_head = head / group;
-    float* x =
-        queries + ((kv_head * p.num_tokens + token) * group + head % group) * p.head_size;
+    float* x = queries + ((kv_head * p.num_tokens + token) * group + head % group) * p.head_size;
     project(p, p.query + token * p.query_stride + head * p.head_size, p.q_norm_weight,
             place.position, x);
     if (p.cache_type != kInt8) {
@@ -103,8 +102,8 @@ static void store_token(const Problem& p, const TokenPlace& place, int64_t token
   float x[kMaxHeadSize], inverse[kMaxHeadSize];
   Element encoded[kMaxHeadSize];
   for (int64_t head = 0; head < p.kv_heads; head++) {
-    project(p, p.key + token * p.key_stride + head * p.head_size, p.k_norm_weight,
-            place.position, x);
+    project(p, p.key + token * p.key_stride + head * p.head_size, p.k_norm_weight, place.position,
+            x);
     if (quantized) reciprocals(p.k_scale, p.k_per_channel != 0, head, p.head_size, inverse);
     Element* key = static_cast<Element*>(p.key_cache) + At::key(p, block, offset, head);
     if (kIsTiled) {

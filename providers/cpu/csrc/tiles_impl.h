@@ -37,8 +37,7 @@ constexpr bool is_float32() {
 
 static inline void transpose_tile(const float* const* rows, int64_t head_size, float* key) {
   for (int64_t d = 0; d < head_size; d += Vec::kWidth)
-    for (int t = 0; t < kTile; t += Vec::kWidth)
-      Vec::transpose(rows + t, d, key + d * kTile + t);
+    for (int t = 0; t < kTile; t += Vec::kWidth) Vec::transpose(rows + t, d, key + d * kTile + t);
 }
 
 // One tile whose tokens [first, last) are wanted; no block outside of these is looked up. Lanes
@@ -114,8 +113,8 @@ struct TileSource<Type, false> {
     for (int t = 0; t < kTile; t++) rows[t] = scratch.row;
     for (int64_t token = first; token < last; token++) {
       const int64_t t = token - base;
-      const int64_t at = Address<false>::key(p, table[token / p.block_size],
-                                             token % p.block_size, head);
+      const int64_t at =
+          Address<false>::key(p, table[token / p.block_size], token % p.block_size, head);
       if constexpr (is_float32<Type>()) {
         rows[t] = keys + at;
         if (direct && one_block) {

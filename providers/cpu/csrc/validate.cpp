@@ -47,8 +47,7 @@ bool validate_sizes(const Problem& p, const Report& fail) {
     return fail("an int8 cache needs k_scale and v_scale");
   if (!p.q_norm_weight != !p.k_norm_weight)
     return fail("q_norm_weight and k_norm_weight must be given together");
-  if (p.window < 0 || p.softcap < 0)
-    return fail("the window and the softcap may not be negative");
+  if (p.window < 0 || p.softcap < 0) return fail("the window and the softcap may not be negative");
   if (p.rotary_dim == 0) return true;
   if (p.rotary_dim < 0 || p.rotary_dim % 2 != 0 || p.rotary_offset < 0 ||
       p.rotary_offset + p.rotary_dim > p.head_size)
@@ -61,14 +60,15 @@ bool validate_sizes(const Problem& p, const Report& fail) {
 bool validate_table(const Problem& p, int64_t sequence, int64_t first, int64_t total,
                     const Report& fail) {
   if (total > p.table_width * p.block_size)
-    return fail("sequence %lld has %lld tokens, more than the %lld blocks of %lld in its "
-                "block_table row hold",
-                Long{sequence}, Long{total}, Long{p.table_width}, Long{p.block_size});
+    return fail(
+        "sequence %lld has %lld tokens, more than the %lld blocks of %lld in its "
+        "block_table row hold",
+        Long{sequence}, Long{total}, Long{p.table_width}, Long{p.block_size});
   const int32_t* table = p.block_table + sequence * p.table_width;
   for (int64_t i = first / p.block_size; i * p.block_size < total; i++)
     if (table[i] < 0 || table[i] >= p.num_blocks)
-      return fail("block_table[%lld][%lld] must be in [0, %lld), found %d", Long{sequence},
-                  Long{i}, Long{p.num_blocks}, table[i]);
+      return fail("block_table[%lld][%lld] must be in [0, %lld), found %d", Long{sequence}, Long{i},
+                  Long{p.num_blocks}, table[i]);
   return true;
 }
 
@@ -81,8 +81,7 @@ bool validate_sequences(const Problem& p, const Report& fail) {
       return fail("cumulative_sequence_length must not decrease, found %d after %d at %lld",
                   cumulative[i + 1], cumulative[i], Long{i + 1});
     if (p.past_lengths[i] < 0)
-      return fail("past_seqlens[%lld] must not be negative, found %d", Long{i},
-                  p.past_lengths[i]);
+      return fail("past_seqlens[%lld] must not be negative, found %d", Long{i}, p.past_lengths[i]);
   }
   if (cumulative[p.batch] != p.num_tokens)
     return fail("cumulative_sequence_length must end with the number of tokens %lld, found %d",

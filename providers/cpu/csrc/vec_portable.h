@@ -27,15 +27,25 @@ struct Vec {
     for (int i = 0; i < 4; i++) r.v[i] = f(i);
     return r;
   }
-  static inline T load(const float* p) { return each([&](int i) { return p[i]; }); }
+  static inline T load(const float* p) {
+    return each([&](int i) { return p[i]; });
+  }
   static inline void store(float* p, T a) {
     for (int i = 0; i < 4; i++) p[i] = a.v[i];
   }
   static inline T set1(float x) { return {{x, x, x, x}}; }
-  static inline T add(T a, T b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
-  static inline T sub(T a, T b) { return each([&](int i) { return a.v[i] - b.v[i]; }); }
-  static inline T mul(T a, T b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
-  static inline T div(T a, T b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+  static inline T add(T a, T b) {
+    return each([&](int i) { return a.v[i] + b.v[i]; });
+  }
+  static inline T sub(T a, T b) {
+    return each([&](int i) { return a.v[i] - b.v[i]; });
+  }
+  static inline T mul(T a, T b) {
+    return each([&](int i) { return a.v[i] * b.v[i]; });
+  }
+  static inline T div(T a, T b) {
+    return each([&](int i) { return a.v[i] / b.v[i]; });
+  }
   static inline T fma(T a, T b, T c) {
     return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
   }

@@ -1,0 +1,98 @@
+// What the operator's files share: its signature, its kernel's state, and error reporting by
+// exceptions that end at guarded().
+#pragma once
+
+#include <exception>
+#include <memory>
+
+#include "attention.h"
+#include "ort_abi.h"
+
+namespace onnxport::op {
+
+using ort::Api;
+using ort::Status;
+
+enum Input : size_t {
+  kQuery,
+  kKey,
+  kValue,
+  kKeyCache,
+  kValueCache,
+  kCumulativeLengths,
+  kPastLengths,
+  kBlockTable,
+  kCosine,
+  kSine,
+  kSlotMapping,
+  kHeadSink,
+  kQNorm,
+  kKNorm,
+  kKScale,
+  kVScale,
+  kMetadata,
+  kInputCount
+};
+// The schema's own names.
+constexpr const char* kInputNames[kInputCount] = {"query",
+                                                  "key",
+                                                  "value",
+                                                  "key_cache",
+                                                  "value_cache",
+                                                  "cumulative_sequence_length",
+                                                  "past_seqlens",
+                                                  "block_table",
+                                                  "cos_cache",
+                                                  "sin_cache",
+                                                  "slot_mapping",
+                                                  "head_sink",
+                                                  "q_norm_weight",
+                                                  "k_norm_weight",
+                                                  "k_scale",
+                                                  "v_scale",
+                                                  "attention_metadata"};
+constexpr size_t kOutputCount = 3;
+
+// Carries an OrtStatus out of nested calls.
+struct Failure {
+  Status* status;
+};
+
+inline void check(Status* status) {
+  if (status) throw Failure{status};
+}
+
+// Throws a Failure with a formatted message: what was found, what is allowed.
+[[noreturn]] void fail(const Api& api, ort::ErrorCode code, const char* format, ...);
+
+// Runs f and turns whatever it throws into a status: no exception crosses the C boundary.
+template <class F>
+Status* guarded(const Api& api, F f) noexcept {
+  try {
+    f();
+    return nullptr;
+  } catch (const Failure& failure) {
+    return failure.status;
+  } catch (const std::exception& error) {
+    return api.create_status(ort::kFail, error.what());
+  } catch (...) {
+    return api.create_status(ort::kFail, "PagedAttention (CPU): unknown error");
+  }
+}
+
+// One node: what its attributes say.
+struct Kernel {
+  Api api;
+  Problem settings;  // a call fills in the rest
+  bool do_rotary;
+  bool has_scale;
+};
+
+// Reads the node's attributes; throws a Failure for what the kernel cannot do.
+std::unique_ptr<Kernel> make_kernel(const Api& api, const ort::KernelInfo* info,
+                                    ort::ElementType cache_type);
+
+// Runs the node once. Throws.
+void compute(const Kernel& kernel, ort::KernelContext* context);
+
+}  // namespace onnxport::op
