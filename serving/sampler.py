@@ -185,21 +185,31 @@ def _draw_full(logits: Floats, rows: Sequence[RowParams]) -> NDArray[np.int64]:
 def _draw_truncated(logits: Floats, rows: Sequence[RowParams]) -> NDArray[np.int64]:
     """Draw from the likeliest tokens that `top_k` and `top_p` leave."""
     vocab = logits.shape[1]
-    tokens = np.empty(len(rows), np.int64)
     totals = np.full(len(rows), np.nan)  # sum of all weights, for the rows without top_k
-    nucleus = [index for index, row in enumerate(rows) if row.top_k is None]
-    if nucleus:
-        part = _weights(logits[nucleus], [rows[index] for index in nucleus])
-        totals[nucleus] = part.sum(axis=1)
-    pending = list(range(len(rows)))
+    open_rows = [index for index, row in enumerate(rows) if row.top_k is None]
+    weights = _weights(logits[open_rows], [rows[index] for index in open_rows])
+    totals[open_rows] = weights.sum(axis=1)
     limit = min(vocab, max([FIRST_NUCLEUS, *(row.top_k or 0 for row in rows)]))
-    while pending:
-        few = [rows[index] for index in pending]
-        drawn, enough = _draw_among(logits[pending], few, totals[pending], limit)
-        tokens[pending] = drawn
-        pending = [index for index, done in zip(pending, enough.tolist(), strict=True) if not done]
-        limit = min(vocab, limit * 8)
+    tokens, enough = _draw_among(logits, rows, totals, limit)
+    for index in np.flatnonzero(~enough).tolist():
+        one = slice(index, index + 1)
+        wanted = rows[index].top_p * totals[index]
+        size = _nucleus_size(weights[open_rows.index(index)], wanted)
+        tokens[one], enough[one] = _draw_among(logits[one], rows[one], totals[one], size)
+        if not enough[index]:  # by rounding
+            tokens[one], _ = _draw_among(logits[one], rows[one], totals[one], vocab)
     return tokens
+
+
+def _nucleus_size(weights: Floats, wanted: float) -> int:
+    """Return how many of the largest weights sum up to `wanted`, at most their whole sum.
+
+    Args:
+        weights: float32 [vocab].
+        wanted: what they are to sum up to.
+    """
+    sums = np.sort(weights)[::-1].cumsum(dtype=np.float64)  # of bare floats: sorted by SIMD
+    return min(int(np.searchsorted(sums, wanted)) + 1, len(weights))
 
 
 def _draw_among(

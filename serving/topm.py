@@ -16,10 +16,11 @@ def top_m(values: NDArray[np.float32], count: int) -> tuple[NDArray[np.float32],
 
     Equal values come in the order of their columns. Rows hold no NaN.
 
-    The `count`-th largest of the maxima of groups is at most the `count`-th largest value, for
-    each of those groups holds a value as large. What is below it is left out, and the rest, seldom
-    much more than `count` values, is selected from and sorted. A group is every `groups`-th column:
-    their maxima are then element-wise maxima of long runs, ten times faster than of short ones.
+    A bound is found that the `count`-th largest value reaches; what is below it is left out, and
+    the rest, seldom much more than `count` values, is sorted. The `count`-th largest of the maxima
+    of groups is such a bound, for each of those groups holds a value as large. A group is every
+    `groups`-th column: their maxima are element-wise maxima of long runs, which is fast. Where too
+    few groups make a poor bound, the `count`-th largest value itself is selected.
 
     Args:
         values: [num_rows, num_columns].
@@ -30,20 +31,17 @@ def top_m(values: NDArray[np.float32], count: int) -> tuple[NDArray[np.float32],
     """
     num_rows, num_columns = values.shape
     groups = num_columns // GROUP
-    if count >= groups // 2:  # a bound that would leave nearly everything in
-        keys = _keys(values, np.arange(num_columns, dtype=np.uint64))
-    else:
+    if count < groups // 2:
         grouped = values[:, : GROUP * groups].reshape(num_rows, GROUP, groups)
-        maxima = np.partition(grouped.max(axis=1), groups - count, axis=1)
-        bounds = maxima[:, groups - count]
-        rows, columns = np.divmod(np.flatnonzero(values >= bounds[:, None]), num_columns)
-        counts = np.bincount(rows, minlength=num_rows)
-        places = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
-        keys = np.full((num_rows, int(counts.max())), _LAST)
-        keys[rows, places] = _keys(values[rows, columns], columns.astype(np.uint64))
-    if count < keys.shape[1]:
-        keys = np.partition(keys, count - 1, axis=1)[:, :count]
-    found = (np.sort(keys, axis=1) & _LOW_HALF).astype(np.int64)
+        bounds = np.partition(grouped.max(axis=1), groups - count, axis=1)[:, groups - count]
+    else:
+        bounds = np.partition(values, num_columns - count, axis=1)[:, num_columns - count]
+    rows, columns = np.divmod(np.flatnonzero(values >= bounds[:, None]), num_columns)
+    counts = np.bincount(rows, minlength=num_rows)
+    places = np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
+    keys = np.full((num_rows, int(counts.max())), _LAST)
+    keys[rows, places] = _keys(values[rows, columns], columns.astype(np.uint64))
+    found = (np.sort(keys, axis=1)[:, :count] & _LOW_HALF).astype(np.int64)
     return np.take_along_axis(values, found, axis=1), found
 
 
