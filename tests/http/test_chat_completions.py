@@ -232,7 +232,8 @@ def test_curl(server: RunningServer) -> None:
     if curl is None:
         pytest.skip("curl is not installed")
     ask = json.dumps({"model": MODEL, "messages": user("hello"), "stream": True})
-    command = [curl, "-sN", f"{server.url}/v1/chat/completions", "--json", ask]
+    header = "Content-Type: application/json"
+    command = [curl, "-sN", f"{server.url}/v1/chat/completions", "-H", header, "-d", ask]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert '"content":"o"' in out
     assert out.endswith("data: [DONE]\n\n")
