@@ -16,7 +16,7 @@ from onnxport.kv.pool import BlockPool
 from onnxport.providers.base import Capabilities, Model
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.config import EngineConfig
-from onnxport.serving.limits import check_tokens, max_total_tokens
+from onnxport.serving.limits import max_total_tokens, token_array
 from onnxport.serving.outputs import CompletionDelta, FinishReason, Logprob, TokenLogprobs
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
@@ -122,9 +122,9 @@ class Engine:
             param = "prompt" if isinstance(prompt, str) else "stop"
             raise RequestError(f"{what} needs a tokenizer and this engine has none", param)
         text = prompt if isinstance(prompt, str) else None
-        ids = self.tokenizer.encode(text) if self.tokenizer and text is not None else prompt
-        assert not isinstance(ids, str)
-        check_tokens(ids, self.capabilities.vocab_size)
+        given = self.tokenizer.encode(text) if self.tokenizer and text is not None else prompt
+        assert not isinstance(given, str)
+        ids = token_array(given, self.capabilities.vocab_size)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._eos_token_ids

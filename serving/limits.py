@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable
 
 from onnxport.errors import CapacityError, RequestError
 from onnxport.kv.table import blocks_for
 from onnxport.providers.base import Capabilities
+from onnxport.serving.request import TOKEN_ID_TYPECODE
 
 
-def check_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise RequestError unless there are tokens and each is in the vocabulary."""
-    if not len(token_ids):
+def token_array(token_ids: Iterable[int], vocab_size: int) -> array[int]:
+    """Return the prompt's tokens as the array that a request keeps.
+
+    Raises:
+        RequestError: there are none, or one is not a token of the model.
+    """
+    try:
+        tokens = array(TOKEN_ID_TYPECODE, token_ids)
+    except (TypeError, OverflowError) as error:
+        raise RequestError(f"the prompt holds what is no token id: {error}", "prompt") from error
+    if not tokens:
         raise RequestError("the prompt is empty; it must hold at least one token", "prompt")
-    low, high = min(token_ids), max(token_ids)
+    low, high = min(tokens), max(tokens)
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise RequestError(
             f"the prompt holds token {bad}; the model's tokens are 0 to {vocab_size - 1}", "prompt"
         )
+    return tokens
 
 
 def max_total_tokens(num_prompt: int, max_tokens: int | None, limits: Capabilities) -> int:

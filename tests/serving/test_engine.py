@@ -1,5 +1,7 @@
 """The engine on the null provider, whose tokens change with any mistake in paging."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -122,6 +124,9 @@ def test_without_max_tokens_a_request_may_fill_the_whole_cache() -> None:
         ([], GREEDY, RequestError, "empty"),
         ([1, 512], GREEDY, RequestError, "token 512; the model's tokens are 0 to 511"),
         ([1, -1], GREEDY, RequestError, "token -1"),
+        ([1, 2**70], GREEDY, RequestError, "no token id"),
+        ([1, 1.5], GREEDY, RequestError, "no token id"),
+        ([1, "a"], GREEDY, RequestError, "no token id"),
         ("text", GREEDY, RequestError, "needs a tokenizer"),
         ([1], SamplingParams(stop=("x",)), RequestError, "needs a tokenizer"),
         ([1] * 60, GREEDY, CapacityError, r"60 prompt tokens \+ 12 to generate = 72, and the"),
@@ -135,7 +140,7 @@ def test_without_max_tokens_a_request_may_fill_the_whole_cache() -> None:
     ],
 )
 def test_what_can_never_run_is_refused_at_once(
-    prompt: list[int] | str, params: SamplingParams, error: type[Exception], words: str
+    prompt: list[Any] | str, params: SamplingParams, error: type[Exception], words: str
 ) -> None:
     engine = null_engine(num_blocks=12, max_model_len=64)
     with pytest.raises(error, match=words):
