@@ -92,8 +92,11 @@ class PagedRunner:
         }
         self._length = 0
 
-    def step(self, token_ids: NDArray[np.int64]) -> Logits:
-        """The second sequence repeats the first token, so that rows are not the whole batch."""
+    def step(self, token_ids: NDArray[np.int64], rows: int | None = None) -> Logits:
+        """Logits of the last `rows` tokens, or of all.
+
+        The second sequence repeats the first token, so that rows are not the whole batch.
+        """
         count, past = len(token_ids), self._length
         self._length += count
         binding = self._session.io_binding()
@@ -103,7 +106,9 @@ class PagedRunner:
             contract.CUMULATIVE_SEQUENCE_LENGTHS: np.array([0, 1, count + 1], np.int32),
             contract.PAST_SEQUENCE_LENGTHS: np.array([0, past], np.int32),
             contract.ATTENTION_METADATA: np.array([count, past + count, 1], np.int32),
-            contract.LOGITS_INDICES: np.arange(1, count + 1, dtype=np.int32),
+            contract.LOGITS_INDICES: np.arange(
+                1 if rows is None else count + 1 - rows, count + 1, dtype=np.int32
+            ),
         }
         for name, array in inputs.items():
             binding.bind_cpu_input(name, array)
