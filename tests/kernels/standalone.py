@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[2]
 CORE = ("attention", "isa", "validate", "kernels_avx2", "kernels_avx512", "kernels_neon")
 
 
-def build(compiler: str, executable: Path) -> None:
-    """Compiles the driver, with everything but the set-specific flags of x86, statically."""
+def build(compiler: str, executable: Path, *options: str) -> None:
+    """Compiles the driver with everything but the set-specific flags of x86."""
     csrc = ROOT / "providers/cpu/csrc"
     sources = [str(csrc / f"{name}.cpp") for name in (*CORE, "kernels_portable")]
     driver = str(Path(__file__).with_name("driver.cpp"))
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-static", "-pthread"]
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", *options]
     command = [compiler, *flags, f"-I{csrc}", driver, *sources, "-o", str(executable)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

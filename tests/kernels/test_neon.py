@@ -25,7 +25,7 @@ EMULATOR = None if ON_ARM else shutil.which("qemu-aarch64-static") or shutil.whi
 @pytest.mark.parametrize("isa", ["neon", "portable"])
 def test_random_cases(tmp_path: Path, isa: str) -> None:
     executable = tmp_path / "driver"
-    standalone.build(COMPILER, executable)
+    standalone.build(COMPILER, executable, "-static")
     command = [*([EMULATOR] if EMULATOR else []), str(executable)]
     cases = [random_case(seed) for seed in range(NUM_CASES)]
     for case, found in zip(cases, standalone.run(command, isa, cases), strict=True):

@@ -1,4 +1,4 @@
-"""The operator under AddressSanitizer and UndefinedBehaviorSanitizer, in a process of its own."""
+"""The operator under sanitizers of memory and behaviour, and its core under that of threads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.kernels import standalone
+from tests.kernels.cases import random_case
+from tests.kernels.checks import check
 
 ROOT = Path(__file__).parents[2]
 NUM_CASES = 200
@@ -47,3 +51,19 @@ def test_random_cases_sanitized(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{NUM_CASES} cases" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.system() != "Linux", reason="needs g++'s ThreadSanitizer")
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_threads_sanitized(tmp_path: Path) -> None:
+    """No two tasks touch the same memory; the driver runs them on three threads."""
+    if not os.path.isabs(runtime("libtsan.so")):
+        pytest.skip("g++ has no ThreadSanitizer library")
+    executable = tmp_path / "driver"
+    standalone.build("g++", executable, "-fsanitize=thread", "-g1")
+    cases = [random_case(seed) for seed in range(NUM_CASES)]
+    for case, found in zip(
+        cases, standalone.run([str(executable)], "portable", cases), strict=True
+    ):
+        check(case, found)
