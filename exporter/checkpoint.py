@@ -29,6 +29,8 @@ SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 MAX_HEADER_BYTES: Final = 100_000_000  # the limit that the safetensors library sets
 
+_LFS_POINTER: Final = b"version "  # what the small text file in their place begins with
+
 _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
@@ -94,6 +96,11 @@ class Shard:
         prefix = os.pread(self._descriptor, 8, 0)
         if len(prefix) < 8:
             raise self._corrupt(f"it holds {file_bytes} bytes, less than a header")
+        if prefix == _LFS_POINTER:
+            raise CheckpointError(
+                f"the shard {self.path} is a Git LFS pointer, not the weights themselves. Fetch "
+                "them with `git lfs pull` in that folder, or export from the hub id."
+            )
         (header_bytes,) = struct.unpack("<Q", prefix)
         if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
             raise self._corrupt(

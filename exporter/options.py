@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -32,7 +32,7 @@ class ExportOptions:
     context_length: int | None = None  # tokens; None: the model's own
     overwrite: bool = False  # replace an older artifact, once the new one is complete
     revision: str | None = None  # branch, tag or commit on the hub
-    token: str | bool | None = None  # hub token; None: the one that is logged in
+    token: str | bool | None = field(default=None, repr=False)  # hub; None: who is logged in
     threads: int | None = None  # None: all that this process may use
 
     def __post_init__(self) -> None:

@@ -118,15 +118,3 @@ def _pack_nibbles(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     pairs: NDArray[np.uint16] = levels.view("<u2")
     joined: NDArray[np.uint8] = (pairs | (pairs >> 4)).astype(np.uint8)
     return joined
-
-
-def dequantize(
-    quants: NDArray[np.uint8], scales: NDArray[Any], block: BlockFormat, k: int
-) -> NDArray[np.float32]:
-    """What stored numbers mean: uint8 [n, blocks, blob_bytes] to float32 [n, k]."""
-    levels = quants
-    if block.bits == 4:
-        levels = np.stack([quants & 15, quants >> 4], axis=-1).reshape(*quants.shape[:2], -1)
-    values = levels.astype(np.float32) - np.float32(block.zero_point)
-    values *= scales.astype(np.float32)[..., None]
-    return values.reshape(len(quants), -1)[:, :k]

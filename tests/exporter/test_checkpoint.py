@@ -120,6 +120,13 @@ def test_a_header_that_claims_more_than_the_file(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
+def test_a_git_lfs_pointer(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (tmp_path / "model.safetensors").write_text(pointer)
+    with pytest.raises(CheckpointError, match="is a Git LFS pointer"):
+        Checkpoint.open(tmp_path)
+
+
 def test_a_missing_shard(sharded: Path) -> None:
     (sharded / "two.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"cannot open the shard .*two\.safetensors"):

@@ -295,3 +295,4 @@ def test_options_are_plain_values() -> None:
     assert replace(options, head_precision="same").head == options.head == "int8"
     assert ExportOptions().head == "int8"
     assert ExportOptions(head_precision="same").head == "int4"
+    assert "secret" not in repr(ExportOptions(token="secret"))

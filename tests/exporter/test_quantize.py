@@ -12,7 +12,7 @@ from onnx import TensorProto
 
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
-from onnxport.exporter.quantize import BlockFormat, dequantize, quantize_rows
+from onnxport.exporter.quantize import BlockFormat, quantize_rows
 from onnxport.graphs import ops
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.builder import GraphBuilder
@@ -31,6 +31,17 @@ def quantize(values: NDArray[np.float32], block: BlockFormat) -> Quantized:
     meant = np.empty((n, k), np.float32)
     quantize_rows(values, block, quants, scales, meant)
     return quants, scales, meant
+
+
+def dequantize(
+    quants: NDArray[np.uint8], scales: NDArray[np.float16], block: BlockFormat, k: int
+) -> NDArray[np.float32]:
+    """The operator schema's formula, written out."""
+    levels = quants
+    if block.bits == 4:
+        levels = np.stack([quants & 15, quants >> 4], axis=-1).reshape(*quants.shape[:2], -1)
+    values = (levels.astype(np.float32) - 2 ** (block.bits - 1)) * scales[..., None].astype("f4")
+    return values.reshape(len(quants), -1)[:, :k]
 
 
 def weights(n: int, k: int, seed: int = 0) -> NDArray[np.float32]:
