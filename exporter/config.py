@@ -227,11 +227,6 @@ def decoder_spec(
     num_heads = config.require("num_attention_heads", int)
     num_layers = config.require("num_hidden_layers", int)
     head_size = config.get("head_dim", int, head_size or hidden_size // max(num_heads, 1))
-    hidden_act = config.get("hidden_act", str, "silu")
-    if hidden_act not in {"silu", "swish"}:  # two names of one function
-        raise UnsupportedModelError(
-            f"{config.path}: hidden_act is {hidden_act!r}; supported is 'silu'."
-        )
     rope, context_length = read_rope(config, head_size, context_length)
     try:
         return ArchSpec(
@@ -244,7 +239,7 @@ def decoder_spec(
             head_size=head_size,
             vocab_size=config.require("vocab_size", int),
             rms_norm_eps=config.require("rms_norm_eps", float),
-            hidden_act="silu",
+            hidden_act=_hidden_act(config),
             qkv_bias=qkv_bias,
             o_bias=o_bias,
             mlp_bias=mlp_bias,
@@ -256,6 +251,13 @@ def decoder_spec(
         )
     except ValueError as error:
         raise CheckpointError(f"{config.path} contradicts itself: {error}.") from error
+
+
+def _hidden_act(config: Config) -> str:
+    found = config.get("hidden_act", str, "silu")
+    if found not in {"silu", "swish"}:  # two names of one function
+        raise UnsupportedModelError(f"{config.path}: hidden_act is {found!r}; supported is 'silu'.")
+    return "silu"
 
 
 def layer_windows(config: Config) -> tuple[int | None, ...]:
