@@ -163,35 +163,41 @@ static inline float exp2_of(float x) {
   return lanes[0];
 }
 
-// output = value / sum, with the sink's share of the sum and the cache's scale.
+// What a row's values are to be multiplied with: one over the sum, or less with a sink, which joins
+// the denominator alone, as one more logit.
+static inline float normalizer(const Problem& p, const State& state, int64_t row, int64_t head) {
+  const float sum = lane_sum(state.sum + row * 16);
+  if (!p.head_sink) return 1.f / sum;
+  const float sink = p.head_sink[head] * kLog2E, own = state.maximum[row];
+  const float top = sink > own ? sink : own;
+  const float keep = exp2_of(own - top);
+  return keep / (sum * keep + exp2_of(sink - top));
+}
+
 static void write_output(const Rows& rows, const State& state) {
   const Problem& p = rows.p;
+  const bool quantized = p.cache_type == kInt8;
+  const float scale = quantized && !p.v_per_channel ? p.v_scale[0] : 1.f;
+  const float* channel_scale =
+      quantized && p.v_per_channel ? p.v_scale + rows.block.kv_head * p.head_size : nullptr;
+  int64_t token = p.cumulative_lengths[rows.block.sequence] + rows.block.row_begin / rows.group;
+  int64_t in_group = rows.block.row_begin % rows.group;
   for (int64_t row = 0; row < rows.count; row++) {
-    const int64_t flat = rows.block.row_begin + row;
-    const int64_t head = rows.block.kv_head * rows.group + flat % rows.group;
-    const int64_t token = p.cumulative_lengths[rows.block.sequence] + flat / rows.group;
-    float sum = lane_sum(state.sum + row * 16), keep = 1.f;
-    if (p.head_sink) {
-      // The sink joins the denominator alone, as one more logit.
-      const float sink = p.head_sink[head] * kLog2E, own = state.maximum[row];
-      const float top = sink > own ? sink : own;
-      keep = exp2_of(own - top);
-      sum = sum * keep + exp2_of(sink - top);
-    }
-    float factor = keep / sum;
-    const float* v_scale = nullptr;
-    if (p.cache_type == kInt8) {
-      if (p.v_per_channel)
-        v_scale = p.v_scale + rows.block.kv_head * p.head_size;
-      else
-        factor *= p.v_scale[0];
-    }
+    const int64_t head = rows.block.kv_head * rows.group + in_group;
+    const float factor = normalizer(p, state, row, head) * scale;
+    const Vec::T factors = Vec::set1(factor);
     const float* value = state.value + row * rows.padded_size;
     float* out = p.output + (token * p.num_heads + head) * p.head_size;
-    if (v_scale) {
-      for (int64_t i = 0; i < p.head_size; i++) out[i] = value[i] * factor * v_scale[i];
-    } else {
-      for (int64_t i = 0; i < p.head_size; i++) out[i] = value[i] * factor;
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= p.head_size; i += Vec::kWidth) {
+      const Vec::T x = Vec::mul(factors, Vec::load(value + i));
+      Vec::store(out + i, channel_scale ? Vec::mul(x, Vec::load(channel_scale + i)) : x);
+    }
+    for (; i < p.head_size; i++)
+      out[i] = value[i] * factor * (channel_scale ? channel_scale[i] : 1.f);
+    if (++in_group == rows.group) {
+      in_group = 0;
+      token++;
     }
   }
 }

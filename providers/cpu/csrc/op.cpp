@@ -92,7 +92,11 @@ Operator make_operator(ort::ElementType cache_type) {
 
 Status* register_operators(ort::SessionOptions* options, const ort::ApiBase* base) {
   const void* const* table = base->get_api(ort::kApiVersion);
-  if (!table) return nullptr;  // the runtime has said so itself on its standard error
+  if (!table) {
+    // Every release knows the first version, and with it how to say so.
+    return Api{base->get_api(1)}.create_status(
+        ort::kNotImplemented, "onnxport's CPU operators need ONNX Runtime 1.18 or newer");
+  }
   const Api api{table};
   // One operator for each cache type under the same name. The last two exist to be refused with
   // our words rather than as an unknown type.

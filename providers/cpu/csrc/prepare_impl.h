@@ -30,33 +30,43 @@ static inline void rms_norm(const Problem& p, const float* weight, float* x) {
   for (int64_t i = 0; i < p.head_size; i++) x[i] = x[i] * scale * weight[i];
 }
 
-static inline void rotate(const Problem& p, int64_t position, float* x) {
-  const int64_t half = p.rotary_dim / 2;
-  const float* cosine = p.cosine + position * half;
-  const float* sine = p.sine + position * half;
-  float* lo = x + p.rotary_offset;
+// out = scale * rotation(x), in one pass over memory that is rarely in the first cache.
+static inline void rotate(const Problem& p, int64_t position, float scale,
+                          const float* __restrict x, float* __restrict out) {
+  const int64_t half = p.rotary_dim / 2, begin = p.rotary_offset, end = begin + p.rotary_dim;
+  const float* __restrict cosine = p.cosine + position * half;
+  const float* __restrict sine = p.sine + position * half;
+  for (int64_t i = 0; i < begin; i++) out[i] = x[i] * scale;
   if (p.interleaved) {
     for (int64_t i = 0; i < half; i++) {
-      const float a = lo[2 * i], b = lo[2 * i + 1];
-      lo[2 * i] = a * cosine[i] - b * sine[i];
-      lo[2 * i + 1] = b * cosine[i] + a * sine[i];
+      const float a = x[begin + 2 * i] * scale, b = x[begin + 2 * i + 1] * scale;
+      out[begin + 2 * i] = a * cosine[i] - b * sine[i];
+      out[begin + 2 * i + 1] = b * cosine[i] + a * sine[i];
     }
-    return;
+  } else {
+    for (int64_t i = 0; i < half; i++) {
+      const float a = x[begin + i] * scale, b = x[begin + half + i] * scale;
+      out[begin + i] = a * cosine[i] - b * sine[i];
+      out[begin + half + i] = b * cosine[i] + a * sine[i];
+    }
   }
-  float* hi = lo + half;
-  for (int64_t i = 0; i < half; i++) {
-    const float a = lo[i], b = hi[i];
-    lo[i] = a * cosine[i] - b * sine[i];
-    hi[i] = b * cosine[i] + a * sine[i];
-  }
+  for (int64_t i = end; i < p.head_size; i++) out[i] = x[i] * scale;
 }
 
-// x = norm and rotation of one head's vector.
+// out = scale * rotation(norm(source)) of one head's vector; without norm_weight, no norm.
 static inline void project(const Problem& p, const float* source, const float* norm_weight,
-                           int64_t position, float* x) {
-  memcpy(x, source, static_cast<size_t>(p.head_size) * sizeof(float));
-  if (norm_weight) rms_norm(p, norm_weight, x);
-  if (p.rotary_dim) rotate(p, position, x);
+                           int64_t position, float scale, float* out) {
+  float normed[kMaxHeadSize];
+  if (norm_weight) {
+    memcpy(normed, source, static_cast<size_t>(p.head_size) * sizeof(float));
+    rms_norm(p, norm_weight, normed);
+    source = normed;
+  }
+  if (p.rotary_dim) {
+    rotate(p, position, scale, source, out);
+  } else {
+    for (int64_t i = 0; i < p.head_size; i++) out[i] = source[i] * scale;
+  }
 }
 
 // What the logit of a query and a stored key is to be multiplied with, ahead of the softcap's tanh
@@ -68,19 +78,17 @@ static inline float query_scale(const Problem& p) {
 static inline void prepare_query(const Problem& p, const TokenPlace& place, int64_t token,
                                  float* queries) {
   const int64_t group = p.num_heads / p.kv_heads;
-  const float scale = query_scale(p);
-  for (int64_t head = 0; head < p.num_heads; head++) {
-    const int64_t kv_head = head / group;
-    float* x = queries + ((kv_head * p.num_tokens + token) * group + head % group) * p.head_size;
-    project(p, p.query + token * p.query_stride + head * p.head_size, p.q_norm_weight,
-            place.position, x);
-    if (p.cache_type != kInt8) {
-      for (int64_t i = 0; i < p.head_size; i++) x[i] *= scale;
-    } else if (p.k_per_channel) {
+  // Keys in an int8 cache are multiples of their scale, which the query takes over.
+  const bool quantized = p.cache_type == kInt8;
+  const float scale = query_scale(p) * (quantized && !p.k_per_channel ? p.k_scale[0] : 1.f);
+  const float* source = p.query + token * p.query_stride;
+  for (int64_t kv_head = 0; kv_head < p.kv_heads; kv_head++) {
+    float* x = queries + (kv_head * p.num_tokens + token) * group * p.head_size;
+    for (int64_t i = 0; i < group; i++, x += p.head_size, source += p.head_size) {
+      project(p, source, p.q_norm_weight, place.position, scale, x);
+      if (!quantized || !p.k_per_channel) continue;
       const float* k_scale = p.k_scale + kv_head * p.head_size;
-      for (int64_t i = 0; i < p.head_size; i++) x[i] *= scale * k_scale[i];
-    } else {
-      for (int64_t i = 0; i < p.head_size; i++) x[i] *= scale * p.k_scale[0];
+      for (int64_t d = 0; d < p.head_size; d++) x[d] *= k_scale[d];
     }
   }
 }
@@ -103,7 +111,7 @@ static void store_token(const Problem& p, const TokenPlace& place, int64_t token
   Element encoded[kMaxHeadSize];
   for (int64_t head = 0; head < p.kv_heads; head++) {
     project(p, p.key + token * p.key_stride + head * p.head_size, p.k_norm_weight, place.position,
-            x);
+            1.f, x);
     if (quantized) reciprocals(p.k_scale, p.k_per_channel != 0, head, p.head_size, inverse);
     Element* key = static_cast<Element*>(p.key_cache) + At::key(p, block, offset, head);
     if (kIsTiled) {
