@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +18,7 @@ from safetensors.numpy import save_file
 
 from ..http.scripted import SPECIAL, write_tokenizer
 
+SMALL = ("--port", "0", "--threads", "1", "--kv-cache-tokens", "1024")
 VOCAB = 257 + len(SPECIAL)
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_SIZE = 32, 64, 2, 2, 1, 16
 CONFIG = {
@@ -39,6 +44,32 @@ CONFIG = {
 def command(*arguments: str | Path) -> list[str]:
     """Return how to run onnxport."""
     return [sys.executable, "-m", "onnxport", *map(str, arguments)]
+
+
+@contextmanager
+def serving(*arguments: str | Path, **environment: str) -> Iterator[tuple[str, list[str]]]:
+    """Give the address of a server and what it says; it must end in order."""
+    process = subprocess.Popen(
+        command("serve", *arguments, *SMALL),
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    said: list[str] = []
+    address = ""
+    assert process.stderr is not None
+    for line in process.stderr:
+        said.append(line)
+        if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+            address = found[0]
+            break
+    try:
+        assert address, said
+        yield address, said
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=30)
+    assert (process.returncode, rest) == (0, "")
 
 
 def onnxport(

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +14,9 @@ from openai import OpenAI
 from onnxport.cli.cache import cached_artifact, is_artifact
 from onnxport.exporter.options import ExportOptions
 
-from .conftest import command, onnxport, write_checkpoint
+from .conftest import SMALL, onnxport, serving, write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
-SMALL = ("--port", "0", "--threads", "1", "--kv-cache-tokens", "1024")
-
-
-@contextmanager
-def serving(*arguments: str | Path, **environment: str) -> Iterator[tuple[str, list[str]]]:
-    """Give the address of a server and what it says; it must end in order."""
-    process = subprocess.Popen(
-        command("serve", *arguments, *SMALL),
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    said: list[str] = []
-    address = ""
-    assert process.stderr is not None
-    for line in process.stderr:
-        said.append(line)
-        if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-            address = found[0]
-            break
-    try:
-        assert address, said
-        yield address, said
-    finally:
-        process.send_signal(signal.SIGTERM)
-        _, rest = process.communicate(timeout=30)
-    assert (process.returncode, rest) == (0, "")
 
 
 def test_an_artifact(artifact: Path) -> None:
