@@ -27,7 +27,8 @@ from onnxport.graphs.artifact_writer import ArtifactWriter
 from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import TensorRef
 
-_PANEL_ELEMENTS: Final = 1 << 22  # 16 MiB of float32: large enough for a fast product
+_PANEL_ELEMENTS: Final = 1 << 22  # 16 MiB of float32
+_SMALL_PRODUCT: Final = 1 << 18  # multiplications; OpenBLAS threads what is larger
 
 Array = NDArray[np.float32]
 
@@ -132,18 +133,17 @@ class StreamingWeights:
         """Store a matrix and its bias; the product with x [m, K] is float32 [m, N]."""
         plan = self._plan.matrices[role]
         target = _Target(plan, block, self._options.activation_dtype, by_rows=by_rows)
-        y = None if x is None else np.empty((plan.rows, len(x)), np.float32)  # y.T: a fast product
+        product = None if x is None else _Product(x, plan.rows)
         for panel in self._panels(plan):
-            meant = self._convert(target, panel, wanted=x is not None)
-            if x is not None and y is not None and meant is not None:
-                np.matmul(meant, x.T, out=y[panel.start : panel.start + len(meant)])
+            self._convert(target, panel, product)
             self._on_bytes(panel.raw.nbytes)
+        y = None if product is None else product.result()
         bias: TensorRef | None = None
         if plan.biases:
             names = tuple(name for name, _ in plan.biases)
             bias, values = self._store_vector(f"{role}.bias", names)
             if y is not None:
-                y += values[:, None]
+                y += values
         weight = self._writer.add_weight(f"{role}.weight", target.weight)
         scales = None
         if target.scales is not None:
@@ -151,7 +151,7 @@ class StreamingWeights:
         self.stored.matrices[role] = StoredMatrix(
             weight, plan.rows, plan.columns, block, scales, bias, by_rows
         )
-        return None if y is None else np.ascontiguousarray(y.T)
+        return y
 
     def _store_vector(self, name: str, tensors: tuple[str, ...]) -> tuple[TensorRef, Array]:
         """Store joined vectors; returns what was stored as float32."""
@@ -180,16 +180,17 @@ class StreamingWeights:
                 ahead = self._pool.submit(self._checkpoint.read_rows, *spans[index + 1][:3])
             yield _Panel(name, raw, row)
 
-    def _convert(self, target: _Target, panel: _Panel, *, wanted: bool) -> Array | None:
-        """Convert a panel on all threads; returns what was stored as float32, if wanted."""
-        rows, columns = panel.raw.shape
-        meant = np.empty((rows, columns), np.float32) if wanted else None
-        edges = np.linspace(0, rows, self._threads + 1).astype(int)
+    def _convert(self, target: _Target, panel: _Panel, product: _Product | None) -> None:
+        """Convert a panel on all threads, and multiply what was stored."""
+        edges = np.linspace(0, len(panel.raw), self._threads + 1).astype(int)
 
         def work(first: int, last: int) -> None:
             values = to_float32(panel.raw[first:last])
             where = slice(panel.start + first, panel.start + last)
-            target.convert(panel.name, values, where, None if meant is None else meant[first:last])
+            meant = None if product is None else np.empty_like(values)
+            target.convert(panel.name, values, where, meant)
+            if product is not None and meant is not None:
+                product.add(meant, where)
 
         for task in [
             self._pool.submit(work, int(first), int(last))
@@ -197,7 +198,6 @@ class StreamingWeights:
             if first < last
         ]:
             task.result()
-        return meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +205,33 @@ class _Panel:
     name: str  # of the tensor, for errors
     raw: NDArray[Any]  # [rows, K] in the checkpoint's dtype
     start: int  # first row within the stacked matrix
+
+
+class _Product:
+    """`x @ matrix.T`, a few rows of the matrix at a time.
+
+    Many small products instead of a large one: a BLAS does each on the calling thread, without
+    packing, which is three times as fast here; and its own threads, which would spin while ours
+    work, stay asleep.
+    """
+
+    def __init__(self, x: Array, rows: int) -> None:
+        self._x = np.ascontiguousarray(x.T)  # [K, m]
+        self._y = np.empty((rows, len(x)), np.float32)
+        self._step = max(1, _SMALL_PRODUCT // max(x.size, 1))
+
+    def add(self, matrix: Array, where: slice) -> None:
+        """Multiply rows [n, K] of the matrix, which lie at `where` in the whole."""
+        columns, tokens = self._x.shape
+        y = self._y[where]
+        whole = len(matrix) // self._step * self._step
+        groups = matrix[:whole].reshape(-1, self._step, columns)
+        np.matmul(groups, self._x, out=y[:whole].reshape(-1, self._step, tokens))
+        np.matmul(matrix[whole:], self._x, out=y[whole:])
+
+    def result(self) -> Array:
+        """All of it, float32 [m, rows]."""
+        return np.ascontiguousarray(self._y.T)
 
 
 class _Target:
