@@ -1,7 +1,7 @@
 // Four floats in plain C++, and the contract of the vector types:
 //   kWidth    lanes; a divisor of 16
 //   kMaxRows  query rows held in registers at once, kColumns vectors each
-//   exp2      relative error 2e-7; 0 from -127 down; arguments above 127 are not expected
+//   exp2      relative error 2e-7; 0 from -127 down, or from -126; arguments above 127 are not expected
 //   keep      lane i keeps its value where first <= i < last, else takes `other`
 //   transpose dst[16 * i + j] = src[j][i] for i, j below kWidth
 #pragma once
