@@ -22,7 +22,13 @@ from onnxport.exporter.plan import (
     plan_weights,
     unused_tensors,
 )
-from onnxport.exporter.source import TOKENIZER_FILES, SpecialTokens, read_json, special_tokens
+from onnxport.exporter.source import (
+    TEMPLATE_FOLDER,
+    TOKENIZER_FILES,
+    SpecialTokens,
+    read_json,
+    special_tokens,
+)
 from onnxport.exporter.weights import StreamingWeights
 from onnxport.graphs.artifact_writer import ArtifactWriter
 from onnxport.graphs.manifest import Manifest, Source
@@ -140,6 +146,8 @@ def _write_small_files(
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             writer.copy_file(folder / name)
+    for template in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
+        writer.copy_file(template, f"{TEMPLATE_FOLDER}/{template.name}")
     generation = read_json(folder / "generation_config.json")
     config = genai.genai_config(spec, tokens, generation)
     writer.write_bytes(genai.FILE, genai.dumps(config))

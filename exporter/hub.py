@@ -9,7 +9,7 @@ from typing import Final
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.config import CONFIG_FILE
-from onnxport.exporter.source import TOKENIZER_FILES
+from onnxport.exporter.source import TEMPLATE_FOLDER, TOKENIZER_FILES
 
 _PATTERNS: Final = [
     CONFIG_FILE,
@@ -17,6 +17,7 @@ _PATTERNS: Final = [
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
     *TOKENIZER_FILES,
+    f"{TEMPLATE_FOLDER}/*.jinja",
 ]
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -22,6 +22,7 @@ TOKENIZER_FILES: Final = (
     "chat_template.json",
     "generation_config.json",
 )
+TEMPLATE_FOLDER: Final = "additional_chat_templates"  # named templates, one `.jinja` file each
 
 
 @dataclass(frozen=True, slots=True)

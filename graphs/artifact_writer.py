@@ -136,10 +136,12 @@ class ArtifactWriter:
         self.write_bytes(GRAPH_FILES[kind], model.SerializeToString())
 
     def write_bytes(self, name: str, data: bytes) -> None:
-        """Write a whole file."""
+        """Write a whole file; `name` may lead into a folder, with forward slashes."""
         self._claim(name)
+        path = self._folder / name
         with self._explain(len(data)):
-            (self._folder / name).write_bytes(data)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
         self._files[name] = FileInfo(hashlib.sha256(data).hexdigest(), len(data))
 
     def copy_file(self, source: str | os.PathLike[str], name: str | None = None) -> None:
@@ -184,7 +186,8 @@ class ArtifactWriter:
             self._offset += len(chunk)
 
     def _claim(self, name: str) -> None:
-        assert name == Path(name).name, f"{name} is not in the folder itself"
+        parts = Path(name).parts
+        assert parts and ".." not in parts and not Path(name).is_absolute(), f"{name} leads out"
         assert name not in {WEIGHTS_FILE, MANIFEST_FILE}, f"{name} is written by the writer"
         assert name not in self._files, f"{name} is written twice"
         assert self._data is not None, "the writer is not open"

@@ -247,7 +247,11 @@ def test_the_manifest_names_its_source_without_a_path(checkpoint: Path) -> None:
 def test_tokenizer_files_come_along(checkpoint: Path) -> None:
     for name in ("tokenizer.json", "chat_template.jinja", "README.md"):
         (checkpoint / name).write_text("{}")
+    (checkpoint / "additional_chat_templates").mkdir()
+    (checkpoint / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     path = export_model(checkpoint, checkpoint.parent / "artifact")
+    Artifact.read(path, verify="sha256")
+    assert (path / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
     assert (path / "tokenizer.json").read_text() == "{}"
     assert (path / "chat_template.jinja").is_file()
     assert not (path / "README.md").exists()
