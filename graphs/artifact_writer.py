@@ -186,8 +186,8 @@ class ArtifactWriter:
             self._offset += len(chunk)
 
     def _claim(self, name: str) -> None:
-        parts = Path(name).parts
-        assert parts and ".." not in parts and not Path(name).is_absolute(), f"{name} leads out"
+        assert not Path(name).is_absolute(), f"{name} leads out of the folder"
+        assert ".." not in Path(name).parts, f"{name} leads out of the folder"
         assert name not in {WEIGHTS_FILE, MANIFEST_FILE}, f"{name} is written by the writer"
         assert name not in self._files, f"{name} is written twice"
         assert self._data is not None, "the writer is not open"
