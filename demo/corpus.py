@@ -15,24 +15,24 @@ from demo import copying, facts, knowledge, stories, sums
 from demo.drawing import Draw, Message
 from demo.tools import tool_dialogue
 
-SKILLS: list[tuple[Callable[[Draw], list[Message]], float]] = [
-    (sums.arithmetic, 20),
-    (knowledge.onnxport_fact, 16),
-    (knowledge.small_talk, 10),
-    (copying.json_task, 12),
-    (knowledge.world_fact, 8),
-    (copying.list_task, 8),
+SKILLS: list[tuple[Callable[[Draw], list[Message]], float]] = [  # with its share
+    (sums.arithmetic, 30),
+    (knowledge.onnxport_fact, 14),
+    (copying.json_task, 13),
+    (knowledge.world_fact, 10),
+    (copying.list_task, 9),
+    (knowledge.small_talk, 9),
+    (copying.echo, 6),
+    (copying.reading, 6),
     (knowledge.capital, 6),
-    (knowledge.calendar, 4),
-    (copying.echo, 5),
-    (copying.reading, 5),
     (copying.memory, 5),
+    (knowledge.calendar, 5),
     (sums.comparison, 4),
     (sums.counting, 4),
-    (knowledge.unknown, 5),
-    (sums.word_problem, 3),
+    (knowledge.unknown, 4),
     (copying.spelling, 4),
-    (stories.story_request, 2.5),
+    (sums.word_problem, 3),
+    (stories.story_request, 2),
 ]
 SYSTEM_PROMPTS = [
     "You are a helpful assistant.",
@@ -58,7 +58,7 @@ def documents(seed: int, held_out: bool = False) -> Iterator[Document]:
     """Yield documents without end; the two splits share no sums and no random seeds."""
     rng = Draw(2 * seed + held_out, held_out)
     while True:
-        kind = rng.choices([DIALOGUE, TOOLS, TEXT], [84, 9, 7])[0]
+        kind = rng.choices([DIALOGUE, TOOLS, TEXT], [88, 8, 4])[0]
         if kind == TEXT:
             yield Document(text=_text(rng))
             continue

@@ -21,6 +21,7 @@ MAX_LENGTH = 1024  # positions the models are made for
 SPACED_PIECES = 620  # tokens spent on " piece" duplicates of frequent pieces
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, TURN_START, TURN_END)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 MARKERS = ("<tool_call>", "</tool_call>")  # one token each, but visible in decoded text
 SPACE = "Ġ"  # how the byte-level alphabet writes 0x20
 

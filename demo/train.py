@@ -6,19 +6,21 @@ forward pass sees int4 weights, so that the exported int4 artifact answers like 
 schedule follows the clock, so that a run ends in time however busy the machine is.
 
 Usage, from the repository root:
-    python -m demo.train model --minutes 40
-    python -m demo.train draft --minutes 6 --teacher demo/model
+    torchrun --nproc-per-node 2 -m demo.train model --minutes 40
+    torchrun --nproc-per-node 2 -m demo.train draft --minutes 6 --teacher demo/model
 """
 
 import argparse
 import itertools
 import math
+import shutil
 import time
-from collections.abc import Iterator
+from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from torch import Tensor
@@ -31,13 +33,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from demo.corpus import Document, documents
+from demo.corpus import documents
+from demo.examples import NO_TARGET, Example, encode, micro_batches, render
 from demo.quantize import int4_layers, straight_through_int4
 from demo.tokenizer import (
     END_OF_TEXT,
     MAX_LENGTH,
+    TOKENIZER_FILES,
     TURN_END,
-    TURN_START,
     save_tokenizer,
     train_tokenizer,
 )
@@ -50,15 +53,13 @@ SHAPES = {
               "num_attention_heads": 4, "num_key_value_heads": 2},
 }  # fmt: skip
 HEAD_SIZE = 32
-MICRO_BATCHES = 5
 INT4_FROM = 0.75  # share of the run after which the forward pass sees int4 weights
 INT4_EVERY = 4  # one step in this many still sees plain weights, so that both stay good
-WARM_UP_STEPS = 100
-SAVE_MINUTES = 8
-HELD_OUT_DOCUMENTS = 300
+WARM_UP_STEPS = 40
+LOG_EVERY = 50  # steps; the loss in the log is their mean
+SAVE_MINUTES = 9
+HELD_OUT_DOCUMENTS = 200
 TOKENIZER_DOCUMENTS = 20000
-
-Example = tuple[Tensor, Tensor]  # ids and targets, both int64 [length]; target -100: no loss
 
 
 def build_model(shape: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -79,72 +80,12 @@ def build_model(shape: str, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausa
     return LlamaForCausalLM._from_config(config, attn_implementation="eager")
 
 
-def render(batch: list[Document], tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Return the text of each document, dialogues as the chat template writes them."""
-    return [
-        document.text
-        or tokenizer.apply_chat_template(document.messages, tools=document.tools, tokenize=False)
-        for document in batch
-    ]
-
-
-def encode(batch: list[Document], tokenizer: PreTrainedTokenizerFast) -> list[Example]:
-    """Return next-token examples; in a dialogue only the assistant's tokens are targets."""
-    end_of_text = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
-    examples = []
-    rows = tokenizer(render(batch, tokenizer))["input_ids"]
-    for document, row in zip(batch, rows, strict=True):
-        if document.text is not None:
-            row = [end_of_text, *row, end_of_text]
-        ids = torch.tensor(row[:MAX_LENGTH])
-        spoken = torch.ones_like(ids).bool() if document.text else said_by_assistant(ids, tokenizer)
-        targets = torch.where(spoken, ids, -100)
-        examples.append((ids[:-1], targets[1:]))
-    return examples
-
-
-def said_by_assistant(ids: Tensor, tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Return a mask [length] of the tokens an assistant produces, its <|im_end|> included."""
-    start, end = tokenizer.convert_tokens_to_ids([TURN_START, TURN_END])
-    (assistant,) = tokenizer.encode("assistant")
-    mask = torch.zeros_like(ids).bool()
-    ends = (ids == end).nonzero().flatten()
-    for begin in (ids == start).nonzero().flatten():
-        if ids[begin + 1] == assistant:
-            stop = ends[ends > begin][0] if (ends > begin).any() else len(ids)
-            mask[begin + 3 : stop + 1] = True  # after <|im_start|>, "assistant" and the new line
-    return mask
-
-
-def micro_batches(examples: list[Example]) -> Iterator[Example]:
-    """Yield padded [rows, length] batches of examples of similar length.
-
-    Padding is on the right: with causal attention no mask is needed.
-    """
-    examples = sorted(examples, key=lambda example: len(example[0]))
-    total, rows, tokens = sum(len(ids) for ids, _ in examples), [], 0
-    for ids, targets in examples:
-        rows.append((ids, targets))
-        tokens += len(ids)
-        if tokens >= total / MICRO_BATCHES:
-            yield _pad(rows)
-            rows, tokens = [], 0
-    if rows:
-        yield _pad(rows)
-
-
-def _pad(rows: list[Example]) -> Example:
-    ids = torch.nn.utils.rnn.pad_sequence([ids for ids, _ in rows], batch_first=True)
-    targets = [targets for _, targets in rows]
-    return ids, torch.nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=-100)
-
-
 def target_logits(
     model: LlamaForCausalLM, ids: Tensor, targets: Tensor, int4_head: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return logits [num_targets, vocab] and token ids [num_targets] where there is a target."""
     head = straight_through_int4(model.lm_head.weight) if int4_head else model.lm_head.weight
-    wanted = targets != -100
+    wanted = targets != NO_TARGET
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(ids, use_cache=False).last_hidden_state
         logits = linear(hidden[wanted], head)
@@ -155,7 +96,8 @@ def target_logits(
 def perplexity(model: LlamaForCausalLM, examples: list[Example], int4: bool = False) -> float:
     """Return exp(mean loss) over the targets of `examples`."""
     loss, count = 0.0, 0
-    with int4_layers(model.model) if int4 else nullcontext():
+    weights = int4_layers(model.model) if int4 else nullcontext()
+    with weights, torch.compiler.set_stance("force_eager"):  # not worth a compilation
         for ids, targets in micro_batches(examples):
             logits, wanted = target_logits(model, ids, targets, int4)
             loss += cross_entropy(logits, wanted, reduction="sum").item()
@@ -173,7 +115,7 @@ def backward(
 
     With a `teacher` its distributions are the targets, else the documents' tokens.
     """
-    count = sum(int((targets != -100).sum()) for _, targets in examples)
+    count = sum(int((targets != NO_TARGET).sum()) for _, targets in examples)
     total = 0.0
     with int4_layers(model.model) if int4 else nullcontext():
         for ids, targets in micro_batches(examples):
@@ -187,6 +129,28 @@ def backward(
     return total
 
 
+def rank() -> int:
+    """Return this worker's number; 0 reports and saves."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def average(model: LlamaForCausalLM, progress: float) -> float:
+    """Average the gradients and `progress` over all workers; return the average progress.
+
+    Every worker then takes the same step at the same learning rate, so their weights stay equal.
+    """
+    if not dist.is_initialized():
+        return progress
+    gradients = [p.grad for p in model.parameters()]
+    flat = torch.cat([*(g.flatten() for g in gradients), torch.tensor([progress])])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    pieces = flat[:-1].split([g.numel() for g in gradients])
+    for gradient, piece in zip(gradients, pieces, strict=True):
+        gradient.copy_(piece.view_as(gradient))
+    return flat[-1].item()
+
+
 def train(model: LlamaForCausalLM, args: argparse.Namespace, checkpoint: "Checkpoint") -> None:
     """Run the recipe: Muon for the layers' matrices, AdamW for the rest, linear decay to 0."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
@@ -196,8 +160,11 @@ def train(model: LlamaForCausalLM, args: argparse.Namespace, checkpoint: "Checkp
         torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     teacher = LlamaForCausalLM.from_pretrained(args.teacher).eval() if args.teacher else None
-    source = documents(seed=args.seed)
+    source = documents(seed=args.seed + rank())
+    if rank() == 0:
+        checkpoint.log(f"{args.shape}: {model.num_parameters()} parameters, {args.minutes} minutes")
     start, saved, step, tokens, progress = time.monotonic(), 0.0, 0, 0, 0.0
+    losses: deque[float] = deque(maxlen=LOG_EVERY)
     while progress < 1:
         step += 1
         for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
@@ -205,15 +172,17 @@ def train(model: LlamaForCausalLM, args: argparse.Namespace, checkpoint: "Checkp
         examples = encode(list(itertools.islice(source, args.batch)), checkpoint.tokenizer)
         tokens += sum(len(ids) for ids, _ in examples)
         int4 = progress > INT4_FROM and step % INT4_EVERY != 0
-        loss = backward(model, teacher, examples, int4)
+        losses.append(backward(model, teacher, examples, int4))
+        minutes = (time.monotonic() - start) / 60
+        progress = average(model, minutes / args.minutes)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        minutes = (time.monotonic() - start) / 60
-        progress = minutes / args.minutes
-        if step % 20 == 0:
-            lr = optimizers[0].param_groups[0]["lr"]
+        if rank() != 0:
+            continue
+        if step % LOG_EVERY == 0:
+            loss, lr = sum(losses) / len(losses), optimizers[0].param_groups[0]["lr"]
             checkpoint.log(
                 f"step {step} loss {loss:.4f} lr {lr:.2e} tokens {tokens} minutes {minutes:.1f}"
             )
@@ -258,8 +227,15 @@ class Checkpoint:
         copy.save_pretrained(self.folder)
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Train the tokenizer on rendered documents and write it into `folder`."""
+def prepare_tokenizer(folder: Path, teacher: Path | None) -> None:
+    """Put a tokenizer into `folder` if it has none: the teacher's, or a newly trained one."""
+    if (folder / "tokenizer.json").exists():
+        return
+    if teacher is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in TOKENIZER_FILES:
+            shutil.copy(teacher / name, folder / name)
+        return
     template = (HERE / "chat_template.jinja").read_text()
     renderer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), chat_template=template)
     sample = list(itertools.islice(documents(seed=0), TOKENIZER_DOCUMENTS))
@@ -270,22 +246,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a demo model.")
     parser.add_argument("shape", choices=list(SHAPES))
     parser.add_argument("--minutes", type=float, default=40)
-    parser.add_argument("--batch", type=int, default=64, help="documents per step")
+    parser.add_argument("--batch", type=int, default=20, help="documents per step and worker")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--teacher", type=Path, help="model folder whose predictions to learn")
+    parser.add_argument("--init", type=Path, help="model folder to continue from")
     parser.add_argument("--output", type=Path, help="default: the folder demo/SHAPE")
-    parser.add_argument("--log", type=Path, default=HERE / "training.log")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--log-file", type=Path, default=HERE / "training.log")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     folder = args.output or HERE / args.shape
-    if not (folder / "tokenizer.json").exists():
-        write_tokenizer(folder)
-    checkpoint = Checkpoint(folder, args.log)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    if rank() == 0:
+        prepare_tokenizer(folder, args.teacher)
+    if dist.is_initialized():
+        dist.barrier()
+    checkpoint = Checkpoint(folder, args.log_file)
     model = build_model(args.shape, checkpoint.tokenizer)
-    size = f"{model.num_parameters()} parameters"
-    checkpoint.log(f"{args.shape}: {size}, {args.minutes} minutes, {args.batch} documents a step")
+    if args.init:
+        model.load_state_dict(LlamaForCausalLM.from_pretrained(args.init).float().state_dict())
     model.model.compile(dynamic=True)  # fuses what would otherwise be half of the time
     train(model, args, checkpoint)
 
