@@ -21,6 +21,7 @@ from onnxport.graphs import contract
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import decompose
+from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
 from onnxport.graphs.passes.native import NativeLimits, keep_native
 from onnxport.graphs.passes.result import PassResult
@@ -188,6 +189,8 @@ def _lower(
         step = set_accuracy(step.model, options.matmul_accuracy_level)
         yield step
     if custom:
+        step = fuse_gated_silu(step.model)
+        yield step
         step = set_kv_dtype(step.model, cache_dtype)
         yield step
         yield keep_native(step.model, KERNEL_LIMITS)

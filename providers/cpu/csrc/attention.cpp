@@ -16,7 +16,7 @@ namespace {
 
 // Below this many elements or multiply-adds, waking another thread costs more than it saves.
 constexpr int64_t kSerialPrepare = 1 << 14;
-constexpr int64_t kSerialAttend = 1 << 18;
+constexpr int64_t kSerialAttend = 1 << 14;
 // Fewer row blocks than this are divided along their keys, too.
 constexpr size_t kEnoughBlocks = 32;
 

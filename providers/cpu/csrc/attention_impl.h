@@ -2,6 +2,7 @@
 // instruction set's source file, which defines ONNXPORT_KERNELS_NAME. Compiled once per set.
 #pragma once
 
+#include "gated_silu_impl.h"
 #include "micro_impl.h"
 #include "prepare_impl.h"
 
@@ -270,6 +271,7 @@ static void prepare(const Problem& p, float* queries, int64_t begin, int64_t end
   run(p, queries, begin, end);
 }
 
-const Kernels kKernels = {ONNXPORT_KERNELS_NAME, prepare, attend, attend_segment, finish};
+const Kernels kKernels = {ONNXPORT_KERNELS_NAME, prepare, attend, attend_segment, finish,
+                          gated_silu};
 
 }  // namespace

@@ -43,6 +43,9 @@ struct Kernels {
                          int64_t segment, const State& state, float* scratch);
   void (*finish)(const Problem& problem, const RowBlock& block, const State* states,
                  int64_t num_states);
+
+  // output[i] = silu(gate[i]) * up[i]; no array overlaps another.
+  void (*gated_silu)(const float* gate, const float* up, float* output, int64_t count);
 };
 
 // Null where this build or this processor cannot run them.

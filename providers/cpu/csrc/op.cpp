@@ -1,4 +1,4 @@
-// Registers com.microsoft.PagedAttention with ONNX Runtime's CPU execution provider, which has no
+// Registers onnxport.GatedSilu, and com.microsoft.PagedAttention with ONNX Runtime's CPU execution provider, which has no
 // such kernel. Registering the name in its own domain overrides the built-in schema, so artifacts
 // run unchanged, in float32 too.
 #include "op.h"
@@ -58,12 +58,9 @@ Status* compute_kernel(void* state, ort::KernelContext* context) {
 }
 
 Operator make_operator(ort::ElementType cache_type) {
-  Operator result{};
-  result.cache_type = cache_type;
+  Operator result{base_operator(), cache_type};
   ort::CustomOp& op = result.op;
-  op.version = ort::kApiVersion;
   op.name = [](const ort::CustomOp*) { return "PagedAttention"; };
-  op.execution_provider = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
   op.input_type = input_type;
   op.input_type_count = [](const ort::CustomOp*) { return size_t{kInputCount}; };
   op.output_type = [](const ort::CustomOp* self, size_t index) -> int {
@@ -75,20 +72,27 @@ Operator make_operator(ort::ElementType cache_type) {
   op.output_characteristic = [](const ort::CustomOp*, size_t index) -> int {
     return index == 0 ? ort::kRequired : ort::kOptional;
   };
-  op.input_memory_type = [](const ort::CustomOp*, size_t) { return 0; };
-  const auto one = [](const ort::CustomOp*) { return 1; };
-  op.variadic_input_min_arity = op.variadic_input_homogeneity = one;
-  op.variadic_output_min_arity = op.variadic_output_homogeneity = one;
   op.create_kernel = create_kernel;
   op.compute = compute_kernel;
-  op.start_version = one;
-  op.end_version = [](const ort::CustomOp*) { return INT32_MAX; };
   op.may_inplace = op.alias_map = cache_aliases;
-  op.release_may_inplace = op.release_alias_map = [](int*, int*) {};
   return result;
 }
 
 }  // namespace
+
+ort::CustomOp base_operator() {
+  ort::CustomOp op{};
+  op.version = ort::kApiVersion;
+  op.execution_provider = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
+  op.input_memory_type = [](const ort::CustomOp*, size_t) { return 0; };
+  const auto one = [](const ort::CustomOp*) { return 1; };
+  op.variadic_input_min_arity = op.variadic_input_homogeneity = one;
+  op.variadic_output_min_arity = op.variadic_output_homogeneity = one;
+  op.start_version = one;
+  op.end_version = [](const ort::CustomOp*) { return INT32_MAX; };
+  op.release_may_inplace = op.release_alias_map = [](int*, int*) {};
+  return op;
+}
 
 Status* register_operators(ort::SessionOptions* options, const ort::ApiBase* base) {
   const void* const* table = base->get_api(ort::kApiVersion);
@@ -103,12 +107,17 @@ Status* register_operators(ort::SessionOptions* options, const ort::ApiBase* bas
   static const Operator operators[] = {
       make_operator(ort::kFloat), make_operator(ort::kFloat16), make_operator(ort::kBFloat16),
       make_operator(ort::kInt8),  make_operator(ort::kUint8),   make_operator(ort::kFloat8E4M3FN)};
+  static const ort::CustomOp gated_silu = gated_silu_operator();
   return guarded(api, [&] {
     // The runtime keeps pointers to the domain and the operators; neither is ever freed.
     ort::CustomOpDomain* domain = nullptr;
     check(api.create_domain("com.microsoft", &domain));
     for (const Operator& op : operators) check(api.add_operator(domain, &op.op));
     check(api.add_domain(options, domain));
+    ort::CustomOpDomain* own = nullptr;
+    check(api.create_domain("onnxport", &own));
+    check(api.add_operator(own, &gated_silu));
+    check(api.add_domain(options, own));
   });
 }
 

@@ -65,6 +65,29 @@ inline void check(Status* status) {
 // Throws a Failure with a formatted message: what was found, what is allowed.
 [[noreturn]] void fail(const Api& api, ort::ErrorCode code, const char* format, ...);
 
+constexpr size_t kMaxRank = 4;
+
+// An input in host memory.
+struct Tensor {
+  void* data = nullptr;  // null: not given
+  int64_t dims[kMaxRank] = {};
+  size_t rank = 0;
+
+  explicit operator bool() const { return rank != 0; }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+};
+
+// Throws a Failure that calls the value by `name`.
+Tensor describe(const Api& api, const char* name, const ort::Value* value);
+
+// What all our operators have in common; the rest is null.
+ort::CustomOp base_operator();
+
+ort::CustomOp gated_silu_operator();
+
 // Runs f and turns whatever it throws into a status: no exception crosses the C boundary.
 template <class F>
 Status* guarded(const Api& api, F f) noexcept {
@@ -76,7 +99,7 @@ Status* guarded(const Api& api, F f) noexcept {
   } catch (const std::exception& error) {
     return api.create_status(ort::kFail, error.what());
   } catch (...) {
-    return api.create_status(ort::kFail, "PagedAttention (CPU): unknown error");
+    return api.create_status(ort::kFail, "onnxport CPU operator: unknown error");
   }
 }
 

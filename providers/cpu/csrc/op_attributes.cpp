@@ -9,7 +9,7 @@ namespace onnxport::op {
 
 void fail(const Api& api, ort::ErrorCode code, const char* format, ...) {
   char text[512];
-  const int prefix = std::snprintf(text, sizeof text, "PagedAttention (CPU): ");
+  const int prefix = std::snprintf(text, sizeof text, "onnxport CPU kernel: ");
   va_list arguments;
   va_start(arguments, format);
   std::vsnprintf(text + prefix, sizeof text - static_cast<size_t>(prefix), format, arguments);

@@ -7,21 +7,6 @@
 #include "op.h"
 
 namespace onnxport::op {
-namespace {
-
-constexpr size_t kMaxRank = 4;
-
-struct Tensor {
-  void* data = nullptr;  // null: not given
-  int64_t dims[kMaxRank] = {};
-  size_t rank = 0;
-
-  explicit operator bool() const { return rank != 0; }
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data);
-  }
-};
 
 Tensor describe(const Api& api, const char* name, const ort::Value* value) {
   struct Info {
@@ -42,6 +27,8 @@ Tensor describe(const Api& api, const char* name, const ort::Value* value) {
   check(api.mutable_data(const_cast<ort::Value*>(value), &tensor.data));
   return tensor;
 }
+
+namespace {
 
 struct Call {
   const Kernel& kernel;
