@@ -109,6 +109,24 @@ def test_python_and_the_server_give_the_same_text(artifact: Path, client: OpenAI
     assert [choice.text for choice in served.choices] == offline
 
 
+def test_onnxruntime_genai_tokenizes_and_answers_alike(artifact: Path) -> None:
+    genai = pytest.importorskip("onnxruntime_genai", reason="no wheel for this platform")
+    prompt = "<|im_start|>user\nWhat is onnxport?<|im_end|>\n<|im_start|>assistant\n"
+    model = genai.Model(str(artifact))
+    ids = genai.Tokenizer(model).encode(prompt)
+    parameters = genai.GeneratorParams(model)
+    parameters.set_search_options(max_length=len(ids) + 16, do_sample=False)
+    generator = genai.Generator(model, parameters)
+    generator.append_tokens(ids)
+    while not generator.is_done():
+        generator.generate_next_token()
+    with LLM(artifact, threads=1, kv_cache_tokens=1024) as llm:
+        ours = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=16))[0]
+    assert ours.prompt_token_ids == tuple(ids)
+    expected = [int(token) for token in generator.get_sequence(0)[len(ids) :]]
+    assert list(ours.outputs[0].token_ids) == expected
+
+
 @pytest.mark.slow
 def test_the_demo_script_runs_to_its_end() -> None:
     if not Path(sys.executable).with_name("onnxport").exists():
