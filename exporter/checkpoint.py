@@ -1,7 +1,7 @@
 """Safetensors checkpoints, read lazily: one file or many, a tensor or a few rows at a time.
 
-Bytes are read with `pread` into an array that the caller owns, not mapped, so that the memory of
-an export is that of the arrays alive and never that of the checkpoint. Reads are thread-safe.
+Bytes are read into an array that the caller owns, not mapped, so that the memory of an export is
+that of the arrays alive and never that of the checkpoint. Reads are thread-safe.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes little-endian header length, a JSON
 header, then the tensors' bytes, little-endian, row-major).
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import struct
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,15 +51,16 @@ class StoredTensor:
 
 
 class Shard:
-    """One safetensors file: a validated header and an open descriptor."""
+    """One safetensors file: a validated header and an open file."""
 
     def __init__(self, path: Path) -> None:
         """Open `path` and read its header. Raises CheckpointError if it is missing or corrupt."""
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY)
+            self._file = path.open("rb", buffering=0)
         except OSError as error:
             raise CheckpointError(f"cannot open the shard {path}: {error.strerror}.") from error
+        self._position = threading.Lock()
         try:
             self.tensors = self._read_header()
         except BaseException:
@@ -67,24 +69,26 @@ class Shard:
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
     def read(self, tensor: StoredTensor, offset: int, size_bytes: int) -> NDArray[np.uint8]:
         """Read `size_bytes` of `tensor` from `offset` within it; uint8 [size_bytes]."""
         data = np.empty(size_bytes, np.uint8)
-        view = data.data
-        done = 0
-        while done < size_bytes:
-            count = os.preadv(self._descriptor, [view[done:]], tensor.offset + offset + done)
-            if count == 0:
-                raise CheckpointError(
-                    f"the shard {self.path} ends inside the tensor {tensor.name}: it changed "
-                    "while it was read. Download it again."
-                )
-            done += count
+        if self._read_at(tensor.offset + offset, data.data) < size_bytes:
+            raise CheckpointError(
+                f"the shard {self.path} ends inside the tensor {tensor.name}: it changed "
+                "while it was read. Download it again."
+            )
         return data
+
+    def _read_at(self, offset: int, into: memoryview) -> int:
+        """Fill `into` from `offset`; returns how many bytes there were."""
+        done = 0
+        with self._position:
+            self._file.seek(offset)
+            while done < len(into) and (count := self._file.readinto(into[done:])):
+                done += count
+        return done
 
     def _corrupt(self, what: str) -> CheckpointError:
         return CheckpointError(
@@ -92,8 +96,8 @@ class Shard:
         )
 
     def _read_header(self) -> dict[str, StoredTensor]:
-        file_bytes = os.fstat(self._descriptor).st_size
-        prefix = os.pread(self._descriptor, 8, 0)
+        file_bytes = os.fstat(self._file.fileno()).st_size
+        prefix = self._file.read(8)
         if len(prefix) < 8:
             raise self._corrupt(f"it holds {file_bytes} bytes, less than a header")
         if prefix == _LFS_POINTER:
@@ -107,7 +111,7 @@ class Shard:
                 f"its header claims {header_bytes} bytes and the file holds {file_bytes}"
             )
         try:
-            header = json.loads(os.pread(self._descriptor, header_bytes, 8))
+            header = json.loads(self._file.read(header_bytes))
         except ValueError as error:
             raise self._corrupt(f"its header is not JSON ({error})") from error
         if not isinstance(header, dict):

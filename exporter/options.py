@@ -67,7 +67,11 @@ class ExportOptions:
     @property
     def num_threads(self) -> int:
         """Threads to convert with."""
-        return self.threads or len(os.sched_getaffinity(0))
+        if self.threads:
+            return self.threads
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1  # not every system tells what this process may use
 
     @property
     def is_quantized(self) -> bool:
