@@ -24,7 +24,7 @@ types: $(VENV)/test-installed
 	$(BIN)/python scripts/dev_tree.py .dev
 	$(BIN)/mypy
 
-dev: $(VENV)/test-installed  ## link the sources into .dev/onnxport and build the kernels in place
+dev: $(VENV)/tools-installed  ## link the sources into .dev/onnxport and build the kernels in place
 	$(BIN)/python scripts/dev_tree.py .dev
 	$(BIN)/python scripts/build_kernels.py
 
@@ -45,4 +45,8 @@ $(VENV)/demo-installed: $(VENV)/bin/python $(INPUTS)
 
 $(VENV)/test-installed: $(VENV)/bin/python $(INPUTS)
 	$(BIN)/pip install --quiet ".[cpu,test]"
-	touch $@ $(VENV)/demo-installed
+	touch $@ $(VENV)/demo-installed $(VENV)/tools-installed
+
+$(VENV)/tools-installed: $(VENV)/bin/python pyproject.toml
+	$(BIN)/pip install --quiet ".[cpu,test]"
+	touch $@
