@@ -14,7 +14,7 @@ test: $(VENV)/test-installed lint types  ## everything; what continuous integrat
 
 fast: dev  ## what to run while working: no install step after the first, under three minutes
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	PYTHONPATH=.dev $(BIN)/pytest -m "not slow" -x
+	PYTHONPATH=$(CURDIR)/.dev $(BIN)/pytest -m "not slow" -x
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .
