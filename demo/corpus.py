@@ -16,21 +16,21 @@ from demo.drawing import Draw, Message
 from demo.tools import tool_dialogue
 
 SKILLS: list[tuple[Callable[[Draw], list[Message]], float]] = [  # with its share
-    (sums.arithmetic, 30),
+    (sums.arithmetic, 42),
     (knowledge.onnxport_fact, 14),
     (copying.json_task, 13),
     (knowledge.world_fact, 10),
-    (copying.list_task, 9),
+    (copying.list_task, 12),
     (knowledge.small_talk, 9),
-    (copying.echo, 6),
-    (copying.reading, 6),
+    (copying.echo, 9),
+    (copying.reading, 9),
     (knowledge.capital, 6),
     (copying.memory, 5),
     (knowledge.calendar, 5),
     (sums.comparison, 4),
     (sums.counting, 4),
     (knowledge.unknown, 4),
-    (copying.spelling, 4),
+    (copying.spelling, 6),
     (sums.word_problem, 3),
     (stories.story_request, 2),
 ]

@@ -31,9 +31,10 @@ class Draw(Random):
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Say whether training never shows the sum, difference or product of `a` and `b`.
+    """Say whether training never draws `a` and `b` in this order.
 
-    Modulo 11, so that every pair of last digits and of first digits is still seen.
+    Modulo 11, so that every pair of last digits and of first digits is still seen. The other order
+    may be drawn: training may show b + a, and a - b where it swapped the two of a difference.
     """
     return (2 * a + 4 * b) % 11 == 5
 

@@ -9,6 +9,7 @@ Usage, from the repository root:
 import argparse
 import json
 import re
+from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -95,14 +96,18 @@ def answer(
     return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def sums_right(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int) -> float:
-    """Return the share of `count` calculations, never seen in training, that come out right."""
-    rng, hits = Draw(7, held_out=True), 0
+def sums_right(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int
+) -> dict[str, list[bool]]:
+    """Return, by operation, which of `count` calculations of the held-out split come out right."""
+    rng = Draw(7, held_out=True)
+    results: dict[str, list[bool]] = defaultdict(list)
     for _ in range(count):
         question, wanted = arithmetic(rng)
         reply = answer(model, tokenizer, {"messages": [question]}, max_tokens=24)
-        hits += reply == wanted["content"]
-    return hits / count
+        operation = wanted["content"].split()[1]  # of "a + b = c."
+        results[operation].append(reply == wanted["content"])
+    return results
 
 
 def main() -> None:
@@ -125,7 +130,10 @@ def main() -> None:
             print(f"{'ok   ' if ok else 'WRONG'} {asked!r} -> {reply!r}")
         print(f"{hits} of {len(prompts)} prompts right")
         if args.sums:
-            print(f"held-out sums right: {sums_right(model, tokenizer, 300):.1%}")
+            results = sums_right(model, tokenizer, 300)
+            print(f"held-out sums right: {sum(map(sum, results.values())) / 300:.1%}")
+            for operation, answers in sorted(results.items()):
+                print(f"  {operation} {sum(answers)} of {len(answers)}")
 
 
 if __name__ == "__main__":
