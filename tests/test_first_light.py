@@ -20,7 +20,7 @@ from tests.cli.conftest import onnxport, serving
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "demo" / "model"
-FEWEST_RIGHT = 20  # of the fixed prompts, at int4
+FEWEST_RIGHT = 0.9  # share of the fixed prompts, at int4 with int8 activations
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_the_openai_client_streams_right_answers_from_the_demo_server(client: Op
         for prompt, reply in zip(prompts, replies, strict=True)
         if not right(prompt["expect"], reply)
     ]
-    assert len(prompts) - len(wrong) >= FEWEST_RIGHT, wrong
+    assert len(prompts) - len(wrong) >= FEWEST_RIGHT * len(prompts), wrong
 
 
 def test_python_and_the_server_give_the_same_text(artifact: Path, client: OpenAI) -> None:
