@@ -14,7 +14,9 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.passes.accuracy import ACCURACY_LEVELS
 
 Attention = Literal["native", "custom", "decomposed"]
 
@@ -40,7 +42,11 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What a caller may choose when an artifact is loaded; None lets the provider choose."""
+    """What a caller may choose when an artifact is loaded; None lets the provider choose.
+
+    Raises:
+        ProviderError: a number is out of its range; names the option.
+    """
 
     threads: int | None = None  # compute threads; None: the physical cores
     kv_cache_tokens: int | None = None  # pool size in tokens; None: from free memory
@@ -49,6 +55,21 @@ class LoadOptions:
     max_model_len: int | None = None  # longest sequence in tokens; None: the artifact's context
     attention: Attention | None = None  # force a lowering; None: the best there is
     matmul_accuracy_level: int | None = None  # MatMulNBits: 1 = fp32, 4 = int8 activations
+
+    def __post_init__(self) -> None:
+        """Refuse what no provider could mean."""
+        for name in ("threads", "kv_cache_tokens", "block_size", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ProviderError(
+                    f"{name} is {value}; it must be at least 1, or be left out to let the "
+                    "provider choose"
+                )
+        if self.matmul_accuracy_level not in (None, *ACCURACY_LEVELS):
+            raise ProviderError(
+                f"matmul_accuracy_level is {self.matmul_accuracy_level}; it must be one of "
+                f"{', '.join(map(str, ACCURACY_LEVELS))}, or be left out to keep the artifact's"
+            )
 
 
 @dataclass(frozen=True, slots=True)

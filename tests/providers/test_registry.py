@@ -21,6 +21,22 @@ def test_an_unknown_provider_lists_the_known_ones() -> None:
         registry.get_provider("tpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("threads", 0),
+        ("threads", -3),
+        ("max_model_len", 0),
+        ("kv_cache_tokens", 0),
+        ("block_size", -16),
+        ("matmul_accuracy_level", 9),
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_name(name: str, value: int) -> None:
+    with pytest.raises(ProviderError, match=f"^{name} is {value}; it must be"):
+        LoadOptions(**{name: value})  # type: ignore[arg-type]
+
+
 def test_every_name_of_the_design_is_probed() -> None:
     assert [name for name, _ in registry.probe_all()] == [
         "cpu",
