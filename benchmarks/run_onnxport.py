@@ -25,7 +25,7 @@ def main() -> None:
         arguments.artifact,
         provider="cpu",
         threads=arguments.threads,
-        kv_cache_tokens=16_384,
+        kv_cache_tokens=24_576,
         max_model_len=4096,
         kv_cache_dtype=arguments.kv_cache_dtype,
     ) as llm:

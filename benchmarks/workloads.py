@@ -1,6 +1,7 @@
 """Workloads that every runner shares; no dependency but NumPy.
 
-W1 is one stream, W2 eight, W4 one long prompt. Prompts are random token ids, greedy, with end
+W1 is one stream, W2 eight, W4 one long prompt, W5 sixteen that begin alike. Prompts are random
+token ids, greedy, with end
 tokens ignored: speed does not depend on what the tokens mean.
 """
 
@@ -15,24 +16,28 @@ LOWEST_ID, HIGHEST_ID = 100, 31_000
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`streams` equal requests that arrive together."""
+    """`streams` equal requests that arrive together; their first `shared_tokens` are the same."""
 
     streams: int
     prompt_tokens: int
     new_tokens: int
+    shared_tokens: int = 0
 
     def prompts(self, seed: int = 0) -> list[list[int]]:
         """Token ids of each request's prompt."""
         random = np.random.default_rng(seed)
         shape = (self.streams, self.prompt_tokens)
-        ids: list[list[int]] = random.integers(LOWEST_ID, HIGHEST_ID, shape).tolist()
-        return ids
+        ids = random.integers(LOWEST_ID, HIGHEST_ID, shape)
+        ids[:, : self.shared_tokens] = ids[0, : self.shared_tokens]
+        prompts: list[list[int]] = ids.tolist()
+        return prompts
 
 
 WORKLOADS = {
     "W1": Workload(streams=1, prompt_tokens=128, new_tokens=128),
     "W2": Workload(streams=8, prompt_tokens=128, new_tokens=128),
     "W4": Workload(streams=1, prompt_tokens=2048, new_tokens=2),
+    "W5": Workload(streams=16, prompt_tokens=1056, new_tokens=32, shared_tokens=1024),
 }
 
 
@@ -49,6 +54,8 @@ def summary(workload: Workload, first_s: list[float], finished_s: list[float]) -
         decode_tok_s: tokens after each first one, over the time after the last first token; exact
             for one stream, and for several a measure of the part that decodes alone.
         output_tok_s: all new tokens over the wall time.
+        ttft_s: the last first token.
+        wall_s: the last token.
     """
     last_first, wall = max(first_s), max(finished_s)
     decoded = workload.streams * (workload.new_tokens - 1)
@@ -57,4 +64,5 @@ def summary(workload: Workload, first_s: list[float], finished_s: list[float]) -
         "decode_tok_s": decoded / max(wall - last_first, 1e-9),
         "output_tok_s": workload.streams * workload.new_tokens / wall,
         "ttft_s": last_first,
+        "wall_s": wall,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from onnxport.version import __version__
 
 FORMAT_VERSION: Final = 1
 PRECISIONS: Final = ("int4", "int8", "fp16", "fp32")
+KV_FILES: Final = ("model.onnx", "model.onnx.data")  # what the K/V of a token depend on
 ACTIVATION_DTYPES: Final = ("float16", "bfloat16", "float32")
 
 
@@ -63,6 +65,15 @@ class Manifest:
     def family(self) -> str:
         """The model family, such as llama."""
         return self.model.family
+
+    @property
+    def fingerprint(self) -> str:
+        """What the K/V of a token depend on: a hex SHA-256 of the paged graph's and weights' own.
+
+        Artifacts that differ in their tokenizer or chat template alone have the same one.
+        """
+        parts = [f"{name} {self.files[name].sha256}" for name in KV_FILES if name in self.files]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def dumps(self) -> str:
         """The manifest as JSON text."""

@@ -7,7 +7,7 @@ has; a difference is a field of `Capabilities`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -49,7 +49,8 @@ class LoadOptions:
     """
 
     threads: int | None = None  # compute threads; None: the physical cores
-    kv_cache_tokens: int | None = None  # pool size in tokens; None: from free memory
+    kv_cache_tokens: int | None = None  # pool size in tokens; None: from kv_memory
+    kv_memory: int | float | None = None  # int: bytes; float in (0, 1]: of free memory; None: 0.4
     kv_cache_dtype: str = "auto"  # auto, or one of Capabilities.kv_cache_dtypes
     block_size: int | None = None  # tokens per KV block
     max_model_len: int | None = None  # longest sequence in tokens; None: the artifact's context
@@ -73,6 +74,22 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class KVFormat:
+    """What K/V blocks are, apart from the provider that holds them.
+
+    In the canonical form, which all providers read and write, a block of `block_size` tokens is an
+    array [num_layers, 2, num_kv_heads, block_size, head_size] of `dtype`: keys, after RoPE, then
+    values. Blocks of one model can therefore move between providers.
+    """
+
+    model: str  # identifies the weights: hex SHA-256 of the manifest's file checksums
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str  # of the elements: float32, float16, bfloat16
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a loaded model can do; fixed once it is loaded."""
 
@@ -84,6 +101,7 @@ class Capabilities:
     block_size: int  # tokens per KV block
     num_blocks: int  # blocks in the pool, all of them usable
     kv_block_bytes: int  # bytes of one block over all layers, keys and values
+    kv_format: KVFormat  # of what `Model.read_blocks` returns and `write_blocks` takes
     max_model_len: int  # longest sequence in tokens
     vocab_size: int
     max_batch_rows: int | None  # most sequences in one run; None: no limit
@@ -115,6 +133,29 @@ class Model(Protocol):
 
         The array may be overwritten by the next `run`. Raises ProviderError when the device
         fails; the cache blocks that the step would have written are then undefined.
+        """
+        ...
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the whole content of block `sources[i]` to block `targets[i]`, in any order.
+
+        No block is both a source and a target, and targets are distinct. Raises ProviderError
+        when the device fails.
+        """
+        ...
+
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.generic]:
+        """Return the blocks in canonical form, in memory of its own.
+
+        The shape is [len(blocks), num_layers, 2, num_kv_heads, block_size, head_size], the dtype
+        that of `KVFormat`. Raises ProviderError when the device fails.
+        """
+        ...
+
+    def write_blocks(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
+        """Replace the content of `blocks`, distinct ones, by what `read_blocks` returned once.
+
+        Raises ProviderError when the device fails; the blocks are undefined then.
         """
         ...
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
-from onnxport.providers.base import Capabilities, StepInputs
+from onnxport.providers.base import Capabilities, KVFormat, StepInputs
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _POISON = np.int64(-(1 << 62))  # in slots whose content must not be read
@@ -60,6 +60,7 @@ class NullModel:
             block_size=options.block_size,
             num_blocks=options.num_blocks,
             kv_block_bytes=16 * options.block_size,
+            kv_format=KVFormat("null", 1, 1, 1, "int64"),
             max_model_len=options.max_model_len,
             vocab_size=options.vocab_size,
             max_batch_rows=options.max_batch_rows,

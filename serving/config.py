@@ -3,36 +3,90 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
 
 from onnxport.errors import CapacityError
+
+SchedulingPolicy = Literal["fcfs", "priority", "fair"]
+Preemption = Literal["auto", "recompute", "swap"]
+STAGING_BYTES = 256 << 20  # host memory that a disk tier gets when none was given
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The engine's limits, with vLLM's names.
+    """The engine's limits, with vLLM's names where it has them.
 
     Attributes:
-        max_num_seqs: most requests that run at once, that is rows of one step.
+        max_num_seqs: most sequences that run at once, that is rows of one step.
         max_num_batched_tokens: most tokens of one step, over all its rows. At least
-            `max_num_seqs`: every running request decodes in every step, and a prefill beside
-            them then gets `max_num_batched_tokens - max_num_seqs + 1` tokens or more.
+            `max_num_seqs`: every running request decodes in every step, and prompts beside
+            them then get `max_num_batched_tokens - max_num_seqs + 1` tokens or more.
         seed: makes the requests that bring no seed reproducible by order of arrival; None draws
             from the operating system.
+        max_queued_requests: most requests that wait for their first row; one more is refused with
+            `OverloadedError`.
+        scheduling_policy: "fcfs" serves by arrival; "priority" lower priority numbers first;
+            "fair" shares tokens between the tenants of one priority by deficit round robin.
+        enable_prefix_caching: reuse the K/V of tokens that another request has computed.
+        preemption: what becomes of the K/V of a request that has to yield: "recompute" drops
+            what is overwritten, "swap" saves it in host memory, "auto" does what is measured to
+            be faster.
+        kv_host_memory: bytes of host memory for K/V blocks that leave the pool.
+        kv_disk: folder for K/V blocks that leave host memory, kept between runs; None: no disk.
+        kv_disk_bytes: most bytes that the folder may hold.
 
     Raises:
-        CapacityError: a limit is out of its range.
+        CapacityError: a limit is out of its range, or two contradict each other.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     seed: int | None = None
+    max_queued_requests: int = 1024
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    enable_prefix_caching: bool = True
+    preemption: Preemption = "auto"
+    kv_host_memory: int = 0
+    kv_disk: Path | None = None
+    kv_disk_bytes: int = 16 << 30
 
     def __post_init__(self) -> None:
-        if self.max_num_seqs < 1:
-            raise CapacityError(f"max_num_seqs is {self.max_num_seqs}; it must be at least 1")
+        for name in ("max_num_seqs", "max_queued_requests", "kv_disk_bytes"):
+            value = getattr(self, name)
+            if value < 1:
+                raise CapacityError(f"{name} is {value}; it must be at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise CapacityError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens} and max_num_seqs "
                 f"{self.max_num_seqs}: a step must have room for one token of every running "
                 "request; raise the first or lower the second"
+            )
+        for name, kind in (("scheduling_policy", SchedulingPolicy), ("preemption", Preemption)):
+            value = getattr(self, name)
+            if value not in get_args(kind):
+                allowed = ", ".join(get_args(kind))
+                raise CapacityError(f"{name} is {value!r}; it must be one of {allowed}")
+        self._check_tiers()
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes of host memory for blocks, with what a disk tier needs at least."""
+        return self.kv_host_memory or (STAGING_BYTES if self.kv_disk else 0)
+
+    def _check_tiers(self) -> None:
+        if self.kv_host_memory < 0:
+            raise CapacityError(
+                f"kv_host_memory is {self.kv_host_memory}; it must be 0 or more bytes"
+            )
+        if self.preemption == "swap" and not self.kv_host_memory:
+            raise CapacityError(
+                "preemption is 'swap' and there is no host memory to swap to; set kv_host_memory, "
+                "or let preemption be 'auto'"
+            )
+        tiers = self.preemption == "swap" or self.kv_host_memory or self.kv_disk
+        if tiers and not self.enable_prefix_caching:
+            raise CapacityError(
+                "kv_host_memory, kv_disk and swapping find blocks by the hash of their tokens, "
+                "which enable_prefix_caching turns on; turn it on, or leave them out"
             )

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,13 @@ from onnxport.providers.base import Capabilities, Model
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.limits import max_total_tokens, token_array
-from onnxport.serving.outputs import CompletionDelta, FinishReason, Logprob, TokenLogprobs
+from onnxport.serving.outputs import (
+    FINISH_REASONS,
+    CompletionDelta,
+    FinishReason,
+    Logprob,
+    TokenLogprobs,
+)
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import (
@@ -48,7 +54,15 @@ class EngineStats:
     num_preemptions: int
     prompt_tokens: int  # of all requests that were accepted
     generation_tokens: int  # sampled so far
-    finished: Mapping[FinishReason, int]  # requests that ended, by reason
+    prefix_cache_queries: int = 0  # tokens looked up in the prefix cache
+    prefix_cache_hits: int = 0  # tokens found there
+    num_cached_blocks: int = 0  # free blocks that hold reusable K/V
+    host_tier_bytes: int = 0  # K/V in host memory
+    disk_tier_bytes: int = 0  # K/V on disk
+    num_blocks_saved: int = 0  # pool blocks saved in a tier
+    num_blocks_loaded: int = 0  # pool blocks loaded from a tier
+    num_tier_errors: int = 0  # blocks of a tier that were corrupt, foreign or could not be stored
+    finished: Mapping[FinishReason, int] = field(default_factory=dict)  # ended, by reason
 
 
 class Engine:
@@ -87,7 +101,7 @@ class Engine:
         self._num_failed_steps = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
-        self._finished: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+        self._finished: dict[FinishReason, int] = dict.fromkeys(FINISH_REASONS, 0)
 
     @property
     def capabilities(self) -> Capabilities:

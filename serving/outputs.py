@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error", "timeout")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,10 @@ class RequestMetrics:
     """Times of one request in seconds, all on `time.monotonic`'s clock."""
 
     arrival_time_s: float
-    first_token_time_s: float | None
-    finished_time_s: float | None
+    scheduled_time_s: float | None = None  # when its first step began
+    first_token_time_s: float | None = None
+    last_token_time_s: float | None = None
+    finished_time_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,5 +70,5 @@ class CompletionDelta:
     logprobs: tuple[TokenLogprobs, ...] | None  # one entry a new token, None unless asked for
     finish_reason: FinishReason | None  # set exactly once, on the last delta
     stop_reason: int | str | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens whose K/V were not computed for this request
     error: str | None = None  # why finish_reason is "error"

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from onnxport.errors import RequestError
 
 MAX_LOGPROBS = 20
+MAX_COMPLETIONS = 128  # OpenAI's limit of n
+MAX_PRIORITY = 2**31
+MAX_TIMEOUT_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class SamplingParams:
         max_tokens: most tokens to generate; None generates up to the context length.
         logprobs: how many of the likeliest tokens to report at each position; 0 reports the
             sampled token alone, None reports nothing.
+        n: how many completions of the prompt to generate; they share its K/V.
 
     Raises:
         RequestError: a value is out of its range; names the parameter.
@@ -39,12 +43,14 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 16
     logprobs: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         stop: object = self.stop  # a client may give one string, a list or None
         strings = (stop,) if isinstance(stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", strings)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "n", 1 if self.n is None else self.n)
         if self.top_k in (0, -1):  # vLLM's and OpenAI clients' ways to say "all"
             object.__setattr__(self, "top_k", None)
         _check("temperature", self.temperature, 0.0, 100.0)
@@ -53,6 +59,7 @@ class SamplingParams:
         _check_integer("max_tokens", self.max_tokens, 1, math.inf)
         _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_integer("seed", self.seed, -math.inf, math.inf)
+        _check_integer("n", self.n, 1, MAX_COMPLETIONS)
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, 0, math.inf)
         if any(not isinstance(text, str) or not text for text in self.stop):
@@ -62,6 +69,38 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature == 0.0 or self.top_k == 1
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """How a request is treated, apart from its tokens.
+
+    Attributes:
+        priority: lower numbers go first (as in vLLM); refused unless the policy knows priorities.
+        tenant: whose request it is; the "fair" policy shares between tenants.
+        cache_salt: requests share cached K/V with requests of the same salt alone.
+        adapter: requests share cached K/V with requests of the same adapter alone.
+        timeout_s: seconds from arrival after which the request ends with "timeout"; of requests
+            of one priority and tenant, those that end sooner are served first.
+
+    Raises:
+        RequestError: a value is out of its range; names it.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str | None = None
+    adapter: str | None = None
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if self.timeout_s is not None:
+            _check("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, open_low=True)
+        if self.cache_salt == "":
+            raise RequestError(
+                "cache_salt is empty; give it a secret text, or leave it out", "cache_salt"
+            )
 
 
 def _check(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

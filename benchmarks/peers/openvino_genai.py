@@ -56,11 +56,12 @@ def main() -> None:
     parser.add_argument("--workloads", default="W1,W2")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--prefix-caching", action="store_true")
     arguments = parser.parse_args()
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = 1
     scheduler.max_num_batched_tokens = 2048
-    scheduler.enable_prefix_caching = False
+    scheduler.enable_prefix_caching = arguments.prefix_caching
     pipeline = genai.ContinuousBatchingPipeline(
         arguments.model, scheduler, "CPU", {"INFERENCE_NUM_THREADS": arguments.threads}
     )

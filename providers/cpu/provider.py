@@ -28,7 +28,7 @@ from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
-from onnxport.providers.base import Capabilities, Device, LoadOptions, Probe
+from onnxport.providers.base import Capabilities, Device, KVFormat, LoadOptions, Probe
 from onnxport.providers.cpu.library import find_library, isa
 from onnxport.providers.ort import CacheTensor, OrtModel, placement, start_session
 from onnxport.providers.pool import PoolPlan, plan_pool
@@ -112,6 +112,13 @@ class CpuProvider:
             block_size=pool.block_size,
             num_blocks=pool.num_blocks,
             kv_block_bytes=pool.block_bytes,
+            kv_format=KVFormat(
+                artifact.manifest.fingerprint,
+                spec.num_layers,
+                spec.num_kv_heads,
+                spec.head_size,
+                cache_dtype,
+            ),
             max_model_len=pool.max_model_len,
             vocab_size=spec.vocab_size,
             max_batch_rows=None,

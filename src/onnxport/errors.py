@@ -43,3 +43,11 @@ class RequestError(OnnxportError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class OverloadedError(OnnxportError):
+    """The queue is full and the request was not accepted; it can be sent again. HTTP 429."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
