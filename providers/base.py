@@ -66,11 +66,28 @@ class LoadOptions:
                     f"{name} is {value}; it must be at least 1, or be left out to let the "
                     "provider choose"
                 )
+        if self.kv_memory is not None and not _is_memory(self.kv_memory):
+            raise ProviderError(
+                f"kv_memory is {self.kv_memory!r}; it must be bytes (an integer of at least 1) or "
+                "a share of the memory that the weights leave free (a float above 0 and at most "
+                "1.0), or be left out to let the provider choose"
+            )
+        if self.kv_memory is not None and self.kv_cache_tokens is not None:
+            raise ProviderError(
+                f"kv_cache_tokens is {self.kv_cache_tokens} and kv_memory is {self.kv_memory}; "
+                "both size the KV cache, give one of them"
+            )
         if self.matmul_accuracy_level not in (None, *ACCURACY_LEVELS):
             raise ProviderError(
                 f"matmul_accuracy_level is {self.matmul_accuracy_level}; it must be one of "
                 f"{', '.join(map(str, ACCURACY_LEVELS))}, or be left out to keep the artifact's"
             )
+
+
+def _is_memory(value: object) -> bool:
+    if isinstance(value, float):
+        return 0 < value <= 1
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True, slots=True)

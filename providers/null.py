@@ -9,7 +9,7 @@ position that it was written for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
 from onnxport.providers.base import Capabilities, KVFormat, StepInputs
+from onnxport.providers.blocks import HostBlocks, plain_layout
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _POISON = np.int64(-(1 << 62))  # in slots whose content must not be read
@@ -33,18 +34,28 @@ class NullOptions:
     max_batch_rows: int | None = None
     latency_s: float = 0.0  # slept in every run
     fails: Callable[[int], bool] = field(default=lambda run: False)  # by number of the run, from 0
+    # by number of the transfer, from 0: copies, reads and writes of blocks are counted together
+    transfer_fails: Callable[[int], bool] = field(default=lambda transfer: False)
 
 
 class NullModel:
-    """A `Model` whose next token is a hash of the tokens before it."""
+    """A `Model` whose next token is a hash of the tokens before it.
+
+    In canonical form a block is int64 [1, 2, 1, block_size, 1]: its tokens are the key, their
+    positions the value. Poisoned slots are copied along, so that using them is still caught.
+    """
 
     def __init__(self, options: NullOptions | None = None) -> None:
         self.options = options = options or NullOptions()
         self.num_runs = 0
+        self.num_transfers = 0
+        self.num_copied_blocks = self.num_read_blocks = self.num_written_blocks = 0
         self.closed = False
         shape = (options.num_blocks, options.block_size)
         self._tokens = np.full(shape, _POISON, np.int64)
         self._positions = np.full(shape, _POISON, np.int64)
+        caches = self._tokens[:, :, None, None], self._positions[:, :, None, None]
+        self._blocks = HostBlocks([caches], plain_layout())
         self._vocab = np.arange(options.vocab_size, dtype=np.uint64) * _GAMMA
 
     @property
@@ -98,6 +109,28 @@ class NullModel:
         at = inputs.logits_indices
         return self._logits(hashes[rows[at], positions[at]])
 
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `providers.base.Model.copy_blocks`; a failure poisons the targets."""
+        assert not self.closed, "the model is closed"
+        self._blocks.copy(sources, targets)
+        self._end_transfer(targets)
+        self.num_copied_blocks += len(targets)
+
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.generic]:
+        """See `providers.base.Model.read_blocks`; int64 [len(blocks), 1, 2, 1, block_size, 1]."""
+        assert not self.closed, "the model is closed"
+        content = self._blocks.read(blocks)
+        self._end_transfer(())
+        self.num_read_blocks += len(blocks)
+        return content
+
+    def write_blocks(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
+        """See `providers.base.Model.write_blocks`; a failure poisons the blocks."""
+        assert not self.closed, "the model is closed"
+        self._blocks.write(blocks, content)
+        self._end_transfer(blocks)
+        self.num_written_blocks += len(blocks)
+
     def poison(self, blocks: Iterable[int]) -> None:
         """Make the content of `blocks` unreadable, as a test does with free ones."""
         ids = list(blocks)
@@ -106,6 +139,13 @@ class NullModel:
     def close(self) -> None:
         """Refuse to run from now on."""
         self.closed = True
+
+    def _end_transfer(self, written: Sequence[int]) -> None:
+        """Count a transfer, and let it fail where `NullOptions.transfer_fails` says so."""
+        number, self.num_transfers = self.num_transfers, self.num_transfers + 1
+        if self.options.transfer_fails(number):
+            self.poison(written)
+            raise ProviderError(f"transfer {number} was told to fail")
 
     def _prefix_hashes(
         self, block_table: NDArray[np.int32], lengths: NDArray[np.int64]

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
 from onnxport.graphs import contract
+from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers.base import Capabilities, StepInputs
+from onnxport.providers.blocks import HostBlocks
 
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
+CLOSED = "the model was closed; load it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,25 @@ def start_session(
     return session
 
 
+def weight_bytes(model: onnx.ModelProto, attached: Mapping[str, NDArray[Any]]) -> int:
+    """Host memory that the weights of a session on the CPU take.
+
+    ONNX Runtime holds what is stored once, packed for its kernels or mapped, even where two
+    initializers share it. What a pass converted is there twice: packed, and as it was attached.
+    Artifacts of every precision took this and about 40 MiB more, for the session itself.
+
+    Args:
+        model: the lowered graph.
+        attached: its initializers whose contents are not in the weights file.
+    """
+    sizes: dict[str, int] = {}
+    for tensor in model.graph.initializer:
+        stored_at = {entry.key: entry.value for entry in tensor.external_data}
+        size = math.prod(tensor.dims) * numpy_dtype(tensor.data_type).itemsize
+        sizes[stored_at.get("offset", tensor.name)] = size
+    return sum(sizes.values()) + sum(value.nbytes for value in attached.values())
+
+
 def placement(session: Any) -> Mapping[str, int]:
     """How many nodes each execution provider really runs."""
     nodes: Counter[str] = Counter()
@@ -84,6 +109,7 @@ class OrtModel:
         session: Any,
         capabilities: Capabilities,
         caches: Sequence[CacheTensor],
+        blocks: HostBlocks,
         attached: Mapping[str, Any] | None = None,
     ) -> None:
         """Bind the caches.
@@ -92,16 +118,17 @@ class OrtModel:
             session: an onnxruntime.InferenceSession of a paged graph.
             capabilities: what was loaded.
             caches: the KV caches of all layers.
+            blocks: the memory of the same caches.
             attached: initializers that the session reads from the caller's memory.
         """
         self._session = session
         self._attached = attached or {}
         self._capabilities = capabilities
-        self._caches = tuple(caches)
+        self._blocks: HostBlocks | None = blocks
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
-        for cache in self._caches:
+        for cache in caches:
             self._binding.bind_ortvalue_input(cache.input_name, cache.value)
             self._binding.bind_ortvalue_output(cache.output_name, cache.value)
 
@@ -110,15 +137,10 @@ class OrtModel:
         """What was really loaded."""
         return self._capabilities
 
-    @property
-    def caches(self) -> tuple[CacheTensor, ...]:
-        """The physical caches, keys and values of each layer in turn."""
-        return self._caches
-
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
         """See `providers.base.Model.run`."""
         if self._session is None:
-            raise ProviderError("the model was closed; load it again")
+            raise ProviderError(CLOSED)
         rows = len(inputs.logits_indices)
         if len(self._logits) < rows:
             self._logits = np.empty((rows, self._capabilities.vocab_size), np.float32)
@@ -145,9 +167,37 @@ class OrtModel:
             ) from error
         return logits
 
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `providers.base.Model.copy_blocks`."""
+        with self._transfer("copying", len(sources)) as caches:
+            caches.copy(sources, targets)
+
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.generic]:
+        """See `providers.base.Model.read_blocks`."""
+        with self._transfer("reading", len(blocks)) as caches:
+            return caches.read(blocks)
+
+    def write_blocks(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
+        """See `providers.base.Model.write_blocks`."""
+        with self._transfer("writing", len(blocks)) as caches:
+            caches.write(blocks, content)
+
     def close(self) -> None:
         """See `providers.base.Model.close`."""
         self._binding = None
         self._session = None
-        self._caches = ()
+        self._blocks = None
         self._attached = {}
+
+    @contextmanager
+    def _transfer(self, doing: str, count: int) -> Iterator[HostBlocks]:
+        """The caches, if the model is open; what can fail in host memory becomes our error."""
+        if self._blocks is None:
+            raise ProviderError(CLOSED)
+        try:
+            yield self._blocks
+        except MemoryError as error:
+            raise ProviderError(
+                f"no memory was left while {doing} {count} KV blocks of "
+                f"{self._capabilities.kv_block_bytes} bytes each"
+            ) from error

@@ -9,7 +9,7 @@ from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import LoadOptions
 
 CACHE_FRACTION = 0.4  # of the memory that the weights leave free, unless told otherwise
-MOST_SEQUENCES = 256  # of full length; a larger default pool could not be used
+MOST_SEQUENCES = 256  # of full length: what the default pool is cut to, on a machine with plenty
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,14 @@ def plan_pool(
 ) -> PoolPlan:
     """Size the pool from the options, or from the memory that is free.
 
+    `kv_cache_tokens` and `kv_memory` are taken at their word and rounded down to whole blocks; a
+    share of memory is of what the weights leave free, and must leave room for the activations of
+    a step. Without either, the pool takes CACHE_FRACTION of it, and no more than MOST_SEQUENCES
+    sequences of full length can fill.
+
     Args:
         spec: The model.
-        options: `kv_cache_tokens` and `max_model_len` are used; None lets the memory decide.
+        options: `kv_cache_tokens`, `kv_memory` and `max_model_len` are used.
         block_size: Tokens per block.
         item_bytes: Bytes of one cache element.
         free_bytes: Memory that can be taken before the weights are loaded.
@@ -43,7 +48,7 @@ def plan_pool(
 
     Raises:
         ProviderError: `max_model_len` exceeds the model's context.
-        CapacityError: Weights and the smallest useful cache do not fit.
+        CapacityError: The weights and what was asked for, or a single block, do not fit.
     """
     longest = options.max_model_len or spec.context_length
     if longest > spec.context_length:
@@ -53,18 +58,18 @@ def plan_pool(
             "--context-length"
         )
     token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * item_bytes
-    usable = int((free_bytes - weight_bytes) * CACHE_FRACTION)
-    tokens = options.kv_cache_tokens
-    if tokens is None:
-        tokens = min(usable // token_bytes, MOST_SEQUENCES * longest)
-    num_blocks = tokens // block_size
-    needed = weight_bytes + num_blocks * block_size * token_bytes
-    if num_blocks < 1 or needed > free_bytes:
+    left = max(0, free_bytes - weight_bytes)
+    pool_bytes, asked = _asked(options, left, longest, token_bytes)
+    block_bytes = block_size * token_bytes
+    num_blocks = pool_bytes // block_bytes
+    if num_blocks < 1 or num_blocks * block_bytes > left:
         raise CapacityError(
-            f"the weights take {_mib(weight_bytes)} and a KV cache of {tokens} tokens takes "
-            f"{_mib(tokens * token_bytes)} ({token_bytes} bytes a token), but {_mib(free_bytes)} "
-            "are free; ask for fewer --kv-cache-tokens (at least one block of "
-            f"{block_size}), free memory, or export at a lower precision"
+            f"the KV cache does not fit: {asked}, and {_size(left)} are left, for "
+            f"{_size(free_bytes)} are free and the weights take {_size(weight_bytes)}. A token "
+            f"takes 2 x {spec.num_layers} layers x {spec.num_kv_heads} KV heads x "
+            f"{spec.head_size} channels x {item_bytes} bytes = {token_bytes} bytes, and the "
+            f"smallest cache is one block of {block_size} tokens, {_size(block_bytes)}. Ask for "
+            "another kv_cache_tokens or kv_memory, free memory, or export at a lower precision."
         )
     pool_tokens = num_blocks * block_size
     if options.max_model_len is None:
@@ -72,10 +77,26 @@ def plan_pool(
     elif longest > pool_tokens:
         raise CapacityError(
             f"max_model_len is {longest} tokens, but the KV cache holds {num_blocks} blocks of "
-            f"{block_size}, {pool_tokens} tokens; lower max_model_len or raise kv_cache_tokens"
+            f"{block_size}, {pool_tokens} tokens; lower max_model_len, or raise kv_cache_tokens "
+            "or kv_memory"
         )
-    return PoolPlan(block_size, num_blocks, block_size * token_bytes, longest)
+    return PoolPlan(block_size, num_blocks, block_bytes, longest)
 
 
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.0f} MiB"
+def _asked(options: LoadOptions, left: int, longest: int, token_bytes: int) -> tuple[int, str]:
+    """Bytes that the pool may take, and who said so."""
+    if options.kv_cache_tokens is not None:
+        asked = options.kv_cache_tokens * token_bytes
+        return asked, f"kv_cache_tokens is {options.kv_cache_tokens}, {_size(asked)}"
+    memory = options.kv_memory
+    if isinstance(memory, int):
+        return memory, f"kv_memory is {_size(memory)}"
+    if memory is not None:
+        asked = int(left * memory)
+        return asked, f"kv_memory is {memory} of what the weights leave free, {_size(asked)}"
+    asked = min(int(left * CACHE_FRACTION), MOST_SEQUENCES * longest * token_bytes)
+    return asked, f"it takes {CACHE_FRACTION} of what the weights leave free, {_size(asked)}"
+
+
+def _size(count: int) -> str:
+    return f"{count} bytes" if count < 2**20 else f"{count / 2**20:,.1f} MiB"

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
 from onnxport.graphs import contract
@@ -29,13 +31,21 @@ from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, Device, KVFormat, LoadOptions, Probe
+from onnxport.providers.blocks import HostBlocks, plain_layout, tiled_layout
 from onnxport.providers.cpu.library import find_library, isa
-from onnxport.providers.ort import CacheTensor, OrtModel, placement, start_session
+from onnxport.providers.ort import (
+    CacheTensor,
+    OrtModel,
+    placement,
+    start_session,
+    weight_bytes,
+)
 from onnxport.providers.pool import PoolPlan, plan_pool
 
 logger = logging.getLogger(__name__)
 
 EXECUTION_PROVIDER = "CPUExecutionProvider"
+CachePair = tuple[NDArray[np.generic], NDArray[np.generic]]  # of one layer: key, value
 BLOCK_SIZE = 16  # tokens; the kernel's tile, so that one register holds a channel of a tile
 CACHE_DTYPES: dict[str, Any] = {
     "float32": np.float32,
@@ -74,27 +84,25 @@ class CpuProvider:
 
     def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
         """See `providers.base.Provider.load`."""
-        import onnxruntime as ort
-
         kernel = _choose_kernel(options)
         cache_dtype = _choose_cache_dtype(options, kernel)
         spec = artifact.manifest.model
-        pool = plan_pool(
+        plan = partial(
+            plan_pool,
             spec,
             options,
             block_size=_choose_block_size(options, kernel),
             item_bytes=np.dtype(CACHE_DTYPES[cache_dtype]).itemsize,
             free_bytes=memory.available_bytes(),
-            weight_bytes=artifact.manifest.files[WEIGHTS_FILE].size,
         )
+        # What cannot fit at all is refused before the lowering reads and converts weights.
+        plan(weight_bytes=artifact.manifest.files[WEIGHTS_FILE].size)
         lowered = list(_lower(artifact, options, cache_dtype, custom=kernel is not None))
         for step in lowered:
             logger.info("%s: %s", artifact.path.name, step)
-        attached = {
-            name: ort.OrtValue.ortvalue_from_numpy(value)
-            for step in lowered
-            for name, value in step.attached.items()
-        }
+        converted = {name: value for step in lowered for name, value in step.attached.items()}
+        pool = plan(weight_bytes=weight_bytes(lowered[-1].model, converted))
+        attached = {name: _ort_value(value) for name, value in converted.items()}
         session_options = _session_options(options, kernel)
         session_options.add_external_initializers(list(attached), list(attached.values()))
         session = start_session(
@@ -124,8 +132,9 @@ class CpuProvider:
             max_batch_rows=None,
             placement=placement(session),
         )
-        caches = list(_allocate_caches(spec, pool, cache_dtype))
-        return OrtModel(session, capabilities, caches, attached)
+        pairs = [_allocate_caches(spec, pool, cache_dtype) for _ in range(spec.num_layers)]
+        blocks = HostBlocks(pairs, tiled_layout(BLOCK_SIZE) if kernel else plain_layout())
+        return OrtModel(session, capabilities, _cache_tensors(pairs), blocks, attached)
 
 
 def processor_name() -> str:
@@ -205,20 +214,33 @@ def _lower(
         yield decompose(step.model)
 
 
-def _allocate_caches(spec: ArchSpec, pool: PoolPlan, dtype: str) -> Iterator[CacheTensor]:
+def _allocate_caches(spec: ArchSpec, pool: PoolPlan, dtype: str) -> CachePair:
+    """One layer's zeroed key and value cache."""
+    shape = (pool.num_blocks, pool.block_size, spec.num_kv_heads, spec.head_size)
+    kind = CACHE_DTYPES[dtype]
+    return memory.huge_page_zeros(shape, kind), memory.huge_page_zeros(shape, kind)
+
+
+def _cache_tensors(pairs: Sequence[CachePair]) -> list[CacheTensor]:
+    """Each layer's caches under the graph's names, in the same memory."""
+    return [
+        CacheTensor(past(layer), present(layer), _ort_value(cache))
+        for layer, pair in enumerate(pairs)
+        for cache, past, present in zip(
+            pair,
+            (contract.past_key, contract.past_value),
+            (contract.present_key, contract.present_value),
+            strict=True,
+        )
+    ]
+
+
+def _ort_value(array: NDArray[Any]) -> Any:
+    """An OrtValue that aliases a NumPy array and keeps it alive."""
     import onnxruntime as ort
 
-    shape = (pool.num_blocks, pool.block_size, spec.num_kv_heads, spec.head_size)
-    for layer in range(spec.num_layers):
-        for past, present in (
-            (contract.past_key(layer), contract.present_key(layer)),
-            (contract.past_value(layer), contract.present_value(layer)),
-        ):
-            buffer = memory.huge_page_zeros(shape, CACHE_DTYPES[dtype])
-            if dtype == "bfloat16":
-                value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
-                    buffer.view(np.uint16), onnx.TensorProto.BFLOAT16
-                )
-            else:
-                value = ort.OrtValue.ortvalue_from_numpy(buffer)
-            yield CacheTensor(past, present, value)
+    if array.dtype == ml_dtypes.bfloat16:
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
+            array.view(np.uint16), onnx.TensorProto.BFLOAT16
+        )
+    return ort.OrtValue.ortvalue_from_numpy(array)

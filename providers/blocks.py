@@ -1,0 +1,121 @@
+"""KV caches in host memory, read and written as canonical blocks.
+
+A layout is nothing but a view: the same memory with its axes in canonical order. Reading and
+writing are then one indexed assignment a cache, for any number of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Takes a cache, [num_blocks, block_size, kv_heads, head_size] as the graph declares it, and
+# returns a view of the same memory: [num_blocks, kv_heads, …, head_size], where the axes in the
+# middle make up the tokens of a block in their order.
+CacheView = Callable[[NDArray[np.generic]], NDArray[np.generic]]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Where keys and values lie inside their caches."""
+
+    key: CacheView
+    value: CacheView
+
+
+def plain_layout() -> CacheLayout:
+    """The layout that the graph contract declares: a token's heads side by side."""
+
+    def by_head(cache: NDArray[np.generic]) -> NDArray[np.generic]:
+        return cache.transpose(0, 2, 1, 3)
+
+    return CacheLayout(by_head, by_head)
+
+
+def tiled_layout(tile: int) -> CacheLayout:
+    """The layout of our CPU kernel (`Address<true>` in cpu/csrc/cache_impl.h).
+
+    A block holds its heads in turn. A head's keys are [block_size / tile][head_size][tile], its
+    values [block_size][head_size]. `tile` is in tokens and divides the block size.
+    """
+
+    def key(cache: NDArray[np.generic]) -> NDArray[np.generic]:
+        num_blocks, block_size, kv_heads, head_size = cache.shape
+        assert block_size % tile == 0, f"blocks of {block_size} tokens, tiles of {tile}"
+        tiles = (num_blocks, kv_heads, block_size // tile, head_size, tile)
+        return cache.reshape(tiles).swapaxes(3, 4)
+
+    def value(cache: NDArray[np.generic]) -> NDArray[np.generic]:
+        num_blocks, block_size, kv_heads, head_size = cache.shape
+        return cache.reshape(num_blocks, kv_heads, block_size, head_size)
+
+    return CacheLayout(key, value)
+
+
+class HostBlocks:
+    """The caches of all layers; the transfers of `providers.base.Model` on them.
+
+    Wrong block ids, shapes and dtypes are bugs of the caller: they fail an assertion before
+    anything is changed.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[tuple[NDArray[np.generic], NDArray[np.generic]]],
+        layout: CacheLayout,
+    ) -> None:
+        """View the caches.
+
+        Args:
+            caches: the key and the value cache of each layer, C-contiguous, in one dtype and of
+                one shape [num_blocks, block_size, kv_heads, head_size].
+            layout: how the device fills them.
+        """
+        shape, self._dtype = caches[0][0].shape, caches[0][0].dtype
+        for cache in (cache for layer in caches for cache in layer):
+            assert (cache.shape, cache.dtype) == (shape, self._dtype), "caches that differ"
+            assert cache.flags.c_contiguous, "a layout would copy this cache"
+        self._num_blocks, block_size, kv_heads, head_size = shape
+        self._block_shape = (len(caches), 2, kv_heads, block_size, head_size)
+        self._views = [
+            (layer, part, view(cache))
+            for layer, pair in enumerate(caches)
+            for part, (view, cache) in enumerate(zip((layout.key, layout.value), pair, strict=True))
+        ]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `providers.base.Model.copy_blocks`."""
+        at, to = self._ids(sources), self._ids(targets, distinct=True)
+        assert len(at) == len(to), f"{len(at)} sources for {len(to)} targets"
+        both = np.intersect1d(at, to)
+        assert not len(both), f"blocks {both.tolist()} are sources and targets"
+        for _, _, view in self._views:
+            view[to] = view[at]
+
+    def read(self, blocks: Sequence[int]) -> NDArray[np.generic]:
+        """See `providers.base.Model.read_blocks`. A block may be read twice."""
+        at = self._ids(blocks)
+        content = np.empty((len(at), *self._block_shape), self._dtype)
+        for layer, part, view in self._views:
+            content[:, layer, part].reshape(len(at), *view.shape[1:])[...] = view[at]
+        return content
+
+    def write(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
+        """See `providers.base.Model.write_blocks`."""
+        to = self._ids(blocks, distinct=True)
+        wanted = (len(to), *self._block_shape)
+        assert content.shape == wanted, f"content of shape {content.shape}, not {wanted}"
+        assert content.dtype == self._dtype, f"content of {content.dtype}, not {self._dtype}"
+        for layer, part, view in self._views:
+            view[to] = content[:, layer, part].reshape(len(to), *view.shape[1:])
+
+    def _ids(self, blocks: Sequence[int], *, distinct: bool = False) -> NDArray[np.intp]:
+        """Check block ids; returns them as an index, intp [len(blocks)]."""
+        ids = np.array(blocks, np.intp).reshape(-1)
+        wrong = ids[(ids < 0) | (ids >= self._num_blocks)]
+        assert not len(wrong), f"blocks {wrong.tolist()} are not in a pool of {self._num_blocks}"
+        assert not distinct or len(np.unique(ids)) == len(ids), "a block is written twice"
+        return ids
