@@ -2,52 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from onnxport.serving.chat import ChatTemplate
-from onnxport.serving.http import chat_completions, completions, errors, metrics
+from onnxport.serving.http import chat_completions, completions, errors
 from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.generation import DisconnectedError, Engine, Service
 from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from onnxport.serving.http.protocol import ChatRequest, CompletionRequest
+from onnxport.serving.metrics import Metrics
 from onnxport.version import __version__
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it marks the access log
 
 
+@dataclass(frozen=True, slots=True)
+class AppOptions:
+    """What whoever runs the server chooses about its API.
+
+    Attributes:
+        defaults: how requests that do not say are sampled; by itself OpenAI's defaults.
+        api_keys: one of them is required as a bearer token under `/v1`; none leave the server
+            open. Where there are several, each is a tenant of its own; otherwise the field `user`
+            names the tenant.
+        request_timeout_s: deadline of requests that give none; None: no deadline.
+        max_body_bytes: larger bodies are refused.
+    """
+
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    request_timeout_s: float | None = None
+    max_body_bytes: int = MAX_BODY_BYTES
+
+
 def create_app(
-    engine: Engine,
-    model_name: str,
-    template: ChatTemplate,
-    *,
-    defaults: SamplingDefaults | None = None,
-    api_key: str | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    engine: Engine, model_name: str, template: ChatTemplate, options: AppOptions | None = None
 ) -> FastAPI:
     """Return the server over `engine`, which the caller opens and closes.
 
     Args:
-        engine: runs the requests; it must have a tokenizer.
+        engine: runs the requests; it must have a tokenizer. The server's metrics listen to it.
         model_name: the name that requests have to give.
         template: renders chats; an empty one makes chat requests fail with a reason.
-        defaults: how requests that do not say are sampled; None for OpenAI's defaults.
-        api_key: required as a bearer token under `/v1`; None leaves the server open.
-        max_body_bytes: larger bodies are refused.
+        options: see `AppOptions`; None for the defaults.
     """
+    options = options or AppOptions()
     app = FastAPI(title="onnxport", version=__version__, docs_url=None, redoc_url=None)
-    service = Service(engine, model_name, template, defaults or SamplingDefaults())
+    service = Service(engine, model_name, template, options.defaults, options.request_timeout_s)
+    metrics = Metrics(model_name, engine.stats)
+    engine.add_listener(metrics)
     errors.install(app)
     app.add_exception_handler(DisconnectedError, _client_is_gone)
-    app.add_middleware(BodyLimitMiddleware, max_body_bytes=max_body_bytes)
-    if api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=api_key)
+    app.add_middleware(BodyLimitMiddleware, max_body_bytes=options.max_body_bytes)
+    if options.api_keys:
+        app.add_middleware(ApiKeyMiddleware, api_keys=options.api_keys)
     _add_generation(app, service)
-    _add_information(app, service)
+    _add_information(app, service, metrics)
     return app
 
 
@@ -63,7 +79,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return await chat_completions.respond(service, request, body)
 
 
-def _add_information(app: FastAPI, service: Service) -> None:
+def _add_information(app: FastAPI, service: Service, metrics: Metrics) -> None:
     """Add the endpoints that tell about the server."""
 
     @app.get("/v1/models")
@@ -80,9 +96,9 @@ def _add_information(app: FastAPI, service: Service) -> None:
         return JSONResponse(_health(service), 200 if service.engine.healthy else 503)
 
     @app.get("/metrics", response_model=None)
-    async def read_metrics() -> Response:
-        text = metrics.render(service.engine.stats(), service.model_name)
-        return Response(text, media_type=metrics.CONTENT_TYPE)
+    async def read_metrics(request: Request) -> Response:
+        text, content_type = metrics.render(request.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": content_type})
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -102,7 +118,7 @@ def _model(service: Service) -> dict[str, Any]:
 
 def _health(service: Service) -> dict[str, Any]:
     """Return what is loaded, where it really runs, and how much there is to do."""
-    loaded = _fields(service.engine.capabilities)
+    loaded = _plain(service.engine.capabilities)
     return {
         "status": "ok" if service.engine.healthy else "stopped",
         "version": __version__,
@@ -110,15 +126,17 @@ def _health(service: Service) -> dict[str, Any]:
         "provider": loaded.pop("provider"),
         "device": loaded.pop("device"),
         "attention": loaded.pop("attention"),
-        "placement": dict(loaded.pop("placement")),
+        "placement": loaded.pop("placement"),
         "capabilities": loaded,
-        "engine": _fields(service.engine.stats()),
+        "engine": _plain(service.engine.stats()),
     }
 
 
-def _fields(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, unlike `asdict` without copying what they hold."""
-    return {field.name: getattr(record, field.name) for field in fields(record)}
+def _plain(value: Any) -> Any:
+    """Return a dataclass and what it holds as JSON can carry it."""
+    if is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 async def _client_is_gone(request: Request, error: Exception) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -13,7 +13,9 @@ from fastapi.responses import JSONResponse, Response
 
 from onnxport.serving.http import sse
 from onnxport.serving.http.generation import (
+    Collected,
     Header,
+    Job,
     Service,
     Usage,
     collect,
@@ -21,36 +23,34 @@ from onnxport.serving.http.generation import (
     token_logprobs,
     unless_disconnected,
 )
+from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.protocol import ChatRequest
 from onnxport.serving.http.tool_calls import Parsed, ParsedCall, ToolCallParser
-from onnxport.serving.outputs import Logprob, TokenLogprobs
-from onnxport.serving.params import SamplingParams
+from onnxport.serving.outputs import CompletionDelta, Logprob, TokenLogprobs
 
 
 async def respond(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer one request, as a whole or as a stream."""
     service.check_model(body.model)
     params = body.sampling_params(service.defaults)
+    options = body.options(key_tenant(request), service.request_timeout_s)
     tools = body.offered_tools()
     names = {tool["function"]["name"] for tool in tools}
     prompt = await asyncio.to_thread(_encode, service, body, tools)
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    header = Header.new("chatcmpl", kind, service.model_name)
+    job = Job([prompt], params, options, header.id)
     if body.stream:
-        header = Header.new("chatcmpl", "chat.completion.chunk", service.model_name)
-        chunks = _chunks(service, prompt, params, header, names, body.include_usage)
-        return await sse.respond(request, chunks)
-    header = Header.new("chatcmpl", "chat.completion", service.model_name)
-    usage = Usage(len(prompt))
+        return await sse.respond(request, _chunks(service, job, header, names, body.include_usage))
+    usage = Usage(job)
 
-    async def whole() -> dict[str, Any]:
-        async with aclosing(generate(service.engine, [prompt], params, header.id)) as deltas:
-            [result] = await collect(deltas, 1, usage)
-        message, called = _message(result.text, names)
-        logprobs = None if params.logprobs is None else _logprobs(result.logprobs, params.logprobs)
-        reason = "tool_calls" if called else result.finish_reason
-        return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
+    async def whole() -> list[dict[str, Any]]:
+        async with aclosing(generate(service.engine, job)) as deltas:
+            results = await collect(deltas, usage)
+        return [_whole(index, each, names, params.logprobs) for index, each in enumerate(results)]
 
-    choice = await unless_disconnected(request, whole())
-    return JSONResponse(header.body([choice], usage=usage.body()))
+    choices = await unless_disconnected(request, whole())
+    return JSONResponse(header.body(choices, usage=usage.body()))
 
 
 def _encode(service: Service, body: ChatRequest, tools: list[dict[str, Any]]) -> list[int]:
@@ -62,6 +62,17 @@ def _encode(service: Service, body: ChatRequest, tools: list[dict[str, Any]]) ->
         **(body.chat_template_kwargs or {}),
     )
     return service.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+
+
+def _whole(index: int, result: Collected, names: set[str], top: int | None) -> dict[str, Any]:
+    """Return a choice that has ended."""
+    message, called = _message(result.text, names)
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": None if top is None else _logprobs(result.logprobs, top),
+        "finish_reason": "tool_calls" if called else result.finish_reason,
+    }
 
 
 def _message(text: str, names: set[str]) -> tuple[dict[str, Any], bool]:
@@ -80,54 +91,71 @@ def _message(text: str, names: set[str]) -> tuple[dict[str, Any], bool]:
 
 
 async def _chunks(
-    service: Service,
-    prompt: list[int],
-    params: SamplingParams,
-    header: Header,
-    names: set[str],
-    include_usage: bool,
+    service: Service, job: Job, header: Header, names: set[str], include_usage: bool
 ) -> sse.Chunks:
-    """Yield the chunks of a stream: the role, the content, the finish reason, the usage."""
-    usage = Usage(len(prompt))
+    """Yield the chunks of a stream, each of one choice, and the usage at the end if asked for."""
+    usage = Usage(job)
     no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
-    parser = ToolCallParser(names) if names else None
-    num_calls = 0
-    started = False
-    async with aclosing(generate(service.engine, [prompt], params, header.id)) as deltas:
+    choices = [_Streamed(index, names, job.params.logprobs) for index in range(job.num_choices)]
+    async with aclosing(generate(service.engine, job)) as deltas:
         async for index, delta in deltas:
             usage.add(index, delta)
-            if not started:
-                started = True
-                yield header.body([_choice({"role": "assistant", "content": ""})], **no_usage)
-            logprobs = None
-            if delta.logprobs and params.logprobs is not None:
-                logprobs = _logprobs(token_logprobs(delta), params.logprobs)
-            parsed = parser.feed(delta.text) if parser else Parsed(delta.text)
-            if delta.finish_reason and parser:
-                parsed = _joined(parsed, parser.finish())
-            if parsed.content or logprobs:
-                yield header.body([_choice({"content": parsed.content}, logprobs)], **no_usage)
-            for call in parsed.calls:
-                told = {"index": num_calls, **_tool_call(call)}
-                num_calls += 1
-                yield header.body([_choice({"tool_calls": [told]})], **no_usage)
-            if delta.finish_reason:
-                reason = "tool_calls" if num_calls else delta.finish_reason
-                yield header.body([_choice({}, finish_reason=reason)], **no_usage)
+            for choice in choices[index].take(delta):
+                yield header.body([choice], **no_usage)
     if include_usage:
         yield header.body([], usage=usage.body())
 
 
-def _joined(first: Parsed, second: Parsed) -> Parsed:
-    return Parsed(first.content + second.content, first.calls + second.calls)
+class _Streamed:
+    """One choice of a stream: the role, the content and the calls, the finish reason."""
 
+    def __init__(self, index: int, names: set[str], top: int | None) -> None:
+        self._index = index
+        self._top = top  # log probabilities of each position; None for none
+        self._parser = ToolCallParser(names) if names else None
+        self._num_calls = 0
+        self._started = False
 
-def _choice(
-    delta: dict[str, Any],
-    logprobs: dict[str, Any] | None = None,
-    finish_reason: str | None = None,
-) -> dict[str, Any]:
-    return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    def take(self, delta: CompletionDelta) -> Iterator[dict[str, Any]]:
+        """Yield what one delta adds, a chunk each."""
+        if not self._started:
+            self._started = True
+            yield self._choice({"role": "assistant", "content": ""})
+        logprobs = None
+        if delta.logprobs and self._top is not None:
+            logprobs = _logprobs(token_logprobs(delta), self._top)
+        parsed = self._parse(delta)
+        if parsed.content or logprobs:
+            yield self._choice({"content": parsed.content}, logprobs)
+        for call in parsed.calls:
+            told = {"index": self._num_calls, **_tool_call(call)}
+            self._num_calls += 1
+            yield self._choice({"tool_calls": [told]})
+        if delta.finish_reason:
+            reason = "tool_calls" if self._num_calls else delta.finish_reason
+            yield self._choice({}, finish_reason=reason)
+
+    def _parse(self, delta: CompletionDelta) -> Parsed:
+        if self._parser is None:
+            return Parsed(delta.text)
+        parsed = self._parser.feed(delta.text)
+        if delta.finish_reason is None:
+            return parsed
+        last = self._parser.finish()
+        return Parsed(parsed.content + last.content, parsed.calls + last.calls)
+
+    def _choice(
+        self,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        return {
+            "index": self._index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
 
 
 def _tool_call(call: ParsedCall) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from onnxport.serving.http import sse
 from onnxport.serving.http.generation import (
     Header,
+    Job,
     Service,
     Usage,
     collect,
@@ -20,29 +21,31 @@ from onnxport.serving.http.generation import (
     token_logprobs,
     unless_disconnected,
 )
+from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.protocol import CompletionRequest
 from onnxport.serving.outputs import TokenLogprobs
-from onnxport.serving.params import SamplingParams
 
 
 async def respond(service: Service, request: Request, body: CompletionRequest) -> Response:
     """Answer one request, as a whole or as a stream."""
     service.check_model(body.model)
     params = body.sampling_params(service.defaults)
+    options = body.options(key_tenant(request), service.request_timeout_s)
     given = body.prompts()
     prompts = await asyncio.to_thread(_encode, service, given, body.add_special_tokens)
     header = Header.new("cmpl", "text_completion", service.model_name)
-    echoes = [""] * len(prompts)
+    job = Job(prompts, params, options, header.id)
+    echoes = [""] * job.num_choices
     if body.echo:
-        echoes = await asyncio.to_thread(_texts, service, given)
+        texts = await asyncio.to_thread(_texts, service, given)
+        echoes = [text for text in texts for _ in range(params.n)]
     if body.stream:
-        chunks = _chunks(service, prompts, params, header, echoes, body.include_usage)
-        return await sse.respond(request, chunks)
-    usage = Usage(sum(map(len, prompts)))
+        return await sse.respond(request, _chunks(service, job, header, echoes, body.include_usage))
+    usage = Usage(job)
 
     async def whole() -> list[dict[str, Any]]:
-        async with aclosing(generate(service.engine, prompts, params, header.id)) as deltas:
-            results = await collect(deltas, len(prompts), usage)
+        async with aclosing(generate(service.engine, job)) as deltas:
+            results = await collect(deltas, usage)
         choices = []
         for index, (echo, result) in enumerate(zip(echoes, results, strict=True)):
             offsets = TextOffsets(len(echo))
@@ -55,23 +58,18 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
 
 
 async def _chunks(
-    service: Service,
-    prompts: list[list[int]],
-    params: SamplingParams,
-    header: Header,
-    echoes: list[str],
-    include_usage: bool,
+    service: Service, job: Job, header: Header, echoes: list[str], include_usage: bool
 ) -> sse.Chunks:
     """Yield the chunks of a stream: text as it comes, and the usage at the end if asked for."""
-    usage = Usage(sum(map(len, prompts)))
+    usage = Usage(job)
     no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
     offsets = [TextOffsets(len(echo)) for echo in echoes]
-    pending = list(echoes)  # told with the first delta of each prompt
-    async with aclosing(generate(service.engine, prompts, params, header.id)) as deltas:
+    pending = list(echoes)  # told with the first delta of each choice
+    async with aclosing(generate(service.engine, job)) as deltas:
         async for index, delta in deltas:
             usage.add(index, delta)
             logprobs = None
-            if params.logprobs is not None:
+            if job.params.logprobs is not None:
                 logprobs = offsets[index].body(token_logprobs(delta))
             text, pending[index] = pending[index] + delta.text, ""
             if text or delta.finish_reason or (logprobs and logprobs["tokens"]):

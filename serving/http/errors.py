@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,12 +14,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from onnxport.errors import CapacityError, OnnxportError, RequestError
+from onnxport.errors import CapacityError, OnnxportError, OverloadedError, RequestError
 
 logger = logging.getLogger(__name__)
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+RATE_LIMIT = "rate_limit_error"
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     kind: str = INVALID_REQUEST
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body."""
@@ -44,8 +47,7 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """Return the whole response."""
-        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else None
-        return JSONResponse(self.body(), self.status, headers)
+        return JSONResponse(self.body(), self.status, self.headers)
 
 
 def to_api_error(error: BaseException) -> ApiError:
@@ -57,6 +59,10 @@ def to_api_error(error: BaseException) -> ApiError:
             return ApiError(400, str(error), error.param)
         case CapacityError():
             return ApiError(400, str(error), None, "context_length_exceeded")
+        case OverloadedError():
+            wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}  # whole seconds
+            text = str(error)
+            return ApiError(429, text, None, "rate_limit_exceeded", RATE_LIMIT, wait)
         case HTTPException():
             return ApiError(error.status_code, _status_message(error))
         case OnnxportError():

@@ -9,7 +9,7 @@ from typing import Any
 from onnxport.errors import RequestError
 
 ANY: object = object()  # every value is neutral: the field cannot change the result
-LABELS = {"user": ANY, "metadata": ANY, "safety_identifier": ANY, "prompt_cache_key": ANY}
+LABELS = {"metadata": ANY, "safety_identifier": ANY, "prompt_cache_key": ANY}
 
 MAX_DEPTH = 64  # of nested lists and objects
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -17,7 +17,6 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 # Field -> values that change nothing; null is always one of them.
 NEUTRAL: Mapping[str, Any] = {
     **LABELS,
-    "n": (1,),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "presence_penalty": (0,),
@@ -27,7 +26,6 @@ NEUTRAL: Mapping[str, Any] = {
     "logit_bias": ({},),
     "min_p": (0,),
     "min_tokens": (0,),
-    "best_of": (1,),
     "use_beam_search": (False,),
     "bad_words": ([],),
     "allowed_token_ids": (),
@@ -45,9 +43,7 @@ NEUTRAL: Mapping[str, Any] = {
     "guided_grammar": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "priority": (0,),
     "request_id": (),
-    "cache_salt": (),
 }
 NEUTRAL_CHAT: Mapping[str, Any] = {
     **NEUTRAL,

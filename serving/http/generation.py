@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -15,10 +15,11 @@ from fastapi import Request
 from onnxport.providers.base import Capabilities
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.engine import EngineStats
+from onnxport.serving.events import Listener
 from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.errors import SERVER_ERROR, ApiError
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
-from onnxport.serving.params import SamplingParams
+from onnxport.serving.params import RequestOptions, SamplingParams
 
 T = TypeVar("T")
 
@@ -62,8 +63,16 @@ class Engine(Protocol):
         prompt: str | Sequence[int],
         params: SamplingParams,
         request_id: str | None = None,
+        options: RequestOptions | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
-        """Check a request now; yield its deltas. Closing the generator aborts the request."""
+        """Check a request now; yield the deltas of all its completions.
+
+        Closing the generator aborts the request.
+        """
+        ...
+
+    def add_listener(self, listener: Listener) -> None:
+        """Tell `listener` from now on what happens."""
         ...
 
 
@@ -75,6 +84,7 @@ class Service:
     model_name: str
     template: ChatTemplate
     defaults: SamplingDefaults
+    request_timeout_s: float | None = None  # of requests that give none
     started_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -121,25 +131,45 @@ class Header:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one HTTP request asks of the engine: `params.n` choices of each prompt.
+
+    Choices are counted over all prompts: choice `prompt number * n + completion index`.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    options: RequestOptions
+    id: str
+
+    @property
+    def num_choices(self) -> int:
+        """How many completions there will be."""
+        return len(self.prompts) * self.params.n
+
+
 @dataclass(slots=True)
 class Usage:
-    """Token counts of a request, over all its prompts."""
+    """Token counts of a job; a prompt counts once, whatever number of choices it has."""
 
-    prompt_tokens: int
+    job: Job
     completion_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)  # prompt number -> cached prompt tokens
 
-    def add(self, index: int, delta: CompletionDelta) -> None:
-        """Count one delta of prompt number `index`."""
+    def add(self, choice: int, delta: CompletionDelta) -> None:
+        """Count one delta of a choice."""
         self.completion_tokens += len(delta.token_ids)
-        self.cached[index] = max(self.cached.get(index, 0), delta.num_cached_tokens)
+        prompt = choice // self.job.params.n
+        self.cached[prompt] = max(self.cached.get(prompt, 0), delta.num_cached_tokens)
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
+        prompt_tokens = sum(map(len, self.job.prompts))
         return {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "total_tokens": prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
         }
 
@@ -164,63 +194,81 @@ def token_logprobs(delta: CompletionDelta) -> list[tuple[int, TokenLogprobs]]:
     return list(zip(delta.token_ids, delta.logprobs or (), strict=False))
 
 
-async def generate(
-    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams, request_id: str
-) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
-    """Yield (prompt number, delta) as the prompts, run at once, give them.
+async def generate(engine: Engine, job: Job) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
+    """Yield (choice, delta) as the prompts, run at once, give them.
 
     Closing the generator, or an error of one prompt, aborts all of them.
 
     Raises:
-        ApiError: a request was ended by a failure of the engine.
-        RequestError, CapacityError: a prompt cannot be run; none of them is scheduled then.
+        ApiError: a request was ended by its deadline or by a failure of the engine.
+        RequestError, CapacityError, OverloadedError: a prompt cannot be run; none of them is
+            scheduled then.
     """
-    streams = [
-        engine.stream(prompt, params, f"{request_id}-{index}")
-        for index, prompt in enumerate(prompts)
-    ]
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for first in only:
-                yield 0, _checked(first)
+    async with AsyncExitStack() as stack:
+        streams = []
+        for number, prompt in enumerate(job.prompts):
+            stream = engine.stream(prompt, job.params, f"{job.id}-{number}", job.options)
+            streams.append(await stack.enter_async_context(aclosing(stream)))
+        deltas = await stack.enter_async_context(aclosing(_merged(streams)))
+        async for number, delta in deltas:
+            _check(delta, job.options)
+            yield number * job.params.n + delta.index, delta
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[CompletionDelta, None]],
+) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
+    """Yield (number of the stream, delta) of streams that run at once."""
+    if len(streams) == 1:  # no task, no queue
+        async for first in streams[0]:
+            yield 0, first
         return
     queue: asyncio.Queue[tuple[int, CompletionDelta | None, BaseException | None]]
     queue = asyncio.Queue()
 
-    async def pump(index: int, stream: AsyncGenerator[CompletionDelta, None]) -> None:
+    async def pump(number: int, stream: AsyncGenerator[CompletionDelta, None]) -> None:
         try:
-            async with aclosing(stream):
-                async for delta in stream:
-                    queue.put_nowait((index, delta, None))
+            async for delta in stream:
+                queue.put_nowait((number, delta, None))
         except Exception as error:
-            queue.put_nowait((index, None, error))
+            queue.put_nowait((number, None, error))
         else:
-            queue.put_nowait((index, None, None))
+            queue.put_nowait((number, None, None))
 
     tasks = [asyncio.create_task(pump(*one)) for one in enumerate(streams)]
     running = len(tasks)
     try:
         while running:
-            index, delta, error = await queue.get()
+            number, delta, error = await queue.get()
             if error is not None:
                 raise error
             if delta is None:
                 running -= 1
             else:
-                yield index, _checked(delta)
+                yield number, delta
     finally:
         for task in tasks:
-            task.cancel()  # each closes its own stream, which aborts the request
+            task.cancel()
+        await asyncio.wait(tasks)  # their streams can be closed then
 
 
-def _checked(delta: CompletionDelta) -> CompletionDelta:
-    """Return a delta, or raise what ended its request otherwise than by its own parameters."""
+def _check(delta: CompletionDelta, options: RequestOptions) -> None:
+    """Raise what ended a request otherwise than by its own parameters."""
     if delta.finish_reason == "error":
         raise ApiError(500, delta.error or "the engine failed on this request", kind=SERVER_ERROR)
     if delta.finish_reason == "abort":
         text = "the request was aborted because the server is shutting down; send it again later"
         raise ApiError(503, text, kind=SERVER_ERROR)
-    return delta
+    if delta.finish_reason == "timeout":
+        raise ApiError(
+            504,
+            f"the request was not finished {options.timeout_s} seconds after it arrived; allow it "
+            "more with timeout_s, ask for fewer tokens, or send it when the server has less to do",
+            "timeout_s",
+            "request_timeout",
+            SERVER_ERROR,
+            {"x-should-retry": "false"},  # OpenAI's clients would wait as long again, unasked
+        )
 
 
 class DisconnectedError(Exception):
@@ -254,11 +302,11 @@ async def _disconnect(request: Request) -> None:
 
 
 async def collect(
-    deltas: AsyncIterator[tuple[int, CompletionDelta]], count: int, usage: Usage
+    deltas: AsyncIterator[tuple[int, CompletionDelta]], usage: Usage
 ) -> list[Collected]:
-    """Return the whole completion of each of `count` prompts."""
-    results = [Collected() for _ in range(count)]
-    async for index, delta in deltas:
-        usage.add(index, delta)
-        results[index].add(delta)
+    """Return every choice of a job as a whole."""
+    results = [Collected() for _ in range(usage.job.num_choices)]
+    async for choice, delta in deltas:
+        usage.add(choice, delta)
+        results[choice].add(delta)
     return results

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onnxport.serving.http.errors import ApiError
 
 PROTECTED = "/v1"
+TENANT = "tenant"  # in the state of a request
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeyMiddleware:
-    """Refuses requests under `/v1` that do not bring the key as a bearer token."""
+    """Refuses requests under `/v1` that do not bring one of the keys as a bearer token.
+
+    Where there are several keys, each is a tenant, named by its number and never by itself.
+    """
 
     app: ASGIApp
-    api_key: str
+    api_keys: Sequence[str] = field(repr=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401, or pass the request on."""
@@ -27,16 +32,35 @@ class ApiKeyMiddleware:
             return await self.app(scope, receive, send)
         given = Headers(scope=scope).get("authorization", "")
         kind, _, key = given.partition(" ")
-        same = hmac.compare_digest(key.strip().encode(), self.api_key.encode())
-        if kind.lower() == "bearer" and same:
+        number = self._number(key.strip())
+        if kind.lower() == "bearer" and number is not None:
+            if len(self.api_keys) > 1:
+                scope.setdefault("state", {})[TENANT] = f"key-{number}"
             return await self.app(scope, receive, send)
         message = (
             "the API key is wrong; ask whoever runs this server for it"
             if given
             else "no API key was given; send it as the header Authorization: Bearer KEY"
         )
-        error = ApiError(401, message, code="invalid_api_key", kind="authentication_error")
+        error = ApiError(
+            401,
+            message,
+            code="invalid_api_key",
+            kind="authentication_error",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
         return await error.response()(scope, receive, send)
+
+    def _number(self, given: str) -> int | None:
+        """Return which key it is, from 1; all are compared, so that time tells nothing."""
+        same = [hmac.compare_digest(given.encode(), key.encode()) for key in self.api_keys]
+        return same.index(True) + 1 if True in same else None
+
+
+def key_tenant(request: Request) -> str | None:
+    """Return the tenant that the request's API key stands for; None where keys tell none apart."""
+    tenant: str | None = request.scope.get("state", {}).get(TENANT)
+    return tenant
 
 
 @dataclass(frozen=True, slots=True)

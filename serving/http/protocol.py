@@ -31,7 +31,7 @@ from onnxport.serving.http.fields import (
     check_json,
     check_neutral,
 )
-from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
+from onnxport.serving.params import MAX_LOGPROBS, RequestOptions, SamplingParams
 
 MAX_STOP_STRINGS = 64  # each is looked for in every piece of text
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -80,6 +80,12 @@ class _Request(_Strict):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = None
+    n: int | None = None
+    best_of: int | None = None
+    priority: int | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    timeout_s: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -101,6 +107,33 @@ class _Request(_Strict):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_best_of(self) -> _Request:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError(
+                f"best_of is {self.best_of} and n is {self.n or 1}; generating more completions "
+                "than are returned is not supported yet. Make them equal, or leave best_of out.",
+                "best_of",
+            )
+        return self
+
+    def options(self, tenant: str | None, timeout_s: float | None) -> RequestOptions:
+        """Return how the request is treated.
+
+        Args:
+            tenant: of the API key; None leaves it to the field `user`.
+            timeout_s: where the request gives none.
+
+        Raises:
+            RequestError: a value is out of its range.
+        """
+        return RequestOptions(
+            priority=self.priority or 0,
+            tenant=(self.user or "") if tenant is None else tenant,
+            cache_salt=self.cache_salt,
+            timeout_s=timeout_s if self.timeout_s is None else self.timeout_s,
+        )
+
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that holds the usage."""
@@ -121,6 +154,7 @@ class _Request(_Strict):
             ignore_eos=self.ignore_eos,
             max_tokens=max_tokens,
             logprobs=logprobs,
+            n=1 if self.n is None else self.n,
         )
 
 
