@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from onnxport.errors import CapacityError
+from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
 
 if TYPE_CHECKING:
     from onnxport.providers.base import LoadOptions
-    from onnxport.serving.config import EngineConfig
     from onnxport.serving.params import SamplingParams
 
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns; it has no public name
+SIZE = re.compile(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?B?)|B)?", re.IGNORECASE)
 PRECISIONS = ("int4", "int8", "fp16", "fp32")
+ENGINE_OPTIONS = (  # named as the fields of EngineConfig
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_queued_requests",
+    "scheduling_policy",
+    "enable_prefix_caching",
+    "preemption",
+    "kv_host_memory",
+    "kv_disk",
+    "kv_disk_bytes",
+)
 EXPORT_OPTIONS = (
     "precision",
     "group_size",
@@ -36,6 +54,48 @@ def port(text: str) -> int:
     value = int(text)
     if not 0 <= value <= 65535:
         raise argparse.ArgumentTypeError(f"{value} is not between 0 and 65535")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Parse a time of more than 0 seconds."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value
+
+
+def size(text: str) -> int:
+    """Parse a number of bytes, alone or with a unit as GNU's tools take it.
+
+    1G and 1GiB are 2**30 bytes, 1GB is 10**9; likewise K, M and T. A number with a unit may have a fraction.
+    """
+    found = SIZE.fullmatch(text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; give bytes, or a unit as in 512MiB, 8GiB, 2G or 1.5GB"
+        )
+    number, letter, rest = found.groups()
+    if letter is None and "." in number:
+        raise argparse.ArgumentTypeError(f"{text!r} is a part of a byte; add a unit, as in 1.5GiB")
+    base = 1000 if (rest or "").upper() == "B" else 1024
+    power = " KMGT".index((letter or " ").upper())
+    return int(Decimal(number) * Decimal(base) ** power)
+
+
+def memory(text: str) -> int | float:
+    """Parse a size in bytes, or a share of the free memory such as 60% or 0.6."""
+    share = re.fullmatch(r"(\d+(?:\.\d+)?) *%|(\d*\.\d+)", text.strip())
+    if share is None:
+        if num_bytes := size(text):
+            return num_bytes
+        raise argparse.ArgumentTypeError("0 bytes are no memory; leave it out for the default")
+    value = float(share[1]) / 100 if share[1] else float(share[2])
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no share of the free memory; give more than 0% and at most 100%, or a "
+            "size such as 8GiB"
+        )
     return value
 
 
@@ -78,11 +138,18 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("device")
     group.add_argument("--provider", default="auto", help="auto (default), cpu, …; see `devices`")
     group.add_argument("--threads", type=positive, help="compute threads (the physical cores)")
-    group.add_argument(
+    cache = group.add_mutually_exclusive_group()
+    cache.add_argument(
+        "--kv-memory",
+        type=memory,
+        metavar="SIZE",
+        help="memory of the KV cache: 8GiB, 512MiB, or a share of what is free, 60%% or 0.6 (40%%)",
+    )
+    cache.add_argument(
         "--kv-cache-tokens",
         type=positive,
         metavar="TOKENS",
-        help="size of the KV cache (from the free memory)",
+        help="size of the KV cache in tokens, instead of --kv-memory",
     )
     group.add_argument(
         "--verbose", action="store_true", help="say which provider was chosen and what it changed"
@@ -104,6 +171,54 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-num-batched-tokens", type=positive, metavar="N", help="most tokens in one step"
+    )
+    group.add_argument(
+        "--preemption",
+        choices=get_args(Preemption),
+        help="of a request that has to make room: compute its K/V again, swap it to host memory, "
+        "or what is faster (auto)",
+    )
+
+
+def add_cache_options(parser: argparse.ArgumentParser) -> None:
+    """Add what becomes of K/V that may be used again."""
+    group = parser.add_argument_group("prefix cache")
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        help="reuse the K/V of tokens that another request has computed (on)",
+    )
+    group.add_argument(
+        "--kv-host-memory",
+        type=size,
+        metavar="SIZE",
+        help="host memory for K/V that leaves the cache, such as 8GiB (0)",
+    )
+    group.add_argument(
+        "--kv-disk", type=Path, metavar="DIR", help="folder for K/V, kept between runs (none)"
+    )
+    group.add_argument(
+        "--kv-disk-size",
+        type=size,
+        metavar="SIZE",
+        dest="kv_disk_bytes",
+        help="most that the folder may hold (16GiB)",
+    )
+
+
+def add_queue_options(parser: argparse.ArgumentParser) -> None:
+    """Add how requests wait."""
+    group = parser.add_argument_group("queue")
+    group.add_argument(
+        "--max-queued-requests",
+        type=positive,
+        metavar="N",
+        help="most requests that wait; one more is answered 429 (1024)",
+    )
+    group.add_argument(
+        "--scheduling-policy",
+        choices=get_args(SchedulingPolicy),
+        help="by arrival (fcfs, default), by the field priority, or fair between the tenants",
     )
 
 
@@ -128,17 +243,23 @@ def load_options(options: argparse.Namespace) -> LoadOptions:
     return LoadOptions(
         threads=options.threads,
         kv_cache_tokens=options.kv_cache_tokens,
+        kv_memory=options.kv_memory,
         kv_cache_dtype=options.kv_cache_dtype,
         max_model_len=options.max_model_len,
     )
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
-    """Return the engine's limits: what was given, and its own defaults for the rest."""
-    from onnxport.serving.config import EngineConfig
+    """Return the engine's limits: what was given, and its own defaults for the rest.
 
-    names = ("max_num_seqs", "max_num_batched_tokens")
-    given = {name: getattr(options, name, None) for name in names}
+    Raises:
+        CapacityError: two options contradict each other.
+    """
+    given = {name: getattr(options, name, None) for name in ENGINE_OPTIONS}
+    if given["kv_disk_bytes"] is not None and given["kv_disk"] is None:
+        raise CapacityError(
+            "--kv-disk-size was given without --kv-disk; name the folder, or leave the size out"
+        )
     return EngineConfig(**{name: value for name, value in given.items() if value is not None})
 
 

@@ -12,15 +12,18 @@ from socket import socket
 from onnxport.cli.arguments import (
     EXPORT_OPTIONS,
     Commands,
+    add_cache_options,
     add_engine_options,
     add_export_options,
     add_load_options,
+    add_queue_options,
     command,
     engine_config,
     load_options,
     port,
+    seconds,
 )
-from onnxport.errors import ExportError
+from onnxport.errors import ExportError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,17 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "--served-model-name", metavar="NAME", help="the name that requests give (the model's)"
     )
     group.add_argument(
-        "--api-key", metavar="KEY", help=f"required of every request; or set {API_KEY_VARIABLE}"
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="required of every request; repeatable: each of several keys is a tenant. Or set "
+        f"{API_KEY_VARIABLE}, with commas between several",
+    )
+    group.add_argument(
+        "--request-timeout",
+        type=seconds,
+        metavar="SECONDS",
+        help="end requests that take longer, unless they say timeout_s themselves (none)",
     )
     group.add_argument(
         "--shutdown-timeout",
@@ -59,6 +72,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     group.add_argument("--access-log", action="store_true", help="log every request")
     add_load_options(parser)
     add_engine_options(parser)
+    add_queue_options(parser)
+    add_cache_options(parser)
     add_export_options(parser)
 
 
@@ -70,6 +85,23 @@ def run(options: argparse.Namespace) -> int:
     with bind(options.host, options.port) as sock:
         artifact, name = _artifact(options)
         return _serve(artifact, name, sock, options)
+
+
+def _api_keys(given: list[str] | None) -> tuple[str, ...]:
+    """Return the keys that were given, else those of the environment; none leave it open.
+
+    Raises:
+        RequestError: a key is empty.
+    """
+    variable = os.environ.get(API_KEY_VARIABLE)
+    keys = given if given is not None else variable.split(",") if variable else []
+    stripped = tuple(key.strip() for key in keys)
+    if not all(stripped):
+        raise RequestError(
+            f"an API key is empty; give --api-key some text, or separate the keys in "
+            f"{API_KEY_VARIABLE} by single commas"
+        )
+    return stripped
 
 
 def _artifact(options: argparse.Namespace) -> tuple[Path, str]:
@@ -96,12 +128,13 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
     import asyncio
 
     from onnxport.serving.chat import ChatTemplate
-    from onnxport.serving.http.app import create_app
+    from onnxport.serving.http.app import AppOptions, create_app
     from onnxport.serving.http.defaults import SamplingDefaults
     from onnxport.serving.http.server import ServerOptions, serve, url
     from onnxport.serving.loading import open_engine
     from onnxport.serving.worker import AsyncEngine
 
+    keys = _api_keys(options.api_key)
     template, defaults = ChatTemplate.read(artifact), SamplingDefaults()
     if options.generation_config == "auto":
         defaults = SamplingDefaults.read(artifact)
@@ -109,7 +142,6 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
     engine = AsyncEngine(
         open_engine(artifact, options.provider, load_options(options), engine_config(options))
     )
-    api_key = options.api_key or os.environ.get(API_KEY_VARIABLE) or None
 
     def ready() -> None:
         loaded = engine.capabilities
@@ -122,7 +154,8 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
         )
 
     try:
-        app = create_app(engine, name, template, defaults=defaults, api_key=api_key)
+        choices = AppOptions(defaults, keys, options.request_timeout)
+        app = create_app(engine, name, template, choices)
         server = ServerOptions(options.shutdown_timeout, options.access_log)
         serve(app, sock, engine.close, ready, server)
     finally:
