@@ -92,7 +92,84 @@ def test_a_failure_poisons_what_it_would_have_written() -> None:
 
 def test_a_closed_model_refuses() -> None:
     model = NullModel(OPTIONS)
+    content = model.read_blocks([0])
     model.close()
     model.close()
-    with pytest.raises(AssertionError, match="closed"):
-        model.run(inputs([([1], 0, [0])]))
+    for call in (
+        lambda: model.run(inputs([([1], 0, [0])])),
+        lambda: model.read_blocks([0]),
+        lambda: model.write_blocks([0], content),
+        lambda: model.copy_blocks([0], [1]),
+    ):
+        with pytest.raises(AssertionError, match="closed"):
+            call()
+
+
+def test_blocks_are_tokens_and_positions() -> None:
+    model: Model = NullModel(OPTIONS)
+    model.run(inputs([([11, 12, 13, 14, 15, 16, 17, 18], 0, [3, 1])]))
+    content = model.read_blocks([1, 3])
+    form, capabilities = model.capabilities.kv_format, model.capabilities
+    assert content.dtype == form.dtype == "int64"
+    assert content.shape == (2, form.num_layers, 2, form.num_kv_heads, 4, form.head_size)
+    assert content.nbytes == 2 * capabilities.kv_block_bytes
+    assert content[:, 0, 0, 0, :, 0].tolist() == [[15, 16, 17, 18], [11, 12, 13, 14]]
+    assert content[:, 0, 1, 0, :, 0].tolist() == [[4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+def test_another_model_goes_on_from_written_blocks() -> None:
+    first, second = NullModel(OPTIONS), NullModel(OPTIONS)
+    first.run(inputs([([1, 2, 3, 4, 5, 6], 0, [3, 1])]))
+    expected = first.run(inputs([([7], 6, [3, 1])]))
+    second.write_blocks([0, 7], first.read_blocks([3, 1]))
+    assert (second.run(inputs([([7], 6, [0, 7])])) == expected).all()
+    second.write_blocks([5, 6], first.read_blocks([1, 3]))
+    with pytest.raises(AssertionError, match="reads position 0 and finds what was written for 4"):
+        second.run(inputs([([7], 6, [5, 6])]))
+
+
+def test_a_copied_block_forks_a_sequence_and_keeps_its_poison() -> None:
+    model = NullModel(OPTIONS)
+    model.run(inputs([([1, 2, 3, 4, 5, 6], 0, [3, 1])]))
+    model.copy_blocks([1, 1], [2, 0])
+    left, right = model.run(inputs([([7], 6, [3, 1]), ([8], 6, [3, 2])]))
+    assert (left == model.run(inputs([([1, 2, 3, 4, 5, 6, 7], 0, [4, 5])]))[-1]).all()
+    assert (right == model.run(inputs([([1, 2, 3, 4, 5, 6, 8], 0, [6, 7])]))[-1]).all()
+    with pytest.raises(AssertionError, match="reads position 6"):
+        model.run(inputs([([9], 7, [3, 0])]))
+
+
+def test_misused_transfers_are_caught() -> None:
+    model = NullModel(OPTIONS)
+    content = model.read_blocks([0, 1])
+    with pytest.raises(AssertionError, match="not in a pool of 8"):
+        model.read_blocks([8])
+    with pytest.raises(AssertionError, match="sources and targets"):
+        model.copy_blocks([0, 1], [1, 2])
+    with pytest.raises(AssertionError, match="written twice"):
+        model.write_blocks([0, 0], content)
+    with pytest.raises(AssertionError, match="content of float64"):
+        model.write_blocks([0, 1], content.astype(np.float64))
+    assert (model.num_copied_blocks, model.num_read_blocks, model.num_written_blocks) == (0, 2, 0)
+
+
+def test_transfers_are_counted_and_fail_by_their_number() -> None:
+    model = NullModel(replace(OPTIONS, transfer_fails=lambda number: number in (3, 4, 5)))
+    model.run(inputs([([1, 2, 3, 4, 5, 6, 7, 8], 0, [0, 1])]))
+    content = model.read_blocks([0, 1])
+    model.copy_blocks([0, 1, 0], [2, 3, 4])
+    model.write_blocks([5, 6], content)
+    counts = (model.num_copied_blocks, model.num_read_blocks, model.num_written_blocks)
+    assert counts == (3, 2, 2)
+    with pytest.raises(ProviderError, match="transfer 3 was told to fail"):
+        model.copy_blocks([0], [2])
+    with pytest.raises(ProviderError, match="transfer 4 was told to fail"):
+        model.read_blocks([0])
+    with pytest.raises(ProviderError, match="transfer 5 was told to fail"):
+        model.write_blocks([5], content[:1])
+    assert counts == (model.num_copied_blocks, model.num_read_blocks, model.num_written_blocks)
+    assert model.num_transfers == 6
+    for undefined in (2, 5):
+        with pytest.raises(AssertionError, match="reads position 0"):
+            model.run(inputs([([9], 4, [undefined, 7])]))
+    model.run(inputs([([9], 8, [4, 6, 7])]))

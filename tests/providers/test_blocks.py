@@ -1,0 +1,151 @@
+"""Where K/V lie in memory, byte by byte, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from onnxport.providers.blocks import CacheLayout, HostBlocks, plain_layout, tiled_layout
+
+NUM_BLOCKS, LAYERS, HEADS, CHANNELS, TILE = 7, 3, 2, 24, 16
+PLAIN, TILED = plain_layout(), tiled_layout(TILE)
+DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+CASES = [(TILED, size) for size in (16, 32)] + [(PLAIN, size) for size in (3, 5, 16, 32)]
+NAMES = [f"{'tiled' if layout is TILED else 'plain'}-{size}" for layout, size in CASES]
+
+Pair = tuple[NDArray[Any], NDArray[Any]]
+
+
+def random_caches(block_size: int, dtype: Any, seed: int) -> list[Pair]:
+    """Caches of random bits: every kind of number is there, NaN with payloads too."""
+    random = np.random.default_rng(seed)
+    shape = (NUM_BLOCKS, block_size, HEADS, CHANNELS * np.dtype(dtype).itemsize)
+    return [
+        tuple(random.integers(0, 256, shape, np.uint8).view(dtype) for _ in "kv")  # type: ignore[misc]
+        for _ in range(LAYERS)
+    ]
+
+
+def bits(array: NDArray[Any]) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+def addresses(layout: CacheLayout, part: int, block_size: int) -> Callable[..., int]:
+    """The formulas of `Address` in csrc/cache_impl.h, as element offsets."""
+
+    def plain(block: int, head: int, slot: int, channel: int) -> int:
+        return ((block * block_size + slot) * HEADS + head) * CHANNELS + channel
+
+    def tiled_key(block: int, head: int, slot: int, channel: int) -> int:
+        row = (block * HEADS + head) * block_size + slot // TILE * TILE
+        return row * CHANNELS + slot % TILE + channel * TILE
+
+    def tiled_value(block: int, head: int, slot: int, channel: int) -> int:
+        return ((block * HEADS + head) * block_size + slot) * CHANNELS + channel
+
+    return plain if layout is PLAIN else (tiled_key, tiled_value)[part]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("layout", "block_size"), CASES, ids=NAMES)
+def test_every_element_is_read_from_where_the_kernel_puts_it(
+    layout: CacheLayout, block_size: int, dtype: Any
+) -> None:
+    caches = random_caches(block_size, dtype, 1)
+    blocks = [5, 0, 5]
+    content = HostBlocks(caches, layout).read(blocks)
+    assert content.dtype == dtype
+    assert content.shape == (3, LAYERS, 2, HEADS, block_size, CHANNELS)
+    indices = list(product(range(HEADS), range(block_size), range(CHANNELS)))
+    for (row, block), layer, part in product(enumerate(blocks), range(LAYERS), range(2)):
+        address = addresses(layout, part, block_size)
+        at = [address(block, *index) for index in indices]
+        assert bits(content[row, layer, part]) == bits(caches[layer][part].reshape(-1)[at])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("layout", "block_size"), CASES, ids=NAMES)
+def test_blocks_move_between_pools_and_layouts_and_touch_no_other(
+    layout: CacheLayout, block_size: int, dtype: Any
+) -> None:
+    source = HostBlocks(random_caches(block_size, dtype, 1), layout)
+    content = source.read([6, 2, 3])
+    others = (PLAIN,) if block_size % TILE else (PLAIN, TILED)
+    for other in others:
+        target = HostBlocks(random_caches(block_size, dtype, 2), other)
+        before = target.read(range(NUM_BLOCKS))
+        target.write([4, 0, 6], content)
+        assert bits(target.read([4, 0, 6])) == bits(content)
+        assert bits(target.read([1, 2, 3, 5])) == bits(before[[1, 2, 3, 5]])
+        target.copy([4, 4], [1, 5])
+        assert bits(target.read([1, 5])) == bits(content[[0, 0]])
+        target.write([3, 2], content[::-2])
+        assert bits(target.read([3, 2])) == bits(content[[2, 0]])
+        assert bits(target.read([4, 0, 6])) == bits(content)
+
+
+def test_what_was_read_is_the_callers_own() -> None:
+    caches = random_caches(16, np.float32, 1)
+    blocks = HostBlocks(caches, TILED)
+    content = blocks.read([2])
+    before = bits(content)
+    blocks.copy([3], [2])
+    assert bits(content) == before
+    content[...] = 0
+    assert bits(blocks.read([2])) == bits(blocks.read([3])) != bits(content)
+
+
+def test_no_blocks_are_no_work() -> None:
+    blocks = HostBlocks(random_caches(16, np.float32, 1), TILED)
+    before = bits(blocks.read(range(NUM_BLOCKS)))
+    blocks.copy([], [])
+    blocks.write([], blocks.read([]))
+    assert bits(blocks.read(range(NUM_BLOCKS))) == before
+
+
+def misuses() -> Iterator[Any]:
+    shape = (LAYERS, 2, HEADS, 16, CHANNELS)
+    good = np.zeros((2, *shape), np.float32)
+    for words, method, *arguments in (
+        (r"blocks \[7\] are not in a pool of 7", "read", [0, 7]),
+        (r"blocks \[-1\] are not", "read", [-1]),
+        (r"blocks \[9\] are not", "copy", [9], [1]),
+        (r"blocks \[8\] are not", "copy", [1], [8]),
+        ("written twice", "copy", [0, 1], [2, 2]),
+        (r"blocks \[2\] are sources and targets", "copy", [1, 2], [2, 3]),
+        ("2 sources for 1 targets", "copy", [0, 1], [2]),
+        (r"blocks \[7\] are not", "write", [0, 7], good),
+        ("written twice", "write", [3, 3], good),
+        ("content of shape", "write", [0, 1, 2], good),
+        ("content of shape", "write", [0, 1], good.swapaxes(1, 2)),
+        ("content of float64", "write", [0, 1], good.astype(np.float64)),
+    ):
+        yield pytest.param(method, arguments, words, id=f"{method}: {words}")
+
+
+@pytest.mark.parametrize(("method", "arguments", "words"), list(misuses()))
+def test_misuse_is_caught_before_anything_changes(
+    method: str, arguments: list[Any], words: str
+) -> None:
+    blocks = HostBlocks(random_caches(16, np.float32, 1), TILED)
+    before = bits(blocks.read(range(NUM_BLOCKS)))
+    with pytest.raises(AssertionError, match=words):
+        getattr(blocks, method)(*arguments)
+    assert bits(blocks.read(range(NUM_BLOCKS))) == before
+
+
+def test_caches_that_a_layout_cannot_view_are_refused() -> None:
+    caches = random_caches(32, np.float32, 1)
+    with pytest.raises(AssertionError, match="differ"):
+        HostBlocks([caches[0], (caches[1][0], caches[1][1][:3])], PLAIN)
+    halves = [(key[:, ::2], value[:, ::2]) for key, value in caches]
+    with pytest.raises(AssertionError, match="copy this cache"):
+        HostBlocks(halves, TILED)
+    with pytest.raises(AssertionError, match="blocks of 24 tokens, tiles of 16"):
+        HostBlocks(random_caches(24, np.float32, 1), TILED)
