@@ -118,7 +118,7 @@ class OrtModel:
             session: an onnxruntime.InferenceSession of a paged graph.
             capabilities: what was loaded.
             caches: the KV caches of all layers.
-            blocks: the memory of the same caches.
+            blocks: the memory of the same caches; it keeps that alive.
             attached: initializers that the session reads from the caller's memory.
         """
         self._session = session

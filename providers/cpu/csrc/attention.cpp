@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "scratch.h"
 
 namespace onnxport {
 namespace {
@@ -19,37 +20,6 @@ constexpr int64_t kSerialPrepare = 1 << 14;
 constexpr int64_t kSerialAttend = 1 << 14;
 // Fewer row blocks than this are divided along their keys, too.
 constexpr size_t kEnoughBlocks = 32;
-
-// Grows, keeps its memory between calls, and starts at a cache line.
-class Buffer {
- public:
-  Buffer() = default;
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { release(); }
-
-  float* reserve(int64_t floats) {
-    if (floats > size_) {
-      release();
-      data_ = static_cast<float*>(
-          ::operator new(static_cast<size_t>(floats) * sizeof(float), kAlignment));
-      size_ = floats;
-    }
-    return data_;
-  }
-
- private:
-  static constexpr std::align_val_t kAlignment{64};
-
-  void release() {
-    ::operator delete(data_, kAlignment);
-    data_ = nullptr;
-    size_ = 0;
-  }
-
-  float* data_ = nullptr;
-  int64_t size_ = 0;
-};
 
 // A row block over all of its keys, or over one segment of them.
 struct Work {
@@ -114,7 +84,7 @@ class Lease {
 
 float* thread_scratch(int64_t floats) {
   thread_local Buffer buffer;
-  return buffer.reserve(floats);
+  return buffer.reserve<float>(static_cast<size_t>(floats));
 }
 
 struct Run {
@@ -232,7 +202,7 @@ void plan_work(const Problem& p, Workspace& space) {
       floats += state_floats(block.row_end - block.row_begin, p.head_size);
     }
   }
-  float* memory = space.states.reserve(floats);
+  float* memory = space.states.reserve<float>(static_cast<size_t>(floats));
   size_t next = 0;
   for (Work& work : space.work) {
     if (!work.divided) continue;
@@ -248,7 +218,8 @@ int run_attention(const Problem& p) {
   if (p.num_tokens == 0) return 0;
   const Lease lease;
   Workspace& space = *lease;
-  float* queries = space.queries.reserve(p.num_tokens * p.num_heads * p.head_size);
+  const int64_t floats = p.num_tokens * p.num_heads * p.head_size;
+  float* queries = space.queries.reserve<float>(static_cast<size_t>(floats));
   Run run{p, *active_kernels(), space, queries};
   plan_blocks(p, space);
   plan_work(p, space);
