@@ -1,22 +1,33 @@
-"""The block pool: which KV blocks are free, and how often each of the others is used."""
+"""The block pool: which KV blocks are free, what the free ones still hold, who uses the others."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from onnxport.errors import CapacityError
+from onnxport.kv.prefix import BlockKeys
+
+
+class Eviction(NamedTuple):
+    """A block that was handed out anew, and what it holds until it is written."""
+
+    block: int
+    keys: BlockKeys
 
 
 class BlockPool:
     """Ref-counted KV blocks in plain ints; knows neither requests nor tensors.
 
-    A block is either free (ref count 0, in the free list) or used (ref count >= 1). The free list
-    is in order of release: the block that was free for longest is handed out first, so that what
-    a released block holds survives as long as possible (prefix caching needs that).
+    A block is used (ref count >= 1) or free. A used block that is full may have a key: the hash of
+    all tokens up to its end. When its last owner releases it, it stays findable under that key,
+    among the free blocks, until it is handed out again: that is the prefix cache. Blank blocks,
+    those without a key, are handed out first, the last released one first; then cached ones, the
+    longest unused first.
     """
 
-    __slots__ = ("_free", "_refs", "block_size", "num_blocks")
+    __slots__ = ("_blank", "_by_key", "_cached", "_keys", "_refs", "block_size", "num_blocks")
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -27,59 +38,135 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._refs = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._keys: list[BlockKeys | None] = [None] * num_blocks
+        self._by_key: dict[bytes, int] = {}
+        self._blank = list(range(num_blocks - 1, -1, -1))  # a stack
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free, the longest unused first
 
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out now."""
-        return len(self._free)
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that can still be found by their key."""
+        return len(self._cached)
 
     def free_blocks(self) -> tuple[int, ...]:
         """The free blocks, the next to be handed out first."""
-        return tuple(self._free)
+        return (*reversed(self._blank), *self._cached)
+
+    def blank_blocks(self) -> tuple[int, ...]:
+        """The free blocks whose content is of no use, the next to be handed out first."""
+        return tuple(reversed(self._blank))
+
+    def cached_blocks(self) -> tuple[Eviction, ...]:
+        """The free blocks that have keys, the longest unused first."""
+        found = []
+        for block in self._cached:
+            keys = self._keys[block]
+            assert keys is not None
+            found.append(Eviction(block, keys))
+        return tuple(found)
 
     def ref_count(self, block: int) -> int:
         """How many owners `block` has; 0 when it is free."""
         return self._refs[block]
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, each with one owner; the longest free come first.
+    def find(self, key: bytes) -> int | None:
+        """The block, used or free, that holds the tokens up to `key`."""
+        return self._by_key.get(key)
+
+    def allocate(self, count: int, evictions: list[Eviction]) -> list[int]:
+        """Take `count` free blocks, each with one owner.
 
         Callers look at `num_free` before; asking for more is a bug of theirs.
+
+        Args:
+            count: how many.
+            evictions: blocks that lose their key by it are appended; they hold their content until
+                they are written.
         """
-        assert 0 <= count <= len(self._free), f"{count} blocks asked for, {len(self._free)} free"
-        take = self._free.popitem
-        blocks = [take(last=False)[0] for _ in range(count)]
-        for block in blocks:
+        assert 0 <= count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
+        blocks = []
+        for _ in range(count):
+            if self._blank:
+                block = self._blank.pop()
+            else:
+                block = self._cached.popitem(last=False)[0]
+                keys = self._keys[block]
+                assert keys is not None
+                evictions.append(Eviction(block, keys))
+                self._forget(block)
             self._refs[block] = 1
+            blocks.append(block)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one owner to each block, which must be in use."""
+        """Add one owner to each block, which must be used or have a key."""
         for block in blocks:
-            assert self._refs[block] > 0, f"block {block} is free and cannot be shared"
+            if self._refs[block] == 0:
+                assert block in self._cached, f"block {block} holds nothing and cannot be shared"
+                del self._cached[block]
             self._refs[block] += 1
 
+    def register(self, block: int, keys: BlockKeys) -> None:
+        """Make a full block findable. If another one is found under its key already, that stays."""
+        assert self._refs[block] > 0, f"block {block} is free and cannot be registered"
+        if self._keys[block] is None and keys[-1] not in self._by_key:
+            self._keys[block] = keys
+            self._by_key[keys[-1]] = block
+
+    def unregister(self, block: int) -> None:
+        """Make a used block unfindable, as its content turned out to be wrong."""
+        assert self._refs[block] > 0, f"block {block} is free and cannot be unregistered"
+        if self._keys[block] is not None:
+            self._forget(block)
+
     def release(self, blocks: Iterable[int]) -> None:
-        """Take one owner from each block; those without another join the end of the free list.
+        """Take one owner from each block; those without another are free.
 
         A request releases its blocks last to first: the tail of a sequence is then handed out
-        again before its beginning, which others are likelier to have in common with it.
+        again before its beginning, which others are likelier to have in common with it, and
+        without which the tail could not be found.
         """
         for block in blocks:
             assert self._refs[block] > 0, f"block {block} is free and cannot be released"
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                self._free[block] = None
+                if self._keys[block] is None:
+                    self._blank.append(block)
+                else:
+                    self._cached[block] = None
 
-    def check(self, owners: Iterable[Iterable[int]]) -> None:
-        """Assert that every block is free, or owned exactly as often as its ref count says.
+    def reset_cache(self) -> None:
+        """Forget every key; free blocks hold nothing then."""
+        self._blank.extend(self._cached)
+        self._cached.clear()
+        for block in list(self._by_key.values()):
+            self._forget(block)
+
+    def check(self, owners: Iterable[Sequence[int]]) -> None:
+        """Assert that every block is blank, cached or owned exactly as often as its count says.
 
         Args:
             owners: the block ids of every owner there is.
         """
         counts = Counter(block for blocks in owners for block in blocks)
+        blank = set(self._blank)
+        assert len(blank) == len(self._blank), "a block is free twice"
         for block, refs in enumerate(self._refs):
             assert refs == counts[block], f"block {block}: ref count {refs}, owned {counts[block]}"
-            assert (refs == 0) == (block in self._free), f"block {block}: {refs} owners and free"
-        assert len(self._free) + len(counts) == self.num_blocks, "an id outside the pool is owned"
+            keys = self._keys[block]
+            assert (block in blank) == (refs == 0 and keys is None), f"block {block}: blank?"
+            assert (block in self._cached) == (refs == 0 and keys is not None), f"{block}: cached?"
+            assert keys is None or self._by_key[keys[-1]] == block, f"block {block}: key"
+        assert len(self._by_key) == sum(keys is not None for keys in self._keys), "a stray key"
+        assert all(0 <= block < self.num_blocks for block in counts), "an id outside the pool"
+
+    def _forget(self, block: int) -> None:
+        keys = self._keys[block]
+        assert keys is not None
+        del self._by_key[keys[-1]]
+        self._keys[block] = None

@@ -1,12 +1,13 @@
-"""Block tables, one a request, and the step's transaction over them."""
+"""Block tables, one a sequence, and the step's transaction over them."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from onnxport.kv.pool import BlockPool
+from onnxport.kv.pool import BlockPool, Eviction
 
 BLOCK_ID_TYPECODE = "i"  # C int: the contract's int32, so a table is copied without converting it
 
@@ -31,33 +32,83 @@ class BlockTable:
         return len(self.blocks)
 
 
+class Claim(NamedTuple):
+    """What one table takes for a step."""
+
+    table: BlockTable
+    shared: tuple[int, ...] = ()  # blocks with content, appended first
+    num_new: int = 0  # blank blocks, appended after them
+    copies_last: bool = False  # whether its last block, which others own too, becomes a copy
+
+
+class Copy(NamedTuple):
+    """A block whose content is to be copied before the step runs."""
+
+    source: int
+    target: int
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Blocks that were appended to tables for one step, until it is committed or rolled back."""
+    """What tables took for one step, until it is committed or rolled back."""
 
-    tables: tuple[BlockTable, ...]
-    counts: tuple[int, ...]  # blocks appended to each table
+    claims: tuple[Claim, ...]
+    copies: tuple[Copy, ...]  # copy-on-write, in the order of the claims that ask for it
+    evictions: tuple[Eviction, ...]  # blocks to be saved now if they are to be saved at all
 
 
-def reserve(pool: BlockPool, tables: Sequence[BlockTable], counts: Sequence[int]) -> Reservation:
-    """Append `counts[i]` new blocks to `tables[i]`.
+def share(pool: BlockPool, claims: Sequence[Claim]) -> None:
+    """Append the shared blocks to the tables: the first half of `reserve`.
 
-    The tables must be distinct and the pool must have `sum(counts)` free blocks. Committing needs
-    no call: the blocks are the tables' own. `rollback` undoes it.
+    It comes before anything is released or handed out, so that no shared block is overwritten.
     """
-    grown = [(table, count) for table, count in zip(tables, counts, strict=True) if count]
-    for table, count in grown:
-        table.blocks.extend(pool.allocate(count))
-    return Reservation(tuple(table for table, _ in grown), tuple(count for _, count in grown))
+    for claim in claims:
+        pool.share(claim.shared)
+        claim.table.blocks.extend(claim.shared)
+
+
+def reserve(pool: BlockPool, claims: Sequence[Claim]) -> Reservation:
+    """Take the new blocks of claims whose shared ones are in their tables already.
+
+    The tables must be distinct, and the pool must have as many free blocks.
+    """
+    copies: list[Copy] = []
+    evictions: list[Eviction] = []
+    for claim in claims:
+        blocks = claim.table.blocks
+        if claim.copies_last:
+            [target] = pool.allocate(1, evictions)
+            copies.append(Copy(blocks[-1], target))
+            blocks[-1] = target
+        blocks.extend(pool.allocate(claim.num_new, evictions))
+    return Reservation(tuple(claims), tuple(copies), tuple(evictions))
+
+
+def commit(pool: BlockPool, reservation: Reservation) -> None:
+    """The step ran: the tables keep what they took, and give up the blocks they copied."""
+    pool.release(copy.source for copy in reservation.copies)
 
 
 def rollback(pool: BlockPool, reservation: Reservation) -> None:
-    """Give the reserved blocks back; the tables are as they were before `reserve`."""
-    for table, count in zip(reservation.tables, reservation.counts, strict=True):
-        release_tail(pool, table, len(table) - count)
+    """Give everything back; the tables are as they were."""
+    copies = iter(reservation.copies)
+    for claim in reservation.claims:
+        release_tail(pool, claim.table, len(claim.table) - len(claim.shared) - claim.num_new)
+        if claim.copies_last:
+            copy = next(copies)
+            claim.table.blocks[-1] = copy.source
+            pool.release((copy.target,))
 
 
 def release_tail(pool: BlockPool, table: BlockTable, keep: int = 0) -> None:
     """Release all but the first `keep` blocks of `table`, last to first."""
     pool.release(reversed(table.blocks[keep:]))
     del table.blocks[keep:]
+
+
+def fork(pool: BlockPool, table: BlockTable) -> BlockTable:
+    """Return a second table of the same blocks."""
+    copied = BlockTable()
+    pool.share(table.blocks)
+    copied.blocks.extend(table.blocks)
+    return copied

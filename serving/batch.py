@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.providers.base import StepInputs
-from onnxport.serving.scheduler import StepPlan
+from onnxport.serving.draft import StepPlan
 
 
 class BatchPacker:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from onnxport.serving.outputs import (
     CompletionDelta,
     CompletionOutput,
@@ -12,48 +14,61 @@ from onnxport.serving.outputs import (
 from onnxport.serving.request import Request
 
 
+@dataclass(slots=True)
+class _Completion:
+    """What the deltas of one completion add up to."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    def add(self, delta: CompletionDelta) -> None:
+        assert self.finish_reason is None, f"{delta.request_id}: a delta after the last one"
+        self.text.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs or ())
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+        self.error = delta.error
+
+
 class OutputCollector:
     """Joins the deltas of one request, in order, into a `RequestOutput`."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] | None = None if request.params.logprobs is None else []
-        self._finish_reason: FinishReason | None = None
-        self._stop_reason: int | str | None = None
+        self._completions = [_Completion() for _ in range(request.params.n)]
         self._num_cached_tokens = 0
-        self._error: str | None = None
 
     def add(self, delta: CompletionDelta) -> None:
         """Take the next delta."""
-        assert self._finish_reason is None, f"{delta.request_id}: a delta after the last one"
-        self._text.append(delta.text)
-        self._token_ids.extend(delta.token_ids)
-        if self._logprobs is not None:
-            self._logprobs.extend(delta.logprobs or ())
-        self._finish_reason = delta.finish_reason
-        self._stop_reason = delta.stop_reason
+        self._completions[delta.index].add(delta)
         self._num_cached_tokens = delta.num_cached_tokens
-        self._error = delta.error
 
     def output(self) -> RequestOutput:
         """Return everything so far."""
-        completion = CompletionOutput(
-            index=0,
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
-            logprobs=None if self._logprobs is None else tuple(self._logprobs),
-            finish_reason=self._finish_reason,
-            stop_reason=self._stop_reason,
-            error=self._error,
+        wants_logprobs = self._request.params.logprobs is not None
+        outputs = tuple(
+            CompletionOutput(
+                index=index,
+                text="".join(one.text),
+                token_ids=tuple(one.token_ids),
+                logprobs=tuple(one.logprobs) if wants_logprobs else None,
+                finish_reason=one.finish_reason,
+                stop_reason=one.stop_reason,
+                error=one.error,
+            )
+            for index, one in enumerate(self._completions)
         )
         return RequestOutput(
             request_id=self._request.request_id,
             prompt=self._request.prompt,
             prompt_token_ids=self._request.prompt_token_ids,
-            outputs=(completion,),
-            finished=self._finish_reason is not None,
+            outputs=outputs,
+            finished=all(one.finish_reason is not None for one in self._completions),
             num_cached_tokens=self._num_cached_tokens,
             metrics=self._request.metrics,
         )

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
-import random
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import OnnxportError, RequestError
+from onnxport.errors import OnnxportError, OverloadedError, RequestError
 from onnxport.kv.pool import BlockPool
 from onnxport.providers.base import Capabilities, Model
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.config import EngineConfig
-from onnxport.serving.limits import max_total_tokens, token_array
+from onnxport.serving.draft import StepPlan
+from onnxport.serving.events import EventKind, FinishedRecord, Listener, RequestEvent, StepRecord
+from onnxport.serving.intake import Intake
+from onnxport.serving.offload import open_offloader
 from onnxport.serving.outputs import (
     FINISH_REASONS,
     CompletionDelta,
@@ -24,7 +28,7 @@ from onnxport.serving.outputs import (
     Logprob,
     TokenLogprobs,
 )
-from onnxport.serving.params import SamplingParams
+from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import (
     RowLogprobs,
@@ -34,11 +38,14 @@ from onnxport.serving.sampler import (
     sample_greedy,
     uniform,
 )
-from onnxport.serving.scheduler import Scheduler, StepPlan
-from onnxport.serving.text import TextStream
+from onnxport.serving.scheduler import Scheduler
 from onnxport.serving.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+NOT_FINITE = "the model's logits are not finite numbers"
+MOST_RETRY_S = 60.0
+FORGOTTEN_DEADLINES = 64  # of requests that have ended, before they are swept out
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         config: EngineConfig | None = None,
         eos_token_ids: frozenset[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take over `model`; `close` closes it.
 
@@ -82,6 +90,10 @@ class Engine:
             tokenizer: None serves token ids only: no text comes out and no stop strings go in.
             config: the limits; None for the defaults.
             eos_token_ids: tokens that end a generation; None takes the tokenizer's.
+            clock: the time in seconds, of which deadlines and events are told.
+
+        Raises:
+            OnnxportError: the folder for K/V blocks cannot be used.
         """
         config = config or EngineConfig()
         if eos_token_ids is None:
@@ -90,12 +102,24 @@ class Engine:
         rows = min(config.max_num_seqs, limits.max_batch_rows or config.max_num_seqs)
         self.config = config
         self.tokenizer = tokenizer
+        self._clock = clock
         self._model = model
         self._eos_token_ids = eos_token_ids
+        self._intake = Intake(limits, config, rows, tokenizer, eos_token_ids)
         self._pool = BlockPool(limits.num_blocks, limits.block_size)
-        self._scheduler = Scheduler(self._pool, rows, config.max_num_batched_tokens)
+        self._scheduler = Scheduler(
+            self._pool, rows, config.max_num_batched_tokens, config.scheduling_policy
+        )
         self._packer = BatchPacker(rows, config.max_num_batched_tokens)
-        self._seeds = random.Random(config.seed)
+        self._offloader = open_offloader(model, self._pool, config, clock)
+        self._listeners: list[Listener] = []
+        self._requests: dict[str, list[Request]] = {}  # unfinished sequences by request
+        self._deadlines: list[
+            tuple[float, tuple[int, int, int], tuple[Request, ...]]
+        ] = []  # a heap
+        self._suspects: list[frozenset[Request]] = []  # of a step that failed, in groups
+        self._gap_s: float | None = None  # mean time between two requests that end
+        self._last_end_s: float | None = None
         self._closed = False
         self._num_steps = 0
         self._num_failed_steps = 0
@@ -113,11 +137,26 @@ class Engine:
         """Whether any request is unfinished."""
         return self._scheduler.has_work
 
+    @property
+    def num_queued(self) -> int:
+        """Requests that have not begun; at most `max_queued_requests`."""
+        return self._scheduler.num_queued
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more request would be refused."""
+        return self._scheduler.num_queued >= self.config.max_queued_requests
+
+    def add_listener(self, listener: Listener) -> None:
+        """Tell `listener` from now on what happens; not while the engine runs elsewhere."""
+        self._listeners.append(listener)
+
     def prepare(
         self,
         request_id: str,
         prompt: str | Sequence[int],
         params: SamplingParams,
+        options: RequestOptions | None = None,
     ) -> Request:
         """Tokenize and check a request; schedules nothing. Safe to call from any thread.
 
@@ -125,79 +164,71 @@ class Engine:
             request_id: names the request; unique among the unfinished ones.
             prompt: text, to which the tokenizer adds its special tokens, or token ids.
             params: how to decode.
+            options: how to treat it; None for the defaults.
 
         Raises:
-            RequestError: the prompt is empty or holds a token that the model does not know, or
-                the request needs text and there is no tokenizer.
+            RequestError: the prompt is empty or holds a token that the model does not know, the
+                request needs text and there is no tokenizer, it asks for more completions than
+                run at once, or for a priority where there are none.
             CapacityError: prompt and max_tokens do not fit the context or the KV cache.
         """
-        if self.tokenizer is None and (isinstance(prompt, str) or params.stop):
-            what = "a text prompt" if isinstance(prompt, str) else "a stop string"
-            param = "prompt" if isinstance(prompt, str) else "stop"
-            raise RequestError(f"{what} needs a tokenizer and this engine has none", param)
-        text = prompt if isinstance(prompt, str) else None
-        given = self.tokenizer.encode(text) if self.tokenizer and text is not None else prompt
-        assert not isinstance(given, str)
-        ids = token_array(given, self.capabilities.vocab_size)
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self._eos_token_ids
-        pieces = self.tokenizer.detokenizer(ids) if self.tokenizer else None
-        return Request(
-            request_id,
-            text,
-            ids,
-            params,
-            max_total_tokens=max_total_tokens(len(ids), params.max_tokens, self.capabilities),
-            stop_token_ids=stop_ids,
-            seed=self._seeds.getrandbits(64) if params.seed is None else params.seed,
-            arrival_time_s=time.monotonic(),
-            text=TextStream(pieces, params.stop) if pieces else None,
-        )
+        options = options or RequestOptions()
+        return self._intake.request(request_id, prompt, params, options, self._clock)
 
     def submit(self, request: Request) -> None:
         """Queue a prepared request.
 
         Raises:
             RequestError: an unfinished request has this id.
+            OverloadedError: `max_queued_requests` requests wait already.
             OnnxportError: the engine is closed.
         """
         if self._closed:
             raise OnnxportError("the engine is closed and takes no more requests")
-        if self._scheduler.find(request.request_id) is not None:
+        if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
+        if self.is_full:
+            raise self.overload()
         self._scheduler.submit(request)
+        self._requests[request.request_id] = [request, *request.siblings]
         self._prompt_tokens += request.num_prompt_tokens
+        if request.deadline_s < math.inf:
+            group = (request, *request.siblings)
+            heapq.heappush(self._deadlines, (request.deadline_s, request.rank, group))
+            if len(self._deadlines) > 2 * len(self._requests) + FORGOTTEN_DEADLINES:
+                self._deadlines = [one for one in self._deadlines if _is_unfinished(one[2])]
+                heapq.heapify(self._deadlines)
+        self._tell("queued", request, request.times.arrival_s)
 
-    def abort(self, request_id: str) -> CompletionDelta | None:
-        """End a request now; returns its last delta, None if no such request is unfinished."""
-        request = self._scheduler.find(request_id)
-        return None if request is None else self._end(request, "abort")
+    def overload(self) -> OverloadedError:
+        """Return the error for a request that finds the queue full."""
+        retry_after_s = min(MOST_RETRY_S, max(1.0, self._gap_s or 1.0))
+        return OverloadedError(
+            f"{self.config.max_queued_requests} requests are waiting already, which is all that "
+            f"max_queued_requests allows; send the request again in {math.ceil(retry_after_s)} s",
+            retry_after_s,
+        )
+
+    def abort(self, request_id: str) -> list[CompletionDelta]:
+        """End a request now; returns the last deltas of its sequences, none if it is unknown."""
+        return self._end_all(self._requests.get(request_id, ()), "abort")
 
     def step(self) -> list[CompletionDelta]:
-        """Compute one batch; returns what it added to each request.
+        """Compute one batch; returns what it added to each sequence.
 
-        A request is in the result when it got a token or ended. When the model or the sampler
-        fails, the step leaves no trace, its requests end with "error" and the engine goes on.
+        A sequence is in the result when it got a token or ended. When the model or the sampler
+        fails, the step leaves no trace. Its requests are then tried in halves, until the one that
+        makes it fail is alone: that one ends with "error", and all others go on.
         """
-        plan = self._scheduler.plan()
-        if not plan.requests:
-            return []
-        reservation = self._scheduler.reserve(plan)
-        try:
-            logits = self._model.run(self._packer.pack(plan))
-            sampled = self._sample(plan, logits)
-        except BaseException as error:
-            self._scheduler.rollback(reservation)
-            if not isinstance(error, Exception):
-                raise
-            return self._fail(plan, error)
-        self._scheduler.commit(plan)
-        self._num_steps += 1
-        return self._deliver(plan, sampled)
+        deltas = self._expire()
+        loading = self._offloader.load(self._scheduler) if self._offloader else set()
+        plan = self._next_plan(loading)
+        return deltas + self._execute(plan) if plan.requests else deltas
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
+        offloader = self._offloader
+        store = offloader.store if offloader else None
         return EngineStats(
             num_requests_running=self._scheduler.num_running,
             num_requests_waiting=self._scheduler.num_waiting,
@@ -208,62 +239,177 @@ class Engine:
             num_preemptions=self._scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            prefix_cache_queries=self._scheduler.num_looked_up,
+            prefix_cache_hits=self._scheduler.num_found,
+            num_cached_blocks=self._pool.num_cached,
+            host_tier_bytes=store.host_bytes if store else 0,
+            disk_tier_bytes=store.disk_bytes if store else 0,
+            num_blocks_saved=offloader.num_saved if offloader else 0,
+            num_blocks_loaded=offloader.num_loaded if offloader else 0,
+            num_tier_errors=offloader.num_errors if offloader else 0,
             finished=dict(self._finished),
         )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what the pool has cached; host memory and disk keep theirs."""
+        self._pool.reset_cache()
 
     def check(self) -> None:
         """Assert the invariants of requests and blocks (for tests)."""
         self._scheduler.check()
+        running = {request for request in self._scheduler.requests() if request.running}
+        known = {one for group in self._requests.values() for one in group}
+        waiting = {one for request in self._scheduler.requests() for one in request.siblings}
+        assert known == running | waiting | {*self._scheduler.requests()}
 
     def close(self) -> list[CompletionDelta]:
-        """Abort every unfinished request and close the model. Idempotent."""
-        deltas = [self._end(request, "abort") for request in list(self._scheduler.requests())]
+        """Abort every unfinished request, save what is cached, free the model. Idempotent."""
+        groups = list(self._requests.values())
+        deltas = [delta for group in groups for delta in self._end_all(group, "abort")]
+        if self._offloader and not self._closed:
+            self._offloader.close()
         self._closed = True
         self._model.close()
         return deltas
 
-    def _sample(self, plan: StepPlan, logits: NDArray[np.float32]) -> Sampled:
-        """Sample the rows that reached their last token; the result is in their order."""
-        requests = [plan.requests[row] for row in plan.sampled]
-        if not requests:
-            return Sampled([], None, ())
-        if all(request.plain for request in requests):
-            return sample_greedy(logits)
-        return sample(logits, [row_params(request) for request in requests])
+    # A step.
+
+    def _expire(self) -> list[CompletionDelta]:
+        """End the requests whose time is up."""
+        deltas: list[CompletionDelta] = []
+        if self._deadlines:
+            now = self._clock()
+            while self._deadlines and self._deadlines[0][0] <= now:
+                for request in heapq.heappop(self._deadlines)[2]:
+                    if request.finish_reason is None:
+                        deltas += self._end(request, "timeout")
+        return deltas
+
+    def _next_plan(self, loading: Collection[Request]) -> StepPlan:
+        """Plan the next step: with suspects of a failed one alone, as long as there are any."""
+        while self._suspects:
+            plan = self._scheduler.plan(self._suspects.pop(), loading)
+            if plan.requests:
+                return plan
+        return self._scheduler.plan(None, loading)
+
+    def _execute(self, plan: StepPlan) -> list[CompletionDelta]:
+        start_s = self._clock()
+        reservation = self._scheduler.reserve(plan)
+        for request in plan.preempted:
+            self._tell("preempted", request, start_s)
+        try:
+            if self._offloader and reservation.evictions:
+                self._offloader.save(reservation.evictions, self._scheduler)
+            if reservation.copies:
+                sources, targets = zip(*reservation.copies, strict=True)
+                self._model.copy_blocks(sources, targets)
+            logits = self._model.run(self._packer.pack(plan))
+            sequences = [one for row in plan.sampled for one in _with_siblings(plan.requests[row])]
+            sampled, failures = self._sample(plan, sequences, logits)
+        except BaseException as error:
+            self._scheduler.rollback(reservation)
+            if not isinstance(error, Exception):
+                raise
+            return self._fail(plan, error)
+        self._note_starts(plan, start_s)
+        self._scheduler.commit(plan, reservation)
+        self._num_steps += 1
+        now = self._clock()
+        deltas, gaps = self._deliver(sequences, sampled, failures, now)
+        if self._offloader:
+            self._offloader.costs.note_step(now - start_s, plan.num_tokens)
+        num_sampled = len(sequences) - len(failures)
+        record = StepRecord(
+            start_s, now, len(plan.requests), plan.num_tokens, num_sampled, tuple(gaps)
+        )
+        for listener in self._listeners:
+            listener.on_step(record)
+        return deltas
+
+    def _sample(
+        self, plan: StepPlan, sequences: list[Request], logits: NDArray[np.float32]
+    ) -> tuple[Sampled, dict[int, str]]:
+        """Sample the rows that reached their last token.
+
+        Returns:
+            One token for each of `sequences`, and by number why some have none.
+        """
+        if not sequences:
+            return Sampled([], None, ()), {}
+        if len(sequences) > len(plan.sampled):
+            numbers = [plan.requests[row].num_rows for row in plan.sampled]
+            logits = np.repeat(logits, numbers, axis=0)
+        try:
+            sampled = _sample(sequences, logits)
+        except Exception as error:
+            logger.error("sampling failed; its rows are tried one by one", exc_info=error)
+            return _sample_one_by_one(sequences, logits)
+        return sampled, dict.fromkeys(sampled.invalid, NOT_FINITE)
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[CompletionDelta]:
-        logger.error("a step of %d requests failed", len(plan.requests), exc_info=error)
+        """Nothing was computed: look for the request that made the step fail."""
         self._num_failed_steps += 1
-        message = f"{type(error).__name__}: {error}"
-        return [self._end(request, "error", error=message) for request in plan.requests]
+        requests = plan.requests
+        if len(requests) > 1:
+            logger.warning("a step of %d requests failed: %s", len(requests), error)
+            half = len(requests) // 2
+            self._suspects += [frozenset(requests[half:]), frozenset(requests[:half])]
+            return []
+        logger.error("request %s failed", requests[0].request_id, exc_info=error)
+        return self._end(requests[0], "error", error=f"{type(error).__name__}: {error}")
 
-    def _deliver(self, plan: StepPlan, sampled: Sampled) -> list[CompletionDelta]:
-        """Append the sampled tokens and end the requests that are done."""
-        now = time.monotonic()
-        self._generation_tokens += len(sampled.token_ids) - len(sampled.invalid)
-        deltas = []
-        for index, row in enumerate(plan.sampled):
-            request = plan.requests[row]
-            if sampled.invalid and index in sampled.invalid:
-                message = "the model's logits are not finite numbers"
-                deltas.append(self._end(request, "error", error=message))
+    def _note_starts(self, plan: StepPlan, start_s: float) -> None:
+        """Note which requests this step starts, or lets go on after a preemption."""
+        for row, request in enumerate(plan.requests):
+            if not request.running:
+                if request.times.scheduled_s is None:
+                    request.times.scheduled_s = start_s
+                self._tell("scheduled", request, start_s)
+            if request.siblings and row in plan.sampled:
+                for one in request.siblings:
+                    one.times.scheduled_s = start_s
+                    self._tell("scheduled", one, start_s)
+
+    def _deliver(
+        self,
+        sequences: list[Request],
+        sampled: Sampled,
+        failures: Mapping[int, str],
+        now_s: float,
+    ) -> tuple[list[CompletionDelta], list[float]]:
+        """Append the sampled tokens and end the sequences that are done.
+
+        Returns:
+            The deltas, and the times since the previous token of each that was not a first one.
+        """
+        self._generation_tokens += len(sequences) - len(failures)
+        deltas: list[CompletionDelta] = []
+        gaps: list[float] = []
+        for index, request in enumerate(sequences):
+            if failures and index in failures:
+                self._scheduler.distrust(request)
+                deltas += self._end(request, "error", error=failures[index])
                 continue
+            if request.times.last_token_s is not None:
+                gaps.append(now_s - request.times.last_token_s)
             logprobs = sampled.logprobs[index] if sampled.logprobs else None
             try:
-                deltas.append(self._append(request, sampled.token_ids[index], logprobs, now))
+                deltas += self._append(request, sampled.token_ids[index], logprobs, now_s)
             except Exception as error:
                 logger.error("request %s failed", request.request_id, exc_info=error)
-                message = f"{type(error).__name__}: {error}"
-                deltas.append(self._end(request, "error", error=message))
-        return deltas
+                deltas += self._end(request, "error", error=f"{type(error).__name__}: {error}")
+        return deltas, gaps
 
     def _append(
         self, request: Request, token_id: int, logprobs: RowLogprobs | None, now_s: float
-    ) -> CompletionDelta:
-        """Give a request its next token; ends it if this was the last."""
+    ) -> list[CompletionDelta]:
+        """Give a sequence its next token; ends it if this was the last."""
         request.tokens.append(token_id)
-        if request.first_token_time_s is None:
-            request.first_token_time_s = now_s
+        request.times.last_token_s = now_s
+        if request.times.first_token_s is None:
+            request.times.first_token_s = now_s
+            self._tell("first_token", request, now_s)
         entry = None if logprobs is None else (self._token_logprobs(logprobs),)
         if token_id in request.stop_token_ids:
             reason = None if token_id in self._eos_token_ids else token_id
@@ -273,7 +419,27 @@ class Engine:
             return self._end(request, "stop", (token_id,), entry, text=text, stop_reason=stop)
         if len(request.tokens) >= request.max_total_tokens:
             return self._end(request, "length", (token_id,), entry, text=text)
-        return CompletionDelta(request.request_id, 0, text, (token_id,), entry, None)
+        return [
+            CompletionDelta(
+                request.request_id,
+                request.index,
+                text,
+                (token_id,),
+                entry,
+                None,
+                num_cached_tokens=request.num_cached_tokens,
+            )
+        ]
+
+    # Ends.
+
+    def _end_all(self, group: Sequence[Request], reason: FinishReason) -> list[CompletionDelta]:
+        """End all sequences of a request."""
+        deltas: list[CompletionDelta] = []
+        for request in list(group):
+            if request.finish_reason is None:
+                deltas += self._end(request, reason)
+        return deltas
 
     def _end(
         self,
@@ -285,8 +451,8 @@ class Engine:
         text: str = "",
         stop_reason: int | str | None = None,
         error: str | None = None,
-    ) -> CompletionDelta:
-        """End a request and free what it holds; the one place where requests end."""
+    ) -> list[CompletionDelta]:
+        """End a sequence, and siblings that still wait for it; the one place where they end."""
         cut = isinstance(stop_reason, str) or reason == "error"
         if request.text is not None and not cut:
             rest, stop = request.text.finish()
@@ -294,12 +460,64 @@ class Engine:
             if stop is not None:
                 reason, stop_reason = "stop", stop
         self._scheduler.finish(request, reason)
-        request.finished_time_s = time.monotonic()
+        now = self._clock()
+        deltas = []
+        for one in _with_siblings(request):
+            first = one is request
+            deltas.append(
+                CompletionDelta(
+                    request_id=one.request_id,
+                    index=one.index,
+                    text=text if first else "",
+                    token_ids=token_ids if first else (),
+                    logprobs=logprobs if first else None,
+                    finish_reason=reason,
+                    stop_reason=stop_reason if first else None,
+                    num_cached_tokens=one.num_cached_tokens,
+                    error=error,
+                )
+            )
+            self._forget(one, reason, now)
+        return deltas
+
+    def _forget(self, request: Request, reason: FinishReason, now_s: float) -> None:
+        """Let go of a sequence that has ended."""
+        request.times.finished_s = now_s
         request.text = None
         self._finished[reason] += 1
-        return CompletionDelta(
-            request.request_id, 0, text, token_ids, logprobs, reason, stop_reason, error=error
-        )
+        group = self._requests[request.request_id]
+        group.remove(request)
+        if not group:
+            del self._requests[request.request_id]
+        if self._last_end_s is not None:
+            gap = now_s - self._last_end_s
+            self._gap_s = gap if self._gap_s is None else 0.9 * self._gap_s + 0.1 * gap
+        self._last_end_s = now_s
+        if self._listeners:
+            record = FinishedRecord(
+                reason=reason,
+                metrics=request.metrics,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_output_tokens=request.num_output_tokens,
+                num_cached_tokens=request.num_cached_tokens,
+                num_preemptions=request.num_preemptions,
+                max_tokens=request.params.max_tokens,
+                n=request.params.n,
+            )
+            self._tell("finished", request, now_s, record)
+
+    def _tell(
+        self,
+        kind: EventKind,
+        request: Request,
+        time_s: float,
+        finished: FinishedRecord | None = None,
+    ) -> None:
+        """Tell the listeners."""
+        if self._listeners:
+            event = RequestEvent(kind, request.request_id, request.index, time_s, finished)
+            for listener in self._listeners:
+                listener.on_request(event)
 
     def _token_logprobs(self, row: RowLogprobs) -> TokenLogprobs:
         """Return the logprobs of one position, the likeliest tokens first."""
@@ -316,10 +534,46 @@ class Engine:
 def row_params(request: Request) -> RowParams:
     """Return how to sample the next token of `request`."""
     params = request.params
+    position = len(request.tokens)
     return RowParams(
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
-        uniform=0.0 if params.greedy else uniform(request.seed, len(request.tokens)),
+        uniform=0.0 if params.greedy else uniform(request.seed, position),
         num_logprobs=params.logprobs,
     )
+
+
+def _with_siblings(request: Request) -> tuple[Request, ...]:
+    """Return a sequence and those that wait to fork from it."""
+    return (request, *request.siblings)
+
+
+def _is_unfinished(group: Sequence[Request]) -> bool:
+    return any(request.finish_reason is None for request in group)
+
+
+def _sample(sequences: Sequence[Request], logits: NDArray[np.float32]) -> Sampled:
+    if all(request.plain for request in sequences):
+        return sample_greedy(logits)
+    return sample(logits, [row_params(request) for request in sequences])
+
+
+def _sample_one_by_one(
+    sequences: Sequence[Request], logits: NDArray[np.float32]
+) -> tuple[Sampled, dict[int, str]]:
+    """Sample each sequence by itself, so that the one that cannot be sampled fails alone."""
+    tokens: list[int] = []
+    logprobs: list[RowLogprobs | None] = []
+    failures: dict[int, str] = {}
+    for index, request in enumerate(sequences):
+        try:
+            one = _sample([request], logits[index : index + 1])
+        except Exception as error:
+            one = Sampled([0], None, ())
+            failures[index] = f"{type(error).__name__}: {error}"
+        if one.invalid:
+            failures[index] = NOT_FINITE
+        tokens += one.token_ids
+        logprobs += one.logprobs or [None]
+    return Sampled(tokens, logprobs, tuple(failures)), failures

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, cast
+from typing import Any, Self, TypedDict, TypeVar, Unpack, cast
 
 from onnxport.errors import RequestError
 from onnxport.providers.base import Attention, Capabilities, LoadOptions
 from onnxport.serving.chat import ChatTemplate, Message, Tool
 from onnxport.serving.collect import OutputCollector
-from onnxport.serving.config import EngineConfig
+from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
 from onnxport.serving.engine import Engine
 from onnxport.serving.loading import open_engine
 from onnxport.serving.outputs import RequestOutput
-from onnxport.serving.params import SamplingParams
+from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.tokenizer import Tokenizer
 
@@ -35,6 +36,19 @@ class TokensPrompt(TypedDict):
 
 Prompt = str | TextPrompt | TokensPrompt
 DEFAULTS = EngineConfig()
+T = TypeVar("T")
+
+
+class EngineOptions(TypedDict, total=False):
+    """The further fields of `EngineConfig`."""
+
+    max_queued_requests: int
+    scheduling_policy: SchedulingPolicy
+    enable_prefix_caching: bool
+    preemption: Preemption
+    kv_host_memory: int
+    kv_disk: Path | None
+    kv_disk_bytes: int
 
 
 class LLM:
@@ -61,6 +75,8 @@ class LLM:
         attention: Attention | None = None,
         matmul_accuracy_level: int | None = None,
         seed: int | None = None,
+        kv_memory: int | float | None = None,
+        **limits: Unpack[EngineOptions],
     ) -> None:
         """Load an artifact.
 
@@ -78,14 +94,18 @@ class LLM:
             matmul_accuracy_level: of quantized products: 1 computes in fp32, 4 in int8; None: the
                 provider's choice.
             seed: makes requests without a seed of their own reproducible.
+            kv_memory: size of the KV cache instead of `kv_cache_tokens`: bytes (int), or a share of
+                the memory that the weights leave free (float); None: 0.4.
+            limits: more limits of the engine, by the names of `EngineConfig`.
 
         Raises:
             OnnxportError: the artifact, the provider or the sizes do not fit; see `open_engine`.
         """
-        config = EngineConfig(max_num_seqs, max_num_batched_tokens, seed)
+        config = EngineConfig(max_num_seqs, max_num_batched_tokens, seed, **limits)
         options = LoadOptions(
             threads=threads,
             kv_cache_tokens=kv_cache_tokens,
+            kv_memory=kv_memory,
             kv_cache_dtype=kv_cache_dtype,
             block_size=block_size,
             max_model_len=max_model_len,
@@ -117,6 +137,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete every prompt; the outputs are in the order of the prompts.
@@ -127,6 +148,7 @@ class LLM:
         Args:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list of these.
             sampling_params: for all prompts, or one for each; None for the defaults.
+            options: priority, tenant and the like, for all prompts, or one for each.
             use_tqdm: show a progress bar.
 
         Raises:
@@ -135,10 +157,11 @@ class LLM:
         """
         one = isinstance(prompts, str | Mapping)
         listed = [cast(Prompt, prompts)] if one else list(cast("Sequence[Prompt]", prompts))
-        params = _one_for_each(sampling_params, len(listed))
+        params = _one_for_each(sampling_params, SamplingParams(), len(listed), "sampling_params")
+        treated = _one_for_each(options, RequestOptions(), len(listed), "options")
         requests = [
-            self._engine.prepare(self._next_id(), _text_or_ids(prompt), each)
-            for prompt, each in zip(listed, params, strict=True)
+            self._engine.prepare(self._next_id(), _text_or_ids(prompt), each, how)
+            for prompt, each, how in zip(listed, params, treated, strict=True)
         ]
         return self._run(requests, use_tqdm=use_tqdm)
 
@@ -171,7 +194,8 @@ class LLM:
         one = bool(messages) and isinstance(messages[0], Mapping)
         listed = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         requests = []
-        for chat, params in zip(listed, _one_for_each(sampling_params, len(listed)), strict=True):
+        each = _one_for_each(sampling_params, SamplingParams(), len(listed), "sampling_params")
+        for chat, params in zip(listed, each, strict=True):
             text = self._template.render(chat, tools, add_generation_prompt)
             ids = tokenizer.encode(text, add_special_tokens=False)
             request = self._engine.prepare(self._next_id(), ids, params)
@@ -203,13 +227,17 @@ class LLM:
         return str(next(self._numbers))
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
-        """Run the requests to their ends; an interruption aborts them."""
+        """Run the requests to their ends; an interruption aborts them.
+
+        They are submitted as the queue has room for them.
+        """
         collectors = {request.request_id: OutputCollector(request) for request in requests}
-        progress = _progress(len(requests), use_tqdm)
+        progress = _progress(sum(request.params.n for request in requests), use_tqdm)
+        coming = deque(requests)
         try:
-            for request in requests:
-                self._engine.submit(request)
-            while self._engine.has_work:
+            while coming or self._engine.has_work:
+                while coming and not self._engine.is_full:
+                    self._engine.submit(coming.popleft())
                 for delta in self._engine.step():
                     collectors[delta.request_id].add(delta)
                     if delta.finish_reason is not None:
@@ -235,18 +263,16 @@ def _text_or_ids(prompt: Prompt) -> str | list[int]:
     )
 
 
-def _one_for_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, number: int
-) -> Sequence[SamplingParams]:
-    """Return `number` sampling parameters."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * number
-    if len(params) != number:
+def _one_for_each(given: T | Sequence[T] | None, default: T, number: int, name: str) -> Sequence[T]:
+    """Return `number` values: those given, or one for all."""
+    if given is None or isinstance(given, type(default)):
+        return [default if given is None else given] * number
+    several = cast("Sequence[T]", given)
+    if len(several) != number:
         raise RequestError(
-            f"{len(params)} sampling parameters for {number} prompts; give one, or one for each",
-            "sampling_params",
+            f"{len(several)} {name} for {number} prompts; give one, or one for each", name
         )
-    return params
+    return several
 
 
 def _progress(total: int, show: bool) -> Callable[[], object]:

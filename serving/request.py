@@ -1,83 +1,136 @@
-"""One request inside the engine."""
+"""One sequence of a request inside the engine."""
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Sequence
+from dataclasses import dataclass
 
+from onnxport.kv.prefix import KeyChain
 from onnxport.kv.table import BlockTable
 from onnxport.serving.outputs import FinishReason, RequestMetrics
-from onnxport.serving.params import SamplingParams
+from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.text import TextStream
 
 TOKEN_ID_TYPECODE = "q"  # 64 bits: the contract's int64, so tokens are copied without converting
 
 
+@dataclass(slots=True)
+class RequestTimes:
+    """When things happened, on `time.monotonic`'s clock; None: not yet."""
+
+    arrival_s: float
+    scheduled_s: float | None = None  # the first time
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+
+
 class Request:
-    """The state of one accepted request; belongs to the engine's thread.
+    """The state of one accepted sequence; belongs to the engine's thread.
 
     All that is left to compute is `num_new = num_tokens - num_computed_tokens`: prefill, a chunk
     of it, decoding one token and starting over after a preemption are the same.
 
+    A request for `n` completions is `n` sequences. The first computes the prompt; the others wait
+    in its `siblings` and fork from it when it samples its first token.
+
     Attributes:
+        index: which completion of the request.
         tokens: the prompt and every token sampled so far, int64.
         num_computed_tokens: leading tokens whose K/V are in the cache.
-        max_total_tokens: `len(tokens)` at which the request ends with "length".
+        num_cached_tokens: prompt tokens that were found in the cache at the first attempt.
+        max_total_tokens: `len(tokens)` at which the sequence ends with "length".
         table: the KV blocks of `tokens[:num_computed_tokens]`, and of a step in flight.
+        keys: names the content of the blocks; None without prefix caching.
+        forked: whether the last block may be another sequence's too.
+        running: whether it holds rows of the step; else it waits. The scheduler's own.
+        rank: priority, then order of arrival: the last one yields first. The scheduler's own.
+        tenant: whose turn it is served in. The scheduler's own.
+        deadline_s: when the request ends unless it has before; infinite without a timeout.
         text: turns tokens into text and finds stop strings; None without a tokenizer.
-        finish_reason: None until the request ends; set once.
+        finish_reason: None until the sequence ends; set once.
     """
 
     __slots__ = (
-        "arrival_time_s",
+        "deadline_s",
         "finish_reason",
-        "finished_time_s",
-        "first_token_time_s",
+        "forked",
+        "index",
+        "keys",
         "max_total_tokens",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "options",
         "params",
         "plain",
         "prompt",
+        "rank",
         "request_id",
+        "running",
         "seed",
+        "siblings",
         "stop_token_ids",
         "table",
+        "tenant",
         "text",
+        "times",
         "tokens",
     )
 
     def __init__(
         self,
         request_id: str,
-        prompt: str | None,
-        prompt_token_ids: Sequence[int],
+        tokens: array[int],
         params: SamplingParams,
         *,
         max_total_tokens: int,
-        stop_token_ids: frozenset[int],
-        seed: int,
-        arrival_time_s: float,
-        text: TextStream | None,
+        options: RequestOptions | None = None,
+        index: int = 0,
+        prompt: str | None = None,
+        stop_token_ids: frozenset[int] = frozenset(),
+        seed: int = 0,
+        arrival_time_s: float = 0.0,
+        keys: KeyChain | None = None,
+        text: TextStream | None = None,
     ) -> None:
         self.request_id = request_id
+        self.index = index
         self.prompt = prompt
         self.params = params
+        self.options = options or RequestOptions()
         self.plain = params.greedy and params.logprobs is None
-        self.tokens = array(TOKEN_ID_TYPECODE, prompt_token_ids)
-        self.num_prompt_tokens = len(self.tokens)
+        self.tokens = tokens
+        self.num_prompt_tokens = len(tokens)
         self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.max_total_tokens = max_total_tokens
         self.stop_token_ids = stop_token_ids
         self.seed = seed
         self.table = BlockTable()
+        self.keys = keys
+        self.forked = False
+        self.siblings: tuple[Request, ...] = ()
+        self.running = False
+        self.rank: tuple[int, int, int] = (0, 0, index)
+        self.tenant = ""
+        timeout_s = self.options.timeout_s
+        self.deadline_s = math.inf if timeout_s is None else arrival_time_s + timeout_s
         self.text = text
         self.finish_reason: FinishReason | None = None
-        self.arrival_time_s = arrival_time_s
-        self.first_token_time_s: float | None = None
-        self.finished_time_s: float | None = None
+        self.times = RequestTimes(arrival_time_s)
+
+    def __repr__(self) -> str:
+        progress = f"{self.num_computed_tokens}/{len(self.tokens)}"
+        return f"<Request {self.request_id}-{self.index} {progress}>"
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a step that it needs, now or when its siblings fork from it."""
+        return 1 + len(self.siblings)
 
     @property
     def num_output_tokens(self) -> int:
@@ -92,4 +145,11 @@ class Request:
     @property
     def metrics(self) -> RequestMetrics:
         """The request's times so far."""
-        return RequestMetrics(self.arrival_time_s, self.first_token_time_s, self.finished_time_s)
+        times = self.times
+        return RequestMetrics(
+            times.arrival_s,
+            times.scheduled_s,
+            times.first_token_s,
+            times.last_token_s,
+            times.finished_s,
+        )

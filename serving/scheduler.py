@@ -5,101 +5,87 @@ A step is a transaction. `plan` looks and changes nothing; `reserve` takes the b
 
 The policy:
 
-* One rule, `num_new = num_tokens - num_computed_tokens`, covers prefill, chunked prefill,
-  decoding and starting over after a preemption.
-* Requests that need a single token go first, oldest first; what is left of the token budget goes
-  to the longer ones, oldest first, and then to waiting requests, in the order of arrival. As
-  every running request holds one of `max_num_seqs` rows, a prefill always gets at least
-  `max_num_batched_tokens - max_num_seqs + 1` tokens a step: decoding cannot starve it.
-* A waiting request is admitted when free blocks hold all its tokens beside what the running
-  prefills have still to take, so blocks run out only by decoding.
-* When they do, the newest running request is preempted: its blocks are released, its tokens kept,
-  and it waits, before all others, to compute them again. The oldest running request is never
-  preempted and, as `submit` accepts only what fits the whole pool, always gets on.
+* One rule, `num_new = num_tokens - num_computed_tokens`, covers prefill, chunked prefill, prefix
+  hits, decoding and starting over after a preemption.
+* Running requests that need a single token come first: every one of them, in every step. What is
+  left of the token budget goes to prompts: by priority, then tenant by tenant in turns, then by
+  deadline, then in the order of arrival. As every running request holds one of `max_num_seqs`
+  rows, prompts get at least `max_num_batched_tokens - max_num_seqs + 1` tokens a step.
+* Whatever is in the cache is not computed. What another row is computing in this step is not
+  computed either: a request whose next block is on its way lets this step pass, and finds it in
+  the next one. Nothing links the two requests: if the first one is gone, the second goes on.
+* A waiting request starts when free blocks hold all its tokens beside what prompts that have begun
+  have still to take, so blocks run out only by decoding. A request that has to wait for room
+  keeps all that come after it waiting too.
+* When blocks run out, the newest of the lowest-priority running requests yields: its blocks are
+  released, its tokens kept, and it waits to go on. Running requests of a lower priority also
+  yield to the first waiting request when that makes room for it. The first in rank never yields
+  and, as `submit` accepts only what fits the whole pool, always gets on.
+
+What follows, for requests of one priority: with B tokens a step and R rows, a running request
+gets a token every step, and no step has more than B tokens. With P tokens of prompts ahead of a
+request that has a row, its own prompt of L tokens is computed after at most (P + L) / (B - R + 1)
+steps, rounded up. Under "fair", P counts at most one quantum of every other tenant for each
+quantum of the request's own tenant, and what other requests of that tenant have before it.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain, count
 
+from sortedcontainers import SortedKeyList
+
+from onnxport.kv import table as kv
 from onnxport.kv.pool import BlockPool
-from onnxport.kv.table import Reservation, blocks_for, release_tail, reserve, rollback
+from onnxport.kv.table import Claim, Reservation, blocks_for, release_tail
+from onnxport.serving.config import SchedulingPolicy
+from onnxport.serving.draft import Draft, StepPlan
 from onnxport.serving.outputs import FinishReason
 from onnxport.serving.request import Request
+from onnxport.serving.shares import Shares
+from onnxport.serving.waiting import WaitingQueue
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step does; row `i` of the batch is `requests[i]`."""
+class _Lane:
+    """The prompts of one tenant and priority, as a plan goes through them."""
 
-    requests: tuple[Request, ...]
-    num_past: tuple[int, ...]  # tokens of each row that are in the cache already
-    num_new: tuple[int, ...]  # tokens of each row to compute, >= 1
-    num_new_blocks: tuple[int, ...]  # blocks each row takes for them
-    sampled: tuple[int, ...]  # rows that reach their last token, and so sample the next one
-    preempted: tuple[Request, ...]  # running requests that give their blocks back, newest first
+    __slots__ = ("requests", "row")
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes."""
-        return sum(self.num_new)
-
-
-class _Draft:
-    """A plan being made: columns that grow and numbers that count down; no request is touched."""
-
-    __slots__ = ("budget", "free", "num_new", "num_new_blocks", "preempted", "requests", "sampled")
-
-    def __init__(self, budget_tokens: int, free_blocks: int) -> None:
-        self.budget = budget_tokens
-        self.free = free_blocks
-        self.requests: list[Request] = []
-        self.num_new: list[int] = []
-        self.num_new_blocks: list[int] = []
-        self.sampled: list[int] = []
-        self.preempted: list[Request] = []
-
-    def add(self, request: Request, num_new: int, num_blocks: int, *, sampled: bool) -> None:
-        if sampled:
-            self.sampled.append(len(self.requests))
-        self.requests.append(request)
-        self.num_new.append(num_new)
-        self.num_new_blocks.append(num_blocks)
-        self.budget -= num_new
-        self.free -= num_blocks
-
-    def freeze(self) -> StepPlan:
-        return StepPlan(
-            requests=tuple(self.requests),
-            num_past=tuple([request.num_computed_tokens for request in self.requests]),
-            num_new=tuple(self.num_new),
-            num_new_blocks=tuple(self.num_new_blocks),
-            sampled=tuple(self.sampled),
-            preempted=tuple(self.preempted),
-        )
-
-
-def fit_chunk(
-    num_past: int, pending: int, budget: int, held_blocks: int, free_blocks: int, block_size: int
-) -> int:
-    """How many of `pending` tokens fit both the token budget and the blocks, held and free."""
-    room = (held_blocks + free_blocks) * block_size - num_past
-    return min(pending, budget, room)
+    def __init__(self, requests: Iterator[Request]) -> None:
+        self.requests = requests
+        self.row: int | None = None  # of the prompt in hand
 
 
 class Scheduler:
     """Owns the waiting and the running requests and their blocks."""
 
-    def __init__(self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: SchedulingPolicy = "fcfs",
+    ) -> None:
         assert 1 <= max_num_seqs <= max_num_batched_tokens
         self._pool = pool
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
-        self._running: OrderedDict[str, Request] = OrderedDict()  # in order of admission
+        self._policy = policy
+        self._arrivals = count()
+        self._waiting = WaitingQueue()
+        self._running: SortedKeyList[Request, tuple[int, int, int]]
+        self._running = SortedKeyList(key=lambda request: request.rank)
+        self._num_rows = 0  # that the running requests hold
+        self._quantum = max(1, max_num_batched_tokens // 4)
+        self._shares: dict[int, Shares] = {}  # by priority
+        self._tenants: Counter[str] = Counter()  # their unfinished requests
+        self._swapped: set[bytes] = set()  # keys of the blocks of preempted requests
+        self.num_queued = 0  # requests that were never started
         self.num_preemptions = 0
+        self.num_looked_up = 0  # tokens of started requests
+        self.num_found = 0  # those of them that were in the cache
 
     @property
     def num_waiting(self) -> int:
@@ -108,44 +94,101 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a row."""
+        """Sequences that hold a row."""
         return len(self._running)
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self._running or self._waiting)
+        return bool(self._running or len(self._waiting))
 
     def requests(self) -> Iterator[Request]:
-        """Every unfinished request, the running ones first."""
-        yield from self._running.values()
-        yield from self._waiting.values()
+        """Every unfinished request, the running ones first; siblings that wait are left out."""
+        yield from self._running
+        yield from self._waiting
 
-    def find(self, request_id: str) -> Request | None:
-        """The unfinished request of this id."""
-        return self._running.get(request_id) or self._waiting.get(request_id)
+    def is_swapped(self, key: bytes) -> bool:
+        """Whether the block of this key was a request's that has yielded and waits to go on."""
+        return key in self._swapped
 
     def submit(self, request: Request) -> None:
-        """Queue a request; the caller has checked that the pool can hold it and its id is new."""
-        assert self.find(request.request_id) is None, f"{request.request_id} is here already"
-        self._waiting[request.request_id] = request
+        """Queue a request; the caller has checked that the pool can hold it."""
+        priority = 0 if self._policy == "fcfs" else request.options.priority
+        arrival = next(self._arrivals)
+        for one in (request, *request.siblings):
+            one.rank = (priority, arrival, one.index)
+            one.tenant = one.options.tenant if self._policy == "fair" else ""
+            self._tenants[one.tenant] += 1
+        self._waiting.add(request)
+        self.num_queued += 1
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request and free its blocks; the one place where requests end."""
-        assert request.finish_reason is None, f"{request.request_id} has ended already"
-        request.finish_reason = reason
-        queue = self._running if request.request_id in self._running else self._waiting
-        del queue[request.request_id]
-        release_tail(self._pool, request.table)
+        """End a request, and siblings that wait for it, and free its blocks.
 
-    def plan(self) -> StepPlan:
-        """Choose the next step; changes nothing. No requests: there is nothing to do."""
-        draft = _Draft(self._max_num_batched_tokens, self._pool.num_free)
-        prefills = self._plan_decodes(draft)
-        claimed_blocks = self._plan_prefills(draft, prefills)
-        if self._waiting and not draft.preempted:
-            self._plan_admissions(draft, claimed_blocks)
-        assert draft.requests or not self.has_work, "unfinished requests, and none can go on"
+        The one place where requests end.
+        """
+        if request.running:
+            self._running.remove(request)
+            self._num_rows -= request.num_rows
+        else:
+            self._waiting.remove(request)
+            self.num_queued -= request.num_preemptions == 0
+            self._unmark(request)
+        release_tail(self._pool, request.table)
+        for one in (request, *request.siblings):
+            assert one.finish_reason is None, f"{one} has ended already"
+            one.finish_reason = reason
+            self._tenants[one.tenant] -= 1
+        if not self._tenants[request.tenant]:
+            del self._tenants[request.tenant]
+            self._forget_tenant(request.tenant)
+
+    def distrust(self, request: Request) -> None:
+        """Hide what a request has computed from others; its K/V may be wrong."""
+        for block in request.table.blocks:
+            self._pool.unregister(block)
+
+    def next_in_line(self) -> Iterator[Request]:
+        """The waiting requests that rows are free for, more or less in the order of their start."""
+        rows = self._max_num_seqs - self._num_rows
+        for request in self._waiting:
+            rows -= request.num_rows
+            if rows < 0:
+                break
+            yield request
+
+    def hits(self, request: Request) -> tuple[int, ...]:
+        """The cached blocks that hold the next tokens of `request`.
+
+        At least one token is left to compute: the next one is sampled from its logits.
+        """
+        keys, block_size = request.keys, self._pool.block_size
+        start, partial = divmod(request.num_computed_tokens, block_size)
+        if keys is None or partial:
+            return ()
+        found = []
+        for index in range(start, min(len(keys), (len(request.tokens) - 1) // block_size)):
+            block = self._pool.find(keys.key(index))
+            if block is None:
+                break
+            found.append(block)
+        return tuple(found)
+
+    def plan(
+        self, only: Collection[Request] | None = None, loading: Collection[Request] = ()
+    ) -> StepPlan:
+        """Choose the next step; changes nothing. No requests: there is nothing to do.
+
+        Args:
+            only: requests that may take part; None for all.
+            loading: waiting requests whose K/V are on their way from elsewhere; they keep their
+                place and do not start.
+        """
+        draft = self._make_room(loading) if only is None else self._draft()
+        prefills = self._plan_decodes(draft, only)
+        self._plan_prompts(draft, prefills, only, loading)
+        stuck = not draft.requests and self.has_work and only is None and not loading
+        assert not stuck, "unfinished requests, and none can go on"
         return draft.freeze()
 
     def reserve(self, plan: StepPlan) -> Reservation:
@@ -153,94 +196,304 @@ class Scheduler:
 
         A preemption stays even if the step is rolled back: others may have overwritten its blocks.
         """
+        claims = []
+        for row, (request, num_new) in enumerate(
+            zip(plan.requests, plan.num_new_blocks, strict=True)
+        ):
+            if num_new or row in plan.shared or row in plan.copied:
+                shared = plan.shared.get(row, ())
+                claims.append(Claim(request.table, shared, num_new, row in plan.copied))
+        kv.share(self._pool, claims)
         for request in plan.preempted:
-            release_tail(self._pool, request.table)
-            request.num_computed_tokens = 0
-            request.num_preemptions += 1
-            del self._running[request.request_id]
-            self._waiting[request.request_id] = request
-            self._waiting.move_to_end(request.request_id, last=False)
-        self.num_preemptions += len(plan.preempted)
-        tables = [request.table for request in plan.requests]
-        return reserve(self._pool, tables, plan.num_new_blocks)
+            self._preempt(request)
+        return kv.reserve(self._pool, claims)
 
     def rollback(self, reservation: Reservation) -> None:
         """Give the step's blocks back; its requests are where they were."""
-        rollback(self._pool, reservation)
+        kv.rollback(self._pool, reservation)
 
-    def commit(self, plan: StepPlan) -> None:
+    def commit(self, plan: StepPlan, reservation: Reservation) -> None:
         """The step's tokens are in the cache now; requests it started are running."""
-        for request, num_new in zip(plan.requests, plan.num_new, strict=True):
-            if not request.num_computed_tokens and request.request_id in self._waiting:
-                self._running[request.request_id] = self._waiting.pop(request.request_id)
-            request.num_computed_tokens += num_new
+        kv.commit(self._pool, reservation)
+        block_size = self._pool.block_size
+        for row, request in enumerate(plan.requests):
+            num_past, num_new = plan.num_past[row], plan.num_new[row]
+            if row in plan.shared or not request.running:
+                self._note_hits(request, num_past)
+            if not request.running:
+                self._start(request)
+            total = num_past + num_new
+            request.num_computed_tokens = total
+            if total // block_size > num_past // block_size and request.keys is not None:
+                self._register(request, num_past // block_size, total // block_size)
+        for row in plan.sampled:
+            if plan.requests[row].siblings:
+                self._fork(plan.requests[row])
+        if self._policy == "fair":
+            self._settle(plan)
 
     def check(self) -> None:
         """Assert the invariants of requests and blocks (for tests; linear in everything)."""
-        self._pool.check(request.table.blocks for request in self.requests())
-        assert len(self._running) <= self._max_num_seqs
+        self._pool.check([request.table.blocks for request in self.requests()])
+        assert self._num_rows == sum(request.num_rows for request in self._running)
+        assert self._num_rows <= self._max_num_seqs
         for request in self.requests():
             assert request.finish_reason is None
             assert 0 <= request.num_computed_tokens < len(request.tokens)
             needed = blocks_for(request.num_computed_tokens, self._pool.block_size)
-            assert len(request.table) == needed, f"{request.request_id}: {len(request.table)}"
-        assert all(not request.num_computed_tokens for request in self._waiting.values())
+            assert len(request.table) == needed, f"{request}: {len(request.table)} blocks"
+            assert not any(one.running or len(one.table) for one in request.siblings)
+        assert all(request.running for request in self._running)
+        assert not any(one.running or one.num_computed_tokens for one in self._waiting)
+        queued = sum(not one.num_preemptions for one in self._waiting)
+        assert self.num_queued == queued, f"{self.num_queued} counted, {queued} queued"
 
-    def _plan_decodes(self, draft: _Draft) -> list[Request]:
+    # Planning.
+
+    def _draft(self) -> Draft:
+        rows = self._max_num_seqs - self._num_rows
+        return Draft(self._pool, self._max_num_batched_tokens, rows)
+
+    def _make_room(self, loading: Collection[Request]) -> Draft:
+        """Begin a plan: lower priorities yield to the first waiting request if that lets it start.
+
+        They yield for as little as possible, and not at all if it does not help.
+        """
+        draft = self._draft()
+        first = self._waiting.first()
+        if first is None or first in loading or not self._yields(first):
+            return draft
+        shared = self.hits(first)
+        needed = blocks_for(len(first.tokens), self._pool.block_size) - len(shared)
+        claimed = sum(self._claim(request) for request in self._running)
+        for victim in reversed(self._running):
+            room = draft.free - draft.num_taken(shared) - claimed
+            if draft.rows >= first.num_rows and room >= needed:
+                return draft
+            if victim.rank[0] <= first.rank[0]:
+                return self._draft()
+            draft.preempt(victim)
+            claimed -= self._claim(victim)
+        room = draft.free - draft.num_taken(shared) - claimed
+        return draft if room >= needed else self._draft()
+
+    def _yields(self, first: Request) -> bool:
+        """Whether any running request has a lower priority than `first`."""
+        return bool(self._running) and self._running[-1].rank[0] > first.rank[0]
+
+    def _claim(self, request: Request) -> int:
+        """How many blocks a running prompt has still to take; 0 for one that decodes."""
+        if len(request.tokens) - request.num_computed_tokens <= 1:
+            return 0
+        return blocks_for(len(request.tokens), self._pool.block_size) - len(request.table)
+
+    def _plan_decodes(self, draft: Draft, only: Collection[Request] | None) -> list[Request]:
         """Plan the running requests that need one token; returns the others.
 
-        Blocks that are missing come from the newest running request, which may be the very one
-        that needs them.
+        Blocks that are missing come from the last in rank, which may be the very one that needs
+        them.
         """
         block_size = self._pool.block_size
         prefills: list[Request] = []
-        newest_first = reversed(self._running.values())
-        preempted: set[Request] = set()
-        for request in self._running.values():
+        last_first = reversed(self._running)
+        for request in self._running:
             num_past = request.num_computed_tokens
             if len(request.tokens) - num_past > 1:
                 prefills.append(request)
                 continue
-            missing = int(num_past == len(request.table.blocks) * block_size)
-            while missing > draft.free and request not in preempted:
-                victim = next(newest_first)
-                preempted.add(victim)
-                draft.preempted.append(victim)
-                draft.free += len(victim.table)
-            if preempted and request in preempted:
-                break  # all that follow are newer, so they have been preempted too
-            draft.add(request, 1, missing, sampled=True)
-        return [request for request in prefills if request not in preempted]
+            if only is not None and request not in only:
+                continue
+            blocks = request.table.blocks
+            missing = int(num_past == len(blocks) * block_size)
+            copies = request.forked and not missing and draft.must_copy(blocks[-1])
+            while missing + copies > draft.free and request not in draft.yielding:
+                draft.closed = True
+                victim = next(last_first)
+                if victim not in draft.yielding:
+                    draft.preempt(victim)
+            if draft.yielding and request in draft.yielding:
+                break  # all that follow are behind it, so they have yielded too
+            draft.add_decode(request, missing + copies, copies=copies)
+        return [request for request in prefills if request not in draft.yielding]
 
-    def _plan_prefills(self, draft: _Draft, prefills: list[Request]) -> int:
-        """Plan the running requests that need several tokens.
+    def _plan_prompts(
+        self,
+        draft: Draft,
+        prefills: list[Request],
+        only: Collection[Request] | None,
+        loading: Collection[Request],
+    ) -> None:
+        """Share what is left of the budget between running prompts and waiting ones."""
+        draft.claimed = sum(map(self._claim, prefills))
+        if only is not None:
+            prefills = [request for request in prefills if request in only]
+        starting = len(self._waiting) and not draft.closed and draft.rows > 0
+        if not prefills and not starting:
+            return
+        levels = {request.rank[0] for request in prefills}
+        for level in sorted(levels.union(self._waiting.levels if starting else ())):
+            lanes = self._lanes(level, prefills, only, starting=bool(starting))
+            turns = self._shares_of(level).turns(lanes)
+            while draft.budget and (tenant := turns.current()) is not None:
+                allowance = turns.allowance(draft.budget)
+                taken = self._advance(draft, lanes[tenant], allowance, loading)
+                if taken:
+                    turns.spend(taken)
+                else:
+                    turns.leave()
+            draft.turns[level] = turns
 
-        Returns how many blocks they have still to take after this step. A prefill takes what
-        blocks there are and preempts nobody: admission left room for all of it, and what decodes
-        have taken of that since, they give back when they end.
-        """
-        block_size = self._pool.block_size
-        claimed_blocks = 0
+    def _lanes(
+        self,
+        level: int,
+        prefills: list[Request],
+        only: Collection[Request] | None,
+        *,
+        starting: bool,
+    ) -> dict[str, _Lane]:
+        """The prompts of one priority by tenant; those that have begun come first."""
+        begun: dict[str, list[Request]] = {}
         for request in prefills:
-            num_past = request.num_computed_tokens
-            pending = len(request.tokens) - num_past
-            held = len(request.table)
-            num_new = fit_chunk(num_past, pending, draft.budget, held, draft.free, block_size)
-            taken = max(0, blocks_for(num_past + num_new, block_size) - held)
-            if num_new:
-                draft.add(request, num_new, taken, sampled=num_new == pending)
-            claimed_blocks += blocks_for(len(request.tokens), block_size) - held - taken
-        return claimed_blocks
+            if request.rank[0] == level:
+                begun.setdefault(request.tenant, []).append(request)
+        waiting: dict[str, Iterable[Request]] = {}
+        if starting:
+            waiting.update(self._waiting.lanes(level))
+        lanes = {}
+        for tenant in [*begun, *(tenant for tenant in waiting if tenant not in begun)]:
+            requests = chain(begun.get(tenant, ()), waiting.get(tenant, ()))
+            allowed = (one for one in requests if only is None or one in only)
+            lanes[tenant] = _Lane(allowed)
+        return lanes
 
-    def _plan_admissions(self, draft: _Draft, claimed_blocks: int) -> None:
-        """Plan waiting requests, in order, while there are rows, tokens and blocks for them."""
+    def _advance(
+        self, draft: Draft, lane: _Lane, allowance: int, loading: Collection[Request]
+    ) -> int:
+        """Give up to `allowance` tokens to the first prompt that can go on; 0: there is none."""
+        while True:
+            if lane.row is not None:
+                taken = draft.extend(lane.row, allowance)
+                if taken:
+                    return taken
+                lane.row = None
+            request = next(lane.requests, None)
+            if request is None:
+                return 0
+            lane.row = self._open(draft, request, loading)
+
+    def _open(self, draft: Draft, request: Request, loading: Collection[Request]) -> int | None:
+        """Open a row for a prompt; None if it cannot go on in this step."""
+        rows = 0 if request.running else request.num_rows
+        if rows and (draft.closed or rows > draft.rows):
+            draft.closed = True
+            return None
+        shared = self.hits(request)
         block_size = self._pool.block_size
-        rows = self._max_num_seqs - len(self._running)
-        for request in self._waiting.values():
-            needed = blocks_for(len(request.tokens), block_size)
-            if rows == 0 or draft.budget == 0 or needed > draft.free - claimed_blocks:
-                break
-            num_new = min(len(request.tokens), draft.budget)  # a part of it takes all that is left
-            taken = blocks_for(num_new, block_size)
-            draft.add(request, num_new, taken, sampled=num_new == len(request.tokens))
-            rows -= 1
+        num_past = request.num_computed_tokens + len(shared) * block_size
+        key = self._key_at(request, num_past)
+        if request in loading or key in draft.leading:
+            draft.rows -= rows  # the next steps keep them for it
+            return None
+        taken = draft.num_taken(shared)
+        held = len(request.table) + len(shared)
+        needed = blocks_for(len(request.tokens), block_size) - held
+        if request.running:
+            if taken + (num_past == held * block_size) > draft.free:
+                return None
+            draft.claimed -= len(shared)
+        else:
+            if taken + needed > draft.free - draft.claimed:
+                draft.closed = True
+                return None
+            draft.claimed += needed
+            draft.rows -= rows
+        if key is not None:
+            draft.leading.add(key)
+        return draft.open(request, num_past, shared)
+
+    def _key_at(self, request: Request, num_past: int) -> bytes | None:
+        """The key of the block that token number `num_past` goes to, if it is going to be full."""
+        index = num_past // self._pool.block_size
+        keys = request.keys
+        return keys.key(index) if keys is not None and index < len(keys) else None
+
+    # Changing.
+
+    def _start(self, request: Request) -> None:
+        self._waiting.remove(request)
+        self.num_queued -= request.num_preemptions == 0
+        self._unmark(request)
+        request.running = True
+        self._running.add(request)
+        self._num_rows += request.num_rows
+
+    def _preempt(self, request: Request) -> None:
+        if request.keys is not None:
+            full = request.num_computed_tokens // self._pool.block_size
+            self._swapped.update(request.keys.key(index) for index in range(full))
+        release_tail(self._pool, request.table)
+        self._running.remove(request)
+        self._num_rows -= request.num_rows
+        request.running = False
+        request.forked = False
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._waiting.add(request)
+        self.num_preemptions += 1
+
+    def _unmark(self, request: Request) -> None:
+        """A preempted request goes on or ends: its blocks are like all others."""
+        if request.num_preemptions and request.keys is not None:
+            self._swapped.difference_update(map(request.keys.key, range(len(request.keys))))
+
+    def _note_hits(self, request: Request, num_past: int) -> None:
+        """Count what the prefix cache was asked for and found, at a request's first attempt."""
+        if request.num_preemptions or request.keys is None:
+            return
+        if not request.running:
+            self.num_looked_up += len(request.tokens)
+        found = num_past - request.num_computed_tokens
+        self.num_found += found
+        for one in (request, *request.siblings):
+            one.num_cached_tokens += found
+
+    def _register(self, request: Request, start: int, stop: int) -> None:
+        """Make blocks `start` to `stop - 1` of a request findable; they are full."""
+        keys = request.keys
+        assert keys is not None
+        if len(keys) < stop:
+            keys.extend(request.tokens)
+        for index in range(start, stop):
+            self._pool.register(request.table.blocks[index], keys.block(index))
+
+    def _fork(self, request: Request) -> None:
+        """Let the siblings of a request go on from its prompt."""
+        siblings, request.siblings = request.siblings, ()
+        request.forked = True
+        for one in siblings:
+            one.table = kv.fork(self._pool, request.table)
+            one.keys = None if request.keys is None else request.keys.copy()
+            one.num_computed_tokens = request.num_computed_tokens
+            one.forked = True
+            one.running = True
+            self._running.add(one)
+
+    def _shares_of(self, level: int) -> Shares:
+        return self._shares.get(level) or Shares(self._quantum)
+
+    def _forget_tenant(self, tenant: str) -> None:
+        for level, shares in list(self._shares.items()):
+            shares.forget(tenant)
+            if shares.empty:
+                del self._shares[level]
+
+    def _settle(self, plan: StepPlan) -> None:
+        """Keep the tenants' turns, and charge who decoded while somebody else waited."""
+        for level, turns in plan.turns.items():
+            self._shares.setdefault(level, Shares(self._quantum)).commit(turns)
+        for row, request in enumerate(plan.requests):
+            if plan.num_new[row] == 1:
+                lanes = self._waiting.lanes(request.rank[0])
+                if len(lanes) > (request.tenant in lanes):
+                    shares = self._shares.setdefault(request.rank[0], Shares(self._quantum))
+                    shares.charge(request.tenant, 1)

@@ -13,8 +13,9 @@ from typing import Self
 from onnxport.errors import OnnxportError, RequestError
 from onnxport.providers.base import Capabilities
 from onnxport.serving.engine import Engine, EngineStats
+from onnxport.serving.events import Listener
 from onnxport.serving.outputs import CompletionDelta
-from onnxport.serving.params import SamplingParams
+from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.tokenizer import Tokenizer
 
@@ -24,10 +25,11 @@ logger = logging.getLogger(__name__)
 class _Stream:
     """The deltas of one request, on their way from the engine's thread to an event loop."""
 
-    __slots__ = ("loop", "queue", "request_id")
+    __slots__ = ("loop", "queue", "request_id", "unfinished")
 
-    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
-        self.request_id = request_id
+    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
+        self.request_id = request.request_id
+        self.unfinished = set(range(request.params.n))  # its completions
         self.loop = loop
         self.queue: asyncio.Queue[CompletionDelta] = asyncio.Queue()
 
@@ -49,6 +51,8 @@ class AsyncEngine:
         self._accepting = True
         self._stopping = False
         self._failure: BaseException | None = None
+        self._num_submitted = 0  # requests that the engine has not been given yet
+        self._num_queued = 0  # requests that it has and has not begun
         self._stats = engine.stats()
         self._thread = threading.Thread(target=self._run, name="onnxport-engine", daemon=True)
         self._thread.start()
@@ -72,31 +76,42 @@ class AsyncEngine:
         """Return the engine's counters as they were after the last step."""
         return self._stats
 
+    def add_listener(self, listener: Listener) -> None:
+        """Tell `listener`, in the engine's thread, what happens from now on."""
+        with self._wakeup:
+            self._commands.append(lambda: self._engine.add_listener(listener))
+            self._wakeup.notify()
+
     def stream(
         self,
         prompt: str | Sequence[int],
         params: SamplingParams,
         request_id: str | None = None,
+        options: RequestOptions | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Check a request now; return a generator that runs it and yields what each step adds.
 
-        The request is scheduled when the generator is first asked for a delta. The last delta
-        has a `finish_reason`. A generator that is closed before, or whose task is cancelled,
-        aborts its request.
+        The request is queued when the generator is first asked for a delta. The last delta of
+        each of `params.n` completions has a `finish_reason`. A generator that is closed before,
+        or whose task is cancelled, aborts its request.
 
         Args:
             prompt: text or token ids.
             params: how to decode.
             request_id: names the request; None makes a unique name.
+            options: how to treat it; None for the defaults.
 
         Raises:
             RequestError: the request is not valid, or its id is in use.
             CapacityError: it can never fit the context or the KV cache.
+            OverloadedError: the queue is full; also raised by the generator, when it fills up
+                between the two.
             OnnxportError: the engine is closed or has failed.
         """
         request_id = request_id or f"req-{uuid.uuid4().hex}"
-        self._check_open(request_id)
-        return self._stream(self._engine.prepare(request_id, prompt, params))
+        with self._wakeup:
+            self._check_open(request_id)
+        return self._stream(self._engine.prepare(request_id, prompt, params, options))
 
     async def close(self, *, drain: bool = False) -> None:
         """Refuse new requests, end the others, and free the model. Idempotent.
@@ -130,22 +145,25 @@ class AsyncEngine:
             raise OnnxportError("the engine is closed and takes no more requests")
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
+        if self._num_submitted + self._num_queued >= self._engine.config.max_queued_requests:
+            raise self._engine.overload()
 
     async def _stream(self, request: Request) -> AsyncGenerator[CompletionDelta, None]:
-        stream = _Stream(request.request_id, asyncio.get_running_loop())
+        stream = _Stream(request, asyncio.get_running_loop())
         with self._wakeup:
             self._check_open(request.request_id)
             self._streams[request.request_id] = stream
-            self._commands.append(lambda: self._engine.submit(request))
+            self._commands.append(lambda: self._submit(request))
+            self._num_submitted += 1
             self._wakeup.notify()
-        finished = False
+        unfinished = request.params.n
         try:
-            while not finished:
+            while unfinished:
                 delta = await stream.queue.get()
-                finished = delta.finish_reason is not None
+                unfinished -= delta.finish_reason is not None
                 yield delta
         finally:
-            if not finished:
+            if unfinished:
                 with self._wakeup:
                     self._commands.append(lambda: self._abort(stream))
                     self._wakeup.notify()
@@ -171,10 +189,15 @@ class AsyncEngine:
             command()
         return self._engine.has_work or not self._stopping or bool(self._commands)
 
+    def _submit(self, request: Request) -> None:
+        self._engine.submit(request)
+        with self._wakeup:
+            self._num_submitted -= 1
+            self._num_queued = self._engine.num_queued
+
     def _abort(self, stream: _Stream) -> None:
         if self._streams.get(stream.request_id) is stream:  # else it has ended already
-            delta = self._engine.abort(stream.request_id)
-            self._publish([] if delta is None else [delta])
+            self._publish(self._engine.abort(stream.request_id))
 
     def _abort_all(self) -> None:
         for stream in list(self._streams.values()):
@@ -185,18 +208,20 @@ class AsyncEngine:
         self._stats = self._engine.stats()
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, CompletionDelta]]] = {}
         with self._wakeup:
+            self._num_queued = self._engine.num_queued
             for delta in deltas:
                 stream = self._streams[delta.request_id]
                 by_loop.setdefault(stream.loop, []).append((stream, delta))
                 if delta.finish_reason is not None:
-                    del self._streams[delta.request_id]
+                    stream.unfinished.remove(delta.index)
+                    if not stream.unfinished:
+                        del self._streams[delta.request_id]
         for loop, entries in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put, entries)
             except RuntimeError:  # the loop is closed: nobody listens any more
-                for stream, delta in entries:
-                    if delta.finish_reason is None:
-                        self._abandon(stream)
+                for stream in {stream for stream, _ in entries if stream.unfinished}:
+                    self._abandon(stream)
 
     def _abandon(self, stream: _Stream) -> None:
         """End a request whose event loop is gone."""
@@ -212,9 +237,13 @@ class AsyncEngine:
             streams, self._streams = list(self._streams.values()), {}
         message = f"the engine failed: {type(error).__name__}: {error}"
         for stream in streams:
-            delta = CompletionDelta(stream.request_id, 0, "", (), None, "error", error=message)
+            name = stream.request_id
+            last = [
+                (stream, CompletionDelta(name, index, "", (), None, "error", error=message))
+                for index in sorted(stream.unfinished)
+            ]
             try:
-                stream.loop.call_soon_threadsafe(_put, [(stream, delta)])
+                stream.loop.call_soon_threadsafe(_put, last)
             except RuntimeError:
                 logger.info("nobody listens to %s any more", stream.request_id)
 

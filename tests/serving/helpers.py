@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Unpack
 
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.outputs import CompletionDelta
-from onnxport.serving.params import SamplingParams
+from onnxport.serving.llm import EngineOptions
+from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -32,6 +34,7 @@ def null_engine(
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] | None = None,
     seed: int | None = 0,
+    **config: Unpack[EngineOptions],
 ) -> Engine:
     model = NullModel(
         NullOptions(
@@ -44,8 +47,8 @@ def null_engine(
             fails=fails,
         )
     )
-    config = EngineConfig(max_num_seqs, max_num_batched_tokens, seed)
-    return Engine(model, tokenizer, config, eos_token_ids)
+    engine_config = EngineConfig(max_num_seqs, max_num_batched_tokens, seed, **config)
+    return Engine(model, tokenizer, engine_config, eos_token_ids)
 
 
 def submit(
@@ -53,8 +56,9 @@ def submit(
     request_id: str,
     prompt: str | Sequence[int],
     params: SamplingParams = GREEDY,
+    **options: Any,
 ) -> None:
-    engine.submit(engine.prepare(request_id, prompt, params))
+    engine.submit(engine.prepare(request_id, prompt, params, RequestOptions(**options)))
 
 
 def checked_step(engine: Engine) -> list[CompletionDelta]:
@@ -65,7 +69,7 @@ def checked_step(engine: Engine) -> list[CompletionDelta]:
     engine.check()
     model = engine._model
     assert isinstance(model, NullModel)
-    model.poison(engine._pool.free_blocks())
+    model.poison(engine._pool.blank_blocks())
     return deltas
 
 

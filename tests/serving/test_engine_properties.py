@@ -48,9 +48,9 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         if self.requests:
             name = data.draw(st.sampled_from(sorted(self.requests)))
-            delta = self.engine.abort(name)
-            assert (delta is None) == (name in self.reasons)
-            self.take([] if delta is None else [delta])
+            deltas = self.engine.abort(name)
+            assert bool(deltas) == (name not in self.reasons)
+            self.take(deltas)
 
     @rule()
     def step(self) -> None:

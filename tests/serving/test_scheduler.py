@@ -1,5 +1,6 @@
 """The scheduler by itself: exact rows, chunks and block ids, no model."""
 
+from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -7,21 +8,13 @@ import pytest
 from onnxport.kv.pool import BlockPool
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
-from onnxport.serving.scheduler import Scheduler, StepPlan, fit_chunk
+from onnxport.serving.draft import StepPlan, fit_chunk
+from onnxport.serving.scheduler import Scheduler
 
 
 def make_request(name: str, num_tokens: int) -> Request:
-    return Request(
-        name,
-        None,
-        list(range(num_tokens)),
-        SamplingParams(),
-        max_total_tokens=1000,
-        stop_token_ids=frozenset(),
-        seed=0,
-        arrival_time_s=0.0,
-        text=None,
-    )
+    tokens = array("q", range(num_tokens))
+    return Request(name, tokens, SamplingParams(), max_total_tokens=1000)
 
 
 class Bench:
@@ -39,8 +32,7 @@ class Bench:
     def step(self) -> StepPlan:
         """Plan, reserve, commit, and sample token 7 where a row reaches its end."""
         plan = self.scheduler.plan()
-        self.scheduler.reserve(plan)
-        self.scheduler.commit(plan)
+        self.scheduler.commit(plan, self.scheduler.reserve(plan))
         for row in plan.sampled:
             plan.requests[row].tokens.append(7)
         self.scheduler.check()

@@ -1,0 +1,82 @@
+"""Content keys: what a KV block holds, said by a hash of all the tokens that it depends on.
+
+The K/V of a token depend on all tokens before it, so a block is named by a chain: the key of a
+unit of tokens is SHA-256(key of the unit before, its tokens). The first unit continues a root that
+says whose cache it is. Two blocks with one key hold the same K/V; a collision would hand one
+tenant's K/V to another, hence a cryptographic hash.
+
+The unit is the same for every provider whose blocks are multiples of it, whatever their size, so
+the keys of one token sequence, and blocks stored under them, are common to all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+
+UNIT_TOKENS = 16  # tokens that one key covers
+
+BlockKeys = tuple[bytes, ...]  # the keys of a block's units in order; the last one is the block's
+
+
+def unit_tokens(block_size: int) -> int:
+    """Tokens of one unit for blocks of `block_size`: the common unit, if they are made of it."""
+    return block_size if block_size % UNIT_TOKENS else UNIT_TOKENS
+
+
+def root_key(adapter: str | None = None, cache_salt: str | None = None) -> bytes:
+    """Return the key that a sequence begins with, 32 bytes.
+
+    Sequences share K/V only if they have both names in common.
+    """
+    return hashlib.sha256(json.dumps(["onnxport", adapter, cache_salt]).encode()).digest()
+
+
+class KeyChain:
+    """The keys of one sequence, which grows."""
+
+    __slots__ = ("_keys", "_root", "_unit_bytes", "_units_per_block")
+
+    def __init__(self, root: bytes, block_size: int) -> None:
+        unit = unit_tokens(block_size)
+        self._root = root
+        self._units_per_block = block_size // unit
+        self._unit_bytes = unit * array("q").itemsize
+        self._keys: list[bytes] = []
+
+    def __len__(self) -> int:
+        """Whole blocks that have keys."""
+        return len(self._keys) // self._units_per_block
+
+    def copy(self) -> KeyChain:
+        """Return a chain that grows on its own."""
+        other = KeyChain.__new__(KeyChain)
+        other._root = self._root
+        other._units_per_block = self._units_per_block
+        other._unit_bytes = self._unit_bytes
+        other._keys = self._keys.copy()
+        return other
+
+    def extend(self, tokens: array[int]) -> None:
+        """Make the keys of all whole units of `tokens`, int64, that have none yet.
+
+        `tokens` continue those of the call before.
+        """
+        keys, size = self._keys, self._unit_bytes
+        content = memoryview(tokens).cast("B")
+        parent = keys[-1] if keys else self._root
+        for start in range(len(keys) * size, len(content) - size + 1, size):
+            parent = hashlib.sha256(parent + content[start : start + size]).digest()
+            keys.append(parent)
+
+    def block(self, index: int) -> BlockKeys:
+        """The keys of block number `index` of the sequence."""
+        if self._units_per_block == 1:
+            return (self._keys[index],)
+        start = index * self._units_per_block
+        return tuple(self._keys[start : start + self._units_per_block])
+
+    def key(self, index: int) -> bytes:
+        """The key under which block number `index` of the sequence is found."""
+        return self._keys[(index + 1) * self._units_per_block - 1]

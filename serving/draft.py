@@ -1,0 +1,182 @@
+"""A step plan, and the draft that it grows from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from onnxport.kv.pool import BlockPool
+from onnxport.kv.table import blocks_for
+from onnxport.serving.request import Request
+from onnxport.serving.shares import Turns
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step does; row `i` of the batch is `requests[i]`."""
+
+    requests: tuple[Request, ...]
+    num_past: tuple[int, ...]  # tokens of each row that are in the cache, shared ones included
+    num_new: tuple[int, ...]  # tokens of each row to compute, >= 1
+    num_new_blocks: tuple[int, ...]  # blank blocks each row takes for them
+    shared: Mapping[int, tuple[int, ...]]  # row -> cached blocks that it goes on from
+    copied: frozenset[int]  # rows that write to a block which others own too, hence to a copy
+    sampled: tuple[int, ...]  # rows that reach their last token, and so sample the next one
+    preempted: tuple[Request, ...]  # running requests that give their blocks back
+    turns: Mapping[int, Turns]  # priority -> how its tenants took turns
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(self.num_new)
+
+
+def fit_chunk(
+    num_past: int, pending: int, budget: int, held_blocks: int, free_blocks: int, block_size: int
+) -> int:
+    """How many of `pending` tokens fit both the token budget and the blocks, held and free."""
+    room = (held_blocks + free_blocks) * block_size - num_past
+    return min(pending, budget, room)
+
+
+class Draft:
+    """A plan being made: columns that grow and numbers that count down; no request is touched.
+
+    Attributes:
+        budget: tokens that are left.
+        rows: rows that are left.
+        free: blocks that are left; those that preempted requests give back are counted.
+        claimed: blocks that prompts which have begun have still to take, of those left.
+        closed: whether no waiting request may start in this step any more.
+        leading: keys of the blocks that rows of this step are computing.
+    """
+
+    __slots__ = (
+        "_copies_of",
+        "_dropped",
+        "_pool",
+        "_taken",
+        "budget",
+        "claimed",
+        "closed",
+        "copied",
+        "free",
+        "leading",
+        "num_new",
+        "num_new_blocks",
+        "num_past",
+        "preempted",
+        "requests",
+        "rows",
+        "shared",
+        "turns",
+        "yielding",
+    )
+
+    def __init__(self, pool: BlockPool, budget_tokens: int, rows: int) -> None:
+        self._pool = pool
+        self._taken: set[int] = set()  # free blocks that rows go on from
+        self._dropped: dict[int, int] = {}  # block -> owners that are preempted
+        self._copies_of: dict[int, int] = {}  # block -> rows that write to a copy of it
+        self.budget = budget_tokens
+        self.rows = rows
+        self.free = pool.num_free
+        self.claimed = 0
+        self.closed = False
+        self.leading: set[bytes] = set()
+        self.requests: list[Request] = []
+        self.num_past: list[int] = []
+        self.num_new: list[int] = []
+        self.num_new_blocks: list[int] = []
+        self.shared: dict[int, tuple[int, ...]] = {}
+        self.copied: set[int] = set()
+        self.preempted: list[Request] = []
+        self.yielding: set[Request] = set()
+        self.turns: dict[int, Turns] = {}
+
+    def add_decode(self, request: Request, num_blocks: int, *, copies: bool) -> None:
+        """Add a row of one token, which takes `num_blocks` blocks, or one for a copy."""
+        if copies:
+            self.copied.add(len(self.requests))
+            last = request.table.blocks[-1]
+            self._copies_of[last] = self._copies_of.get(last, 0) + 1
+        self.requests.append(request)
+        self.num_past.append(request.num_computed_tokens)
+        self.num_new.append(1)
+        self.num_new_blocks.append(0 if copies else num_blocks)
+        self.budget -= 1
+        self.free -= num_blocks
+
+    def must_copy(self, block: int) -> bool:
+        """Whether a row that writes to `block` would write to somebody else's."""
+        return self._pool.ref_count(block) - self._copies_of.get(block, 0) > 1
+
+    def open(self, request: Request, num_past: int, shared: tuple[int, ...]) -> int:
+        """Add a row that goes on after `num_past` tokens, by way of `shared`; returns its number.
+
+        `extend` has to give it tokens.
+        """
+        row = len(self.requests)
+        self.free -= self.num_taken(shared)
+        self._taken.update(block for block in shared if self._is_free(block))
+        if shared:
+            self.shared[row] = shared
+        self.requests.append(request)
+        self.num_past.append(num_past)
+        self.num_new.append(0)
+        self.num_new_blocks.append(0)
+        return row
+
+    def extend(self, row: int, budget: int) -> int:
+        """Give a row up to `budget` more tokens and the blocks for them; returns how many."""
+        request = self.requests[row]
+        block_size = self._pool.block_size
+        num_past = self.num_past[row] + self.num_new[row]
+        pending = len(request.tokens) - num_past
+        held = len(request.table) + len(self.shared.get(row, ())) + self.num_new_blocks[row]
+        taken = fit_chunk(num_past, pending, budget, held, self.free, block_size)
+        num_blocks = max(0, blocks_for(num_past + taken, block_size) - held)
+        self.num_new[row] += taken
+        self.num_new_blocks[row] += num_blocks
+        self.budget -= taken
+        self.free -= num_blocks
+        self.claimed -= num_blocks
+        return taken
+
+    def num_taken(self, shared: Iterable[int]) -> int:
+        """How many of these blocks are free, so that going on from them uses them up."""
+        return sum(self._is_free(block) for block in shared)
+
+    def preempt(self, request: Request) -> None:
+        """Let a running request yield."""
+        self.preempted.append(request)
+        self.yielding.add(request)
+        self.rows += request.num_rows
+        for block in request.table.blocks:
+            self._dropped[block] = self._dropped.get(block, 0) + 1
+            self.free += self._is_free(block)
+
+    def freeze(self) -> StepPlan:
+        """Return the plan."""
+        ends = zip(self.requests, self.num_past, self.num_new, strict=True)
+        sampled = [
+            row
+            for row, (request, past, new) in enumerate(ends)
+            if past + new == len(request.tokens)
+        ]
+        return StepPlan(
+            requests=tuple(self.requests),
+            num_past=tuple(self.num_past),
+            num_new=tuple(self.num_new),
+            num_new_blocks=tuple(self.num_new_blocks),
+            shared=self.shared,
+            copied=frozenset(self.copied),
+            sampled=tuple(sampled),
+            preempted=tuple(self.preempted),
+            turns=self.turns,
+        )
+
+    def _is_free(self, block: int) -> bool:
+        """Whether a block is free once the preempted requests have given theirs back."""
+        owners = self._pool.ref_count(block) - self._dropped.get(block, 0)
+        return owners == 0 and block not in self._taken

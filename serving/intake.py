@@ -1,0 +1,114 @@
+"""From prompts to requests: tokenizing, checking, naming; schedules nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from onnxport.errors import RequestError
+from onnxport.kv.prefix import KeyChain, root_key
+from onnxport.providers.base import Capabilities
+from onnxport.serving.config import EngineConfig
+from onnxport.serving.limits import max_total_tokens, token_array
+from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.request import Request
+from onnxport.serving.text import TextStream
+from onnxport.serving.tokenizer import Tokenizer
+
+SEED_STEP = 0x9E3779B97F4A7C15  # odd and wild: completions of one request draw their own numbers
+
+
+class Intake:
+    """Makes requests that the engine can run. Safe to use from any thread."""
+
+    def __init__(
+        self,
+        limits: Capabilities,
+        config: EngineConfig,
+        max_num_seqs: int,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        """Take the limits that requests are checked against.
+
+        Args:
+            limits: of the loaded model.
+            config: of the engine.
+            max_num_seqs: rows that a step really has.
+            tokenizer: None takes token ids only.
+            eos_token_ids: tokens that end a generation.
+        """
+        self._limits = limits
+        self._config = config
+        self._max_num_seqs = max_num_seqs
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._seeds = random.Random(config.seed)
+
+    def request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        clock: Callable[[], float],
+    ) -> Request:
+        """Return a request, its siblings with it; see `Engine.prepare`."""
+        self._check(prompt, params, options)
+        text = prompt if isinstance(prompt, str) else None
+        given = self._tokenizer.encode(text) if self._tokenizer and text is not None else prompt
+        assert not isinstance(given, str)
+        tokens = token_array(given, self._limits.vocab_size)
+        longest = max_total_tokens(len(tokens), params.max_tokens, self._limits)
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self._eos_token_ids
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        keys = None
+        if self._config.enable_prefix_caching:
+            keys = KeyChain(root_key(options.adapter, options.cache_salt), self._limits.block_size)
+            keys.extend(tokens)
+        arrival_s = clock()
+
+        def sequence(index: int) -> Request:
+            pieces = self._tokenizer.detokenizer(tokens) if self._tokenizer else None
+            return Request(
+                request_id,
+                tokens[:] if index else tokens,
+                params,
+                max_total_tokens=longest,
+                options=options,
+                index=index,
+                prompt=text,
+                stop_token_ids=stop_ids,
+                seed=seed + index * SEED_STEP,
+                arrival_time_s=arrival_s,
+                keys=None if index else keys,
+                text=TextStream(pieces, params.stop) if pieces else None,
+            )
+
+        first = sequence(0)
+        first.siblings = tuple(map(sequence, range(1, params.n)))
+        return first
+
+    def _check(
+        self, prompt: str | Sequence[int], params: SamplingParams, options: RequestOptions
+    ) -> None:
+        """Refuse what does not depend on the prompt's tokens."""
+        if self._tokenizer is None and (isinstance(prompt, str) or params.stop):
+            what = "a text prompt" if isinstance(prompt, str) else "a stop string"
+            param = "prompt" if isinstance(prompt, str) else "stop"
+            raise RequestError(f"{what} needs a tokenizer and this engine has none", param)
+        if params.n > self._max_num_seqs:
+            raise RequestError(
+                f"n is {params.n}, and the engine runs {self._max_num_seqs} sequences at once; "
+                "ask for fewer completions, or raise max_num_seqs",
+                "n",
+            )
+        if options.priority and self._config.scheduling_policy == "fcfs":
+            raise RequestError(
+                f"priority is {options.priority}, but this engine serves by arrival "
+                "(scheduling_policy fcfs); leave it out, or start the engine with the policy "
+                "priority or fair",
+                "priority",
+            )
