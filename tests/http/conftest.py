@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("scripted.py")
 STOP_TIMEOUT_S = 30
+WAIT_TIMEOUT_S = 10
 
 
 @dataclass
@@ -28,6 +30,17 @@ class RunningServer:
     def health(self) -> dict[str, Any]:
         body: dict[str, Any] = httpx.get(f"{self.url}/health").json()
         return body
+
+    def wait_for(self, **wanted: int) -> dict[str, Any]:
+        """Return the engine's counters once they are as `wanted`."""
+        deadline = time.monotonic() + WAIT_TIMEOUT_S
+        while time.monotonic() < deadline:
+            stats: dict[str, Any] = self.health()["engine"]
+            found = {**stats, **stats["finished"]}
+            if all(found[name] == value for name, value in wanted.items()):
+                return stats
+            time.sleep(0.02)
+        raise AssertionError(f"wanted {wanted}, found {stats}")
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
         """Send a signal; return the exit code and what was printed."""

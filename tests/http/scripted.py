@@ -2,7 +2,7 @@
 
 Run as a script, it serves on a free loopback port and prints its address:
 
-    python tests/http/scripted.py FOLDER '{"latency_s": 0.01}'
+    python tests/http/scripted.py FOLDER '{"latency_s": 0.01, "max_num_seqs": 2}'
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
-from onnxport.serving.http.app import create_app
+from onnxport.serving.http.app import AppOptions, create_app
 from onnxport.serving.http.server import ServerOptions, bind, serve, url
 from onnxport.serving.tokenizer import Tokenizer as ServingTokenizer
 from onnxport.serving.worker import AsyncEngine
@@ -90,10 +91,18 @@ class ScriptedModel(NullModel):
         return script[len(answer)] if len(answer) < len(script) else self._end
 
 
+def _taken(settings: dict[str, Any], options: Any) -> dict[str, Any]:
+    """Take the settings that are fields of a dataclass; JSON's lists become tuples."""
+    names = [each.name for each in fields(options) if each.name in settings]
+    found = {name: settings.pop(name) for name in names}
+    return {n: tuple(value) if isinstance(value, list) else value for n, value in found.items()}
+
+
 def main(folder: Path, settings: dict[str, Any]) -> None:
     """Serve until a signal."""
-    server = {name: settings.pop(name) for name in ("grace_s",) if name in settings}
-    app_options = {n: settings.pop(n) for n in ("api_key", "max_body_bytes") if n in settings}
+    server = _taken(settings, ServerOptions)
+    app_options = _taken(settings, AppOptions)
+    config = {"seed": 1} | _taken(settings, EngineConfig)
     fail_after = settings.pop("fail_after", None)
     if fail_after is not None:
         settings["fails"] = lambda run: run >= fail_after
@@ -102,8 +111,8 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     tokenizer.eos_token_ids = frozenset({tokenizer.vocab_size + end})
     options = NullOptions(**{"vocab_size": tokenizer.vocab_size, "num_blocks": 512, **settings})
     model = ScriptedModel(options, tokenizer)
-    engine = AsyncEngine(Engine(model, tokenizer, EngineConfig(seed=1)))
-    app = create_app(engine, MODEL, ChatTemplate.read(folder), **app_options)
+    engine = AsyncEngine(Engine(model, tokenizer, EngineConfig(**config)))
+    app = create_app(engine, MODEL, ChatTemplate.read(folder), AppOptions(**app_options))
     sock = bind("127.0.0.1", 0)
     address = url("127.0.0.1", sock)
     try:

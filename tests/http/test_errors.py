@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import httpx
@@ -35,13 +34,12 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"n": 2}, "n", "n is 2, which is not supported yet; send null or 1"),
         ({"presence_penalty": 0.5}, "presence_penalty", "0.5"),
         ({"frequency_penalty": -1}, "frequency_penalty", "-1"),
         ({"repetition_penalty": 1.1}, "repetition_penalty", "null or 1"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "{'5': 1}"),
         ({"min_p": 0.1}, "min_p", "not supported yet"),
-        ({"best_of": True}, "best_of", "True"),
+        ({"best_of": True}, "best_of", "valid integer"),
         ({"store": True}, "store", "False"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
         ({"guided_json": {}}, "guided_json", "leave it out"),
@@ -245,25 +243,13 @@ def test_health_and_version(server: RunningServer) -> None:
     assert httpx.get(f"{server.url}/version").json()["version"] == body["version"]
 
 
-def test_metrics(server: RunningServer) -> None:
-    httpx.post(f"{server.url}/v1/completions", json=COMPLETION)
-    response = httpx.get(f"{server.url}/metrics")
-    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    lines = response.text.splitlines()
-    assert 'vllm:num_requests_running{model_name="null"} 0' in lines
-    assert 'vllm:kv_cache_usage_perc{model_name="null"} 0.0' in lines
-    ended = r'vllm:request_success_total\{model_name="null",finished_reason="stop"\} [1-9]\d*'
-    assert any(re.fullmatch(ended, line) for line in lines)
-    assert len([line for line in lines if line.startswith("# TYPE")]) == 7
-
-
 def test_paths_and_methods(server: RunningServer) -> None:
     assert "no such path" in error_of(httpx.get(f"{server.url}/v2/models"), 404)["message"]
     assert "POST" in error_of(httpx.get(f"{server.url}/v1/completions"), 405)["message"]
 
 
 def test_a_key_is_required(start_server: StartServer) -> None:
-    server = start_server(api_key="sesame")
+    server = start_server(api_keys=["sesame"])
     url = f"{server.url}/v1/models"
     assert "no API key" in error_of(httpx.get(url), 401)["message"]
     wrong = httpx.get(url, headers={"Authorization": "Bearer open"})

@@ -28,18 +28,6 @@ def slow(_start: StartServer) -> RunningServer:
     return _start(**SLOW)
 
 
-def wait_for(server: RunningServer, **wanted: int) -> dict[str, Any]:
-    """Return the engine's counters once they are as `wanted`."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        stats: dict[str, Any] = server.health()["engine"]
-        found = {**stats, **stats["finished"]}
-        if all(found[name] == value for name, value in wanted.items()):
-            return stats
-        time.sleep(0.02)
-    raise AssertionError(f"wanted {wanted}, found {stats}")
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     ("path", "body", "count"),
@@ -52,26 +40,26 @@ def wait_for(server: RunningServer, **wanted: int) -> dict[str, Any]:
 def test_a_client_that_goes_away_ends_its_requests(
     slow: RunningServer, path: str, body: dict[str, Any], count: int, stream: bool
 ) -> None:
-    before = wait_for(slow, num_requests_running=0)["finished"]["abort"]
+    before = slow.wait_for(num_requests_running=0)["finished"]["abort"]
     host, port = slow.url.removeprefix("http://").split(":")
     content = json.dumps(body | {"stream": stream}).encode()
     head = f"POST /v1/{path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        wait_for(slow, num_requests_running=count)
+        slow.wait_for(num_requests_running=count)
         if stream:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
-    stats = wait_for(slow, num_requests_running=0, abort=before + count)
+    stats = slow.wait_for(num_requests_running=0, abort=before + count)
     assert stats["num_free_blocks"] == stats["num_blocks"]
 
 
 def test_a_stream_that_its_reader_closes_ends(slow: RunningServer) -> None:
-    before = wait_for(slow, num_requests_running=0)["finished"]["abort"]
+    before = slow.wait_for(num_requests_running=0)["finished"]["abort"]
     with OpenAI(base_url=f"{slow.url}/v1", api_key="unused") as client:
         stream = client.completions.create(stream=True, **LONG)
         assert next(iter(stream)).choices[0].text == "x"
         stream.close()
-    wait_for(slow, num_requests_running=0, abort=before + 1)
+    slow.wait_for(num_requests_running=0, abort=before + 1)
 
 
 def test_an_error_inside_a_stream_is_an_event(start_server: StartServer) -> None:
@@ -120,7 +108,7 @@ def ask_long(server: RunningServer, results: list[Any], **fields: Any) -> thread
 
     thread = threading.Thread(target=ask)
     thread.start()
-    wait_for(server, num_requests_running=1)
+    server.wait_for(num_requests_running=1)
     return thread
 
 

@@ -1,0 +1,133 @@
+"""An engine that answers what a test says, token by token, and an application over it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from onnxport.providers.base import Capabilities
+from onnxport.providers.null import NullModel
+from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.engine import EngineStats
+from onnxport.serving.events import Listener
+from onnxport.serving.http.app import AppOptions, create_app
+from onnxport.serving.outputs import CompletionDelta, FinishReason, Logprob
+from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.tokenizer import Tokenizer
+
+MODEL = "fake"
+STATS = EngineStats(0, 0, 8, 8, 0, 0, 0, 0, 0, finished={"stop": 0})
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request, as the engine got it."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    request_id: str
+    options: RequestOptions
+
+
+@dataclass
+class FakeEngine:
+    """Says `answers[completion index]`, one character of each a step, the same for every prompt.
+
+    Attributes:
+        ends: the reason of the last delta.
+        refusals: raised at the call, in turn; None lets the request pass.
+        cached: prompt tokens that are told to be cached, by number of the request.
+    """
+
+    tokenizer: Tokenizer
+    answers: Sequence[str] = ("ok",)
+    ends: FinishReason = "stop"
+    refusals: list[Exception | None] = field(default_factory=list)
+    cached: Sequence[int] = ()
+    asked: list[Asked] = field(default_factory=list)
+    streams: list[AsyncGenerator[CompletionDelta, None]] = field(default_factory=list)
+    listeners: list[Listener] = field(default_factory=list)
+    capabilities: Capabilities = field(default_factory=lambda: NullModel().capabilities)
+    healthy: bool = True
+
+    def stats(self) -> EngineStats:
+        return STATS
+
+    def add_listener(self, listener: Listener) -> None:
+        self.listeners.append(listener)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        assert not isinstance(prompt, str)
+        assert request_id is not None
+        assert options is not None
+        if self.refusals and (refusal := self.refusals.pop(0)):
+            raise refusal
+        self.asked.append(Asked(tuple(prompt), params, request_id, options))
+        self.streams.append(self._stream(len(self.asked) - 1, request_id, params))
+        return self.streams[-1]
+
+    async def _stream(
+        self, number: int, request_id: str, params: SamplingParams
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        cached = self.cached[number] if self.cached else 0
+        for step in range(max(map(len, self.answers)) + 1):
+            for index, answer in enumerate(self.answers[: params.n]):
+                if step > len(answer):
+                    continue
+                text = answer[step : step + 1]
+                reason = None if text else self.ends
+                entry = {ord(text): Logprob(-0.5 - index, 1, text)} if text else {}
+                yield CompletionDelta(
+                    request_id,
+                    index,
+                    text,
+                    tuple(entry),
+                    (entry,) if entry and params.logprobs is not None else None,
+                    reason,
+                    num_cached_tokens=cached,
+                )
+
+
+class Client:
+    """Asks an application without a socket."""
+
+    def __init__(self, engine: FakeEngine, folder: Path, options: AppOptions | None = None) -> None:
+        self.engine = engine
+        app = create_app(engine, MODEL, ChatTemplate.read(folder), options)
+        transport = httpx.ASGITransport(app)
+        self._http = httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    async def get(self, path: str, **headers: str) -> httpx.Response:
+        return await self._http.get(path, headers=headers)
+
+    async def complete(self, prompt: Any = "ab", key: str = "", **fields: Any) -> httpx.Response:
+        return await self._post("completions", {"prompt": prompt, **fields}, key)
+
+    async def chat(self, content: str = "ab", key: str = "", **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        return await self._post("chat/completions", {"messages": messages, **fields}, key)
+
+    async def _post(self, path: str, body: dict[str, Any], key: str) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
+        body = {"model": MODEL, **body}
+        response = await self._http.post(f"/v1/{path}", json=body, headers=headers)
+        assert all(stream.ag_frame is None for stream in self.engine.streams), "left open"
+        return response
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the events of a stream that ended in order."""
+    *chunks, done, end = response.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
