@@ -4,24 +4,60 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import psutil
 from numpy.typing import DTypeLike, NDArray
 
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-CGROUP_USAGE = Path("/sys/fs/cgroup/memory.current")
+CGROUPS = Path("/sys/fs/cgroup")
+NO_LIMIT = 1 << 60  # cgroup v1 writes a number above this for none
+
+
+@dataclass(frozen=True, slots=True)
+class _Cgroup:
+    """Where one version of cgroups says what a container may take, and has taken."""
+
+    limit: str
+    usage: str
+    stat: str
+    reclaimable: str  # the line of `stat` that counts cached file pages which were not used lately
+
+
+_VERSIONS = (
+    _Cgroup("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    _Cgroup(
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
 
 
 def available_bytes() -> int:
     """Host memory that can be taken without swapping, the container's limit included."""
     free = int(psutil.virtual_memory().available)
+    limits = [left for version in _VERSIONS if (left := _cgroup_left(version)) is not None]
+    return min([free, *limits])
+
+
+def _cgroup_left(version: _Cgroup) -> int | None:
+    """What the container may still take; None without a limit.
+
+    Usage counts cached files, such as weights that were just written; what of that was not used
+    lately is given back when it is needed, as the kernel's own estimate of free memory assumes.
+    """
     try:
-        limit, usage = CGROUP_LIMIT.read_text().strip(), int(CGROUP_USAGE.read_text())
+        limit = (CGROUPS / version.limit).read_text().strip()
+        usage = int((CGROUPS / version.usage).read_text())
+        stat = dict(line.split() for line in (CGROUPS / version.stat).read_text().splitlines())
     except (OSError, ValueError):
-        return free
-    return free if limit == "max" else max(0, min(free, int(limit) - usage))
+        return None
+    if limit == "max" or int(limit) >= NO_LIMIT:
+        return None
+    return max(0, int(limit) - usage + int(stat.get(version.reclaimable, 0)))
 
 
 def physical_cores() -> int:
