@@ -19,6 +19,7 @@ What is decided here:
   rename alone keeps a crash of the process from leaving half an entry under its name.
 - *What is not ours stays*: only files with our names and our magic bytes are ever removed, and
   temporary files of our naming once they are an hour old, since another process may be writing.
+- *Access* is what the umask makes it. K/V tell what the prompts said: guard the folder like them.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class DiskTier:
     """Entries in a folder, written by a thread of its own so that `put` never waits for the disk.
 
     All methods belong to one thread. `get` reads on that thread, some 0.5 ms for 400 KB. What is
-    queued is found by `get` and `in` as if it were written. The folder and its rules are
-    `disk_folder`'s, a file's bytes `disk_file`'s.
+    queued is found by `get` and `in` as if it were written; a process that ends without `close`
+    loses it. The folder and its rules are `disk_folder`'s, a file's bytes `disk_file`'s.
     """
 
     def __init__(

@@ -71,6 +71,8 @@ def test_no_truncation_and_no_extension_goes_unseen() -> None:
             decode(FILE[:length], FORMAT, KEY)
     with pytest.raises(CorruptFileError):
         decode(FILE + b"\0", FORMAT, KEY)
+    with pytest.raises(CorruptFileError):
+        decode(FILE[:8] + hashlib.sha256(FILE[:8]).digest(), FORMAT, KEY)
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ def test_what_is_not_ours_is_reported_once_and_stays(
         assert key(1) not in tier
     write(tier, 1)
     assert path.read_bytes() == data
+    assert key(1) not in tier
     assert tier.get(key(1)) is None
     assert (tier.num_errors, len(caplog.records)) == (1, 1)
     assert f"{path} is not used: it" in caplog.text
@@ -303,6 +304,15 @@ def test_get_finds_what_another_process_wrote(open_tier: OpenTier) -> None:
     assert ours.num_bytes == FILE_BYTES
 
 
+def test_what_another_process_mended_is_found(open_tier: OpenTier) -> None:
+    ours, theirs = open_tier(), open_tier()
+    write(ours, 1)
+    os.truncate(ours.path(key(1)), 20)
+    assert ours.get(key(1)) is None
+    write(theirs, 1)
+    assert ours.get(key(1)) == entry(1)
+
+
 def test_the_folder_is_looked_at_again_after_an_eighth_of_the_capacity(
     open_tier: OpenTier, tmp_path: Path
 ) -> None:
@@ -313,7 +323,9 @@ def test_the_folder_is_looked_at_again_after_an_eighth_of_the_capacity(
     write(ours, 13)
     assert known(ours) == [1, 2, 11, 12, 13]
     write(theirs, *range(3, 10))
-    write(ours, 14, 15, 16, 17, 18, 19)
+    write(ours, 14)
+    assert known(ours) == [1, 2, 11, 12, 13, 14]
+    write(ours, 15, 16, 17, 18, 19)
     assert len(files(tmp_path)) <= 16 + 2
     assert not ours.path(key(1)).exists()
 

@@ -158,14 +158,20 @@ def test_an_entry_of_another_dtype_keeps_it_on_its_way_back(
 
 
 def test_persist_keeps_the_most_recently_used_in_order(open_store: OpenStore) -> None:
-    store = open_store(4, 4)
+    store = open_store(4, 5)
     put(store, 0, 1, 2, 3, 4)  # 0 goes to disk
     assert store.get(key(1)) == entry(1)
     in_pool = [(key(number), content(number)) for number in (7, 4, 6)]
     assert store.persist(TIMEOUT_S, in_pool)
     store.close(TIMEOUT_S)
     # most recent first: 7, 4, 6 of the pool, then 1, 4, 3, 2 of host memory, then 0
-    for room, kept in ((4, [1, 4, 6, 7]), (3, [4, 6, 7]), (2, [4, 7]), (1, [7])):
+    for room, kept in (
+        (5, [1, 3, 4, 6, 7]),
+        (4, [1, 4, 6, 7]),
+        (3, [4, 6, 7]),
+        (2, [4, 7]),
+        (1, [7]),
+    ):
         store = open_store(4, room)
         assert known(store) == kept
         store.close(TIMEOUT_S)
@@ -183,9 +189,10 @@ def test_persist_stops_when_time_is_out(open_store: OpenStore, gate: threading.E
             yield key(number), content(number)
 
     assert not store.persist(0.01, in_pool())
-    assert drawn == [0, 1]  # the queue has room for one
+    assert drawn in ([0], [0, 1])  # the queue has room for one
+    drawn.clear()
     assert not store.persist(0, in_pool())
-    assert drawn == [0, 1, 0]
+    assert drawn == [0]
     gate.set()
     assert store.persist(TIMEOUT_S, in_pool())
     assert known(store) == list(range(8))
