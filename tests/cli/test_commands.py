@@ -152,6 +152,16 @@ def test_generate(artifact: Path) -> None:
     assert several.stdout.startswith(f"> hello\n{results[0]['text']}\n\n> you\n")
 
 
+def test_the_cache_may_be_sized_in_memory(artifact: Path) -> None:
+    ask = ("generate", artifact, "hello", "--max-tokens", "8")
+    by_tokens = onnxport(*ask, "--kv-cache-tokens", "1024")
+    by_memory = onnxport(*ask, "--kv-memory", "8MiB")
+    assert (by_memory.returncode, by_memory.stdout) == (0, by_tokens.stdout)
+    too_small = onnxport(*ask, "--kv-memory", "1K")
+    assert too_small.returncode == 1
+    assert "1024" in too_small.stderr
+
+
 def test_chat_through_a_pipe(artifact: Path) -> None:
     lines = "hello\n/nonsense\n\n/reset\nhello\n/exit\nnever read\n"
     done = onnxport("chat", artifact, "--max-tokens", "5", "--system", "Be brief.", stdin=lines)

@@ -111,3 +111,59 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(artifact: Path) -> None
         done = onnxport("serve", artifact, "--port", port)
         assert done.returncode == 1
         assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
+
+
+def test_several_keys_a_queue_and_deadlines(artifact: Path) -> None:
+    limits = ("--max-num-seqs", "1", "--max-queued-requests", "2", "--scheduling-policy", "fair")
+    ask: Any = {"model": "tiny", "prompt": "ab", "max_tokens": 30}
+    with (
+        serving(artifact, *limits, ONNXPORT_API_KEY="sesame,simsim") as (address, said),
+        OpenAI(base_url=f"{address}/v1", api_key="sesame", max_retries=0) as client,
+    ):
+        for key in ("sesame", "simsim"):
+            one = client.with_options(api_key=key)
+            assert one.completions.create(**ask, extra_body={"priority": 2}).usage
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="sesame,simsim").models.list()
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(**ask | {"prompt": ["ab"] * 5})
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+        assert "sesame" not in httpx.get(f"{address}/metrics").text + "".join(said)
+        late = {"extra_body": {"timeout_s": 0.0001, "ignore_eos": True}}
+        with pytest.raises(openai.InternalServerError, match=r"0\.0001 seconds") as ended:
+            client.completions.create(**ask, **late)
+        assert ended.value.status_code == 504
+
+
+def test_a_deadline_for_all(artifact: Path) -> None:
+    with serving(artifact, "--request-timeout", "0.0001") as (address, _):
+        body = {"model": "tiny", "prompt": "ab", "max_tokens": 30, "ignore_eos": True}
+        assert httpx.post(f"{address}/v1/completions", json=body).status_code == 504
+        later = httpx.post(f"{address}/v1/completions", json=body | {"timeout_s": 60})
+        assert later.json()["usage"]["completion_tokens"] == 30
+
+
+def test_what_was_computed_is_found_again_in_another_run(artifact: Path, tmp_path: Path) -> None:
+    options = ("--kv-disk", tmp_path / "kv", "--kv-disk-size", "64MiB", "--kv-host-memory", "8MiB")
+    body = {"model": "tiny", "prompt": "The same prompt, over and over. " * 3, "max_tokens": 8}
+    texts, cached = [], []
+    for _ in range(2):
+        with serving(artifact, *options) as (address, _):
+            for _ in range(2):
+                done = httpx.post(f"{address}/v1/completions", json=body | {"temperature": 0})
+                texts.append(done.json()["choices"][0]["text"])
+                cached.append(done.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+            stats = httpx.get(f"{address}/health").json()["engine"]
+    assert cached[0] == 0
+    assert min(cached[1:]) > 0
+    assert len(set(texts)) == 1
+    assert stats["num_blocks_loaded"] > 0
+    assert stats["num_tier_errors"] == 0
+
+
+def test_without_a_prefix_cache(artifact: Path) -> None:
+    body = {"model": "tiny", "prompt": "The same prompt, over and over. " * 3, "max_tokens": 1}
+    with serving(artifact, "--no-enable-prefix-caching") as (address, _):
+        for _ in range(2):
+            done = httpx.post(f"{address}/v1/completions", json=body).json()
+            assert done["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -68,7 +68,8 @@ def seconds(text: str) -> float:
 def size(text: str) -> int:
     """Parse a number of bytes, alone or with a unit as GNU's tools take it.
 
-    1G and 1GiB are 2**30 bytes, 1GB is 10**9; likewise K, M and T. A number with a unit may have a fraction.
+    1G, 1Gi and 1GiB are 2**30 bytes, 1GB is 10**9; likewise K, M and T. A number with a unit may
+    have a fraction.
     """
     found = SIZE.fullmatch(text.strip())
     if found is None:

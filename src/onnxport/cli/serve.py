@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         return _serve(artifact, name, sock, options)
 
 
-def _api_keys(given: list[str] | None) -> tuple[str, ...]:
+def api_keys(given: list[str] | None) -> tuple[str, ...]:
     """Return the keys that were given, else those of the environment; none leave it open.
 
     Raises:
@@ -134,7 +134,7 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
     from onnxport.serving.loading import open_engine
     from onnxport.serving.worker import AsyncEngine
 
-    keys = _api_keys(options.api_key)
+    keys = api_keys(options.api_key)
     template, defaults = ChatTemplate.read(artifact), SamplingDefaults()
     if options.generation_config == "auto":
         defaults = SamplingDefaults.read(artifact)

@@ -1,0 +1,200 @@
+"""What options become."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnxport.cli import build_parser, main
+from onnxport.cli.arguments import (
+    ENGINE_OPTIONS,
+    engine_config,
+    load_options,
+    memory,
+    seconds,
+    size,
+)
+from onnxport.errors import CapacityError, RequestError
+from onnxport.serving.config import EngineConfig
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    return build_parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("1234", 1234),
+        ("7B", 7),
+        ("1K", 2**10),
+        ("512MiB", 2**29),
+        ("8 GiB", 2**33),
+        ("2g", 2**31),
+        ("2Gi", 2**31),
+        ("3GB", 3 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("0.5kb", 500),
+        ("2T", 2**41),
+    ],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert size(text) == expected
+    assert isinstance(size(text), int)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is not a size"),
+        ("lots", "'lots' is not a size; give bytes, or a unit as in 512MiB"),
+        ("-1", "is not a size"),
+        ("8 PiB", "is not a size"),
+        ("8iB", "is not a size"),
+        ("1e9", "is not a size"),
+        ("1.5", "part of a byte"),
+        ("60%", "is not a size"),
+    ],
+)
+def test_what_is_no_size(text: str, words: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=words):
+        size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("60%", 0.6), ("0.6", 0.6), (".25", 0.25), ("100 %", 1.0), ("1.0", 1.0), ("12.5%", 0.125)],
+)
+def test_shares_of_the_memory(text: str, expected: float) -> None:
+    found = memory(text)
+    assert (found, type(found)) == (expected, float)
+
+
+def test_a_size_of_memory() -> None:
+    assert (memory("2G"), type(memory("1"))) == (2**31, int)
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "1.5", "0.0"])
+def test_what_is_no_share(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="no share of the free memory"):
+        memory(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="0 bytes"):
+        memory("0")
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "soon"])
+def test_what_is_no_time(text: str) -> None:
+    assert seconds("0.5") == 0.5
+    with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+        seconds(text)
+
+
+def test_what_is_not_given_is_the_engines_own_default() -> None:
+    for command in (["serve", "m"], ["generate", "m", "x"], ["chat", "m"]):
+        assert engine_config(parse(*command)) == EngineConfig()
+
+
+def test_every_field_of_the_engine_has_an_option() -> None:
+    assert {*ENGINE_OPTIONS, "seed"} == {field.name for field in fields(EngineConfig)}
+    serve = vars(parse("serve", "m"))
+    assert set(ENGINE_OPTIONS) <= set(serve)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("--max-queued-requests 3", {"max_queued_requests": 3}),
+        ("--scheduling-policy fair", {"scheduling_policy": "fair"}),
+        ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
+        ("--enable-prefix-caching", {"enable_prefix_caching": True}),
+        (
+            "--preemption swap --kv-host-memory 1GiB",
+            {"preemption": "swap", "kv_host_memory": 2**30},
+        ),
+        (
+            "--kv-disk /somewhere --kv-disk-size 2GB",
+            {"kv_disk": Path("/somewhere"), "kv_disk_bytes": 2 * 10**9},
+        ),
+    ],
+)
+def test_what_is_given(arguments: str, expected: dict[str, Any]) -> None:
+    options = parse("serve", "m", *arguments.split())
+    assert engine_config(options) == EngineConfig(**expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--kv-disk-size 1G", "--kv-disk-size was given without --kv-disk"),
+        ("--kv-disk d --kv-disk-size 0", "at least 1"),
+        ("--preemption swap", "kv_host_memory"),
+        ("--no-enable-prefix-caching --kv-host-memory 1G", "enable_prefix_caching"),
+    ],
+)
+def test_contradictions(arguments: str, words: str) -> None:
+    with pytest.raises(CapacityError, match=words):
+        engine_config(parse("serve", "m", *arguments.split()))
+
+
+def test_memory_is_for_the_provider() -> None:
+    assert load_options(parse("serve", "m", "--kv-memory", "50%")).kv_memory == 0.5
+    assert load_options(parse("chat", "m", "--kv-memory", "1GiB")).kv_memory == 2**30
+    assert load_options(parse("verify", "m")).kv_memory is None
+
+
+def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        ("--kv-memory 1G --kv-cache-tokens 5", "not allowed with argument"),
+        ("--kv-memory half", "--kv-memory: 'half' is not a size"),
+        ("--max-queued-requests 0", "less than 1"),
+        ("--scheduling-policy lottery", "fcfs"),
+        ("--request-timeout 0", "above 0"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            parse("serve", "m", *arguments.split())
+        assert words in capsys.readouterr().err
+
+
+Keys = Callable[..., tuple[str, ...]]
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> Keys:
+    from onnxport.cli.serve import API_KEY_VARIABLE, api_keys
+
+    def read(*arguments: str, variable: str | None = None) -> tuple[str, ...]:
+        monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+        if variable is not None:
+            monkeypatch.setenv(API_KEY_VARIABLE, variable)
+        return api_keys(parse("serve", "m", *arguments).api_key)
+
+    return read
+
+
+def test_api_keys(keys: Keys) -> None:
+    assert keys() == keys(variable="") == ()
+    assert keys(variable="one") == ("one",)
+    assert keys(variable="one, two") == ("one", "two")
+    given = ("--api-key", "three", "--api-key", "fo,ur")
+    assert keys(*given) == keys(*given, variable="one") == ("three", "fo,ur")
+
+
+@pytest.mark.parametrize(("arguments", "variable"), [(["--api-key", ""], "one"), ([], "one,,two")])
+def test_an_empty_key_would_leave_a_door_open(
+    keys: Keys, arguments: list[str], variable: str
+) -> None:
+    with pytest.raises(RequestError, match="an API key is empty"):
+        keys(*arguments, variable=variable)
+
+
+def test_contradictions_are_told_before_anything_is_loaded(
+    artifact: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(artifact), "x", "--kv-disk-size", "1G"]) == 1
+    assert capsys.readouterr().err.startswith("error: --kv-disk-size was given without")
