@@ -1,26 +1,54 @@
+"""The block pool: exact block ids, in the order in which they are handed out."""
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from onnxport.errors import CapacityError
-from onnxport.kv.pool import BlockPool
-from onnxport.kv.table import BlockTable, blocks_for, release_tail, reserve, rollback
+from onnxport.kv.pool import BlockPool, Eviction
+from onnxport.kv.prefix import BlockKeys
 
 
-def test_blocks_come_out_in_order_and_return_to_the_end() -> None:
+def keys(number: int) -> BlockKeys:
+    return (number.to_bytes(32, "big"),)
+
+
+def key(number: int) -> bytes:
+    return keys(number)[-1]
+
+
+def take(pool: BlockPool, count: int) -> list[int]:
+    """Allocate; no block may lose its key by it."""
+    evictions: list[Eviction] = []
+    blocks = pool.allocate(count, evictions)
+    assert not evictions
+    return blocks
+
+
+def cached_pool(num_blocks: int = 4, num_cached: int = 3) -> BlockPool:
+    """A pool whose first blocks are free and cached under their own number, 0 unused longest."""
+    pool = BlockPool(num_blocks, block_size=4)
+    for number in take(pool, num_cached):
+        pool.register(number, keys(number))
+        pool.release([number])
+    return pool
+
+
+def test_blank_blocks_are_a_stack() -> None:
     pool = BlockPool(num_blocks=5, block_size=4)
-    assert pool.allocate(3) == [0, 1, 2]
+    assert take(pool, 3) == [0, 1, 2]
     pool.release([1])
-    assert pool.free_blocks() == (3, 4, 1)
-    assert pool.allocate(2) == [3, 4]
-    pool.release([4, 0])
-    assert pool.free_blocks() == (1, 4, 0)
+    assert pool.free_blocks() == (1, 3, 4)
+    assert take(pool, 2) == [1, 3]
+    pool.release([3, 0])
+    assert pool.free_blocks() == (0, 3, 4)
+    assert take(pool, 0) == []
 
 
 def test_a_shared_block_is_free_when_its_last_owner_lets_go() -> None:
     pool = BlockPool(num_blocks=2, block_size=4)
-    (block,) = pool.allocate(1)
+    (block,) = take(pool, 1)
     pool.share([block])
     assert pool.ref_count(block) == 2
     pool.release([block])
@@ -29,15 +57,109 @@ def test_a_shared_block_is_free_when_its_last_owner_lets_go() -> None:
     assert (pool.ref_count(block), pool.num_free) == (0, 2)
 
 
+def test_blank_blocks_go_before_cached_ones_and_those_by_age() -> None:
+    pool = cached_pool()
+    assert pool.blank_blocks() == (3,)
+    assert pool.cached_blocks() == tuple(Eviction(n, keys(n)) for n in (0, 1, 2))
+    assert pool.free_blocks() == (3, 0, 1, 2)
+    assert (pool.num_free, pool.num_cached) == (4, 3)
+    evictions: list[Eviction] = []
+    assert pool.allocate(3, evictions) == [3, 0, 1]
+    assert evictions == [Eviction(0, keys(0)), Eviction(1, keys(1))]
+    assert [pool.find(key(number)) for number in range(3)] == [None, None, 2]
+    pool.check([[3, 0, 1]])
+
+
+def test_evictions_are_appended_to_those_that_are_there() -> None:
+    pool = cached_pool(num_blocks=2, num_cached=2)
+    evictions = [Eviction(9, keys(9))]
+    pool.allocate(1, evictions)
+    assert evictions == [Eviction(9, keys(9)), Eviction(0, keys(0))]
+
+
+def test_a_block_that_is_used_again_is_evicted_last() -> None:
+    pool = cached_pool()
+    pool.share([0])
+    assert (pool.num_free, pool.num_cached, pool.ref_count(0)) == (3, 2, 1)
+    assert pool.find(key(0)) == 0
+    pool.release([0])
+    assert pool.free_blocks() == (3, 1, 2, 0)
+
+
+def test_a_used_block_keeps_its_key_and_is_found() -> None:
+    pool = BlockPool(num_blocks=2, block_size=4)
+    (block,) = take(pool, 1)
+    assert pool.find(key(5)) is None
+    pool.register(block, keys(5))
+    assert pool.find(key(5)) == block
+    pool.share([block])
+    pool.release([block])
+    pool.check([[block]])
+    assert pool.find(key(5)) == block
+
+
+def test_a_block_is_found_by_the_last_of_its_keys() -> None:
+    pool = BlockPool(num_blocks=1, block_size=32)
+    (block,) = take(pool, 1)
+    pool.register(block, (key(1), key(2)))
+    assert (pool.find(key(1)), pool.find(key(2))) == (None, block)
+    pool.release([block])
+    assert pool.cached_blocks() == (Eviction(block, (key(1), key(2))),)
+
+
+def test_the_first_block_of_a_key_stays() -> None:
+    pool = BlockPool(num_blocks=3, block_size=4)
+    first, second, _ = take(pool, 3)
+    pool.register(first, keys(5))
+    pool.register(second, keys(5))  # computed twice: it stays unknown
+    pool.register(first, keys(6))  # a block has one key
+    assert (pool.find(key(5)), pool.find(key(6))) == (first, None)
+    pool.check([[0, 1, 2]])
+    pool.release([second, first])
+    assert pool.blank_blocks() == (second,)
+    assert pool.cached_blocks() == (Eviction(first, keys(5)),)
+
+
+def test_an_unregistered_block_is_not_found_and_is_blank_when_free() -> None:
+    pool = BlockPool(num_blocks=2, block_size=4)
+    blocks = take(pool, 2)
+    pool.register(0, keys(5))
+    pool.unregister(0)
+    pool.unregister(1)  # had none
+    assert pool.find(key(5)) is None
+    pool.register(1, keys(5))  # another one may take the key
+    assert pool.find(key(5)) == 1
+    pool.check([blocks])
+    pool.release(blocks)
+    assert (pool.blank_blocks(), pool.num_cached) == ((0,), 1)
+
+
+def test_a_reset_forgets_free_and_used_blocks() -> None:
+    pool = cached_pool()
+    pool.share([1])
+    pool.reset_cache()
+    assert [pool.find(key(number)) for number in range(3)] == [None, None, None]
+    assert (pool.num_cached, pool.num_free) == (0, 3)
+    assert sorted(pool.blank_blocks()) == [0, 2, 3]
+    pool.check([[1]])
+    pool.release([1])
+    assert pool.blank_blocks()[0] == 1
+    pool.check([])
+
+
 def test_misuse_is_caught() -> None:
     pool = BlockPool(num_blocks=2, block_size=4)
     with pytest.raises(AssertionError, match="3 blocks asked for, 2 free"):
-        pool.allocate(3)
+        pool.allocate(3, [])
     assert pool.num_free == 2
     with pytest.raises(AssertionError, match="cannot be released"):
         pool.release([0])
     with pytest.raises(AssertionError, match="cannot be shared"):
         pool.share([0])
+    with pytest.raises(AssertionError, match="cannot be registered"):
+        pool.register(0, keys(1))
+    with pytest.raises(AssertionError, match="cannot be unregistered"):
+        pool.unregister(0)
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 16), (4, 0)])
@@ -48,7 +170,7 @@ def test_a_pool_that_holds_nothing_is_refused(num_blocks: int, block_size: int) 
 
 def test_check_sees_leaks_and_strangers() -> None:
     pool = BlockPool(num_blocks=3, block_size=4)
-    blocks = pool.allocate(2)
+    blocks = take(pool, 2)
     pool.check([blocks])
     pool.check([blocks[:1], blocks[1:]])
     with pytest.raises(AssertionError, match="ref count 1, owned 0"):
@@ -59,88 +181,113 @@ def test_check_sees_leaks_and_strangers() -> None:
         pool.check([blocks, [7]])
 
 
-@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_blocks_for(tokens: int, blocks: int) -> None:
-    assert blocks_for(tokens, 4) == blocks
+def test_check_sees_every_inconsistency() -> None:
+    def broken(words: str) -> BlockPool:
+        pool = cached_pool()
+        pool.share([2])
+        pool.check([[2]])
+        expected.append(words)
+        return pool
 
-
-def test_a_reservation_that_is_rolled_back_leaves_tables_as_they_were() -> None:
-    pool = BlockPool(num_blocks=6, block_size=4)
-    a, b, c = BlockTable(), BlockTable(), BlockTable()
-    reserve(pool, [a], [2])
-    reservation = reserve(pool, [a, b, c], [1, 2, 0])
-    assert (list(a.blocks), list(b.blocks), list(c.blocks)) == ([0, 1, 2], [3, 4], [])
-    rollback(pool, reservation)
-    assert (list(a.blocks), list(b.blocks)) == ([0, 1], [])
-    pool.check([a.blocks])
-
-
-def test_the_tail_of_a_table_is_handed_out_before_its_beginning() -> None:
-    pool = BlockPool(num_blocks=3, block_size=4)
-    table = BlockTable()
-    reserve(pool, [table], [3])
-    release_tail(pool, table, keep=1)
-    assert list(table.blocks) == [0]
-    release_tail(pool, table)
-    assert pool.free_blocks() == (2, 1, 0)
+    expected: list[str] = []
+    pool = broken("free twice")
+    pool._blank.append(3)
+    pools = [pool]
+    pool = broken("block 3: blank")
+    pool._blank.remove(3)
+    pools.append(pool)
+    pool = broken("block 2: blank")
+    pool._blank.append(2)
+    pools.append(pool)
+    pool = broken("0: cached")
+    del pool._cached[0]
+    pools.append(pool)
+    pool = broken("2: cached")
+    pool._cached[2] = None
+    pools.append(pool)
+    pool = broken("block 1: key")
+    pool._by_key[key(1)] = 0
+    pools.append(pool)
+    pool = broken("stray key")
+    pool._by_key[key(8)] = 2
+    pools.append(pool)
+    for pool, words in zip(pools, expected, strict=True):
+        with pytest.raises(AssertionError, match=words):
+            pool.check([[2]])
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any sequence of operations keeps ref counts equal to what a plain model says."""
+    """Any sequence of operations does what lists, in the order of the docstring, do."""
 
-    @initialize(num_blocks=st.integers(1, 12))
+    @initialize(num_blocks=st.integers(1, 10))
     def start(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks, block_size=4)
-        self.owners: list[BlockTable] = []
-        self.expected_free = list(range(num_blocks))
+        self.owners: list[list[int]] = []
+        self.blank = list(range(num_blocks))  # the next to be handed out first
+        self.cached: list[int] = []  # likewise
+        self.named: dict[int, int] = {}  # block -> the number of its key
 
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(0, self.pool.num_free))
-        table = BlockTable()
-        reserve(self.pool, [table], [count])
-        assert list(table.blocks) == self.expected_free[:count]
-        del self.expected_free[:count]
-        self.owners.append(table)
+        evictions: list[Eviction] = []
+        blocks = self.pool.allocate(count, evictions)
+        assert blocks == (self.blank + self.cached)[:count]
+        evicted = blocks[len(self.blank) :]
+        assert evictions == [Eviction(block, keys(self.named.pop(block))) for block in evicted]
+        del self.blank[:count], self.cached[: len(evicted)]
+        self.owners.append(blocks)
+
+    @rule(number=st.integers(0, 9), data=st.data())
+    def register(self, number: int, data: st.DataObject) -> None:
+        if used := sorted({block for blocks in self.owners for block in blocks}):
+            block = data.draw(st.sampled_from(used))
+            self.pool.register(block, keys(number))
+            if block not in self.named and number not in self.named.values():
+                self.named[block] = number
+
+    @rule(data=st.data())
+    def unregister(self, data: st.DataObject) -> None:
+        if used := sorted({block for blocks in self.owners for block in blocks}):
+            block = data.draw(st.sampled_from(used))
+            self.pool.unregister(block)
+            self.named.pop(block, None)
 
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        if self.owners:
-            other = BlockTable()
-            other.blocks.extend(data.draw(st.sampled_from(self.owners)).blocks)
-            self.pool.share(other.blocks)
-            self.owners.append(other)
+        found = sorted({block for blocks in self.owners for block in blocks} | {*self.cached})
+        if found:
+            blocks = data.draw(st.lists(st.sampled_from(found), unique=True))
+            self.pool.share(blocks)
+            self.cached = [block for block in self.cached if block not in blocks]
+            self.owners.append(blocks)
 
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         if self.owners:
-            table = data.draw(st.sampled_from(self.owners))
-            keep = data.draw(st.integers(0, len(table)))
-            dropped = list(table.blocks[keep:])
-            release_tail(self.pool, table, keep)
-            self._now_free(dropped)
+            blocks = self.owners.pop(data.draw(st.integers(0, len(self.owners) - 1)))
+            self.pool.release(reversed(blocks))
+            owned = {block for others in self.owners for block in others}
+            for block in reversed(blocks):
+                if block not in owned and block in self.named:
+                    self.cached.append(block)
+                elif block not in owned:
+                    self.blank.insert(0, block)
 
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        tables = self.owners[:3]
-        counts = [data.draw(st.integers(0, self.pool.num_free // 3)) for _ in tables]
-        before = [list(table.blocks) for table in tables]
-        reservation = reserve(self.pool, tables, counts)
-        taken = [list(t.blocks)[len(b) :] for t, b in zip(tables, before, strict=True)]
-        del self.expected_free[: sum(counts)]
-        rollback(self.pool, reservation)
-        assert [list(table.blocks) for table in tables] == before
-        for blocks in taken:
-            self._now_free(blocks)
+    @rule()
+    def reset(self) -> None:
+        self.pool.reset_cache()
+        self.blank = list(self.pool.blank_blocks())
+        assert len(set(self.blank)) == len(self.blank) == self.pool.num_free
+        self.cached, self.named = [], {}
 
     @invariant()
-    def blocks_are_free_or_owned(self) -> None:
-        self.pool.check(table.blocks for table in self.owners)
-        assert list(self.pool.free_blocks()) == self.expected_free
-
-    def _now_free(self, blocks: list[int]) -> None:
-        owned = {block for table in self.owners for block in table.blocks}
-        self.expected_free += [block for block in reversed(blocks) if block not in owned]
+    def agrees(self) -> None:
+        self.pool.check(self.owners)
+        assert self.pool.free_blocks() == (*self.blank, *self.cached)
+        found = {number: self.pool.find(key(number)) for number in range(10)}
+        named = {number: block for block, number in self.named.items()}
+        assert found == {number: named.get(number) for number in range(10)}
 
 
 TestPoolMachine = PoolMachine.TestCase
