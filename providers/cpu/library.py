@@ -30,6 +30,10 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.onnxport_cpu_isa.argtypes = []
     library.onnxport_cpu_set_isa.restype = ctypes.c_int
     library.onnxport_cpu_set_isa.argtypes = [ctypes.c_char_p]
+    library.onnxport_cpu_matmul_isa.restype = ctypes.c_char_p
+    library.onnxport_cpu_matmul_isa.argtypes = []
+    library.onnxport_cpu_set_matmul_isa.restype = ctypes.c_int
+    library.onnxport_cpu_set_matmul_isa.argtypes = [ctypes.c_char_p]
     return library
 
 
@@ -40,3 +44,16 @@ def isa() -> str | None:
         return None
     name: bytes = load_library(path).onnxport_cpu_isa()
     return name.decode()
+
+
+def matmul_isa() -> str | None:
+    """Returns the instruction set of `onnxport.MatMulNBits`: `amx` or `avx512vnni`.
+
+    None where the library was not built or the processor has neither: ONNX Runtime's own kernel
+    computes such products then.
+    """
+    path = find_library()
+    if path is None:
+        return None
+    name: bytes | None = load_library(path).onnxport_cpu_matmul_isa()
+    return None if name is None else name.decode()

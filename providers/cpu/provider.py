@@ -24,6 +24,7 @@ from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
+from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
 from onnxport.graphs.passes.native import NativeLimits, keep_native
 from onnxport.graphs.passes.result import PassResult
@@ -32,7 +33,7 @@ from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, Device, KVFormat, LoadOptions, Probe
 from onnxport.providers.blocks import HostBlocks, plain_layout, tiled_layout
-from onnxport.providers.cpu.library import find_library, isa
+from onnxport.providers.cpu.library import find_library, isa, matmul_isa
 from onnxport.providers.ort import (
     CacheTensor,
     OrtModel,
@@ -79,7 +80,11 @@ class CpuProvider:
             return Probe(False, f"onnxruntime {ort.__version__} has no CPU execution provider")
         notes = () if find_library() else (NO_KERNEL,)
         device = Device(processor_name(), memory.available_bytes())
-        versions = {"onnxruntime": ort.__version__, "attention kernel": isa() or "not built"}
+        versions = {
+            "onnxruntime": ort.__version__,
+            "attention kernel": isa() or "not built",
+            "int8 product kernel": matmul_isa() or "onnxruntime's",
+        }
         return Probe(True, "", (device,), versions, notes)
 
     def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
@@ -207,6 +212,9 @@ def _lower(
     if custom:
         step = fuse_gated_silu(step.model)
         yield step
+        if matmul_isa() is not None:
+            step = use_int8_matmul(step.model)
+            yield step
         step = set_kv_dtype(step.model, cache_dtype)
         yield step
         yield keep_native(step.model, KERNEL_LIMITS)

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 from onnxport.providers.cpu.library import load_library
-from tests.kernels import run_ort
+from tests.kernels import matmul_cases, run_ort
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
 from tests.kernels.conftest import ISAS
 from tests.kernels.test_errors import BAD_INPUTS, small_case
+from tests.kernels.test_matmul import ISAS as MATMUL_ISAS
 
 FIRST_SEED = 10_000  # others than the plain tests'
 
@@ -28,11 +29,17 @@ def main() -> None:
         for isa in isas:
             library.onnxport_cpu_set_isa(isa.encode())
             check(case, run_ort.run(path, case))
+    matmul_isas = [n for n in MATMUL_ISAS if library.onnxport_cpu_set_matmul_isa(n.encode())]
+    for seed in range(FIRST_SEED, FIRST_SEED + num_cases):
+        product = matmul_cases.random_case(seed)
+        for isa in matmul_isas:
+            library.onnxport_cpu_set_matmul_isa(isa.encode())
+            matmul_cases.check(product, matmul_cases.run(path, product))
     for feeds in BAD_INPUTS.values():
         with contextlib.suppress(Exception):
             run_ort.run(path, small_case(rotary_offset=0), feeds=feeds)
             raise SystemExit(f"accepted {feeds}")
-    print(f"{num_cases} cases with each of {', '.join(isas)}")
+    print(f"{num_cases} cases with each of {', '.join(isas + matmul_isas)}")
 
 
 if __name__ == "__main__":

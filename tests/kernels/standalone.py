@@ -15,7 +15,16 @@ import numpy as np
 from tests.kernels.reference import CACHE_TYPES, Case, from_tiled, to_tiled
 
 ROOT = Path(__file__).parents[2]
-CORE = ("attention", "isa", "validate", "kernels_avx2", "kernels_avx512", "kernels_neon")
+CORE = (
+    "attention",
+    "isa",
+    "validate",
+    "kernels_avx2",
+    "kernels_avx512",
+    "kernels_neon",
+    "matmul_amx",
+    "matmul_avx512vnni",
+)
 
 
 def build(compiler: str, executable: Path, *options: str) -> None:

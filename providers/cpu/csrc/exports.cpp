@@ -4,6 +4,7 @@
 #include <new>
 
 #include "kernels.h"
+#include "matmul.h"
 
 #if defined(_WIN32)
 #define ONNXPORT_EXPORT extern "C" __declspec(dllexport)
@@ -17,6 +18,18 @@ ONNXPORT_EXPORT const char* onnxport_cpu_isa() { return onnxport::active_kernels
 // Uses another instruction set from the next call on, or the best one again for null. Returns 0 if
 // the name is unknown or this processor lacks it.
 ONNXPORT_EXPORT int onnxport_cpu_set_isa(const char* name) { return onnxport::set_isa(name); }
+
+// The instruction set of products with quantized weights, "amx" or "avx512vnni"; null if this
+// processor has neither, and onnxport.MatMulNBits cannot run.
+ONNXPORT_EXPORT const char* onnxport_cpu_matmul_isa() {
+  const onnxport::MatMulKernels* kernels = onnxport::active_matmul();
+  return kernels ? kernels->name : nullptr;
+}
+
+// As onnxport_cpu_set_isa.
+ONNXPORT_EXPORT int onnxport_cpu_set_matmul_isa(const char* name) {
+  return onnxport::set_matmul_isa(name);
+}
 
 // Size of the Problem structure, so that a caller can check its own declaration of it.
 ONNXPORT_EXPORT size_t onnxport_cpu_problem_size() { return sizeof(onnxport::Problem); }

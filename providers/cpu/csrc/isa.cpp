@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "matmul.h"
 
 #if defined(__x86_64__) || defined(_M_X64)
 #define ONNXPORT_X86 1
@@ -10,6 +11,10 @@
 #include <intrin.h>
 #else
 #include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 #endif
 
@@ -19,6 +24,8 @@ namespace {
 struct Features {
   bool avx2 = false;    // with FMA and F16C
   bool avx512 = false;  // F, BW, DQ, VL
+  bool vnni = false;    // AVX-512 with VNNI
+  bool amx = false;     // with tiles of int8
 };
 
 #ifdef ONNXPORT_X86
@@ -41,6 +48,18 @@ unsigned long long enabled_state() {
 #endif
 }
 
+// Whether this process may use the tile registers. Linux reserves memory for them on request.
+bool may_use_tiles(unsigned long long state) {
+  constexpr unsigned long long kTileState = 0x60000;
+  if ((state & kTileState) != kTileState) return false;
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return true;
+#endif
+}
+
 Features detect() {
   Features found;
   unsigned r[4];
@@ -52,22 +71,28 @@ Features detect() {
   if (!osxsave || !avx) return found;
   const unsigned long long state = enabled_state();
   cpuid(7, r);
-  const unsigned b = r[1];
+  const unsigned b = r[1], c = r[2], d = r[3];
   found.avx2 = (state & 0x6) == 0x6 && fma && f16c && (b >> 5 & 1);
   found.avx512 = found.avx2 && (state & 0xe6) == 0xe6 && (b >> 16 & 1) && (b >> 17 & 1) &&
                  (b >> 30 & 1) && (b >> 31 & 1);
+  found.vnni = found.avx512 && (c >> 11 & 1);
+  found.amx = found.vnni && (d >> 24 & 1) && (d >> 25 & 1) && may_use_tiles(state);
   return found;
 }
 #else
 Features detect() { return {}; }
 #endif
 
+const Features& features() {
+  static const Features found = detect();
+  return found;
+}
+
 // Best first.
 const Kernels* supported(int i) {
-  static const Features features = detect();
   switch (i) {
-    case 0: return features.avx512 ? kernels_avx512() : nullptr;
-    case 1: return features.avx2 ? kernels_avx2() : nullptr;
+    case 0: return features().avx512 ? kernels_avx512() : nullptr;
+    case 1: return features().avx2 ? kernels_avx2() : nullptr;
     case 2: return kernels_neon();
     default: return kernels_portable();
   }
@@ -84,6 +109,22 @@ std::atomic<const Kernels*>& active() {
   return kernels;
 }
 
+// Best first.
+const MatMulKernels* supported_matmul(int i) {
+  if (i == 0) return features().amx ? matmul_amx() : nullptr;
+  return features().vnni ? matmul_avx512vnni() : nullptr;
+}
+
+const MatMulKernels* best_matmul() {
+  const MatMulKernels* first = supported_matmul(0);
+  return first ? first : supported_matmul(1);
+}
+
+std::atomic<const MatMulKernels*>& active_matmul_slot() {
+  static std::atomic<const MatMulKernels*> kernels{best_matmul()};
+  return kernels;
+}
+
 }  // namespace
 
 const Kernels* active_kernels() { return active().load(std::memory_order_acquire); }
@@ -97,6 +138,24 @@ bool set_isa(const char* name) {
     const Kernels* kernels = supported(i);
     if (!kernels || std::strcmp(kernels->name, name) != 0) continue;
     active().store(kernels, std::memory_order_release);
+    return true;
+  }
+  return false;
+}
+
+const MatMulKernels* active_matmul() {
+  return active_matmul_slot().load(std::memory_order_acquire);
+}
+
+bool set_matmul_isa(const char* name) {
+  if (!name) {
+    active_matmul_slot().store(best_matmul(), std::memory_order_release);
+    return true;
+  }
+  for (int i = 0; i < 2; i++) {
+    const MatMulKernels* kernels = supported_matmul(i);
+    if (!kernels || std::strcmp(kernels->name, name) != 0) continue;
+    active_matmul_slot().store(kernels, std::memory_order_release);
     return true;
   }
   return false;

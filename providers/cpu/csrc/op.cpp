@@ -1,5 +1,5 @@
-// Registers onnxport.GatedSilu, and com.microsoft.PagedAttention with ONNX Runtime's CPU execution provider, which has no
-// such kernel. Registering the name in its own domain overrides the built-in schema, so artifacts
+// Registers our own operators, and com.microsoft.PagedAttention with ONNX Runtime's CPU execution
+// provider, which has no such kernel. Registering the name in its own domain overrides the built-in schema, so artifacts
 // run unchanged, in float32 too.
 #include "op.h"
 
@@ -107,7 +107,7 @@ Status* register_operators(ort::SessionOptions* options, const ort::ApiBase* bas
   static const Operator operators[] = {
       make_operator(ort::kFloat), make_operator(ort::kFloat16), make_operator(ort::kBFloat16),
       make_operator(ort::kInt8),  make_operator(ort::kUint8),   make_operator(ort::kFloat8E4M3FN)};
-  static const ort::CustomOp gated_silu = gated_silu_operator();
+  static const ort::CustomOp own_operators[] = {gated_silu_operator(), matmul_operator()};
   return guarded(api, [&] {
     // The runtime keeps pointers to the domain and the operators; neither is ever freed.
     ort::CustomOpDomain* domain = nullptr;
@@ -116,7 +116,7 @@ Status* register_operators(ort::SessionOptions* options, const ort::ApiBase* bas
     check(api.add_domain(options, domain));
     ort::CustomOpDomain* own = nullptr;
     check(api.create_domain("onnxport", &own));
-    check(api.add_operator(own, &gated_silu));
+    for (const ort::CustomOp& op : own_operators) check(api.add_operator(own, &op));
     check(api.add_domain(options, own));
   });
 }

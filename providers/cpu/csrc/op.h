@@ -87,6 +87,16 @@ Tensor describe(const Api& api, const char* name, const ort::Value* value);
 ort::CustomOp base_operator();
 
 ort::CustomOp gated_silu_operator();
+ort::CustomOp matmul_operator();
+
+// A call's way to the session's threads; parallel_for takes it as its context and leaves the status
+// of a failure there.
+struct Parallel {
+  const Api& api;
+  const ort::KernelContext* context;
+  Status* status = nullptr;
+};
+int parallel_for(void* context, size_t count, Task task, void* argument);
 
 // Runs f and turns whatever it throws into a status: no exception crosses the C boundary.
 template <class F>

@@ -163,19 +163,13 @@ void* open_cache(const Call& call, size_t output, const Tensor& input, const Pro
   return data;
 }
 
-struct Parallel {
-  const Api& api;
-  const ort::KernelContext* context;
-  Status* status = nullptr;
-};
+}  // namespace
 
 int parallel_for(void* context, size_t count, Task task, void* argument) {
   Parallel& parallel = *static_cast<Parallel*>(context);
   parallel.status = parallel.api.parallel_for(parallel.context, task, count, 0, argument);
   return parallel.status ? 1 : 0;
 }
-
-}  // namespace
 
 void compute(const Kernel& kernel, ort::KernelContext* context) {
   const Call call(kernel, context);

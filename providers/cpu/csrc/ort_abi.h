@@ -104,6 +104,12 @@ struct Api {
   }
   void release(Status* status) const { slot<void(ONNXPORT_ORT_CALL*)(Status*)>(93)(status); }
   void release(ShapeInfo* info) const { slot<void(ONNXPORT_ORT_CALL*)(ShapeInfo*)>(99)(info); }
+  // constant is 0, and out null, unless the input is an initializer that cannot change.
+  Status* constant_input(const KernelInfo* info, size_t index, int* constant,
+                         const Value** out) const {
+    return slot<Status*(ONNXPORT_ORT_CALL*)(const KernelInfo*, size_t, int*, const Value**)>(249)(
+        info, index, constant, out);
+  }
   // Runs on the session's own threads; batches = 0 lets it divide the work.
   Status* parallel_for(const KernelContext* context, void(ONNXPORT_ORT_CALL* task)(void*, size_t),
                        size_t count, size_t batches, void* argument) const {

@@ -1,0 +1,97 @@
+// Products with block-quantized weights in plain pointers and integers, free of ONNX Runtime.
+//
+// Weights are symmetric, as com.microsoft.MatMulNBits stores them without zero points: a value is
+// (quant - 2^(bits - 1)) * scale, and block_size input features of an output share a scale.
+// Activations are rounded to int8 when called: a row's block of inputs shares the scale
+// max|x| / 127. So |x - quant * scale| <= max|x| / 254, and an output differs from the product
+// with exact activations by no more than the sum over its blocks of max|x| / 254 * sum|w|.
+//
+// A row that holds a value that is not finite becomes NaN; no other row is the worse for it.
+//
+//   y[row][n] = sum over blocks, in order, of fma(float(S) * x_scale, w_scale, y)
+//
+// with S, the block's sum of products of integers, exact. Every path computes just this, so the
+// bits of a row's result depend on that row and the weights alone: not on the other rows, on their
+// number, on the number of threads or on the instruction set.
+#pragma once
+
+#include "attention.h"
+
+namespace onnxport {
+
+constexpr int64_t kPanel = 32;    // output features that are stored together
+constexpr int64_t kRowTile = 16;  // rows that are quantized into one tile, at most
+
+// Packed weights: one panel after the other; of each panel one block after the other:
+//   quants [block_size * bits / 32][2][16] of 32 bits, scales [kPanel] of float
+// The 32 bits are what MatMulNBits stores for one output feature: four or, at 4 bits, eight inputs
+// of which the even ones are in the low nibbles. At 8 bits the quants' zero point is subtracted.
+// Panels and scales are filled up with zeros to whole blocks.
+struct MatMul {
+  int64_t k;           // input features
+  int64_t n;           // output features
+  int64_t bits;        // 4 or 8
+  int64_t block_size;  // 32, 64 or 128
+  const uint8_t* weights;
+
+  int64_t rows;
+  const float* input;  // [rows][k]
+  float* output;       // [rows][n]
+
+  // Quantized activations, [tiles][blocks][tile_rows] of each: block_size quants, inputs beyond k
+  // zero, and at 4 bits four even ones ahead of four odd ones; their scale; and what takes the
+  // weights' zero point out of a sum over unsigned weights, -zero_point * sum of quants.
+  int64_t tile_rows;
+  int8_t* quants;
+  float* scales;
+  int32_t* corrections;
+};
+
+struct MatMulKernels {
+  const char* name;
+
+  int64_t chunk_rows;                  // rows that share one pass over the weights
+  int64_t (*tile_rows)(int64_t rows);  // how many rows a tile has; kRowTile if rows exceed it
+
+  // Quantizes rows [begin, end), which may go up to the end of the last tile: zeros there.
+  void (*quantize)(const MatMul& call, int64_t begin, int64_t end);
+
+  // Computes these panels' outputs of these rows; row_begin starts a tile.
+  void (*multiply)(const MatMul& call, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
+                   int64_t row_end);
+};
+
+// Null where this build or this processor cannot run them.
+const MatMulKernels* matmul_avx512vnni();
+const MatMulKernels* matmul_amx();
+
+// The set in use, null for none: the best one, unless set_matmul_isa chose. set_matmul_isa(null)
+// returns to the best one; an unknown or unsupported name returns false and changes nothing.
+const MatMulKernels* active_matmul();
+bool set_matmul_isa(const char* name);
+
+// static, not members or inline alone: an instruction set's object must never provide code to
+// another's.
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t num_blocks(const MatMul& m) { return ceil_div(m.k, m.block_size); }
+static inline int64_t num_panels(const MatMul& m) { return ceil_div(m.n, kPanel); }
+static inline int64_t quant_bytes(const MatMul& m) { return kPanel * m.block_size * m.bits / 8; }
+static inline int64_t block_bytes(const MatMul& m) {
+  return quant_bytes(m) + kPanel * static_cast<int64_t>(sizeof(float));
+}
+static inline int64_t panel_bytes(const MatMul& m) { return num_blocks(m) * block_bytes(m); }
+
+// Position of a row's scale for a block; its quants are block_size times that far.
+static inline int64_t row_block(const MatMul& m, int64_t row, int64_t block) {
+  return (row / kRowTile * num_blocks(m) + block) * m.tile_rows + row % kRowTile;
+}
+
+// Fills the packed weights, num_panels * panel_bytes at a cache line, from the operator's inputs:
+// quants [n][blocks][block_size * bits / 8], scales [n][blocks].
+void pack_weights(const MatMul& call, const uint8_t* quants, const float* scales, uint8_t* packed);
+
+// Computes the output; quants, scales and corrections are taken care of. Returns zero or what
+// parallel_for returned. Throws std::bad_alloc only.
+int run_matmul(const MatMulKernels& kernels, MatMul call, ParallelFor parallel_for, void* context);
+
+}  // namespace onnxport

@@ -1,0 +1,154 @@
+// Products for AMX, whose tile registers multiply 16 rows by 16 outputs at once; few rows go by
+// AVX-512 VNNI. Compiled with those sets' flags: nothing here may run before the processor and the
+// operating system have been asked, and nothing here may be shared with other objects.
+#include "matmul.h"
+
+#if defined(__AMX_INT8__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+
+#include "matmul_vnni_impl.h"
+
+namespace onnxport {
+namespace {
+
+constexpr int64_t kFewRows = 4;      // up to so many, VNNI is faster
+constexpr int64_t kChunkRows = 256;  // whose totals stay in the L1 cache
+constexpr int kLanes = 16;
+
+// The tile registers: two sums, two parts of a row tile, two columns of two parts of weights.
+struct alignas(64) TileConfiguration {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  // parts: inputs that one instruction multiplies, 64 or 32.
+  explicit TileConfiguration(int64_t inputs) {
+    for (int t = 0; t < 8; t++) {
+      rows[t] = kLanes;
+      row_bytes[t] = 64;
+    }
+    for (int t = 2; t < 4; t++) row_bytes[t] = static_cast<uint16_t>(inputs);
+    for (int t = 4; t < 8; t++) rows[t] = static_cast<uint8_t>(inputs / 4);
+  }
+};
+
+// Sums of a row tile that are not yet part of the totals. They are added while the tile registers
+// work on the next ones.
+struct Pending {
+  const int32_t* sums;      // [2][16 rows][16]
+  const float* row_scales;  // [16]
+  const uint8_t* scales;    // [kPanel]
+  float* totals;            // [16][kPanel]
+};
+
+ONNXPORT_INLINE void add(const Pending& p) {
+  const __m512 low = _mm512_load_ps(p.scales), high = _mm512_load_ps(p.scales + 64);
+  for (int r = 0; r < kLanes; r++) {
+    const __m512 row_scale = _mm512_set1_ps(p.row_scales[r]);
+    float* total = p.totals + r * kPanel;
+    const int32_t* sum = p.sums + r * kLanes;
+    _mm512_store_ps(total, accumulate(_mm512_load_ps(total), _mm512_load_si512(sum), row_scale, low));
+    _mm512_store_ps(total + 16,
+                    accumulate(_mm512_load_ps(total + 16), _mm512_load_si512(sum + 256), row_scale,
+                               high));
+  }
+}
+
+// Nibbles to signed bytes, in the order of the 8-bit format.
+ONNXPORT_INLINE void unpack(const uint8_t* weights, int64_t bytes, uint8_t* out) {
+  const __m512i nibble = _mm512_set1_epi8(15), zero_point = _mm512_set1_epi8(8);
+  for (int64_t i = 0; i < bytes; i += 128, out += 256) {
+    for (int c = 0; c < 128; c += 64) {
+      const __m512i packed = _mm512_load_si512(weights + i + c);
+      const __m512i low = _mm512_and_si512(packed, nibble);
+      const __m512i high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble);
+      _mm512_store_si512(out + c, _mm512_sub_epi8(low, zero_point));
+      _mm512_store_si512(out + 128 + c, _mm512_sub_epi8(high, zero_point));
+    }
+  }
+}
+
+// kParts: instructions for a block, 1 or 2.
+template <int kParts>
+void multiply_panel(const MatMul& m, int64_t panel, int64_t row_begin, int64_t row_end) {
+  alignas(64) float totals[kChunkRows * kPanel];
+  alignas(64) int32_t sums[2][2 * kLanes * kLanes];
+  alignas(64) uint8_t unpacked[kPanel * 128];
+  const int64_t blocks = num_blocks(m), tiles = ceil_div(row_end - row_begin, kRowTile);
+  const uint8_t* weights = m.weights + panel * panel_bytes(m);
+  for (int64_t i = 0; i < tiles * kRowTile * kPanel; i += kLanes)
+    _mm512_store_ps(totals + i, _mm512_setzero_ps());
+
+  Pending pending{};
+  int half = 0;
+  for (int64_t block = 0; block < blocks; block++, weights += block_bytes(m)) {
+    const uint8_t* columns = weights;
+    if (m.bits == 4) {
+      unpack(weights, quant_bytes(m), unpacked);
+      columns = unpacked;
+    }
+    _tile_loadd(4, columns, 128);
+    _tile_loadd(5, columns + 64, 128);
+    if (kParts == 2) {
+      _tile_loadd(6, columns + 2048, 128);
+      _tile_loadd(7, columns + 2112, 128);
+    }
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      const int64_t at = row_block(m, row_begin + tile * kRowTile, block);
+      const int8_t* quants = m.quants + at * m.block_size;
+      const auto stride = static_cast<size_t>(m.block_size);
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_loadd(2, quants, stride);
+      _tile_dpbssd(0, 2, 4);
+      _tile_dpbssd(1, 2, 5);
+      if (kParts == 2) {
+        _tile_loadd(3, quants + 64, stride);
+        _tile_dpbssd(0, 3, 6);
+        _tile_dpbssd(1, 3, 7);
+      }
+      _tile_stored(0, sums[half], 64);
+      _tile_stored(1, sums[half] + 256, 64);
+      if (pending.sums) add(pending);
+      pending = {sums[half], m.scales + at, weights + quant_bytes(m),
+                 totals + tile * kRowTile * kPanel};
+      half ^= 1;
+    }
+  }
+  add(pending);
+  for (int64_t row = row_begin; row < row_end; row++) {
+    const float* total = totals + (row - row_begin) * kPanel;
+    store_panel(m, panel, m.output + row * m.n + panel * kPanel, _mm512_load_ps(total),
+                _mm512_load_ps(total + 16));
+  }
+}
+
+void multiply(const MatMul& m, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
+              int64_t row_end) {
+  if (m.rows <= kFewRows) return multiply_vnni(m, panel_begin, panel_end, row_begin, row_end);
+  const TileConfiguration configuration(m.block_size < 64 ? m.block_size : 64);
+  _tile_loadconfig(&configuration);
+  for (int64_t panel = panel_begin; panel < panel_end; panel++) {
+    if (m.block_size == 128)
+      multiply_panel<2>(m, panel, row_begin, row_end);
+    else
+      multiply_panel<1>(m, panel, row_begin, row_end);
+  }
+  _tile_release();
+}
+
+constexpr MatMulKernels kKernels = {
+    "amx", kChunkRows, [](int64_t rows) { return rows <= kFewRows ? rows : kRowTile; }, quantize,
+    multiply};
+
+}  // namespace
+
+const MatMulKernels* matmul_amx() { return &kKernels; }
+}  // namespace onnxport
+
+#else
+
+namespace onnxport {
+const MatMulKernels* matmul_amx() { return nullptr; }
+}  // namespace onnxport
+
+#endif

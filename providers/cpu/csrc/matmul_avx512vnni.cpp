@@ -1,0 +1,27 @@
+// Products for AVX-512 VNNI. Compiled with that set's flags: nothing here may run before the
+// processor has been asked, and nothing here may be shared with other objects.
+#include "matmul.h"
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+
+#include "matmul_vnni_impl.h"
+
+namespace onnxport {
+namespace {
+
+constexpr MatMulKernels kKernels = {
+    "avx512vnni", 128, [](int64_t rows) { return rows < kRowTile ? rows : kRowTile; }, quantize,
+    multiply_vnni};
+
+}  // namespace
+
+const MatMulKernels* matmul_avx512vnni() { return &kKernels; }
+}  // namespace onnxport
+
+#else
+
+namespace onnxport {
+const MatMulKernels* matmul_avx512vnni() { return nullptr; }
+}  // namespace onnxport
+
+#endif

@@ -1,0 +1,174 @@
+"""Products with quantized weights: random cases, what they should give, and ONNX Runtime's run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+Floats = NDArray[np.float32]
+
+BITS = (4, 8)
+BLOCK_SIZES = (32, 64, 128)
+# One feature, less than a panel of 32, ragged ones, whole ones, several tasks.
+WIDTHS = (1, 7, 31, 32, 33, 64, 96, 129, 1200)
+DEPTHS = (1, 5, 31, 32, 64, 100, 128, 257, 384, 896)
+# Both sides of every border: small tiles, whole tiles, chunks of rows.
+ROWS = (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 33, 48, 127, 129, 255, 257, 300)
+
+
+@dataclass(frozen=True)
+class MatMulCase:
+    """One call of onnxport.MatMulNBits."""
+
+    bits: int
+    block_size: int
+    x: Floats  # [..., K]
+    quants: NDArray[np.uint8]  # [N, blocks, block_size * bits / 8]
+    scales: Floats  # [N, blocks]
+
+    def replace(self, **changes: object) -> MatMulCase:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def k(self) -> int:
+        return self.x.shape[-1]
+
+    @property
+    def n(self) -> int:
+        return self.quants.shape[0]
+
+    @cached_property
+    def levels(self) -> NDArray[np.int64]:
+        """The quants as integers around zero, [N, blocks, block_size]."""
+        levels = self.quants
+        if self.bits == 4:
+            levels = np.stack([levels & 15, levels >> 4], -1).reshape(*levels.shape[:2], -1)
+        return levels.astype(np.int64) - (1 << (self.bits - 1))
+
+    def blocks_of(self, x: Floats) -> Floats:
+        """Rows [rows, K] cut into blocks, [rows, blocks, block_size], zeros after the end."""
+        blocks = self.quants.shape[1]
+        padded = np.zeros((len(x), blocks * self.block_size), x.dtype)
+        padded[:, : self.k] = x
+        return padded.reshape(len(x), blocks, self.block_size)
+
+    def rows(self) -> Floats:
+        """The activations as [rows, K]."""
+        return self.x.reshape(-1, self.k)
+
+
+def random_case(seed: int) -> MatMulCase:
+    rng = np.random.default_rng(seed)
+    bits, block_size = BITS[seed % 2], BLOCK_SIZES[seed // 2 % 3]
+    n, k, rows = int(rng.choice(WIDTHS)), int(rng.choice(DEPTHS)), int(rng.choice(ROWS))
+    return make_case(seed, bits, block_size, k, n, rows)
+
+
+def make_case(seed: int, bits: int, block_size: int, k: int, n: int, rows: int) -> MatMulCase:
+    rng = np.random.default_rng(seed)
+    blocks = -(-k // block_size)
+    # Magnitudes far apart, between rows and between the blocks of one.
+    x = rng.standard_normal((rows, k)) * 10.0 ** rng.uniform(-3, 3, (rows, 1))
+    x *= np.repeat(10.0 ** rng.uniform(-2, 2, (1, blocks)), block_size, 1)[:, :k]
+    return MatMulCase(
+        bits=bits,
+        block_size=block_size,
+        x=x.astype(np.float32),
+        quants=rng.integers(0, 256, (n, blocks, block_size * bits // 8), np.uint8),
+        scales=(rng.standard_normal((n, blocks)) * 0.02).astype(np.float32),
+    )
+
+
+def quantize(case: MatMulCase) -> tuple[Floats, Floats]:
+    """The activations' quants [rows, blocks, block_size] and scales [rows, blocks].
+
+    As the kernel does it, in float32: scale max|x| / 127, quants rounded to nearest even.
+    """
+    blocks = case.blocks_of(case.rows())
+    largest = np.abs(blocks).max(-1)
+    usable = largest >= np.float32(1e-36)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=usable)
+    scales = np.where(usable, largest / np.float32(127), np.float32(0))
+    return np.rint(blocks * inverse[..., None]), scales
+
+
+def expected(case: MatMulCase) -> NDArray[np.float64]:
+    """What the quantized numbers give in float64, [rows, N]."""
+    quants, scales = quantize(case)
+    sums = np.einsum("rbi,nbi->rbn", quants.astype(np.float64), case.levels.astype(np.float64))
+    weights = case.scales.T.astype(np.float64)[None]
+    return np.asarray((sums * scales.astype(np.float64)[..., None] * weights).sum(1))
+
+
+def float_product(case: MatMulCase) -> NDArray[np.float64]:
+    """The product with activations that are not rounded, [rows, N]."""
+    blocks = case.blocks_of(case.rows()).astype(np.float64)
+    return np.asarray(np.einsum("rbi,nbi->rn", blocks, weights_of(case)))
+
+
+def rounding_bound(case: MatMulCase) -> NDArray[np.float64]:
+    """How far rounding may take each output: sum over blocks of max|x| / 254 * sum|w|."""
+    largest = np.abs(case.blocks_of(case.rows())).max(-1).astype(np.float64)
+    return np.asarray(largest / 254 @ np.abs(weights_of(case)).sum(-1).T)
+
+
+def weights_of(case: MatMulCase) -> NDArray[np.float64]:
+    """[N, blocks, block_size]"""
+    return np.asarray(case.levels * case.scales.astype(np.float64)[..., None])
+
+
+def model(case: MatMulCase, constant: bool = True, **attributes: int) -> bytes:
+    """A model of the one node; `attributes` replace the node's."""
+    values = {
+        "K": case.k,
+        "N": case.n,
+        "bits": case.bits,
+        "block_size": case.block_size,
+        **attributes,
+    }
+    node = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain="onnxport", **values)
+    tensors = [numpy_helper.from_array(case.quants, "w"), numpy_helper.from_array(case.scales, "s")]
+    shape = [f"rows{i}" for i in range(case.x.ndim - 1)]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*shape, "depth"])]
+    if not constant:
+        inputs += [
+            helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            for tensor in tensors
+        ]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [*shape, "width"])]
+    graph = helper.make_graph([node], "product", inputs, outputs, tensors)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("onnxport", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+
+
+def session(library: Path, serialized: bytes, threads: int = 2) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # errors are raised anyway
+    options.register_custom_ops_library(str(library))
+    return ort.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
+
+
+def run(library: Path, case: MatMulCase, threads: int = 2) -> Floats:
+    """[..., N]"""
+    found: Floats = session(library, model(case), threads).run(["y"], {"x": case.x})[0]
+    return found
+
+
+def check(case: MatMulCase, found: Floats) -> None:
+    """Checks the output against the rounded numbers, tightly, and against the exact ones."""
+    found = found.reshape(-1, case.n).astype(np.float64)
+    wanted = expected(case)
+    magnitude = np.abs(case.blocks_of(case.rows())).max(-1) @ np.abs(weights_of(case)).sum(-1).T
+    # Each block rounds three times in float32, and sums round as often as there are blocks.
+    assert np.all(np.abs(found - wanted) <= 1e-6 * magnitude + 1e-30)
+    norm = np.linalg.norm(wanted, axis=1, keepdims=True)
+    assert np.all(np.abs(found - wanted) <= 1e-5 * norm + 1e-6 * magnitude)
+    exact = float_product(case)
+    assert np.all(np.abs(found - exact) <= rounding_bound(case) + 1e-6 * magnitude + 1e-30)

@@ -1,0 +1,154 @@
+"""onnxport.MatMulNBits: right, and the same bits whatever else is computed with a row."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.kernels import matmul_cases as cases
+
+ISAS = ("amx", "avx512vnni")
+NUM_CASES = 120
+GROUP = 20
+
+
+@pytest.fixture
+def available_isas(library: ctypes.CDLL) -> Iterator[list[str]]:
+    """The instruction sets that this processor runs; the best one is in use again afterwards."""
+    found = [isa for isa in ISAS if library.onnxport_cpu_set_matmul_isa(isa.encode())]
+    if not found:
+        pytest.skip("this processor has neither AMX nor AVX-512 VNNI")
+    yield found
+    library.onnxport_cpu_set_matmul_isa(None)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_CASES, GROUP))
+def test_random_cases(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], first: int
+) -> None:
+    for seed in range(first, first + GROUP):
+        case = cases.random_case(seed)
+        outputs = set()
+        for isa in available_isas:
+            library.onnxport_cpu_set_matmul_isa(isa.encode())
+            found = cases.run(library_path, case)
+            cases.check(case, found)
+            outputs.add(found.tobytes())
+        assert len(outputs) == 1, f"seed {seed} has other bits on another instruction set"
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("block_size", cases.BLOCK_SIZES)
+def test_a_row_is_the_same_alone_and_in_any_batch(
+    library_path: Path,
+    library: ctypes.CDLL,
+    available_isas: list[str],
+    bits: int,
+    block_size: int,
+) -> None:
+    rng = np.random.default_rng(bits * block_size)
+    case = cases.make_case(1, bits, block_size, 700, 200, 600)
+    serialized = cases.model(case)
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        two, one = (cases.session(library_path, serialized, threads) for threads in (2, 1))
+        whole = two.run(["y"], {"x": case.x})[0]
+        assert one.run(["y"], {"x": case.x})[0].tobytes() == whole.tobytes()
+        for count in (1, 16, *rng.integers(1, 300, 12)):
+            rows = rng.permutation(len(case.x))[:count]
+            part = two.run(["y"], {"x": case.x[rows]})[0]
+            assert part.tobytes() == whole[rows].tobytes(), (isa, count)
+        for row in rng.integers(0, len(case.x), 8):
+            alone = two.run(["y"], {"x": case.x[row : row + 1]})[0]
+            assert alone.tobytes() == whole[row : row + 1].tobytes(), (isa, row)
+
+
+def test_concurrent_sessions(library_path: Path, available_isas: list[str]) -> None:
+    assert available_isas
+    made = [cases.random_case(seed) for seed in range(12)]
+    sessions = [cases.session(library_path, cases.model(case)) for case in made]
+    alone = [
+        session.run(["y"], {"x": case.x})[0] for session, case in zip(sessions, made, strict=True)
+    ]
+
+    def repeat(i: int) -> bool:
+        return all(
+            sessions[i].run(["y"], {"x": made[i].x})[0].tobytes() == alone[i].tobytes()
+            for _ in range(10)
+        )
+
+    with ThreadPoolExecutor(6) as executor:
+        assert all(executor.map(repeat, range(len(made))))
+
+
+def test_other_ranks(library_path: Path, available_isas: list[str]) -> None:
+    assert available_isas
+    flat = cases.make_case(0, 4, 32, 64, 48, 6)
+    wanted = cases.run(library_path, flat)
+    assert cases.run(library_path, flat.replace(x=flat.x[0])).tobytes() == wanted[0].tobytes()
+    cube = cases.run(library_path, flat.replace(x=flat.x.reshape(2, 3, 64)))
+    assert cube.shape == (2, 3, 48)
+    assert cube.tobytes() == wanted.tobytes()
+    assert cases.run(library_path, flat.replace(x=flat.x[:0])).shape == (0, 48)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_extremes(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], rows: int
+) -> None:
+    """Zeros, denormals and the largest floats; what is not finite spoils its own row alone."""
+    case = cases.make_case(2, 4, 32, 96, 40, rows)
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        serialized = cases.session(library_path, cases.model(case))
+        plain = serialized.run(["y"], {"x": case.x})[0]
+        for value in (0.0, -0.0, 1e-40, 1e-37):
+            small = np.full_like(case.x, value)
+            assert np.abs(serialized.run(["y"], {"x": small})[0]).max() < 1e-34
+        large = np.full_like(case.x, 3e38)
+        assert not np.isnan(serialized.run(["y"], {"x": large * np.float32(1e-4)})[0]).any()
+        for value in (np.nan, np.inf, -np.inf):
+            spoilt = case.x.copy()
+            spoilt[-1, 50] = value
+            found = serialized.run(["y"], {"x": spoilt})[0]
+            assert np.isnan(found[-1]).all()
+            assert found[:-1].tobytes() == plain[:-1].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"bits": 2}, "4 or 8 bits"),
+        ({"block_size": 16}, "blocks of 32, 64 or 128"),
+        ({"K": 0}, "found K 0"),
+        ({"N": 39}, "B must have"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused(
+    library_path: Path, available_isas: list[str], attributes: dict[str, int], message: str
+) -> None:
+    assert available_isas
+    case = cases.make_case(3, 4, 32, 96, 40, 1)
+    with pytest.raises(Exception, match=message):
+        cases.session(library_path, cases.model(case, **attributes))
+
+
+def test_weights_that_may_change_are_refused(library_path: Path, available_isas: list[str]) -> None:
+    assert available_isas
+    case = cases.make_case(3, 4, 32, 96, 40, 1)
+    with pytest.raises(Exception, match="B must be an initializer"):
+        cases.session(library_path, cases.model(case, constant=False))
+
+
+def test_activations_of_another_width_are_refused(
+    library_path: Path, available_isas: list[str]
+) -> None:
+    assert available_isas
+    session = cases.session(library_path, cases.model(cases.make_case(3, 4, 32, 96, 40, 1)))
+    with pytest.raises(Exception, match="last dimension must be 96, found 95"):
+        session.run(["y"], {"x": np.zeros((2, 95), np.float32)})

@@ -1,0 +1,109 @@
+"""The cpu provider's products with int8 activations, in whole models."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onnxport.graphs.artifact import Artifact
+from onnxport.providers.base import LoadOptions, Model, StepInputs
+from onnxport.providers.cpu import provider as cpu
+from onnxport.providers.cpu.library import matmul_isa
+from onnxport.providers.registry import open_model
+from onnxport.serving.verify import COARSE, EXACT, verify
+from tests.exporter.checkpoints import VOCAB
+from tests.providers.conftest import ArtifactMaker
+
+needs_kernel = pytest.mark.skipif(
+    matmul_isa() is None, reason="the kernel was not built, or this processor has no AVX-512 VNNI"
+)
+BLOCKS_EACH = 4  # of 16 tokens
+
+
+def step(model: Model, parts: list[tuple[int, int, list[int]]]) -> np.ndarray:
+    """Logits of every new token of each (sequence, past tokens, new tokens)."""
+    counts = [len(ids) for _, _, ids in parts]
+    starts = np.cumsum([0, *counts]).astype(np.int32)
+    totals = [past + len(ids) for _, past, ids in parts]
+    blocks = [np.arange(BLOCKS_EACH) + BLOCKS_EACH * sequence for sequence, _, _ in parts]
+    inputs = StepInputs(
+        input_ids=np.array([token for _, _, ids in parts for token in ids], np.int64),
+        block_table=np.array(blocks, np.int32),
+        cumulative_sequence_lengths=starts,
+        past_sequence_lengths=np.array([past for _, past, _ in parts], np.int32),
+        attention_metadata=np.array([max(counts), max(totals), min(totals)], np.int32),
+        logits_indices=np.arange(starts[-1], dtype=np.int32),
+    )
+    return np.array(model.run(inputs))
+
+
+def opened(path: Path, threads: int = 2, level: int | None = None) -> Model:
+    options = LoadOptions(threads=threads, kv_cache_tokens=512, matmul_accuracy_level=level)
+    return open_model(path, "cpu", options)
+
+
+@needs_kernel
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_a_sequence_has_the_same_logits_to_the_bit(
+    tiny_artifact: ArtifactMaker, family: str, precision: str
+) -> None:
+    """Alone or in a batch, whole, in chunks or token by token, on one thread or two."""
+    path = tiny_artifact(family, precision)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, VOCAB, length).tolist() for length in (40, 1, 17, 33)]
+    whole = opened(path)
+    alone = [step(whole, [(i, 0, ids)]) for i, ids in enumerate(prompts)]
+    together = step(whole, [(i, 0, ids) for i, ids in enumerate(prompts)])
+    assert together.tobytes() == np.concatenate(alone).tobytes()
+    whole.close()
+    one_thread = opened(path, threads=1)
+    assert step(one_thread, [(0, 0, prompts[0])]).tobytes() == alone[0].tobytes()
+    chunks = [step(one_thread, [(1, 0, prompts[0][:19])])]
+    chunks.append(step(one_thread, [(2, 0, prompts[2]), (1, 19, prompts[0][19:30])])[-11:])
+    chunks += [step(one_thread, [(1, at, prompts[0][at : at + 1])]) for at in range(30, 40)]
+    assert np.concatenate(chunks).tobytes() == alone[0].tobytes()
+    one_thread.close()
+
+
+@needs_kernel
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_it_verifies(tiny_artifact: ArtifactMaker, precision: str) -> None:
+    """Within today's tolerances, float32 arithmetic untouched by it."""
+    artifact = Artifact.read(tiny_artifact("qwen2", precision))
+    exact, coarse = verify(artifact, "cpu", LoadOptions(kv_cache_tokens=512))
+    assert exact.tolerance is EXACT
+    assert coarse.tolerance is COARSE
+    assert exact.passed
+    assert coarse.passed
+    assert coarse.whole == coarse.stepwise  # not a bit of difference between the two
+
+
+@needs_kernel
+def test_it_takes_the_products_that_may_be_rounded_and_no_others(
+    tiny_artifact: ArtifactMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for precision, level, line in (
+        ("int4", None, "products with int8 activations"),
+        ("int4", 1, "int8_matmul: nothing to do"),
+        ("fp32", None, "int8_matmul: nothing to do"),
+    ):
+        caplog.clear()
+        opened(tiny_artifact("llama", precision), level=level).close()
+        assert line in caplog.text
+
+
+def test_without_the_kernel_onnx_runtime_computes_them(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(cpu, "matmul_isa", lambda: None)
+    model = opened(tiny_artifact("llama", "int4"))
+    assert np.isfinite(step(model, [(0, 0, [5, 6, 7])])).all()
+    model.close()
+    assert "int8_matmul" not in caplog.text
+    assert cpu.CpuProvider().probe().versions["int8 product kernel"] == "onnxruntime's"
