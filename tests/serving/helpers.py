@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Unpack
 
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
-from onnxport.serving.outputs import CompletionDelta
+from onnxport.serving.intake import SEED_STEP
 from onnxport.serving.llm import EngineOptions
+from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
 
@@ -18,6 +22,18 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 def never(run: int) -> bool:
     return False
+
+
+class Clock:
+    """A time that stands still, or goes on by itself at every look."""
+
+    def __init__(self, tick_s: float = 0.0) -> None:
+        self.now_s = 100.0
+        self.tick_s = tick_s
+
+    def __call__(self) -> float:
+        self.now_s += self.tick_s
+        return self.now_s
 
 
 def null_engine(
@@ -30,13 +46,16 @@ def null_engine(
     max_num_batched_tokens: int = 32,
     max_batch_rows: int | None = None,
     fails: Callable[[int], bool] = never,
+    transfer_fails: Callable[[int], bool] = never,
     latency_s: float = 0.0,
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] | None = None,
     seed: int | None = 0,
+    clock: Callable[[], float] = time.monotonic,
+    model_type: type[NullModel] = NullModel,
     **config: Unpack[EngineOptions],
 ) -> Engine:
-    model = NullModel(
+    model = model_type(
         NullOptions(
             vocab_size=vocab_size,
             num_blocks=num_blocks,
@@ -45,10 +64,17 @@ def null_engine(
             max_batch_rows=max_batch_rows,
             latency_s=latency_s,
             fails=fails,
+            transfer_fails=transfer_fails,
         )
     )
     engine_config = EngineConfig(max_num_seqs, max_num_batched_tokens, seed, **config)
-    return Engine(model, tokenizer, engine_config, eos_token_ids)
+    return Engine(model, tokenizer, engine_config, eos_token_ids, clock)
+
+
+def null_model(engine: Engine) -> NullModel:
+    model = engine._model
+    assert isinstance(model, NullModel)
+    return model
 
 
 def submit(
@@ -67,9 +93,7 @@ def checked_step(engine: Engine) -> list[CompletionDelta]:
     for delta in deltas:  # a broken contract is an AssertionError inside the step
         assert "AssertionError" not in (delta.error or ""), delta.error
     engine.check()
-    model = engine._model
-    assert isinstance(model, NullModel)
-    model.poison(engine._pool.blank_blocks())
+    null_model(engine).poison(engine._pool.blank_blocks())
     return deltas
 
 
@@ -86,16 +110,31 @@ def run(engine: Engine, max_steps: int = 10_000) -> dict[str, list[CompletionDel
     return deltas
 
 
-def tokens(deltas: Sequence[CompletionDelta]) -> list[int]:
-    return [token_id for delta in deltas for token_id in delta.token_ids]
+def tokens(deltas: Sequence[CompletionDelta], index: int = 0) -> list[int]:
+    """The tokens of one completion."""
+    return [token_id for delta in deltas if delta.index == index for token_id in delta.token_ids]
+
+
+def reasons(deltas: Sequence[CompletionDelta]) -> list[str]:
+    """The finish reasons of all completions, in the order of their ends."""
+    return [delta.finish_reason for delta in deltas if delta.finish_reason is not None]
 
 
 def text(deltas: Sequence[CompletionDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def alone(prompt: Sequence[int], params: SamplingParams = GREEDY) -> list[int]:
-    """The tokens of a request that has an engine to itself, its prompt computed at once."""
-    engine = null_engine(num_blocks=512, max_num_batched_tokens=512)
+def alone(prompt: Sequence[int], params: SamplingParams = GREEDY, index: int = 0) -> list[int]:
+    """The tokens of completion `index`, computed as a request of its own.
+
+    It has an engine without prefix cache to itself, and its prompt is computed at once.
+    """
+    seed = None if params.seed is None else params.seed + index * SEED_STEP
+    return list(_alone(tuple(prompt), dataclasses.replace(params, n=1, seed=seed)))
+
+
+@cache
+def _alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
+    engine = null_engine(num_blocks=512, max_num_batched_tokens=512, enable_prefix_caching=False)
     submit(engine, "alone", prompt, params)
-    return tokens(run(engine)["alone"])
+    return tuple(tokens(run(engine)["alone"]))

@@ -8,10 +8,10 @@ from tests.serving.test_scheduler import Bench
 
 def packed(bench: Bench, packer: BatchPacker) -> dict[str, list[object]]:
     plan = bench.scheduler.plan()
-    bench.scheduler.reserve(plan)
+    reservation = bench.scheduler.reserve(plan)
     inputs = packer.pack(plan)
     result = {name: getattr(inputs, name).tolist() for name in inputs.__slots__}
-    bench.scheduler.commit(plan)
+    bench.scheduler.commit(plan, reservation)
     for row in plan.sampled:
         plan.requests[row].tokens.append(7)
     return result

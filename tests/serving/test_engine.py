@@ -9,15 +9,19 @@ from numpy.typing import NDArray
 from onnxport.errors import CapacityError, OnnxportError, RequestError
 from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel
-from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
-from tests.serving.helpers import GREEDY, alone, checked_step, null_engine, run, submit, tokens
+from tests.serving.helpers import (
+    GREEDY,
+    alone,
+    checked_step,
+    null_engine,
+    reasons,
+    run,
+    submit,
+    tokens,
+)
 
 PROMPTS = [[(7 * i + j) % 500 for j in range(1 + 5 * i)] for i in range(8)]
-
-
-def reasons(deltas: list[CompletionDelta]) -> list[str]:
-    return [delta.finish_reason for delta in deltas if delta.finish_reason is not None]
 
 
 def test_a_batch_gives_the_tokens_that_each_request_gets_alone() -> None:
@@ -170,26 +174,34 @@ def test_abort_frees_waiting_and_running_requests_once() -> None:
     submit(engine, "waiting", [2])
     checked_step(engine)
     for name in ("running", "waiting"):
-        delta = engine.abort(name)
-        assert delta is not None
-        assert delta.finish_reason == "abort"
-        assert engine.abort(name) is None
+        [delta] = engine.abort(name)
+        assert (delta.request_id, delta.finish_reason) == (name, "abort")
+        assert engine.abort(name) == []
     assert not engine.has_work
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
     assert engine.stats().finished["abort"] == 2
 
 
-def test_a_failed_run_ends_its_requests_and_the_engine_goes_on() -> None:
+def test_a_run_that_fails_with_one_request_ends_it_and_the_engine_goes_on() -> None:
+    engine = null_engine(max_num_seqs=1, fails=lambda run: run == 3)
+    for index in range(2):
+        submit(engine, str(index), [index + 1])
+    deltas = run(engine)
+    assert reasons(deltas["0"]) == ["error"]
+    assert deltas["0"][-1].error == "ProviderError: run 3 was told to fail"
+    assert tokens(deltas["0"]) == alone([1])[:3]
+    assert tokens(deltas["1"]) == alone([2])
+    assert engine.stats().num_failed_steps == 1
+
+
+def test_a_run_that_fails_once_ends_nobody() -> None:
     engine = null_engine(max_num_seqs=2, fails=lambda run: run == 3)
     for index in range(4):
         submit(engine, str(index), [index + 1])
     deltas = run(engine)
-    for name in ("0", "1"):
-        assert reasons(deltas[name]) == ["error"]
-        assert deltas[name][-1].error == "ProviderError: run 3 was told to fail"
-        assert len(tokens(deltas[name])) == 3
-    for index in (2, 3):
+    for index in range(4):
         assert tokens(deltas[str(index)]) == alone([index + 1])
+        assert reasons(deltas[str(index)]) == ["length"]
     assert engine.stats().num_failed_steps == 1
 
 
@@ -272,7 +284,7 @@ def test_stats_count_what_happened() -> None:
     run(engine)
     stats = engine.stats()
     assert (stats.prompt_tokens, stats.generation_tokens) == (9, 36)
-    assert stats.finished == {"stop": 0, "length": 3, "abort": 0, "error": 0}
+    assert stats.finished == {"stop": 0, "length": 3, "abort": 0, "error": 0, "timeout": 0}
 
 
 def test_close_aborts_and_refuses() -> None:

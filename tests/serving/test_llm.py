@@ -85,7 +85,7 @@ def test_prompts_in_every_form(llm: LLM) -> None:
         ([{"text": "a"}], None, "keys"),
         ([{"prompt": "a", "prompt_token_ids": [1]}], None, "keys"),
         ([3], None, "int"),
-        (["a", "b"], [SamplingParams()], "1 sampling parameters for 2 prompts"),
+        (["a", "b"], [SamplingParams()], "1 sampling_params for 2 prompts"),
         (["a", ""], None, "empty"),
     ],
 )
