@@ -159,7 +159,7 @@ class Metrics(Collector):
         with self._lock:
             if event.kind == "queued":
                 self._arrivals[event.request_id] = event.time_s
-            elif event.index == 0 and event.kind in ("first_token", "finished"):
+            elif event.kind in ("first_token", "finished"):
                 arrival_s = self._arrivals.pop(event.request_id, None)
                 if arrival_s is not None and event.kind == "first_token":
                     self._add("time_to_first_token_seconds", event.time_s - arrival_s)
@@ -169,11 +169,8 @@ class Metrics(Collector):
     def _finish(self, index: int, record: FinishedRecord) -> None:
         """Count a sequence that ended; what belongs to the prompt with the first one alone."""
         times = record.metrics
-        arrived, first, last = (
-            times.arrival_time_s,
-            times.first_token_time_s,
-            times.last_token_time_s,
-        )
+        arrived = times.arrival_time_s
+        first, last = times.first_token_time_s, times.last_token_time_s
         if times.finished_time_s is not None:
             self._add("e2e_request_latency_seconds", times.finished_time_s - arrived)
         if first is not None and last is not None:

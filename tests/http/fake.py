@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
 
 MODEL = "fake"
-STATS = EngineStats(0, 0, 8, 8, 0, 0, 0, 0, 0, finished={"stop": 0})
+STATS = EngineStats(0, 0, 8, 8, 0, 0, 0, 0, 0, finished=MappingProxyType({"stop": 0}))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,13 +36,16 @@ def open_session(artifact: Path, options: argparse.Namespace) -> Iterator[Engine
 def deltas(engine: Engine, requests: Sequence[Request]) -> Generator[CompletionDelta]:
     """Run requests and yield what each step adds; closing the iterator aborts them.
 
+    They are submitted as the queue has room for them.
+
     Raises:
         ProviderError: a request failed.
     """
-    for request in requests:
-        engine.submit(request)
+    coming = deque(requests)
     try:
-        while engine.has_work:
+        while coming or engine.has_work:
+            while coming and not engine.is_full:
+                engine.submit(coming.popleft())
             for delta in engine.step():
                 if delta.finish_reason == "error":
                     raise ProviderError(delta.error or "the engine failed; see its log")
