@@ -29,8 +29,8 @@ can tell a damaged file from one that it does not know.
 SHA-256 because a cache must never return wrong numbers, and what a CRC-32 misses (one damage in
 four billion, and every pair of damages built to cancel) would be generated from without a sign.
 It is what keys are made of already, any language has it, and processors have instructions for it:
-1.7 GB/s where BLAKE2b reached 0.9 (hashlib, one core of a Xeon with SHA instructions, 393 KB). It detects damage; it is no
-signature: who can write to the folder can write what the model then reads.
+1.7 GB/s where BLAKE2b reached 0.9 (hashlib, one core of a Xeon with SHA instructions, 393 KB). It
+detects damage; it is no signature: who can write to the folder can write what the model reads.
 """
 
 from __future__ import annotations
