@@ -1,0 +1,1 @@
+"""The real engine on a null model, in virtual time: many requests, every figure reproducible."""
