@@ -1,8 +1,8 @@
 """Workloads that every runner shares; no dependency but NumPy.
 
-W1 is one stream, W2 eight, W4 one long prompt, W5 sixteen that begin alike. Prompts are random
-token ids, greedy, with end
-tokens ignored: speed does not depend on what the tokens mean.
+W1 is one stream, W2 eight, W4 one long prompt, W5 sixteen that begin alike, W6 eight that a small
+KV cache cannot hold at once. Prompts are random token ids, greedy, with end tokens ignored: speed
+does not depend on what the tokens mean.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ WORKLOADS = {
     "W2": Workload(streams=8, prompt_tokens=128, new_tokens=128),
     "W4": Workload(streams=1, prompt_tokens=2048, new_tokens=2),
     "W5": Workload(streams=16, prompt_tokens=1056, new_tokens=32, shared_tokens=1024),
+    "W6": Workload(streams=8, prompt_tokens=448, new_tokens=192),
 }
 
 

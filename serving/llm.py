@@ -14,7 +14,7 @@ from onnxport.providers.base import Attention, Capabilities, LoadOptions
 from onnxport.serving.chat import ChatTemplate, Message, Tool
 from onnxport.serving.collect import OutputCollector
 from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
-from onnxport.serving.engine import Engine
+from onnxport.serving.engine import Engine, EngineStats
 from onnxport.serving.loading import open_engine
 from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -131,6 +131,10 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer | None:
         """Return the model's tokenizer."""
         return self._engine.tokenizer
+
+    def stats(self) -> EngineStats:
+        """Return the engine's counters."""
+        return self._engine.stats()
 
     def generate(
         self,
