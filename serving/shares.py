@@ -39,7 +39,7 @@ class Turns:
             ring.rotate(-1)
         # As many rounds pass as it takes until somebody may compute again.
         best = max(balance[tenant] for tenant in ring)
-        credit = self._quantum * (1 - best // self._quantum)
+        credit = self._quantum * (1 + -best // self._quantum)
         for tenant in ring:
             balance[tenant] += credit
         while balance[ring[0]] <= 0:
@@ -56,10 +56,14 @@ class Turns:
         """The current tenant takes `num_tokens`; free of charge if it is alone."""
         if len(self.balance) > 1:
             self.balance[self._ring[0]] -= num_tokens
+            if self.balance[self._ring[0]] <= 0:
+                self._ring.rotate(-1)  # its turn is over
 
     def leave(self) -> None:
-        """The current tenant can compute nothing more in this step."""
-        self.left.append(self._ring.popleft())
+        """The current tenant can compute nothing more in this step: its turn is over."""
+        tenant = self._ring.popleft()
+        self.balance[tenant] = min(0, self.balance[tenant])
+        self.left.append(tenant)
 
     def order(self) -> list[str]:
         """The tenants, the one whose turn it is first."""

@@ -1,0 +1,105 @@
+"""The order in which requests wait."""
+
+from array import array
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.request import Request
+from onnxport.serving.waiting import WaitingQueue, urgency
+
+
+def make(
+    arrival: int, *, priority: int = 0, tenant: str = "", timeout_s: float | None = None
+) -> Request:
+    request = Request(
+        str(arrival),
+        array("q", [1]),
+        SamplingParams(),
+        max_total_tokens=10,
+        options=RequestOptions(priority=priority, tenant=tenant, timeout_s=timeout_s),
+    )
+    request.rank = (priority, arrival, 0)
+    request.tenant = tenant
+    return request
+
+
+def queue(*requests: Request) -> WaitingQueue:
+    made = WaitingQueue()
+    for request in requests:
+        made.add(request)
+    return made
+
+
+def names(requests: WaitingQueue) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+def test_arrivals_in_order_whenever_they_are_added() -> None:
+    waiting = queue(make(2), make(0), make(1))  # 0 and 1 were preempted
+    assert names(waiting) == ["0", "1", "2"]
+    assert len(waiting) == 3
+    assert waiting.levels == [0]
+
+
+def test_who_has_to_end_sooner_goes_first() -> None:
+    waiting = queue(make(0), make(1, timeout_s=9), make(2, timeout_s=5), make(3, timeout_s=9))
+    assert names(waiting) == ["2", "1", "3", "0"]
+
+
+def test_priorities_come_before_deadlines_and_tenants() -> None:
+    waiting = queue(
+        make(0, priority=1, timeout_s=1),
+        make(1, priority=-1, tenant="b"),
+        make(2, priority=-1, tenant="a", timeout_s=3),
+        make(3, priority=-1, tenant="b", timeout_s=4),
+    )
+    assert waiting.levels == [-1, 1]
+    lanes = waiting.lanes(-1)
+    assert {name: [one.request_id for one in lane] for name, lane in lanes.items()} == {
+        "b": ["3", "1"],
+        "a": ["2"],
+    }
+    assert waiting.lanes(0) == {}
+    first = waiting.first()
+    assert first is not None
+    assert first.request_id == "2"
+    assert names(waiting) == ["3", "1", "2", "0"]
+
+
+def test_what_is_taken_out_leaves_no_trace() -> None:
+    requests = [make(0, priority=1), make(1, tenant="a"), make(2, tenant="a")]
+    waiting = queue(*requests)
+    assert requests[1] in waiting
+    waiting.remove(requests[1])
+    assert requests[1] not in waiting
+    assert requests[2] in waiting
+    waiting.remove(requests[2])
+    assert waiting.levels == [1]
+    waiting.remove(requests[0])
+    assert (len(waiting), waiting.levels, waiting.first()) == (0, [], None)
+    assert requests[0] not in waiting
+
+
+@given(st.data())
+def test_any_order_of_adding_and_removing(data: st.DataObject) -> None:
+    waiting = WaitingQueue()
+    inside: list[Request] = []
+    for arrival in range(data.draw(st.integers(1, 25))):
+        if inside and data.draw(st.booleans()):
+            waiting.remove(inside.pop(data.draw(st.integers(0, len(inside) - 1))))
+        request = make(
+            arrival,
+            priority=data.draw(st.integers(-1, 1)),
+            tenant=data.draw(st.sampled_from("ab")),
+            timeout_s=data.draw(st.sampled_from([None, 1.0, 2.0])),
+        )
+        waiting.add(request)
+        inside.append(request)
+        lowest = min(one.rank[0] for one in inside)
+        expected = min((one for one in inside if one.rank[0] == lowest), key=urgency)
+        assert waiting.first() is expected
+        assert len(waiting) == len(inside)
+        assert set(waiting) == set(inside)
+        assert waiting.levels == sorted({one.rank[0] for one in inside})
