@@ -68,6 +68,7 @@ class EngineStats:
     disk_tier_bytes: int = 0  # K/V on disk
     num_blocks_saved: int = 0  # pool blocks saved in a tier
     num_blocks_loaded: int = 0  # pool blocks loaded from a tier
+    num_refused: int = 0  # requests that found the queue full
     num_tier_errors: int = 0  # blocks of a tier that were corrupt, foreign or could not be stored
     finished: Mapping[FinishReason, int] = field(default_factory=dict)  # ended, by reason
 
@@ -123,6 +124,7 @@ class Engine:
         self._closed = False
         self._num_steps = 0
         self._num_failed_steps = 0
+        self._num_refused = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._finished: dict[FinishReason, int] = dict.fromkeys(FINISH_REASONS, 0)
@@ -201,7 +203,8 @@ class Engine:
         self._tell("queued", request, request.times.arrival_s)
 
     def overload(self) -> OverloadedError:
-        """Return the error for a request that finds the queue full."""
+        """Count a request that finds the queue full, and return the error for it."""
+        self._num_refused += 1
         retry_after_s = min(MOST_RETRY_S, max(1.0, self._gap_s or 1.0))
         return OverloadedError(
             f"{self.config.max_queued_requests} requests are waiting already, which is all that "
@@ -246,6 +249,7 @@ class Engine:
             disk_tier_bytes=store.disk_bytes if store else 0,
             num_blocks_saved=offloader.num_saved if offloader else 0,
             num_blocks_loaded=offloader.num_loaded if offloader else 0,
+            num_refused=self._num_refused,
             num_tier_errors=offloader.num_errors if offloader else 0,
             finished=dict(self._finished),
         )

@@ -72,6 +72,11 @@ class AsyncEngine:
         """Whether requests are accepted."""
         return self._accepting and self._failure is None
 
+    @property
+    def max_queued_requests(self) -> int:
+        """Most requests that wait to begin; one more is refused."""
+        return self._engine.config.max_queued_requests
+
     def stats(self) -> EngineStats:
         """Return the engine's counters as they were after the last step."""
         return self._stats
@@ -145,7 +150,7 @@ class AsyncEngine:
             raise OnnxportError("the engine is closed and takes no more requests")
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
-        if self._num_submitted + self._num_queued >= self._engine.config.max_queued_requests:
+        if self._num_submitted + self._num_queued >= self.max_queued_requests:
             raise self._engine.overload()
 
     async def _stream(self, request: Request) -> AsyncGenerator[CompletionDelta, None]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 
+from onnxport.errors import RequestError
 from onnxport.providers.base import Capabilities
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.engine import EngineStats
@@ -52,6 +53,11 @@ class Engine(Protocol):
     @property
     def healthy(self) -> bool:
         """Whether requests are accepted."""
+        ...
+
+    @property
+    def max_queued_requests(self) -> int:
+        """Most requests that wait to begin."""
         ...
 
     def stats(self) -> EngineStats:
@@ -204,6 +210,12 @@ async def generate(engine: Engine, job: Job) -> AsyncGenerator[tuple[int, Comple
         RequestError, CapacityError, OverloadedError: a prompt cannot be run; none of them is
             scheduled then.
     """
+    if len(job.prompts) > engine.max_queued_requests:
+        raise RequestError(
+            f"one request has {len(job.prompts)} prompts, and this server lets "
+            f"{engine.max_queued_requests} wait; send them in several requests",
+            "prompt",
+        )
     async with AsyncExitStack() as stack:
         streams = []
         for number, prompt in enumerate(job.prompts):

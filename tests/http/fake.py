@@ -56,6 +56,10 @@ class FakeEngine:
     capabilities: Capabilities = field(default_factory=lambda: NullModel().capabilities)
     healthy: bool = True
 
+    @property
+    def max_queued_requests(self) -> int:
+        return 8
+
     def stats(self) -> EngineStats:
         return STATS
 

@@ -155,6 +155,7 @@ async def test_a_full_queue_is_told_and_can_be_tried_again(start_server: StartSe
     assert statuses[-1] == 200
     stats = server.wait_for(num_requests_running=0, num_requests_waiting=0)
     assert stats["num_free_blocks"] == stats["num_blocks"]
+    assert stats["num_refused"] >= 3
     server.stop()
 
 
@@ -170,6 +171,16 @@ async def test_prompts_that_the_queue_cannot_hold_together(start_server: StartSe
         await asyncio.to_thread(server.wait_for, **left)  # the one that had found a place
     stats = server.wait_for(num_requests_running=0, num_requests_waiting=0)
     assert (stats["finished"]["length"], stats["finished"]["stop"]) == (0, 0)
+    server.stop()
+
+
+def test_more_prompts_than_the_queue_ever_holds(start_server: StartServer) -> None:
+    server = start_server(max_num_seqs=1, max_queued_requests=2)
+    with client_of(server) as client:
+        with pytest.raises(openai.BadRequestError, match="3 prompts, and this server lets 2 wait"):
+            client.completions.create(model=MODEL, prompt=[say("a"), say("b"), say("c")])
+        done = client.completions.create(model=MODEL, prompt=[say("a"), say("b")])
+    assert [choice.text for choice in done.choices] == ["a", "b"]
     server.stop()
 
 

@@ -33,6 +33,7 @@ STATS = EngineStats(
     disk_tier_bytes=4096,
     num_blocks_saved=8,
     num_blocks_loaded=9,
+    num_refused=6,
     num_tier_errors=11,
     finished={"stop": 12, "timeout": 1},
 )
@@ -99,6 +100,7 @@ def test_statistics_have_vllms_names(metrics: Metrics) -> None:
         "onnxport:kv_cached_blocks": 2,
         "onnxport:kv_blocks_saved_total": 8,
         "onnxport:kv_blocks_loaded_total": 9,
+        "onnxport:requests_refused_total": 6,
         "onnxport:kv_tier_errors_total": 11,
         "onnxport:kv_tier_bytes,tier=host": 2048,
         "onnxport:kv_tier_bytes,tier=disk": 4096,
