@@ -149,7 +149,8 @@ class Model(Protocol):
         """Write the new tokens' K/V and return logits, float32 [num_logits, vocab], host.
 
         The array may be overwritten by the next `run`. Raises ProviderError when the device
-        fails; the cache blocks that the step would have written are then undefined.
+        fails; the slots that the step would have written are undefined then, and all others of
+        the cache as they were, so that the caller can try again with fewer rows.
         """
         ...
 
