@@ -38,7 +38,7 @@ struct MatMul {
   const float* input;  // [rows][k]
   float* output;       // [rows][n]
 
-  // Quantized activations, [tiles][blocks][tile_rows] of each: block_size quants, inputs beyond k
+  // Quantized activations, [blocks][tiles][tile_rows] of each: block_size quants, inputs beyond k
   // zero, and at 4 bits four even ones ahead of four odd ones; their scale; and what takes the
   // weights' zero point out of a sum over unsigned weights, -zero_point * sum of quants.
   int64_t tile_rows;
@@ -53,7 +53,7 @@ struct MatMulKernels {
   int64_t chunk_rows;                  // rows that share one pass over the weights
   int64_t (*tile_rows)(int64_t rows);  // how many rows a tile has; kRowTile if rows exceed it
 
-  // Quantizes rows [begin, end), which may go up to the end of the last tile: zeros there.
+  // Quantizes rows [begin, end), which may go on to the end of the last tile: zeros there.
   void (*quantize)(const MatMul& call, int64_t begin, int64_t end);
 
   // Computes these panels' outputs of these rows; row_begin starts a tile.
@@ -83,7 +83,8 @@ static inline int64_t panel_bytes(const MatMul& m) { return num_blocks(m) * bloc
 
 // Position of a row's scale for a block; its quants are block_size times that far.
 static inline int64_t row_block(const MatMul& m, int64_t row, int64_t block) {
-  return (row / kRowTile * num_blocks(m) + block) * m.tile_rows + row % kRowTile;
+  const int64_t tiles = ceil_div(m.rows, kRowTile);
+  return (block * tiles + row / kRowTile) * m.tile_rows + row % kRowTile;
 }
 
 // Fills the packed weights, num_panels * panel_bytes at a cache line, from the operator's inputs:
