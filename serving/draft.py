@@ -16,6 +16,7 @@ class StepPlan:
     """What one step does; row `i` of the batch is `requests[i]`."""
 
     requests: tuple[Request, ...]
+    num_decodes: int  # the first rows, which go on with one token each; prompts follow
     num_past: tuple[int, ...]  # tokens of each row that are in the cache, shared ones included
     num_new: tuple[int, ...]  # tokens of each row to compute, >= 1
     num_new_blocks: tuple[int, ...]  # blank blocks each row takes for them
@@ -62,6 +63,7 @@ class Draft:
         "copied",
         "free",
         "leading",
+        "num_decodes",
         "num_new",
         "num_new_blocks",
         "num_past",
@@ -85,6 +87,7 @@ class Draft:
         self.closed = False
         self.leading: set[bytes] = set()
         self.requests: list[Request] = []
+        self.num_decodes = 0
         self.num_past: list[int] = []
         self.num_new: list[int] = []
         self.num_new_blocks: list[int] = []
@@ -104,12 +107,14 @@ class Draft:
         self.num_past.append(request.num_computed_tokens)
         self.num_new.append(1)
         self.num_new_blocks.append(0 if copies else num_blocks)
+        self.num_decodes += 1
         self.budget -= 1
         self.free -= num_blocks
 
     def must_copy(self, block: int) -> bool:
         """Whether a row that writes to `block` would write to somebody else's."""
-        return self._pool.ref_count(block) - self._copies_of.get(block, 0) > 1
+        given_up = self._copies_of.get(block, 0) + self._dropped.get(block, 0)
+        return self._pool.ref_count(block) - given_up > 1
 
     def open(self, request: Request, num_past: int, shared: tuple[int, ...]) -> int:
         """Add a row that goes on after `num_past` tokens, by way of `shared`; returns its number.
@@ -166,6 +171,7 @@ class Draft:
         ]
         return StepPlan(
             requests=tuple(self.requests),
+            num_decodes=self.num_decodes,
             num_past=tuple(self.num_past),
             num_new=tuple(self.num_new),
             num_new_blocks=tuple(self.num_new_blocks),

@@ -311,6 +311,7 @@ class Scheduler:
                 victim = next(last_first)
                 if victim not in draft.yielding:
                     draft.preempt(victim)
+                    copies = copies and draft.must_copy(blocks[-1])
             if draft.yielding and request in draft.yielding:
                 break  # all that follow are behind it, so they have yielded too
             draft.add_decode(request, missing + copies, copies=copies)
@@ -491,9 +492,8 @@ class Scheduler:
         """Keep the tenants' turns, and charge who decoded while somebody else waited."""
         for level, turns in plan.turns.items():
             self._shares.setdefault(level, Shares(self._quantum)).commit(turns)
-        for row, request in enumerate(plan.requests):
-            if plan.num_new[row] == 1:
-                lanes = self._waiting.lanes(request.rank[0])
-                if len(lanes) > (request.tenant in lanes):
-                    shares = self._shares.setdefault(request.rank[0], Shares(self._quantum))
-                    shares.charge(request.tenant, 1)
+        for request in plan.requests[: plan.num_decodes]:
+            lanes = self._waiting.lanes(request.rank[0])
+            if len(lanes) > (request.tenant in lanes):
+                shares = self._shares.setdefault(request.rank[0], Shares(self._quantum))
+                shares.charge(request.tenant, 1)

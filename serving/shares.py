@@ -60,10 +60,8 @@ class Turns:
                 self._ring.rotate(-1)  # its turn is over
 
     def leave(self) -> None:
-        """The current tenant can compute nothing more in this step: its turn is over."""
-        tenant = self._ring.popleft()
-        self.balance[tenant] = min(0, self.balance[tenant])
-        self.left.append(tenant)
+        """The current tenant can compute nothing more in this step."""
+        self.left.append(self._ring.popleft())
 
     def order(self) -> list[str]:
         """The tenants, the one whose turn it is first."""

@@ -3,7 +3,7 @@
 import numpy as np
 
 from onnxport.serving.batch import BatchPacker
-from tests.serving.test_scheduler import Bench
+from tests.serving.bench import Bench
 
 
 def packed(bench: Bench, packer: BatchPacker) -> dict[str, list[object]]:

@@ -1,58 +1,9 @@
 """The scheduler by itself: exact rows, chunks and block ids, no model."""
 
-from array import array
-from collections.abc import Sequence
-
 import pytest
 
-from onnxport.kv.pool import BlockPool
-from onnxport.serving.draft import StepPlan, fit_chunk
-from onnxport.serving.params import SamplingParams
-from onnxport.serving.request import Request
-from onnxport.serving.scheduler import Scheduler
-
-
-def make_request(name: str, num_tokens: int) -> Request:
-    tokens = array("q", range(num_tokens))
-    return Request(name, tokens, SamplingParams(), max_total_tokens=1000)
-
-
-class Bench:
-    """A scheduler and the shortest names for what the tests look at."""
-
-    def __init__(self, num_blocks: int, *, rows: int = 8, budget: int = 16) -> None:
-        self.pool = BlockPool(num_blocks, block_size=4)
-        self.scheduler = Scheduler(self.pool, rows, budget)
-        self.requests: dict[str, Request] = {}
-
-    def submit(self, name: str, num_tokens: int) -> None:
-        self.requests[name] = make_request(name, num_tokens)
-        self.scheduler.submit(self.requests[name])
-
-    def step(self) -> StepPlan:
-        """Plan, reserve, commit, and sample token 7 where a row reaches its end."""
-        plan = self.scheduler.plan()
-        self.scheduler.commit(plan, self.scheduler.reserve(plan))
-        for row in plan.sampled:
-            plan.requests[row].tokens.append(7)
-        self.scheduler.check()
-        return plan
-
-    def finish(self, name: str) -> None:
-        self.scheduler.finish(self.requests[name], "stop")
-
-    def blocks(self, name: str) -> list[int]:
-        return list(self.requests[name].table.blocks)
-
-
-def rows(plan: StepPlan) -> list[tuple[str, int, int]]:
-    """Name, past and new of each row."""
-    names = [request.request_id for request in plan.requests]
-    return list(zip(names, plan.num_past, plan.num_new, strict=True))
-
-
-def names(requests: Sequence[Request]) -> list[str]:
-    return [request.request_id for request in requests]
+from onnxport.serving.draft import fit_chunk
+from tests.serving.bench import Bench, names, rows
 
 
 @pytest.mark.parametrize(
