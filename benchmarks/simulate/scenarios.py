@@ -63,6 +63,13 @@ def flood(policy: SchedulingPolicy, rate_s: float = 4.0) -> Scenario:
     return Scenario((*light, heavy), EngineConfig(scheduling_policy=policy))
 
 
+def contention(policy: SchedulingPolicy) -> Scenario:
+    """Four tenants that all want more than a quarter of what can be served, one much more."""
+    rates = {"a": 4.0, "b": 1.5, "c": 1.5, "d": 1.5}
+    streams = tuple(Stream(rate, CHAT, ANSWER, tenant=name) for name, rate in rates.items())
+    return Scenario(streams, EngineConfig(scheduling_policy=policy))
+
+
 def tight(preemption: str) -> Scenario:
     """A pool for a quarter of what 64 rows need: requests yield all the time."""
     stream = Stream(1.2, CHAT, Lengths(median=120, sigma=0.6, low=8, high=800))
@@ -87,6 +94,8 @@ SCENARIOS = {
     "priorities": mixed(1.5, "priority"),
     "flood-fcfs": flood("fcfs"),
     "flood-fair": flood("fair"),
+    "contention-fcfs": contention("fcfs"),
+    "contention-fair": contention("fair"),
     "tight-recompute": tight("recompute"),
     "tight-swap": tight("swap"),
 }
