@@ -1,79 +1,181 @@
-"""Under any sequence of submit, abort, step and failure nothing leaks and all requests end."""
+"""Under any sequence of events nothing leaks, all requests end, and tokens are their own."""
 
-from hypothesis import settings
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from onnxport.errors import CapacityError
+import onnxport.serving.engine as engine_module
+from onnxport.errors import CapacityError, OverloadedError, RequestError
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
-from tests.serving.helpers import alone, checked_step, null_engine, run, submit
+from tests.serving.helpers import Clock, alone, checked_step, null_engine, run, submit
+from tests.serving.watch import Watch
+
+MAIN = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+BRANCHES = [MAIN, [*MAIN[:6], *range(60, 76)], [*MAIN[:8], *range(80, 96)], [1] * 22]
+NORMAL = ("length", "stop")
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Every accepted request gets its own tokens and exactly one finish reason."""
+    """Every accepted sequence gets its own tokens and exactly one finish reason."""
+
+    tiers: Sequence[dict[str, Any]] = ({},)
 
     @initialize(
-        num_blocks=st.integers(2, 12),
-        rows=st.integers(1, 4),
-        spare_tokens=st.integers(0, 6),
+        num_blocks=st.integers(2, 14),
+        rows=st.integers(1, 5),
+        spare_tokens=st.integers(0, 12),
         block_size=st.sampled_from([1, 3, 4]),
+        policy=st.sampled_from(["fcfs", "priority", "fair"]),
+        caching=st.sampled_from([True, True, True, False]),
+        tier=st.integers(0, 5),
+        queue=st.sampled_from([2, 1000]),
     )
-    def start(self, num_blocks: int, rows: int, spare_tokens: int, block_size: int) -> None:
-        self.failing = False
+    def start(
+        self,
+        num_blocks: int,
+        rows: int,
+        spare_tokens: int,
+        block_size: int,
+        policy: Any,
+        caching: bool,
+        tier: int,
+        queue: int,
+    ) -> None:
+        tiers = self.tiers[tier % len(self.tiers)]
+        self.clock = Clock()
+        self.run_fails = self.transfer_fails = False
+        self.sampler_fails = 0
         self.engine = null_engine(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=rows,
             max_num_batched_tokens=rows + spare_tokens,
-            fails=lambda run: self.failing,
+            max_queued_requests=queue,
+            scheduling_policy=policy,
+            enable_prefix_caching=caching or bool(tiers),
+            clock=self.clock,
+            fails=lambda run: self.run_fails,
+            transfer_fails=lambda transfer: self.transfer_fails,
+            **tiers,
         )
+        self.watch = Watch(self.engine)
+        self.sample = engine_module._sample
+        engine_module._sample = self.sampled
+        self.number = 0
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.reasons: dict[str, str] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], str] = {}
 
-    @rule(length=st.integers(1, 20), max_tokens=st.integers(1, 12), seed=st.integers(0, 3))
-    def submit(self, length: int, max_tokens: int, seed: int) -> None:
-        name = str(len(self.requests))
-        prompt = [seed] * length  # so that requests often begin alike
-        params = SamplingParams(temperature=float(seed % 2), seed=seed, max_tokens=max_tokens)
+    def sampled(self, *arguments: Any) -> Any:
+        if self.sampler_fails:
+            self.sampler_fails -= 1
+            raise ZeroDivisionError("sampling")
+        return self.sample(*arguments)
+
+    @rule(
+        branch=st.sampled_from(BRANCHES),
+        length=st.integers(1, 22),
+        max_tokens=st.integers(1, 10),
+        seed=st.integers(0, 3),
+        n=st.sampled_from([1, 1, 2, 3]),
+        priority=st.integers(0, 2),
+        tenant=st.sampled_from("xyz"),
+        salt=st.sampled_from([None, None, "salt"]),
+        timeout_s=st.sampled_from([None, None, 1.0, 3.0]),
+    )
+    def submit(
+        self,
+        branch: list[int],
+        length: int,
+        max_tokens: int,
+        seed: int,
+        n: int,
+        priority: int,
+        tenant: str,
+        salt: str | None,
+        timeout_s: float | None,
+    ) -> None:
+        self.number += 1
+        name = str(self.number)
+        prompt = branch[:length]
+        params = SamplingParams(temperature=float(seed % 2), seed=seed, max_tokens=max_tokens, n=n)
+        if self.engine.config.scheduling_policy == "fcfs":
+            priority = 0
+        options = {"priority": priority, "tenant": tenant, "cache_salt": salt}
         try:
-            submit(self.engine, name, prompt, params)
+            submit(self.engine, name, prompt, params, timeout_s=timeout_s, **options)
+        except OverloadedError:
+            assert self.engine.num_queued == self.engine.config.max_queued_requests
         except CapacityError:
-            return
-        self.requests[name] = (prompt, params)
-        self.tokens[name] = []
+            pass
+        except RequestError:
+            assert n > self.engine.config.max_num_seqs
+        else:
+            self.requests[name] = (prompt, params)
+            self.tokens |= {(name, index): [] for index in range(n)}
 
+    @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        if self.requests:
-            name = data.draw(st.sampled_from(sorted(self.requests)))
-            deltas = self.engine.abort(name)
-            assert bool(deltas) == (name not in self.reasons)
-            self.take(deltas)
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        left = {one for one in self.tokens.keys() - self.reasons.keys() if one[0] == name}
+        deltas = self.engine.abort(name)
+        assert {(delta.request_id, delta.index) for delta in deltas} == left
+        assert all(delta.finish_reason == "abort" for delta in deltas)
+        self.take(deltas)
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.take(checked_step(self.engine))
 
     @rule()
-    def step(self) -> None:
+    def fail_to_run(self) -> None:
+        self.run_fails = True
         self.take(checked_step(self.engine))
+        self.run_fails = False
 
     @rule()
-    def fail(self) -> None:
-        self.failing = True
+    def fail_to_transfer(self) -> None:
+        self.transfer_fails = True
         self.take(checked_step(self.engine))
-        self.failing = False
+        self.transfer_fails = False
+
+    @rule(times=st.integers(1, 2))
+    def fail_to_sample(self, times: int) -> None:
+        self.sampler_fails = times  # once: the batch; twice: its first sequence too
+        self.take(checked_step(self.engine))
+        self.sampler_fails = 0
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 2.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
 
     @invariant()
     def nothing_leaks(self) -> None:
+        if not hasattr(self, "engine"):
+            return
         self.engine.check()
         stats = self.engine.stats()
-        unfinished = len(self.requests) - len(self.reasons)
-        assert stats.num_requests_running + stats.num_requests_waiting == unfinished
-        if not unfinished:
+        if self.tokens.keys() == self.reasons.keys():
+            assert not self.engine.has_work
             assert stats.num_free_blocks == stats.num_blocks
+        assert Counter(self.reasons.values()) == Counter(stats.finished)
 
     def take(self, deltas: list[CompletionDelta]) -> None:
         for delta in deltas:
-            name = delta.request_id
+            name = (delta.request_id, delta.index)
             assert name not in self.reasons, "a delta after the last one"
             self.tokens[name] += delta.token_ids
             if delta.finish_reason is not None:
@@ -82,16 +184,37 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        for deltas in run(self.engine).values():
-            self.take(deltas)
-        assert self.reasons.keys() == self.requests.keys()
-        for name, (prompt, params) in self.requests.items():
-            expected = alone(prompt, params)
-            if self.reasons[name] == "length":
-                assert self.tokens[name] == expected
+        try:
+            for deltas in run(self.engine, max_steps=3000).values():
+                self.take(deltas)
+            self.watch.check_all_ended()
+        finally:
+            engine_module._sample = self.sample
+            self.engine.close()
+        assert self.reasons.keys() == self.tokens.keys() == self.watch.events.keys()
+        for (name, index), found in self.tokens.items():
+            expected = alone(*self.requests[name], index)
+            if self.reasons[name, index] in NORMAL:
+                assert found == expected
             else:
-                assert self.tokens[name] == expected[: len(self.tokens[name])]
+                assert found == expected[: len(found)]
+
+
+class TieredMachine(EngineMachine):
+    """The same, with blocks that leave the pool and come back."""
+
+    tiers = (
+        {"kv_host_memory": 1 << 20, "preemption": "swap"},
+        {"kv_host_memory": 400, "preemption": "swap"},
+        {"kv_host_memory": 1 << 20, "preemption": "recompute"},
+    )
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestTieredMachine = TieredMachine.TestCase
+TestEngineMachine.settings = TestTieredMachine.settings = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -1,0 +1,294 @@
+"""Blocks that leave the pool and come back: swapping, host memory, disk; the same tokens always."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnxport.providers.null import NullModel
+from onnxport.serving.engine import Engine
+from onnxport.serving.params import SamplingParams
+from tests.serving.helpers import (
+    Clock,
+    alone,
+    checked_step,
+    null_engine,
+    null_model,
+    reasons,
+    run,
+    submit,
+    tokens,
+)
+from tests.serving.watch import Watch
+
+MIB = 1 << 20
+PREFIX = [(i * 7) % 500 for i in range(64)]  # sixteen blocks of 4, four of 16
+LONG = SamplingParams(temperature=0.0, max_tokens=40)
+
+
+def crowd(engine: Engine) -> dict[str, int]:
+    """Three requests in a pool for two; returns what was preempted, saved and loaded."""
+    prompts = {name: [ord(name), *range(100, 115)] for name in "abc"}
+    for name, prompt in prompts.items():
+        submit(engine, name, prompt, LONG)
+    deltas = run(engine)
+    for name, prompt in prompts.items():
+        assert tokens(deltas[name]) == alone(prompt, LONG)
+        assert reasons(deltas[name]) == ["length"]
+    stats = engine.stats()
+    assert stats.num_preemptions > 0
+    return {"saved": stats.num_blocks_saved, "loaded": stats.num_blocks_loaded}
+
+
+def crowded(**options: Any) -> Engine:
+    return null_engine(num_blocks=24, max_num_batched_tokens=64, **options)
+
+
+def computed(engine: Engine) -> int:
+    watch = Watch(engine)
+    crowd(engine)
+    return watch.num_tokens
+
+
+def test_without_tiers_a_preempted_request_is_computed_again() -> None:
+    assert crowd(crowded()) == {"saved": 0, "loaded": 0}
+
+
+def test_swapping_loads_what_yielded_instead_of_computing_it() -> None:
+    engine = crowded(preemption="swap", kv_host_memory=MIB)
+    watch = Watch(engine)
+    moved = crowd(engine)
+    assert moved["saved"] > 5
+    assert moved["loaded"] > 5
+    plain = crowded()
+    assert watch.num_tokens + 4 * moved["loaded"] == computed(plain)
+    assert engine.stats().host_tier_bytes > 0
+
+
+def test_recompute_does_not_save_what_yielded() -> None:
+    engine = crowded(preemption="recompute", kv_host_memory=MIB)
+    assert crowd(engine)["loaded"] == 0
+
+
+class Timed(NullModel):
+    """Takes time that a test decides, on its clock."""
+
+    clock = Clock()
+    run_s = transfer_s = 0.0
+
+    def run(self, inputs: Any) -> Any:
+        self.clock.now_s += self.run_s * len(inputs.input_ids)
+        return super().run(inputs)
+
+    def _end_transfer(self, written: Any) -> None:
+        self.clock.now_s += self.transfer_s
+        super()._end_transfer(written)
+
+
+@pytest.mark.parametrize(("run_s", "transfer_s", "loads"), [(1.0, 0.1, True), (0.001, 50.0, False)])
+def test_auto_does_what_is_measured_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch, run_s: float, transfer_s: float, loads: bool
+) -> None:
+    monkeypatch.setattr(Timed, "run_s", run_s)
+    monkeypatch.setattr(Timed, "transfer_s", transfer_s)
+    monkeypatch.setattr(Timed, "clock", Clock())
+    engine = crowded(preemption="auto", kv_host_memory=MIB, model_type=Timed, clock=Timed.clock)
+    assert (crowd(engine)["loaded"] > 0) == loads
+
+
+def fill(engine: Engine, number: int = 6) -> None:
+    """Overwrite what the pool has cached."""
+    for index in range(number):
+        submit(engine, f"fill{index}", [300 + index] * 60, SamplingParams(max_tokens=1))
+    run(engine)
+
+
+def ask(engine: Engine, name: str, tail: int, **options: Any) -> int:
+    """Ask for the prefix; returns how many of its tokens were cached."""
+    prompt = [*PREFIX, tail]
+    submit(engine, name, prompt, **options)
+    deltas = run(engine)[name]
+    assert tokens(deltas) == alone(prompt)
+    return deltas[0].num_cached_tokens
+
+
+def test_a_prefix_comes_back_from_host_memory() -> None:
+    engine = null_engine(
+        num_blocks=24, kv_host_memory=MIB, preemption="recompute", max_num_batched_tokens=64
+    )
+    assert ask(engine, "a", 1) == 0
+    fill(engine)
+    assert ask(engine, "b", 2) == 64
+    stats = engine.stats()
+    assert stats.num_blocks_loaded >= 16
+    assert stats.num_blocks_saved >= 16
+    assert stats.num_tier_errors == 0
+
+
+def test_without_host_memory_it_does_not() -> None:
+    engine = null_engine(num_blocks=24, max_num_batched_tokens=64)
+    ask(engine, "a", 1)
+    fill(engine)
+    assert ask(engine, "b", 2) == 0
+
+
+def test_a_salt_isolates_in_the_tiers_too() -> None:
+    engine = null_engine(
+        num_blocks=24, kv_host_memory=MIB, preemption="recompute", max_num_batched_tokens=64
+    )
+    ask(engine, "a", 1, cache_salt="x")
+    fill(engine)
+    assert ask(engine, "b", 2) == 0
+    fill(engine)
+    assert ask(engine, "c", 3, cache_salt="x") == 64
+
+
+def test_many_blocks_are_loaded_over_several_steps() -> None:
+    engine = null_engine(
+        num_blocks=200,
+        kv_host_memory=MIB,
+        preemption="recompute",
+        max_num_batched_tokens=512,
+        max_model_len=2000,
+    )
+    prompt = [i % 512 for i in range(600)]  # 150 blocks, of which a step loads 64
+    submit(engine, "a", prompt)
+    first = tokens(run(engine)["a"])
+    submit(engine, "fill", [3] * 700, SamplingParams(max_tokens=1))
+    run(engine)
+    submit(engine, "b", prompt)
+    submit(engine, "other", [1, 2, 3])
+    assert [delta.request_id for delta in checked_step(engine)] == ["other"]
+    assert engine.stats().num_blocks_loaded == 64
+    deltas = run(engine)
+    assert deltas["b"][0].num_cached_tokens >= 590
+    assert tokens(deltas["b"]) == first
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_a_new_engine_finds_on_disk_what_another_left(tmp_path: Path, block_size: int) -> None:
+    """Also one with other block sizes, as another provider has."""
+    options: dict[str, Any] = {"num_blocks": 8, "max_num_batched_tokens": 64, "kv_disk": tmp_path}
+    engine = null_engine(block_size=16, **options)
+    assert ask(engine, "a", 1) == 0
+    engine.close()
+    engine = null_engine(block_size=block_size, **options)
+    assert ask(engine, "b", 2) == 64
+    assert null_model(engine).num_written_blocks - 1 == 64 // block_size  # one was the trial
+    assert engine.stats().num_tier_errors == 0
+    engine.close()
+    engine = null_engine(block_size=16, **options)
+    assert ask(engine, "c", 3) == 64
+    engine.close()
+
+
+def test_what_is_in_host_memory_is_on_disk_after_a_restart(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "num_blocks": 24,
+        "max_num_batched_tokens": 64,
+        "kv_disk": tmp_path,
+        "kv_host_memory": MIB,
+        "preemption": "recompute",
+    }
+    engine = null_engine(**options)
+    ask(engine, "a", 1)
+    fill(engine)
+    engine.close()
+    engine = null_engine(**options)
+    assert ask(engine, "b", 2) == 64
+    engine.close()
+
+
+def test_host_memory_that_is_full_goes_to_disk(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"num_blocks": 24, "max_num_batched_tokens": 64, "kv_disk": tmp_path}
+    engine = null_engine(kv_host_memory=8 * 64, preemption="recompute", **options)  # eight blocks
+    ask(engine, "a", 1)
+    fill(engine)
+    assert engine.stats().host_tier_bytes <= 8 * 64
+    assert engine.stats().disk_tier_bytes > 0
+    assert ask(engine, "b", 2) == 64
+    engine.close()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "swap", "gone"])
+def test_files_that_are_damaged_change_no_token(tmp_path: Path, damage: str) -> None:
+    options: dict[str, Any] = {
+        "num_blocks": 8,
+        "block_size": 16,
+        "max_num_batched_tokens": 64,
+        "kv_disk": tmp_path,
+    }
+    engine = null_engine(**options)
+    ask(engine, "a", 1)
+    engine.close()
+    files = sorted(
+        path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 256
+    )
+    assert len(files) >= 4
+    engine = null_engine(**options)
+    first = files[0].read_bytes()
+    for path in files:
+        content = bytearray(path.read_bytes())
+        if damage == "flip":
+            content[-9] ^= 64
+        elif damage == "cut":
+            del content[-8:]
+        elif damage == "empty":
+            content.clear()
+        elif damage == "swap" and path != files[0]:
+            content = bytearray(first)
+        path.write_bytes(content)
+        if damage == "gone":
+            path.unlink()
+    prompt = [*PREFIX, 2]
+    submit(engine, "b", prompt)
+    deltas = run(engine)["b"]
+    assert tokens(deltas) == alone(prompt)
+    assert deltas[0].num_cached_tokens in ((0, 16) if damage == "swap" else (0,))
+    assert (engine.stats().num_tier_errors > 0) == (damage != "gone")
+    engine.close()
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_transfers_that_fail_cost_time_and_no_token(every: int) -> None:
+    engine = crowded(
+        preemption="swap",
+        kv_host_memory=MIB,
+        transfer_fails=lambda transfer: transfer > 1 and transfer % every == 0,
+    )
+    crowd(engine)
+    assert engine.stats().num_tier_errors > 0
+    assert engine.stats().finished["length"] == 3
+
+
+def test_copies_that_fail_are_retried_like_steps() -> None:
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=10, n=3)
+    engine = null_engine(transfer_fails=lambda transfer: transfer == 0)
+    submit(engine, "a", PREFIX[:6], params)
+    deltas = run(engine)["a"]
+    assert reasons(deltas) == ["length"] * 3
+    for index in range(3):
+        assert tokens(deltas, index) == alone(PREFIX[:6], params, index)
+    assert engine.stats().num_failed_steps == 1
+
+
+def test_a_request_ends_while_its_blocks_are_loading() -> None:
+    engine = null_engine(
+        num_blocks=200,
+        kv_host_memory=MIB,
+        preemption="recompute",
+        max_num_batched_tokens=512,
+        max_model_len=2000,
+    )
+    prompt = [i % 512 for i in range(600)]
+    submit(engine, "a", prompt)
+    run(engine)
+    submit(engine, "fill", [3] * 700, SamplingParams(max_tokens=1))
+    run(engine)
+    submit(engine, "b", prompt)
+    checked_step(engine)
+    assert reasons(engine.abort("b")) == ["abort"]
+    engine.check()
+    assert not engine.has_work
+    submit(engine, "c", [1, 2, 3])
+    assert tokens(run(engine)["c"]) == alone([1, 2, 3])
