@@ -1,0 +1,108 @@
+"""Identical tokens, however a fixed set of requests is computed; on small real models.
+
+Exact to the token, since weights are exact in fp32, and int4 ones are multiplied in fp32.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnxport import LLM, SamplingParams
+from onnxport.providers.cpu.library import find_library
+from onnxport.serving.llm import TokensPrompt
+from tests.providers.conftest import ArtifactMaker
+
+_random = random.Random(3)
+SYSTEM = [_random.randrange(3, 160) for _ in range(40)]
+PROMPTS = [
+    SYSTEM,
+    [*SYSTEM, 9, 8, 7],
+    [*SYSTEM[:33], 5],
+    [*SYSTEM[:20], *SYSTEM],
+    [_random.randrange(3, 160) for _ in range(25)],
+    [4],
+]
+PARAMS = [
+    SamplingParams(
+        temperature=float(index % 2), seed=index, max_tokens=12, ignore_eos=True, n=1 + index % 3
+    )
+    for index in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(scope="module", params=["fp32", "int4"])
+def artifact(request: pytest.FixtureRequest, tiny_artifact: ArtifactMaker) -> Path:
+    if find_library() is None:
+        pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
+    return tiny_artifact("qwen2" if request.param == "int4" else "llama", request.param)
+
+
+def completions(artifact: Path, *, one_by_one: bool = False, **options: Any) -> Any:
+    chosen = {
+        "provider": "cpu",
+        "threads": 1,
+        "matmul_accuracy_level": 1,
+        "kv_cache_tokens": 1024,
+        "block_size": 16,
+        **options,
+    }
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]
+    with LLM(artifact, **chosen) as llm:
+        if one_by_one:
+            outputs = []
+            for prompt, params in zip(prompts, PARAMS, strict=True):
+                outputs += llm.generate([prompt], params)
+        else:
+            outputs = llm.generate(prompts, PARAMS)
+        found = [[one.token_ids for one in output.outputs] for output in outputs]
+        return found, llm._engine.stats(), [output.num_cached_tokens for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(artifact: Path) -> Any:
+    return completions(artifact, one_by_one=True, enable_prefix_caching=False)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enable_prefix_caching": False},
+        {"max_num_seqs": 3, "max_num_batched_tokens": 3},
+        {"max_num_seqs": 4, "max_num_batched_tokens": 7},
+        {"max_num_seqs": 4, "max_num_batched_tokens": 16},
+        {"max_num_seqs": 8, "max_num_batched_tokens": 33},
+        {"block_size": 32},
+        {"one_by_one": True},
+    ],
+    ids=str,
+)
+def test_batches_chunks_and_the_prefix_cache(
+    artifact: Path, expected: Any, options: dict[str, Any]
+) -> None:
+    found, _, cached = completions(artifact, **options)
+    assert found == expected
+    assert any(cached) == options.get("enable_prefix_caching", True)
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_preemption(artifact: Path, expected: Any, preemption: Any) -> None:
+    found, stats, _ = completions(
+        artifact, kv_cache_tokens=96, preemption=preemption, kv_host_memory=1 << 20
+    )
+    assert found == expected
+    assert stats.num_preemptions > 0
+    assert preemption != "swap" or stats.num_blocks_loaded > 0
+
+
+def test_restart(artifact: Path, expected: Any, tmp_path: Path) -> None:
+    options = {"kv_disk": tmp_path, "preemption": "recompute"}
+    assert completions(artifact, **options)[0] == expected
+    found, stats, cached = completions(artifact, block_size=32, **options)
+    assert found == expected
+    assert cached[0] == 32
+    assert (stats.num_blocks_loaded > 0, stats.num_tier_errors) == (True, 0)
