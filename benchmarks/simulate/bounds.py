@@ -18,6 +18,7 @@ from onnxport.serving.events import RequestEvent, StepRecord
 from onnxport.serving.params import RequestOptions, SamplingParams
 
 ENDLESS = 30_000  # output tokens of a request that decodes throughout
+FLOOD_TOKENS = 5_000  # of a flood's prompt; the steps that bounds are measured in are far fewer
 MAX_MODEL_LEN = 40_000
 NUM_BLOCKS = 200_000
 
@@ -139,14 +140,14 @@ def prompt_beside_tenants(
     budget_tokens: int = 64,
     warm_steps: int = 1,
 ) -> Measured:
-    """Steps in which a tenant's prompt is computed beside others that compute endless ones.
+    """Steps in which a tenant's prompt is computed beside others that compute long ones.
 
     All other rows decode, for somebody else. The bound is that of "fair".
     """
     lab = Lab(rows, budget_tokens, policy)
     lab.decode(rows - 1 - num_others, "decoding")
     for index in range(num_others):
-        lab.submit(f"flood-{index}", ENDLESS, 1, f"flood-{index}")
+        lab.submit(f"flood-{index}", FLOOD_TOKENS, 1, f"flood-{index}")
     for _ in range(warm_steps):
         lab.engine.step()
     lab.submit("light", length, 1, "light")

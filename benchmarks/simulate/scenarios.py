@@ -31,8 +31,8 @@ DOCUMENT = Lengths(median=600, sigma=0.7, low=100, high=4096)
 
 
 def mixed(rate_s: float, policy: SchedulingPolicy = "fcfs") -> Scenario:
-    """Short questions, and one in ten requests a long document of lower priority."""
-    low = 0 if policy == "fcfs" else 1
+    """Short questions, and one in ten requests a long document, of lower priority if there are."""
+    low = 1 if policy == "priority" else 0
     return Scenario(
         (
             Stream(0.9 * rate_s, CHAT, ANSWER, tenant="chat"),
@@ -80,11 +80,11 @@ def tight(preemption: str) -> Scenario:
 
 SCENARIOS = {
     "poisson": mixed(1.5),
-    "bursts": Scenario((Stream(6.0, CHAT, ANSWER, on_s=120.0, off_s=480.0),)),
+    "bursts": Scenario((Stream(6.0, CHAT, ANSWER, on_s=60.0, off_s=240.0),)),
     "long-tail": Scenario(
         (
             Stream(
-                0.6,
+                0.75,
                 Lengths(median=120, sigma=1.3, low=4, high=6000),
                 Lengths(median=60, sigma=1.1, low=1, high=2000),
             ),
