@@ -45,15 +45,14 @@ struct Pending {
 };
 
 ONNXPORT_INLINE void add(const Pending& p) {
-  const __m512 low = _mm512_load_ps(p.scales), high = _mm512_load_ps(p.scales + 64);
-  for (int r = 0; r < kLanes; r++) {
-    const __m512 row_scale = _mm512_set1_ps(p.row_scales[r]);
-    float* total = p.totals + r * kPanel;
-    const int32_t* sum = p.sums + r * kLanes;
-    _mm512_store_ps(total, accumulate(_mm512_load_ps(total), _mm512_load_si512(sum), row_scale, low));
-    _mm512_store_ps(total + 16,
-                    accumulate(_mm512_load_ps(total + 16), _mm512_load_si512(sum + 256), row_scale,
-                               high));
+  for (int c = 0; c < 2; c++) {
+    const __m512 scale = _mm512_load_ps(p.scales + 64 * c);
+    for (int r = 0; r < kLanes; r++) {
+      float* total = p.totals + r * kPanel + c * kLanes;
+      const __m512i sum = _mm512_load_si512(p.sums + (c * kLanes + r) * kLanes);
+      _mm512_store_ps(total, accumulate(_mm512_load_ps(total), sum,
+                                        _mm512_set1_ps(p.row_scales[r]), scale));
+    }
   }
 }
 

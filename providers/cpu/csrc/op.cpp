@@ -1,6 +1,6 @@
 // Registers our own operators, and com.microsoft.PagedAttention with ONNX Runtime's CPU execution
-// provider, which has no such kernel. Registering the name in its own domain overrides the built-in schema, so artifacts
-// run unchanged, in float32 too.
+// provider, which has no such kernel. Registering the name in its own domain overrides the built-in
+// schema, so artifacts run unchanged, in float32 too.
 #include "op.h"
 
 namespace onnxport::op {

@@ -1,51 +1,25 @@
 // onnxport.MatMulNBits: com.microsoft.MatMulNBits at accuracy level 4 with our own kernels. Weights
 // are packed once, when the session is made.
-#include <cstddef>
 #include <memory>
-#include <new>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include "matmul.h"
 #include "op.h"
+#include "pages.h"
 
 namespace onnxport::op {
 namespace {
 
 enum MatMulInput : size_t { kActivations, kQuants, kScales, kMatMulInputs };
 
-// Packed weights, on huge pages where the system has them.
-class PackedWeights {
- public:
-  explicit PackedWeights(size_t bytes)
-      : data_(static_cast<uint8_t*>(::operator new(bytes, alignment(bytes)))),
-        alignment_(alignment(bytes)) {
-#if defined(__linux__)
-    if (bytes >= kHugePage) madvise(data_, bytes, MADV_HUGEPAGE);  // a wish
-#endif
-  }
-  PackedWeights(const PackedWeights&) = delete;
-  PackedWeights& operator=(const PackedWeights&) = delete;
-  ~PackedWeights() { ::operator delete(data_, alignment_); }
-
-  uint8_t* data() const { return data_; }
-
- private:
-  static constexpr size_t kHugePage = size_t{2} << 20;
-  static std::align_val_t alignment(size_t bytes) {
-    return std::align_val_t{bytes >= kHugePage ? kHugePage : 64};
-  }
-
-  uint8_t* data_;
-  std::align_val_t alignment_;
-};
-
 struct MatMulKernel {
   Api api;
+  WeightMemory weights;
   MatMul settings;  // a call fills in the rest
-  std::unique_ptr<PackedWeights> weights;
+
+  MatMulKernel(const Api& a, const MatMul& m)
+      : api(a), weights(static_cast<size_t>(num_panels(m) * panel_bytes(m))), settings(m) {
+    settings.weights = weights.data();
+  }
 };
 
 int64_t read_attribute(const Api& api, const ort::KernelInfo* info, const char* name) {
@@ -95,11 +69,12 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   const Tensor scales = constant(api, info, kScales, "scales");
   expect_elements(api, "B", quants, m.n * num_blocks(m) * m.block_size * m.bits / 8);
   expect_elements(api, "scales", scales, m.n * num_blocks(m));
-  auto weights =
-      std::make_unique<PackedWeights>(static_cast<size_t>(num_panels(m) * panel_bytes(m)));
-  pack_weights(m, quants.as<const uint8_t>(), scales.as<const float>(), weights->data());
-  m.weights = weights->data();
-  return std::unique_ptr<MatMulKernel>(new MatMulKernel{api, m, std::move(weights)});
+  auto kernel = std::make_unique<MatMulKernel>(api, m);
+  pack_weights(m, quants.as<const uint8_t>(), scales.as<const float>(), kernel->weights.data());
+  // The runtime keeps the weights as they were for as long as the session lives. Where it mapped
+  // them from the artifact, they need not stay in memory twice.
+  forget_file_pages(quants.data, static_cast<size_t>(elements(quants)));
+  return kernel;
 }
 
 void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
