@@ -23,8 +23,9 @@ from benchmarks.simulate.cost import CostModel
 from benchmarks.simulate.driver import simulate
 from benchmarks.simulate.figures import Figures, entitled, jain
 from benchmarks.simulate.plots import FIGURES, draw
-from benchmarks.simulate.scenarios import SCENARIOS, chat, contention, flood, mixed
+from benchmarks.simulate.scenarios import SCENARIOS, chat, contention, flood, mixed, uncached
 from benchmarks.simulate.traffic import Lengths, Stream, next_turns
+from onnxport.serving.config import EngineConfig
 
 REQUESTS = 200
 
@@ -64,7 +65,7 @@ def test_an_idle_engine_takes_what_the_cost_model_says() -> None:
 
 def test_prefix_caching_computes_less_and_answers_sooner() -> None:
     cached = simulate(chat(), REQUESTS)
-    plain = simulate(chat().configured(enable_prefix_caching=False), REQUESTS)
+    plain = simulate(uncached(chat()), REQUESTS)
     assert cached.hit_rate > 0.7
     assert plain.hit_rate == 0.0
     for run in (cached, plain):
@@ -87,7 +88,7 @@ def test_preempted_requests_are_swapped_or_computed_again() -> None:
 
 
 def test_refused_clients_try_again_until_their_patience_ends() -> None:
-    scenario = contention("fcfs").configured(max_queued_requests=8)
+    scenario = replace(contention("fcfs"), config=EngineConfig(max_queued_requests=8))
     run = simulate(scenario, REQUESTS)
     assert run.refused > run.gave_up > 0
     assert sum(run.finished.values()) == REQUESTS - run.gave_up

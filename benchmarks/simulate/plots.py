@@ -37,7 +37,7 @@ FIGURES: Mapping[str, tuple[Panel, ...]] = {
     ),
     "fairness": (
         Panel("ttft", "TTFT of light tenants", "flood, requests a second", "seconds", log_y=True),
-        Panel("refused", "Tries that found the queue full", "flood, requests a second", "tries"),
+        Panel("refused", "Their tries that were refused", "flood, requests a second", "tries"),
     ),
     "bounds": (
         Panel("prefill", "A prompt while all others decode", "prompt, tokens", "steps"),

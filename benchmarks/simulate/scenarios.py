@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from benchmarks.simulate.traffic import Lengths, Stream
-from onnxport.serving.config import EngineConfig, SchedulingPolicy
+from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
 
 NULL_TOKEN_BYTES = 16  # of K/V in the null model
 
@@ -19,10 +19,6 @@ class Scenario:
     num_blocks: int = 4096
     block_size: int = 16
     max_model_len: int = 8192
-
-    def configured(self, **changes: object) -> Scenario:
-        """The same traffic on an engine of other settings."""
-        return replace(self, config=replace(self.config, **changes))
 
 
 CHAT = Lengths(median=40, sigma=0.8, low=4, high=1024)
@@ -56,6 +52,11 @@ def chat(rate_s: float = 0.45) -> Scenario:
     return Scenario((stream,))
 
 
+def uncached(scenario: Scenario) -> Scenario:
+    """The same without prefix caching."""
+    return replace(scenario, config=replace(scenario.config, enable_prefix_caching=False))
+
+
 def flood(policy: SchedulingPolicy, rate_s: float = 4.0) -> Scenario:
     """One tenant sends `rate_s` requests a second, more than can be served; three send few."""
     light = tuple(Stream(0.05, CHAT, ANSWER, tenant=f"light-{k}") for k in (1, 2, 3))
@@ -70,11 +71,11 @@ def contention(policy: SchedulingPolicy) -> Scenario:
     return Scenario(streams, EngineConfig(scheduling_policy=policy))
 
 
-def tight(preemption: str) -> Scenario:
+def tight(preemption: Preemption) -> Scenario:
     """A pool for a quarter of what 64 rows need: requests yield all the time."""
     stream = Stream(1.2, CHAT, Lengths(median=120, sigma=0.6, low=8, high=800))
     memory = 0 if preemption == "recompute" else 20_000 * 16 * NULL_TOKEN_BYTES
-    config = EngineConfig(preemption=preemption, kv_host_memory=memory)  # type: ignore[arg-type]
+    config = EngineConfig(preemption=preemption, kv_host_memory=memory)
     return Scenario((stream,), config, num_blocks=320, max_model_len=4096)
 
 

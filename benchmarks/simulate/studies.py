@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import get_args
 
@@ -14,7 +13,7 @@ from benchmarks.simulate.bounds import (
 )
 from benchmarks.simulate.driver import simulate
 from benchmarks.simulate.figures import Figures
-from benchmarks.simulate.scenarios import Scenario, chat, flood, mixed
+from benchmarks.simulate.scenarios import chat, flood, mixed, uncached
 from onnxport.serving.config import SchedulingPolicy
 
 Line = dict[float, float]  # x -> y
@@ -26,68 +25,50 @@ POOLS = (256, 512, 1024, 2048, 4096, 8192)  # blocks
 PROMPTS = (50, 500, 1000, 1500, 2000, 3000, 4000)  # tokens
 
 
-def _sweep(
-    scenario: Callable[[float], Scenario], values: Iterable[float], size: int, seed: int
-) -> dict[float, Figures]:
-    return {value: simulate(scenario(value), size, seed) for value in values}
-
-
-def _line(runs: dict[float, Figures], figure: Callable[[Figures], float]) -> Line:
-    return {value: figure(run) for value, run in runs.items()}
-
-
 def load(size: int, seed: int) -> dict[str, Lines]:
     """Latency of short requests beside long ones, by load and policy."""
     ttft: Lines = {}
     gaps: Lines = {}
     for policy in POLICIES:
-        runs = _sweep(lambda rate, policy=policy: mixed(rate, policy), RATES, size, seed)
-        ttft[f"{policy}, p50"] = _line(runs, lambda run: run.tenants["chat"].ttft_s.p50)
-        ttft[f"{policy}, p99"] = _line(runs, lambda run: run.tenants["chat"].ttft_s.p99)
-        gaps[f"{policy}, p50"] = _line(runs, lambda run: run.inter_token_s.p50)
-        gaps[f"{policy}, p99"] = _line(runs, lambda run: run.inter_token_s.p99)
+        runs = {rate: simulate(mixed(rate, policy), size, seed) for rate in RATES}
+        times = {rate: run.tenants["chat"].ttft_s for rate, run in runs.items()}
+        ttft[f"{policy}, p50"] = {rate: one.p50 for rate, one in times.items()}
+        ttft[f"{policy}, p99"] = {rate: one.p99 for rate, one in times.items()}
+        gaps[f"{policy}, p50"] = {rate: run.inter_token_s.p50 for rate, run in runs.items()}
+        gaps[f"{policy}, p99"] = {rate: run.inter_token_s.p99 for rate, run in runs.items()}
     return {"ttft": ttft, "inter-token": gaps}
 
 
 def cache(size: int, seed: int) -> dict[str, Lines]:
     """What prefix caching brings to chats, by the size of the pool."""
-
-    def sized(num_blocks: float) -> Scenario:
-        return replace(chat(), num_blocks=int(num_blocks), max_model_len=3072)
-
-    cached = _sweep(sized, POOLS, size, seed)
-    plain = _sweep(
-        lambda blocks: sized(blocks).configured(enable_prefix_caching=False), POOLS, size, seed
-    )
-    tokens = {int(16 * blocks): blocks for blocks in POOLS}
-    hits = {float(count): cached[blocks].hit_rate for count, blocks in tokens.items()}
+    hits: Lines = {}
     ttft: Lines = {}
-    for name, runs in (("on", cached), ("off", plain)):
-        for level in ("p50", "p99"):
-            ttft[f"{name}, {level}"] = {
-                float(count): getattr(runs[blocks].ttft_s, level)
-                for count, blocks in tokens.items()
-            }
-    return {"hits": {"hit rate": hits}, "ttft": ttft}
+    for name in ("on", "off"):
+        runs: dict[float, Figures] = {}
+        for num_blocks in POOLS:
+            scenario = replace(chat(), num_blocks=num_blocks, max_model_len=3072)
+            scenario = scenario if name == "on" else uncached(scenario)
+            runs[num_blocks * scenario.block_size] = simulate(scenario, size, seed)
+        hits[name] = {tokens: run.hit_rate for tokens, run in runs.items()}
+        ttft[f"{name}, p50"] = {tokens: run.ttft_s.p50 for tokens, run in runs.items()}
+        ttft[f"{name}, p99"] = {tokens: run.ttft_s.p99 for tokens, run in runs.items()}
+    return {"hits": hits, "ttft": ttft}
 
 
 def fairness(size: int, seed: int) -> dict[str, Lines]:
     """What becomes of tenants that send little while another one floods."""
     ttft: Lines = {}
     refused: Lines = {}
-
-    def light(run: Figures, level: str) -> float:
-        return max(
-            getattr(figures.ttft_s, level)
-            for name, figures in run.tenants.items()
-            if name != "flood"
-        )
-
-    for policy in ("fcfs", "fair"):
-        runs = _sweep(lambda rate, policy=policy: flood(policy, rate), FLOOD_RATES, size, seed)
-        ttft[f"{policy}, p50"] = _line(runs, lambda run: light(run, "p50"))
-        ttft[f"{policy}, p99"] = _line(runs, lambda run: light(run, "p99"))
-        refused[policy] = _line(runs, lambda run: run.refused)
+    policies: tuple[SchedulingPolicy, ...] = ("fcfs", "fair")
+    for policy in policies:
+        runs = {rate: simulate(flood(policy, rate), size, seed) for rate in FLOOD_RATES}
+        light = {
+            rate: [one for name, one in run.tenants.items() if name != "flood"]
+            for rate, run in runs.items()
+        }
+        ttft[f"{policy}, p50"] = {x: max(one.ttft_s.p50 for one in light[x]) for x in light}
+        ttft[f"{policy}, p99"] = {x: max(one.ttft_s.p99 for one in light[x]) for x in light}
+        refused[policy] = {x: float(sum(one.refused for one in light[x])) for x in light}
     return {"ttft": ttft, "refused": refused}
 
 
