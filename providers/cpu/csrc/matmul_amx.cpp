@@ -10,7 +10,7 @@
 namespace onnxport {
 namespace {
 
-constexpr int64_t kFewRows = 6;      // up to so many, VNNI is faster
+constexpr int64_t kFewRows = 8;      // up to so many, VNNI is faster
 constexpr int64_t kChunkRows = 256;  // whose totals stay in the L1 cache
 constexpr int kLanes = 16;
 
@@ -56,12 +56,17 @@ ONNXPORT_INLINE void add(const Pending& p) {
   }
 }
 
+ONNXPORT_INLINE void prefetch(const uint8_t* weights, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(weights + i), _MM_HINT_T0);
+}
+
 // Nibbles to signed bytes, in the order of the 8-bit format.
 ONNXPORT_INLINE void unpack(const uint8_t* weights, int64_t bytes, uint8_t* out) {
   const __m512i nibble = _mm512_set1_epi8(15), zero_point = _mm512_set1_epi8(8);
   for (int64_t i = 0; i < bytes; i += 128, out += 256) {
     for (int c = 0; c < 128; c += 64) {
-      const __m512i packed = _mm512_load_si512(weights + i + c);
+      const __m512i packed = load_weights(weights + i + c);
       const __m512i low = _mm512_and_si512(packed, nibble);
       const __m512i high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble);
       _mm512_store_si512(out + c, _mm512_sub_epi8(low, zero_point));
@@ -88,6 +93,8 @@ void multiply_panel(const MatMul& m, int64_t panel, int64_t row_begin, int64_t r
     if (m.bits == 4) {
       unpack(weights, quant_bytes(m), unpacked);
       columns = unpacked;
+    } else {
+      prefetch(weights + block_bytes(m), quant_bytes(m));
     }
     _tile_loadd(4, columns, 128);
     _tile_loadd(5, columns + 64, 128);
