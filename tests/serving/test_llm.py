@@ -47,6 +47,19 @@ def test_outputs_are_in_the_order_of_prompts() -> None:
     assert len({output.request_id for output in [*outputs, *again]}) == 21
 
 
+def test_an_output_has_all_completions_in_order() -> None:
+    params = SamplingParams(temperature=1.0, seed=9, max_tokens=7, n=4)
+    prompt = list(range(50, 70))
+    with LLM.from_engine(null_engine(max_queued_requests=2)) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt}] * 5, params)
+    expected = [alone(prompt, params, index) for index in range(4)]
+    for output in outputs:
+        assert output.finished
+        assert [one.index for one in output.outputs] == [0, 1, 2, 3]
+        assert [list(one.token_ids) for one in output.outputs] == expected
+    assert [output.num_cached_tokens for output in outputs] == [0] + [16] * 4
+
+
 def test_one_output_says_everything(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=0)
     (output,) = llm.generate("the sea", params)

@@ -3,18 +3,20 @@
 import asyncio
 import gc
 import threading
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
 
-from onnxport.errors import CapacityError, OnnxportError, RequestError
+from onnxport.errors import CapacityError, OnnxportError, OverloadedError, RequestError
 from onnxport.serving.engine import Engine
 from onnxport.serving.outputs import CompletionDelta
-from onnxport.serving.params import SamplingParams
+from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.worker import AsyncEngine
-from tests.serving.helpers import GREEDY, alone, null_engine, tokens
+from tests.serving.helpers import GREEDY, alone, null_engine, reasons, tokens
 
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=200)
+ENDLESS_3 = SamplingParams(temperature=0.0, max_tokens=200, n=3)
 
 
 async def collect(worker: AsyncEngine, prompt: list[int]) -> list[CompletionDelta]:
@@ -108,6 +110,56 @@ async def test_a_failed_step_reaches_its_streams_and_the_engine_goes_on() -> Non
         assert deltas[-1].error == "ProviderError: run 2 was told to fail"
         assert tokens(await collect(worker, [2])) == alone([2])
         assert worker.healthy
+
+
+async def test_several_completions_are_one_stream() -> None:
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=9, n=3)
+    async with AsyncEngine(null_engine()) as worker:
+        deltas = [delta async for delta in worker.stream([1, 2, 3, 4, 5], params)]
+        assert sorted(reasons(deltas)) == ["length"] * 3
+        for index in range(3):
+            assert tokens(deltas, index) == alone([1, 2, 3, 4, 5], params, index)
+        await until_idle(worker)
+        async with aclosing(worker.stream([1, 2], ENDLESS_3)) as stream:
+            seen = {(await anext(stream)).index for _ in range(6)}
+        assert seen == {0, 1, 2}
+        await until_idle(worker)
+        assert worker.stats().finished["abort"] == 3
+
+
+async def test_a_full_queue_refuses_at_once_and_takes_more_when_it_has_room() -> None:
+    engine = null_engine(max_num_seqs=1, max_queued_requests=2, latency_s=0.002)
+    async with AsyncEngine(engine) as worker:
+        tasks = [asyncio.create_task(_last(worker)) for _ in range(3)]
+        async with asyncio.timeout(5):
+            while worker.stats().num_requests_waiting + worker.stats().num_requests_running < 2:
+                await asyncio.sleep(0.001)
+        refused = 0
+        for _ in range(5):
+            try:
+                tasks.append(asyncio.create_task(_one(worker.stream([1], GREEDY))))
+            except OverloadedError:
+                refused += 1
+            await asyncio.sleep(0.001)
+        assert refused >= 2
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await until_idle(worker)
+        assert tokens(await collect(worker, [7])) == alone([7])
+
+
+async def _one(stream: AsyncGenerator[CompletionDelta, None]) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_a_timeout_is_the_last_delta() -> None:
+    async with AsyncEngine(null_engine(latency_s=0.005)) as worker:
+        options = RequestOptions(timeout_s=0.05)
+        deltas = [delta async for delta in worker.stream([1], ENDLESS, options=options)]
+        assert reasons(deltas) == ["timeout"]
+        assert tokens(deltas) == alone([1], ENDLESS)[: len(tokens(deltas))]
 
 
 async def test_close_aborts_what_is_left() -> None:
