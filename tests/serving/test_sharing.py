@@ -69,6 +69,15 @@ def test_hits_count_against_the_free_blocks_that_they_use_up() -> None:
     assert rows(bench.step()) == [("b", 12, 1)]
 
 
+def test_two_that_hit_the_same_free_blocks_use_them_up_once() -> None:
+    bench = Bench(num_blocks=5)
+    served(bench, "a", [*PREFIX, 1])
+    bench.submit("b", [*PREFIX, 2], cached=True)
+    bench.submit("c", [*PREFIX, 3], cached=True)
+    assert rows(bench.step()) == [("b", 12, 1), ("c", 12, 1)]
+    assert (bench.blocks("b"), bench.blocks("c")) == ([0, 1, 2, 3], [0, 1, 2, 4])
+
+
 def test_what_was_generated_is_found_too() -> None:
     bench = Bench(num_blocks=8)
     bench.submit("a", PREFIX[:7], cached=True)
@@ -225,6 +234,20 @@ def test_a_running_prompt_at_the_end_of_a_block_shares_the_next_one() -> None:
     assert bench.blocks("b")[1:3] == bench.blocks("a")[1:3]
     assert bench.blocks("b")[0] != bench.blocks("a")[0]
     assert bench.requests["b"].num_cached_tokens == 8
+
+
+def test_blocks_that_a_running_prompt_shares_are_no_longer_claimed() -> None:
+    bench = Bench(num_blocks=7, budget=4)
+    bench.submit("b", [*PREFIX, 1], cached=True)
+    assert rows(bench.step()) == [("b", 0, 4)]  # three blocks are to come
+    bench.pool.reset_cache()
+    bench.scheduler._max_num_batched_tokens = 16
+    bench.submit("a", PREFIX, cached=True)
+    plan = bench.scheduler.plan([bench.requests["a"]])
+    bench.scheduler.commit(plan, bench.scheduler.reserve(plan))
+    bench.requests["a"].tokens.append(7)
+    bench.submit("c", 3)
+    assert rows(bench.step()) == [("a", 12, 1), ("b", 12, 1), ("c", 0, 3)]
 
 
 # Forks.
