@@ -89,6 +89,8 @@ def test_several_that_are_poisoned_fail_and_no_other() -> None:
         assert reasons(deltas[str(index)]) == ["error" if index in (1, 2, 7) else "length"]
         if index not in (1, 2, 7):
             assert tokens(deltas[str(index)]) == alone(prompts[index])
+    # 0-7, 0-3, 0-1, 1, 2-3, 2, 4-7, 6-7, 7; what is good is not tried again with what is bad.
+    assert engine.stats().num_failed_steps == 9
 
 
 def test_a_poisoned_token_that_was_sampled_ends_one_completion() -> None:
