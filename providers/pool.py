@@ -27,7 +27,7 @@ def plan_pool(
     options: LoadOptions,
     *,
     block_size: int,
-    item_bytes: int,
+    item_bytes: float,
     free_bytes: int,
     weight_bytes: int,
 ) -> PoolPlan:
@@ -42,7 +42,7 @@ def plan_pool(
         spec: The model.
         options: `kv_cache_tokens`, `kv_memory` and `max_model_len` are used.
         block_size: Tokens per block.
-        item_bytes: Bytes of one cache element.
+        item_bytes: Bytes of one cache element, its share of scales included.
         free_bytes: Memory that can be taken before the weights are loaded.
         weight_bytes: What the weights will take of it.
 
@@ -57,7 +57,7 @@ def plan_pool(
             f"{spec.context_length}; ask for at most that, or export with a longer "
             "--context-length"
         )
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_size * item_bytes
+    token_bytes = round(2 * spec.num_layers * spec.num_kv_heads * spec.head_size * item_bytes)
     left = max(0, free_bytes - weight_bytes)
     pool_bytes, asked = _asked(options, left, longest, token_bytes)
     block_bytes = block_size * token_bytes

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from onnxport.errors import OnnxportError, ProviderError
+from onnxport.errors import CapacityError, OnnxportError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions, Model, Probe, Provider
 
@@ -16,9 +16,12 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 
 # Name -> "module:class", in the order in which `auto` prefers them.
-PROVIDERS = {"cpu": "onnxport.providers.cpu.provider:CpuProvider"}
+PROVIDERS = {
+    "cpu": "onnxport.providers.cpu.provider:CpuProvider",
+    "openvino": "onnxport.providers.openvino.provider:OpenVinoProvider",
+}
 # Named in the design and not written yet: asking for one is an error that says so.
-PLANNED = ("openvino", "cuda", "webgpu", "migraphx", "directml")
+PLANNED = ("cuda", "webgpu", "migraphx", "directml")
 
 
 def get_provider(name: str) -> Provider:
@@ -56,8 +59,9 @@ def open_model(path: Path, provider: str = AUTO, options: LoadOptions | None = N
 
     Raises:
         ArtifactError: `path` is not a valid artifact.
-        ProviderError: the provider cannot run it; for `auto`, an ExceptionGroup is its cause.
-        CapacityError: it does not fit the memory.
+        ProviderError: the provider cannot run it.
+        CapacityError: it does not fit the memory; for `auto`, that of at least one provider.
+            For `auto`, an ExceptionGroup of all reasons is the cause of either.
     """
     artifact = Artifact.read(path)
     chosen = options or LoadOptions()
@@ -76,9 +80,10 @@ def open_model(path: Path, provider: str = AUTO, options: LoadOptions | None = N
     if len(errors) == 1:
         raise errors[0]
     reasons = "; ".join(f"{name}: {error}" for name, error in zip(PROVIDERS, errors, strict=True))
-    raise ProviderError(f"no provider can run {path}. {reasons}") from ExceptionGroup(
-        "providers", errors
-    )
+    # More memory would help where any of them lacked it.
+    full = any(isinstance(error, CapacityError) for error in errors)
+    kind = CapacityError if full else ProviderError
+    raise kind(f"no provider can run {path}. {reasons}") from ExceptionGroup("providers", errors)
 
 
 def _load(name: str, artifact: Artifact, options: LoadOptions) -> Model:

@@ -18,13 +18,15 @@ Row = tuple[list[int], int, list[int]]  # new tokens, past length, block ids
 
 
 @contextmanager
-def opened(path: Path, attention: Attention | None, **options: object) -> Iterator[Model]:
+def opened(
+    path: Path, attention: Attention | None, *, provider: str = "cpu", **options: object
+) -> Iterator[Model]:
     """A model on two threads with a pool of 1024 tokens, unless told otherwise."""
     if attention == "custom" and find_library() is None:
         pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
     pool = {} if "kv_memory" in options else {"kv_cache_tokens": 1024}
     chosen = LoadOptions(**{"threads": 2, **pool, **options}, attention=attention)  # type: ignore[arg-type]
-    model = open_model(path, "cpu", chosen)
+    model = open_model(path, provider, chosen)
     try:
         yield model
     finally:

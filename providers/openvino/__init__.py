@@ -1,0 +1,1 @@
+"""The `openvino` provider: OpenVINO itself, with its own paged attention."""

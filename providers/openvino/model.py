@@ -1,0 +1,126 @@
+"""A compiled paged graph with its caches; implements `providers.base.Model`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import ProviderError
+from onnxport.graphs import contract
+from onnxport.graphs.passes import flat_paged
+from onnxport.providers.base import Capabilities, StepInputs
+from onnxport.providers.openvino.caches import Blocks
+from onnxport.providers.ort import CLOSED
+
+
+class OpenVinoModel:
+    """One inference request whose cache inputs are bound for good; OpenVINO writes into them."""
+
+    def __init__(
+        self,
+        compiled: Any,
+        capabilities: Capabilities,
+        tensors: dict[str, Any],
+        blocks: Blocks,
+        memory: Sequence[Any],
+    ) -> None:
+        """Bind the caches.
+
+        Args:
+            compiled: an openvino.CompiledModel.
+            capabilities: what was loaded.
+            tensors: the caches by input name, openvino.Tensor.
+            blocks: the same memory, for transfers.
+            memory: what the weights point to; kept as long as the compiled model.
+        """
+        self._request = compiled.create_infer_request()
+        self._capabilities = capabilities
+        self._blocks: Blocks | None = blocks
+        self._kept = (tensors, memory)
+        self._logits = np.empty((0, capabilities.vocab_size), np.float32)
+        for name, tensor in tensors.items():
+            self._request.set_tensor(name, tensor)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What was really loaded."""
+        return self._capabilities
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        """See `providers.base.Model.run`."""
+        if self._request is None:
+            raise ProviderError(CLOSED)
+        import openvino as ov
+
+        rows = len(inputs.logits_indices)
+        if len(self._logits) < rows:
+            self._logits = np.empty((rows, self._capabilities.vocab_size), np.float32)
+        logits = self._logits[:rows]
+        try:
+            for name, array in flat_inputs(inputs, self._capabilities.block_size).items():
+                self._request.set_tensor(name, ov.Tensor(array))
+            self._request.set_tensor(contract.LOGITS, ov.Tensor(logits, shared_memory=True))
+            self._request.infer()
+        except Exception as error:
+            raise ProviderError(
+                f"OpenVINO failed on {self._capabilities.device} while running a batch of "
+                f"{len(inputs.input_ids)} tokens: {error}"
+            ) from error
+        return logits
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `providers.base.Model.copy_blocks`."""
+        with self._transfer("copying", len(sources)) as blocks:
+            blocks.copy(sources, targets)
+
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.generic]:
+        """See `providers.base.Model.read_blocks`."""
+        with self._transfer("reading", len(blocks)) as caches:
+            return caches.read(blocks)
+
+    def write_blocks(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
+        """See `providers.base.Model.write_blocks`."""
+        with self._transfer("writing", len(blocks)) as caches:
+            caches.write(blocks, content)
+
+    def close(self) -> None:
+        """See `providers.base.Model.close`."""
+        self._request = None
+        self._blocks = None
+        self._kept = ({}, ())
+
+    @contextmanager
+    def _transfer(self, doing: str, count: int) -> Iterator[Blocks]:
+        """The caches, if the model is open; what can fail in host memory becomes our error."""
+        if self._blocks is None:
+            raise ProviderError(CLOSED)
+        try:
+            yield self._blocks
+        except MemoryError as error:
+            raise ProviderError(
+                f"no memory was left while {doing} {count} KV blocks of "
+                f"{self._capabilities.kv_block_bytes} bytes each"
+            ) from error
+
+
+def flat_inputs(inputs: StepInputs, block_size: int) -> dict[str, NDArray[Any]]:
+    """A batch as a flattened graph takes it: by name, without the caches."""
+    past, begins = inputs.past_sequence_lengths, inputs.cumulative_sequence_lengths
+    new = np.diff(begins)
+    shift = np.repeat((past - begins[:-1]).astype(np.int64), new)
+    used = -(-(past + new) // block_size)
+    table = inputs.block_table
+    return {
+        contract.INPUT_IDS: inputs.input_ids,
+        contract.CUMULATIVE_SEQUENCE_LENGTHS: begins,
+        contract.PAST_SEQUENCE_LENGTHS: past,
+        contract.LOGITS_INDICES: inputs.logits_indices,
+        flat_paged.POSITIONS: np.arange(len(inputs.input_ids)) + shift,
+        flat_paged.BLOCK_INDICES: table[np.arange(table.shape[1]) < used[:, None]],
+        flat_paged.BLOCK_INDICES_BEGINS: np.cumsum([0, *used], dtype=np.int32),
+        flat_paged.MAX_CONTEXT_LEN: inputs.attention_metadata[1:2].reshape(()),
+    }

@@ -1,0 +1,361 @@
+"""The openvino provider: every family and precision, the same tokens whatever the batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from onnxport.errors import CapacityError, ProviderError
+from onnxport.providers.base import Model
+from onnxport.providers.openvino import convert
+from onnxport.providers.openvino.model import OpenVinoModel
+from onnxport.providers.openvino.provider import OpenVinoProvider
+from onnxport.providers.registry import open_model
+from onnxport.serving.config import EngineConfig
+from onnxport.serving.engine import Engine
+from onnxport.serving.params import SamplingParams
+from tests.exporter.checkpoints import VOCAB
+from tests.providers import models
+from tests.providers.conftest import ArtifactMaker
+from tests.providers.models import run_rows
+
+ov = pytest.importorskip("openvino", reason="openvino is not installed: pip install '.[openvino]'")
+
+FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3")
+PRECISIONS = ("fp32", "fp16", "int8", "int4")
+EXACT = {"kv_cache_dtype": "float32", "matmul_accuracy_level": 1}
+BLOCK_SIZE = 32
+LENGTHS = (1, 5, 32, 33, 40, 17, 2)
+NEW_TOKENS = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+def opened(path: Path, **options: Any) -> AbstractContextManager[Model]:
+    return models.opened(path, None, provider="openvino", **options)
+
+
+def prompts() -> list[list[int]]:
+    random = np.random.default_rng(3)
+    return [random.integers(3, VOCAB, length).tolist() for length in LENGTHS]
+
+
+def generate(
+    model: Model, max_num_seqs: int = 8, max_num_batched_tokens: int = 512, **config: Any
+) -> tuple[list[list[int]], Engine]:
+    """Greedy tokens of every prompt, all submitted together, and the engine that made them."""
+    engine = Engine(model, config=EngineConfig(max_num_seqs, max_num_batched_tokens, **config))
+    for index, prompt in enumerate(prompts()):
+        engine.submit(engine.prepare(str(index), prompt, GREEDY))
+    tokens: list[list[int]] = [[] for _ in LENGTHS]
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.finish_reason in (None, "length"), delta.error
+            tokens[int(delta.request_id)].extend(delta.token_ids)
+    engine.check()
+    return tokens, engine
+
+
+def logits(model: Model) -> NDArray[np.float32]:
+    """A ragged prefill and two decoding steps, float32 [3, 4, vocab]."""
+    size = model.capabilities.block_size
+    cases = [(5, prompts()[4]), (9, prompts()[0]), (12, prompts()[3]), (14, prompts()[5])]
+    rows = []
+    for first, tokens in cases:
+        count = -(-(len(tokens) + 2) // size)
+        # blocks in falling order, so that a mistake of order shows
+        rows.append((tokens, [2 * first + at for at in reversed(range(count))]))
+    steps = [run_rows(model, [(tokens, 0, blocks) for tokens, blocks in rows])]
+    for at, token in enumerate((7, 90)):
+        steps.append(run_rows(model, [([token], len(t) + at, blocks) for t, blocks in rows]))
+    return np.stack(steps)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_cpu_and_of_the_reference(
+    tiny_artifact: ArtifactMaker, family: str, precision: str
+) -> None:
+    path = tiny_artifact(family, precision)
+    golden = np.load(path / "golden.npz")
+    with models.opened(path, "decomposed", matmul_accuracy_level=1) as cpu:
+        expected = logits(cpu)
+    with opened(path, **EXACT) as model:
+        capabilities = model.capabilities
+        assert (capabilities.compute_dtype, capabilities.kv_cache_dtype) == ("float32", "float32")
+        np.testing.assert_allclose(logits(model), expected, rtol=1e-4, atol=1e-4)
+        row = (golden["token_ids"].tolist(), 0, [3])
+        np.testing.assert_allclose(run_rows(model, [row])[0], golden["logits"][-1], atol=1e-3)
+    with opened(path) as model:  # what OpenVINO chooses: 16-bit or int8 activations, int8 cache
+        spread = np.abs(expected).max()
+        assert np.abs(logits(model) - expected).max() < 0.15 * spread
+
+
+@pytest.mark.parametrize("case", ["qwen2-ragged", "llama-yarn", "qwen3-window"])
+def test_odd_shapes_are_exact_too(tiny_artifact: ArtifactMaker, case: str) -> None:
+    path = tiny_artifact(case, "int4")
+    with models.opened(path, "decomposed", matmul_accuracy_level=1) as cpu:
+        expected = logits(cpu)
+    with opened(path, **EXACT) as model:
+        np.testing.assert_allclose(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_tokens_however_it_is_batched(
+    tiny_artifact: ArtifactMaker, family: str, precision: str
+) -> None:
+    path = tiny_artifact(family, precision)
+    with opened(path, **EXACT) as model:
+        together, _ = generate(model, enable_prefix_caching=False)
+        assert all(len(tokens) == NEW_TOKENS for tokens in together)
+        for options in (
+            {"max_num_seqs": 1},
+            {"max_num_batched_tokens": 8},
+            {"max_num_batched_tokens": 13},
+        ):
+            assert generate(model, **options)[0] == together
+    with models.opened(path, "decomposed", matmul_accuracy_level=1) as cpu:
+        assert generate(cpu)[0] == together
+    with opened(path, **EXACT, kv_cache_tokens=3 * BLOCK_SIZE) as model:
+        preempted, engine = generate(model)
+        assert engine.stats().num_preemptions > 0
+        assert preempted == together
+
+
+def test_a_cached_prefix_changes_nothing(tiny_artifact: ArtifactMaker) -> None:
+    with opened(tiny_artifact("qwen3", "int4"), **EXACT) as model:
+        cold, _ = generate(model, enable_prefix_caching=False)
+        engine = Engine(model, config=EngineConfig(8, 512))
+        for turn in ("cold", "cached"):
+            engine.submit(engine.prepare(turn, prompts()[4], GREEDY))
+            deltas = []
+            while engine.has_work:
+                deltas.extend(engine.step())
+            assert [token for delta in deltas for token in delta.token_ids] == cold[4]
+        assert deltas[-1].num_cached_tokens == BLOCK_SIZE
+
+
+def test_in_its_own_precision_all_requests_end(tiny_artifact: ArtifactMaker) -> None:
+    with opened(tiny_artifact("llama", "int4"), kv_cache_tokens=3 * BLOCK_SIZE) as model:
+        tokens, engine = generate(model)
+        assert engine.stats().num_preemptions > 0
+        assert all(len(found) == NEW_TOKENS for found in tokens)
+
+
+@contextmanager
+def both(path: Path, block_size: int = BLOCK_SIZE) -> Iterator[tuple[Model, Model]]:
+    """The cpu and the openvino provider, in float32, with blocks of one size."""
+    with (
+        models.opened(path, None, block_size=block_size, matmul_accuracy_level=1) as cpu,
+        opened(path, **EXACT) as model,
+    ):
+        yield cpu, model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sequence_moves_between_providers_and_back(
+    tiny_artifact: ArtifactMaker, family: str
+) -> None:
+    prompt = prompts()[4]
+    blocks = [9, 4]
+
+    def go(route: list[Model]) -> list[int]:
+        """Prefill on the first one and decode a token on each; the K/V follow."""
+        tokens, past, last = list(prompt), 0, None
+        for model in route:
+            if last is not None and model is not last:
+                model.write_blocks(blocks, last.read_blocks(blocks))
+            found = run_rows(model, [(tokens[past:], past, blocks)])
+            past, last = len(tokens), model
+            tokens.append(int(found[0].argmax()))
+        return tokens[len(prompt) :]
+
+    with both(tiny_artifact(family, "int4")) as (cpu, model):
+        assert cpu.capabilities.kv_format == model.capabilities.kv_format
+        alone = go([cpu] * 10)
+        assert go([model] * 10) == alone
+        assert go([cpu, *[model] * 4, *[cpu] * 5]) == alone
+        assert go([model, *[cpu] * 4, *[model] * 5]) == alone
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_blocks_are_copied_exactly_and_come_back(tiny_artifact: ArtifactMaker, dtype: str) -> None:
+    prompt = (prompts()[4] * 2)[: 2 * BLOCK_SIZE]
+    try:
+        context = opened(tiny_artifact("llama", "fp32"), kv_cache_dtype=dtype)
+        model = context.__enter__()
+    except ProviderError as error:
+        pytest.skip(f"this processor has no {dtype} cache: {error}")
+    try:
+        run_rows(model, [(prompt, 0, [3, 8])])
+        content = model.read_blocks([3, 8])
+        form = model.capabilities.kv_format
+        assert form.dtype == ("float32" if dtype == "int8" else dtype)
+        assert content.shape == (
+            2,
+            form.num_layers,
+            2,
+            form.num_kv_heads,
+            BLOCK_SIZE,
+            form.head_size,
+        )
+        model.copy_blocks([3, 8], [5, 1])
+        assert (model.read_blocks([5, 1]) == content).all()
+        model.write_blocks([6, 2], content)
+        tolerance = 1e-5 if dtype == "int8" else 0.0
+        again = model.read_blocks([6, 2])
+        np.testing.assert_allclose(
+            again.astype(np.float32), content.astype(np.float32), atol=tolerance
+        )
+        here, copied, rewritten = (
+            run_rows(model, [([9], len(prompt), [*blocks, last])])
+            for blocks, last in (([3, 8], 10), ([5, 1], 11), ([6, 2], 12))
+        )
+        assert (copied == here).all()
+        np.testing.assert_allclose(rewritten, here, atol=1e-3)
+    finally:
+        context.__exit__(None, None, None)
+
+
+def test_an_int8_cache_holds_what_the_exact_one_does(tiny_artifact: ArtifactMaker) -> None:
+    path, prompt = tiny_artifact("qwen3", "fp32"), (prompts()[4] * 2)[: 2 * BLOCK_SIZE]
+    with (
+        opened(path, **EXACT) as exact,
+        opened(path, kv_cache_dtype="int8", matmul_accuracy_level=1) as coarse,
+    ):
+        for model in (exact, coarse):
+            run_rows(model, [(prompt, 0, [3, 8])])
+        expected, found = exact.read_blocks([3, 8]), coarse.read_blocks([3, 8])
+        spread = np.ptp(expected[:, 0])
+        assert 0 < np.abs(found[:, 0] - expected[:, 0]).max() < spread / 255
+        capabilities = coarse.capabilities
+        assert capabilities.kv_cache_dtype == "int8"
+        assert isinstance(coarse, OpenVinoModel)
+        size = sum(t.get_byte_size() for t in coarse._kept[0].values())
+        assert size == capabilities.num_blocks * capabilities.kv_block_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"attention": "decomposed"}, ProviderError, "ask for native"),
+        ({"kv_cache_dtype": "int4"}, ProviderError, "int8, float16, bfloat16, float32 or auto"),
+        ({"block_size": 16}, ProviderError, "blocks of 32 tokens"),
+        (
+            {"kv_cache_dtype": "float32", "matmul_accuracy_level": 3},
+            ProviderError,
+            "leave the level out",
+        ),
+        ({"max_model_len": 129}, ProviderError, "context of 128"),
+        ({"kv_cache_tokens": 31}, CapacityError, "is 31, .* smallest cache"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    tiny_artifact: ArtifactMaker, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    from onnxport.providers.base import LoadOptions
+
+    with pytest.raises(error, match=message):
+        open_model(tiny_artifact("llama", "fp32"), "openvino", LoadOptions(**options))
+
+
+def test_what_was_loaded_is_reported(tiny_artifact: ArtifactMaker) -> None:
+    with opened(tiny_artifact("llama", "int4")) as model:
+        capabilities = model.capabilities
+    assert (capabilities.provider, capabilities.attention) == ("openvino", "native")
+    assert capabilities.device
+    assert capabilities.num_blocks * capabilities.block_size == 1024
+    assert set(capabilities.placement) == {"CPU"}
+    assert capabilities.placement["CPU"] > 20
+
+
+def test_int4_weights_stay_int4(tiny_artifact: ArtifactMaker) -> None:
+    from onnxport.graphs.artifact import Artifact
+
+    artifact = Artifact.read(tiny_artifact("llama", "int4"))
+    steps = list(convert.lower(artifact))
+    attached = {name: value for step in steps for name, value in step.attached.items()}
+    weights = convert.collect_weights(artifact, steps[-1].model, attached)
+    converted = convert.convert(steps[-1].model, weights)
+    compiled = ov.Core().compile_model(converted.model, "CPU")
+    kinds = [
+        str(node.get_rt_info()["runtimePrecision"].astype(str))
+        for node in compiled.get_runtime_model().get_ops()
+        if node.get_rt_info()["layerType"].astype(str) == "FullyConnected"
+    ]
+    layers = artifact.manifest.model.num_layers
+    assert kinds.count("i4") == 5 * layers, kinds  # qkv, o, gate, up, down
+
+
+def test_a_closed_model_says_so(tiny_artifact: ArtifactMaker) -> None:
+    with opened(tiny_artifact("llama", "fp32")) as model:
+        content = model.read_blocks([0])
+        model.close()
+        for use in (
+            lambda: run_rows(model, [([5], 0, [0])]),
+            lambda: model.read_blocks([0]),
+            lambda: model.write_blocks([0], content),
+            lambda: model.copy_blocks([0], [1]),
+        ):
+            with pytest.raises(ProviderError, match="closed"):
+                use()
+
+
+def test_a_failing_run_is_our_error(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        def set_tensor(self, name: str, tensor: object) -> None: ...
+
+        def infer(self) -> None:
+            raise RuntimeError("device lost")
+
+    with opened(tiny_artifact("llama", "fp32")) as model:
+        monkeypatch.setattr(model, "_request", Failing())
+        with pytest.raises(ProviderError, match="a batch of 3 tokens: device lost"):
+            run_rows(model, [([5, 6, 7], 0, [0])])
+
+
+def test_the_probe_names_devices_and_versions() -> None:
+    probe = OpenVinoProvider().probe()
+    assert probe.available
+    assert probe.devices[0].name.startswith("CPU: ")
+    assert probe.versions["openvino"].startswith(convert.RELEASE)
+
+
+def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ov, "__version__", "2026.5.0-23000-abcdef")
+    probe = OpenVinoProvider().probe()
+    assert not probe.available
+    assert "openvino 2026.5.0 is installed" in probe.reason
+    assert "onnxport[openvino]" in probe.reason
+
+
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    probe = OpenVinoProvider().probe()
+    assert not probe.available
+    assert "onnxport[openvino]" in probe.reason
+
+
+def test_a_graph_that_cannot_be_converted_is_our_error(tiny_artifact: ArtifactMaker) -> None:
+    from onnxport.graphs.artifact import Artifact
+
+    model = Artifact.read(tiny_artifact("llama", "fp32")).load_graph("paged")
+    model.graph.node[0].op_type = "NoSuchOperator"
+    with pytest.raises(ProviderError, match="could not convert"):
+        convert.convert(model, {})
+
+
+def test_the_paged_attention_has_the_inputs_that_are_known() -> None:
+    """28 of them; a release that adds one would shift what the others mean."""
+    inputs = [ov.opset15.constant(np.zeros(1, np.float32)).output(0)] * 27
+    with pytest.raises(RuntimeError, match="28"):
+        ov.op._PagedAttentionExtension(inputs)
