@@ -37,7 +37,7 @@ FIGURES: Mapping[str, tuple[Panel, ...]] = {
     ),
     "fairness": (
         Panel("ttft", "TTFT of light tenants", "flood, requests a second", "seconds", log_y=True),
-        Panel("refused", "Their tries that were refused", "flood, requests a second", "tries"),
+        Panel("jain", "Jain's index under contention", "max_queued_requests", "", log_x=True),
     ),
     "bounds": (
         Panel("prefill", "A prompt while all others decode", "prompt, tokens", "steps"),

@@ -13,14 +13,15 @@ from benchmarks.simulate.bounds import (
 )
 from benchmarks.simulate.driver import simulate
 from benchmarks.simulate.figures import Figures
-from benchmarks.simulate.scenarios import chat, flood, mixed, uncached
-from onnxport.serving.config import SchedulingPolicy
+from benchmarks.simulate.scenarios import chat, contention, flood, mixed, uncached
+from onnxport.serving.config import EngineConfig, SchedulingPolicy
 
 Line = dict[float, float]  # x -> y
 Lines = dict[str, Line]  # by what the legend says
 POLICIES: tuple[SchedulingPolicy, ...] = get_args(SchedulingPolicy)
 RATES = (0.5, 1.0, 1.5, 1.75, 2.0, 2.25, 2.5)  # requests a second
 FLOOD_RATES = (1.0, 2.0, 3.0, 3.5, 4.0, 6.0)
+QUEUES = (16, 64, 256, 1024, 4096)  # requests
 POOLS = (256, 512, 1024, 2048, 4096, 8192)  # blocks
 PROMPTS = (50, 500, 1000, 1500, 2000, 3000, 4000)  # tokens
 
@@ -56,20 +57,24 @@ def cache(size: int, seed: int) -> dict[str, Lines]:
 
 
 def fairness(size: int, seed: int) -> dict[str, Lines]:
-    """What becomes of tenants that send little while another one floods."""
+    """Light tenants beside a flood; shares of tenants that all want more than theirs."""
     ttft: Lines = {}
-    refused: Lines = {}
+    jain: Lines = {}
     policies: tuple[SchedulingPolicy, ...] = ("fcfs", "fair")
     for policy in policies:
         runs = {rate: simulate(flood(policy, rate), size, seed) for rate in FLOOD_RATES}
         light = {
-            rate: [one for name, one in run.tenants.items() if name != "flood"]
+            rate: [one.ttft_s for name, one in run.tenants.items() if name != "flood"]
             for rate, run in runs.items()
         }
-        ttft[f"{policy}, p50"] = {x: max(one.ttft_s.p50 for one in light[x]) for x in light}
-        ttft[f"{policy}, p99"] = {x: max(one.ttft_s.p99 for one in light[x]) for x in light}
-        refused[policy] = {x: float(sum(one.refused for one in light[x])) for x in light}
-    return {"ttft": ttft, "refused": refused}
+        ttft[f"{policy}, p50"] = {rate: max(one.p50 for one in light[rate]) for rate in light}
+        ttft[f"{policy}, p99"] = {rate: max(one.p99 for one in light[rate]) for rate in light}
+        jain[policy] = {}
+        for queued in QUEUES:
+            config = EngineConfig(scheduling_policy=policy, max_queued_requests=queued)
+            scenario = replace(contention(policy), config=config)
+            jain[policy][queued] = simulate(scenario, size, seed).jain
+    return {"ttft": ttft, "jain": jain}
 
 
 def bounds() -> dict[str, Lines]:
