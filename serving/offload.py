@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -121,16 +121,20 @@ class Offloader:
         """
         budget = LOADED_BLOCKS
         loading: set[Request] = set()
+        kept: set[int] = set()  # free blocks that the requests in front go on from
+        promised = 0  # blocks that these will take besides
         for request in scheduler.next_in_line():
             shared = scheduler.hits(request)
             keys = self._loadable(request, len(shared), budget + 1)
             if not keys:
                 continue
-            taken = sum(self._pool.ref_count(block) == 0 for block in shared)
+            taken = self._free_ones(shared) - kept
             needed = blocks_for(len(request.tokens), self._pool.block_size) - len(shared)
-            if self._pool.num_free < taken + needed:
+            if self._pool.num_free - len(kept) - promised < len(taken) + needed:
                 break  # it could not start, and would load the same again and again
             loaded = self._load(shared, keys[:budget], scheduler) if budget else 0
+            kept |= self._free_ones(scheduler.hits(request))
+            promised += needed - loaded
             if loaded == min(len(keys), budget) < len(keys):
                 loading.add(request)
             budget -= loaded
@@ -154,6 +158,9 @@ class Offloader:
             self._report("trying out", error)
         else:
             self.costs.note_move((self._clock() - start) / 2, 1)
+
+    def _free_ones(self, blocks: Iterable[int]) -> set[int]:
+        return {block for block in blocks if self._pool.ref_count(block) == 0}
 
     def _is_worth_saving(self, keys: BlockKeys, scheduler: Scheduler) -> bool:
         if all(key in self._store for key in keys):

@@ -125,6 +125,45 @@ def test_a_prefix_comes_back_from_host_memory() -> None:
     assert stats.num_tier_errors == 0
 
 
+def test_what_one_request_needs_is_not_overwritten_by_what_the_next_one_loads() -> None:
+    engine = null_engine(
+        num_blocks=24, kv_host_memory=MIB, preemption="recompute", max_num_batched_tokens=64
+    )
+    prompts = {"a": [*PREFIX, 2], "b": [*PREFIX[::-1], 2]}  # 17 blocks each
+    for name, prompt in prompts.items():
+        submit(engine, f"{name}0", prompt)
+        run(engine)
+    fill(engine)
+    before = engine.stats().num_blocks_loaded
+    for name, prompt in prompts.items():
+        submit(engine, name, prompt)
+    deltas = run(engine)
+    assert [deltas[name][0].num_cached_tokens for name in "ab"] == [64, 64]
+    assert engine.stats().num_blocks_loaded - before == 32
+    assert all(tokens(deltas[name]) == alone(prompt) for name, prompt in prompts.items())
+
+
+def test_two_requests_load_side_by_side_where_there_is_room() -> None:
+    engine = null_engine(
+        num_blocks=48, kv_host_memory=MIB, preemption="recompute", max_num_batched_tokens=64
+    )
+    for index, tail in enumerate(([1] * 9, [2] * 9)):
+        ask_for(engine, f"first{index}", [*PREFIX, *tail])
+    fill(engine, 12)
+    submit(engine, "a", [*PREFIX, *[1] * 9])
+    submit(engine, "b", [*PREFIX, *[2] * 9])
+    checked_step(engine)
+    assert engine.stats().num_requests_running == 2
+    assert engine.stats().num_blocks_loaded == 18 + 2  # the prefix once
+    deltas = run(engine)
+    assert [deltas[name][0].num_cached_tokens for name in "ab"] == [72, 72]
+
+
+def ask_for(engine: Engine, name: str, prompt: list[int]) -> None:
+    submit(engine, name, prompt)
+    run(engine)
+
+
 def test_without_host_memory_it_does_not() -> None:
     engine = null_engine(num_blocks=24, max_num_batched_tokens=64)
     ask(engine, "a", 1)
