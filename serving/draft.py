@@ -49,7 +49,8 @@ class Draft:
         free: blocks that are left; those that preempted requests give back are counted.
         claimed: blocks that prompts which have begun have still to take, of those left.
         closed: whether no waiting request may start in this step any more.
-        leading: keys of the blocks that rows of this step are computing.
+        found: the cached blocks that prompts can go on from.
+        leading: keys of the blocks that are being computed, and by whom.
     """
 
     __slots__ = (
@@ -61,6 +62,7 @@ class Draft:
         "claimed",
         "closed",
         "copied",
+        "found",
         "free",
         "leading",
         "num_decodes",
@@ -85,7 +87,8 @@ class Draft:
         self.free = pool.num_free
         self.claimed = 0
         self.closed = False
-        self.leading: set[bytes] = set()
+        self.found: dict[Request, tuple[int, ...]] = {}
+        self.leading: dict[bytes, Request] = {}
         self.requests: list[Request] = []
         self.num_decodes = 0
         self.num_past: list[int] = []
@@ -119,11 +122,9 @@ class Draft:
     def open(self, request: Request, num_past: int, shared: tuple[int, ...]) -> int:
         """Add a row that goes on after `num_past` tokens, by way of `shared`; returns its number.
 
-        `extend` has to give it tokens.
+        The blocks are taken already, and `extend` has to give it tokens.
         """
         row = len(self.requests)
-        self.free -= self.num_taken(shared)
-        self._taken.update(block for block in shared if self._is_free(block))
         if shared:
             self.shared[row] = shared
         self.requests.append(request)
@@ -147,6 +148,12 @@ class Draft:
         self.free -= num_blocks
         self.claimed -= num_blocks
         return taken
+
+    def take(self, shared: Iterable[int]) -> None:
+        """Keep these blocks, used or free, for a row that goes on from them."""
+        taken = [block for block in shared if self._is_free(block)]
+        self._taken.update(taken)
+        self.free -= len(taken)
 
     def num_taken(self, shared: Iterable[int]) -> int:
         """How many of these blocks are free, so that going on from them uses them up."""

