@@ -160,11 +160,10 @@ def prompt_beside_tenants(
 
 def starts_before(
     policy: SchedulingPolicy, rows: int, prompt_tokens: int, output_tokens: int
-) -> Measured:
-    """How many requests of a flooding tenant get a row while another tenant waits for one.
+) -> int:
+    """How many requests of a flooding tenant get a row while another tenant waits for its first.
 
-    The flood has twice as many requests in the queue as there are rows, and sends on. The bound is
-    that of "fair": a quantum of prompts.
+    The flood has twice as many requests in the queue as there are rows, and sends on.
     """
     budget_tokens, sent = 512, 0
     lab = Lab(rows, budget_tokens, policy)
@@ -179,6 +178,5 @@ def starts_before(
             break
         lab.engine.step()
     last = lab.scheduled.get("light", len(lab.records))
-    seen = sum(step < last for step in lab.scheduled.values()) - before
     lab.engine.close()
-    return Measured(seen, math.ceil(budget_tokens // 4 / prompt_tokens))
+    return sum(step < last for step in lab.scheduled.values()) - before
