@@ -25,7 +25,8 @@ class EngineConfig:
         seed: makes the requests that bring no seed reproducible by order of arrival; None draws
             from the operating system.
         max_queued_requests: most requests that wait for their first row; one more is refused with
-            `OverloadedError`.
+            `OverloadedError`. Under "fair" each tenant may fill an equal part of them, counting
+            one tenant more than there are, so that there is always room for who comes next.
         scheduling_policy: "fcfs" serves by arrival; "priority" lower priority numbers first;
             "fair" shares tokens between the tenants of one priority by deficit round robin.
         enable_prefix_caching: reuse the K/V of tokens that another request has computed.

@@ -141,13 +141,13 @@ class Engine:
 
     @property
     def num_queued(self) -> int:
-        """Requests that have not begun; at most `max_queued_requests`."""
+        """Requests that have not begun."""
         return self._scheduler.num_queued
 
-    @property
-    def is_full(self) -> bool:
-        """Whether one more request would be refused."""
-        return self._scheduler.num_queued >= self.config.max_queued_requests
+    def queue_room(self, options: RequestOptions | None = None) -> int:
+        """How many more such requests may be queued now; not positive: none. From any thread."""
+        tenant = self._scheduler.tenant_of(options or RequestOptions())
+        return self._scheduler.queue_room(tenant, self.config.max_queued_requests)
 
     def add_listener(self, listener: Listener) -> None:
         """Tell `listener` from now on what happens; not while the engine runs elsewhere."""
@@ -182,14 +182,15 @@ class Engine:
 
         Raises:
             RequestError: an unfinished request has this id.
-            OverloadedError: `max_queued_requests` requests wait already.
+            OverloadedError: `max_queued_requests` requests wait already, or, under the policy
+                "fair", as many of this tenant as its share of them.
             OnnxportError: the engine is closed.
         """
         if self._closed:
             raise OnnxportError("the engine is closed and takes no more requests")
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
-        if self.is_full:
+        if self.queue_room(request.options) < 1:
             raise self.overload()
         self._scheduler.submit(request)
         self._requests[request.request_id] = [request, *request.siblings]
@@ -206,9 +207,11 @@ class Engine:
         """Count a request that finds the queue full, and return the error for it."""
         self._num_refused += 1
         retry_after_s = min(MOST_RETRY_S, max(1.0, self._gap_s or 1.0))
+        shared = ", shared by its tenants" if self.config.scheduling_policy == "fair" else ""
         return OverloadedError(
-            f"{self.config.max_queued_requests} requests are waiting already, which is all that "
-            f"max_queued_requests allows; send the request again in {math.ceil(retry_after_s)} s",
+            f"{self.num_queued} requests are waiting already; max_queued_requests is "
+            f"{self.config.max_queued_requests}{shared}. Send the request again in "
+            f"{math.ceil(retry_after_s)} s",
             retry_after_s,
         )
 

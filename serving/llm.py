@@ -240,7 +240,7 @@ class LLM:
         coming = deque(requests)
         try:
             while coming or self._engine.has_work:
-                while coming and not self._engine.is_full:
+                while coming and self._engine.queue_room(coming[0].options) > 0:
                     self._engine.submit(coming.popleft())
                 for delta in self._engine.step():
                     collectors[delta.request_id].add(delta)

@@ -44,6 +44,7 @@ from onnxport.kv.table import Claim, Reservation, blocks_for, release_tail
 from onnxport.serving.config import SchedulingPolicy
 from onnxport.serving.draft import Draft, StepPlan
 from onnxport.serving.outputs import FinishReason
+from onnxport.serving.params import RequestOptions
 from onnxport.serving.request import Request
 from onnxport.serving.shares import Shares
 from onnxport.serving.waiting import WaitingQueue
@@ -57,12 +58,12 @@ class _Lane:
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self._next = 0
-        self.pending = 0  # tokens that they have to compute, cached ones included
+        self.pending = 0  # tokens that they have to compute
         self.row: int | None = None  # of the prompt in hand
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, num_cached: int) -> None:
         self._requests.append(request)
-        self.pending += len(request.tokens) - request.num_computed_tokens
+        self.pending += len(request.tokens) - request.num_computed_tokens - num_cached
 
     def next(self) -> Request | None:
         """The next prompt, each once."""
@@ -98,7 +99,7 @@ class Scheduler:
         self._starts = count(1)
         self._last_start: dict[str, int] = {}  # tenant -> number of its latest start
         self._swapped: set[bytes] = set()  # keys of the blocks of preempted requests
-        self.num_queued = 0  # requests that were never started
+        self._queued: Counter[str] = Counter()  # tenant -> requests that were never started
         self.num_preemptions = 0
         self.num_looked_up = 0  # tokens of started requests
         self.num_found = 0  # those of them that were in the cache
@@ -107,6 +108,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests that hold no blocks yet, or none any more."""
         return len(self._waiting)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that were never started."""
+        return self._queued.total()
 
     @property
     def num_running(self) -> int:
@@ -127,16 +133,32 @@ class Scheduler:
         """Whether the block of this key was a request's that has yielded and waits to go on."""
         return key in self._swapped
 
+    def tenant_of(self, options: RequestOptions) -> str:
+        """Whose request counts as whose: all are one tenant's, but for the policy "fair"."""
+        return options.tenant if self._policy == "fair" else ""
+
+    def queue_room(self, tenant: str, limit: int) -> int:
+        """How many more requests `tenant` may queue when at most `limit` may wait in all.
+
+        Under "fair" there is always room for one more tenant: with k of them unfinished, each may
+        fill a part in k + 1 of the queue. Reading it from another thread is harmless.
+        """
+        room = limit - self.num_queued
+        if self._policy != "fair":
+            return room
+        tenants = len(self._tenants) + (tenant not in self._tenants)
+        return min(room, max(1, limit // (tenants + 1)) - self._queued[tenant])
+
     def submit(self, request: Request) -> None:
         """Queue a request; the caller has checked that the pool can hold it."""
         priority = 0 if self._policy == "fcfs" else request.options.priority
         arrival = next(self._arrivals)
         for one in (request, *request.siblings):
             one.rank = (priority, arrival, one.index)
-            one.tenant = one.options.tenant if self._policy == "fair" else ""
+            one.tenant = self.tenant_of(one.options)
             self._tenants[one.tenant] += 1
         self._waiting.add(request)
-        self.num_queued += 1
+        self._queued[request.tenant] += 1
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request, and siblings that wait for it, and free its blocks.
@@ -148,8 +170,7 @@ class Scheduler:
             self._num_rows -= request.num_rows
         else:
             self._waiting.remove(request)
-            self.num_queued -= request.num_preemptions == 0
-            self._unmark(request)
+            self._leave_queue(request)
         release_tail(self._pool, request.table)
         for one in (request, *request.siblings):
             assert one.finish_reason is None, f"{one} has ended already"
@@ -352,7 +373,8 @@ class Scheduler:
             lanes: dict[str, _Lane] = {}
             for request in prefills:
                 if request.rank[0] == level:
-                    lanes.setdefault(request.tenant, _Lane()).add(request)
+                    num_cached = len(draft.found[request]) * self._pool.block_size
+                    lanes.setdefault(request.tenant, _Lane()).add(request, num_cached)
             if starting and draft.budget:
                 self._admit(draft, level, lanes, only, loading)
             turns = self._shares_of(level).turns(lanes)
@@ -396,13 +418,14 @@ class Scheduler:
             draft.take(shared)
             draft.claimed += needed
             draft.rows -= request.num_rows
-            lanes.setdefault(request.tenant, _Lane()).add(request)
+            num_cached = len(shared) * self._pool.block_size
+            lanes.setdefault(request.tenant, _Lane()).add(request, num_cached)
 
     def _in_line(self, level: int, lanes: Mapping[str, _Lane], draft: Draft) -> Iterator[Request]:
         """The waiting requests of one priority in the order in which they may take rows.
 
         A free row goes to the tenant that holds the fewest; of equals, to the one that has not
-        been given one for longest. So nobody keeps all rows for long.
+        been given one for longest, then by arrival. So nobody keeps all rows for long.
         """
         waiting = self._waiting.lanes(level)
         held: Counter[str] = Counter()
@@ -410,17 +433,20 @@ class Scheduler:
             for request in self._running:
                 held[request.tenant] += request.num_rows
         requests = {tenant: iter(lane) for tenant, lane in waiting.items()}
-        line = [(held[tenant], self._last_start.get(tenant, 0), tenant) for tenant in waiting]
+        line = [
+            (held[tenant], self._last_start.get(tenant, 0), lane[0].rank, tenant)
+            for tenant, lane in waiting.items()
+        ]
         heapq.heapify(line)
         while line and draft.rows:
-            rows, last_start, tenant = heapq.heappop(line)
+            rows, last_start, rank, tenant = heapq.heappop(line)
             computing = lanes.get(tenant)
             if computing is not None and computing.pending >= draft.budget:
                 continue
-            request = next(requests[tenant], None)
-            if request is not None:
-                heapq.heappush(line, (rows + request.num_rows, last_start, tenant))
-                yield request
+            first = next(requests[tenant], None)
+            if first is not None:
+                heapq.heappush(line, (rows + first.num_rows, last_start, rank, tenant))
+                yield first
 
     def _look_up(self, draft: Draft, request: Request) -> bool:
         """Find what is cached of a prompt; False if another row computes its next block already."""
@@ -470,8 +496,7 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         self._waiting.remove(request)
-        self.num_queued -= request.num_preemptions == 0
-        self._unmark(request)
+        self._leave_queue(request)
         request.running = True
         self._running.add(request)
         self._num_rows += request.num_rows
@@ -491,9 +516,11 @@ class Scheduler:
         self._waiting.add(request)
         self.num_preemptions += 1
 
-    def _unmark(self, request: Request) -> None:
-        """A preempted request goes on or ends: its blocks are like all others."""
-        if request.num_preemptions and request.keys is not None:
+    def _leave_queue(self, request: Request) -> None:
+        """A waiting request starts, goes on or ends: its blocks are like all others."""
+        if not request.num_preemptions:
+            self._queued[request.tenant] -= 1
+        elif request.keys is not None:
             self._swapped.difference_update(map(request.keys.key, range(len(request.keys))))
 
     def _note_hits(self, request: Request, num_past: int) -> None:
@@ -532,6 +559,7 @@ class Scheduler:
         return self._shares.get(level) or Shares(self._quantum)
 
     def _forget_tenant(self, tenant: str) -> None:
+        del self._queued[tenant]
         self._last_start.pop(tenant, None)
         for level, shares in list(self._shares.items()):
             shares.forget(tenant)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import uuid
@@ -10,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from onnxport.errors import OnnxportError, RequestError
+from onnxport.errors import OnnxportError, OverloadedError, RequestError
 from onnxport.providers.base import Capabilities
 from onnxport.serving.engine import Engine, EngineStats
 from onnxport.serving.events import Listener
@@ -31,7 +32,7 @@ class _Stream:
         self.request_id = request.request_id
         self.unfinished = set(range(request.params.n))  # its completions
         self.loop = loop
-        self.queue: asyncio.Queue[CompletionDelta] = asyncio.Queue()
+        self.queue: asyncio.Queue[CompletionDelta | OverloadedError] = asyncio.Queue()
 
 
 class AsyncEngine:
@@ -52,7 +53,6 @@ class AsyncEngine:
         self._stopping = False
         self._failure: BaseException | None = None
         self._num_submitted = 0  # requests that the engine has not been given yet
-        self._num_queued = 0  # requests that it has and has not begun
         self._stats = engine.stats()
         self._thread = threading.Thread(target=self._run, name="onnxport-engine", daemon=True)
         self._thread.start()
@@ -115,7 +115,7 @@ class AsyncEngine:
         """
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         with self._wakeup:
-            self._check_open(request_id)
+            self._check_open(request_id, options)
         return self._stream(self._engine.prepare(request_id, prompt, params, options))
 
     async def close(self, *, drain: bool = False) -> None:
@@ -143,28 +143,30 @@ class AsyncEngine:
     ) -> None:
         await self.close()
 
-    def _check_open(self, request_id: str) -> None:
+    def _check_open(self, request_id: str, options: RequestOptions | None) -> None:
         if self._failure is not None:
             raise OnnxportError(f"the engine has failed: {self._failure!r}; start it again")
         if not self._accepting:
             raise OnnxportError("the engine is closed and takes no more requests")
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
-        if self._num_submitted + self._num_queued >= self.max_queued_requests:
+        if self._engine.queue_room(options) <= self._num_submitted:
             raise self._engine.overload()
 
     async def _stream(self, request: Request) -> AsyncGenerator[CompletionDelta, None]:
         stream = _Stream(request, asyncio.get_running_loop())
         with self._wakeup:
-            self._check_open(request.request_id)
+            self._check_open(request.request_id, request.options)
             self._streams[request.request_id] = stream
-            self._commands.append(lambda: self._submit(request))
+            self._commands.append(lambda: self._submit(request, stream))
             self._num_submitted += 1
             self._wakeup.notify()
         unfinished = request.params.n
         try:
             while unfinished:
                 delta = await stream.queue.get()
+                if isinstance(delta, OverloadedError):
+                    raise delta
                 unfinished -= delta.finish_reason is not None
                 yield delta
         finally:
@@ -194,11 +196,17 @@ class AsyncEngine:
             command()
         return self._engine.has_work or not self._stopping or bool(self._commands)
 
-    def _submit(self, request: Request) -> None:
-        self._engine.submit(request)
+    def _submit(self, request: Request, stream: _Stream) -> None:
+        """Give the engine a request; its queue may have filled up since that was looked at."""
         with self._wakeup:
             self._num_submitted -= 1
-            self._num_queued = self._engine.num_queued
+        try:
+            self._engine.submit(request)
+        except OverloadedError as error:
+            with self._wakeup:
+                del self._streams[stream.request_id]
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                stream.loop.call_soon_threadsafe(stream.queue.put_nowait, error)
 
     def _abort(self, stream: _Stream) -> None:
         if self._streams.get(stream.request_id) is stream:  # else it has ended already
@@ -213,7 +221,6 @@ class AsyncEngine:
         self._stats = self._engine.stats()
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, CompletionDelta]]] = {}
         with self._wakeup:
-            self._num_queued = self._engine.num_queued
             for delta in deltas:
                 stream = self._streams[delta.request_id]
                 by_loop.setdefault(stream.loop, []).append((stream, delta))

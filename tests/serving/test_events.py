@@ -5,6 +5,8 @@ import math
 import pytest
 
 from onnxport.errors import OverloadedError
+from onnxport.serving.engine import Engine
+from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 from tests.serving.helpers import (
     GREEDY,
@@ -151,12 +153,12 @@ def test_a_full_queue_refuses_and_has_room_again() -> None:
     engine = null_engine(max_num_seqs=1, max_queued_requests=2)
     for name in "ab":
         submit(engine, name, PROMPT)
-    assert engine.is_full
+    assert engine.queue_room() == 0
     with pytest.raises(OverloadedError, match="2 requests are waiting already") as caught:
         submit(engine, "c", PROMPT)
     assert 1.0 <= caught.value.retry_after_s <= 60.0
     checked_step(engine)  # a begins
-    assert (engine.num_queued, engine.is_full) == (1, False)
+    assert (engine.num_queued, engine.queue_room()) == (1, 1)
     submit(engine, "c", PROMPT)
     with pytest.raises(OverloadedError):
         submit(engine, "d", PROMPT)
@@ -165,6 +167,40 @@ def test_a_full_queue_refuses_and_has_room_again() -> None:
     assert engine.stats().prompt_tokens == 66
     submit(engine, "d", PROMPT)
     run(engine)
+
+
+def test_a_flood_leaves_room_in_the_queue_for_others() -> None:
+    engine = null_engine(max_num_seqs=1, max_queued_requests=12, scheduling_policy="fair")
+    for index in range(6):  # half of the queue: one tenant, and one more that may come
+        submit(engine, f"flood-{index}", PROMPT, tenant="flood")
+    with pytest.raises(OverloadedError, match="shared by its tenants"):
+        submit(engine, "flood-6", PROMPT, tenant="flood")
+    for index in range(4):  # a third: there are two now
+        submit(engine, f"light-{index}", PROMPT, tenant="light")
+    with pytest.raises(OverloadedError):
+        submit(engine, "light-4", PROMPT, tenant="light")
+    submit(engine, "late", PROMPT, tenant="late")
+    order = [delta.request_id for delta in _firsts(engine)]
+    assert order[:3] == ["flood-0", "light-0", "late"]  # one row: each tenant in turn
+    assert engine.stats().num_refused == 2
+
+
+def test_under_other_policies_tenants_are_one() -> None:
+    engine = null_engine(max_num_seqs=1, max_queued_requests=4)
+    for index in range(4):
+        submit(engine, str(index), PROMPT, tenant="flood")
+    with pytest.raises(OverloadedError):
+        submit(engine, "light", PROMPT, tenant="light")
+    run(engine)
+
+
+def _firsts(engine: Engine) -> list[CompletionDelta]:
+    """Run to the end; the first delta of each request, in order."""
+    seen: dict[str, CompletionDelta] = {}
+    while engine.has_work:
+        for delta in checked_step(engine):
+            seen.setdefault(delta.request_id, delta)
+    return list(seen.values())
 
 
 def test_preempted_requests_and_completions_do_not_fill_the_queue() -> None:

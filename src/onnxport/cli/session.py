@@ -44,7 +44,7 @@ def deltas(engine: Engine, requests: Sequence[Request]) -> Generator[CompletionD
     coming = deque(requests)
     try:
         while coming or engine.has_work:
-            while coming and not engine.is_full:
+            while coming and engine.queue_room(coming[0].options) > 0:
                 engine.submit(coming.popleft())
             for delta in engine.step():
                 if delta.finish_reason == "error":
