@@ -59,9 +59,13 @@ class RequestOutput:
     metrics: RequestMetrics
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionDelta:
-    """What one engine step added to one request; the unit of streaming."""
+    """What one engine step added to one sequence; the unit of streaming. Not to be changed.
+
+    It is not frozen because one is made for every token, and that would take more than twice as
+    long.
+    """
 
     request_id: str
     index: int  # which completion of the request; 0 unless n > 1

@@ -22,11 +22,13 @@ The policy:
   yield to the first waiting request when that makes room for it. The first in rank never yields
   and, as `submit` accepts only what fits the whole pool, always gets on.
 
-What follows, for requests of one priority: with B tokens a step and R rows, a running request
-gets a token every step, and no step has more than B tokens. With P tokens of prompts ahead of a
-request that has a row, its own prompt of L tokens is computed after at most (P + L) / (B - R + 1)
-steps, rounded up. Under "fair", P counts at most one quantum of every other tenant for each
-quantum of the request's own tenant, and what other requests of that tenant have before it.
+What follows, for requests of one priority while nobody is preempted, with B tokens a step and R
+rows. A running request gets a token every step, and no step has more than B tokens. From when a row
+and blocks are free, and with P tokens of prompts ahead, a prompt of L tokens is computed after at
+most (P + L) / (B - R + 1) steps, rounded up; each prompt ahead that begins with the same block may
+cost one step more. Under "fair", for a tenant that owes nothing, P counts at most one quantum of
+every other tenant for each quantum, or part of one, of its own prompt; and a tenant that holds no
+row gets the next one that becomes free, after those that hold none either and began to wait before.
 """
 
 from __future__ import annotations
@@ -570,8 +572,11 @@ class Scheduler:
         """Keep the tenants' turns, and charge who decoded while somebody else waited."""
         for level, turns in plan.turns.items():
             self._shares.setdefault(level, Shares(self._quantum)).commit(turns)
-        for request in plan.requests[: plan.num_decodes]:
-            lanes = self._waiting.lanes(request.rank[0])
-            if len(lanes) > (request.tenant in lanes):
-                shares = self._shares.setdefault(request.rank[0], Shares(self._quantum))
-                shares.charge(request.tenant, 1)
+        decodes = Counter(
+            (request.rank[0], request.tenant) for request in plan.requests[: plan.num_decodes]
+        )
+        for (level, tenant), num_tokens in decodes.items():
+            lanes = self._waiting.lanes(level)
+            if len(lanes) > (tenant in lanes):
+                shares = self._shares.setdefault(level, Shares(self._quantum))
+                shares.charge(tenant, num_tokens)
