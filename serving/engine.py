@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from onnxport.errors import OnnxportError, OverloadedError, RequestError
 from onnxport.kv.pool import BlockPool
 from onnxport.providers.base import Capabilities, Model
+from onnxport.serving import sampling
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.draft import StepPlan
@@ -30,47 +30,15 @@ from onnxport.serving.outputs import (
 )
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
-from onnxport.serving.sampler import (
-    RowLogprobs,
-    RowParams,
-    Sampled,
-    sample,
-    sample_greedy,
-    uniform,
-)
+from onnxport.serving.sampler import RowLogprobs, Sampled
 from onnxport.serving.scheduler import Scheduler
+from onnxport.serving.stats import EngineStats
 from onnxport.serving.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-NOT_FINITE = "the model's logits are not finite numbers"
 MOST_RETRY_S = 60.0
 FORGOTTEN_DEADLINES = 64  # of requests that have ended, before they are swept out
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot of the engine's counters."""
-
-    num_requests_running: int
-    num_requests_waiting: int
-    num_blocks: int  # of the KV pool
-    num_free_blocks: int
-    num_steps: int
-    num_failed_steps: int
-    num_preemptions: int
-    prompt_tokens: int  # of all requests that were accepted
-    generation_tokens: int  # sampled so far
-    prefix_cache_queries: int = 0  # tokens looked up in the prefix cache
-    prefix_cache_hits: int = 0  # tokens found there
-    num_cached_blocks: int = 0  # free blocks that hold reusable K/V
-    host_tier_bytes: int = 0  # K/V in host memory
-    disk_tier_bytes: int = 0  # K/V on disk
-    num_blocks_saved: int = 0  # pool blocks saved in a tier
-    num_blocks_loaded: int = 0  # pool blocks loaded from a tier
-    num_refused: int = 0  # requests that found the queue full
-    num_tier_errors: int = 0  # blocks of a tier that were corrupt, foreign or could not be stored
-    finished: Mapping[FinishReason, int] = field(default_factory=dict)  # ended, by reason
 
 
 class Engine:
@@ -348,11 +316,11 @@ class Engine:
             numbers = [plan.requests[row].num_rows for row in plan.sampled]
             logits = np.repeat(logits, numbers, axis=0)
         try:
-            sampled = _sample(sequences, logits)
+            sampled = sampling.sample_sequences(sequences, logits)
         except Exception as error:
             logger.error("sampling failed; its rows are tried one by one", exc_info=error)
-            return _sample_one_by_one(sequences, logits)
-        return sampled, dict.fromkeys(sampled.invalid, NOT_FINITE)
+            return sampling.sample_one_by_one(sequences, logits)
+        return sampled, dict.fromkeys(sampled.invalid, sampling.NOT_FINITE)
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[CompletionDelta]:
         """Nothing was computed: look for the request that made the step fail."""
@@ -538,19 +506,6 @@ class Engine:
         return result | {row.token_id: sampled}
 
 
-def row_params(request: Request) -> RowParams:
-    """Return how to sample the next token of `request`."""
-    params = request.params
-    position = len(request.tokens)
-    return RowParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        uniform=0.0 if params.greedy else uniform(request.seed, position),
-        num_logprobs=params.logprobs,
-    )
-
-
 def _with_siblings(request: Request) -> tuple[Request, ...]:
     """Return a sequence and those that wait to fork from it."""
     return (request, *request.siblings)
@@ -558,29 +513,3 @@ def _with_siblings(request: Request) -> tuple[Request, ...]:
 
 def _is_unfinished(group: Sequence[Request]) -> bool:
     return any(request.finish_reason is None for request in group)
-
-
-def _sample(sequences: Sequence[Request], logits: NDArray[np.float32]) -> Sampled:
-    if all(request.plain for request in sequences):
-        return sample_greedy(logits)
-    return sample(logits, [row_params(request) for request in sequences])
-
-
-def _sample_one_by_one(
-    sequences: Sequence[Request], logits: NDArray[np.float32]
-) -> tuple[Sampled, dict[int, str]]:
-    """Sample each sequence by itself, so that the one that cannot be sampled fails alone."""
-    tokens: list[int] = []
-    logprobs: list[RowLogprobs | None] = []
-    failures: dict[int, str] = {}
-    for index, request in enumerate(sequences):
-        try:
-            one = _sample([request], logits[index : index + 1])
-        except Exception as error:
-            one = Sampled([0], None, ())
-            failures[index] = f"{type(error).__name__}: {error}"
-        if one.invalid:
-            failures[index] = NOT_FINITE
-        tokens += one.token_ids
-        logprobs += one.logprobs or [None]
-    return Sampled(tokens, logprobs, tuple(failures)), failures

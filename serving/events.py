@@ -20,7 +20,8 @@ class RequestEvent:
 
     "queued" comes once a sequence; "scheduled" when its first step begins, and again after each
     "preempted"; "finished" is the last. Of a request with `n > 1`, sequence 0 alone is queued and
-    computes the prompt; the others begin with "scheduled", when they leave it.
+    computes the prompt; the others begin with "scheduled", when they fork from it, and have
+    "finished" alone if that never happens.
     """
 
     kind: EventKind

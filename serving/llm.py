@@ -14,11 +14,12 @@ from onnxport.providers.base import Attention, Capabilities, LoadOptions
 from onnxport.serving.chat import ChatTemplate, Message, Tool
 from onnxport.serving.collect import OutputCollector
 from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
-from onnxport.serving.engine import Engine, EngineStats
+from onnxport.serving.engine import Engine
 from onnxport.serving.loading import open_engine
 from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
+from onnxport.serving.stats import EngineStats
 from onnxport.serving.tokenizer import Tokenizer
 
 

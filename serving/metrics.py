@@ -19,8 +19,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from onnxport.serving.engine import EngineStats
 from onnxport.serving.events import FinishedRecord, RequestEvent, StepRecord
+from onnxport.serving.stats import EngineStats
 
 LABELS = ("model_name",)
 

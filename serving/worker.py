@@ -13,11 +13,12 @@ from typing import Self
 
 from onnxport.errors import OnnxportError, OverloadedError, RequestError
 from onnxport.providers.base import Capabilities
-from onnxport.serving.engine import Engine, EngineStats
+from onnxport.serving.engine import Engine
 from onnxport.serving.events import Listener
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
+from onnxport.serving.stats import EngineStats
 from onnxport.serving.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

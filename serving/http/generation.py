@@ -15,12 +15,12 @@ from fastapi import Request
 from onnxport.errors import RequestError
 from onnxport.providers.base import Capabilities
 from onnxport.serving.chat import ChatTemplate
-from onnxport.serving.engine import EngineStats
 from onnxport.serving.events import Listener
 from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.errors import SERVER_ERROR, ApiError
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.stats import EngineStats
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import onnxport.kv.disk_folder as disk_folder
-import onnxport.serving.engine as engine_module
+import onnxport.serving.sampling as sampling_module
 from onnxport.errors import OverloadedError
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -117,14 +117,14 @@ def test_ten_thousand_steps_of_faults(
         fails=lambda run: faults.strikes("run", 0.02),
         transfer_fails=lambda transfer: faults.strikes("transfer", 0.05),
     )
-    sample = engine_module._sample
+    sample = sampling_module.sample_sequences
 
     def sampled(*arguments: Any) -> Any:
         if faults.strikes("sample", 0.01):
             raise ZeroDivisionError("sampling")
         return sample(*arguments)
 
-    monkeypatch.setattr(engine_module, "_sample", sampled)
+    monkeypatch.setattr(sampling_module, "sample_sequences", sampled)
     watch = Watch(engine)
     requests: dict[str, tuple[list[int], SamplingParams]] = {}
     found: dict[tuple[str, int], list[int]] = {}

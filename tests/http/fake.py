@@ -14,11 +14,11 @@ import httpx
 from onnxport.providers.base import Capabilities
 from onnxport.providers.null import NullModel
 from onnxport.serving.chat import ChatTemplate
-from onnxport.serving.engine import EngineStats
 from onnxport.serving.events import Listener
 from onnxport.serving.http.app import AppOptions, create_app
 from onnxport.serving.outputs import CompletionDelta, FinishReason, Logprob
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.stats import EngineStats
 from onnxport.serving.tokenizer import Tokenizer
 
 MODEL = "fake"

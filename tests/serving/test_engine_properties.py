@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import onnxport.serving.engine as engine_module
+import onnxport.serving.sampling as sampling_module
 from onnxport.errors import CapacityError, OverloadedError, RequestError
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
@@ -66,8 +66,8 @@ class EngineMachine(RuleBasedStateMachine):
             **tiers,
         )
         self.watch = Watch(self.engine)
-        self.sample = engine_module._sample
-        engine_module._sample = self.sampled
+        self.sample = sampling_module.sample_sequences
+        sampling_module.sample_sequences = self.sampled
         self.number = 0
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -191,7 +191,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.take(deltas)
             self.watch.check_all_ended()
         finally:
-            engine_module._sample = self.sample
+            sampling_module.sample_sequences = self.sample
             self.engine.close()
         assert self.reasons.keys() == self.tokens.keys() == self.watch.events.keys()
         for (name, index), found in self.tokens.items():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import onnxport.serving.engine as engine_module
+import onnxport.serving.sampling as sampling_module
 from onnxport.errors import ProviderError
 from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel
@@ -186,14 +186,14 @@ def test_suspects_may_be_aborted_and_time_out() -> None:
 
 
 def test_sampling_that_fails_for_one_ends_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = engine_module._sample
+    sample = sampling_module.sample_sequences
 
     def fails(sequences: list[Request], logits: NDArray[np.float32]) -> Sampled:
         if any(request.request_id == "bad" and request.index == 1 for request in sequences):
             raise ZeroDivisionError("sampling")
         return sample(sequences, logits)
 
-    monkeypatch.setattr(engine_module, "_sample", fails)
+    monkeypatch.setattr(sampling_module, "sample_sequences", fails)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, n=3, logprobs=1)
     engine = null_engine()
     watch = Watch(engine)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from onnxport.serving.engine import EngineStats
 from onnxport.serving.events import EventKind, FinishedRecord, RequestEvent, StepRecord
 from onnxport.serving.metrics import HISTOGRAMS, Histogram, Metrics
 from onnxport.serving.outputs import FinishReason, RequestMetrics
+from onnxport.serving.stats import EngineStats
 
 STATS = EngineStats(
     num_requests_running=3,

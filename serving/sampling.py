@@ -1,0 +1,69 @@
+"""Sampling a step: from requests to rows of logits, and what to do if that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.serving.request import Request
+from onnxport.serving.sampler import (
+    RowLogprobs,
+    RowParams,
+    Sampled,
+    sample,
+    sample_greedy,
+    uniform,
+)
+
+NOT_FINITE = "the model's logits are not finite numbers"
+
+
+def row_params(request: Request) -> RowParams:
+    """Return how to sample the next token of `request`."""
+    params = request.params
+    position = len(request.tokens)
+    return RowParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        uniform=0.0 if params.greedy else uniform(request.seed, position),
+        num_logprobs=params.logprobs,
+    )
+
+
+def sample_sequences(sequences: Sequence[Request], logits: NDArray[np.float32]) -> Sampled:
+    """Sample one token for each sequence.
+
+    Args:
+        sequences: the requests, in the order of the rows.
+        logits: float32 [num_sequences, vocab], not changed.
+    """
+    if all(request.plain for request in sequences):
+        return sample_greedy(logits)
+    return sample(logits, [row_params(request) for request in sequences])
+
+
+def sample_one_by_one(
+    sequences: Sequence[Request], logits: NDArray[np.float32]
+) -> tuple[Sampled, dict[int, str]]:
+    """Sample each sequence by itself, so that the one that cannot be sampled fails alone.
+
+    Returns:
+        One token for each sequence, and by number why some have none.
+    """
+    tokens: list[int] = []
+    logprobs: list[RowLogprobs | None] = []
+    failures: dict[int, str] = {}
+    for index, request in enumerate(sequences):
+        try:
+            one = sample_sequences([request], logits[index : index + 1])
+        except Exception as error:
+            one = Sampled([0], None, ())
+            failures[index] = f"{type(error).__name__}: {error}"
+        if one.invalid:
+            failures[index] = NOT_FINITE
+        tokens += one.token_ids
+        logprobs += one.logprobs or [None]
+    return Sampled(tokens, logprobs, tuple(failures)), failures

@@ -1,0 +1,33 @@
+"""The engine's counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from onnxport.serving.outputs import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the engine's counters."""
+
+    num_requests_running: int
+    num_requests_waiting: int
+    num_blocks: int  # of the KV pool
+    num_free_blocks: int
+    num_steps: int
+    num_failed_steps: int
+    num_preemptions: int
+    prompt_tokens: int  # of all requests that were accepted
+    generation_tokens: int  # sampled so far
+    prefix_cache_queries: int = 0  # tokens looked up in the prefix cache
+    prefix_cache_hits: int = 0  # tokens found there
+    num_cached_blocks: int = 0  # free blocks that hold reusable K/V
+    host_tier_bytes: int = 0  # K/V in host memory
+    disk_tier_bytes: int = 0  # K/V on disk
+    num_blocks_saved: int = 0  # pool blocks saved in a tier
+    num_blocks_loaded: int = 0  # pool blocks loaded from a tier
+    num_refused: int = 0  # requests that found the queue full
+    num_tier_errors: int = 0  # blocks of a tier that were corrupt, foreign or could not be stored
+    finished: Mapping[FinishReason, int] = field(default_factory=dict)  # ended, by reason
