@@ -1,9 +1,10 @@
-"""A compiled paged graph with its caches; implements `providers.base.Model`."""
+"""Compiled paged graphs with their caches; implements `providers.base.Model`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,20 @@ from onnxport.providers.openvino.caches import Blocks
 from onnxport.providers.ort import CLOSED
 
 
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One compilation of the artifact's graph."""
+
+    compiled: Any  # openvino.CompiledModel
+    most_tokens: int | None  # that one run of it should have; None: any number
+
+
 class OpenVinoModel:
-    """One inference request whose cache inputs are bound for good; OpenVINO writes into them."""
+    """Inference requests whose cache inputs are bound for good; OpenVINO writes into them."""
 
     def __init__(
         self,
-        compiled: Any,
+        graphs: Sequence[Graph],
         capabilities: Capabilities,
         tensors: dict[str, Any],
         blocks: Blocks,
@@ -31,19 +40,22 @@ class OpenVinoModel:
         """Bind the caches.
 
         Args:
-            compiled: an openvino.CompiledModel.
+            graphs: with caches of one format; a batch runs on the first that it fits.
             capabilities: what was loaded.
             tensors: the caches by input name, openvino.Tensor.
             blocks: the same memory, for transfers.
             memory: what the weights point to; kept as long as the compiled model.
         """
-        self._request = compiled.create_infer_request()
+        self._requests = [
+            (graph.most_tokens, graph.compiled.create_infer_request()) for graph in graphs
+        ]
         self._capabilities = capabilities
         self._blocks: Blocks | None = blocks
         self._kept = (tensors, memory)
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
-        for name, tensor in tensors.items():
-            self._request.set_tensor(name, tensor)
+        for _, request in self._requests:
+            for name, tensor in tensors.items():
+                request.set_tensor(name, tensor)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -52,23 +64,27 @@ class OpenVinoModel:
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
         """See `providers.base.Model.run`."""
-        if self._request is None:
+        if not self._requests:
             raise ProviderError(CLOSED)
         import openvino as ov
 
+        num_tokens = len(inputs.input_ids)
+        request = next(
+            request for most, request in self._requests if most is None or num_tokens <= most
+        )
         rows = len(inputs.logits_indices)
         if len(self._logits) < rows:
             self._logits = np.empty((rows, self._capabilities.vocab_size), np.float32)
         logits = self._logits[:rows]
         try:
             for name, array in flat_inputs(inputs, self._capabilities.block_size).items():
-                self._request.set_tensor(name, ov.Tensor(array))
-            self._request.set_tensor(contract.LOGITS, ov.Tensor(logits, shared_memory=True))
-            self._request.infer()
+                request.set_tensor(name, ov.Tensor(array))
+            request.set_tensor(contract.LOGITS, ov.Tensor(logits, shared_memory=True))
+            request.infer()
         except Exception as error:
             raise ProviderError(
                 f"OpenVINO failed on {self._capabilities.device} while running a batch of "
-                f"{len(inputs.input_ids)} tokens: {error}"
+                f"{num_tokens} tokens: {error}"
             ) from error
         return logits
 
@@ -89,7 +105,7 @@ class OpenVinoModel:
 
     def close(self) -> None:
         """See `providers.base.Model.close`."""
-        self._request = None
+        self._requests = []
         self._blocks = None
         self._kept = ({}, ())
 

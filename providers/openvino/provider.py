@@ -6,14 +6,17 @@ It runs on the CPU. A GPU and an NPU are found and named, and refused with the r
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+import onnx
 
 from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.inspect import attribute_int
+from onnxport.graphs.passes.int8_matmul import INT8_LEVEL
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, Device, KVFormat, LoadOptions, Probe
@@ -25,7 +28,7 @@ from onnxport.providers.openvino.convert import (
     convert,
     lower,
 )
-from onnxport.providers.openvino.model import OpenVinoModel
+from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.pool import plan_pool
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ NAMES: Final = {  # OpenVINO's element types -> ours, of activations and caches
     "u8": "int8",
 }
 PRECISIONS: Final = {1: "f32", 2: "f16", 3: "bf16"}  # matmul_accuracy_level -> inference precision
+FEW_TOKENS: Final = 24  # up to which int8 beats AMX; measured on Sapphire Rapids, two cores
 NO_CACHE_THERE: Final = (
     "its KV cache would have to live in device memory, which this version does not do"
 )
@@ -87,7 +91,7 @@ class OpenVinoProvider:
         """See `providers.base.Provider.load`."""
         import openvino as ov
 
-        config = _config(options)
+        _check(options)
         free_bytes = memory.available_bytes()
         spec = artifact.manifest.model
         lowered = list(lower(artifact))
@@ -97,14 +101,15 @@ class OpenVinoProvider:
         weights = collect_weights(artifact, lowered[-1].model, attached)
         converted = convert(lowered[-1].model, weights)
         core = ov.Core()
-        try:
-            compiled = core.compile_model(converted.model, "CPU", config)
-        except Exception as error:
-            raise ProviderError(
-                f"OpenVINO {ov.__version__} could not compile the graph for the CPU with "
-                f"{config}: {error}"
-            ) from error
-        form = _cache_format(compiled, spec, options)
+        natural = core.get_property("CPU", "INFERENCE_PRECISION_HINT").to_string()
+        level = options.matmul_accuracy_level
+        if level is None:
+            level = _accuracy_level(lowered[-1].model)
+        graphs = [
+            Graph(_compile(core, converted.model, config), most_tokens)
+            for most_tokens, config in _configs(options, level, natural)
+        ]
+        form = _cache_format([graph.compiled for graph in graphs], spec, options)
         token_bytes = form.layer_bytes / form.block_size
         pool = plan_pool(
             spec,
@@ -112,8 +117,9 @@ class OpenVinoProvider:
             block_size=form.block_size,
             item_bytes=token_bytes / (2 * spec.num_kv_heads * spec.head_size),
             free_bytes=free_bytes,
-            weight_bytes=_weight_bytes(weights),
+            weight_bytes=_weight_bytes(weights, len(graphs)),
         )
+        compiled = graphs[-1].compiled
         precision = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
         capabilities = Capabilities(
             provider=self.name,
@@ -138,7 +144,7 @@ class OpenVinoProvider:
         )
         pairs, blocks = allocate(form, spec.num_layers, pool.num_blocks)
         tensors = _tensors(pairs, form)
-        return OpenVinoModel(compiled, capabilities, tensors, blocks, converted.memory)
+        return OpenVinoModel(graphs, capabilities, tensors, blocks, converted.memory)
 
 
 def _device(core: Any, name: str) -> Device:
@@ -149,8 +155,8 @@ def _device(core: Any, name: str) -> Device:
     return Device(f"{name}: {core.get_property(name, 'FULL_DEVICE_NAME')}", total)
 
 
-def _config(options: LoadOptions) -> Mapping[str, Any]:
-    """The plugin's properties; what is left out is the plugin's choice."""
+def _check(options: LoadOptions) -> None:
+    """Refuse what OpenVINO has not, before anything is read."""
     if options.attention not in (None, "native"):
         raise ProviderError(
             f"the openvino provider has no {options.attention!r} attention; it runs OpenVINO's "
@@ -161,36 +167,74 @@ def _config(options: LoadOptions) -> Mapping[str, Any]:
             f"kv_cache_dtype is {options.kv_cache_dtype!r}; the openvino provider stores "
             f"{', '.join(KV_PRECISIONS)} or auto"
         )
+    level = options.matmul_accuracy_level
+    if options.kv_cache_dtype == "float32" and PRECISIONS.get(level or 0, "f32") != "f32":
+        raise ProviderError(
+            f"kv_cache_dtype is 'float32' and matmul_accuracy_level is {level}; OpenVINO keeps a "
+            "float32 cache only where it computes in float32: leave the level out, or set it to 1"
+        )
+
+
+def _accuracy_level(model: onnx.ModelProto) -> int:
+    """The artifact's own: the most precise level of its MatMulNBits, 0 where it has none."""
+    levels = [
+        attribute_int(node, "accuracy_level", 0)
+        for node in model.graph.node
+        if node.op_type == "MatMulNBits"
+    ]
+    return min(levels, default=0)
+
+
+def _configs(
+    options: LoadOptions, level: int, natural: str
+) -> Iterator[tuple[int | None, dict[str, Any]]]:
+    """The plugin's properties of each graph to compile, and the most tokens it is for.
+
+    Where the processor multiplies 16-bit matrices (AMX), that is OpenVINO's choice, and it is the
+    fastest for many rows; for few, activations in int8 are. An artifact that allows int8 gets both.
+
+    Args:
+        options: `threads` and `kv_cache_dtype` are used.
+        level: what MatMulNBits may round its activations to, see graphs.passes.accuracy.
+        natural: the precision that OpenVINO chooses by itself on this processor.
+    """
     config: dict[str, Any] = {
         "INFERENCE_NUM_THREADS": options.threads or memory.physical_cores(),
         "NUM_STREAMS": 1,
     }
-    precision = PRECISIONS.get(options.matmul_accuracy_level or 0)
+    precision = PRECISIONS.get(level)
     if options.kv_cache_dtype == "float32":
-        if precision not in (None, "f32"):
-            raise ProviderError(
-                f"kv_cache_dtype is 'float32' and matmul_accuracy_level is "
-                f"{options.matmul_accuracy_level}; OpenVINO keeps a float32 cache only where it "
-                "computes in float32: leave the level out, or set it to 1"
-            )
         precision = "f32"
-    if precision is not None:
-        config["INFERENCE_PRECISION_HINT"] = precision
-    if options.matmul_accuracy_level in PRECISIONS:
+    if level in PRECISIONS:
         config["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0  # no activations in int8
     if options.kv_cache_dtype != "auto":
         config["KV_CACHE_PRECISION"] = KV_PRECISIONS[options.kv_cache_dtype]
-    return config
+    # Other caches follow the precision of the graph, and the two could not share them.
+    shared = options.kv_cache_dtype in ("auto", "int8")
+    if precision is None and level == INT8_LEVEL and natural != "f32" and shared:
+        yield FEW_TOKENS, {**config, "INFERENCE_PRECISION_HINT": "f32"}
+    if precision is not None:
+        config["INFERENCE_PRECISION_HINT"] = precision
+    yield None, config
 
 
-def _cache_format(compiled: Any, spec: ArchSpec, options: LoadOptions) -> CacheFormat:
+def _compile(core: Any, model: Any, config: Mapping[str, Any]) -> Any:
+    try:
+        return core.compile_model(model, "CPU", config)
+    except Exception as error:
+        raise ProviderError(
+            f"OpenVINO could not compile the graph for the CPU with {dict(config)}: {error}"
+        ) from error
+
+
+def _cache_format(graphs: Sequence[Any], spec: ArchSpec, options: LoadOptions) -> CacheFormat:
     """What the plugin made of the caches, held to what was asked for."""
-    found = []
-    for name in (contract.past_key(0), contract.past_value(0)):
-        port = compiled.input(name)
-        dims = [dim.get_length() for dim in list(port.get_partial_shape())[1:]]
-        found.append((port.get_element_type().to_string(), dims))
-    (key_type, key), (value_type, value) = found
+    found = [
+        [_port(compiled.input(name(0))) for name in (contract.past_key, contract.past_value)]
+        for compiled in graphs
+    ]
+    assert found.count(found[0]) == len(found), f"graphs do not share a cache: {found}"
+    (key_type, key), (value_type, value) = found[0]
     if key_type != value_type or key_type not in NAMES:
         raise ProviderError(
             f"OpenVINO chose {key_type} keys and {value_type} values for the KV cache; known are "
@@ -211,9 +255,15 @@ def _cache_format(compiled: Any, spec: ArchSpec, options: LoadOptions) -> CacheF
     return form
 
 
-def _weight_bytes(weights: Weights) -> int:
-    """Host memory that the weights take: as constants, and once more packed for the kernels."""
-    return 2 * sum(value.nbytes for value in weights.values())
+def _port(port: Any) -> tuple[str, list[int]]:
+    """The element type of a cache input, and the sizes of one of its blocks."""
+    dims = list(port.get_partial_shape())[1:]
+    return port.get_element_type().to_string(), [dim.get_length() for dim in dims]
+
+
+def _weight_bytes(weights: Weights, num_graphs: int) -> int:
+    """Host memory that the weights take: as constants, and packed for the kernels of each graph."""
+    return (1 + num_graphs) * sum(value.nbytes for value in weights.values())
 
 
 def _placement(compiled: Any) -> Mapping[str, int]:

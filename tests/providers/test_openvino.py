@@ -13,10 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxport.errors import CapacityError, ProviderError
-from onnxport.providers.base import Model
+from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.openvino import convert
 from onnxport.providers.openvino.model import OpenVinoModel
-from onnxport.providers.openvino.provider import OpenVinoProvider
+from onnxport.providers.openvino.provider import FEW_TOKENS, OpenVinoProvider, _configs
 from onnxport.providers.registry import open_model
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
@@ -31,6 +31,7 @@ ov = pytest.importorskip("openvino", reason="openvino is not installed: pip inst
 FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3")
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
 EXACT = {"kv_cache_dtype": "float32", "matmul_accuracy_level": 1}
+DYNAMIC_QUANTIZATION = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
 BLOCK_SIZE = 32
 LENGTHS = (1, 5, 32, 33, 40, 17, 2)
 NEW_TOKENS = 12
@@ -260,8 +261,6 @@ def test_an_int8_cache_holds_what_the_exact_one_does(tiny_artifact: ArtifactMake
 def test_options_that_do_not_fit_are_refused(
     tiny_artifact: ArtifactMaker, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    from onnxport.providers.base import LoadOptions
-
     with pytest.raises(error, match=message):
         open_model(tiny_artifact("llama", "fp32"), "openvino", LoadOptions(**options))
 
@@ -291,7 +290,62 @@ def test_int4_weights_stay_int4(tiny_artifact: ArtifactMaker) -> None:
         if node.get_rt_info()["layerType"].astype(str) == "FullyConnected"
     ]
     layers = artifact.manifest.model.num_layers
-    assert kinds.count("i4") == 5 * layers, kinds  # qkv, o, gate, up, down
+    assert kinds.count("u4") == 5 * layers, kinds  # qkv, o, gate, up, down
+
+
+@pytest.mark.parametrize(
+    ("options", "level", "natural", "expected"),
+    [
+        ({}, 4, "bf16", [(FEW_TOKENS, "f32", None), (None, None, None)]),
+        ({}, 4, "f32", [(None, None, None)]),
+        ({}, 0, "bf16", [(None, None, None)]),
+        ({}, 1, "bf16", [(None, "f32", 0)]),
+        ({}, 3, "f32", [(None, "bf16", 0)]),
+        ({"kv_cache_dtype": "bfloat16"}, 4, "bf16", [(None, None, None)]),
+        ({"kv_cache_dtype": "float32"}, 4, "bf16", [(None, "f32", None)]),
+        (
+            {"kv_cache_dtype": "int8"},
+            4,
+            "bf16",
+            [(FEW_TOKENS, "f32", None), (None, None, None)],
+        ),
+    ],
+)
+def test_how_many_graphs_and_in_which_precision(
+    options: dict[str, Any], level: int, natural: str, expected: list[tuple[int | None, ...]]
+) -> None:
+    found = list(_configs(LoadOptions(threads=3, **options), level, natural))
+    assert all(config["INFERENCE_NUM_THREADS"] == 3 for _, config in found)
+    assert [
+        (most, config.get("INFERENCE_PRECISION_HINT"), config.get(DYNAMIC_QUANTIZATION))
+        for most, config in found
+    ] == expected
+
+
+def test_a_batch_runs_on_the_first_graph_that_it_fits(tiny_artifact: ArtifactMaker) -> None:
+    prompt = prompts()[4]
+    with opened(tiny_artifact("llama", "int4")) as model:
+        assert isinstance(model, OpenVinoModel)
+        if len(model._requests) == 1:
+            pytest.skip("on this processor OpenVINO computes in float32: one graph does for all")
+        used: list[int] = []
+        model._requests = [
+            (most, Counting(request, at, used))
+            for at, (most, request) in enumerate(model._requests)
+        ]
+        whole = run_rows(model, [(prompt, 0, [3, 8])])
+        run_rows(model, [(prompt[:FEW_TOKENS], 0, [5, 6])])
+        few = run_rows(model, [(prompt[FEW_TOKENS:], FEW_TOKENS, [5, 6])])
+        assert used == [1, 0, 0]
+        assert np.abs(few - whole).max() < 0.15 * np.abs(whole).max()  # one cache for both
+
+
+class Counting:
+    """A request that notes its own number when it runs."""
+
+    def __init__(self, request: Any, number: int, used: list[int]) -> None:
+        self.set_tensor = request.set_tensor
+        self.infer = lambda: (used.append(number), request.infer())
 
 
 def test_a_closed_model_says_so(tiny_artifact: ArtifactMaker) -> None:
@@ -318,7 +372,7 @@ def test_a_failing_run_is_our_error(
             raise RuntimeError("device lost")
 
     with opened(tiny_artifact("llama", "fp32")) as model:
-        monkeypatch.setattr(model, "_request", Failing())
+        monkeypatch.setattr(model, "_requests", [(None, Failing())])
         with pytest.raises(ProviderError, match="a batch of 3 tokens: device lost"):
             run_rows(model, [([5, 6, 7], 0, [0])])
 
