@@ -304,7 +304,7 @@ class Scheduler:
             return draft
         shared = self.hits(first)
         needed = blocks_for(len(first.tokens), self._pool.block_size) - len(shared)
-        claimed = sum(self._claim(request) for request in self._running)
+        claimed = sum(self._claim(request) + self._takes(request) for request in self._running)
         for victim in reversed(self._running):
             room = draft.free - draft.num_taken(shared) - claimed
             if draft.rows >= first.num_rows and room >= needed:
@@ -312,7 +312,7 @@ class Scheduler:
             if victim.rank[0] <= first.rank[0]:
                 return self._draft()
             draft.preempt(victim)
-            claimed -= self._claim(victim)
+            claimed -= self._claim(victim) + self._takes(victim)
         room = draft.free - draft.num_taken(shared) - claimed
         return draft if room >= needed else self._draft()
 
@@ -325,6 +325,13 @@ class Scheduler:
         if len(request.tokens) - request.num_computed_tokens <= 1:
             return 0
         return blocks_for(len(request.tokens), self._pool.block_size) - len(request.table)
+
+    def _takes(self, request: Request) -> bool:
+        """Whether a running request decodes and its blocks are full, so that it takes one now."""
+        decodes = len(request.tokens) - request.num_computed_tokens == 1
+        return decodes and (
+            request.num_computed_tokens == len(request.table) * self._pool.block_size
+        )
 
     def _plan_decodes(self, draft: Draft, only: Collection[Request] | None) -> list[Request]:
         """Plan the running requests that need one token; returns the others.

@@ -76,6 +76,20 @@ def test_nobody_yields_where_it_does_not_help() -> None:
     assert rows(plan) == [("first", 15, 1), ("low", 7, 1)]
 
 
+def test_nobody_yields_when_a_decode_takes_what_they_would_give() -> None:
+    bench = Bench(num_blocks=6, budget=32, policy="priority")
+    bench.submit("first", 4, priority=0)  # its block is full: the next token takes another
+    bench.submit("low", 14, priority=1)  # four blocks
+    bench.step()
+    bench.submit("high", 20, priority=0)  # five blocks, of which four would be left
+    plan = bench.step()
+    assert names(plan.preempted) == []
+    assert rows(plan) == [("first", 4, 1), ("low", 14, 1)]
+    bench.finish("first")
+    plan = bench.step()
+    assert (names(plan.preempted), rows(plan)) == (["low"], [("high", 0, 20)])
+
+
 def test_nobody_yields_for_blocks_that_are_shared() -> None:
     bench = Bench(num_blocks=5, policy="priority")
     bench.submit("low", [*PREFIX, 1], priority=1, cached=True)
