@@ -24,12 +24,22 @@ PROVIDERS = {
 PLANNED = ("cuda", "webgpu", "migraphx", "directml")
 
 
+# Those that have devices to choose from: `openvino:gpu`.
+WITH_DEVICES = ("openvino",)
+
+
 def get_provider(name: str) -> Provider:
-    """The provider called `name`.
+    """The provider called `name`, which may end in a colon and one of its devices.
 
     Raises:
         ProviderError: there is none of that name.
     """
+    name, colon, device = name.partition(":")
+    if colon and (name not in WITH_DEVICES or not device):
+        raise ProviderError(
+            f"{name}:{device} names a device; a device can be chosen for "
+            f"{', '.join(WITH_DEVICES)} only, as in openvino:cpu"
+        )
     if name in PLANNED:
         raise ProviderError(
             f"provider {name!r} is planned but not part of this version; available are "
@@ -40,8 +50,8 @@ def get_provider(name: str) -> Provider:
             f"there is no provider {name!r}; available are {', '.join(PROVIDERS)} and auto"
         )
     module, _, attribute = PROVIDERS[name].partition(":")
-    factory: Callable[[], Provider] = getattr(import_module(module), attribute)
-    return factory()
+    factory: Callable[..., Provider] = getattr(import_module(module), attribute)
+    return factory(device) if device else factory()
 
 
 def probe_all() -> list[tuple[str, Probe]]:

@@ -29,7 +29,7 @@ from onnxport.providers.openvino.convert import (
     lower,
 )
 from onnxport.providers.openvino.model import Graph, OpenVinoModel
-from onnxport.providers.pool import plan_pool
+from onnxport.providers.pool import PoolPlan, plan_pool
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,16 @@ REFUSED: Final = {  # device kind -> why it cannot be used
 
 
 class OpenVinoProvider:
-    """Loads artifacts with OpenVINO."""
+    """Loads artifacts with OpenVINO.
+
+    Args:
+        device: as OpenVINO names it, in any case: cpu, gpu, gpu.1, npu.
+    """
 
     name = "openvino"
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device.upper()
 
     def probe(self) -> Probe:
         """See `providers.base.Provider.probe`."""
@@ -78,36 +85,41 @@ class OpenVinoProvider:
             return Probe(False, reason, (), versions)
         core = ov.Core()
         devices = tuple(_device(core, name) for name in core.available_devices)
-        notes = tuple(
-            f"{name} is not used: {REFUSED[kind]}"
-            for name in core.available_devices
+        refused = {
+            name: f"{name} is not used: {REFUSED[kind]}"
+            for name in (*core.available_devices, self._device)
             if (kind := name.partition(".")[0]) in REFUSED
-        )
-        if "CPU" not in core.available_devices:
-            return Probe(False, "openvino finds no CPU plugin", devices, versions, notes)
-        return Probe(True, "", devices, versions, notes)
+        }
+        reason = refused.pop(self._device, "")
+        if not reason and self._device not in core.available_devices:
+            found = ", ".join(core.available_devices)
+            reason = f"openvino finds no {self._device} here; it finds {found}"
+        return Probe(not reason, reason, devices, versions, tuple(refused.values()))
 
     def load(self, artifact: Artifact, options: LoadOptions) -> OpenVinoModel:
         """See `providers.base.Provider.load`."""
+        if reason := self.probe().reason:
+            raise ProviderError(reason)
+        _check(options)
         import openvino as ov
 
-        _check(options)
         free_bytes = memory.available_bytes()
         spec = artifact.manifest.model
         lowered = list(lower(artifact))
         for step in lowered:
             logger.info("%s: %s", artifact.path.name, step)
+        model = lowered[-1].model
         attached = {name: value for step in lowered for name, value in step.attached.items()}
-        weights = collect_weights(artifact, lowered[-1].model, attached)
-        converted = convert(lowered[-1].model, weights)
+        weights = collect_weights(artifact, model, attached)
+        converted = convert(model, weights)
         core = ov.Core()
         natural = core.get_property("CPU", "INFERENCE_PRECISION_HINT").to_string()
         level = options.matmul_accuracy_level
-        if level is None:
-            level = _accuracy_level(lowered[-1].model)
         graphs = [
             Graph(_compile(core, converted.model, config), most_tokens)
-            for most_tokens, config in _configs(options, level, natural)
+            for most_tokens, config in _configs(
+                options, _accuracy_level(model) if level is None else level, natural
+            )
         ]
         form = _cache_format([graph.compiled for graph in graphs], spec, options)
         token_bytes = form.layer_bytes / form.block_size
@@ -119,32 +131,38 @@ class OpenVinoProvider:
             free_bytes=free_bytes,
             weight_bytes=_weight_bytes(weights, len(graphs)),
         )
-        compiled = graphs[-1].compiled
-        precision = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
-        capabilities = Capabilities(
-            provider=self.name,
-            device=core.get_property("CPU", "FULL_DEVICE_NAME"),
-            attention="native",
-            compute_dtype=NAMES[precision],
-            kv_cache_dtype=form.dtype,
-            block_size=pool.block_size,
-            num_blocks=pool.num_blocks,
-            kv_block_bytes=pool.block_bytes,
-            kv_format=KVFormat(
-                artifact.manifest.fingerprint,
-                spec.num_layers,
-                spec.num_kv_heads,
-                spec.head_size,
-                form.canonical_dtype,
-            ),
-            max_model_len=pool.max_model_len,
-            vocab_size=spec.vocab_size,
-            max_batch_rows=None,
-            placement=_placement(compiled),
-        )
         pairs, blocks = allocate(form, spec.num_layers, pool.num_blocks)
-        tensors = _tensors(pairs, form)
-        return OpenVinoModel(graphs, capabilities, tensors, blocks, converted.memory)
+        capabilities = _capabilities(artifact, core, graphs[-1].compiled, form, pool)
+        return OpenVinoModel(graphs, capabilities, _tensors(pairs, form), blocks, converted.memory)
+
+
+def _capabilities(
+    artifact: Artifact, core: Any, compiled: Any, form: CacheFormat, pool: PoolPlan
+) -> Capabilities:
+    """What was loaded; `compiled` is the graph that takes any number of tokens."""
+    spec = artifact.manifest.model
+    precision = compiled.get_property("INFERENCE_PRECISION_HINT").to_string()
+    return Capabilities(
+        provider=OpenVinoProvider.name,
+        device=core.get_property("CPU", "FULL_DEVICE_NAME"),
+        attention="native",
+        compute_dtype=NAMES[precision],
+        kv_cache_dtype=form.dtype,
+        block_size=pool.block_size,
+        num_blocks=pool.num_blocks,
+        kv_block_bytes=pool.block_bytes,
+        kv_format=KVFormat(
+            artifact.manifest.fingerprint,
+            spec.num_layers,
+            spec.num_kv_heads,
+            spec.head_size,
+            form.canonical_dtype,
+        ),
+        max_model_len=pool.max_model_len,
+        vocab_size=spec.vocab_size,
+        max_batch_rows=None,
+        placement=_placement(compiled),
+    )
 
 
 def _device(core: Any, name: str) -> Device:

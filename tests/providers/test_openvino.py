@@ -13,11 +13,12 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxport.errors import CapacityError, ProviderError
+from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.openvino import convert
 from onnxport.providers.openvino.model import OpenVinoModel
 from onnxport.providers.openvino.provider import FEW_TOKENS, OpenVinoProvider, _configs
-from onnxport.providers.registry import open_model
+from onnxport.providers.registry import get_provider, open_model
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
@@ -276,8 +277,6 @@ def test_what_was_loaded_is_reported(tiny_artifact: ArtifactMaker) -> None:
 
 
 def test_int4_weights_stay_int4(tiny_artifact: ArtifactMaker) -> None:
-    from onnxport.graphs.artifact import Artifact
-
     artifact = Artifact.read(tiny_artifact("llama", "int4"))
     steps = list(convert.lower(artifact))
     attached = {name: value for step in steps for name, value in step.attached.items()}
@@ -384,6 +383,46 @@ def test_the_probe_names_devices_and_versions() -> None:
     assert probe.versions["openvino"].startswith(convert.RELEASE)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("openvino:gpu", "GPU is not used: its KV cache"),
+        ("openvino:npu.1", "NPU.1 is not used: its plugin compiles static shapes"),
+        ("openvino:abacus", "finds no ABACUS here; it finds CPU"),
+    ],
+)
+def test_a_device_is_asked_for_by_name(
+    tiny_artifact: ArtifactMaker, name: str, reason: str
+) -> None:
+    assert reason in get_provider(name).probe().reason
+    with pytest.raises(ProviderError, match="is not available: "):
+        open_model(tiny_artifact("llama", "fp32"), name)
+    with pytest.raises(ProviderError, match=reason):
+        get_provider(name).load(Artifact.read(tiny_artifact("llama", "fp32")), LoadOptions())
+    assert get_provider("openvino:cpu").probe().available
+
+
+def test_devices_that_are_not_used_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Core:
+        available_devices = ("CPU", "GPU.0", "NPU")
+
+        def get_property(self, device: str, name: str) -> object:
+            sizes = {"GPU_DEVICE_TOTAL_MEM_SIZE": 16 << 30}
+            if name == "SUPPORTED_PROPERTIES":
+                return sizes if device == "GPU.0" else {}
+            return sizes.get(name, f"a {device}")
+
+    monkeypatch.setattr(ov, "Core", Core)
+    probe = OpenVinoProvider().probe()
+    assert [device.name for device in probe.devices] == [
+        "CPU: a CPU",
+        "GPU.0: a GPU.0",
+        "NPU: a NPU",
+    ]
+    assert [device.memory_bytes for device in probe.devices][1:] == [16 << 30, None]
+    assert len(probe.notes) == 2
+
+
 def test_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ov, "__version__", "2026.5.0-23000-abcdef")
     probe = OpenVinoProvider().probe()
@@ -400,8 +439,6 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_graph_that_cannot_be_converted_is_our_error(tiny_artifact: ArtifactMaker) -> None:
-    from onnxport.graphs.artifact import Artifact
-
     model = Artifact.read(tiny_artifact("llama", "fp32")).load_graph("paged")
     model.graph.node[0].op_type = "NoSuchOperator"
     with pytest.raises(ProviderError, match="could not convert"):

@@ -16,6 +16,12 @@ def test_a_planned_provider_is_refused_by_name(name: str) -> None:
         registry.get_provider(name)
 
 
+@pytest.mark.parametrize("name", ["cpu:0", "cuda:1", "openvino:"])
+def test_a_device_is_refused_where_there_is_no_choice(name: str) -> None:
+    with pytest.raises(ProviderError, match="a device can be chosen for openvino only"):
+        registry.get_provider(name)
+
+
 def test_an_unknown_provider_lists_the_known_ones() -> None:
     with pytest.raises(ProviderError, match="available are cpu"):
         registry.get_provider("tpu")
