@@ -16,7 +16,7 @@ from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import attribute_int
-from onnxport.graphs.passes.int8_matmul import INT8_LEVEL
+from onnxport.graphs.passes.int8_matmul import INT8_LEVEL, MATMUL_NBITS
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, Device, KVFormat, LoadOptions, Probe
@@ -114,12 +114,10 @@ class OpenVinoProvider:
         converted = convert(model, weights)
         core = ov.Core()
         natural = core.get_property("CPU", "INFERENCE_PRECISION_HINT").to_string()
-        level = options.matmul_accuracy_level
+        level = _accuracy_level(model, options.matmul_accuracy_level)
         graphs = [
             Graph(_compile(core, converted.model, config), most_tokens)
-            for most_tokens, config in _configs(
-                options, _accuracy_level(model) if level is None else level, natural
-            )
+            for most_tokens, config in _configs(options, level, natural)
         ]
         form = _cache_format([graph.compiled for graph in graphs], spec, options)
         token_bytes = form.layer_bytes / form.block_size
@@ -193,14 +191,19 @@ def _check(options: LoadOptions) -> None:
         )
 
 
-def _accuracy_level(model: onnx.ModelProto) -> int:
-    """The artifact's own: the most precise level of its MatMulNBits, 0 where it has none."""
-    levels = [
+def _accuracy_level(model: onnx.ModelProto, asked: int | None) -> int:
+    """What products may round activations to; see graphs.passes.accuracy.
+
+    Without an answer of the caller it is the most precise level of the artifact's MatMulNBits.
+    Int8 is a level of that operator alone: where there is none, it asks for nothing.
+    """
+    own = [
         attribute_int(node, "accuracy_level", 0)
         for node in model.graph.node
-        if node.op_type == "MatMulNBits"
+        if node.op_type == MATMUL_NBITS
     ]
-    return min(levels, default=0)
+    level = min(own, default=0) if asked is None else asked
+    return level if own or level in PRECISIONS else 0
 
 
 def _configs(

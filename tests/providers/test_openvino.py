@@ -17,7 +17,12 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.openvino import convert
 from onnxport.providers.openvino.model import OpenVinoModel
-from onnxport.providers.openvino.provider import FEW_TOKENS, OpenVinoProvider, _configs
+from onnxport.providers.openvino.provider import (
+    FEW_TOKENS,
+    OpenVinoProvider,
+    _accuracy_level,
+    _configs,
+)
 from onnxport.providers.registry import get_provider, open_model
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
@@ -49,7 +54,10 @@ def prompts() -> list[list[int]]:
 
 
 def generate(
-    model: Model, max_num_seqs: int = 8, max_num_batched_tokens: int = 512, **config: Any
+    model: Model,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 512,
+    **config: Any,
 ) -> tuple[list[list[int]], Engine]:
     """Greedy tokens of every prompt, all submitted together, and the engine that made them."""
     engine = Engine(model, config=EngineConfig(max_num_seqs, max_num_batched_tokens, **config))
@@ -142,6 +150,27 @@ def test_a_cached_prefix_changes_nothing(tiny_artifact: ArtifactMaker) -> None:
                 deltas.extend(engine.step())
             assert [token for delta in deltas for token in delta.token_ids] == cold[4]
         assert deltas[-1].num_cached_tokens == BLOCK_SIZE
+
+
+@pytest.mark.parametrize("options", [EXACT, {}])
+def test_evicted_blocks_come_back_from_host_memory(
+    tiny_artifact: ArtifactMaker, options: dict[str, Any]
+) -> None:
+    here, there = ((prompts()[at] * 3)[: 3 * BLOCK_SIZE] for at in (4, 3))
+    config = EngineConfig(8, 512, kv_host_memory=64 << 20, preemption="swap")
+    with opened(tiny_artifact("qwen3", "int4"), **options, kv_cache_tokens=4 * BLOCK_SIZE) as model:
+        engine = Engine(model, config=config)
+        turns = []
+        for name, prompt in (("cold", here), ("other", there), ("again", here)):
+            engine.submit(engine.prepare(name, prompt, GREEDY))
+            tokens: list[int] = []
+            while engine.has_work:
+                tokens.extend(token for delta in engine.step() for token in delta.token_ids)
+            turns.append(tokens)
+        assert engine.stats().num_blocks_loaded == 2
+        assert [len(tokens) for tokens in turns] == [NEW_TOKENS] * 3
+        if options:
+            assert turns[2] == turns[0]
 
 
 def test_in_its_own_precision_all_requests_end(tiny_artifact: ArtifactMaker) -> None:
@@ -319,6 +348,18 @@ def test_how_many_graphs_and_in_which_precision(
         (most, config.get("INFERENCE_PRECISION_HINT"), config.get(DYNAMIC_QUANTIZATION))
         for most, config in found
     ] == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "asked", "level"),
+    [("int4", None, 4), ("int4", 0, 0), ("int4", 1, 1), ("fp16", None, 0), ("fp16", 4, 0),
+     ("fp16", 1, 1), ("fp32", 3, 3)],
+)  # fmt: skip
+def test_the_artifact_says_how_precise_products_are(
+    tiny_artifact: ArtifactMaker, precision: str, asked: int | None, level: int
+) -> None:
+    model = Artifact.read(tiny_artifact("llama", precision)).load_graph("paged")
+    assert _accuracy_level(model, asked) == level
 
 
 def test_a_batch_runs_on_the_first_graph_that_it_fits(tiny_artifact: ArtifactMaker) -> None:
