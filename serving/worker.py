@@ -74,9 +74,12 @@ class AsyncEngine:
         return self._accepting and self._failure is None
 
     @property
-    def max_queued_requests(self) -> int:
-        """Most requests that wait to begin; one more is refused."""
-        return self._engine.config.max_queued_requests
+    def most_prompts(self) -> int:
+        """Most requests that one client can have waiting, when nobody else has any."""
+        config = self._engine.config
+        if config.scheduling_policy == "fair":  # there is always room for one more tenant
+            return max(1, config.max_queued_requests // 2)
+        return config.max_queued_requests
 
     def stats(self) -> EngineStats:
         """Return the engine's counters as they were after the last step."""

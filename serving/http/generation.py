@@ -56,8 +56,8 @@ class Engine(Protocol):
         ...
 
     @property
-    def max_queued_requests(self) -> int:
-        """Most requests that wait to begin."""
+    def most_prompts(self) -> int:
+        """Most requests that one client can have waiting, when nobody else has any."""
         ...
 
     def stats(self) -> EngineStats:
@@ -210,10 +210,10 @@ async def generate(engine: Engine, job: Job) -> AsyncGenerator[tuple[int, Comple
         RequestError, CapacityError, OverloadedError: a prompt cannot be run; none of them is
             scheduled then.
     """
-    if len(job.prompts) > engine.max_queued_requests:
+    if len(job.prompts) > engine.most_prompts:
         raise RequestError(
             f"one request has {len(job.prompts)} prompts, and this server lets "
-            f"{engine.max_queued_requests} wait; send them in several requests",
+            f"{engine.most_prompts} wait; send them in several requests",
             "prompt",
         )
     async with AsyncExitStack() as stack:

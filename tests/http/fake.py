@@ -57,7 +57,7 @@ class FakeEngine:
     healthy: bool = True
 
     @property
-    def max_queued_requests(self) -> int:
+    def most_prompts(self) -> int:
         return 8
 
     def stats(self) -> EngineStats:
