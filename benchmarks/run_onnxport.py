@@ -18,6 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("artifact")
     parser.add_argument("--workloads", default="W1,W2")
+    parser.add_argument("--provider", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--kv-cache-dtype", default="auto")
@@ -31,7 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with LLM(
         arguments.artifact,
-        provider="cpu",
+        provider=arguments.provider,
         threads=arguments.threads,
         kv_cache_tokens=arguments.kv_cache_tokens,
         max_model_len=4096,
