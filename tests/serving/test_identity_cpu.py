@@ -106,3 +106,28 @@ def test_restart(artifact: Path, expected: Any, tmp_path: Path) -> None:
     assert found == expected
     assert cached[0] == 32
     assert (stats.num_blocks_loaded > 0, stats.num_tier_errors) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"attention": "decomposed", "block_size": 48},
+        {"provider": "openvino", "kv_cache_dtype": "float32", "block_size": None},
+    ],
+    ids=["decomposed", "openvino"],
+)
+def test_restart_on_another_provider(
+    artifact: Path, expected: Any, tmp_path: Path, other: dict[str, Any]
+) -> None:
+    if other.get("provider") == "openvino":
+        pytest.importorskip("openvino", reason="openvino is not installed (the openvino extra)")
+    there = {"kv_disk": tmp_path / "there"}
+    back = {"kv_disk": tmp_path / "back"}
+    completions(artifact, **there)
+    found, stats, cached = completions(artifact, **there, **other)
+    assert found == expected
+    assert (cached[3] > 0, stats.num_blocks_loaded > 0, stats.num_tier_errors) == (True, True, 0)
+    completions(artifact, **back, **other)
+    found, stats, cached = completions(artifact, **back)
+    assert found == expected
+    assert (cached[3] > 0, stats.num_blocks_loaded > 0, stats.num_tier_errors) == (True, True, 0)
