@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers.base import Capabilities, StepInputs
-from onnxport.providers.blocks import HostBlocks
+from onnxport.providers.transfers import CLOSED, Blocks, HostTransfers
 
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
-CLOSED = "the model was closed; load it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ def placement(session: Any) -> Mapping[str, int]:
     return dict(nodes)
 
 
-class OrtModel:
+class OrtModel(HostTransfers):
     """A started session with its KV cache; implements `providers.base.Model`.
 
     Caches are bound once as input and as output, so a step updates them in place. Inputs and
@@ -109,7 +107,7 @@ class OrtModel:
         session: Any,
         capabilities: Capabilities,
         caches: Sequence[CacheTensor],
-        blocks: HostBlocks,
+        blocks: Blocks,
         attached: Mapping[str, Any] | None = None,
     ) -> None:
         """Bind the caches.
@@ -121,10 +119,10 @@ class OrtModel:
             blocks: the memory of the same caches; it keeps that alive.
             attached: initializers that the session reads from the caller's memory.
         """
+        super().__init__(blocks, capabilities.kv_block_bytes)
         self._session = session
         self._attached = attached or {}
         self._capabilities = capabilities
-        self._blocks: HostBlocks | None = blocks
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
@@ -167,37 +165,9 @@ class OrtModel:
             ) from error
         return logits
 
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `providers.base.Model.copy_blocks`."""
-        with self._transfer("copying", len(sources)) as caches:
-            caches.copy(sources, targets)
-
-    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.generic]:
-        """See `providers.base.Model.read_blocks`."""
-        with self._transfer("reading", len(blocks)) as caches:
-            return caches.read(blocks)
-
-    def write_blocks(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
-        """See `providers.base.Model.write_blocks`."""
-        with self._transfer("writing", len(blocks)) as caches:
-            caches.write(blocks, content)
-
     def close(self) -> None:
         """See `providers.base.Model.close`."""
         self._binding = None
         self._session = None
         self._blocks = None
         self._attached = {}
-
-    @contextmanager
-    def _transfer(self, doing: str, count: int) -> Iterator[HostBlocks]:
-        """The caches, if the model is open; what can fail in host memory becomes our error."""
-        if self._blocks is None:
-            raise ProviderError(CLOSED)
-        try:
-            yield self._blocks
-        except MemoryError as error:
-            raise ProviderError(
-                f"no memory was left while {doing} {count} KV blocks of "
-                f"{self._capabilities.kv_block_bytes} bytes each"
-            ) from error

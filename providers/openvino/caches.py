@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +24,7 @@ from onnxport.errors import ProviderError
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.blocks import CacheLayout, HostBlocks
 from onnxport.providers.memory import huge_page_zeros
+from onnxport.providers.transfers import Blocks
 
 PARAMETER_BYTES: Final = 8  # a float32 scale and a float32 zero
 MOST: Final = 255  # the largest q
@@ -82,22 +83,6 @@ def read_format(
             "that onnxport names: pip install 'onnxport[openvino]'"
         )
     return CacheFormat(dtype, rows, *known)
-
-
-class Blocks(Protocol):
-    """The transfers of `providers.base.Model`, on caches in host memory."""
-
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `providers.base.Model.copy_blocks`."""
-        ...
-
-    def read(self, blocks: Sequence[int]) -> NDArray[np.generic]:
-        """See `providers.base.Model.read_blocks`."""
-        ...
-
-    def write(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
-        """See `providers.base.Model.write_blocks`."""
-        ...
 
 
 def allocate(form: CacheFormat, num_layers: int, num_blocks: int) -> tuple[list[CachePair], Blocks]:

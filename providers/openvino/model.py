@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,7 @@ from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.passes import flat_paged
 from onnxport.providers.base import Capabilities, StepInputs
-from onnxport.providers.openvino.caches import Blocks
-from onnxport.providers.ort import CLOSED
+from onnxport.providers.transfers import CLOSED, Blocks, HostTransfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class Graph:
     most_tokens: int | None  # that one run of it should have; None: any number
 
 
-class OpenVinoModel:
+class OpenVinoModel(HostTransfers):
     """Inference requests whose cache inputs are bound for good; OpenVINO writes into them."""
 
     def __init__(
@@ -46,11 +44,11 @@ class OpenVinoModel:
             blocks: the same memory, for transfers.
             memory: what the weights point to; kept as long as the compiled model.
         """
+        super().__init__(blocks, capabilities.kv_block_bytes)
         self._requests = [
             (graph.most_tokens, graph.compiled.create_infer_request()) for graph in graphs
         ]
         self._capabilities = capabilities
-        self._blocks: Blocks | None = blocks
         self._kept = (tensors, memory)
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
         for _, request in self._requests:
@@ -88,39 +86,11 @@ class OpenVinoModel:
             ) from error
         return logits
 
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `providers.base.Model.copy_blocks`."""
-        with self._transfer("copying", len(sources)) as blocks:
-            blocks.copy(sources, targets)
-
-    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.generic]:
-        """See `providers.base.Model.read_blocks`."""
-        with self._transfer("reading", len(blocks)) as caches:
-            return caches.read(blocks)
-
-    def write_blocks(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
-        """See `providers.base.Model.write_blocks`."""
-        with self._transfer("writing", len(blocks)) as caches:
-            caches.write(blocks, content)
-
     def close(self) -> None:
         """See `providers.base.Model.close`."""
         self._requests = []
         self._blocks = None
         self._kept = ({}, ())
-
-    @contextmanager
-    def _transfer(self, doing: str, count: int) -> Iterator[Blocks]:
-        """The caches, if the model is open; what can fail in host memory becomes our error."""
-        if self._blocks is None:
-            raise ProviderError(CLOSED)
-        try:
-            yield self._blocks
-        except MemoryError as error:
-            raise ProviderError(
-                f"no memory was left while {doing} {count} KV blocks of "
-                f"{self._capabilities.kv_block_bytes} bytes each"
-            ) from error
 
 
 def flat_inputs(inputs: StepInputs, block_size: int) -> dict[str, NDArray[Any]]:
