@@ -12,7 +12,7 @@ demo: $(VENV)/demo-installed  ## export the bundled checkpoint, check it, serve 
 test: $(VENV)/test-installed lint types  ## everything; what continuous integration runs
 	$(BIN)/pytest
 
-fast: dev  ## what to run while working: no install step after the first, under two minutes
+fast: dev  ## what to run while working: no install step after the first, under three minutes
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	PYTHONPATH=$(CURDIR)/.dev $(BIN)/pytest -m "not slow" -x -n auto
 
