@@ -150,7 +150,7 @@ def test_fairness_measures() -> None:
     assert entitled([1.0, 2.0], 10.0) == [1.0, 2.0]
 
 
-# The bounds in the docstring of serving/scheduler.py.
+# The bounds in the docstring of serving/planner.py.
 
 
 @pytest.mark.parametrize(("rows", "budget_tokens"), [(64, 512), (60, 64), (8, 32), (1, 16)])

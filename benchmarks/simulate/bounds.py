@@ -1,4 +1,4 @@
-"""The bounds that `serving/scheduler.py` states, measured: each function builds a worst case.
+"""The bounds that `serving/planner.py` states, measured: each function builds a worst case.
 
 B is `max_num_batched_tokens`, R `max_num_seqs`, a quantum B / 4, all in tokens or rows.
 """

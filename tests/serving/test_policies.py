@@ -200,9 +200,9 @@ def test_debts_are_forgotten_with_the_tenant_s_last_request() -> None:
     bench.step()
     bench.submit("b", 2, tenant="b")
     bench.step()
-    assert not bench.scheduler._shares[0].empty
+    assert not bench.scheduler._queues.shares[0].empty
     bench.finish("a", "b")
-    assert not bench.scheduler._shares
+    assert not bench.scheduler._queues.shares
     assert not bench.scheduler._tenants
 
 
@@ -228,8 +228,8 @@ def test_two_tenants_that_always_have_prompts_get_the_same(
     A prompt's last token, when it is left for a step of its own, is charged after the fact.
     """
     bench = Bench(num_blocks=1000, rows=64, budget=max(64, budget), policy="fair")
-    bench.scheduler._max_num_batched_tokens = budget
-    bench.scheduler._quantum = quantum = budget // 4
+    bench.scheduler._planner._max_num_batched_tokens = budget
+    bench.scheduler._queues.quantum = quantum = budget // 4
     served: Counter[str] = Counter()
     submitted: Counter[str] = Counter()
     unfinished: Counter[str] = Counter()

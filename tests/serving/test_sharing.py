@@ -241,7 +241,7 @@ def test_blocks_that_a_running_prompt_shares_are_no_longer_claimed() -> None:
     bench.submit("b", [*PREFIX, 1], cached=True)
     assert rows(bench.step()) == [("b", 0, 4)]  # three blocks are to come
     bench.pool.reset_cache()
-    bench.scheduler._max_num_batched_tokens = 16
+    bench.scheduler._planner._max_num_batched_tokens = 16
     bench.submit("a", PREFIX, cached=True)
     plan = bench.scheduler.plan([bench.requests["a"]])
     bench.scheduler.commit(plan, bench.scheduler.reserve(plan))
