@@ -113,9 +113,21 @@ class HostBlocks:
             view[to] = content[:, layer, part].reshape(len(to), *view.shape[1:])
 
     def _ids(self, blocks: Sequence[int], *, distinct: bool = False) -> NDArray[np.intp]:
-        """Check block ids; returns them as an index, intp [len(blocks)]."""
-        ids = np.array(blocks, np.intp).reshape(-1)
-        wrong = ids[(ids < 0) | (ids >= self._num_blocks)]
-        assert not len(wrong), f"blocks {wrong.tolist()} are not in a pool of {self._num_blocks}"
-        assert not distinct or len(np.unique(ids)) == len(ids), "a block is written twice"
-        return ids
+        return block_index(blocks, self._num_blocks, distinct=distinct)
+
+
+def block_index(
+    blocks: Sequence[int], num_blocks: int, *, distinct: bool = False
+) -> NDArray[np.intp]:
+    """Check the ids of blocks; returns them as an index, intp [len(blocks)].
+
+    Args:
+        blocks: the ids.
+        num_blocks: of the pool.
+        distinct: whether no block may come twice.
+    """
+    ids = np.array(blocks, np.intp).reshape(-1)
+    wrong = ids[(ids < 0) | (ids >= num_blocks)]
+    assert not len(wrong), f"blocks {wrong.tolist()} are not in a pool of {num_blocks}"
+    assert not distinct or len(np.unique(ids)) == len(ids), "a block is written twice"
+    return ids

@@ -101,8 +101,8 @@ class Offloader:
 
     @property
     def num_errors(self) -> int:
-        """Times that blocks could not be moved, or were not what they should have been."""
-        return self._num_failed + self._store.num_errors
+        """Times that blocks could not be moved or stored, or were not what they should be."""
+        return self._num_failed + self._store.num_errors + self._store.num_dropped
 
     def save(self, evictions: Sequence[Eviction], scheduler: Scheduler) -> None:
         """Save blocks that are about to be overwritten, as far as they are worth it."""
@@ -111,7 +111,7 @@ class Offloader:
             for keys, units in self._read(worth):
                 for key, content in zip(keys, units, strict=True):
                     self._store.put(key, content)
-            self.num_saved += len(worth)
+                self.num_saved += 1
 
     def load(self, scheduler: Scheduler) -> set[Request]:
         """Load what the next waiting requests need, at most `LOADED_BLOCKS` blocks.

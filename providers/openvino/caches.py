@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.spec import ArchSpec
-from onnxport.providers.blocks import CacheLayout, HostBlocks
+from onnxport.providers.blocks import CacheLayout, HostBlocks, block_index
 from onnxport.providers.memory import huge_page_zeros
 from onnxport.providers.transfers import Blocks
 
@@ -161,12 +161,7 @@ class QuantizedBlocks:
                 cache[to] = stored
 
     def _ids(self, blocks: Sequence[int], *, distinct: bool = False) -> NDArray[np.intp]:
-        """Check block ids; returns them as an index, intp [len(blocks)]."""
-        ids = np.array(blocks, np.intp).reshape(-1)
-        wrong = ids[(ids < 0) | (ids >= self._num_blocks)]
-        assert not len(wrong), f"blocks {wrong.tolist()} are not in a pool of {self._num_blocks}"
-        assert not distinct or len(np.unique(ids)) == len(ids), "a block is written twice"
-        return ids
+        return block_index(blocks, self._num_blocks, distinct=distinct)
 
 
 def _key_parts(stored: NDArray[Any]) -> Parts:
