@@ -19,6 +19,7 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.passes.accuracy import ACCURACY_LEVELS
 
 Attention = Literal["native", "custom", "decomposed"]
+DeviceKind = Literal["cpu", "gpu", "npu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,16 @@ class Device:
 
     name: str
     memory_bytes: int | None  # total memory, None where the device does not say
+    kind: DeviceKind = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a provider can do on this machine, before any artifact is loaded."""
+
+    attention: tuple[Attention, ...]  # the best first
+    dtypes: tuple[str, ...]  # of activations, the preferred first: float32, float16, bfloat16
+    kv_cache_dtypes: tuple[str, ...]  # what LoadOptions.kv_cache_dtype may be, besides auto
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,7 @@ class Probe:
     devices: tuple[Device, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)  # library name -> version
     notes: tuple[str, ...] = ()  # what a user should know, such as "no compiled kernel"
+    features: Features | None = None  # None where the provider is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,10 @@ class LoadOptions:
     max_model_len: int | None = None  # longest sequence in tokens; None: the artifact's context
     attention: Attention | None = None  # force a lowering; None: the best there is
     matmul_accuracy_level: int | None = None  # MatMulNBits: 1 = fp32, 4 = int8 activations
+    dtype: str = "auto"  # of activations: auto, or one of Features.dtypes
+    # Operator types, such as "GatherBlockQuantized", that may run on the host where the device
+    # does not take them; what the provider itself expects there needs no mention.
+    allowed_on_host: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what no provider could mean."""
@@ -123,6 +139,9 @@ class Capabilities:
     vocab_size: int
     max_batch_rows: int | None  # most sequences in one run; None: no limit
     placement: Mapping[str, int]  # execution provider -> number of nodes it really runs
+    # Operator type -> number of nodes that the host runs for a device that is not the host.
+    on_host: Mapping[str, int] = field(default_factory=dict)
+    emulated: bool = False  # a stand-in device ran the provider's own graph, see Provider
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +169,9 @@ class Model(Protocol):
 
         The array may be overwritten by the next `run`. Raises ProviderError when the device
         fails; the slots that the step would have written are undefined then, and all others of
-        the cache as they were, so that the caller can try again with fewer rows.
+        the cache as they were, so that the caller can try again with fewer rows. Its subclass
+        DeviceMemoryError says that fewer are likely to fit; DeviceLostError, which the transfers
+        raise too, that nothing of this model can be used again but `close`.
         """
         ...
 
@@ -183,7 +204,11 @@ class Model(Protocol):
 
 
 class Provider(Protocol):
-    """A kind of device."""
+    """A kind of device.
+
+    A provider of hardware that is not at hand can be made to emulate it: its own lowered graph,
+    with the same shapes, padding and I/O binding, runs on the CPU (`Capabilities.emulated`).
+    """
 
     @property
     def name(self) -> str:

@@ -26,13 +26,19 @@ PLANNED = ("cuda", "webgpu", "migraphx", "directml")
 
 # Those that have devices to choose from: `openvino:gpu`.
 WITH_DEVICES = ("openvino",)
+# Those whose graphs can run on the CPU instead.
+EMULATED: tuple[str, ...] = ()
 
 
-def get_provider(name: str) -> Provider:
+def get_provider(name: str, *, emulate: bool = False) -> Provider:
     """The provider called `name`, which may end in a colon and one of its devices.
 
+    Args:
+        name: of the provider.
+        emulate: run its graphs on the CPU instead of its device, see `Provider`.
+
     Raises:
-        ProviderError: there is none of that name.
+        ProviderError: there is none of that name, or it cannot be emulated.
     """
     name, colon, device = name.partition(":")
     if colon and (name not in WITH_DEVICES or not device):
@@ -51,7 +57,12 @@ def get_provider(name: str) -> Provider:
         )
     module, _, attribute = PROVIDERS[name].partition(":")
     factory: Callable[..., Provider] = getattr(import_module(module), attribute)
-    return factory(device) if device else factory()
+    if emulate and name not in EMULATED:
+        raise ProviderError(
+            f"provider {name!r} cannot be emulated; those that can are {', '.join(EMULATED)}"
+        )
+    given: list[str] = [device] if device else []
+    return factory(*given, emulate=True) if emulate else factory(*given)
 
 
 def probe_all() -> list[tuple[str, Probe]]:
@@ -61,11 +72,23 @@ def probe_all() -> list[tuple[str, Probe]]:
     return found + [(name, planned) for name in PLANNED]
 
 
-def open_model(path: Path, provider: str = AUTO, options: LoadOptions | None = None) -> Model:
+def open_model(
+    path: Path,
+    provider: str = AUTO,
+    options: LoadOptions | None = None,
+    trials: Path | None = None,
+) -> Model:
     """Read the artifact in `path` and load it.
 
     An explicit provider is final. `auto` takes the first one that loads, and logs why the others
     did not.
+
+    Args:
+        path: the artifact folder.
+        provider: one of the providers, or "auto".
+        options: what the provider may be told.
+        trials: folder of the measured trials by which `auto` chooses between providers that can
+            both run the artifact; None: no trial, the first of them by preference.
 
     Raises:
         ArtifactError: `path` is not a valid artifact.

@@ -33,6 +33,14 @@ class ProviderError(OnnxportError):
     """A provider is missing, cannot start, or cannot run this artifact."""
 
 
+class DeviceLostError(ProviderError):
+    """The device is gone: removed, reset, or its driver crashed. Its model can do nothing more."""
+
+
+class DeviceMemoryError(ProviderError):
+    """The device had no memory left for a step or a transfer; a smaller one may fit."""
+
+
 class CapacityError(OnnxportError):
     """A model or request does not fit the memory or context length that is available."""
 
