@@ -43,21 +43,37 @@ def available_bytes() -> int:
     return min([free, *limits])
 
 
+def total_bytes() -> int:
+    """Host memory that there is, or that the container may take of it."""
+    total = int(psutil.virtual_memory().total)
+    limits = [limit for version in _VERSIONS if (limit := _cgroup_limit(version)) is not None]
+    return min([total, *limits])
+
+
+def _cgroup_limit(version: _Cgroup) -> int | None:
+    """What the container may take in all; None without a limit."""
+    try:
+        limit = int((CGROUPS / version.limit).read_text())
+    except (OSError, ValueError):  # version 2 writes "max" for none
+        return None
+    return limit if limit < NO_LIMIT else None
+
+
 def _cgroup_left(version: _Cgroup) -> int | None:
     """What the container may still take; None without a limit.
 
     Usage counts cached files, such as weights that were just written; what of that was not used
     lately is given back when it is needed, as the kernel's own estimate of free memory assumes.
     """
+    limit = _cgroup_limit(version)
+    if limit is None:
+        return None
     try:
-        limit = (CGROUPS / version.limit).read_text().strip()
         usage = int((CGROUPS / version.usage).read_text())
         stat = dict(line.split() for line in (CGROUPS / version.stat).read_text().splitlines())
     except (OSError, ValueError):
         return None
-    if limit == "max" or int(limit) >= NO_LIMIT:
-        return None
-    return max(0, int(limit) - usage + int(stat.get(version.reclaimable, 0)))
+    return max(0, limit - usage + int(stat.get(version.reclaimable, 0)))
 
 
 def physical_cores() -> int:

@@ -1,26 +1,43 @@
-"""A paged graph on ONNX Runtime: the part that every execution provider shares."""
+"""Sessions of ONNX Runtime, and the memory that they share with NumPy."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
-from onnxport.graphs import contract
 from onnxport.graphs.tensors import numpy_dtype
-from onnxport.providers.base import Capabilities, StepInputs
-from onnxport.providers.transfers import CLOSED, Blocks, HostTransfers
 
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
+CPU_EXECUTION_PROVIDER = "CPUExecutionProvider"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The execution provider that a session runs on."""
+
+    execution_provider: str
+    memory: str = "cpu"  # the kind of its memory, as I/O binding names it
+    device_id: int = 0
+    options: Mapping[str, str] = field(default_factory=dict)  # of the execution provider
+    ep_device: Any = None  # onnxruntime.OrtEpDevice of a plugin; None: the wheel has it built in
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is the CPU."""
+        return self.execution_provider == CPU_EXECUTION_PROVIDER
+
+
+CPU = Target(CPU_EXECUTION_PROVIDER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,37 +49,39 @@ class CacheTensor:
     value: Any  # onnxruntime.OrtValue [num_blocks, block_size, kv_heads, head_size]
 
 
-def start_session(
-    model: bytes, folder: Path, options: Any, providers: Sequence[str | tuple[str, dict[str, Any]]]
-) -> Any:
-    """Start a session on exactly the execution providers asked for.
+def start_session(model: bytes, folder: Path | None, options: Any, target: Target = CPU) -> Any:
+    """Start a session on exactly the execution provider asked for.
 
     Args:
         model: a serialized ModelProto whose external data lies in `folder`.
-        folder: the artifact's folder.
+        folder: the artifact's folder; None for a graph that has no external data.
         options: an onnxruntime.SessionOptions; entries are added to it.
-        providers: in order of preference.
+        target: what runs it; ONNX Runtime leaves to the CPU what that does not take.
 
     Raises:
-        ProviderError: ONNX Runtime refuses the graph, or starts without one of `providers`.
+        ProviderError: ONNX Runtime refuses the graph, or starts without the execution provider.
     """
     import onnxruntime as ort
 
-    options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
+    if folder is not None:
+        options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
     options.add_session_config_entry(RECORD_PLACEMENT, "1")
-    wanted = [name if isinstance(name, str) else name[0] for name in providers]
+    wanted = target.execution_provider
     try:
-        session = ort.InferenceSession(model, options, providers=list(providers))
+        if target.ep_device is not None:
+            options.add_provider_for_devices([target.ep_device], dict(target.options))
+            session = ort.InferenceSession(model, options, enable_fallback=0)
+        else:
+            providers = [(wanted, dict(target.options))]
+            session = ort.InferenceSession(model, options, providers=providers, enable_fallback=0)
     except Exception as error:  # ONNX Runtime's own classes derive from Exception alone
         raise ProviderError(
-            f"ONNX Runtime {ort.__version__} could not start the graph on {', '.join(wanted)}: "
-            f"{error}"
+            f"ONNX Runtime {ort.__version__} could not start the graph on {wanted}: {error}"
         ) from error
     session.disable_fallback()
-    missing = [name for name in wanted if name not in session.get_providers()]
-    if missing:
+    if wanted not in session.get_providers():
         raise ProviderError(
-            f"{', '.join(missing)} did not start; ONNX Runtime went on with "
+            f"{wanted} did not start; ONNX Runtime went on with "
             f"{', '.join(session.get_providers())}. Its log above says why."
         )
     return session
@@ -87,87 +106,12 @@ def weight_bytes(model: onnx.ModelProto, attached: Mapping[str, NDArray[Any]]) -
     return sum(sizes.values()) + sum(value.nbytes for value in attached.values())
 
 
-def placement(session: Any) -> Mapping[str, int]:
-    """How many nodes each execution provider really runs."""
-    nodes: Counter[str] = Counter()
-    for subgraph in session.get_provider_graph_assignment_info():
-        nodes[subgraph.ep_name] += len(subgraph.get_nodes())
-    return dict(nodes)
+def ort_value(array: NDArray[Any]) -> Any:
+    """An OrtValue that aliases a NumPy array on the host and keeps it alive."""
+    import onnxruntime as ort
 
-
-class OrtModel(HostTransfers):
-    """A started session with its KV cache; implements `providers.base.Model`.
-
-    Caches are bound once as input and as output, so a step updates them in place. Inputs and
-    logits stay in host memory.
-    """
-
-    def __init__(
-        self,
-        session: Any,
-        capabilities: Capabilities,
-        caches: Sequence[CacheTensor],
-        blocks: Blocks,
-        attached: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Bind the caches.
-
-        Args:
-            session: an onnxruntime.InferenceSession of a paged graph.
-            capabilities: what was loaded.
-            caches: the KV caches of all layers.
-            blocks: the memory of the same caches; it keeps that alive.
-            attached: initializers that the session reads from the caller's memory.
-        """
-        super().__init__(blocks, capabilities.kv_block_bytes)
-        self._session = session
-        self._attached = attached or {}
-        self._capabilities = capabilities
-        self._binding = session.io_binding()
-        self._input_names = {node.name for node in session.get_inputs()}
-        self._logits = np.empty((0, capabilities.vocab_size), np.float32)
-        for cache in caches:
-            self._binding.bind_ortvalue_input(cache.input_name, cache.value)
-            self._binding.bind_ortvalue_output(cache.output_name, cache.value)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What was really loaded."""
-        return self._capabilities
-
-    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
-        """See `providers.base.Model.run`."""
-        if self._session is None:
-            raise ProviderError(CLOSED)
-        rows = len(inputs.logits_indices)
-        if len(self._logits) < rows:
-            self._logits = np.empty((rows, self._capabilities.vocab_size), np.float32)
-        logits = self._logits[:rows]
-        for name, array in (
-            (contract.INPUT_IDS, inputs.input_ids),
-            (contract.BLOCK_TABLE, inputs.block_table),
-            (contract.CUMULATIVE_SEQUENCE_LENGTHS, inputs.cumulative_sequence_lengths),
-            (contract.PAST_SEQUENCE_LENGTHS, inputs.past_sequence_lengths),
-            (contract.ATTENTION_METADATA, inputs.attention_metadata),
-            (contract.LOGITS_INDICES, inputs.logits_indices),
-        ):
-            if name in self._input_names:
-                self._binding.bind_cpu_input(name, array)
-        self._binding.bind_output(
-            contract.LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data
+    if array.dtype == ml_dtypes.bfloat16:
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
+            array.view(np.uint16), onnx.TensorProto.BFLOAT16
         )
-        try:
-            self._session.run_with_iobinding(self._binding)
-        except Exception as error:
-            raise ProviderError(
-                f"{self._capabilities.provider} failed while running a batch of "
-                f"{len(inputs.input_ids)} tokens: {error}"
-            ) from error
-        return logits
-
-    def close(self) -> None:
-        """See `providers.base.Model.close`."""
-        self._binding = None
-        self._session = None
-        self._blocks = None
-        self._attached = {}
+    return ort.OrtValue.ortvalue_from_numpy(array)

@@ -9,6 +9,7 @@ from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import LoadOptions
 
 CACHE_FRACTION = 0.4  # of the memory that the weights leave free, unless told otherwise
+UNKNOWN_BYTES = 2 << 30  # for the pool of a device that does not tell its memory
 MOST_SEQUENCES = 256  # of full length: what the default pool is cut to, on a machine with plenty
 
 
@@ -28,26 +29,29 @@ def plan_pool(
     *,
     block_size: int,
     item_bytes: float,
-    free_bytes: int,
+    free_bytes: int | None,
     weight_bytes: int,
+    buffer_bytes: int | None = None,
 ) -> PoolPlan:
     """Size the pool from the options, or from the memory that is free.
 
     `kv_cache_tokens` and `kv_memory` are taken at their word and rounded down to whole blocks; a
     share of memory is of what the weights leave free, and must leave room for the activations of
-    a step. Without either, the pool takes CACHE_FRACTION of it, and no more than MOST_SEQUENCES
-    sequences of full length can fill.
+    a step. Without either, the pool takes CACHE_FRACTION of it, or UNKNOWN_BYTES where the device
+    does not tell, and no more than MOST_SEQUENCES sequences of full length can fill.
 
     Args:
         spec: The model.
         options: `kv_cache_tokens`, `kv_memory` and `max_model_len` are used.
         block_size: Tokens per block.
         item_bytes: Bytes of one cache element, its share of scales included.
-        free_bytes: Memory that can be taken before the weights are loaded.
+        free_bytes: Memory that can be taken before the weights are loaded; None: not known.
         weight_bytes: What the weights will take of it.
+        buffer_bytes: The largest buffer that the device has, for the keys or values of a layer.
 
     Raises:
-        ProviderError: `max_model_len` exceeds the model's context.
+        ProviderError: `max_model_len` exceeds the model's context, or `kv_memory` is a share of
+            memory that is not known.
         CapacityError: The weights and what was asked for, or a single block, do not fit.
     """
     longest = options.max_model_len or spec.context_length
@@ -58,14 +62,21 @@ def plan_pool(
             "--context-length"
         )
     token_bytes = round(2 * spec.num_layers * spec.num_kv_heads * spec.head_size * item_bytes)
-    left = max(0, free_bytes - weight_bytes)
+    left = None if free_bytes is None else max(0, free_bytes - weight_bytes)
     pool_bytes, asked = _asked(options, left, longest, token_bytes)
     block_bytes = block_size * token_bytes
     num_blocks = pool_bytes // block_bytes
-    if num_blocks < 1 or num_blocks * block_bytes > left:
+    if buffer_bytes is not None:
+        num_blocks = min(num_blocks, buffer_bytes * 2 * spec.num_layers // block_bytes)
+    if num_blocks < 1 or (left is not None and num_blocks * block_bytes > left):
+        there = (
+            "the device does not tell its memory"
+            if free_bytes is None or left is None
+            else f"{_size(left)} are left, for {_size(free_bytes)} are free and the weights take "
+            f"{_size(weight_bytes)}"
+        )
         raise CapacityError(
-            f"the KV cache does not fit: {asked}, and {_size(left)} are left, for "
-            f"{_size(free_bytes)} are free and the weights take {_size(weight_bytes)}. A token "
+            f"the KV cache does not fit: {asked}, and {there}. A token "
             f"takes 2 x {spec.num_layers} layers x {spec.num_kv_heads} KV heads x "
             f"{spec.head_size} channels x {item_bytes} bytes = {token_bytes} bytes, and the "
             f"smallest cache is one block of {block_size} tokens, {_size(block_bytes)}. Ask for "
@@ -83,7 +94,9 @@ def plan_pool(
     return PoolPlan(block_size, num_blocks, block_bytes, longest)
 
 
-def _asked(options: LoadOptions, left: int, longest: int, token_bytes: int) -> tuple[int, str]:
+def _asked(
+    options: LoadOptions, left: int | None, longest: int, token_bytes: int
+) -> tuple[int, str]:
     """Bytes that the pool may take, and who said so."""
     if options.kv_cache_tokens is not None:
         asked = options.kv_cache_tokens * token_bytes
@@ -91,10 +104,19 @@ def _asked(options: LoadOptions, left: int, longest: int, token_bytes: int) -> t
     memory = options.kv_memory
     if isinstance(memory, int):
         return memory, f"kv_memory is {_size(memory)}"
-    if memory is not None:
+    if memory is not None and left is None:
+        raise ProviderError(
+            f"kv_memory is {memory}, a share, but the device does not tell how much memory it has; "
+            "give a size such as 2GiB"
+        )
+    if memory is not None and left is not None:
         asked = int(left * memory)
         return asked, f"kv_memory is {memory} of what the weights leave free, {_size(asked)}"
-    asked = min(int(left * CACHE_FRACTION), MOST_SEQUENCES * longest * token_bytes)
+    most = MOST_SEQUENCES * longest * token_bytes
+    if left is None:
+        asked = min(UNKNOWN_BYTES, most)
+        return asked, f"it takes {_size(asked)}, for the device does not tell its memory"
+    asked = min(int(left * CACHE_FRACTION), most)
     return asked, f"it takes {CACHE_FRACTION} of what the weights leave free, {_size(asked)}"
 
 

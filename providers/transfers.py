@@ -1,4 +1,4 @@
-"""Moving K/V blocks in and out of caches that lie in host memory."""
+"""Moving K/V blocks in and out of caches, wherever they lie."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
+from onnxport.providers.failures import device_error
 
 CLOSED = "the model was closed; load it again"
 
@@ -30,18 +31,20 @@ class Blocks(Protocol):
         ...
 
 
-class HostTransfers:
-    """The part of `providers.base.Model` that moves blocks, for models on the host."""
+class Transfers:
+    """The part of `providers.base.Model` that moves blocks."""
 
-    def __init__(self, blocks: Blocks, block_bytes: int) -> None:
+    def __init__(self, blocks: Blocks, block_bytes: int, device: str) -> None:
         """Take the caches; setting `_blocks` to None closes them.
 
         Args:
             blocks: the caches.
             block_bytes: of one block, for messages.
+            device: that holds them, for messages.
         """
         self._blocks: Blocks | None = blocks
         self._block_bytes = block_bytes
+        self._device = device
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `providers.base.Model.copy_blocks`."""
@@ -60,13 +63,13 @@ class HostTransfers:
 
     @contextmanager
     def _transfer(self, doing: str, count: int) -> Iterator[Blocks]:
-        """The caches, if the model is open; what can fail in host memory becomes our error."""
+        """The caches, if the model is open; what can fail on the way becomes our error."""
         if self._blocks is None:
             raise ProviderError(CLOSED)
         try:
             yield self._blocks
-        except MemoryError as error:
-            raise ProviderError(
-                f"no memory was left while {doing} {count} KV blocks of "
-                f"{self._block_bytes} bytes each"
-            ) from error
+        except (ProviderError, AssertionError):
+            raise
+        except Exception as error:
+            what = f"{doing} {count} KV blocks of {self._block_bytes} bytes each"
+            raise device_error(error, what, self._device) from error

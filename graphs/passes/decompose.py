@@ -45,7 +45,7 @@ from onnxport.graphs.paged import (
     attention_nodes,
     is_paged_attention,
 )
-from onnxport.graphs.passes.paged_plan import PagedPlan
+from onnxport.graphs.passes.paged_plan import SCOPE, PagedPlan
 from onnxport.graphs.passes.result import PassResult, copy_model
 from onnxport.graphs.tensors import numpy_dtype
 
@@ -137,7 +137,7 @@ class _Rewriter:
             layer.input(PagedInput.ATTENTION_METADATA),
         )
         if key not in self.plans:
-            with self._g.scope("paged", root=True):
+            with self._g.scope(SCOPE, root=True):
                 self.plans[key] = PagedPlan(self._g, layer, self._tile_tokens)
         return self.plans[key]
 

@@ -13,6 +13,8 @@ For T tokens, B sequences with `new` tokens each, tiles of C tokens:
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from onnx import TensorProto
 
@@ -20,6 +22,8 @@ from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.paged import PagedAttentionNode, PagedInput
 from onnxport.graphs.tensors import numpy_dtype
+
+SCOPE: Final = "paged"  # of the names of all nodes here
 
 
 class PagedPlan:
@@ -45,7 +49,7 @@ class PagedPlan:
         """Rows [T, 1, width] of a cos or sin table at the tokens' positions."""
         key = ("rotary", table)
         if key not in self._memo:
-            with self._g.scope("paged", root=True):
+            with self._g.scope(SCOPE, root=True):
                 rows = self._g.node("Gather", [table, self._positions], axis=0, name="rotary")
                 rows = self._g.node("Unsqueeze", [rows, self._ints(1)], name="rotary")
             self._memo[key] = rows
@@ -55,7 +59,7 @@ class PagedPlan:
         """Added to scores: [tiles, 1, C, kv_len], zero where a query sees a key, else lowest."""
         key = ("bias", window, causal, dtype)
         if key not in self._memo:
-            with self._g.scope("paged", root=True):
+            with self._g.scope(SCOPE, root=True):
                 self._memo[key] = self._make_bias(window, causal, dtype)
         return self._memo[key]
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
@@ -31,22 +30,24 @@ from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
-from onnxport.providers.base import Capabilities, Device, KVFormat, LoadOptions, Probe
+from onnxport.providers.base import Capabilities, Device, Features, KVFormat, LoadOptions, Probe
 from onnxport.providers.blocks import HostBlocks, plain_layout, tiled_layout
 from onnxport.providers.cpu.library import find_library, isa, matmul_isa
 from onnxport.providers.ort import (
+    CPU_EXECUTION_PROVIDER,
     CacheTensor,
-    OrtModel,
-    placement,
+    ort_value,
     start_session,
     weight_bytes,
 )
+from onnxport.providers.ort_model import OrtModel
+from onnxport.providers.placement import placement
 from onnxport.providers.pool import PoolPlan, plan_pool
 
 logger = logging.getLogger(__name__)
 
-EXECUTION_PROVIDER = "CPUExecutionProvider"
 CachePair = tuple[NDArray[np.generic], NDArray[np.generic]]  # of one layer: key, value
+COMPUTE_DTYPE = "float32"  # of activations
 BLOCK_SIZE = 16  # tokens; the kernel's tile, so that one register holds a channel of a tile
 CACHE_DTYPES: dict[str, Any] = {
     "float32": np.float32,
@@ -76,19 +77,26 @@ class CpuProvider:
             import onnxruntime as ort
         except ImportError as error:
             return Probe(False, f"onnxruntime is missing ({error}): pip install 'onnxport[cpu]'")
-        if EXECUTION_PROVIDER not in ort.get_available_providers():
+        if CPU_EXECUTION_PROVIDER not in ort.get_available_providers():
             return Probe(False, f"onnxruntime {ort.__version__} has no CPU execution provider")
-        notes = () if find_library() else (NO_KERNEL,)
-        device = Device(processor_name(), memory.available_bytes())
+        has_kernel = find_library() is not None
+        notes = () if has_kernel else (NO_KERNEL,)
+        device = Device(processor_name(), memory.total_bytes(), "cpu")
+        features = Features(
+            attention=("custom", "decomposed") if has_kernel else ("decomposed",),
+            dtypes=(COMPUTE_DTYPE,),
+            kv_cache_dtypes=_cache_dtypes(custom=has_kernel),
+        )
         versions = {
             "onnxruntime": ort.__version__,
             "attention kernel": isa() or "not built",
             "int8 product kernel": matmul_isa() or "onnxruntime's",
         }
-        return Probe(True, "", (device,), versions, notes)
+        return Probe(True, "", (device,), versions, notes, features)
 
     def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
         """See `providers.base.Provider.load`."""
+        _check(options)
         kernel = _choose_kernel(options)
         cache_dtype = _choose_cache_dtype(options, kernel)
         spec = artifact.manifest.model
@@ -107,20 +115,19 @@ class CpuProvider:
             logger.info("%s: %s", artifact.path.name, step)
         converted = {name: value for step in lowered for name, value in step.attached.items()}
         pool = plan(weight_bytes=weight_bytes(lowered[-1].model, converted))
-        attached = {name: _ort_value(value) for name, value in converted.items()}
+        attached = {name: ort_value(value) for name, value in converted.items()}
         session_options = _session_options(options, kernel)
         session_options.add_external_initializers(list(attached), list(attached.values()))
         session = start_session(
             lowered[-1].model.SerializeToString(),
             artifact.path,
             session_options,
-            [EXECUTION_PROVIDER],
         )
         capabilities = Capabilities(
             provider=self.name,
             device=processor_name(),
             attention="custom" if kernel else "decomposed",
-            compute_dtype="float32",
+            compute_dtype=COMPUTE_DTYPE,
             kv_cache_dtype=cache_dtype,
             block_size=pool.block_size,
             num_blocks=pool.num_blocks,
@@ -152,6 +159,25 @@ def processor_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def _check(options: LoadOptions) -> None:
+    """Refuse what the processor has not, and what could have no effect."""
+    if options.dtype not in ("auto", COMPUTE_DTYPE):
+        raise ProviderError(
+            f"dtype is {options.dtype!r}; the cpu provider computes in {COMPUTE_DTYPE} only, ask "
+            "for that or auto"
+        )
+    if options.allowed_on_host:
+        raise ProviderError(
+            f"allowed_on_host is {', '.join(options.allowed_on_host)}; the cpu provider runs "
+            "everything on the host, so there is nothing to allow: leave it out"
+        )
+
+
+def _cache_dtypes(*, custom: bool) -> tuple[str, ...]:
+    """What the caches of our kernel, or of the decomposed graph, may hold."""
+    return tuple(CACHE_DTYPES) if custom else ("float32",)
+
+
 def _choose_kernel(options: LoadOptions) -> Path | None:
     """The kernel library to use, None for the decomposed graph."""
     if options.attention not in (None, "custom", "decomposed"):
@@ -170,7 +196,7 @@ def _choose_kernel(options: LoadOptions) -> Path | None:
 def _choose_cache_dtype(options: LoadOptions, kernel: Path | None) -> str:
     if options.kv_cache_dtype == "auto":
         return "float32"
-    allowed = tuple(CACHE_DTYPES) if kernel else ("float32",)
+    allowed = _cache_dtypes(custom=kernel is not None)
     if options.kv_cache_dtype not in allowed:
         raise ProviderError(
             f"kv_cache_dtype is {options.kv_cache_dtype!r}; the cpu provider's "
@@ -232,7 +258,7 @@ def _allocate_caches(spec: ArchSpec, pool: PoolPlan, dtype: str) -> CachePair:
 def _cache_tensors(pairs: Sequence[CachePair]) -> list[CacheTensor]:
     """Each layer's caches under the graph's names, in the same memory."""
     return [
-        CacheTensor(past(layer), present(layer), _ort_value(cache))
+        CacheTensor(past(layer), present(layer), ort_value(cache))
         for layer, pair in enumerate(pairs)
         for cache, past, present in zip(
             pair,
@@ -241,14 +267,3 @@ def _cache_tensors(pairs: Sequence[CachePair]) -> list[CacheTensor]:
             strict=True,
         )
     ]
-
-
-def _ort_value(array: NDArray[Any]) -> Any:
-    """An OrtValue that aliases a NumPy array and keeps it alive."""
-    import onnxruntime as ort
-
-    if array.dtype == ml_dtypes.bfloat16:
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
-            array.view(np.uint16), onnx.TensorProto.BFLOAT16
-        )
-    return ort.OrtValue.ortvalue_from_numpy(array)

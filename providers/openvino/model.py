@@ -13,7 +13,8 @@ from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.passes import flat_paged
 from onnxport.providers.base import Capabilities, StepInputs
-from onnxport.providers.transfers import CLOSED, Blocks, HostTransfers
+from onnxport.providers.failures import device_error
+from onnxport.providers.transfers import CLOSED, Blocks, Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Graph:
     most_tokens: int | None  # that one run of it should have; None: any number
 
 
-class OpenVinoModel(HostTransfers):
+class OpenVinoModel(Transfers):
     """Inference requests whose cache inputs are bound for good; OpenVINO writes into them."""
 
     def __init__(
@@ -44,7 +45,7 @@ class OpenVinoModel(HostTransfers):
             blocks: the same memory, for transfers.
             memory: what the weights point to; kept as long as the compiled model.
         """
-        super().__init__(blocks, capabilities.kv_block_bytes)
+        super().__init__(blocks, capabilities.kv_block_bytes, capabilities.device)
         self._requests = [
             (graph.most_tokens, graph.compiled.create_infer_request()) for graph in graphs
         ]
@@ -80,10 +81,8 @@ class OpenVinoModel(HostTransfers):
             request.set_tensor(contract.LOGITS, ov.Tensor(logits, shared_memory=True))
             request.infer()
         except Exception as error:
-            raise ProviderError(
-                f"OpenVINO failed on {self._capabilities.device} while running a batch of "
-                f"{num_tokens} tokens: {error}"
-            ) from error
+            doing = f"running a batch of {num_tokens} tokens with OpenVINO"
+            raise device_error(error, doing, self._device) from error
         return logits
 
     def close(self) -> None:

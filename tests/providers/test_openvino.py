@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from onnxport.errors import CapacityError, ProviderError
+from onnxport.errors import CapacityError, DeviceLostError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.openvino import convert
@@ -413,7 +413,7 @@ def test_a_failing_run_is_our_error(
 
     with opened(tiny_artifact("llama", "fp32")) as model:
         monkeypatch.setattr(model, "_requests", [(None, Failing())])
-        with pytest.raises(ProviderError, match="a batch of 3 tokens: device lost"):
+        with pytest.raises(DeviceLostError, match="a batch of 3 tokens with OpenVINO: device lost"):
             run_rows(model, [([5, 6, 7], 0, [0])])
 
 

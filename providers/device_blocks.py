@@ -1,0 +1,184 @@
+"""KV caches in a device's memory, read and written as canonical blocks by small graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from onnxport.graphs import block_transfers as graphs
+from onnxport.graphs.block_transfers import CacheShape
+from onnxport.graphs.tensors import numpy_dtype
+from onnxport.providers.blocks import block_index
+from onnxport.providers.ort import CacheTensor, Target, ort_value, start_session
+
+
+class DeviceBlocks:
+    """The caches of all layers; the transfers of `providers.base.Model` on them.
+
+    What fails on the device is raised as ONNX Runtime raises it, see `providers.transfers`.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[CacheTensor],
+        shape: CacheShape,
+        num_blocks: int,
+        target: Target,
+        group: int | None = None,
+    ) -> None:
+        """Start the graphs.
+
+        Args:
+            caches: keys and values of each layer, of `num_blocks` blocks at least.
+            shape: what they are.
+            num_blocks: of the pool; there is a block more where `group` is given.
+            target: the execution provider that holds them.
+            group: move so many blocks at a time, for devices that compile a graph for each
+                shape; None: all at once.
+        """
+        self._caches = caches
+        self._shape = shape
+        self._num_blocks = num_blocks
+        self._group = group
+        self._dtype = numpy_dtype(shape.dtype)
+        self._block_size = int(caches[0].value.shape()[1])
+        self._read, self._write, self._copy = (
+            start_session(model.SerializeToString(), None, _options(), target)
+            for model in (
+                graphs.read_graph(shape),
+                graphs.write_graph(shape),
+                graphs.copy_graph(shape),
+            )
+        )
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `providers.base.Model.copy_blocks`."""
+        at, to = self._ids(sources), self._ids(targets, distinct=True)
+        assert len(at) == len(to), f"{len(at)} sources for {len(to)} targets"
+        both = np.intersect1d(at, to)
+        assert not len(both), f"blocks {both.tolist()} are sources and targets"
+        for start, count in self._groups(len(at)):
+            ids = slice(start, start + count)
+            named = {graphs.SOURCES: at[ids], graphs.TARGETS: to[ids]}
+            padded = {name: self._padded(value) for name, value in named.items()}
+            self._run(self._copy, padded, writes=True)
+
+    def read(self, blocks: Sequence[int]) -> NDArray[np.generic]:
+        """See `providers.base.Model.read_blocks`. A block may be read twice."""
+        at = self._ids(blocks)
+        layers, heads, width = (
+            self._shape.num_layers,
+            self._shape.num_kv_heads,
+            self._shape.head_size,
+        )
+        content = np.empty((len(at), layers, 2, heads, self._block_size, width), self._dtype)
+        flat = content.reshape(len(at), 2 * layers, heads, self._block_size, width)
+        for start, count in self._groups(len(at)):
+            ids = self._padded(at[start : start + count])
+            outputs = {
+                graphs.CONTENT + cache.input_name: np.empty(
+                    (len(ids), *flat.shape[2:]), self._dtype
+                )
+                for cache in self._caches
+            }
+            self._run(self._read, {graphs.BLOCKS: ids}, outputs=outputs)
+            for number, output in enumerate(outputs.values()):
+                flat[start : start + count, number] = output[:count]
+        return content
+
+    def write(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
+        """See `providers.base.Model.write_blocks`."""
+        to = self._ids(blocks, distinct=True)
+        shape = self._shape
+        wanted = (
+            len(to),
+            shape.num_layers,
+            2,
+            shape.num_kv_heads,
+            self._block_size,
+            shape.head_size,
+        )
+        assert content.shape == wanted, f"content of shape {content.shape}, not {wanted}"
+        assert content.dtype == self._dtype, f"content of {content.dtype}, not {self._dtype}"
+        flat = content.reshape(len(to), 2 * shape.num_layers, *content.shape[3:])
+        for start, count in self._groups(len(to)):
+            ids = self._padded(to[start : start + count])
+            inputs: dict[str, NDArray[Any]] = {graphs.BLOCKS: ids}
+            for number, cache in enumerate(self._caches):
+                part = np.zeros((len(ids), *flat.shape[2:]), self._dtype)
+                part[:count] = flat[start : start + count, number]
+                inputs[graphs.CONTENT + cache.input_name] = part
+            self._run(self._write, inputs, writes=True)
+
+    def _ids(self, blocks: Sequence[int], *, distinct: bool = False) -> NDArray[np.int64]:
+        return block_index(blocks, self._num_blocks, distinct=distinct).astype(np.int64)
+
+    def _groups(self, count: int) -> list[tuple[int, int]]:
+        """First block and number of blocks of each run."""
+        size = self._group or max(1, count)
+        return [(start, min(size, count - start)) for start in range(0, count, size)]
+
+    def _padded(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Block ids of a full group; the block behind the pool stands in for none."""
+        if self._group is None:
+            return ids
+        spare = np.full(self._group - len(ids), self._num_blocks, np.int64)
+        return np.concatenate([ids, spare])
+
+    def _run(
+        self,
+        session: Any,
+        inputs: Mapping[str, NDArray[Any]],
+        *,
+        outputs: Mapping[str, NDArray[Any]] | None = None,
+        writes: bool = False,
+    ) -> None:
+        """Run a graph on the caches, from and to host memory."""
+        binding = session.io_binding()
+        for cache in self._caches:
+            binding.bind_ortvalue_input(cache.input_name, cache.value)
+            if writes:
+                binding.bind_ortvalue_output(cache.output_name, cache.value)
+        for name, value in inputs.items():
+            binding.bind_ortvalue_input(name, ort_value(value))
+        for name, value in (outputs or {}).items():
+            binding.bind_ortvalue_output(name, ort_value(value))
+        session.run_with_iobinding(binding)
+
+
+def device_caches(
+    shape: CacheShape, num_blocks: int, block_size: int, target: Target
+) -> list[CacheTensor]:
+    """Zeroed caches in the memory of a device, under the names of the paged graph."""
+    session = start_session(
+        graphs.zeros_graph(shape.dtype).SerializeToString(), None, _options(), target
+    )
+    dims = np.array([num_blocks, block_size, shape.num_kv_heads, shape.head_size], np.int64)
+    caches = []
+    for past, present in graphs.cache_names(shape.num_layers):
+        binding = session.io_binding()
+        binding.bind_cpu_input(graphs.SHAPE, dims)
+        binding.bind_output(graphs.ZEROS, target.memory, target.device_id)
+        session.run_with_iobinding(binding)
+        caches.append(CacheTensor(past, present, binding.get_outputs()[0]))
+    return caches
+
+
+def cache_shape(model: onnx.ModelProto, num_layers: int) -> CacheShape:
+    """What the caches of a paged graph are, by its own declaration."""
+    first = next(graphs.cache_names(num_layers))[0]
+    info = next(info for info in model.graph.input if info.name == first)
+    kv_heads, head_size = (dim.dim_value for dim in info.type.tensor_type.shape.dim[2:])
+    return CacheShape(num_layers, kv_heads, head_size, info.type.tensor_type.elem_type)
+
+
+def _options() -> Any:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    return options

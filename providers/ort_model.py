@@ -1,0 +1,92 @@
+"""A paged graph that runs on ONNX Runtime; implements `providers.base.Model`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import ProviderError
+from onnxport.graphs import contract
+from onnxport.providers.base import Capabilities, StepInputs
+from onnxport.providers.failures import device_error
+from onnxport.providers.ort import CacheTensor
+from onnxport.providers.transfers import CLOSED, Blocks, Transfers
+
+
+class OrtModel(Transfers):
+    """A started session with its KV cache.
+
+    Caches stay where they are, on the host or a device, and are bound once as input and as
+    output, so a step updates them in place. Inputs come from host memory and logits go there.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        capabilities: Capabilities,
+        caches: Sequence[CacheTensor],
+        blocks: Blocks,
+        attached: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Bind the caches.
+
+        Args:
+            session: an onnxruntime.InferenceSession of a paged graph.
+            capabilities: what was loaded.
+            caches: the KV caches of all layers.
+            blocks: the memory of the same caches; it keeps that alive.
+            attached: initializers that the session reads from the caller's memory.
+        """
+        super().__init__(blocks, capabilities.kv_block_bytes, capabilities.device)
+        self._session = session
+        self._attached = attached or {}
+        self._capabilities = capabilities
+        self._binding = session.io_binding()
+        self._input_names = {node.name for node in session.get_inputs()}
+        self._logits = np.empty((0, capabilities.vocab_size), np.float32)
+        for cache in caches:
+            self._binding.bind_ortvalue_input(cache.input_name, cache.value)
+            self._binding.bind_ortvalue_output(cache.output_name, cache.value)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What was really loaded."""
+        return self._capabilities
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        """See `providers.base.Model.run`."""
+        if self._session is None:
+            raise ProviderError(CLOSED)
+        rows = len(inputs.logits_indices)
+        if len(self._logits) < rows:
+            self._logits = np.empty((rows, self._capabilities.vocab_size), np.float32)
+        logits = self._logits[:rows]
+        for name, array in (
+            (contract.INPUT_IDS, inputs.input_ids),
+            (contract.BLOCK_TABLE, inputs.block_table),
+            (contract.CUMULATIVE_SEQUENCE_LENGTHS, inputs.cumulative_sequence_lengths),
+            (contract.PAST_SEQUENCE_LENGTHS, inputs.past_sequence_lengths),
+            (contract.ATTENTION_METADATA, inputs.attention_metadata),
+            (contract.LOGITS_INDICES, inputs.logits_indices),
+        ):
+            if name in self._input_names:
+                self._binding.bind_cpu_input(name, array)
+        self._binding.bind_output(
+            contract.LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data
+        )
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:
+            doing = f"running a batch of {len(inputs.input_ids)} tokens"
+            raise device_error(error, doing, self._device) from error
+        return logits
+
+    def close(self) -> None:
+        """See `providers.base.Model.close`."""
+        self._binding = None
+        self._session = None
+        self._blocks = None
+        self._attached = {}
