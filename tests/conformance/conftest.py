@@ -1,0 +1,132 @@
+"""Which lanes run, and on which artifacts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from onnxport.providers.base import Model
+from tests.conformance.lanes import Lane, all_lanes
+from tests.conformance.make import FAMILIES, PRECISIONS, artifact_path, make_artifact
+from tests.conformance.reference import Reference
+from tests.conformance.rules import Rule, rule_of
+
+FAST = {("mistral-window", "fp32"), ("qwen3", "int4")}  # the rest is left out of `make fast`
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """A lane and the artifact that it runs; `lane` is given, even where it is missing."""
+
+    lane: Lane
+    family: str
+    precision: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A combination that runs."""
+
+    lane: Lane
+    path: Path
+    model: Model
+    rule: Rule
+    reference: Reference
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("conformance")
+    group.addoption(
+        "--lane",
+        action="append",
+        metavar="NAME",
+        help="run this lane of tests/conformance only, and fail if it is missing; repeatable",
+    )
+    group.addoption(
+        "--artifacts",
+        type=Path,
+        metavar="DIR",
+        help="artifacts that `python -m tests.conformance.make DIR` made, where there is no "
+        "PyTorch to make them",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a lane that there is not, or that this machine cannot run."""
+    for lane in chosen_lanes(config):
+        # The option is known when pytest was started on this folder, else None.
+        if config.getoption("--lane", None) and (reason := missing(lane.name)):
+            raise pytest.UsageError(f"lane {lane.name} cannot run here: {reason}")
+
+
+def chosen_lanes(config: pytest.Config) -> list[Lane]:
+    lanes = {lane.name: lane for lane in all_lanes()}
+    names: list[str] = config.getoption("--lane", None) or list(lanes)
+    for name in names:
+        if name not in lanes:
+            raise pytest.UsageError(f"there is no lane {name!r}; there are {', '.join(lanes)}")
+    return [lanes[name] for name in names]
+
+
+@cache
+def missing(name: str) -> str:
+    """Why a lane cannot run, "" if it can; asked once, for a probe may start a device."""
+    return next(lane.missing for lane in all_lanes() if lane.name == name)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Cross lanes, families and precisions; a lane that is missing is skipped once a test."""
+    if "loaded" not in metafunc.fixturenames:
+        return
+    params = []
+    for lane in chosen_lanes(metafunc.config):
+        reason = missing(lane.name)
+        if reason:
+            mark = pytest.mark.skip(reason=f"lane {lane.name}: {reason}")
+            params.append(pytest.param(lane, marks=mark, id=lane.name))
+            continue
+        for family in FAMILIES:
+            for precision in PRECISIONS:
+                if precision in lane.precisions:
+                    slow = [] if (family, precision) in FAST else [pytest.mark.slow]
+                    one = Combination(lane, family, precision)
+                    name = f"{lane.name}-{family}-{precision}"
+                    params.append(pytest.param(one, marks=slow, id=name))
+    metafunc.parametrize("loaded", params, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def artifact(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], Path]:
+    """Returns `find(family, precision) -> artifact folder`."""
+    folder: Path | None = request.config.getoption("--artifacts", None)
+    if folder is None:
+        temporary = tmp_path_factory.mktemp("conformance")
+        return lambda family, precision: make_artifact(temporary, family, precision)
+    return lambda family, precision: artifact_path(folder, family, precision)
+
+
+@pytest.fixture(scope="session")
+def reference(artifact: Callable[[str, str], Path]) -> Callable[[str, str], Reference]:
+    """Returns `find(family, precision) -> reference`, which all lanes share."""
+    return cache(lambda family, precision: Reference(artifact(family, precision)))
+
+
+@pytest.fixture(scope="session")
+def loaded(
+    request: pytest.FixtureRequest,
+    artifact: Callable[[str, str], Path],
+    reference: Callable[[str, str], Reference],
+) -> Iterator[Loaded]:
+    """One combination at a time, loaded once for all tests."""
+    one: Combination = request.param
+    path = artifact(one.family, one.precision)
+    model = one.lane.open(path)
+    rule = one.lane.rule or rule_of(model.capabilities)
+    yield Loaded(one.lane, path, model, rule, reference(one.family, one.precision))
+    model.close()

@@ -1,0 +1,94 @@
+"""The lanes: ways to run an artifact that must all agree.
+
+A provider that is registered has a lane by that alone; one that can be emulated has a second.
+Only what is particular about a provider is said here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onnxport.graphs.artifact import Artifact
+from onnxport.providers import registry
+from onnxport.providers.base import LoadOptions, Model
+from onnxport.providers.cpu.library import find_library
+from tests.conformance.make import PRECISIONS
+from tests.conformance.rules import Rule
+
+POOL_TOKENS = 1024
+BLOCK_SIZE = 16  # small, so that short prompts have blocks to share
+QUANTIZED = ("int8", "int4")
+# Products in float32, so that a near miss is a mistake and not rounding.
+FLOAT32_PRODUCTS: Mapping[str, Any] = {"matmul_accuracy_level": 1}
+# As they are served: int8 activations, which are coarse on purpose. Measured: 0.36.
+COARSE = Rule("8-bit activations", 0.6, identical=True)
+# Besides, an int8 cache whose blocks are rounded anew as they fill. Measured: 0.47.
+OPENVINO_COARSE = Rule("what OpenVINO chooses", 0.8, identical=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One way to run an artifact."""
+
+    name: str
+    provider: str
+    options: Mapping[str, Any] = field(default_factory=dict)  # of LoadOptions
+    rule: Rule | None = None  # None: by the types that the model computes and stores
+    emulated: bool = False
+    precisions: tuple[str, ...] = PRECISIONS
+
+    @property
+    def missing(self) -> str:
+        """Why this machine cannot run it, "" if it can."""
+        if self.options.get("attention") == "custom" and find_library() is None:
+            return "the C++ kernel was not built: no C++17 compiler on this machine"
+        probe = registry.get_provider(self.provider, emulate=self.emulated).probe()
+        return "" if probe.available else probe.reason
+
+    def open(self, path: Path, **changes: Any) -> Model:
+        """Load an artifact; `changes` go before the lane's own options."""
+        options = {"threads": 2, "kv_cache_tokens": POOL_TOKENS, **self.options, **changes}
+        provider = registry.get_provider(self.provider, emulate=self.emulated)
+        return provider.load(Artifact.read(path), LoadOptions(**options))
+
+
+def _cpu_lanes() -> list[Lane]:
+    small = {"block_size": BLOCK_SIZE}
+    custom, decomposed = ({"attention": kind, **small} for kind in ("custom", "decomposed"))
+    return [
+        Lane("cpu-custom", "cpu", {**custom, **FLOAT32_PRODUCTS}),
+        Lane("cpu-decomposed", "cpu", {**decomposed, **FLOAT32_PRODUCTS}),
+        Lane("cpu-custom-served", "cpu", custom, COARSE, precisions=QUANTIZED),
+        Lane("cpu-decomposed-served", "cpu", decomposed, COARSE, precisions=QUANTIZED),
+    ]
+
+
+def _openvino_lanes() -> list[Lane]:
+    exact = {"kv_cache_dtype": "float32", **FLOAT32_PRODUCTS}
+    return [
+        Lane("openvino", "openvino", exact),
+        Lane("openvino-served", "openvino", {}, OPENVINO_COARSE),
+    ]
+
+
+def all_lanes() -> list[Lane]:
+    """Every lane, whether this machine can run it or not."""
+    lanes = [*_cpu_lanes(), *_openvino_lanes()]
+    device = {"block_size": BLOCK_SIZE, **FLOAT32_PRODUCTS}
+    lanes += [
+        Lane(name, name, device) for name in registry.PROVIDERS if name not in ("cpu", "openvino")
+    ]
+    lanes += [Lane(f"{name}-emulated", name, device, emulated=True) for name in registry.EMULATED]
+    return lanes
+
+
+def partner_of(lane: Lane) -> Lane:
+    """The lane with which sequences are exchanged: the decomposed graph, or for itself the other.
+
+    It takes blocks of any size.
+    """
+    custom, decomposed, *_ = _cpu_lanes()
+    return custom if lane.name == decomposed.name else decomposed

@@ -1,0 +1,50 @@
+"""The suite's artifacts: tiny models of every family, in every precision.
+
+    python -m tests.conformance.make DIR
+
+PyTorch makes the checkpoints, so this runs where it is installed; `pytest tests/conformance
+--artifacts DIR` then needs neither it nor transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Final
+
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
+
+FAMILIES: Final = ("llama", "mistral-window", "qwen2", "qwen3")
+PRECISIONS: Final = ("fp32", "fp16", "int8", "int4")
+GROUP_SIZE: Final = 32
+
+
+def artifact_path(folder: Path, case: str, precision: str) -> Path:
+    """Where the artifact of a case lies in `folder`."""
+    return folder / f"{case}-{precision}" / "artifact"
+
+
+def make_artifact(folder: Path, case: str, precision: str) -> Path:
+    """Export a case of `tests.exporter.checkpoints`, unless it is there; returns its folder."""
+    path = artifact_path(folder, case, precision)
+    if not path.exists():
+        from tests.exporter import checkpoints
+
+        checkpoint = path.with_name("checkpoint")
+        checkpoints.make(checkpoints.CASES[case], checkpoint)
+        export_model(checkpoint, path, ExportOptions(precision=precision, group_size=GROUP_SIZE))
+    return path
+
+
+def main(folder: Path) -> None:
+    """Make what is missing."""
+    for family in FAMILIES:
+        for precision in PRECISIONS:
+            print(make_artifact(folder, family, precision))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m tests.conformance.make DIR")
+    main(Path(sys.argv[1]))

@@ -1,0 +1,86 @@
+"""Models around a model: with fewer blocks, and with steps that fail."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import ProviderError
+from onnxport.providers.base import Capabilities, Model, StepInputs
+
+
+class Wrapped:
+    """The same model; `close` leaves it open, for it is shared."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._model.capabilities
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        return self._model.run(inputs)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self._model.copy_blocks(sources, targets)
+
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.generic]:
+        return self._model.read_blocks(blocks)
+
+    def write_blocks(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
+        self._model.write_blocks(blocks, content)
+
+    def close(self) -> None: ...
+
+
+class Narrow(Wrapped):
+    """A pool of `num_blocks`: the first ones of the model's."""
+
+    def __init__(self, model: Model, num_blocks: int) -> None:
+        super().__init__(model)
+        assert num_blocks <= model.capabilities.num_blocks
+        self._num_blocks = num_blocks
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return dataclasses.replace(self._model.capabilities, num_blocks=self._num_blocks)
+
+
+class Unreliable(Wrapped):
+    """Every third step of several rows fails, after writing other tokens into its slots."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self._num_steps = 0
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        self._num_steps += len(inputs.past_sequence_lengths) > 1
+        if self._num_steps % 3 or len(inputs.past_sequence_lengths) == 1:
+            return self._model.run(inputs)
+        other = (inputs.input_ids + 1) % self._model.capabilities.vocab_size
+        self._model.run(dataclasses.replace(inputs, input_ids=other))
+        raise ProviderError("this step was told to fail")
+
+
+def step(rows: Sequence[tuple[Sequence[int], int, Sequence[int]]], **changes: Any) -> StepInputs:
+    """One batch of rows: new tokens, past length, block ids. Logits of every token."""
+    new = [len(tokens) for tokens, _, _ in rows]
+    total = [len(tokens) + past for tokens, past, _ in rows]
+    width = max(len(blocks) for _, _, blocks in rows)
+    table = np.zeros((len(rows), width), np.int32)
+    for row, (_, _, blocks) in enumerate(rows):
+        table[row, : len(blocks)] = blocks
+    inputs = StepInputs(
+        input_ids=np.array([token for tokens, _, _ in rows for token in tokens], np.int64),
+        block_table=table,
+        cumulative_sequence_lengths=np.cumsum([0, *new]).astype(np.int32),
+        past_sequence_lengths=np.array([past for _, past, _ in rows], np.int32),
+        attention_metadata=np.array([max(new), max(total), min(total)], np.int32),
+        logits_indices=np.arange(sum(new), dtype=np.int32),
+    )
+    return dataclasses.replace(inputs, **changes)

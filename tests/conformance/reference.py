@@ -1,0 +1,81 @@
+"""What an artifact means: the exporter's NumPy forward pass over the weights as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.exporter.reference import Array, forward
+from onnxport.graphs.artifact import Artifact
+
+
+class ArtifactWeights:
+    """A `WeightSource` that reads an artifact, by the names its weights have in the graph."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        initializers = artifact.load_graph("paged").graph.initializer
+        self._values = {one.name: artifact.read_tensor(one) for one in initializers}
+        self._group_size = artifact.manifest.group_size
+
+    def embed(self, token_ids: NDArray[np.int64]) -> Array:
+        """See `WeightSource`."""
+        return self._embedding()[token_ids]
+
+    def vector(self, role: str) -> Array:
+        """See `WeightSource`."""
+        return self._values[f"{role}.weight"].astype(np.float32)
+
+    def linear(self, role: str, x: Array) -> Array:
+        """See `WeightSource`."""
+        weight = self._values[f"{role}.weight"]
+        if weight.ndim == 2:  # [K, N]
+            product = x @ weight.astype(np.float32)
+        else:  # quantized: [N, blocks, bytes]
+            product = x @ self._dequantize(weight, self._values[f"{role}.scales"]).T
+        bias = self._values.get(f"{role}.bias")
+        return product if bias is None else product + bias.astype(np.float32)
+
+    def head(self, x: Array) -> Array:
+        """See `WeightSource`."""
+        tied = "head.weight" not in self._values
+        return x @ self._embedding().T if tied else self.linear("head", x)
+
+    def _embedding(self) -> Array:
+        """The table, [vocab, hidden]; its quantized rows are stored one after the other."""
+        rows = self._values.get("embedding.rows")
+        if rows is None:
+            return self._values["embedding.weight"].astype(np.float32)
+        scales = self._values["embedding.scales"]
+        return self._dequantize(rows.reshape(*scales.shape, -1), scales)
+
+    def _dequantize(self, quants: NDArray[np.uint8], scales: NDArray[np.generic]) -> Array:
+        """`(q - zero point) * scale`, as MatMulNBits defines it; [N, blocks, bytes] to [N, K]."""
+        assert self._group_size is not None
+        bits = 8 * quants.shape[-1] // self._group_size
+        assert bits in (4, 8), quants.shape
+        if bits == 4:  # the low half of a byte comes first
+            quants = np.stack([quants & 15, quants >> 4], axis=-1).reshape(*quants.shape[:2], -1)
+        centred = quants.astype(np.float32) - np.float32(1 << (bits - 1))
+        return (centred * scales.astype(np.float32)[..., None]).reshape(len(quants), -1)
+
+
+class Reference:
+    """Logits of any sequence."""
+
+    def __init__(self, path: Path) -> None:
+        artifact = Artifact.read(path)
+        self.spec = artifact.manifest.model
+        self._weights = ArtifactWeights(artifact)
+        self._cached = cache(self._compute)
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """The logits after each token, float32 [len(token_ids), vocab]."""
+        return self._cached(tuple(token_ids))
+
+    def _compute(self, token_ids: tuple[int, ...]) -> NDArray[np.float32]:
+        rows = np.arange(len(token_ids), dtype=np.int32)
+        return forward(self.spec, self._weights, np.array(token_ids, np.int64), rows)

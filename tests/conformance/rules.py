@@ -1,0 +1,95 @@
+"""How near a lane has to come to the reference, and what that says about its tokens.
+
+One number decides: by how much a logit may be off. If no logit is off by more than e, then
+
+- the greedy token is one whose reference logit is at most 2 e below the best one;
+- cumulative probabilities are off by at most tanh(e / 2). (The worst case raises the logits of
+  some tokens by e and lowers all others by e, which moves the log-odds of the former by 2 e; the
+  logistic function gains most around 0: s(e) - s(-e) = tanh(e / 2).) So the token drawn with the
+  random number u is one that the reference draws with a number at most that far from u.
+
+Both are asked of each token after the tokens that the lane itself chose before it. Two ways to
+compute a sequence may therefore part only where the reference sees a near tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.providers.base import Capabilities
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.sampler import uniform
+from tests.conformance.reference import Reference
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a lane promises."""
+
+    arithmetic: str
+    max_diff: float  # of a logit, over the standard deviation of the reference's logits
+    identical: bool  # whether a sequence has the same tokens, however it is computed
+
+
+# Measured on the tiny models: 2e-5 in float32. 16-bit types get 20 times their rounding error.
+FLOAT32: Final = Rule("float32", 1e-4, identical=True)
+FLOAT16: Final = Rule("float16", 2e-2, identical=False)
+BFLOAT16: Final = Rule("bfloat16", 1e-1, identical=False)
+
+
+def rule_of(capabilities: Capabilities) -> Rule:
+    """The rule for what a model computes and stores, float32 products taken for granted."""
+    types = {capabilities.compute_dtype, capabilities.kv_cache_dtype}
+    for rule in (BFLOAT16, FLOAT16, FLOAT32):
+        if rule.arithmetic in types:
+            assert types <= {"bfloat16", "float16", "float32"}, f"{types}: the lane needs a rule"
+            return rule
+    raise AssertionError(f"{types}: the lane needs a rule of its own")
+
+
+def check_logits(
+    rule: Rule, expected: NDArray[np.float32], found: NDArray[np.float32], what: str
+) -> None:
+    """Assert that logits, [rows, vocab], are near the reference's."""
+    assert found.dtype == np.float32
+    assert np.isfinite(found).all(), what
+    diff = np.abs(found - expected).max() / expected.std()
+    assert diff <= rule.max_diff, f"{what}: off by {diff:.2g}; {rule} applies"
+
+
+def check_tokens(
+    rule: Rule,
+    reference: Reference,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    params: SamplingParams,
+) -> None:
+    """Assert that each token is one that the reference could have chosen, see above.
+
+    `params.seed` is the sequence's own; only the temperatures 0 and 1 are known here.
+    """
+    logits = reference.logits([*prompt, *tokens[:-1]])[len(prompt) - 1 :].astype(np.float64)
+    assert len(logits) == len(tokens)
+    most = rule.max_diff * float(logits.std())
+    for at, (row, token) in enumerate(zip(logits, tokens, strict=True)):
+        where = f"token {at} of a prompt of {len(prompt)}"
+        if params.greedy:
+            short = row.max() - row[token]
+            assert short <= 2 * most, (
+                f"{where} is {short:.2g} below the best; {2 * most:.2g} may be"
+            )
+            continue
+        assert params.temperature == 1.0
+        assert params.seed is not None
+        weights = np.exp(row - row.max())
+        ends = np.cumsum(weights) / weights.sum()
+        start, end = (ends[token - 1] if token else 0.0), ends[token]
+        number = uniform(params.seed, len(prompt) + at)
+        far = max(start - number, number - end, 0.0)
+        limit = np.tanh(most / 2)
+        assert far <= limit, f"{where} is drawn {far:.2g} from its range; {limit:.2g} may be"
