@@ -19,7 +19,15 @@ from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes.int8_matmul import INT8_LEVEL, MATMUL_NBITS
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
-from onnxport.providers.base import Capabilities, Device, KVFormat, LoadOptions, Probe
+from onnxport.providers.base import (
+    Capabilities,
+    Device,
+    DeviceKind,
+    Features,
+    KVFormat,
+    LoadOptions,
+    Probe,
+)
 from onnxport.providers.openvino.caches import CacheFormat, CachePair, allocate, read_format
 from onnxport.providers.openvino.convert import (
     RELEASE,
@@ -47,6 +55,19 @@ NAMES: Final = {  # OpenVINO's element types -> ours, of activations and caches
     "u8": "int8",
 }
 PRECISIONS: Final = {1: "f32", 2: "f16", 3: "bf16"}  # matmul_accuracy_level -> inference precision
+HINTS: Final = {"float32": "f32", "bfloat16": "bf16"}  # dtype -> inference precision
+CAPABILITIES: Final = {"float32": "FP32", "bfloat16": "BF16"}  # dtype -> optimization capability
+# 2026.4 offers float16 where the processor has it (AVX512-FP16), but every graph with paged
+# attention that was tried there gave NaN or logits without any relation to the right ones.
+NO_FLOAT16: Final = (
+    "OpenVINO's CPU plugin computes paged attention in float16 wrongly; ask for float32 or bfloat16"
+)
+CACHES: Final = {  # dtype of activations -> the caches that the plugin has for it
+    "float32": ("int8", "float16", "float32"),
+    "bfloat16": ("int8", "bfloat16"),
+}
+FLOAT32_CACHES: Final = ("float16", "float32")
+KINDS: Final[Mapping[str, DeviceKind]] = {"CPU": "cpu", "GPU": "gpu", "NPU": "npu"}
 FEW_TOKENS: Final = 24  # up to which int8 beats AMX; measured on Sapphire Rapids, two cores
 NO_CACHE_THERE: Final = (
     "its KV cache would have to live in device memory, which this version does not do"
@@ -84,7 +105,9 @@ class OpenVinoProvider:
             )
             return Probe(False, reason, (), versions)
         core = ov.Core()
-        devices = tuple(_device(core, name) for name in core.available_devices)
+        # The one that is used comes first.
+        names = sorted(core.available_devices, key=lambda name: name != self._device)
+        devices = tuple(_device(core, name) for name in names)
         refused = {
             name: f"{name} is not used: {REFUSED[kind]}"
             for name in (*core.available_devices, self._device)
@@ -94,7 +117,8 @@ class OpenVinoProvider:
         if not reason and self._device not in core.available_devices:
             found = ", ".join(core.available_devices)
             reason = f"openvino finds no {self._device} here; it finds {found}"
-        return Probe(not reason, reason, devices, versions, tuple(refused.values()))
+        features = None if reason else _features(core)
+        return Probe(not reason, reason, devices, versions, tuple(refused.values()), features)
 
     def load(self, artifact: Artifact, options: LoadOptions) -> OpenVinoModel:
         """See `providers.base.Provider.load`."""
@@ -119,6 +143,7 @@ class OpenVinoProvider:
             Graph(_compile(core, converted.model, config), most_tokens)
             for most_tokens, config in _configs(options, level, natural)
         ]
+        _check_precision(graphs[-1].compiled, options)
         form = _cache_format([graph.compiled for graph in graphs], spec, options)
         token_bytes = form.layer_bytes / form.block_size
         pool = plan_pool(
@@ -165,10 +190,23 @@ def _capabilities(
 
 def _device(core: Any, name: str) -> Device:
     """A device by its full name; memory where OpenVINO says, and the host's for the CPU."""
-    total = memory.available_bytes() if name == "CPU" else None
+    total = memory.total_bytes() if name == "CPU" else None
     if "GPU_DEVICE_TOTAL_MEM_SIZE" in core.get_property(name, "SUPPORTED_PROPERTIES"):
         total = int(core.get_property(name, "GPU_DEVICE_TOTAL_MEM_SIZE"))
-    return Device(f"{name}: {core.get_property(name, 'FULL_DEVICE_NAME')}", total)
+    kind = KINDS.get(name.partition(".")[0], "npu")  # an accelerator of another make
+    return Device(f"{name}: {core.get_property(name, 'FULL_DEVICE_NAME')}", total, kind)
+
+
+def _features(core: Any) -> Features:
+    """What the CPU plugin can do on this processor; its own choice of a type comes first."""
+    import openvino as ov
+
+    able = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    natural = core.get_property("CPU", "INFERENCE_PRECISION_HINT")
+    dtypes = [dtype for dtype, capability in CAPABILITIES.items() if capability in able]
+    dtypes.sort(key=lambda dtype: getattr(ov.Type, HINTS[dtype]) != natural)
+    caches = [name for name in KV_PRECISIONS if any(name in CACHES[dtype] for dtype in dtypes)]
+    return Features(("native",), tuple(dtypes), tuple(caches))
 
 
 def _check(options: LoadOptions) -> None:
@@ -183,11 +221,58 @@ def _check(options: LoadOptions) -> None:
             f"kv_cache_dtype is {options.kv_cache_dtype!r}; the openvino provider stores "
             f"{', '.join(KV_PRECISIONS)} or auto"
         )
-    level = options.matmul_accuracy_level
-    if options.kv_cache_dtype == "float32" and PRECISIONS.get(level or 0, "f32") != "f32":
+    if options.allowed_on_host:
         raise ProviderError(
-            f"kv_cache_dtype is 'float32' and matmul_accuracy_level is {level}; OpenVINO keeps a "
-            "float32 cache only where it computes in float32: leave the level out, or set it to 1"
+            f"allowed_on_host is {', '.join(options.allowed_on_host)}; the openvino provider runs "
+            "everything on the host, so there is nothing to allow: leave it out"
+        )
+    _check_dtype(options)
+    level = options.matmul_accuracy_level
+    kind = options.kv_cache_dtype
+    if kind in FLOAT32_CACHES and PRECISIONS.get(level or 0, "f32") != "f32":
+        raise ProviderError(
+            f"kv_cache_dtype is {kind!r} and matmul_accuracy_level is {level}; OpenVINO keeps a "
+            f"{kind} cache only where it computes in float32: leave the level out, or set it to 1"
+        )
+
+
+def _check_dtype(options: LoadOptions) -> None:
+    """Refuse a type of activations that OpenVINO has not, or that another option contradicts."""
+    if options.dtype == "auto":
+        return
+    if options.dtype == "float16":
+        raise ProviderError(f"dtype is 'float16'; {NO_FLOAT16}")
+    if options.dtype not in HINTS:
+        raise ProviderError(
+            f"dtype is {options.dtype!r}; the openvino provider computes in {', '.join(HINTS)}, "
+            "ask for one of them or auto"
+        )
+    level = options.matmul_accuracy_level
+    if PRECISIONS.get(level or 0, HINTS[options.dtype]) != HINTS[options.dtype]:
+        raise ProviderError(
+            f"dtype is {options.dtype!r} and matmul_accuracy_level is {level}, which computes in "
+            f"{NAMES[PRECISIONS[level or 0]]}; OpenVINO has one type for both, leave one out"
+        )
+    if options.kv_cache_dtype not in ("auto", *CACHES[options.dtype]):
+        raise ProviderError(
+            f"kv_cache_dtype is {options.kv_cache_dtype!r} and dtype is {options.dtype!r}; where "
+            f"OpenVINO computes in that it stores {', '.join(CACHES[options.dtype])}: ask for one "
+            "of them, or leave one of the two out"
+        )
+
+
+def _check_precision(compiled: Any, options: LoadOptions) -> None:
+    """Refuse another type than the one that was asked for, and one that does not work."""
+    found = NAMES[compiled.get_property("INFERENCE_PRECISION_HINT").to_string()]
+    if options.dtype not in ("auto", found):
+        raise ProviderError(
+            f"dtype is {options.dtype!r}, but on this processor OpenVINO made a graph in {found}; "
+            "ask for that, or for auto"
+        )
+    if found == "float16":
+        raise ProviderError(
+            f"matmul_accuracy_level is {options.matmul_accuracy_level}; {NO_FLOAT16}, or leave the "
+            "level out"
         )
 
 
@@ -215,7 +300,7 @@ def _configs(
     fastest for many rows; for few, activations in int8 are. An artifact that allows int8 gets both.
 
     Args:
-        options: `threads` and `kv_cache_dtype` are used.
+        options: `threads`, `dtype` and `kv_cache_dtype` are used.
         level: what MatMulNBits may round its activations to, see graphs.passes.accuracy.
         natural: the precision that OpenVINO chooses by itself on this processor.
     """
@@ -223,8 +308,8 @@ def _configs(
         "INFERENCE_NUM_THREADS": options.threads or memory.physical_cores(),
         "NUM_STREAMS": 1,
     }
-    precision = PRECISIONS.get(level)
-    if options.kv_cache_dtype == "float32":
+    precision = HINTS.get(options.dtype, PRECISIONS.get(level))
+    if options.kv_cache_dtype in FLOAT32_CACHES:
         precision = "f32"
     if level in PRECISIONS:
         config["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0  # no activations in int8

@@ -12,10 +12,11 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine with 1,000 MiB free and no container; returns where containers are told."""
+    """A machine with 1,000 of 2,000 MiB free; returns where it would be told of a container."""
 
     class Memory:
         available = 1000 * MIB
+        total = 2000 * MIB
 
     monkeypatch.setattr(psutil, "virtual_memory", Memory)
     monkeypatch.setattr(memory, "CGROUPS", tmp_path)
@@ -34,11 +35,13 @@ def write(folder: Path, limit: str, usage: int, stat: str, *, version: int = 2) 
 
 def test_without_a_container_it_is_the_machine_s() -> None:
     assert memory.available_bytes() == 1000 * MIB
+    assert memory.total_bytes() == 2000 * MIB
 
 
 def test_a_container_s_limit_counts_less_what_is_used(machine: Path) -> None:
     write(machine, str(600 * MIB), 100 * MIB, "anon 0\nfile 0")
     assert memory.available_bytes() == 500 * MIB
+    assert memory.total_bytes() == 600 * MIB
 
 
 def test_cached_files_can_be_taken_back(machine: Path) -> None:
@@ -49,6 +52,7 @@ def test_cached_files_can_be_taken_back(machine: Path) -> None:
 def test_the_machine_may_have_less_than_the_container_may_take(machine: Path) -> None:
     write(machine, str(9000 * MIB), 100 * MIB, "anon 0")
     assert memory.available_bytes() == 1000 * MIB
+    assert memory.total_bytes() == 2000 * MIB
 
 
 def test_a_container_that_is_full_leaves_nothing(machine: Path) -> None:
@@ -60,9 +64,11 @@ def test_a_container_that_is_full_leaves_nothing(machine: Path) -> None:
 def test_no_limit(machine: Path, limit: str, version: int) -> None:
     write(machine, limit, 100 * MIB, "anon 0", version=version)
     assert memory.available_bytes() == 1000 * MIB
+    assert memory.total_bytes() == 2000 * MIB
 
 
 def test_version_1(machine: Path) -> None:
     stat = f"inactive_file 7\ntotal_inactive_file {50 * MIB}"
     write(machine, str(600 * MIB), 100 * MIB, stat, version=1)
     assert memory.available_bytes() == 550 * MIB
+    assert memory.total_bytes() == 600 * MIB

@@ -1,0 +1,140 @@
+"""What providers of the host say they can do, and the options that they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import psutil
+import pytest
+
+from onnxport.errors import ProviderError
+from onnxport.providers.base import Features, LoadOptions
+from onnxport.providers.cpu import provider as cpu
+from onnxport.providers.cpu.library import find_library
+from onnxport.providers.registry import get_provider, open_model
+from tests.providers import models
+from tests.providers.conftest import ArtifactMaker
+
+HOSTS = ["cpu", "openvino"]
+
+
+def features(name: str) -> Features:
+    found = get_provider(name).probe().features
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_the_processor_is_a_cpu_with_all_of_its_memory(name: str) -> None:
+    device = get_provider(name).probe().devices[0]
+    assert device.kind == "cpu"
+    assert device.memory_bytes is not None
+    assert psutil.virtual_memory().available < device.memory_bytes
+    assert device.memory_bytes <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_every_feature_can_be_loaded(tiny_artifact: ArtifactMaker, name: str) -> None:
+    path, found = tiny_artifact("llama", "fp32"), features(name)
+    for dtype in found.dtypes:
+        with models.opened(path, None, provider=name, dtype=dtype) as model:
+            assert model.capabilities.compute_dtype == dtype
+    for kind in found.kv_cache_dtypes:
+        # OpenVINO keeps caches of 16 bits only where it computes in that type.
+        dtype = kind if kind in found.dtypes else "auto"
+        with models.opened(path, None, provider=name, kv_cache_dtype=kind, dtype=dtype) as model:
+            assert model.capabilities.kv_cache_dtype == kind
+    for attention in found.attention:
+        with models.opened(path, attention, provider=name) as model:
+            assert model.capabilities.attention == attention
+
+
+def test_openvino_computes_in_the_type_that_was_asked_for(tiny_artifact: ArtifactMaker) -> None:
+    path, rows = tiny_artifact("llama", "fp32"), [(list(range(1, 30)), 0, [0])]
+    with models.opened(path, "decomposed", block_size=32) as exact:
+        expected = models.run_rows(exact, rows)
+    worst = {}
+    for dtype in features("openvino").dtypes:
+        chosen = {"dtype": dtype, "kv_cache_dtype": dtype}
+        with models.opened(path, None, provider="openvino", **chosen) as model:
+            assert model.capabilities.kv_cache_dtype == dtype
+            worst[dtype] = np.abs(models.run_rows(model, rows) - expected).max() / expected.std()
+    assert worst.pop("float32") < 1e-5
+    assert all(1e-3 < error < 0.1 for error in worst.values()), worst  # 8 bits of each number
+
+
+def test_openvino_computes_nothing_in_float16(tiny_artifact: ArtifactMaker) -> None:
+    path, product = tiny_artifact("llama", "fp16"), LoadOptions(matmul_accuracy_level=2)
+    with pytest.raises(ProviderError, match=r"^dtype is 'float16'; .* in float16 wrongly"):
+        open_model(path, "openvino", LoadOptions(dtype="float16"))
+    if "FP16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        with pytest.raises(ProviderError, match=r"level is 2; .* in float16 wrongly"):
+            open_model(path, "openvino", product)
+    with models.opened(path, None, provider="openvino", kv_cache_dtype="float16") as model:
+        found = model.capabilities
+        assert (found.compute_dtype, found.kv_cache_dtype) == ("float32", "float16")
+
+
+def test_without_the_kernel_there_is_one_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_library() is None or features("cpu").attention == ("custom", "decomposed")
+    monkeypatch.setattr(cpu, "find_library", lambda: None)
+    assert features("cpu") == Features(("decomposed",), ("float32",), ("float32",))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("cpu", {"dtype": "float16"}, "^dtype is 'float16'; .*computes in float32 only"),
+        ("cpu", {"allowed_on_host": ("Gather", "Add")}, "^allowed_on_host is Gather, Add; "),
+        ("openvino", {"dtype": "int8"}, "^dtype is 'int8'; .*computes in float32, bfloat16,"),
+        ("openvino", {"allowed_on_host": ("Gather",)}, "^allowed_on_host is Gather; "),
+        (
+            "openvino",
+            {"dtype": "bfloat16", "matmul_accuracy_level": 1},
+            "level is 1, which computes in float32; .*leave one out",
+        ),
+        (
+            "openvino",
+            {"dtype": "bfloat16", "kv_cache_dtype": "float32"},
+            "kv_cache_dtype is 'float32' and dtype is 'bfloat16'; .*stores int8, bfloat16",
+        ),
+        (
+            "openvino",
+            {"kv_cache_dtype": "float16", "matmul_accuracy_level": 3},
+            "kv_cache_dtype is 'float16' and matmul_accuracy_level is 3",
+        ),
+    ],
+)
+def test_what_a_host_cannot_honour_is_refused(
+    tiny_artifact: ArtifactMaker, name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ProviderError, match=message):
+        open_model(tiny_artifact("llama", "fp32"), name, LoadOptions(**options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "float32"},
+        {"dtype": "float32", "matmul_accuracy_level": 1, "kv_cache_dtype": "float32"},
+        {"dtype": "float32", "matmul_accuracy_level": 4},
+    ],
+)
+@pytest.mark.parametrize("name", HOSTS)
+def test_options_that_agree_are_taken(
+    tiny_artifact: ArtifactMaker, name: str, options: dict[str, Any]
+) -> None:
+    with models.opened(tiny_artifact("llama", "int4"), None, provider=name, **options) as model:
+        assert model.capabilities.compute_dtype == "float32"
+
+
+def test_another_type_than_asked_for_is_no_fallback(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onnxport.providers.openvino import provider as openvino
+
+    monkeypatch.setitem(openvino.HINTS, "bfloat16", "f32")  # as where the processor has no bfloat16
+    with pytest.raises(ProviderError, match=r"dtype is 'bfloat16', but .* a graph in float32"):
+        open_model(tiny_artifact("llama", "fp32"), "openvino", LoadOptions(dtype="bfloat16"))
