@@ -1,13 +1,16 @@
-"""Compute a 16-bit graph in float32.
+"""Compute a graph in another floating type: float32, float16 or bfloat16.
 
-The artifact stores 16-bit activations, which a CPU is slow at. This changes every 16-bit value
-to float32, and removes the Cast nodes that lose their purpose. What is stored stays stored once:
+The artifact stores 16-bit activations, which a CPU is slow at, or float32 ones, which a GPU is
+slow at. This changes every floating value of a graph to the type that a device is good at, and
+removes the Cast nodes that lose their purpose. What is float32 beside 16-bit activations is so on
+purpose and stays: the RoPE tables, cast once behind, and the logits.
 
-- tables that are only gathered from (embeddings) keep their 16-bit data; the rows are cast;
-- other 16-bit initializers (norms, biases, scales, and the weights of MatMul and Gemm in an fp16
-  artifact) are read and converted. Those up to `INLINE_BYTES` become part of the model; larger
-  ones are returned beside it, because a protobuf ends at 2 GB. Converted weights cost twice their
-  stored size in memory, for as long as the session lives.
+Weights that are stored as integers stay as they are; their scales change type with the
+activations. Other initializers (norms, biases, scales, and the weights of MatMul and Gemm) are
+read and converted, but for tables that are only gathered from (embeddings): towards float32 they
+keep their 16-bit data, and the rows are cast. Converted initializers up to `INLINE_BYTES` become
+part of the model; larger ones are returned beside it, because a protobuf ends at 2 GB, and take
+memory of their own for as long as the session lives.
 """
 
 from __future__ import annotations
@@ -22,109 +25,267 @@ from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
 from onnxport.errors import ArtifactError
+from onnxport.graphs import contract
 from onnxport.graphs.inspect import (
     attribute_int,
     consumers,
     element_types,
     has_subgraphs,
     names,
+    producers,
     set_attribute,
 )
 from onnxport.graphs.passes.result import PassResult, copy_model
+from onnxport.graphs.tensors import numpy_dtype
 
 ReadTensor = Callable[[TensorProto], NDArray[Any]]
 
-INLINE_BYTES: Final = 64 << 10  # float32 initializers up to this size go into the protobuf
+INLINE_BYTES: Final = 64 << 10  # converted initializers up to this size go into the protobuf
 HALF_TYPES: Final = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+FLOAT_DTYPES: Final = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+}
 
 # Attributes that hold an element type or a tensor, in the operators that `retype` rewrites.
 _TYPED_OPS: Final = frozenset({"Cast", "Constant", "ConstantOfShape"})
 _TYPE_ATTRIBUTES: Final = frozenset({"dtype", "to", "output_dtype"})
 
+# Attention operators: inputs that are cos and sin tables, and inputs that are float32 always.
+_ROPE_INPUTS: Final = {"PagedAttention": (8, 9), "GroupQueryAttention": (7, 8)}
+_FLOAT_INPUTS: Final = {"PagedAttention": (14, 15), "GroupQueryAttention": (12, 13)}
 
-def retype(model: onnx.ModelProto, read_tensor: ReadTensor) -> PassResult:
-    """Change every float16 and bfloat16 value of a graph to float32.
 
-    Graph inputs and outputs change type too: KV caches and logits become float32.
+def retype(model: onnx.ModelProto, read_tensor: ReadTensor, dtype: str = "float32") -> PassResult:
+    """Change the floating values of a graph to one type.
+
+    KV cache inputs and outputs change type too. The output `logits` is float32 afterwards.
+    A graph whose activations are of the type already is left as it is.
 
     Args:
         model: A graph without control flow.
         read_tensor: Returns an initializer's contents, such as `Artifact.read_tensor`.
+        dtype: One of FLOAT_DTYPES.
 
     Raises:
-        ArtifactError: The graph has subgraphs, or an operator whose type attribute is not
-            understood.
+        ValueError: Another dtype.
+        ArtifactError: The graph has subgraphs, an operator whose type attribute is not
+            understood, or activations of unknown type; or a number is too large for the type.
     """
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"retype: {dtype!r} is not one of {sorted(FLOAT_DTYPES)}")
     if has_subgraphs(model.graph.node) or model.functions:
         raise ArtifactError("retype: the graph has control flow or functions; none is expected")
-    copy = copy_model(model)
-    changes: Counter[str] = Counter()
-    attached: dict[str, NDArray[np.float32]] = {}
-    for info in (*copy.graph.input, *copy.graph.output, *copy.graph.value_info):
-        if info.type.tensor_type.elem_type in HALF_TYPES:
-            info.type.tensor_type.elem_type = TensorProto.FLOAT
-            changes["inputs and outputs"] += 1
-    _retype_initializers(copy, read_tensor, attached, changes)
-    for node in copy.graph.node:
-        _retype_attributes(node, changes)
-    _remove_casts(copy, changes)
-    return PassResult("retype", copy, dict(changes), attached)
+    retyper = _Retyper(copy_model(model), read_tensor, FLOAT_DTYPES[dtype])
+    retyper.convert()
+    return PassResult("retype", retyper.model, dict(retyper.changes), retyper.attached)
 
 
-def _retype_initializers(
-    model: onnx.ModelProto,
-    read_tensor: ReadTensor,
-    attached: dict[str, NDArray[np.float32]],
-    changes: Counter[str],
-) -> None:
-    """Convert initializers in place; a gathered table is kept, its rows are cast."""
-    readers = consumers(model)
-    taken = names(model)
-    outputs = {info.name for info in model.graph.output}
-    kept: list[TensorProto] = []
-    casts: dict[str, onnx.NodeProto] = {}  # name of a Gather's 16-bit output -> Cast after it
-    for tensor in model.graph.initializer:
-        if tensor.data_type not in HALF_TYPES:
-            kept.append(tensor)
-            continue
-        reads = readers.get(tensor.name, [])
-        gathers = [node for node, index in reads if node.op_type == "Gather" and index == 0]
-        others = [(node, index) for node, index in reads if node not in gathers]
-        if gathers:
-            kept.append(tensor)
-            for node in gathers:
-                half = _fresh(f"{node.output[0]}.stored", taken)
-                casts[half] = onnx.helper.make_node(
-                    "Cast",
-                    [half],
-                    [node.output[0]],
-                    name=_fresh(f"{node.name}.cast", taken),
-                    to=TensorProto.FLOAT,
+def _replaced_types(model: onnx.ModelProto, target: int) -> frozenset[int]:
+    """The types that `target` replaces; float32 among them where the activations are float32.
+
+    The type of the activations is that of what attention reads, else of the graph's inputs.
+    """
+    halves = frozenset(HALF_TYPES) - {target}
+    if target == TensorProto.FLOAT:
+        return halves
+    types = element_types(model)
+    queries = {n.input[0] for n in model.graph.node if n.op_type in _ROPE_INPUTS}
+    if unknown := sorted(name for name in queries if name not in types):
+        raise ArtifactError(f"retype: the types of {unknown}, which attention reads, are unknown")
+    activations = {types.get(name) for name in queries or {i.name for i in model.graph.input}}
+    return halves | {TensorProto.FLOAT} if TensorProto.FLOAT in activations else halves
+
+
+class _Retyper:
+    """Converts one graph in place."""
+
+    def __init__(self, model: onnx.ModelProto, read_tensor: ReadTensor, target: int) -> None:
+        self.model = model
+        self.changes: Counter[str] = Counter()
+        self.attached: dict[str, NDArray[Any]] = {}
+        self._read_tensor = read_tensor
+        self._target = target
+        self._replaced = _replaced_types(model, target)
+        self._taken = names(model)
+
+    def convert(self) -> None:
+        """Convert what the graph declares, stores and computes, in this order."""
+        graph = self.model.graph
+        self._keep_logits()
+        for info in (*graph.input, *graph.output, *graph.value_info):
+            kind = info.type.tensor_type
+            if info.name != contract.LOGITS and kind.elem_type in self._replaced:
+                kind.elem_type = self._target
+                self.changes["inputs and outputs"] += 1
+        self._convert_initializers()
+        for node in graph.node:
+            if contract.LOGITS not in node.output:
+                self._convert_attributes(node)
+        self._remove_casts()
+
+    def _keep_logits(self) -> None:
+        """Have a Cast to float32 make the output `logits`."""
+        kind = next(
+            (i.type.tensor_type for i in self.model.graph.output if i.name == contract.LOGITS), None
+        )
+        if kind is None or kind.elem_type not in self._replaced | set(HALF_TYPES):
+            return
+        self.changes["inputs and outputs"] += kind.elem_type != TensorProto.FLOAT
+        kind.elem_type = TensorProto.FLOAT
+        producer = producers(self.model)[contract.LOGITS]
+        if producer.op_type == "Cast":
+            set_attribute(producer, "to", TensorProto.FLOAT)
+            return
+        inner = self._fresh(f"{contract.LOGITS}.uncast")
+        for node in self.model.graph.node:
+            for field in (node.input, node.output):
+                field[:] = [inner if name == contract.LOGITS else name for name in field]
+        cast = self._cast(inner, contract.LOGITS, TensorProto.FLOAT, "logits.cast")
+        self.model.graph.node.append(cast)
+
+    def _convert_initializers(self) -> None:
+        """Convert initializers; kept tables are cast behind their Gather, or once, as a whole."""
+        readers = consumers(self.model)
+        outputs = {info.name for info in self.model.graph.output}
+        kept: list[TensorProto] = []
+        first: list[onnx.NodeProto] = []  # Casts of whole tables
+        casts: dict[str, onnx.NodeProto] = {}  # name of a Gather's stored output -> Cast after it
+        for tensor in self.model.graph.initializer:
+            reads = readers.get(tensor.name, [])
+            is_scale = any(index in _FLOAT_INPUTS.get(n.op_type, ()) for n, index in reads)
+            if tensor.data_type not in self._replaced or is_scale:
+                kept.append(tensor)
+                continue
+            widens = self._target == TensorProto.FLOAT
+            keeps = _is_gathered if widens else _is_rope_table
+            tables = [read for read in reads if keeps(*read)]
+            others = [read for read in reads if not keeps(*read)]
+            if widens:
+                casts.update(self._cast_after(node) for node, _ in tables)
+            elif tables:
+                first.append(self._cast_table(tensor.name, tables))
+            if tables:
+                self.changes["gathered tables kept" if widens else "RoPE tables cast"] += 1
+                kept.append(tensor)
+            if others or not tables or tensor.name in outputs:
+                kept.append(self._converted(tensor, others, beside=bool(tables)))
+        nodes = list(first)
+        for node in self.model.graph.node:
+            nodes.append(node)
+            nodes.extend(casts[name] for name in node.output if name in casts)
+        _replace(self.model.graph.initializer, kept)
+        _replace(self.model.graph.node, nodes)
+
+    def _cast_after(self, gather: onnx.NodeProto) -> tuple[str, onnx.NodeProto]:
+        """Let a Gather return the stored type, and cast its rows."""
+        stored, name = self._fresh(f"{gather.output[0]}.stored"), gather.output[0]
+        gather.output[0] = stored
+        return stored, self._cast(stored, name, self._target, f"{gather.name}.cast")
+
+    def _cast_table(self, name: str, reads: list[tuple[onnx.NodeProto, int]]) -> onnx.NodeProto:
+        """Cast a float32 table once, for all that read it as a RoPE table."""
+        cast = self._fresh(f"{name}.{_dtype_name(self._target)}")
+        for node, index in reads:
+            node.input[index] = cast
+        return self._cast(name, cast, self._target, f"{cast}.cast")
+
+    def _cast(self, source: str, result: str, to: int, name: str) -> onnx.NodeProto:
+        return onnx.helper.make_node("Cast", [source], [result], name=self._fresh(name), to=to)
+
+    def _converted(
+        self, tensor: TensorProto, reads: list[tuple[onnx.NodeProto, int]], *, beside: bool
+    ) -> TensorProto:
+        """The tensor in the target type, under a name of its own where the stored one is kept."""
+        dtype = numpy_dtype(self._target)
+        name = self._fresh(f"{tensor.name}.{_dtype_name(self._target)}") if beside else tensor.name
+        value = convert(tensor.name, self._read_tensor(tensor), dtype)
+        for node, index in reads:
+            node.input[index] = name
+        self.changes["initializers converted"] += 1
+        if value.nbytes <= INLINE_BYTES:
+            return numpy_helper.from_array(value, name)
+        self.attached[name] = value
+        return external_placeholder(name, self._target, value.shape)
+
+    def _convert_attributes(self, node: onnx.NodeProto) -> None:
+        """Change the element types that a node's attributes name."""
+        for attribute in list(node.attribute):
+            is_type = attribute.name in _TYPE_ATTRIBUTES and attribute.i in self._replaced
+            if not is_type and attribute.t.data_type not in self._replaced:
+                continue
+            if node.op_type not in _TYPED_OPS:
+                raise ArtifactError(
+                    f"retype: {node.op_type} {node.name!r} has a floating type in its attribute "
+                    f"{attribute.name!r}, which is understood in {sorted(_TYPED_OPS)} only"
                 )
-                node.output[0] = half
-            changes["gathered tables kept"] += 1
-        if others or not gathers or tensor.name in outputs:
-            name = _fresh(f"{tensor.name}.float32", taken) if gathers else tensor.name
-            value = np.ascontiguousarray(read_tensor(tensor), np.float32)
-            kept.append(_float_initializer(name, value, attached))
-            for node, index in others:
-                node.input[index] = name
-            changes["initializers converted"] += 1
-    nodes: list[onnx.NodeProto] = []
-    for node in model.graph.node:
-        nodes.append(node)
-        nodes.extend(casts[name] for name in node.output if name in casts)
-    _replace(model.graph.initializer, kept)
-    _replace(model.graph.node, nodes)
+            if is_type:
+                set_attribute(node, attribute.name, self._target)
+            else:
+                stored = numpy_helper.to_array(attribute.t)
+                value = convert(node.name or node.output[0], stored, numpy_dtype(self._target))
+                attribute.t.CopyFrom(numpy_helper.from_array(value, attribute.t.name))
+            self.changes["attributes"] += 1
+
+    def _remove_casts(self) -> None:
+        """Remove each Cast from the target type to itself; a graph output keeps its name."""
+        graph, target = self.model.graph, self._target
+        types = element_types(self.model)
+        outputs = {info.name for info in graph.output}
+        fixed = outputs | {entry.name for entry in (*graph.input, *graph.initializer)}
+        renamed: dict[str, str] = {}
+        nodes: list[onnx.NodeProto] = []
+        made: dict[str, onnx.NodeProto] = {}
+        for node in graph.node:
+            for index, name in enumerate(node.input):
+                node.input[index] = renamed.get(name, name)
+            source = node.input[0] if node.input else ""
+            useless = (
+                node.op_type == "Cast"
+                and attribute_int(node, "to", TensorProto.UNDEFINED) == target
+                and types.get(source) == target
+            )
+            if useless and node.output[0] not in outputs:
+                renamed[node.output[0]] = source
+            elif useless and source not in fixed:
+                producer = made[source]
+                position = list(producer.output).index(source)
+                producer.output[position] = node.output[0]
+                renamed = {k: node.output[0] if v == source else v for k, v in renamed.items()}
+                renamed[source] = node.output[0]
+                for other in nodes:
+                    for index, name in enumerate(other.input):
+                        other.input[index] = renamed.get(name, name)
+            else:
+                nodes.append(node)
+                made.update(dict.fromkeys(node.output, node))
+                continue
+            self.changes["casts removed"] += 1
+        _replace(graph.node, nodes)
+
+    def _fresh(self, name: str) -> str:
+        while name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        return name
 
 
-def _float_initializer(
-    name: str, value: NDArray[np.float32], attached: dict[str, NDArray[np.float32]]
-) -> TensorProto:
-    if value.nbytes <= INLINE_BYTES:
-        return numpy_helper.from_array(value, name)
-    attached[name] = value
-    return external_placeholder(name, TensorProto.FLOAT, value.shape)
+def convert(name: str, value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """`value` as a contiguous array of a floating type.
+
+    Raises ArtifactError where a finite number becomes infinite, with the largest of `value`.
+    """
+    with np.errstate(over="ignore"):
+        converted = np.ascontiguousarray(value, dtype)
+    lost = ~np.isfinite(converted)
+    if not lost.any() or not (lost & np.isfinite(value)).any():
+        return converted
+    largest = np.abs(value[np.isfinite(value)].astype(np.float64)).max()
+    raise ArtifactError(
+        f"retype: {name!r} holds {largest:g}, which is too large for {dtype.name}; run the model "
+        "in a type of a wider range, such as float32"
+    )
 
 
 def external_placeholder(name: str, data_type: int, dims: tuple[int, ...]) -> TensorProto:
@@ -135,67 +296,16 @@ def external_placeholder(name: str, data_type: int, dims: tuple[int, ...]) -> Te
     return tensor
 
 
-def _retype_attributes(node: onnx.NodeProto, changes: Counter[str]) -> None:
-    """Change the element types that a node's attributes name."""
-    for attribute in list(node.attribute):
-        names_half = attribute.name in _TYPE_ATTRIBUTES and attribute.i in HALF_TYPES
-        if not names_half and attribute.t.data_type not in HALF_TYPES:
-            continue
-        if node.op_type not in _TYPED_OPS:
-            raise ArtifactError(
-                f"retype: {node.op_type} {node.name!r} has a 16-bit type in its attribute "
-                f"{attribute.name!r}, which is understood in {sorted(_TYPED_OPS)} only"
-            )
-        if names_half:
-            set_attribute(node, attribute.name, TensorProto.FLOAT)
-        else:
-            value = numpy_helper.to_array(attribute.t).astype(np.float32)
-            attribute.t.CopyFrom(numpy_helper.from_array(value, attribute.t.name))
-        changes["attributes"] += 1
+def _is_rope_table(node: onnx.NodeProto, index: int) -> bool:
+    return index in _ROPE_INPUTS.get(node.op_type, ())
 
 
-def _remove_casts(model: onnx.ModelProto, changes: Counter[str]) -> None:
-    """Remove each Cast from float32 to float32; a graph output keeps its name."""
-    types = element_types(model)
-    outputs = {info.name for info in model.graph.output}
-    inputs = {info.name for info in model.graph.input}
-    fixed = inputs | {tensor.name for tensor in model.graph.initializer} | outputs
-    renamed: dict[str, str] = {}
-    nodes: list[onnx.NodeProto] = []
-    made: dict[str, onnx.NodeProto] = {}
-    for node in model.graph.node:
-        for index, name in enumerate(node.input):
-            node.input[index] = renamed.get(name, name)
-        source = node.input[0] if node.input else ""
-        useless = (
-            node.op_type == "Cast"
-            and attribute_int(node, "to", TensorProto.UNDEFINED) == TensorProto.FLOAT
-            and types.get(source) == TensorProto.FLOAT
-        )
-        if useless and node.output[0] not in outputs:
-            renamed[node.output[0]] = source
-        elif useless and source not in fixed:
-            producer = made[source]
-            position = list(producer.output).index(source)
-            producer.output[position] = node.output[0]
-            renamed = {k: node.output[0] if v == source else v for k, v in renamed.items()}
-            renamed[source] = node.output[0]
-            for other in nodes:
-                for index, name in enumerate(other.input):
-                    other.input[index] = renamed.get(name, name)
-        else:
-            nodes.append(node)
-            made.update(dict.fromkeys(node.output, node))
-            continue
-        changes["casts removed"] += 1
-    _replace(model.graph.node, nodes)
+def _is_gathered(node: onnx.NodeProto, index: int) -> bool:
+    return bool(node.op_type == "Gather" and index == 0)
 
 
-def _fresh(name: str, taken: set[str]) -> str:
-    while name in taken:
-        name += "_"
-    taken.add(name)
-    return name
+def _dtype_name(data_type: int) -> str:
+    return numpy_dtype(data_type).name
 
 
 def _replace(field: Any, values: list[Any]) -> None:
