@@ -17,6 +17,10 @@ PAST_SEQUENCE_LENGTHS: Final = "past_sequence_lengths"  # int32 [batch], tokens 
 ATTENTION_METADATA: Final = "attention_metadata"  # int32 [3], host: max query, max KV, min KV len
 LOGITS_INDICES: Final = "logits_indices"  # int32 [num_logits], rows of input_ids needing logits
 
+# Paged graph, an input that a lowering for compiled shapes has instead of ATTENTION_METADATA. Only
+# its length counts, and is the name of its dimension too: query tokens in an attention tile.
+QUERY_TILE: Final = "query_tile"  # int8 [query_tile]
+
 # Both graphs, outputs.
 LOGITS: Final = "logits"  # paged: [num_logits, vocab]; GQA: [batch, seq, vocab]
 

@@ -13,6 +13,10 @@ about T / tile_tokens tiles. Each tile gathers the blocks of its sequence and at
 
     tile queries [tiles, heads, tile, head_size] x keys [tiles, kv_heads, head_size, kv_len]
 
+Execution providers that compile for fixed shapes want `bounds="shapes"`: then the shape of every
+value follows from the inputs' shapes. A caller pads tokens and rows to a few sizes; a row of no
+new tokens and columns of the block table that no sequence needs change no result.
+
 What does not depend on a layer (slots, tiles, gathered block ids, masks, the rows of the RoPE
 tables) is computed once, by `onnxport.graphs.passes.paged_plan`.
 
@@ -28,15 +32,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import onnx
 from onnx import TensorProto
 
 from onnxport.errors import ArtifactError
-from onnxport.graphs import ops
+from onnxport.graphs import contract, ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.inspect import element_types, initializers, names, producers
 from onnxport.graphs.paged import (
@@ -49,12 +53,19 @@ from onnxport.graphs.passes.paged_plan import SCOPE, PagedPlan
 from onnxport.graphs.passes.result import PassResult, copy_model
 from onnxport.graphs.tensors import numpy_dtype
 
+Bounds = Literal["metadata", "shapes"]
+
 DEFAULT_TILE_TOKENS: Final = 64
 _COMPUTE_TYPES: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _INT8_MIN, _INT8_MAX = -128.0, 127.0
 
 
-def decompose(model: onnx.ModelProto, *, tile_tokens: int = DEFAULT_TILE_TOKENS) -> PassResult:
+def decompose(
+    model: onnx.ModelProto,
+    *,
+    tile_tokens: int = DEFAULT_TILE_TOKENS,
+    bounds: Bounds = "metadata",
+) -> PassResult:
     """Replace every PagedAttention by standard operators.
 
     Scores take `rows * num_heads * kv_len` elements, where rows is at most
@@ -66,11 +77,16 @@ def decompose(model: onnx.ModelProto, *, tile_tokens: int = DEFAULT_TILE_TOKENS)
         model: A paged graph. Activations and cache may be float32, float16 or bfloat16, the
             cache also int8 with scales; the types of an EP are set by other passes before.
         tile_tokens: Most query tokens that share one gathered copy of their keys and values.
+        bounds: Where the longest chunk and sequence come from. "metadata": from the attention
+            metadata. "shapes": the graph has no such input; the length of a new one, QUERY_TILE,
+            1 to `tile_tokens`, is the tile, and kv_len is the width of the block table in
+            tokens. Any length of it gives the same results; the longest chunk's is the fastest.
 
     Raises:
-        ArtifactError: A node uses what this rewrite does not cover, a latent or a 4-bit cache;
-            or its types are unknown.
+        ArtifactError: A node uses what this rewrite does not cover, a latent or a 4-bit cache, or
+            a slot mapping where shapes bound it; or its types are unknown.
     """
+    assert bounds in get_args(Bounds), bounds
     layers = {node.outputs[0]: node for node in attention_nodes(model)}
     if not layers:
         return PassResult("decompose", copy_model(model), {})
@@ -78,7 +94,8 @@ def decompose(model: onnx.ModelProto, *, tile_tokens: int = DEFAULT_TILE_TOKENS)
     g = GraphBuilder("decomposed")
     remade = {name for node in layers.values() for name in node.outputs}
     g.reserve(names(copy) - remade)
-    rewriter = _Rewriter(g, copy, tile_tokens)
+    query_tile = _take_query_tile(copy, layers.values()) if bounds == "shapes" else None
+    rewriter = _Rewriter(g, copy, tile_tokens, query_tile)
     nodes: list[onnx.NodeProto] = []
     for node in copy.graph.node:
         if is_paged_attention(node):
@@ -96,6 +113,17 @@ def decompose(model: onnx.ModelProto, *, tile_tokens: int = DEFAULT_TILE_TOKENS)
     return PassResult("decompose", copy, dict(changes))
 
 
+def _take_query_tile(model: onnx.ModelProto, layers: Iterable[PagedAttentionNode]) -> str:
+    """Let a graph have the input QUERY_TILE in place of the attention metadata."""
+    metadata = {layer.input(PagedInput.ATTENTION_METADATA) for layer in layers}
+    for info in [info for info in model.graph.input if info.name in metadata]:
+        model.graph.input.remove(info)
+    name, dims = contract.QUERY_TILE, [contract.QUERY_TILE]
+    info = onnx.helper.make_tensor_value_info(name, TensorProto.INT8, dims)
+    model.graph.input.append(info)
+    return name
+
+
 def _copied(node: onnx.NodeProto) -> onnx.NodeProto:
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
@@ -105,17 +133,20 @@ def _copied(node: onnx.NodeProto) -> onnx.NodeProto:
 class _Rewriter:
     """Emits the replacement of each node, and shares plans between them."""
 
-    def __init__(self, g: GraphBuilder, model: onnx.ModelProto, tile_tokens: int) -> None:
+    def __init__(
+        self, g: GraphBuilder, model: onnx.ModelProto, tile_tokens: int, query_tile: str | None
+    ) -> None:
         self._g = g
         self._types = element_types(model)
         self._initializers = initializers(model)
         self._producers = producers(model)
         self._tile_tokens = tile_tokens
+        self._query_tile = query_tile
         self.plans: dict[tuple[str, ...], PagedPlan] = {}
 
     def rewrite(self, layer: PagedAttentionNode) -> None:
         """Emit one layer's attention; its outputs keep their names."""
-        _refuse(layer)
+        _refuse(layer, maps_slots=self._query_tile is None)
         dtype = self._types.get(layer.input(PagedInput.QUERY))
         cache_dtype = self._types.get(layer.input(PagedInput.KEY_CACHE))
         if dtype not in _COMPUTE_TYPES or cache_dtype is None:
@@ -138,7 +169,7 @@ class _Rewriter:
         )
         if key not in self.plans:
             with self._g.scope(SCOPE, root=True):
-                self.plans[key] = PagedPlan(self._g, layer, self._tile_tokens)
+                self.plans[key] = PagedPlan(self._g, layer, self._tile_tokens, self._query_tile)
         return self.plans[key]
 
     def _split_heads(self, layer: PagedAttentionNode) -> tuple[str, str, str]:
@@ -304,12 +335,15 @@ class _Rewriter:
         return self._g.constant(np.array(value, numpy_dtype(dtype)), "scalar")
 
 
-def _refuse(layer: PagedAttentionNode) -> None:
+def _refuse(layer: PagedAttentionNode, *, maps_slots: bool) -> None:
     """Raise for what the rewrite does not cover, naming all of it."""
+    mapping = layer.input(PagedInput.SLOT_MAPPING)
     checks: Mapping[str, Any] = {
         f"a {layer.kv_cache_layout} cache": layer.kv_cache_layout != "SEPARATE",
         f"a cache of {layer.k_cache_dtype}": layer.k_cache_dtype in ("int4", "float4e2m1"),
         "RoPE without its tables": layer.do_rotary and not layer.input(PagedInput.SIN),
+        # How many tokens it leaves out decides shapes.
+        "a slot mapping, with fixed shapes": bool(mapping) and not maps_slots,
     }
     found = [what for what, used in checks.items() if used]
     if found:

@@ -2,7 +2,8 @@
 
 Integers are int64 throughout: an execution provider without int64 arithmetic leaves these small
 nodes to the CPU, where their inputs come from. Sizes derive from host values alone (shapes and
-the attention metadata), so nothing waits for a device.
+the attention metadata), so nothing waits for a device; from shapes alone where a plan is given
+the input QUERY_TILE.
 
 For T tokens, B sequences with `new` tokens each, tiles of C tokens:
 
@@ -38,10 +39,25 @@ class PagedPlan:
         token_rows: int64 [T], the row of [tiles * C] that holds a token's result.
     """
 
-    def __init__(self, g: GraphBuilder, layer: PagedAttentionNode, tile_tokens: int) -> None:
+    def __init__(
+        self, g: GraphBuilder, layer: PagedAttentionNode, tile_tokens: int, query_tile: str | None
+    ) -> None:
+        """Emit what is needed always.
+
+        Args:
+            g: Takes the nodes.
+            layer: Any of the layers that share the plan.
+            tile_tokens: Largest C.
+            query_tile: An input whose length is C; None: the attention metadata bound C, and how
+                many of the block table's columns are read.
+        """
         self._g = g
         self._memo: dict[tuple[object, ...], str] = {}
-        self._read_inputs(layer, tile_tokens)
+        self._read_inputs(layer)
+        if query_tile is None:
+            self._bound_by_metadata(layer.input(PagedInput.ATTENTION_METADATA), tile_tokens)
+        else:
+            self._bound_by_shapes(query_tile, tile_tokens)
         self._place_tokens(layer.input(PagedInput.SLOT_MAPPING))
         self._place_tiles()
 
@@ -100,8 +116,8 @@ class PagedPlan:
         hidden = g.constant(np.array(lowest, kind), "hidden")
         return g.node("Where", [visible, zero, hidden], name="bias")
 
-    def _read_inputs(self, layer: PagedAttentionNode, tile_tokens: int) -> None:
-        """Inputs as int64, and the sizes: T, B, C, block size, blocks to read, kv_len."""
+    def _read_inputs(self, layer: PagedAttentionNode) -> None:
+        """Inputs as int64, and the sizes that they have: T, B, block size, width of the table."""
         g = self._g
         cumulative, past, table = (
             ops.cast(g, layer.input(position), TensorProto.INT64, name="plan")
@@ -122,19 +138,31 @@ class PagedPlan:
         self._width = self._dim(layer.input(PagedInput.BLOCK_TABLE), 1)
         self._num_blocks = self._dim(layer.input(PagedInput.KEY_CACHE), 0)
         self._block_size = self._dim(layer.input(PagedInput.KEY_CACHE), 1)
+
+    def _bound_by_metadata(self, metadata: str, tile_tokens: int) -> None:
+        """C, and the blocks that the longest sequence needs; without metadata as in shapes."""
+        g = self._g
         capacity = self._mul(self._width, self._block_size)
         longest_query, longest_kv = self._num_tokens, capacity
-        metadata = layer.input(PagedInput.ATTENTION_METADATA)
         if metadata:
             bounds = ops.cast(g, metadata, TensorProto.INT64, name="bounds")
             longest_query = self._known(self._pick(bounds, 0), longest_query)
             longest_kv = self._known(self._pick(bounds, 1), longest_kv)
         # Bounds of at least one keep every shape valid, whatever the metadata says.
-        tile = self._min(self._min(longest_query, self._num_tokens), self._int(tile_tokens))
-        self._tile = self._max(tile, self._int(1))
+        self._tile = self._tile_of(longest_query, tile_tokens)
         kv_len = self._max(self._min(longest_kv, capacity), self._int(1))
         self._blocks = self._ceil_div(kv_len, self._block_size)
         self._kv_len = self._mul(self._blocks, self._block_size)
+
+    def _bound_by_shapes(self, query_tile: str, tile_tokens: int) -> None:
+        """C, and all of the block table."""
+        self._tile = self._tile_of(self._dim(query_tile, 0), tile_tokens)
+        self._blocks = self._width
+        self._kv_len = self._mul(self._blocks, self._block_size)
+
+    def _tile_of(self, length: str, tile_tokens: int) -> str:
+        tile = self._min(self._min(length, self._num_tokens), self._int(tile_tokens))
+        return self._max(tile, self._int(1))
 
     def _place_tokens(self, slot_mapping: str) -> None:
         """The sequence, position and slot of each token; a mapped slot may be -1, unwritten."""

@@ -70,9 +70,12 @@ def paged_model(
     return g.build()
 
 
-def feeds(case: Case, model: onnx.ModelProto) -> dict[str, NDArray[Any]]:
+def feeds(
+    case: Case, model: onnx.ModelProto, query_tile: int | None = None
+) -> dict[str, NDArray[Any]]:
     """A case's values for the inputs that a model has, in its types."""
-    values = run_ort.inputs(case)
+    tile = max(1, *case.new_lengths) if query_tile is None else query_tile
+    values = run_ort.inputs(case) | {c.QUERY_TILE: np.zeros(tile, np.int8)}
     found = {}
     for info in model.graph.input:
         if info.name.startswith("past_key_values."):
