@@ -30,6 +30,7 @@ class Target:
     device_id: int = 0
     options: Mapping[str, str] = field(default_factory=dict)  # of the execution provider
     ep_device: Any = None  # onnxruntime.OrtEpDevice of a plugin; None: the wheel has it built in
+    sequential: bool = False  # it wants one node at a time and no memory patterns
 
     @property
     def is_host(self) -> bool:
@@ -66,6 +67,9 @@ def start_session(model: bytes, folder: Path | None, options: Any, target: Targe
     if folder is not None:
         options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
     options.add_session_config_entry(RECORD_PLACEMENT, "1")
+    if target.sequential:
+        options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+        options.enable_mem_pattern = False
     wanted = target.execution_provider
     try:
         if target.ep_device is not None:

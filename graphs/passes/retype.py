@@ -57,7 +57,13 @@ _ROPE_INPUTS: Final = {"PagedAttention": (8, 9), "GroupQueryAttention": (7, 8)}
 _FLOAT_INPUTS: Final = {"PagedAttention": (14, 15), "GroupQueryAttention": (12, 13)}
 
 
-def retype(model: onnx.ModelProto, read_tensor: ReadTensor, dtype: str = "float32") -> PassResult:
+def retype(
+    model: onnx.ModelProto,
+    read_tensor: ReadTensor,
+    dtype: str = "float32",
+    *,
+    keep_tables: bool = True,
+) -> PassResult:
     """Change the floating values of a graph to one type.
 
     KV cache inputs and outputs change type too. The output `logits` is float32 afterwards.
@@ -67,6 +73,8 @@ def retype(model: onnx.ModelProto, read_tensor: ReadTensor, dtype: str = "float3
         model: A graph without control flow.
         read_tensor: Returns an initializer's contents, such as `Artifact.read_tensor`.
         dtype: One of FLOAT_DTYPES.
+        keep_tables: Keep 16-bit tables that are only gathered from; not on a device that has no
+            16-bit floats at all.
 
     Raises:
         ValueError: Another dtype.
@@ -78,7 +86,7 @@ def retype(model: onnx.ModelProto, read_tensor: ReadTensor, dtype: str = "float3
     if has_subgraphs(model.graph.node) or model.functions:
         raise ArtifactError("retype: the graph has control flow or functions; none is expected")
     retyper = _Retyper(copy_model(model), read_tensor, FLOAT_DTYPES[dtype])
-    retyper.convert()
+    retyper.convert(keep_tables=keep_tables)
     return PassResult("retype", retyper.model, dict(retyper.changes), retyper.attached)
 
 
@@ -110,7 +118,7 @@ class _Retyper:
         self._replaced = _replaced_types(model, target)
         self._taken = names(model)
 
-    def convert(self) -> None:
+    def convert(self, *, keep_tables: bool) -> None:
         """Convert what the graph declares, stores and computes, in this order."""
         graph = self.model.graph
         self._keep_logits()
@@ -119,7 +127,7 @@ class _Retyper:
             if info.name != contract.LOGITS and kind.elem_type in self._replaced:
                 kind.elem_type = self._target
                 self.changes["inputs and outputs"] += 1
-        self._convert_initializers()
+        self._convert_initializers(keep_tables=keep_tables)
         for node in graph.node:
             if contract.LOGITS not in node.output:
                 self._convert_attributes(node)
@@ -145,7 +153,7 @@ class _Retyper:
         cast = self._cast(inner, contract.LOGITS, TensorProto.FLOAT, "logits.cast")
         self.model.graph.node.append(cast)
 
-    def _convert_initializers(self) -> None:
+    def _convert_initializers(self, *, keep_tables: bool) -> None:
         """Convert initializers; kept tables are cast behind their Gather, or once, as a whole."""
         readers = consumers(self.model)
         outputs = {info.name for info in self.model.graph.output}
@@ -160,8 +168,8 @@ class _Retyper:
                 continue
             widens = self._target == TensorProto.FLOAT
             keeps = _is_gathered if widens else _is_rope_table
-            tables = [read for read in reads if keeps(*read)]
-            others = [read for read in reads if not keeps(*read)]
+            tables = [read for read in reads if keeps(*read) and (keep_tables or not widens)]
+            others = [read for read in reads if read not in tables]
             if widens:
                 casts.update(self._cast_after(node) for node, _ in tables)
             elif tables:

@@ -1,0 +1,99 @@
+"""Caches behind ONNX Runtime's bindings: the same content as caches in NumPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from onnx import TensorProto
+
+from onnxport.graphs.block_transfers import CacheShape
+from onnxport.graphs.tensors import numpy_dtype
+from onnxport.providers.blocks import HostBlocks, plain_layout
+from onnxport.providers.device_blocks import DeviceBlocks, device_caches
+from onnxport.providers.ort import CPU
+
+NUM_BLOCKS, BLOCK_SIZE, LAYERS, HEADS, WIDTH = 12, 4, 2, 3, 8
+
+
+class Both:
+    """The same caches twice: on a "device", and in plain arrays as the reference."""
+
+    def __init__(self, dtype: int, group: int | None) -> None:
+        shape = CacheShape(LAYERS, HEADS, WIDTH, dtype)
+        self.dtype = numpy_dtype(dtype)
+        spare = 1 if group else 0
+        self.caches = device_caches(shape, NUM_BLOCKS + spare, BLOCK_SIZE, CPU)
+        self.device = DeviceBlocks(self.caches, shape, NUM_BLOCKS, CPU, group)
+        dims = (NUM_BLOCKS, BLOCK_SIZE, HEADS, WIDTH)
+        pairs = [(np.zeros(dims, self.dtype), np.zeros(dims, self.dtype)) for _ in range(LAYERS)]
+        self.host = HostBlocks(pairs, plain_layout())
+
+    def content(self, count: int, seed: int) -> NDArray[Any]:
+        random = np.random.default_rng(seed)
+        shape = (count, LAYERS, 2, HEADS, BLOCK_SIZE, WIDTH)
+        return random.standard_normal(shape).astype(self.dtype)
+
+    def check(self) -> None:
+        every = list(range(NUM_BLOCKS))
+        expected, found = self.host.read(every), self.device.read(every)
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+# ONNX Runtime's CPU provider has no Expand for bfloat16, with which zeros are made.
+CASES = [(kind, group) for kind in (TensorProto.FLOAT, TensorProto.FLOAT16) for group in (None, 5)]
+BLOCKS = st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=NUM_BLOCKS, unique=True)
+
+
+@pytest.mark.parametrize(("dtype", "group"), CASES)
+def test_transfers_are_those_of_the_host(dtype: int, group: int | None) -> None:
+    both = Both(dtype, group)
+    both.check()
+
+    @settings(max_examples=40, deadline=None)
+    @given(BLOCKS, BLOCKS, st.integers(0, 1000))
+    def moves(written: list[int], copied: list[int], seed: int) -> None:
+        content = both.content(len(written), seed)
+        both.device.write(written, content)
+        both.host.write(written, content)
+        half = len(copied) // 2
+        sources, targets = copied[:half], copied[half : 2 * half]
+        both.device.copy(sources, targets)
+        both.host.copy(sources, targets)
+        both.check()
+
+    moves()
+    twice = [3, 1, 3]
+    np.testing.assert_array_equal(both.device.read(twice), both.host.read(twice))
+
+
+def test_memory_stays_where_it_is() -> None:
+    both = Both(TensorProto.FLOAT, None)
+    pointers = [cache.value.data_ptr() for cache in both.caches]
+    both.device.write([0, 5], both.content(2, 1))
+    both.device.copy([0], [7])
+    assert [cache.value.data_ptr() for cache in both.caches] == pointers
+    name = both.caches[3].input_name
+    assert (name, both.caches[3].value.numpy()[7].any()) == ("past_key_values.1.value", True)
+
+
+def test_misuse_fails_before_anything_changes() -> None:
+    both = Both(TensorProto.FLOAT, 5)
+    content = both.content(2, 2)
+    for wrong in (
+        lambda: both.device.write([0, 0], content),
+        lambda: both.device.write([0, NUM_BLOCKS], content),  # the spare block is not the pool's
+        lambda: both.device.write([0, 1, 2], content),
+        lambda: both.device.write([0, 1], content.astype(np.float64)),
+        lambda: both.device.copy([0, 1], [1, 2]),
+        lambda: both.device.copy([0], [1, 2]),
+        lambda: both.device.read([-1]),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()
+    both.check()
