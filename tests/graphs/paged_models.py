@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,9 +88,11 @@ def feeds(
     return found
 
 
-def run(model: onnx.ModelProto, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+def run(
+    model: onnx.ModelProto, inputs: Mapping[str, NDArray[Any]], library: Path | None = None
+) -> dict[str, NDArray[Any]]:
     """Run on ONNX Runtime's CPU provider, in any type; returns outputs by name."""
-    session = start(model)
+    session = start(model, library)
     binding = session.io_binding()
     for info in model.graph.input:
         kind, value = info.type.tensor_type.elem_type, inputs[info.name]
@@ -118,9 +121,11 @@ def run(model: onnx.ModelProto, inputs: Mapping[str, NDArray[Any]]) -> dict[str,
     return found
 
 
-def start(model: onnx.ModelProto) -> ort.InferenceSession:
-    """A session on the CPU, one thread."""
+def start(model: onnx.ModelProto, library: Path | None = None) -> ort.InferenceSession:
+    """A session on the CPU, one thread, with our operators where their library is given."""
     options = ort.SessionOptions()
+    if library is not None:
+        options.register_custom_ops_library(str(library))
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
     return ort.InferenceSession(
