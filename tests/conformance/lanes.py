@@ -7,7 +7,7 @@ Only what is particular about a provider is said here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ class Lane:
         """Why this machine cannot run it, "" if it can."""
         if self.options.get("attention") == "custom" and find_library() is None:
             return "the C++ kernel was not built: no C++17 compiler on this machine"
-        probe = registry.get_provider(self.provider, emulate=self.emulated).probe()
+        stand_in = "cpu" if self.emulated else self.provider
+        probe = registry.get_provider(stand_in).probe()
         return "" if probe.available else probe.reason
 
     def open(self, path: Path, **changes: Any) -> Model:
@@ -58,11 +59,18 @@ class Lane:
 def _cpu_lanes() -> list[Lane]:
     small = {"block_size": BLOCK_SIZE}
     custom, decomposed = ({"attention": kind, **small} for kind in ("custom", "decomposed"))
+    large = {**custom, "block_size": 32}
     return [
         Lane("cpu-custom", "cpu", {**custom, **FLOAT32_PRODUCTS}),
         Lane("cpu-decomposed", "cpu", {**decomposed, **FLOAT32_PRODUCTS}),
-        Lane("cpu-custom-served", "cpu", custom, COARSE, precisions=QUANTIZED),
+        Lane("cpu-custom-served", "cpu", large, COARSE, precisions=QUANTIZED),
         Lane("cpu-decomposed-served", "cpu", decomposed, COARSE, precisions=QUANTIZED),
+        *(
+            Lane(
+                f"cpu-{kind}-cache", "cpu", {**large, "kv_cache_dtype": kind}, precisions=("fp32",)
+            )
+            for kind in ("float16", "bfloat16")
+        ),
     ]
 
 
@@ -74,15 +82,23 @@ def _openvino_lanes() -> list[Lane]:
     ]
 
 
+def _device_lanes() -> list[Lane]:
+    """Providers that share their lowering: as they choose, and emulated also in float32."""
+    options = {"block_size": BLOCK_SIZE, **FLOAT32_PRODUCTS}
+    devices = [name for name in registry.PROVIDERS if name not in ("cpu", "openvino")]
+    lanes = [Lane(name, name, options) for name in devices]
+    for name in registry.EMULATED:
+        emulated = Lane(f"{name}-emulated", name, options, emulated=True)
+        wide = {**options, "dtype": "float32"}
+        exact = replace(emulated, name=f"{name}-emulated-float32", options=wide)
+        # an artifact in fp32 runs in float32 anyhow
+        lanes += [emulated, replace(exact, precisions=("fp16", *QUANTIZED))]
+    return lanes
+
+
 def all_lanes() -> list[Lane]:
     """Every lane, whether this machine can run it or not."""
-    lanes = [*_cpu_lanes(), *_openvino_lanes()]
-    device = {"block_size": BLOCK_SIZE, **FLOAT32_PRODUCTS}
-    lanes += [
-        Lane(name, name, device) for name in registry.PROVIDERS if name not in ("cpu", "openvino")
-    ]
-    lanes += [Lane(f"{name}-emulated", name, device, emulated=True) for name in registry.EMULATED]
-    return lanes
+    return [*_cpu_lanes(), *_openvino_lanes(), *_device_lanes()]
 
 
 def partner_of(lane: Lane) -> Lane:

@@ -1,10 +1,9 @@
-"""The openvino provider: every family and precision, the same tokens whatever the batch."""
+"""What is particular to the openvino provider; tests/conformance has what it shares with others."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,6 @@ from tests.providers.models import run_rows
 
 ov = pytest.importorskip("openvino", reason="openvino is not installed: pip install '.[openvino]'")
 
-FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3")
-PRECISIONS = ("fp32", "fp16", "int8", "int4")
 EXACT = {"kv_cache_dtype": "float32", "matmul_accuracy_level": 1}
 DYNAMIC_QUANTIZATION = "DYNAMIC_QUANTIZATION_GROUP_SIZE"
 BLOCK_SIZE = 32
@@ -53,25 +50,6 @@ def prompts() -> list[list[int]]:
     return [random.integers(3, VOCAB, length).tolist() for length in LENGTHS]
 
 
-def generate(
-    model: Model,
-    max_num_seqs: int = 8,
-    max_num_batched_tokens: int = 512,
-    **config: Any,
-) -> tuple[list[list[int]], Engine]:
-    """Greedy tokens of every prompt, all submitted together, and the engine that made them."""
-    engine = Engine(model, config=EngineConfig(max_num_seqs, max_num_batched_tokens, **config))
-    for index, prompt in enumerate(prompts()):
-        engine.submit(engine.prepare(str(index), prompt, GREEDY))
-    tokens: list[list[int]] = [[] for _ in LENGTHS]
-    while engine.has_work:
-        for delta in engine.step():
-            assert delta.finish_reason in (None, "length"), delta.error
-            tokens[int(delta.request_id)].extend(delta.token_ids)
-    engine.check()
-    return tokens, engine
-
-
 def logits(model: Model) -> NDArray[np.float32]:
     """A ragged prefill and two decoding steps, float32 [3, 4, vocab]."""
     size = model.capabilities.block_size
@@ -87,26 +65,6 @@ def logits(model: Model) -> NDArray[np.float32]:
     return np.stack(steps)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_the_cpu_and_of_the_reference(
-    tiny_artifact: ArtifactMaker, family: str, precision: str
-) -> None:
-    path = tiny_artifact(family, precision)
-    golden = np.load(path / "golden.npz")
-    with models.opened(path, "decomposed", matmul_accuracy_level=1) as cpu:
-        expected = logits(cpu)
-    with opened(path, **EXACT) as model:
-        capabilities = model.capabilities
-        assert (capabilities.compute_dtype, capabilities.kv_cache_dtype) == ("float32", "float32")
-        np.testing.assert_allclose(logits(model), expected, rtol=1e-4, atol=1e-4)
-        row = (golden["token_ids"].tolist(), 0, [3])
-        np.testing.assert_allclose(run_rows(model, [row])[0], golden["logits"][-1], atol=1e-3)
-    with opened(path) as model:  # what OpenVINO chooses: 16-bit or int8 activations, int8 cache
-        spread = np.abs(expected).max()
-        assert np.abs(logits(model) - expected).max() < 0.15 * spread
-
-
 @pytest.mark.parametrize("case", ["qwen2-ragged", "llama-yarn", "qwen3-window"])
 def test_odd_shapes_are_exact_too(tiny_artifact: ArtifactMaker, case: str) -> None:
     path = tiny_artifact(case, "int4")
@@ -114,42 +72,6 @@ def test_odd_shapes_are_exact_too(tiny_artifact: ArtifactMaker, case: str) -> No
         expected = logits(cpu)
     with opened(path, **EXACT) as model:
         np.testing.assert_allclose(logits(model), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "int4"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_same_tokens_however_it_is_batched(
-    tiny_artifact: ArtifactMaker, family: str, precision: str
-) -> None:
-    path = tiny_artifact(family, precision)
-    with opened(path, **EXACT) as model:
-        together, _ = generate(model, enable_prefix_caching=False)
-        assert all(len(tokens) == NEW_TOKENS for tokens in together)
-        for options in (
-            {"max_num_seqs": 1},
-            {"max_num_batched_tokens": 8},
-            {"max_num_batched_tokens": 13},
-        ):
-            assert generate(model, **options)[0] == together
-    with models.opened(path, "decomposed", matmul_accuracy_level=1) as cpu:
-        assert generate(cpu)[0] == together
-    with opened(path, **EXACT, kv_cache_tokens=3 * BLOCK_SIZE) as model:
-        preempted, engine = generate(model)
-        assert engine.stats().num_preemptions > 0
-        assert preempted == together
-
-
-def test_a_cached_prefix_changes_nothing(tiny_artifact: ArtifactMaker) -> None:
-    with opened(tiny_artifact("qwen3", "int4"), **EXACT) as model:
-        cold, _ = generate(model, enable_prefix_caching=False)
-        engine = Engine(model, config=EngineConfig(8, 512))
-        for turn in ("cold", "cached"):
-            engine.submit(engine.prepare(turn, prompts()[4], GREEDY))
-            deltas = []
-            while engine.has_work:
-                deltas.extend(engine.step())
-            assert [token for delta in deltas for token in delta.token_ids] == cold[4]
-        assert deltas[-1].num_cached_tokens == BLOCK_SIZE
 
 
 @pytest.mark.parametrize("options", [EXACT, {}])
@@ -171,49 +93,6 @@ def test_evicted_blocks_come_back_from_host_memory(
         assert [len(tokens) for tokens in turns] == [NEW_TOKENS] * 3
         if options:
             assert turns[2] == turns[0]
-
-
-def test_in_its_own_precision_all_requests_end(tiny_artifact: ArtifactMaker) -> None:
-    with opened(tiny_artifact("llama", "int4"), kv_cache_tokens=3 * BLOCK_SIZE) as model:
-        tokens, engine = generate(model)
-        assert engine.stats().num_preemptions > 0
-        assert all(len(found) == NEW_TOKENS for found in tokens)
-
-
-@contextmanager
-def both(path: Path, block_size: int = BLOCK_SIZE) -> Iterator[tuple[Model, Model]]:
-    """The cpu and the openvino provider, in float32, with blocks of one size."""
-    with (
-        models.opened(path, None, block_size=block_size, matmul_accuracy_level=1) as cpu,
-        opened(path, **EXACT) as model,
-    ):
-        yield cpu, model
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_sequence_moves_between_providers_and_back(
-    tiny_artifact: ArtifactMaker, family: str
-) -> None:
-    prompt = prompts()[4]
-    blocks = [9, 4]
-
-    def go(route: list[Model]) -> list[int]:
-        """Prefill on the first one and decode a token on each; the K/V follow."""
-        tokens, past, last = list(prompt), 0, None
-        for model in route:
-            if last is not None and model is not last:
-                model.write_blocks(blocks, last.read_blocks(blocks))
-            found = run_rows(model, [(tokens[past:], past, blocks)])
-            past, last = len(tokens), model
-            tokens.append(int(found[0].argmax()))
-        return tokens[len(prompt) :]
-
-    with both(tiny_artifact(family, "int4")) as (cpu, model):
-        assert cpu.capabilities.kv_format == model.capabilities.kv_format
-        alone = go([cpu] * 10)
-        assert go([model] * 10) == alone
-        assert go([cpu, *[model] * 4, *[cpu] * 5]) == alone
-        assert go([model, *[cpu] * 4, *[model] * 5]) == alone
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
