@@ -112,19 +112,6 @@ def test_devices() -> None:
     assert found["cuda"]["reason"]
 
 
-def test_verify(artifact: Path) -> None:
-    done = onnxport("verify", artifact)
-    assert done.returncode == 0, done.stderr
-    assert "cpu, float32 arithmetic: ok" in done.stdout
-    verdicts = json.loads(onnxport("verify", artifact, "--json", "--provider", "cpu").stdout)
-    assert [one["tolerance"]["name"] for one in verdicts] == [
-        "float32 arithmetic",
-        "8-bit activations",
-    ]
-    assert all(one["passed"] for one in verdicts)
-    assert verdicts[0]["whole"]["max_diff"] < 1e-4
-
-
 def test_verify_finds_a_changed_file(artifact: Path, tmp_path: Path) -> None:
     changed = tmp_path / "changed"
     shutil.copytree(artifact, changed)

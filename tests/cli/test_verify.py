@@ -1,63 +1,32 @@
-"""The comparison behind `onnxport verify` finds what is wrong, and only that."""
+"""`onnxport verify`: what it prints and how it ends."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import json
-import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from onnxport.errors import ArtifactError
-from onnxport.providers.null import NullModel, NullOptions
-from onnxport.serving.verify import EXACT, Golden, compare, read_golden, run
+from onnxport.cli import build_parser, main
+from onnxport.cli.verify import command_line
+from onnxport.cli.verify_table import lines
+from onnxport.errors import ArtifactError, CapacityError
+from onnxport.graphs.artifact import Artifact
+from onnxport.providers.registry import PLANNED, PROVIDERS
+from onnxport.serving.verify.golden import read_golden
+from onnxport.serving.verify.machine import Machine
+from onnxport.serving.verify.report import SCHEMA, Report, describe
+from onnxport.serving.verify.verifier import Checks
 
+from ..serving.verifying import FakeProvider, WrongModel, fail, fake_artifact, fake_verifier, late
 from .conftest import onnxport
 
-LOGITS = np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32) * 3
-
-
-def test_equal_logits() -> None:
-    found = compare(LOGITS, LOGITS)
-    assert (found.max_diff, found.max_kl, found.top1_agreement) == (0, 0, 1)
-    assert EXACT.allows(found)
-
-
-def test_an_offset_moves_logits_but_not_probabilities() -> None:
-    found = compare(LOGITS, LOGITS + 1)
-    assert found.max_diff == pytest.approx(1 / LOGITS.std(), rel=1e-4)
-    assert found.max_kl < 1e-9
-
-
-def test_divergence_is_that_of_the_worst_row() -> None:
-    changed = LOGITS.copy()
-    changed[2, changed[2].argmin()] += 20
-    found = compare(LOGITS, changed)
-    p = np.exp(LOGITS[2]) / np.exp(LOGITS[2]).sum()
-    q = np.exp(changed[2]) / np.exp(changed[2]).sum()
-    assert found.max_kl == pytest.approx(float((p * np.log(p / q)).sum()), rel=1e-4)
-    assert found.top1_agreement == 0.75
-    assert not EXACT.allows(found)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_fails(value: float) -> None:
-    changed = LOGITS.copy()
-    changed[0, 0] = value
-    assert not EXACT.allows(compare(LOGITS, changed))
-
-
-@pytest.mark.parametrize("first", [1, 5, 19, 20])
-def test_steps_of_any_size_give_the_same_rows(first: int) -> None:
-    golden = Golden(np.arange(20), np.array([3, 4, 11, 19], np.int32), LOGITS)
-    options = NullOptions(vocab_size=50, block_size=4)
-    whole = run(NullModel(options), golden, 20)
-    assert whole.shape == (4, 50)
-    assert np.array_equal(run(NullModel(options), golden, first), whole)
+MACHINE = Machine("Linux", "x86_64", "A Processor With a Name", 2, 16 << 30, "3.11.7")
 
 
 def change_golden(artifact: Path, folder: Path, **changes: np.ndarray) -> Path:
@@ -77,18 +46,103 @@ def change_golden(artifact: Path, folder: Path, **changes: np.ndarray) -> Path:
     return folder
 
 
+@pytest.mark.slow  # it loads the artifact twice on each
+def test_every_provider_here_gives_the_same_answers(artifact: Path) -> None:
+    done = onnxport("verify", artifact, "--no-speed")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert done.stdout.startswith("tiny: llama, int4, ")
+    assert all(len(line) <= 100 for line in done.stdout.splitlines())
+    for name in PROVIDERS:
+        assert f"\n{name}: ok on " in done.stdout or f"\n{name}: missing. " in done.stdout
+    assert all(f"\n{name}: missing. " in done.stdout for name in PLANNED)
+
+
+def test_json(artifact: Path) -> None:
+    done = onnxport("verify", artifact, "--json", "--provider", "cpu", "--threads", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["passed"]
+    assert report["command"] == "onnxport verify tiny --provider cpu --threads 1"
+    assert report["artifact"]["precision"] == "int4"
+    (cpu,) = report["providers"]
+    assert (cpu["provider"], cpu["state"], cpu["emulated"]) == ("cpu", "passed", False)
+    assert cpu["versions"]["onnxruntime"]
+    exact, served = cpu["modes"]
+    assert exact["tolerance"]["name"] == "float32 arithmetic"
+    assert served["tolerance"]["name"] == "8-bit activations"
+    assert exact["whole"]["max_diff"] < 1e-4
+    assert exact["capabilities"]["placement"]
+    for mode in (exact, served):
+        assert [one["state"] for one in mode["variants"]] == ["passed"] * 4
+    assert served["agreement"]["reference"] == "cpu"
+    assert [one["source"] for one in cpu["transfers"]] == ["cpu"]
+    assert cpu["speed"]["prefill_tokens_per_s"] > 0
+    assert [one["rows"] for one in cpu["speed"]["decode"]] == [1, 8]
+
+
+def test_what_was_not_asked_for_is_not_done(
+    artifact: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["verify", str(artifact), "--provider", "cpu", "--json", "--no-variants"]
+    assert main([*arguments, "--no-speed", "--attention", "decomposed"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (cpu,) = report["providers"]
+    assert cpu["modes"][0]["capabilities"]["attention"] == "decomposed"
+    assert [cpu["modes"][0]["variants"], cpu["transfers"], cpu["speed"]] == [[], [], None]
+    assert report["command"].endswith("--attention decomposed --no-variants --no-speed")
+
+
+def test_a_missing_provider_verifies_nothing(
+    artifact: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = FakeProvider(reason="there is no such device here")
+    monkeypatch.setattr(
+        "onnxport.serving.verify.verifier.get_provider", lambda name, emulate: provider
+    )
+    assert main(["verify", str(artifact), "--provider", "fake"]) == 1
+    assert "fake: missing. there is no such device here" in capsys.readouterr().out
+
+
+def test_an_unknown_provider_is_an_error(
+    artifact: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(artifact), "--provider", "abacus"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "no provider 'abacus'" in err
+
+
+def test_the_command_is_recorded_without_folders() -> None:
+    def recorded(*arguments: str) -> str:
+        return command_line(build_parser().parse_args(["verify", *arguments]), "model")
+
+    assert recorded("/a/b/model", "--json") == "onnxport verify model"
+    given = ["--provider", "cuda", "--emulate", "--kv-cache-dtype", "float16"]
+    assert recorded("x", *given) == (
+        "onnxport verify model --provider cuda --kv-cache-dtype float16 --emulate"
+    )
+
+
 def test_other_logits_fail(artifact: Path, tmp_path: Path) -> None:
-    logits = read_golden(artifact).logits
+    logits = read_golden(Artifact.read(artifact)).logits
     logits[:, 0] += 0.1
-    done = onnxport("verify", change_golden(artifact, tmp_path / "changed", logits=logits))
+    done = onnxport(
+        "verify",
+        change_golden(artifact, tmp_path / "changed", logits=logits),
+        "--provider",
+        "cpu",
+        "--no-speed",
+    )
     assert done.returncode == 1
-    assert "cpu, float32 arithmetic: FAILED" in done.stdout
+    assert "\ncpu: FAILED on " in done.stdout
+    assert "float32 arithmetic, golden logits in one step: max diff" in done.stdout
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"logits": np.zeros((3, 5), np.float32)},
+        {"logits": np.zeros((4, 5), np.float32)},
         {"logits_indices": np.array([0, 1, 2, 99], np.int32)},
         {"token_ids": np.array([None])},
     ],
@@ -97,4 +151,46 @@ def test_a_golden_file_that_is_none(
     artifact: Path, tmp_path: Path, changes: dict[str, np.ndarray]
 ) -> None:
     with pytest.raises(ArtifactError, match=r"golden\.npz"):
-        read_golden(change_golden(artifact, tmp_path / "changed", **changes))
+        read_golden(Artifact.read(change_golden(artifact, tmp_path / "changed", **changes)))
+
+
+def many(inputs: Any) -> bool:
+    return len(inputs.past_sequence_lengths) > 1
+
+
+def test_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    providers = {
+        "cpu": FakeProvider(lambda: WrongModel()),
+        "directml": FakeProvider(lambda: WrongModel(block_size=32)),
+        "late": FakeProvider(lambda: WrongModel(late)),
+        "many": FakeProvider(lambda: WrongModel(many)),
+        "full": FakeProvider(fail(CapacityError("the KV cache does not fit: " + "so much " * 30))),
+        "gone": FakeProvider(reason="fake is missing: pip install 'onnxport[fake]'"),
+    }
+    verifier = fake_verifier(monkeypatch, tmp_path, providers, checks=Checks())
+    found = [verifier.verify(name, emulate=name == "directml") for name in providers]
+    report = Report(
+        SCHEMA, "1.0", "now", "verify", MACHINE, describe(fake_artifact(tmp_path)), tuple(found)
+    )
+    text = list(lines(report))
+    assert all(len(line) <= 100 for line in text)
+    first, rest = text.index(""), [line.split() for line in text]
+    answers = text[first + 1 : text.index("", first + 1)]
+    assert answers[0].split()[-4:] == ["batched", "chunked", "cached", "preempted"]
+    marks = {line.split()[0]: line.split()[-4:] for line in answers[1:]}
+    assert marks["cpu"] == ["ok"] * 4
+    assert marks["many"][::2] == ["FAILED", "ok"]
+    assert answers[2].startswith("directml (emulated)")
+    titles = text[text.index("", first + 1) + 1]
+    own, moved = titles.index("own K/V"), titles.index("K/V of cpu")
+    line = next(line for line in text if line.startswith("directml (emulated)") and "," in line)
+    assert line[own:].split()[0] == "ok"
+    assert line[moved:].split()[0] == "ok"
+    assert len(line.split()) == 2 + 3 + 3  # the name, three marks, three speeds
+    assert any(words[:2] == ["late:", "FAILED"] for words in rest)
+    joined = "\n".join(text)
+    assert "float32 arithmetic, against cpu: " in joined
+    assert "answers differ; token " in joined
+    assert "full: FAILED\n  the KV cache does not fit: so much" in joined
+    assert "gone: missing. fake is missing: pip install 'onnxport[fake]'" in joined
+    assert not report.passed

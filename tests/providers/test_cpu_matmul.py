@@ -13,7 +13,8 @@ from onnxport.providers.base import LoadOptions, Model, StepInputs
 from onnxport.providers.cpu import provider as cpu
 from onnxport.providers.cpu.library import matmul_isa
 from onnxport.providers.registry import open_model
-from onnxport.serving.verify import COARSE, EXACT, verify
+from onnxport.serving.verify.comparison import COARSE, EXACT
+from onnxport.serving.verify.verifier import Checks, Verifier
 from tests.exporter.checkpoints import VOCAB
 from tests.providers.conftest import ArtifactMaker
 
@@ -74,12 +75,14 @@ def test_a_sequence_has_the_same_logits_to_the_bit(
 def test_it_verifies(tiny_artifact: ArtifactMaker, precision: str) -> None:
     """Within today's tolerances, float32 arithmetic untouched by it."""
     artifact = Artifact.read(tiny_artifact("qwen2", precision))
-    exact, coarse = verify(artifact, "cpu", LoadOptions(kv_cache_tokens=512))
+    verifier = Verifier(artifact, LoadOptions(kv_cache_tokens=512), Checks(speed=False))
+    report = verifier.verify("cpu")
+    exact, coarse = report.modes
     assert exact.tolerance is EXACT
     assert coarse.tolerance is COARSE
-    assert exact.passed
-    assert coarse.passed
-    assert coarse.whole == coarse.stepwise  # not a bit of difference between the two
+    assert report.state == "passed", report
+    assert coarse.bit_invariant
+    assert all(one.state == "passed" and not one.divergences for one in coarse.variants)
 
 
 @needs_kernel

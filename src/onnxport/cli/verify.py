@@ -1,87 +1,130 @@
-"""`onnxport verify`: does this machine compute what the export recorded?"""
+"""`onnxport verify`: do all providers here give the same answers from these files, and how fast?"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onnxport.cli.arguments import Commands, add_load_options, command, load_options
-from onnxport.errors import ProviderError
+from onnxport.version import __version__
 
 if TYPE_CHECKING:
-    from onnxport.serving.verify import Comparison, Verdict
+    from onnxport.providers.base import LoadOptions, Probe
+    from onnxport.serving.verify.report import ProviderReport
+    from onnxport.serving.verify.verifier import Verifier
 
 FAILED = 1
+ATTENTION = ("native", "custom", "decomposed")  # providers.base.Attention, which is not imported
+ALL = ("all", "auto")
+RECORDED = (  # options that decide what is verified, in the order in which `command` names them
+    "provider",
+    "attention",
+    "dtype",
+    "kv_cache_dtype",
+    "kv_cache_tokens",
+    "kv_memory",
+    "max_model_len",
+    "threads",
+    "allow_on_host",
+)
+FLAGS = ("emulate", "no_variants", "no_speed")
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(
-        commands, "verify", "Compare an artifact's logits with those of its export.", run
+        commands,
+        "verify",
+        "Check on every provider that an artifact gives the answers of its export, and time it.",
+        run,
     )
     parser.add_argument("artifact", metavar="ARTIFACT", type=Path)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    group = parser.add_argument_group("checks")
+    group.add_argument(
+        "--emulate",
+        action="store_true",
+        help="run the graphs of a provider whose device is not here on the CPU",
+    )
+    group.add_argument(
+        "--no-variants",
+        action="store_true",
+        help="compare logits alone: decode nothing, move no blocks",
+    )
+    group.add_argument("--no-speed", action="store_true", help="measure no speed")
     add_load_options(parser)
+    group.add_argument("--attention", choices=ATTENTION, help="by default the provider's best")
     parser.set_defaults(provider="all")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Verify with one provider, or with each that this machine has."""
+    """Verify with one provider, or with each that there is."""
+    from onnxport.cli.verify_table import lines
     from onnxport.graphs.artifact import Artifact
-    from onnxport.providers.registry import probe_all
-    from onnxport.serving.verify import verify
+    from onnxport.serving.verify.machine import this_machine
+    from onnxport.serving.verify.report import SCHEMA, Report, describe
+    from onnxport.serving.verify.verifier import Checks, Verifier
 
     artifact = Artifact.read(options.artifact, verify="sha256")
-    names = [options.provider]
-    if options.provider in ("all", "auto"):
-        probes = probe_all()
-        names = [name for name, probe in probes if probe.available]
-        if not names:
-            reasons = "; ".join(f"{name}: {probe.reason}" for name, probe in probes)
-            raise ProviderError(f"no provider is available here. {reasons}")
-    loading = load_options(options)
-    verdicts = [verdict for name in names for verdict in verify(artifact, name, loading)]
-    if options.json:
-        print(json.dumps([_plain(verdict) for verdict in verdicts], indent=2))
-    else:
-        print(f"{artifact.path.name}: files match their checksums")
-        print("\n".join(line for verdict in verdicts for line in _lines(verdict)))
-    return 0 if all(verdict.passed for verdict in verdicts) else FAILED
-
-
-def _plain(verdict: Verdict) -> dict[str, Any]:
-    """Return a verdict as JSON types."""
-    return {
-        "provider": verdict.provider,
-        "passed": verdict.passed,
-        "device": verdict.capabilities.device,
-        "attention": verdict.capabilities.attention,
-        "compute_dtype": verdict.capabilities.compute_dtype,
-        "placement": dict(verdict.capabilities.placement),
-        "whole": asdict(verdict.whole),
-        "stepwise": asdict(verdict.stepwise),
-        "tolerance": asdict(verdict.tolerance),
-    }
-
-
-def _lines(verdict: Verdict) -> list[str]:
-    """Return what to print about one provider."""
-    limits, loaded = verdict.tolerance, verdict.capabilities
-    return [
-        f"{verdict.provider}, {limits.name}: {'ok' if verdict.passed else 'FAILED'} on "
-        f"{loaded.device}, {loaded.attention} attention, {loaded.kv_cache_dtype} cache",
-        f"{'':<18} max difference (std)     KL (nats)    same top token",
-        _line("in one step", verdict.whole),
-        _line("token by token", verdict.stepwise),
-        f"  {'allowed':<16} {limits.max_diff:>20.2g} {limits.max_kl:>13.2g}",
-    ]
-
-
-def _line(name: str, found: Comparison) -> str:
-    """Return one row of the table."""
-    return (
-        f"  {name:<16} {found.max_diff:>20.2g} {found.max_kl:>13.2g} {found.top1_agreement:>17.0%}"
+    checks = Checks(variants=not options.no_variants, speed=not options.no_speed)
+    verifier = Verifier(artifact, _load_options(options), checks)
+    report = Report(
+        schema=SCHEMA,
+        onnxport=__version__,
+        date_utc=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=command_line(options, artifact.path.name),
+        machine=this_machine(),
+        artifact=describe(artifact),
+        providers=tuple(_verify(verifier, options)),
     )
+    if options.json:
+        print(json.dumps(report.to_json(), indent=2))
+    else:
+        print("\n".join(lines(report)))
+    return 0 if report.passed else FAILED
+
+
+def _verify(verifier: Verifier, options: argparse.Namespace) -> Iterator[ProviderReport]:
+    """Verify with the providers that were asked for."""
+    from onnxport.providers.registry import EMULATED, PLANNED, probe_all
+    from onnxport.serving.verify.report import ProviderReport
+
+    if options.provider not in ALL:
+        yield verifier.verify(options.provider, emulate=options.emulate)
+        return
+    # Processors first: they compute in float32, and the others are compared with them.
+    for name, probe in sorted(probe_all(), key=lambda found: not _is_host(found[1])):
+        if name in PLANNED:
+            yield ProviderReport(name, "missing", probe.reason, emulated=False)
+        elif not probe.available and options.emulate and name in EMULATED:
+            yield verifier.verify(name, emulate=True)
+        else:
+            yield verifier.verify(name)
+
+
+def _is_host(probe: Probe) -> bool:
+    """Whether a provider is here and runs on the processor alone."""
+    return probe.available and all(device.kind == "cpu" for device in probe.devices)
+
+
+def command_line(options: argparse.Namespace, artifact: str) -> str:
+    """The command as one would type it beside the artifact: folders are left out."""
+    words = ["onnxport", "verify", artifact]
+    for name in RECORDED:
+        value = getattr(options, name, None)
+        for one in value if isinstance(value, list) else [value]:
+            if one not in (None, "auto", "all"):
+                words += [f"--{name.replace('_', '-')}", str(one)]
+    words += [f"--{name.replace('_', '-')}" for name in FLAGS if getattr(options, name)]
+    return shlex.join(words)
+
+
+def _load_options(options: argparse.Namespace) -> LoadOptions:
+    """What every provider is told."""
+    return replace(load_options(options), attention=options.attention)

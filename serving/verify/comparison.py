@@ -1,0 +1,111 @@
+"""How far logits may be from the reference, and when two tokens may change places."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.providers.base import Capabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How far logits are from the reference."""
+
+    max_diff: float  # largest absolute difference over the standard deviation of the reference
+    max_kl: float  # largest Kullback-Leibler divergence of a row from the reference, in nats
+    top1_agreement: float  # share of rows whose likeliest token is the reference's
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far logits may be; a top token may differ only within `max_diff`."""
+
+    name: str
+    max_diff: float
+    max_kl: float
+
+    def allows(self, found: Comparison) -> bool:
+        """Whether both figures are within their limits; not-a-number is not."""
+        return found.max_diff <= self.max_diff and found.max_kl <= self.max_kl
+
+
+# Measured on random models of 2 to 8 layers: 6e-5 and 4e-10 in float32; 0.6 and 0.05 with 8-bit
+# activations, which are coarse on purpose. That limit catches what is broken, not what is inexact.
+EXACT = Tolerance("float32 arithmetic", 2e-3, 1e-6)
+HALF = Tolerance("16-bit arithmetic", 1e-1, 1e-2)
+COARSE = Tolerance("8-bit activations", 1.5, 0.5)
+COARSE_CACHE = Tolerance("8-bit KV cache", COARSE.max_diff, COARSE.max_kl)
+
+
+def choose_tolerance(capabilities: Capabilities, *, coarse: bool) -> Tolerance:
+    """Return how exact a provider has to be.
+
+    Args:
+        capabilities: the types it computes and caches in.
+        coarse: whether it may round activations to 8 bits.
+    """
+    if coarse:
+        return COARSE
+    if capabilities.kv_cache_dtype == "int8":
+        return COARSE_CACHE
+    types = {capabilities.compute_dtype, capabilities.kv_cache_dtype}
+    return HALF if types & {"float16", "bfloat16"} else EXACT
+
+
+def compare(expected: NDArray[np.float32], actual: NDArray[np.float32]) -> Comparison:
+    """Compare logits, both [num_logits, vocab]."""
+    if not np.isfinite(actual).all():
+        return Comparison(math.inf, math.inf, 0.0)
+    reference, found = expected.astype(np.float64), actual.astype(np.float64)
+    spread = float(reference.std()) or 1.0
+    log_p, log_q = log_softmax(reference), log_softmax(found)
+    divergences = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+    agree = reference.argmax(axis=-1) == found.argmax(axis=-1)
+    return Comparison(
+        max_diff=float(np.abs(reference - found).max()) / spread,
+        max_kl=max(0.0, float(divergences.max())),
+        top1_agreement=float(agree.mean()),
+    )
+
+
+def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return log probabilities over the last axis."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result
+
+
+def measured_error(tolerance: Tolerance, *found: Comparison) -> float:
+    """How far any logit may be from exact, in standard deviations, by what was measured.
+
+    Never below what float32 arithmetic is allowed, for few rows were measured, and rounding grows
+    with the length of the context; and never above what this arithmetic is allowed.
+    """
+    measured = max(EXACT.max_diff, *(one.max_diff for one in found))
+    return min(tolerance.max_diff, measured)
+
+
+def tie_limit(error: float, other_error: float) -> float:
+    """Gap between two logits, in standard deviations, below which two runs may choose differently.
+
+    Let each run's logits be within its error of exact ones. Where one run puts token a first and
+    the other token b, the two differences a - b have different signs, and they differ by at most
+    2 * (error + other_error); so neither can be larger than that.
+    """
+    return 2 * (error + other_error)
+
+
+def gap(logits: NDArray[np.float32], tokens: tuple[int, int]) -> float:
+    """How far the less likely of two tokens is below the likeliest, in standard deviations.
+
+    Args:
+        logits: float32 [vocab].
+        tokens: that two runs chose.
+    """
+    values = logits.astype(np.float64)
+    spread = float(values.std()) or 1.0
+    return float(values.max() - values[list(tokens)].min()) / spread

@@ -1,0 +1,110 @@
+"""Greedy decoding through the engine, on a model that stays open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import ProviderError
+from onnxport.providers.base import Capabilities, Model, StepInputs
+from onnxport.serving.config import EngineConfig
+from onnxport.serving.engine import Engine
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.stats import EngineStats
+from onnxport.serving.verify.prompts import NEW_TOKENS, Prompt
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What an engine generated."""
+
+    tokens: tuple[Tokens, ...]  # one a prompt, without the prompt
+    stats: EngineStats
+
+
+class LentModel:
+    """A model that an engine may use and not close, or a part of its KV cache."""
+
+    def __init__(self, model: Model, num_blocks: int | None = None) -> None:
+        """Lend `model`.
+
+        Args:
+            model: stays open.
+            num_blocks: of its pool that may be used; None: all.
+        """
+        self._model = model
+        self._capabilities = model.capabilities
+        if num_blocks is not None:
+            limits = self._capabilities
+            assert 1 <= num_blocks <= limits.num_blocks
+            longest = min(limits.max_model_len, num_blocks * limits.block_size)
+            self._capabilities = replace(limits, num_blocks=num_blocks, max_model_len=longest)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the model, or of the part of its cache."""
+        return self._capabilities
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        """See `providers.base.Model.run`."""
+        return self._model.run(inputs)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `providers.base.Model.copy_blocks`."""
+        self._model.copy_blocks(sources, targets)
+
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.generic]:
+        """See `providers.base.Model.read_blocks`."""
+        return self._model.read_blocks(blocks)
+
+    def write_blocks(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
+        """See `providers.base.Model.write_blocks`."""
+        self._model.write_blocks(blocks, content)
+
+    def close(self) -> None:
+        """Do nothing: the model is only lent."""
+
+
+def decode(
+    model: Model,
+    prompts: Sequence[Prompt],
+    config: EngineConfig,
+    *,
+    one_by_one: bool = False,
+    num_blocks: int | None = None,
+) -> Decoded:
+    """Continue every prompt by NEW_TOKENS of the likeliest tokens.
+
+    Args:
+        model: stays open.
+        prompts: may hold one more than once.
+        config: of the engine.
+        one_by_one: begin a prompt when the one before it has ended.
+        num_blocks: of the KV cache that may be used; None: all.
+
+    Raises:
+        ProviderError: a request failed.
+    """
+    engine = Engine(LentModel(model, num_blocks), config=config)
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    found: list[list[int]] = [[] for _ in prompts]
+    for number, prompt in enumerate(prompts):
+        engine.submit(engine.prepare(str(number), prompt, params))
+        if one_by_one:
+            _finish(engine, found)
+    _finish(engine, found)
+    return Decoded(tuple(tuple(tokens) for tokens in found), engine.stats())
+
+
+def _finish(engine: Engine, found: list[list[int]]) -> None:
+    """Step until nothing is left to do."""
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.finish_reason == "error":
+                raise ProviderError(f"a request failed while decoding: {delta.error}")
+            found[int(delta.request_id)] += delta.token_ids

@@ -1,0 +1,64 @@
+"""One sequence on a loaded model, without the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import CapacityError
+from onnxport.kv.table import blocks_for
+from onnxport.providers.base import Model, StepInputs
+
+
+class LoneSequence:
+    """A sequence that grows by what each step computes.
+
+    Its blocks are taken from the end of the pool, or, with `reverse`, from its start, so that their
+    order and their offset matter.
+    """
+
+    def __init__(self, model: Model, num_tokens: int, *, reverse: bool = False) -> None:
+        """Take blocks for `num_tokens`. Raises CapacityError when the pool has not as many."""
+        limits = model.capabilities
+        needed = blocks_for(num_tokens, limits.block_size)
+        if needed > limits.num_blocks or num_tokens > limits.max_model_len:
+            raise CapacityError(
+                f"{num_tokens} tokens are to be checked; the KV cache has {limits.num_blocks} "
+                f"blocks of {limits.block_size}, and a sequence may have {limits.max_model_len} "
+                "tokens. Raise kv_cache_tokens or max_model_len"
+            )
+        self._model = model
+        last = limits.num_blocks - 1
+        self.blocks = list(range(needed)) if reverse else list(range(last, last - needed, -1))
+        self.num_computed = 0
+
+    def step(self, token_ids: Iterable[int], rows: list[int]) -> NDArray[np.float32]:
+        """Compute the next tokens; returns the logits of some, [len(rows), vocab].
+
+        Args:
+            token_ids: of the next tokens.
+            rows: indices into `token_ids`.
+        """
+        new = np.fromiter(token_ids, np.int64)
+        past, total = self.num_computed, self.num_computed + len(new)
+        used = blocks_for(total, self._model.capabilities.block_size)
+        inputs = StepInputs(
+            input_ids=new,
+            block_table=np.array([self.blocks[:used]], np.int32),
+            cumulative_sequence_lengths=np.array([0, len(new)], np.int32),
+            past_sequence_lengths=np.array([past], np.int32),
+            attention_metadata=np.array([len(new), total, total], np.int32),
+            logits_indices=np.array(rows, np.int32),
+        )
+        logits = self._model.run(inputs)
+        self.num_computed = total
+        return logits
+
+
+def last_logits(model: Model, token_ids: list[int]) -> NDArray[np.float32]:
+    """Return the logits after `token_ids`, computed in one step; float32 [vocab]."""
+    logits = LoneSequence(model, len(token_ids)).step(token_ids, [len(token_ids) - 1])
+    last: NDArray[np.float32] = logits[0].copy()
+    return last

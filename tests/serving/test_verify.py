@@ -1,0 +1,294 @@
+"""Every provider is verified, whatever becomes of the others; on fake providers."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onnxport.errors import ArtifactError, CapacityError, ProviderError
+from onnxport.providers.base import Features, LoadOptions, StepInputs
+from onnxport.serving.verify.comparison import (
+    COARSE,
+    COARSE_CACHE,
+    EXACT,
+    HALF,
+    choose_tolerance,
+    compare,
+    measured_error,
+)
+from onnxport.serving.verify.golden import Golden, read_golden, run
+from onnxport.serving.verify.machine import this_machine
+from onnxport.serving.verify.report import SCHEMA, Report, describe
+from onnxport.serving.verify.speed import DECODE_STEPS, measure_speed
+from onnxport.serving.verify.verifier import Checks, plan_modes
+from tests.serving.verifying import (
+    GOLDEN,
+    FakeProvider,
+    WrongModel,
+    fail,
+    fake_artifact,
+    fake_verifier,
+    late,
+)
+
+LOGITS = np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32) * 3
+VARIANTS = ["batched", "chunked", "cached", "preempted"]
+
+
+def test_equal_logits() -> None:
+    found = compare(LOGITS, LOGITS)
+    assert (found.max_diff, found.max_kl, found.top1_agreement) == (0, 0, 1)
+    assert EXACT.allows(found)
+
+
+def test_an_offset_moves_logits_but_not_probabilities() -> None:
+    found = compare(LOGITS, LOGITS + 1)
+    assert found.max_diff == pytest.approx(1 / LOGITS.std(), rel=1e-4)
+    assert found.max_kl < 1e-9
+    same = compare(LOGITS, LOGITS)
+    assert measured_error(COARSE, same, found) == found.max_diff
+    assert measured_error(COARSE, same, same) == EXACT.max_diff
+    assert measured_error(HALF, same, found) == HALF.max_diff
+
+
+def test_divergence_is_that_of_the_worst_row() -> None:
+    changed = LOGITS.copy()
+    changed[2, changed[2].argmin()] += 20
+    found = compare(LOGITS, changed)
+    p = np.exp(LOGITS[2]) / np.exp(LOGITS[2]).sum()
+    q = np.exp(changed[2]) / np.exp(changed[2]).sum()
+    assert found.max_kl == pytest.approx(float((p * np.log(p / q)).sum()), rel=1e-4)
+    assert found.top1_agreement == 0.75
+    assert not EXACT.allows(found)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_fails(value: float) -> None:
+    changed = LOGITS.copy()
+    changed[0, 0] = value
+    assert not EXACT.allows(compare(LOGITS, changed))
+
+
+@pytest.mark.parametrize("first", [1, 5, 19, 20])
+def test_steps_of_any_size_give_the_same_rows(first: int) -> None:
+    golden = Golden(np.arange(20), np.array([3, 4, 11, 19], np.int32), LOGITS)
+    whole = run(WrongModel(block_size=4, vocab_size=50), golden, 20)
+    assert whole.shape == (4, 50)
+    assert np.array_equal(run(WrongModel(block_size=4, vocab_size=50), golden, first), whole)
+
+
+@pytest.mark.parametrize(
+    ("types", "coarse", "tolerance"),
+    [
+        (("float32", "float32"), False, EXACT),
+        (("float32", "float32"), True, COARSE),
+        (("float32", "float16"), False, HALF),
+        (("bfloat16", "float32"), False, HALF),
+        (("bfloat16", "int8"), False, COARSE_CACHE),
+    ],
+)
+def test_the_tolerance_follows_from_the_types(
+    types: tuple[str, str], coarse: bool, tolerance: Any
+) -> None:
+    capabilities = replace(
+        WrongModel().capabilities, compute_dtype=types[0], kv_cache_dtype=types[1]
+    )
+    assert choose_tolerance(capabilities, coarse=coarse) is tolerance
+
+
+def test_a_golden_file_of_another_model_is_refused(tmp_path: Path) -> None:
+    artifact = fake_artifact(tmp_path)
+    artifact.manifest.model.vocab_size += 1
+    with pytest.raises(ArtifactError, match="not of this model, which has 65 tokens"):
+        read_golden(artifact)
+
+
+def always(inputs: StepInputs) -> bool:
+    return True
+
+
+def test_one_provider_after_the_other(monkeypatch: Any, tmp_path: Path) -> None:
+    providers = {
+        "gone": FakeProvider(reason="no such device"),
+        "broken": FakeProvider(fail(CapacityError("no memory"))),
+        "crashing": FakeProvider(fail(RuntimeError("a bug"))),
+        "wrong": FakeProvider(lambda: WrongModel(always)),
+        "good": FakeProvider(lambda: WrongModel()),
+        "late": FakeProvider(lambda: WrongModel(late, block_size=32)),
+        "other": FakeProvider(lambda: WrongModel(block_size=64)),
+        "lost": FakeProvider(lambda: WrongModel(fails=lambda run: run > 30)),
+    }
+    verifier = fake_verifier(monkeypatch, tmp_path, providers)
+    found = {name: verifier.verify(name) for name in providers}
+    assert {name: (one.state, one.reason) for name, one in found.items()} == {
+        "gone": ("missing", "no such device"),
+        "broken": ("failed", "no memory"),
+        "crashing": ("failed", "RuntimeError: a bug"),
+        "wrong": ("failed", ""),
+        "good": ("passed", ""),
+        "late": ("failed", ""),
+        "other": ("passed", ""),
+        "lost": (
+            "failed",
+            "a request failed while decoding: ProviderError: run 31 was told to fail",
+        ),
+    }
+    assert all(model.closed for one in providers.values() for model in one.loaded)
+    (good,) = found["good"].modes
+    assert good.bit_invariant
+    assert good.agreement is None
+    assert [one.name for one in good.variants] == VARIANTS
+    assert [one.source for one in found["good"].transfers] == ["good"]
+    (other,) = found["other"].modes
+    assert other.agreement is not None
+    assert (other.agreement.reference, other.agreement.tokens.agreement) == ("good", 1)
+    assert [one.source for one in found["other"].transfers] == ["other", "good"]
+    (mode,) = found["late"].modes
+    assert all(one.state == "passed" for one in mode.variants)  # equally wrong in every way
+    assert mode.agreement is not None
+    assert mode.agreement.tokens.state == "failed"
+    assert mode.agreement.tokens.agreement == 74 / 84  # all but 10 of the longest's tokens
+    assert found["wrong"].modes[0].variants == ()
+    with pytest.raises(ProviderError, match="no provider 'unknown'"):
+        verifier.verify("unknown")
+
+
+def test_a_reference_is_one_that_passed(monkeypatch: Any, tmp_path: Path) -> None:
+    providers = {
+        "wrong": FakeProvider(lambda: WrongModel(always)),
+        "right": FakeProvider(lambda: WrongModel()),
+    }
+    verifier = fake_verifier(monkeypatch, tmp_path, providers)
+    assert verifier.verify("wrong").state == "failed"
+    assert verifier.verify("right").modes[0].agreement is None
+
+
+def test_logits_alone(monkeypatch: Any, tmp_path: Path) -> None:
+    providers = {"good": FakeProvider(), "wrong": FakeProvider(lambda: WrongModel(always))}
+    checks = Checks(variants=False, speed=False)
+    verifier = fake_verifier(monkeypatch, tmp_path, providers, checks=checks)
+    good, wrong = verifier.verify("good"), verifier.verify("wrong")
+    assert (good.state, wrong.state) == ("passed", "failed")
+    assert (good.modes[0].variants, good.transfers, good.speed) == ((), (), None)
+    assert providers["good"].loaded[0].num_runs < 50
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_float32_first_then_as_it_is_served(
+    monkeypatch: Any, tmp_path: Path, precision: str
+) -> None:
+    features = Features(("native",), ("float16", "float32"), ("float16", "float32"))
+    provider = FakeProvider(lambda: WrongModel(), features=features)
+    checks = Checks(variants=False, speed=True)
+    verifier = fake_verifier(
+        monkeypatch, tmp_path, {"fake": provider}, precision=precision, checks=checks
+    )
+    report = verifier.verify("fake")
+    exact, served = provider.options
+    assert (exact.dtype, exact.kv_cache_dtype) == ("float32", "float32")
+    assert exact.matmul_accuracy_level == (1 if precision == "int4" else None)
+    assert (served.dtype, served.kv_cache_dtype, served.matmul_accuracy_level) == (
+        "auto",
+        "auto",
+        None,
+    )
+    # The null model has the same types however it is loaded: what is not coarse is known then.
+    names = ["float32 arithmetic", "8-bit activations"]
+    assert [one.tolerance.name for one in report.modes] == names[: 2 if precision == "int4" else 1]
+    assert report.speed is not None
+
+
+def test_what_the_caller_chose_stays(tmp_path: Path) -> None:
+    features = Features(("native",), ("float16", "float32"), ("float16", "float32"))
+    artifact = fake_artifact(tmp_path, "int4")
+    chosen = LoadOptions(dtype="float16", kv_cache_dtype="float16", matmul_accuracy_level=4)
+    (mode,) = plan_modes(artifact, chosen, features)
+    assert (mode.options, mode.coarse) == (chosen, True)
+    exact, served = plan_modes(artifact, LoadOptions(dtype="float16"), features)
+    assert (exact.options.dtype, exact.options.kv_cache_dtype) == ("float16", "float32")
+    assert served.options == LoadOptions(dtype="float16")
+    (mode,) = plan_modes(artifact, LoadOptions(matmul_accuracy_level=1), None)
+    assert not mode.coarse
+
+
+class TickingModel(WrongModel):
+    """Lets a tenth of a second pass in every run."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.now_s = 0.0
+
+    def run(self, inputs: StepInputs) -> np.ndarray:
+        self.now_s += 0.1
+        return super().run(inputs)
+
+
+def test_speed_is_tokens_over_the_time_of_their_steps() -> None:
+    model = TickingModel()
+    found = measure_speed(model, GOLDEN.tolist(), lambda: model.now_s)
+    assert found.prefill_num_tokens == 512
+    assert found.prefill_tokens_per_s == pytest.approx(5120)
+    assert [(one.rows, pytest.approx(one.tokens_per_s)) for one in found.decode] == [
+        (1, 10),
+        (8, 80),
+    ]
+    assert all(10 < one.num_steps <= DECODE_STEPS for one in found.decode)
+    assert model.now_s < 15
+    assert not model.closed
+
+
+def test_speed_of_what_fits() -> None:
+    model = TickingModel(max_model_len=100, num_blocks=10)
+    found = measure_speed(model, GOLDEN.tolist(), lambda: model.now_s)
+    assert found.prefill_num_tokens == 99
+    assert [one.rows for one in found.decode] == [1]
+    tiny = TickingModel(max_model_len=20, num_blocks=2)
+    assert measure_speed(tiny, GOLDEN.tolist(), lambda: tiny.now_s).decode == ()
+
+
+def test_a_slow_device_ends_in_time_and_still_has_figures() -> None:
+    class Slow(TickingModel):
+        def run(self, inputs: StepInputs) -> np.ndarray:
+            self.now_s += 9.9
+            return super().run(inputs)
+
+    model = Slow()
+    found = measure_speed(model, GOLDEN.tolist(), lambda: model.now_s)
+    assert found.num_prefills == 1
+    assert [one.num_steps for one in found.decode] == [1, 1]
+    assert model.num_runs == 7
+
+
+def test_the_report_is_json(monkeypatch: Any, tmp_path: Path) -> None:
+    class Nan(WrongModel):
+        def run(self, inputs: StepInputs) -> np.ndarray:
+            return super().run(inputs) * np.float32(np.nan)
+
+    providers = {"good": FakeProvider(), "nan": FakeProvider(lambda: Nan())}
+    verifier = fake_verifier(monkeypatch, tmp_path, providers, checks=Checks())
+    artifact = fake_artifact(tmp_path)
+    report = Report(
+        SCHEMA,
+        "1.2.3",
+        "2026-01-02T03:04:05+00:00",
+        "onnxport verify x",
+        this_machine(),
+        describe(artifact),
+        tuple(verifier.verify(name) for name in providers),
+    )
+    found = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert (found["passed"], found["schema"], found["onnxport"]) == (False, SCHEMA, "1.2.3")
+    assert found["artifact"]["fingerprint"] == "0123456789abcdef"
+    assert found["machine"]["processor"]
+    good, bad = found["providers"]
+    assert (good["state"], good["modes"][0]["passed"]) == ("passed", True)
+    assert good["modes"][0]["capabilities"]["kv_format"]["model"] == "null"
+    assert [one["name"] for one in good["modes"][0]["variants"]] == VARIANTS
+    assert [one["rows"] for one in good["speed"]["decode"]] == [1, 8]
+    assert (bad["state"], bad["modes"][0]["whole"]["max_diff"]) == ("failed", None)
