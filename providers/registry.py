@@ -1,21 +1,20 @@
-"""The providers there are, and how one is chosen."""
+"""The providers there are."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-from onnxport.errors import CapacityError, OnnxportError, ProviderError
+from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions, Model, Probe, Provider
-
-logger = logging.getLogger(__name__)
+from onnxport.providers.selection import choose
 
 AUTO = "auto"
 
-# Name -> "module:class", in the order in which `auto` prefers them.
+# Name -> "module:class", in the order in which `auto` prefers them without a trial; those that
+# find a GPU go before all others.
 PROVIDERS = {
     "cpu": "onnxport.providers.cpu.provider:CpuProvider",
     "openvino": "onnxport.providers.openvino.provider:OpenVinoProvider",
@@ -80,8 +79,7 @@ def open_model(
 ) -> Model:
     """Read the artifact in `path` and load it.
 
-    An explicit provider is final. `auto` takes the first one that loads, and logs why the others
-    did not.
+    An explicit provider is final. `auto` chooses as `providers.selection` says, and logs why.
 
     Args:
         path: the artifact folder.
@@ -98,30 +96,10 @@ def open_model(
     """
     artifact = Artifact.read(path)
     chosen = options or LoadOptions()
-    if provider != AUTO:
-        return _load(provider, artifact, chosen)
-    errors: list[Exception] = []
-    for name in PROVIDERS:
-        try:
-            model = _load(name, artifact, chosen)
-        except OnnxportError as error:
-            logger.info("provider %s was not chosen: %s", name, error)
-            errors.append(error)
-        else:
-            logger.info("provider %s was chosen for %s", name, path)
-            return model
-    if len(errors) == 1:
-        raise errors[0]
-    reasons = "; ".join(f"{name}: {error}" for name, error in zip(PROVIDERS, errors, strict=True))
-    # More memory would help where any of them lacked it.
-    full = any(isinstance(error, CapacityError) for error in errors)
-    kind = CapacityError if full else ProviderError
-    raise kind(f"no provider can run {path}. {reasons}") from ExceptionGroup("providers", errors)
-
-
-def _load(name: str, artifact: Artifact, options: LoadOptions) -> Model:
-    provider = get_provider(name)
-    probe = provider.probe()
+    if provider == AUTO:
+        return choose(artifact, {name: get_provider(name) for name in PROVIDERS}, chosen, trials)
+    wanted = get_provider(provider)
+    probe = wanted.probe()
     if not probe.available:
-        raise ProviderError(f"provider {name!r} is not available: {probe.reason}")
-    return provider.load(artifact, options)
+        raise ProviderError(f"provider {provider!r} is not available: {probe.reason}")
+    return wanted.load(artifact, chosen)

@@ -1,0 +1,117 @@
+"""Measuring a loaded model, on a clock that only the model moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from onnxport.providers import trial
+from onnxport.providers.base import StepInputs
+from onnxport.providers.null import NullModel, NullOptions
+from onnxport.providers.trial import Figures, measure
+
+Cost = Callable[[int, int], float]  # seconds of a run of so many tokens in so many rows
+
+
+class Timed(NullModel):
+    """A model whose runs take time; it checks every batch as the contract says."""
+
+    def __init__(self, cost: Cost, options: NullOptions | None = None) -> None:
+        super().__init__(options)
+        self._cost = cost
+        self.now_s = 0.0
+        self.batches: list[tuple[int, int]] = []  # tokens, rows
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        batch = len(inputs.input_ids), len(inputs.past_sequence_lengths)
+        self.now_s += self._cost(*batch)
+        self.batches.append(batch)
+        return super().run(inputs)
+
+
+def slow_at_first(cost: Cost) -> Cost:
+    """As a provider that compiles each new shape."""
+    seen = set()
+
+    def total(tokens: int, rows: int) -> float:
+        first = (tokens, rows) not in seen
+        seen.add((tokens, rows))
+        return cost(tokens, rows) + 100 * first
+
+    return total
+
+
+def test_each_figure_is_a_run_after_the_first() -> None:
+    model = Timed(slow_at_first(lambda tokens, rows: 0.001 * tokens + 0.01 * rows))
+    found = measure(model, model.clock)
+    assert found.decode_s == pytest.approx(0.011)
+    assert found.decode_rows_s == pytest.approx(0.088)
+    assert found.prefill_s == pytest.approx(0.138)
+    assert found.score_s == pytest.approx(9 * 0.138 + 63 * (0.011 + 0.088))
+    assert set(model.batches) == {(16, 1), (1, 1), (8, 8), (128, 1)}
+
+
+def test_one_slow_run_is_an_exception() -> None:
+    runs = iter(range(1000))
+    model = Timed(lambda tokens, rows: 50.0 if next(runs) == 4 else 0.01)
+    assert measure(model, model.clock).decode_s == pytest.approx(0.01)
+
+
+def test_it_ends_after_its_time_or_its_runs() -> None:
+    quick = Timed(lambda tokens, rows: 1e-6)
+    measure(quick, quick.clock)
+    assert len(quick.batches) == 1 + 3 * (1 + trial.MOST_RUNS)
+    middling = Timed(lambda tokens, rows: 0.11)
+    measure(middling, middling.clock)
+    assert middling.now_s < 3 * (trial.PHASE_S + 0.11 + 0.11) + 0.11
+    slow = Timed(lambda tokens, rows: 20.0)
+    measure(slow, slow.clock)
+    assert len(slow.batches) == 1 + 3 * 2
+
+
+def test_a_model_that_has_lost_is_not_measured_further() -> None:
+    model = Timed(lambda tokens, rows: 0.5)
+    found = measure(model, model.clock, best_s=31.0)
+    assert found == Figures(0.5)
+    assert found.score_s == 63 * 0.5 > 31
+    assert set(model.batches) == {(16, 1), (1, 1)}
+    assert "more than 31.5 s" in str(found)
+    assert measure(model, model.clock, best_s=32.0).prefill_s == 0.5
+
+
+@given(
+    block_size=st.integers(1, 300),
+    num_blocks=st.integers(1, 40),
+    max_model_len=st.integers(1, 300),
+    max_batch_rows=st.none() | st.integers(1, 9),
+)
+def test_it_fits_every_pool(
+    block_size: int, num_blocks: int, max_model_len: int, max_batch_rows: int | None
+) -> None:
+    options = NullOptions(
+        vocab_size=7,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_len=min(max_model_len, block_size * num_blocks),
+        max_batch_rows=max_batch_rows,
+    )
+    model = Timed(lambda tokens, rows: 0.5 + 0.25 * tokens, options)
+    found = measure(model, model.clock)
+    most_rows = max(rows for _, rows in model.batches)
+    most_tokens = max(tokens for tokens, rows in model.batches if rows == 1)
+    # What does not fit in one step takes several.
+    assert found.decode_rows_s == pytest.approx(8 / most_rows * (0.5 + 0.25 * most_rows))
+    assert found.prefill_s == pytest.approx(128 / most_tokens * (0.5 + 0.25 * most_tokens))
+    assert most_rows <= (max_batch_rows or 8)
+    if num_blocks >= 8 and block_size >= 16 and max_batch_rows in (None, 8, 9):
+        assert most_rows == 8
+    if options.max_model_len >= 128:
+        assert most_tokens == 128
