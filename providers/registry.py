@@ -23,6 +23,8 @@ PROVIDERS = {
 PLANNED = ("cuda", "webgpu", "migraphx", "directml")
 
 
+# Those that are made for the processor.
+HOSTS = ("cpu", "openvino")
 # Those that have devices to choose from: `openvino:gpu`.
 WITH_DEVICES = ("openvino",)
 # Those whose graphs can run on the CPU instead.
@@ -97,7 +99,9 @@ def open_model(
     artifact = Artifact.read(path)
     chosen = options or LoadOptions()
     if provider == AUTO:
-        return choose(artifact, {name: get_provider(name) for name in PROVIDERS}, chosen, trials)
+        # A GPU in software runs on the processor too, and comes after what is made for that.
+        order = sorted(PROVIDERS, key=lambda name: name not in HOSTS)
+        return choose(artifact, {name: get_provider(name) for name in order}, chosen, trials)
     wanted = get_provider(provider)
     probe = wanted.probe()
     if not probe.available:

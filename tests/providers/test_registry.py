@@ -5,25 +5,43 @@ from __future__ import annotations
 import pytest
 
 from onnxport.errors import ArtifactError, CapacityError, ProviderError
+from onnxport.graphs.artifact import Artifact
 from onnxport.providers import registry
-from onnxport.providers.base import LoadOptions, Probe
+from onnxport.providers.base import Device, DeviceKind, LoadOptions, Model, Probe
 from tests.providers.conftest import ArtifactMaker
 
 
-@pytest.mark.parametrize("name", ["cuda", "directml"])
-def test_a_planned_provider_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ProviderError, match=f"'{name}' is planned but not part of this version"):
-        registry.get_provider(name)
+class FakeGpu:
+    """A provider of a GPU whose model is an error that says so."""
+
+    name = "fake"
+    kind: DeviceKind = "gpu"
+
+    def probe(self) -> Probe:
+        return Probe(True, "", (Device("a GPU", None, self.kind),))
+
+    def load(self, artifact: Artifact, options: LoadOptions) -> Model:
+        raise KeyError("the fake GPU was chosen")
 
 
-@pytest.mark.parametrize("name", ["cpu:0", "cuda:1", "openvino:"])
+class FakeGpuInSoftware(FakeGpu):
+    kind = "cpu"
+
+
+def test_a_planned_provider_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "PLANNED", ("abacus",))
+    with pytest.raises(ProviderError, match="'abacus' is planned but not part of this version"):
+        registry.get_provider("abacus")
+
+
+@pytest.mark.parametrize("name", ["cpu:0", "tpu:1", "openvino:"])
 def test_a_device_is_refused_where_there_is_no_choice(name: str) -> None:
-    with pytest.raises(ProviderError, match="a device can be chosen for openvino only"):
+    with pytest.raises(ProviderError, match="a device can be chosen for .*openvino.* only"):
         registry.get_provider(name)
 
 
 def test_an_unknown_provider_lists_the_known_ones() -> None:
-    with pytest.raises(ProviderError, match="available are cpu"):
+    with pytest.raises(ProviderError, match=r"available are .*cpu, openvino"):
         registry.get_provider("tpu")
 
 
@@ -44,15 +62,34 @@ def test_a_number_out_of_range_is_refused_by_name(name: str, value: int) -> None
 
 
 def test_every_name_of_the_design_is_probed() -> None:
-    assert [name for name, _ in registry.probe_all()] == [
+    assert sorted(name for name, _ in registry.probe_all()) == [
         "cpu",
-        "openvino",
         "cuda",
-        "webgpu",
-        "migraphx",
         "directml",
+        "migraphx",
+        "openvino",
+        "webgpu",
     ]
     assert all(probe.available or probe.reason for _, probe in registry.probe_all())
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_gpu_comes_before_the_cpu_and_one_in_software_after_it(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    def register(kind: type[FakeGpu]) -> None:
+        fake = {"fake": f"{__name__}:{kind.__name__}"}
+        cpu = {"cpu": registry.PROVIDERS["cpu"]}
+        monkeypatch.setattr(registry, "PROVIDERS", {**fake, **cpu} if first else {**cpu, **fake})
+
+    path, options = tiny_artifact("llama", "fp32"), LoadOptions(kv_cache_tokens=256)
+    register(FakeGpuInSoftware)
+    model = registry.open_model(path, options=options)
+    assert model.capabilities.provider == "cpu"
+    model.close()
+    register(FakeGpu)
+    with pytest.raises(KeyError, match="the fake GPU was chosen"):
+        registry.open_model(path, options=options)
 
 
 def test_auto_takes_the_cpu(tiny_artifact: ArtifactMaker) -> None:
