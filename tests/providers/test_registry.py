@@ -36,7 +36,7 @@ def test_a_planned_provider_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("name", ["cpu:0", "tpu:1", "openvino:"])
 def test_a_device_is_refused_where_there_is_no_choice(name: str) -> None:
-    with pytest.raises(ProviderError, match="a device can be chosen for .*openvino.* only"):
+    with pytest.raises(ProviderError, match=r"a device can be chosen for .*openvino.* only"):
         registry.get_provider(name)
 
 
