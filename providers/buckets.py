@@ -1,0 +1,244 @@
+"""Pad steps to few shapes, for devices that compile a graph for each.
+
+Sizes are powers of two and the maximum itself. A step in which every row has exactly one new
+token, decoding, gets a shape of its own kind: as many tokens and logits as rows, attention tiles
+of one token. Any other has
+
+    num_tokens >= the tokens        the difference is filled by padding rows, each of which takes
+                                    as many tokens as a sequence may have in the block table
+    num_rows   >= rows + those      further rows have no new tokens
+    num_logits =  num_rows, or num_tokens where more logits than that are wanted
+    query_tile =  8 or 64, by the longest chunk
+
+What padding tokens write goes to spare blocks behind the pool, each to a slot of its own, and no
+real row reads them. Less than half of a size is padding, so padding rows are at most as many as
+real ones, and `num_rows` at most twice `max_rows`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import ProviderError
+from onnxport.graphs.passes.decompose import DEFAULT_TILE_TOKENS
+from onnxport.providers.base import StepInputs
+
+_Integer = TypeVar("_Integer", bound=np.integer[Any])
+
+_SHORT_TILE: Final = 8  # tokens, of chunks such as speculation makes
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The sizes of a padded step's arrays."""
+
+    num_tokens: int
+    num_rows: int
+    table_width: int  # blocks a row
+    num_logits: int
+    query_tile: int  # tokens, the length of contract.QUERY_TILE
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """What steps may be, and so the shapes they are padded to."""
+
+    max_tokens: int  # of a step
+    max_rows: int  # of a step, at most max_tokens
+    max_model_len: int  # tokens of the longest sequence
+    block_size: int  # tokens
+    tile_tokens: int = DEFAULT_TILE_TOKENS  # largest attention tile
+
+    def __post_init__(self) -> None:
+        """Every size is at least one, and a token for each row fits."""
+        sizes = (self.max_rows, self.max_model_len, self.block_size, self.tile_tokens)
+        assert min(sizes) >= 1, self
+        assert self.max_rows <= self.max_tokens, self
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def spare_blocks(self) -> int:
+        """Blocks that padding needs behind the pool, whatever the step.
+
+        The widest table needs most: only the last block of a sequence may stay partly unused.
+        """
+        tokens = _largest_gap(sizes_up_to(self.max_tokens))
+        rows = self.padding_rows(tokens, self.max_blocks)
+        return sum(-(-row // self.block_size) for row in rows)
+
+    @property
+    def slots_of_a_block(self) -> int:
+        """Positions of a sequence that its first block holds."""
+        return min(self.block_size, self.max_model_len)
+
+    def padding_rows(self, tokens: int, table_width: int) -> list[int]:
+        """How many tokens each padding row takes."""
+        most = min(table_width * self.block_size, self.max_model_len)
+        full, rest = divmod(tokens, most)
+        return [most] * full + [rest] * (rest > 0)
+
+    def query_tile(self, longest_chunk: int) -> int:
+        """The attention tile of a step that does not only decode."""
+        short = longest_chunk <= _SHORT_TILE
+        return min(_SHORT_TILE, self.tile_tokens) if short else self.tile_tokens
+
+    def decode_shapes(self) -> list[StepShape]:
+        """Every shape of a step that only decodes."""
+        sizes = product(sizes_up_to(self.max_rows), sizes_up_to(self.max_blocks))
+        return [StepShape(rows, rows, width, rows, 1) for rows, width in sizes]
+
+    def shapes(self) -> set[StepShape]:
+        """Every shape that `pad` can make; few of them occur in one workload."""
+        found = set(self.decode_shapes())
+        for tokens, rows, width, chunk in product(
+            sizes_up_to(self.max_tokens),
+            sizes_up_to(2 * self.max_rows),
+            sizes_up_to(self.max_blocks),
+            (1, _SHORT_TILE + 1),
+        ):
+            tile = self.query_tile(chunk)
+            found |= {
+                StepShape(tokens, rows, width, logits, tile) for logits in (rows, max(rows, tokens))
+            }
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedStep:
+    """A step as a device runs it."""
+
+    inputs: StepInputs
+    query_tile: int  # tokens, the length of contract.QUERY_TILE
+    num_logits: int  # the real ones, which come first
+
+    @property
+    def shape(self) -> StepShape:
+        """The sizes of its arrays."""
+        num_rows, table_width = self.inputs.block_table.shape
+        return StepShape(
+            len(self.inputs.input_ids),
+            num_rows,
+            table_width,
+            len(self.inputs.logits_indices),
+            self.query_tile,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Padding:
+    """The rows behind the real ones."""
+
+    new: NDArray[np.int32]  # [num_rows], tokens
+    past: NDArray[np.int32]  # [num_rows], tokens
+    table: NDArray[np.int32]  # [num_rows, table_width]
+
+
+def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
+    """Pad a step to one of `buckets.shapes()`; its own part stays as it is.
+
+    Args:
+        inputs: A step of at least one row.
+        buckets: What steps may be.
+        num_blocks: Blocks of the pool, behind which there are `buckets.spare_blocks` more.
+
+    Raises:
+        ProviderError: The step is larger than the buckets; says which limit.
+    """
+    tokens, (rows, width) = len(inputs.input_ids), inputs.block_table.shape
+    _check(inputs, buckets)
+    new = np.diff(inputs.cumulative_sequence_lengths)
+    longest = int(new.max())
+    table_width = size_of(width, buckets.max_blocks)
+    if longest == 1 and tokens == rows:
+        num_tokens, query_tile = size_of(rows, buckets.max_rows), 1
+        padding = _decode_rows(buckets, num_tokens - rows, table_width, num_blocks)
+    else:
+        num_tokens, query_tile = size_of(tokens, buckets.max_tokens), buckets.query_tile(longest)
+        chunks = buckets.padding_rows(num_tokens - tokens, table_width)
+        num_rows = size_of(rows + len(chunks), 2 * buckets.max_rows)
+        chunks += [0] * (num_rows - rows - len(chunks))
+        padding = _chunk_rows(buckets, chunks, table_width, num_blocks)
+    table = np.zeros((rows, table_width), np.int32)
+    table[:, :width] = inputs.block_table
+    lengths = np.concatenate([new, padding.new])
+    past = np.concatenate([inputs.past_sequence_lengths, padding.past])
+    totals = lengths + past
+    num_logits, wanted = len(lengths), len(inputs.logits_indices)
+    padded = StepInputs(
+        input_ids=_extended(inputs.input_ids, num_tokens, 0),
+        block_table=np.concatenate([table, padding.table]),
+        cumulative_sequence_lengths=np.cumsum([0, *lengths], dtype=np.int32),
+        past_sequence_lengths=past,
+        attention_metadata=np.array([lengths.max(), totals.max(), totals.min()], np.int32),
+        logits_indices=_extended(
+            inputs.logits_indices,
+            num_logits if wanted <= num_logits else num_tokens,
+            inputs.logits_indices[-1] if wanted else 0,
+        ),
+    )
+    return PaddedStep(padded, query_tile, wanted)
+
+
+def _check(inputs: StepInputs, buckets: Buckets) -> None:
+    """Refuse a step that no shape holds."""
+    rows, width = inputs.block_table.shape
+    for found, most, what, advice in (
+        (len(inputs.input_ids), buckets.max_tokens, "tokens", "max_num_batched_tokens"),
+        (rows, buckets.max_rows, "rows", "max_num_seqs"),
+        (width, buckets.max_blocks, "blocks a row", "max_model_len"),
+    ):
+        if found > most:
+            raise ProviderError(
+                f"a step of {found} {what} was given to a device whose graph is compiled for at "
+                f"most {most}; lower {advice}"
+            )
+
+
+def _decode_rows(buckets: Buckets, count: int, width: int, first_spare: int) -> _Padding:
+    """One token a row; the rows of one spare block are at its positions in turn."""
+    number = np.arange(count, dtype=np.int32)
+    table = np.zeros((count, width), np.int32)
+    table[:, 0] = first_spare + number // buckets.slots_of_a_block
+    return _Padding(np.ones_like(number), number % buckets.slots_of_a_block, table)
+
+
+def _chunk_rows(buckets: Buckets, chunks: list[int], width: int, first_spare: int) -> _Padding:
+    """Sequences without a past, each in spare blocks of its own."""
+    table = np.zeros((len(chunks), width), np.int32)
+    for row, tokens in enumerate(chunks):
+        count = -(-tokens // buckets.block_size)
+        table[row, :count] = np.arange(first_spare, first_spare + count)
+        first_spare += count
+    new = np.array(chunks, np.int32)
+    return _Padding(new, np.zeros_like(new), table)
+
+
+def _extended(values: NDArray[_Integer], length: int, fill: int) -> NDArray[_Integer]:
+    longer = np.full(length, fill, values.dtype)
+    longer[: len(values)] = values
+    return longer
+
+
+def sizes_up_to(maximum: int) -> list[int]:
+    """The powers of two below `maximum`, and it."""
+    return [1 << power for power in range((maximum - 1).bit_length())] + [maximum]
+
+
+def size_of(count: int, maximum: int) -> int:
+    """The smallest of `sizes_up_to(maximum)` that holds `count`."""
+    assert count <= maximum, f"{count} of at most {maximum}"
+    return min(1 << max(0, count - 1).bit_length(), maximum)
+
+
+def _largest_gap(sizes: list[int]) -> int:
+    """Most padding that any count may need."""
+    return max((larger - smaller - 1 for smaller, larger in pairwise(sizes)), default=0)
