@@ -39,8 +39,8 @@ which holds what `onnxport verify --json` found; do not edit.
 CPU instead and passed, which proves the graph and not the device. **failed**: it ran and did not
 pass. *untested*: it was not run there. Speed is in tokens per second: prefill, decode, and decode
 with 8 rows. A test fails when evidence is stale: when the version of the provider's library is
-outside what its extra in `pyproject.toml` allows (the `cpu` extra for what was emulated), or the
-artifact's format is not today's.
+outside what its extra in `pyproject.toml` allows (or another extra that begins with its name; the
+`cpu` extra for what was emulated), or the artifact's format is not today's.
 """
 NOTES_HEAD = """
 ## Beyond `onnxport verify`
@@ -239,7 +239,14 @@ def problems(
                 f"{one.file_name} is of artifact format {one.format_version}, today's is "
                 f"{FORMAT_VERSION}: record it again"
             )
-        yield from _version_problems(one, pins["cpu" if one.emulated else one.provider])
+        extra = "cpu" if one.emulated else one.provider
+        ways = [
+            list(_version_problems(one, requirements))
+            for name, requirements in pins.items()
+            if name == extra or name.startswith(f"{extra}-")
+        ]
+        if all(ways):
+            yield from ways[0]
 
 
 def _version_problems(one: Evidence, requirements: Sequence[Requirement]) -> Iterator[str]:

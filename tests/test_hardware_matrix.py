@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from onnxport.graphs.manifest import FORMAT_VERSION, PRECISIONS
 from onnxport.providers.registry import PLANNED, PROVIDERS
@@ -100,6 +101,19 @@ def test_stale_evidence(changes: dict[str, Any], message: str) -> None:
     (problem,) = matrix.problems([replace(EVIDENCE, **changes)], PINS)
     assert message in problem
     assert EVIDENCE.provider in problem or "provider" in changes
+
+
+def test_a_provider_may_be_installed_in_two_ways() -> None:
+    text = {"cuda": ["onnxruntime-gpu==1"], "cuda-plugin": ["onnxruntime==2", "gpu-ep==0.4"]}
+    pins = {name: [Requirement(line) for line in lines] for name, lines in text.items()}
+    for versions, fresh in (
+        ({"onnxruntime": "1"}, True),
+        ({"onnxruntime": "2", "gpu-ep": "0.4"}, True),
+        ({"onnxruntime": "2", "gpu-ep": "0.5"}, False),
+        ({"onnxruntime": "3"}, False),
+    ):
+        found = list(matrix.problems([replace(EVIDENCE, versions=versions)], pins))
+        assert (not found) == fresh, versions
 
 
 def mode(**changes: Any) -> dict[str, Any]:

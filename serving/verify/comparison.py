@@ -90,13 +90,16 @@ def measured_error(tolerance: Tolerance, *found: Comparison) -> float:
 
 
 def tie_limit(error: float, other_error: float) -> float:
-    """Gap between two logits, in standard deviations, below which two runs may choose differently.
+    """How far below the likeliest a token may be that one of two runs has chosen.
 
-    Let each run's logits be within its error of exact ones. Where one run puts token a first and
-    the other token b, the two differences a - b have different signs, and they differ by at most
-    2 * (error + other_error); so neither can be larger than that.
+    The token that a run chooses is, by exact logits, at most 2 * its error below any other. A
+    model that computes the position again adds at most 2 * its own error to that.
+
+    Args:
+        error: of the model that is judged, in standard deviations; it computes again.
+        other_error: of the run that it is compared with.
     """
-    return 2 * (error + other_error)
+    return 2 * max(error, other_error) + 2 * error
 
 
 def gap(logits: NDArray[np.float32], tokens: tuple[int, int]) -> float:

@@ -27,7 +27,7 @@ class Divergence:
     expected: int
     found: int
     gap: float  # of the worse of both below the likeliest, in standard deviations of the logits
-    allowed: float  # the largest gap that the arithmetic explains
+    allowed: float  # the largest gap that rounding explains
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ from onnxport.cli.verify import command_line
 from onnxport.cli.verify_table import lines
 from onnxport.errors import ArtifactError, CapacityError
 from onnxport.graphs.artifact import Artifact
-from onnxport.providers.registry import PLANNED, PROVIDERS
+from onnxport.providers.base import Device, Probe
+from onnxport.providers.registry import EMULATED, PLANNED, PROVIDERS
 from onnxport.serving.verify.golden import read_golden
 from onnxport.serving.verify.machine import Machine
-from onnxport.serving.verify.report import SCHEMA, Report, describe
+from onnxport.serving.verify.report import SCHEMA, ProviderReport, Report, describe
 from onnxport.serving.verify.verifier import Checks
 
 from ..serving.verifying import FakeProvider, WrongModel, fail, fake_artifact, fake_verifier, late
@@ -101,6 +102,49 @@ def test_a_missing_provider_verifies_nothing(
     )
     assert main(["verify", str(artifact), "--provider", "fake"]) == 1
     assert "fake: missing. there is no such device here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_emulation_is_said_everywhere(
+    artifact: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    arguments = ["verify", str(artifact), "--provider", name, "--emulate", "--no-speed"]
+    assert main(arguments) == 0, capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"\n{name} (emulated): ok on " in text
+    assert main([*arguments, "--json", "--no-variants"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [one["emulated"] for one in report["providers"]] == [True]
+    assert all(one["capabilities"]["emulated"] for one in report["providers"][0]["modes"])
+
+
+def test_processors_go_first_and_what_is_missing_is_emulated_if_asked(
+    artifact: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, cpu = (Probe(True, "", (Device("x", None, kind),)) for kind in ("gpu", "cpu"))
+    probes = [
+        ("a", gpu),
+        ("b", Probe(False, "b is gone")),
+        ("c", cpu),
+        ("d", Probe(False, "later")),
+    ]
+    monkeypatch.setattr("onnxport.providers.registry.probe_all", lambda: probes)
+    monkeypatch.setattr("onnxport.providers.registry.PLANNED", ("d",))
+    monkeypatch.setattr("onnxport.providers.registry.EMULATED", ("a", "b"))
+
+    def verify(verifier: object, name: str, *, emulate: bool = False) -> ProviderReport:
+        return ProviderReport(name, "passed", "", emulate)
+
+    monkeypatch.setattr("onnxport.serving.verify.verifier.Verifier.verify", verify)
+    for flags, emulated in ((["--json"], False), (["--json", "--emulate"], True)):
+        assert main(["verify", str(artifact), *flags]) == 0
+        found = json.loads(capsys.readouterr().out)["providers"]
+        assert [(one["provider"], one["state"], one["emulated"]) for one in found] == [
+            ("c", "passed", False),
+            ("a", "passed", False),
+            ("b", "passed", emulated),
+            ("d", "missing", False),
+        ]
 
 
 def test_an_unknown_provider_is_an_error(

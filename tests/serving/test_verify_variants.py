@@ -128,16 +128,20 @@ def test_a_gap_is_that_of_the_worse_token_below_the_likeliest() -> None:
     assert gap(logits, (3, 3)) == 0
 
 
-def test_the_limit_of_a_tie_bounds_what_two_errors_can_do() -> None:
+@pytest.mark.parametrize(("error", "other"), [(0.3, 0.3), (0.3, 0.1), (0.1, 0.3)])
+def test_the_limit_of_a_tie_is_what_two_errors_can_do(error: float, other: float) -> None:
     random = np.random.default_rng(1)
     most = 0.0
-    for _ in range(300):
-        exact = random.standard_normal(8)
-        one, other = (exact + random.uniform(-1, 1, 8) * error for error in (0.3, 0.1))
-        pair = int(one.argmax()), int(other.argmax())
-        for run in (one, other):
-            most = max(most, float(run[pair[0]] - run[pair[1]]))
-    assert 0.3 < most <= tie_limit(0.3, 0.1)
+    for _ in range(3000):
+        exact = random.standard_normal(5) * 0.3
+        own, theirs, again = (
+            (exact + random.choice([-1, 1], 5) * size).astype(np.float32)
+            for size in (error, other, error)
+        )
+        chosen = int(own.argmax()), int(theirs.argmax())
+        most = max(most, gap(again, chosen) * float(again.astype(np.float64).std()))
+    limit = tie_limit(error, other)
+    assert 0.9 * limit < most <= limit + 1e-6
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16), (4, 256), (256, 5)])
