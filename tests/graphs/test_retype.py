@@ -133,6 +133,14 @@ def test_a_tied_table_is_kept_and_converted(tmp_path: Path) -> None:
     assert nodes["head"].input[1] == "embed.weight.float32"
 
 
+def test_a_device_without_16_bits_gets_none(tmp_path: Path) -> None:
+    artifact = Artifact.read(write(tmp_path / "model", quantized=False))
+    result = retype(artifact.load_graph("paged"), artifact.read_tensor, keep_tables=False)
+    assert not set(HALF_TYPES) & set(element_types(result.model).values())
+    nodes = {node.name: node for node in result.model.graph.node}
+    assert nodes["embed"].input[0] == nodes["head"].input[1], "one table, converted once"
+
+
 def small(nodes: list[onnx.NodeProto], *tensors: onnx.TensorProto, out: int) -> onnx.ModelProto:
     inputs = [
         helper.make_tensor_value_info("x", TensorProto.FLOAT16, ["n", 4]),
