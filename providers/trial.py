@@ -16,7 +16,7 @@ OUTPUT_TOKENS: Final = 64
 ROWS: Final = 8  # requests at once
 SHORT_TOKENS: Final = 16  # what a decode step attends to; the weights are what takes its time
 PHASE_S: Final = 1.0  # of each of the three measurements, if a run is not longer
-MOST_RUNS: Final = 30
+MOST_RUNS: Final = 100
 
 Clock = Callable[[], float]  # seconds, such as time.perf_counter
 
