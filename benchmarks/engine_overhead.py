@@ -89,8 +89,8 @@ def measure(rows: int, params: SamplingParams, vocab: int, steps: int) -> dict[s
     for name, owner, method in (
         ("plan", engine._scheduler, "plan"),
         ("reserve", engine._scheduler, "reserve"),
-        ("pack", engine._packer, "pack"),
-        ("model", engine._model, "run"),
+        ("pack", engine._runtime.packer, "pack"),
+        ("model", engine._runtime.model, "run"),
         ("sample", engine, "_sample"),
         ("commit", engine._scheduler, "commit"),
         ("deliver", engine, "_deliver"),

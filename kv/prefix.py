@@ -58,6 +58,16 @@ class KeyChain:
         other._keys = self._keys.copy()
         return other
 
+    def for_block_size(self, block_size: int) -> KeyChain:
+        """Return the chain of the same sequence in other blocks, with the keys that still hold.
+
+        These are all where the unit is the same, and none where it is another one.
+        """
+        other = KeyChain(self._root, block_size)
+        if other._unit_bytes == self._unit_bytes:
+            other._keys = self._keys.copy()
+        return other
+
     def extend(self, tokens: array[int]) -> None:
         """Make the keys of all whole units of `tokens`, int64, that have none yet.
 

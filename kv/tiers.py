@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from itertools import chain
 
-from onnxport.kv.disk_file import Entry
+from onnxport.kv.disk_file import FLOATS, Entry
 from onnxport.kv.disk_tier import DiskTier
 from onnxport.kv.host_tier import HostTier
 
@@ -24,7 +24,7 @@ class TieredStore:
         Args:
             host: takes what is put.
             disk: takes what leaves `host`; None: that is dropped.
-            dtype: of the contents that are put, the disk's own when there is one.
+            dtype: of the contents that are put, at first the disk's own when there is one.
         """
         assert disk is None or disk.format.dtype == dtype, "the tiers differ in dtype"
         self._host = host
@@ -73,6 +73,17 @@ class TieredStore:
         if entry is not None:
             self._keep(key, entry)
         return entry
+
+    def retype(self, dtype: str) -> None:
+        """Contents are of `dtype` from now on; those that are here keep theirs.
+
+        Both must be floating point where they differ, so that whoever gets an entry can convert.
+        """
+        if dtype != self._dtype:
+            assert {dtype, self._dtype} <= set(FLOATS), f"{self._dtype} entries are no {dtype}"
+            found = {key: self._other_dtypes.get(key, self._dtype) for key, _ in self._host.items()}
+            self._other_dtypes = {key: kept for key, kept in found.items() if kept != dtype}
+            self._dtype = dtype
 
     def persist(self, timeout_s: float, items: Iterable[tuple[bytes, bytes]] = ()) -> bool:
         """Write `items`, then host memory, to disk, for a server that is about to end.

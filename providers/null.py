@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import ProviderError
+from onnxport.errors import DeviceLostError, ProviderError
 from onnxport.providers.base import Capabilities, KVFormat, StepInputs
 from onnxport.providers.blocks import HostBlocks, plain_layout
 
@@ -36,6 +36,8 @@ class NullOptions:
     fails: Callable[[int], bool] = field(default=lambda run: False)  # by number of the run, from 0
     # by number of the transfer, from 0: copies, reads and writes of blocks are counted together
     transfer_fails: Callable[[int], bool] = field(default=lambda transfer: False)
+    # by number of the run or transfer, counted together from 0: the device is lost for good
+    lost_at: Callable[[int], bool] = field(default=lambda operation: False)
 
 
 class NullModel:
@@ -49,6 +51,8 @@ class NullModel:
         self.options = options = options or NullOptions()
         self.num_runs = 0
         self.num_transfers = 0
+        self.num_operations = 0  # runs and transfers
+        self.lost = False
         self.num_copied_blocks = self.num_read_blocks = self.num_written_blocks = 0
         self.closed = False
         shape = (options.num_blocks, options.block_size)
@@ -84,9 +88,11 @@ class NullModel:
         Raises:
             ProviderError: as `NullOptions.fails` says; the slots it would have written are
                 poisoned then.
-            AssertionError: the inputs break the contract, or read what was never written.
+            DeviceLostError: as `NullOptions.lost_at` says.
+            AssertionError: the inputs break the contract, or read what was never written; or the
+                device was lost before.
         """
-        assert not self.closed, "the model is closed"
+        self._begin()
         check_inputs(inputs, self.capabilities)
         number, self.num_runs = self.num_runs, self.num_runs + 1
         if self.options.latency_s:
@@ -111,14 +117,14 @@ class NullModel:
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `providers.base.Model.copy_blocks`; a failure poisons the targets."""
-        assert not self.closed, "the model is closed"
+        self._begin()
         self._blocks.copy(sources, targets)
         self._end_transfer(targets)
         self.num_copied_blocks += len(targets)
 
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.generic]:
         """See `providers.base.Model.read_blocks`; int64 [len(blocks), 1, 2, 1, block_size, 1]."""
-        assert not self.closed, "the model is closed"
+        self._begin()
         content = self._blocks.read(blocks)
         self._end_transfer(())
         self.num_read_blocks += len(blocks)
@@ -126,7 +132,7 @@ class NullModel:
 
     def write_blocks(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
         """See `providers.base.Model.write_blocks`; a failure poisons the blocks."""
-        assert not self.closed, "the model is closed"
+        self._begin()
         self._blocks.write(blocks, content)
         self._end_transfer(blocks)
         self.num_written_blocks += len(blocks)
@@ -139,6 +145,15 @@ class NullModel:
     def close(self) -> None:
         """Refuse to run from now on."""
         self.closed = True
+
+    def _begin(self) -> None:
+        """Count a run or transfer, and lose the device where `NullOptions.lost_at` says so."""
+        assert not self.closed, "the model is closed"
+        assert not self.lost, "the device was lost and is used again"
+        number, self.num_operations = self.num_operations, self.num_operations + 1
+        if self.options.lost_at(number):
+            self.lost = True
+            raise DeviceLostError(f"operation {number} was told to lose the device")
 
     def _end_transfer(self, written: Sequence[int]) -> None:
         """Count a transfer, and let it fail where `NullOptions.transfer_fails` says so."""

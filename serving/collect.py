@@ -48,6 +48,11 @@ class OutputCollector:
         self._completions[delta.index].add(delta)
         self._num_cached_tokens = delta.num_cached_tokens
 
+    def fail(self, error: str) -> None:
+        """The request could not be run at all."""
+        for completion in self._completions:
+            completion.finish_reason, completion.error = "error", error
+
     def output(self) -> RequestOutput:
         """Return everything so far."""
         wants_logprobs = self._request.params.logprobs is not None

@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import OnnxportError, OverloadedError, RequestError
-from onnxport.kv.pool import BlockPool
+from onnxport.errors import (
+    CapacityError,
+    DeviceLostError,
+    DeviceMemoryError,
+    OnnxportError,
+    OverloadedError,
+    RequestError,
+)
 from onnxport.providers.base import Capabilities, Model
 from onnxport.serving import sampling
-from onnxport.serving.batch import BatchPacker
 from onnxport.serving.config import EngineConfig
+from onnxport.serving.deadlines import Deadlines
 from onnxport.serving.draft import StepPlan
-from onnxport.serving.events import EventKind, FinishedRecord, Listener, RequestEvent, StepRecord
+from onnxport.serving.events import Listener, StepRecord
+from onnxport.serving.fallback import Loss, Standby
 from onnxport.serving.intake import Intake
-from onnxport.serving.offload import open_offloader
-from onnxport.serving.outputs import (
-    FINISH_REASONS,
-    CompletionDelta,
-    FinishReason,
-    Logprob,
-    TokenLogprobs,
-)
+from onnxport.serving.limits import remaining_total
+from onnxport.serving.outputs import CompletionDelta, FinishReason, TokenLogprobs
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
+from onnxport.serving.retries import Retries
+from onnxport.serving.runtime import Runtime
 from onnxport.serving.sampler import RowLogprobs, Sampled
-from onnxport.serving.scheduler import Scheduler
 from onnxport.serving.stats import EngineStats
+from onnxport.serving.tally import Tally
 from onnxport.serving.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-MOST_RETRY_S = 60.0
-FORGOTTEN_DEADLINES = 64  # of requests that have ended, before they are swept out
 
 
 class Engine:
@@ -51,6 +50,7 @@ class Engine:
         config: EngineConfig | None = None,
         eos_token_ids: frozenset[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        standby: Standby | None = None,
     ) -> None:
         """Take over `model`; `close` closes it.
 
@@ -60,47 +60,43 @@ class Engine:
             config: the limits; None for the defaults.
             eos_token_ids: tokens that end a generation; None takes the tokenizer's.
             clock: the time in seconds, of which deadlines and events are told.
+            standby: who takes over when the model's device is lost; None: nobody.
 
         Raises:
             OnnxportError: the folder for K/V blocks cannot be used.
+            DeviceLostError: the device is gone already.
         """
         config = config or EngineConfig()
         if eos_token_ids is None:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer else frozenset()
-        limits = model.capabilities
-        rows = min(config.max_num_seqs, limits.max_batch_rows or config.max_num_seqs)
+        runtime = Runtime(model, config, clock, standby or Standby())
         self.config = config
         self.tokenizer = tokenizer
         self._clock = clock
-        self._model = model
+        self._runtime = runtime
+        self._scheduler = runtime.scheduler
         self._eos_token_ids = eos_token_ids
-        self._intake = Intake(limits, config, rows, tokenizer, eos_token_ids)
-        self._pool = BlockPool(limits.num_blocks, limits.block_size)
-        self._scheduler = Scheduler(
-            self._pool, rows, config.max_num_batched_tokens, config.scheduling_policy
-        )
-        self._packer = BatchPacker(rows, config.max_num_batched_tokens)
-        self._offloader = open_offloader(model, self._pool, config, clock)
-        self._listeners: list[Listener] = []
+        self._intake = Intake(runtime.limits, config, runtime.rows, tokenizer, eos_token_ids)
+        self._tally = Tally()
         self._requests: dict[str, list[Request]] = {}  # unfinished sequences by request
-        self._deadlines: list[
-            tuple[float, tuple[int, int, int], tuple[Request, ...]]
-        ] = []  # a heap
-        self._suspects: list[frozenset[Request]] = []  # of a step that failed, in groups
-        self._gap_s: float | None = None  # mean time between two requests that end
-        self._last_end_s: float | None = None
+        self._deadlines = Deadlines()
+        self._retries = Retries(config.max_num_batched_tokens)
         self._closed = False
-        self._num_steps = 0
-        self._num_failed_steps = 0
-        self._num_refused = 0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._finished: dict[FinishReason, int] = dict.fromkeys(FINISH_REASONS, 0)
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the model can do."""
-        return self._model.capabilities
+        """What the model can do; another one may have taken over at the next look."""
+        return self._runtime.limits
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """The providers that were lost, or never loaded, the latest last. From any thread."""
+        return self._runtime.losses
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is no model any more, and so no request is taken; None while there is one."""
+        return self._runtime.failure
 
     @property
     def has_work(self) -> bool:
@@ -119,7 +115,7 @@ class Engine:
 
     def add_listener(self, listener: Listener) -> None:
         """Tell `listener` from now on what happens; not while the engine runs elsewhere."""
-        self._listeners.append(listener)
+        self._tally.add_listener(listener)
 
     def prepare(
         self,
@@ -152,29 +148,33 @@ class Engine:
             RequestError: an unfinished request has this id.
             OverloadedError: `max_queued_requests` requests wait already, or, under the policy
                 "fair", as many of this tenant as its share of them.
+            CapacityError: it was prepared for a model that was lost, and does not fit the one
+                that has taken over.
+            DeviceLostError: the device was lost, and nothing has taken over.
             OnnxportError: the engine is closed.
         """
         if self._closed:
             raise OnnxportError("the engine is closed and takes no more requests")
+        if self.failure is not None:
+            raise DeviceLostError(self.failure)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         if self.queue_room(request.options) < 1:
             raise self.overload()
+        if self.losses:
+            self._fit(request)
+            request.name_blocks(self.capabilities.block_size)
+        group = _with_siblings(request)  # which may not stay together in the scheduler
         self._scheduler.submit(request)
-        self._requests[request.request_id] = [request, *request.siblings]
-        self._prompt_tokens += request.num_prompt_tokens
-        if request.deadline_s < math.inf:
-            group = (request, *request.siblings)
-            heapq.heappush(self._deadlines, (request.deadline_s, request.rank, group))
-            if len(self._deadlines) > 2 * len(self._requests) + FORGOTTEN_DEADLINES:
-                self._deadlines = [one for one in self._deadlines if _is_unfinished(one[2])]
-                heapq.heapify(self._deadlines)
-        self._tell("queued", request, request.times.arrival_s)
+        self._requests[request.request_id] = list(group)
+        self._tally.prompt_tokens += request.num_prompt_tokens
+        self._deadlines.add(group, len(self._requests))
+        self._tally.tell("queued", request, request.times.arrival_s)
 
     def overload(self) -> OverloadedError:
         """Count a request that finds the queue full, and return the error for it."""
-        self._num_refused += 1
-        retry_after_s = min(MOST_RETRY_S, max(1.0, self._gap_s or 1.0))
+        self._tally.num_refused += 1
+        retry_after_s = self._tally.retry_after_s
         shared = ", shared by its tenants" if self.config.scheduling_policy == "fair" else ""
         return OverloadedError(
             f"{self.num_queued} requests are waiting already; max_queued_requests is "
@@ -192,42 +192,24 @@ class Engine:
 
         A sequence is in the result when it got a token or ended. When the model or the sampler
         fails, the step leaves no trace. Its requests are then tried in halves, until the one that
-        makes it fail is alone: that one ends with "error", and all others go on.
+        makes it fail is alone: that one ends with "error", and all others go on. When the device
+        is lost, a fallback takes over and computes all requests again from their tokens; without
+        one they end with "error", and the engine has failed.
         """
         deltas = self._expire()
-        loading = self._offloader.load(self._scheduler) if self._offloader else set()
-        plan = self._next_plan(loading)
-        return deltas + self._execute(plan) if plan.requests else deltas
+        try:
+            plan = self._retries.next_plan(self._scheduler, self._runtime.load())
+            return deltas + self._execute(plan) if plan.requests else deltas
+        except DeviceLostError as error:
+            return deltas + self._fall_back(error)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
-        offloader = self._offloader
-        store = offloader.store if offloader else None
-        return EngineStats(
-            num_requests_running=self._scheduler.num_running,
-            num_requests_waiting=self._scheduler.num_waiting,
-            num_blocks=self._pool.num_blocks,
-            num_free_blocks=self._pool.num_free,
-            num_steps=self._num_steps,
-            num_failed_steps=self._num_failed_steps,
-            num_preemptions=self._scheduler.num_preemptions,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            prefix_cache_queries=self._scheduler.num_looked_up,
-            prefix_cache_hits=self._scheduler.num_found,
-            num_cached_blocks=self._pool.num_cached,
-            host_tier_bytes=store.host_bytes if store else 0,
-            disk_tier_bytes=store.disk_bytes if store else 0,
-            num_blocks_saved=offloader.num_saved if offloader else 0,
-            num_blocks_loaded=offloader.num_loaded if offloader else 0,
-            num_refused=self._num_refused,
-            num_tier_errors=offloader.num_errors if offloader else 0,
-            finished=dict(self._finished),
-        )
+        return self._tally.stats(self._runtime)
 
     def reset_prefix_cache(self) -> None:
         """Forget what the pool has cached; host memory and disk keep theirs."""
-        self._pool.reset_cache()
+        self._runtime.pool.reset_cache()
 
     def check(self) -> None:
         """Assert the invariants of requests and blocks (for tests)."""
@@ -241,10 +223,9 @@ class Engine:
         """Abort every unfinished request, save what is cached, free the model. Idempotent."""
         groups = list(self._requests.values())
         deltas = [delta for group in groups for delta in self._end_all(group, "abort")]
-        if self._offloader and not self._closed:
-            self._offloader.close()
-        self._closed = True
-        self._model.close()
+        if not self._closed:
+            self._closed = True
+            self._runtime.close()
         return deltas
 
     # A step.
@@ -253,53 +234,35 @@ class Engine:
         """End the requests whose time is up."""
         deltas: list[CompletionDelta] = []
         if self._deadlines:
-            now = self._clock()
-            while self._deadlines and self._deadlines[0][0] <= now:
-                for request in heapq.heappop(self._deadlines)[2]:
-                    if request.finish_reason is None:
-                        deltas += self._end(request, "timeout")
+            for request in self._deadlines.passed(self._clock()):
+                deltas += self._end(request, "timeout")
         return deltas
-
-    def _next_plan(self, loading: Collection[Request]) -> StepPlan:
-        """Plan the next step: with suspects of a failed one alone, as long as there are any."""
-        while self._suspects:
-            plan = self._scheduler.plan(self._suspects.pop(), loading)
-            if plan.requests:
-                return plan
-        return self._scheduler.plan(None, loading)
 
     def _execute(self, plan: StepPlan) -> list[CompletionDelta]:
         start_s = self._clock()
         reservation = self._scheduler.reserve(plan)
         for request in plan.preempted:
-            self._tell("preempted", request, start_s)
+            self._tally.tell("preempted", request, start_s)
         try:
-            if self._offloader and reservation.evictions:
-                self._offloader.save(reservation.evictions, self._scheduler)
-            if reservation.copies:
-                sources, targets = zip(*reservation.copies, strict=True)
-                self._model.copy_blocks(sources, targets)
-            logits = self._model.run(self._packer.pack(plan))
+            logits = self._runtime.compute(plan, reservation)
             sequences = [one for row in plan.sampled for one in _with_siblings(plan.requests[row])]
             sampled, failures = self._sample(plan, sequences, logits)
         except BaseException as error:
             self._scheduler.rollback(reservation)
-            if not isinstance(error, Exception):
+            if isinstance(error, DeviceLostError) or not isinstance(error, Exception):
                 raise
             return self._fail(plan, error)
         self._note_starts(plan, start_s)
         self._scheduler.commit(plan, reservation)
-        self._num_steps += 1
+        self._retries.note_good()
         now = self._clock()
         deltas, gaps = self._deliver(sequences, sampled, failures, now)
-        if self._offloader:
-            self._offloader.costs.note_step(now - start_s, plan.num_tokens)
+        if self._runtime.offloader:
+            self._runtime.offloader.costs.note_step(now - start_s, plan.num_tokens)
         num_sampled = len(sequences) - len(failures)
-        record = StepRecord(
-            start_s, now, len(plan.requests), plan.num_tokens, num_sampled, tuple(gaps)
-        )
-        for listener in self._listeners:
-            listener.on_step(record)
+        rows = len(plan.requests)
+        record = StepRecord(start_s, now, rows, plan.num_tokens, num_sampled, tuple(gaps))
+        self._tally.note_step(record)
         return deltas
 
     def _sample(
@@ -324,15 +287,54 @@ class Engine:
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[CompletionDelta]:
         """Nothing was computed: look for the request that made the step fail."""
-        self._num_failed_steps += 1
+        self._tally.num_failed_steps += 1
         requests = plan.requests
         if len(requests) > 1:
             logger.warning("a step of %d requests failed: %s", len(requests), error)
-            half = len(requests) // 2
-            self._suspects += [frozenset(requests[half:]), frozenset(requests[:half])]
+            self._retries.split(requests)
+            return []
+        if isinstance(error, DeviceMemoryError) and self._retries.shorten(
+            requests[0], plan.num_tokens, self._runtime.rows
+        ):
+            logger.warning(
+                "a step of %d tokens failed; steps have at most %d for now: %s",
+                plan.num_tokens,
+                self._retries.budget_tokens,
+                error,
+            )
             return []
         logger.error("request %s failed", requests[0].request_id, exc_info=error)
         return self._end(requests[0], "error", error=f"{type(error).__name__}: {error}")
+
+    def _fall_back(self, error: DeviceLostError) -> list[CompletionDelta]:
+        """The device is gone: go on with another provider, or end every request."""
+        self._tally.num_failed_steps += 1
+        self._retries.clear()
+        yielded = self._runtime.fall_back(error)
+        now = self._clock()
+        for request in yielded:
+            self._tally.tell("preempted", request, now)
+        self._intake.move_to(self._runtime.limits, self._runtime.rows)
+        deltas: list[CompletionDelta] = []
+        for request in list(self._scheduler.requests()):
+            if self.failure is not None:
+                deltas += self._end(request, "error", error=self.failure)
+                continue
+            try:
+                self._fit(request)
+            except CapacityError as reason:
+                deltas += self._end(request, "error", error=str(reason))
+        return deltas
+
+    def _fit(self, request: Request) -> None:
+        """Let a request that was accepted for another model get no longer than this one takes.
+
+        Raises:
+            CapacityError: it is too long already.
+        """
+        longest = remaining_total(len(request.tokens), request.max_total_tokens, self.capabilities)
+        for one in _with_siblings(request):
+            one.max_total_tokens = longest
 
     def _note_starts(self, plan: StepPlan, start_s: float) -> None:
         """Note which requests this step starts, or lets go on after a preemption."""
@@ -340,11 +342,11 @@ class Engine:
             if not request.running:
                 if request.times.scheduled_s is None:
                     request.times.scheduled_s = start_s
-                self._tell("scheduled", request, start_s)
+                self._tally.tell("scheduled", request, start_s)
             if request.siblings and row in plan.sampled:
                 for one in request.siblings:
                     one.times.scheduled_s = start_s
-                    self._tell("scheduled", one, start_s)
+                    self._tally.tell("scheduled", one, start_s)
 
     def _deliver(
         self,
@@ -358,7 +360,7 @@ class Engine:
         Returns:
             The deltas, and the times since the previous token of each that was not a first one.
         """
-        self._generation_tokens += len(sequences) - len(failures)
+        self._tally.generation_tokens += len(sequences) - len(failures)
         deltas: list[CompletionDelta] = []
         gaps: list[float] = []
         for index, request in enumerate(sequences):
@@ -384,8 +386,9 @@ class Engine:
         request.times.last_token_s = now_s
         if request.times.first_token_s is None:
             request.times.first_token_s = now_s
-            self._tell("first_token", request, now_s)
-        entry = None if logprobs is None else (self._token_logprobs(logprobs),)
+            self._tally.tell("first_token", request, now_s)
+        name = self.tokenizer.token_text if self.tokenizer else _no_text
+        entry = None if logprobs is None else (sampling.token_logprobs(logprobs, name),)
         if token_id in request.stop_token_ids:
             reason = None if token_id in self._eos_token_ids else token_id
             return self._end(request, "stop", (token_id,), entry, stop_reason=reason)
@@ -457,53 +460,12 @@ class Engine:
 
     def _forget(self, request: Request, reason: FinishReason, now_s: float) -> None:
         """Let go of a sequence that has ended."""
-        request.times.finished_s = now_s
         request.text = None
-        self._finished[reason] += 1
         group = self._requests[request.request_id]
         group.remove(request)
         if not group:
             del self._requests[request.request_id]
-        if self._last_end_s is not None:
-            gap = now_s - self._last_end_s
-            self._gap_s = gap if self._gap_s is None else 0.9 * self._gap_s + 0.1 * gap
-        self._last_end_s = now_s
-        if self._listeners:
-            record = FinishedRecord(
-                reason=reason,
-                metrics=request.metrics,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_output_tokens=request.num_output_tokens,
-                num_cached_tokens=request.num_cached_tokens,
-                num_preemptions=request.num_preemptions,
-                max_tokens=request.params.max_tokens,
-                n=request.params.n,
-            )
-            self._tell("finished", request, now_s, record)
-
-    def _tell(
-        self,
-        kind: EventKind,
-        request: Request,
-        time_s: float,
-        finished: FinishedRecord | None = None,
-    ) -> None:
-        """Tell the listeners."""
-        if self._listeners:
-            event = RequestEvent(kind, request.request_id, request.index, time_s, finished)
-            for listener in self._listeners:
-                listener.on_request(event)
-
-    def _token_logprobs(self, row: RowLogprobs) -> TokenLogprobs:
-        """Return the logprobs of one position, the likeliest tokens first."""
-        name = self.tokenizer.token_text if self.tokenizer else lambda token_id: ""
-        pairs = zip(row.top_ids, row.top_logprobs, strict=True)
-        result = {
-            token_id: Logprob(value, rank, name(token_id))
-            for rank, (token_id, value) in enumerate(pairs, 1)
-        }
-        sampled = Logprob(row.logprob, row.rank, name(row.token_id))
-        return result | {row.token_id: sampled}
+        self._tally.note_end(request, reason, now_s)
 
 
 def _with_siblings(request: Request) -> tuple[Request, ...]:
@@ -511,5 +473,5 @@ def _with_siblings(request: Request) -> tuple[Request, ...]:
     return (request, *request.siblings)
 
 
-def _is_unfinished(group: Sequence[Request]) -> bool:
-    return any(request.finish_reason is None for request in group)
+def _no_text(token_id: int) -> str:
+    return ""

@@ -38,12 +38,15 @@ class Intake:
             tokenizer: None takes token ids only.
             eos_token_ids: tokens that end a generation.
         """
-        self._limits = limits
+        self._sizes = (limits, max_num_seqs)  # replaced as one, whatever thread reads it
         self._config = config
-        self._max_num_seqs = max_num_seqs
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._seeds = random.Random(config.seed)
+
+    def move_to(self, limits: Capabilities, max_num_seqs: int) -> None:
+        """Check requests against the limits of another model from now on."""
+        self._sizes = (limits, max_num_seqs)
 
     def request(
         self,
@@ -54,19 +57,20 @@ class Intake:
         clock: Callable[[], float],
     ) -> Request:
         """Return a request, its siblings with it; see `Engine.prepare`."""
-        self._check(prompt, params, options)
+        limits, max_num_seqs = self._sizes
+        self._check(prompt, params, options, max_num_seqs)
         text = prompt if isinstance(prompt, str) else None
         given = self._tokenizer.encode(text) if self._tokenizer and text is not None else prompt
         assert not isinstance(given, str)
-        tokens = token_array(given, self._limits.vocab_size)
-        longest = max_total_tokens(len(tokens), params.max_tokens, self._limits)
+        tokens = token_array(given, limits.vocab_size)
+        longest = max_total_tokens(len(tokens), params.max_tokens, limits)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self._eos_token_ids
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         keys = None
         if self._config.enable_prefix_caching:
-            keys = KeyChain(root_key(options.adapter, options.cache_salt), self._limits.block_size)
+            keys = KeyChain(root_key(options.adapter, options.cache_salt), limits.block_size)
             keys.extend(tokens)
         arrival_s = clock()
 
@@ -92,16 +96,20 @@ class Intake:
         return first
 
     def _check(
-        self, prompt: str | Sequence[int], params: SamplingParams, options: RequestOptions
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        max_num_seqs: int,
     ) -> None:
         """Refuse what does not depend on the prompt's tokens."""
         if self._tokenizer is None and (isinstance(prompt, str) or params.stop):
             what = "a text prompt" if isinstance(prompt, str) else "a stop string"
             param = "prompt" if isinstance(prompt, str) else "stop"
             raise RequestError(f"{what} needs a tokenizer and this engine has none", param)
-        if params.n > self._max_num_seqs:
+        if params.n > max_num_seqs:
             raise RequestError(
-                f"n is {params.n}, and the engine runs {self._max_num_seqs} sequences at once; "
+                f"n is {params.n}, and the engine runs {max_num_seqs} sequences at once; "
                 "ask for fewer completions, or raise max_num_seqs",
                 "n",
             )

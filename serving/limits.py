@@ -55,6 +55,30 @@ def max_total_tokens(num_prompt: int, max_tokens: int | None, limits: Capabiliti
             f"has {limits.num_blocks}; shorten the prompt, ask for fewer tokens or give the cache "
             "more room (kv_cache_tokens)"
         )
-    if max_tokens is not None:
-        return total
+    return longest_total(limits) if max_tokens is None else total
+
+
+def remaining_total(num_tokens: int, max_total: int, limits: Capabilities) -> int:
+    """Return how long a sequence that was accepted for another model may get on this one.
+
+    Args:
+        num_tokens: that it has, prompt and output.
+        max_total: how long it was to get there.
+        limits: of this model.
+
+    Raises:
+        CapacityError: there is no room for another token.
+    """
+    longest = longest_total(limits)
+    if num_tokens >= longest:
+        raise CapacityError(
+            f"the request has {num_tokens} tokens, and the provider that took over when the first "
+            f"one was lost ({limits.provider}) has room for {longest} with what is generated; send "
+            "a shorter one, or give that provider more room (kv_cache_tokens, max_model_len)"
+        )
+    return min(max_total, longest)
+
+
+def longest_total(limits: Capabilities) -> int:
+    """Return how long prompt and output of any sequence may get, in tokens."""
     return min(limits.max_model_len, limits.num_blocks * limits.block_size + 1)

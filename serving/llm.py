@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack, cast
 
-from onnxport.errors import RequestError
+from onnxport.errors import CapacityError, DeviceLostError, RequestError
 from onnxport.providers.base import Attention, Capabilities, LoadOptions
 from onnxport.serving.chat import ChatTemplate, Message, Tool
 from onnxport.serving.collect import OutputCollector
@@ -77,6 +77,9 @@ class LLM:
         matmul_accuracy_level: int | None = None,
         seed: int | None = None,
         kv_memory: int | float | None = None,
+        dtype: str = "auto",
+        allowed_on_host: Sequence[str] = (),
+        fallback: Sequence[str] = (),
         **limits: Unpack[EngineOptions],
     ) -> None:
         """Load an artifact.
@@ -97,6 +100,11 @@ class LLM:
             seed: makes requests without a seed of their own reproducible.
             kv_memory: size of the KV cache instead of `kv_cache_tokens`: bytes (int), or a share of
                 the memory that the weights leave free (float); None: 0.4.
+            dtype: "auto", "float32", "float16" or "bfloat16": of activations.
+            allowed_on_host: operator types that may run on the host where the device does not
+                take them.
+            fallback: the providers that may take over, in order, when this one cannot load or
+                its device is lost; see `open_engine`.
             limits: more limits of the engine, by the names of `EngineConfig`.
 
         Raises:
@@ -112,9 +120,13 @@ class LLM:
             max_model_len=max_model_len,
             attention=attention,
             matmul_accuracy_level=matmul_accuracy_level,
+            dtype=dtype,
+            allowed_on_host=tuple(allowed_on_host),
         )
         folder = Path(model)
-        engine = open_engine(folder, provider, options, config, needs_tokenizer=False)
+        engine = open_engine(
+            folder, provider, options, config, needs_tokenizer=False, fallback=fallback
+        )
         self._take(engine, ChatTemplate.read(folder))
 
     @classmethod
@@ -242,7 +254,7 @@ class LLM:
         try:
             while coming or self._engine.has_work:
                 while coming and self._engine.queue_room(coming[0].options) > 0:
-                    self._engine.submit(coming.popleft())
+                    self._submit(coming.popleft(), collectors)
                 for delta in self._engine.step():
                     collectors[delta.request_id].add(delta)
                     if delta.finish_reason is not None:
@@ -251,6 +263,13 @@ class LLM:
             for request in requests:
                 self._engine.abort(request.request_id)
         return [collector.output() for collector in collectors.values()]
+
+    def _submit(self, request: Request, collectors: Mapping[str, OutputCollector]) -> None:
+        """Queue a request; it fails alone if it cannot run since a device was lost."""
+        try:
+            self._engine.submit(request)
+        except (CapacityError, DeviceLostError) as error:
+            collectors[request.request_id].fail(str(error))
 
 
 def _text_or_ids(prompt: Prompt) -> str | list[int]:

@@ -1,15 +1,22 @@
-"""From an artifact folder to an engine."""
+"""From an artifact folder to an engine, and who takes over if its provider does not work."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
+from onnxport.errors import CapacityError, ProviderError
 from onnxport.graphs.artifact import Artifact
-from onnxport.providers.base import LoadOptions
-from onnxport.providers.registry import AUTO, open_model
+from onnxport.providers.base import LoadOptions, Model
+from onnxport.providers.registry import AUTO, get_provider, open_model
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
+from onnxport.serving.fallback import Fallback, Loss, Standby
 from onnxport.serving.tokenizer import TOKENIZER_FILE, Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def open_engine(
@@ -19,6 +26,8 @@ def open_engine(
     config: EngineConfig | None = None,
     *,
     needs_tokenizer: bool = True,
+    fallback: Sequence[str] = (),
+    trials: Path | None = None,
 ) -> Engine:
     """Load the artifact in `path` with its tokenizer; closing the engine closes the model.
 
@@ -29,19 +38,98 @@ def open_engine(
         config: the engine's limits; None for the defaults.
         needs_tokenizer: refuse an artifact without a tokenizer; otherwise its engine takes token
             ids only.
+        fallback: the providers that may take over, in order, when `provider` cannot load, or when
+            its device is lost while the engine runs. They choose block size, attention and types
+            by themselves. Nobody takes over unasked.
+        trials: folder of measured trials for "auto", see `open_model`.
 
     Raises:
         ArtifactError: `path` is not a valid artifact, or has no tokenizer and needs one.
-        ProviderError: the provider cannot run it.
+        ProviderError: no provider that may can run it, or a fallback could never do so.
         CapacityError: it does not fit the memory.
     """
     eos_token_ids = frozenset(Artifact.read(path).manifest.eos_token_ids)
     tokenizer = None
     if needs_tokenizer or (path / TOKENIZER_FILE).is_file():
         tokenizer = Tokenizer.from_folder(path, eos_token_ids)
-    model = open_model(path, provider, options or LoadOptions())
-    try:
-        return Engine(model, tokenizer, config, eos_token_ids)
-    except BaseException:
-        model.close()
-        raise
+    chosen = options or LoadOptions()
+    names = (fallback,) if isinstance(fallback, str) else tuple(fallback)
+    for name in names:
+        _check_fallback(name, provider)
+
+    first = Fallback(provider, lambda: open_model(path, provider, chosen, trials))
+    standby = Standby((first, *(_fallback(path, name, provider, chosen) for name in names)))
+
+    def start(model: Model, standby: Standby) -> Engine:
+        return Engine(model, tokenizer, config, eos_token_ids, standby=standby)
+
+    return _start_first(standby, start, path)
+
+
+def _start_first(standby: Standby, start: Callable[[Model, Standby], Engine], path: Path) -> Engine:
+    """Start an engine on the first provider that loads; the others stand by."""
+    errors: list[tuple[str, ProviderError | CapacityError]] = []
+    for number, candidate in enumerate(standby.fallbacks, 1):
+        rest = standby.fallbacks[number:]
+        try:
+            model = candidate.load()
+            name = model.capabilities.provider
+            losses = tuple(Loss(lost, None, str(error), name) for lost, error in errors)
+            try:
+                return start(model, Standby(rest, losses))
+            except BaseException:
+                model.close()
+                raise
+        except (ProviderError, CapacityError) as error:
+            if len(standby.fallbacks) == 1:
+                raise
+            errors.append((candidate.provider, error))
+            then = (
+                f"{rest[0].provider} is tried instead, as was allowed" if rest else "none is left"
+            )
+            logger.warning("%s cannot be used: %s; %s", candidate.provider, error, then)
+    reasons = "; ".join(f"{name}: {error}" for name, error in errors)
+    # More memory would help where any of them lacked it.
+    full = any(isinstance(error, CapacityError) for _, error in errors)
+    kind = CapacityError if full else ProviderError
+    raise kind(f"no provider that was allowed can run {path}. {reasons}") from ExceptionGroup(
+        "providers", [error for _, error in errors]
+    )
+
+
+def _check_fallback(name: str, provider: str) -> None:
+    """Refuse a fallback that could never take over, before it is needed."""
+    if name in (AUTO, provider):
+        return
+    probe = get_provider(name).probe()
+    if not probe.available:
+        raise ProviderError(f"{name} cannot be a fallback here: {probe.reason}")
+
+
+def _fallback(path: Path, name: str, provider: str, options: LoadOptions) -> Fallback:
+    """Return a fallback with the options that suit it too."""
+    suited = options
+    if name != provider:  # these may suit the other one alone
+        suited = replace(
+            options,
+            block_size=None,
+            attention=None,
+            dtype="auto",
+            kv_cache_dtype="auto",
+            matmul_accuracy_level=None,
+            allowed_on_host=(),
+        )
+    names = [each.name for each in fields(options)]
+    dropped = [each for each in names if getattr(options, each) != getattr(suited, each)]
+
+    def load() -> Model:
+        if dropped:
+            logger.warning(
+                "%s chooses %s by itself; what was given was meant for %s",
+                name,
+                ", ".join(dropped),
+                provider,
+            )
+        return open_model(path, name, suited)
+
+    return Fallback(name, load)

@@ -87,6 +87,11 @@ COUNTERS: Table = {
     "onnxport:steps": ("Steps of the engine.", lambda s: s.num_steps),
     "onnxport:failed_steps": ("Steps that failed.", lambda s: s.num_failed_steps),
     "onnxport:requests_refused": ("Requests that found the queue full.", lambda s: s.num_refused),
+    "onnxport:devices_lost": ("Devices that were lost, or did not load.", lambda s: s.num_losses),
+    "onnxport:fallbacks": (
+        "Times that another provider took over.",
+        lambda s: s.num_fallbacks,
+    ),
     "onnxport:kv_blocks_saved": ("KV blocks saved in a tier.", lambda s: s.num_blocks_saved),
     "onnxport:kv_blocks_loaded": ("KV blocks loaded from a tier.", lambda s: s.num_blocks_loaded),
     "onnxport:kv_tier_errors": (

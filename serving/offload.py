@@ -15,12 +15,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from onnxport.errors import ProviderError
+from onnxport.errors import DeviceLostError, ProviderError
 from onnxport.kv.disk_file import DiskFormat
 from onnxport.kv.disk_tier import DiskTier
 from onnxport.kv.host_tier import HostTier
@@ -29,7 +30,7 @@ from onnxport.kv.prefix import BlockKeys, unit_tokens
 from onnxport.kv.table import blocks_for
 from onnxport.kv.tiers import TieredStore
 from onnxport.providers.base import Capabilities, Model
-from onnxport.serving.config import EngineConfig, Preemption
+from onnxport.serving.config import EngineConfig
 from onnxport.serving.request import Request
 from onnxport.serving.scheduler import Scheduler
 
@@ -69,30 +70,57 @@ class Costs:
 
 
 class Offloader:
-    """Moves blocks between the pool of a model and the tiers. Belongs to the engine's thread."""
+    """Moves blocks between the pool of a model and the tiers. Belongs to the engine's thread.
+
+    All that talks to the model raises DeviceLostError when its device is gone; every other failure
+    is reported, counted, and costs no more than computing blocks again.
+    """
 
     def __init__(
         self,
         model: Model,
         pool: BlockPool,
-        store: TieredStore,
-        preemption: Preemption,
+        config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Measure what moving a block costs; the pool must not be in use yet."""
-        limits = model.capabilities
-        self._model = model
-        self._pool = pool
-        self._store = store
-        self._preemption = preemption
+        """Open the tiers, and measure what moving a block costs; the pool must be unused.
+
+        Raises:
+            OnnxportError: the folder of the disk tier cannot be used.
+            DeviceLostError: the device is gone.
+        """
+        self._config = config
         self._clock = clock
-        self._unit = unit_tokens(limits.block_size)
-        self._dtype = np.dtype(element_type(limits.kv_format.dtype))
-        self.costs = Costs(limits.block_size)
         self.num_saved = 0  # blocks
         self.num_loaded = 0
         self._num_failed = 0  # times that the device would not give or take blocks
-        self._try_out()
+        self._format = disk_format(model.capabilities)
+        self._store = open_store(config, self._format)
+        self._serve(model, pool)
+
+    def move_to(self, model: Model, pool: BlockPool) -> None:
+        """Serve another model, whose pool must be unused, from the tiers that are there.
+
+        Where its blocks are something else, the tiers are dropped for new ones.
+
+        Raises:
+            As the constructor.
+        """
+        format_ = disk_format(model.capabilities)
+        if replace(format_, dtype=self._format.dtype) == self._format and (
+            format_.dtype in self._format.readable_dtypes
+        ):
+            self._store.retype(format_.dtype)
+        else:
+            logger.warning(
+                "the K/V in host memory is dropped: it is %s, and the new model's is %s",
+                self._format,
+                format_,
+            )
+            self._store.close(CLOSE_TIMEOUT_S)
+            self._store = open_store(self._config, format_)
+        self._format = format_
+        self._serve(model, pool)
 
     @property
     def store(self) -> TieredStore:
@@ -140,20 +168,39 @@ class Offloader:
             budget -= loaded
         return loading
 
-    def close(self) -> None:
+    def close(self, *, lost: bool = False) -> None:
         """Save what is still in the pool, as far as there is a disk, and close the store.
 
         No request may own blocks any more.
+
+        Args:
+            lost: the device is gone, and the pool with it; only host memory is saved.
         """
-        if not self._store.persist(PERSIST_TIMEOUT_S, self._everything()):
+        try:
+            saved = self._store.persist(PERSIST_TIMEOUT_S, () if lost else self._everything())
+        except DeviceLostError as error:
+            logger.warning("the K/V cached on the device are not saved: %s", error)
+            saved = self._store.persist(PERSIST_TIMEOUT_S)
+        if not saved:
             logger.warning("not all cached K/V could be written to disk in %d s", PERSIST_TIMEOUT_S)
         self._store.close(CLOSE_TIMEOUT_S)
+
+    def _serve(self, model: Model, pool: BlockPool) -> None:
+        limits = model.capabilities
+        self._model = model
+        self._pool = pool
+        self._unit = unit_tokens(limits.block_size)
+        self._dtype = np.dtype(element_type(limits.kv_format.dtype))
+        self.costs = Costs(limits.block_size)
+        self._try_out()
 
     def _try_out(self) -> None:
         """Move one block there and back, for its costs."""
         start = self._clock()
         try:
             self._model.write_blocks([0], self._model.read_blocks([0]))
+        except DeviceLostError:
+            raise
         except ProviderError as error:
             self._report("trying out", error)
         else:
@@ -165,9 +212,9 @@ class Offloader:
     def _is_worth_saving(self, keys: BlockKeys, scheduler: Scheduler) -> bool:
         if all(key in self._store for key in keys):
             return False
-        if self._preemption == "auto":
+        if self._config.preemption == "auto":
             return self.costs.moving_is_cheaper
-        return self._preemption == "swap" or not scheduler.is_swapped(keys[-1])
+        return self._config.preemption == "swap" or not scheduler.is_swapped(keys[-1])
 
     def _loadable(self, request: Request, start: int, limit: int) -> list[BlockKeys]:
         """The keys of blocks, from number `start` of a request on, that the store has."""
@@ -201,28 +248,39 @@ class Offloader:
         self._pool.share(shared)
         evictions: list[Eviction] = []
         blocks = self._pool.allocate(len(units), evictions)
-        self.save(evictions, scheduler)
-        start = self._clock()
+        num_loaded = 0
         try:
-            content = np.stack([np.concatenate(parts, axis=3) for parts in units])
+            self.save(evictions, scheduler)
+            num_loaded = self._write(blocks, units)
+            for block, keys in zip(blocks[:num_loaded], wanted, strict=False):
+                self._pool.register(block, keys)
+        finally:
+            self._pool.release(reversed(blocks))
+            self._pool.release(reversed(shared))
+        self.num_loaded += num_loaded
+        return num_loaded
+
+    def _write(self, blocks: Sequence[int], units: Sequence[list[NDArray[np.generic]]]) -> int:
+        """Write the units of each block to the device; returns how many blocks, all or none."""
+        start = self._clock()
+        content = np.stack([np.concatenate(parts, axis=3) for parts in units])
+        try:
             self._model.write_blocks(blocks, content)
+        except DeviceLostError:
+            raise
         except ProviderError as error:
             self._report("loading", error)
-            units = []
-        else:
-            self.costs.note_move(self._clock() - start, len(blocks))
-            for block, keys in zip(blocks, wanted, strict=False):
-                self._pool.register(block, keys)
-        self._pool.release(reversed(blocks))
-        self._pool.release(reversed(shared))
-        self.num_loaded += len(units)
-        return len(units)
+            return 0
+        self.costs.note_move(self._clock() - start, len(blocks))
+        return len(blocks)
 
     def _read(self, evictions: Sequence[Eviction]) -> Iterator[tuple[BlockKeys, list[bytes]]]:
         """Yield the keys and the canonical content of each block's units."""
         start = self._clock()
         try:
             content = self._model.read_blocks([one.block for one in evictions])
+        except DeviceLostError:
+            raise
         except ProviderError as error:
             self._report("saving", error)
             return
@@ -251,26 +309,20 @@ class Offloader:
         logger.warning("%s K/V blocks failed; they will be computed again: %s", what, error)
 
 
-def open_offloader(
-    model: Model, pool: BlockPool, config: EngineConfig, clock: Callable[[], float]
-) -> Offloader | None:
-    """Return what moves blocks to the tiers that `config` asks for; None if it asks for none.
+def open_store(config: EngineConfig, format_: DiskFormat) -> TieredStore:
+    """Return the tiers that `config` asks for, empty but for what is on disk.
 
     Raises:
         OnnxportError: the folder of the disk tier cannot be used.
     """
-    if not config.host_memory:
-        return None
     disk = None
     if config.kv_disk is not None:
-        disk = DiskTier(config.kv_disk, config.kv_disk_bytes, disk_format(model.capabilities))
-    dtype = model.capabilities.kv_format.dtype
-    store = TieredStore(HostTier(config.host_memory), disk, dtype)
-    return Offloader(model, pool, store, config.preemption, clock)
+        disk = DiskTier(config.kv_disk, config.kv_disk_bytes, format_)
+    return TieredStore(HostTier(config.host_memory), disk, format_.dtype)
 
 
 def disk_format(limits: Capabilities) -> DiskFormat:
-    """Return what a model's blocks look like on disk."""
+    """Return what a model's blocks look like in the tiers."""
     format_ = limits.kv_format
     return DiskFormat(
         model=format_.model,

@@ -141,7 +141,10 @@ class Planner:
         return tuple(found)
 
     def plan(
-        self, only: Collection[Request] | None = None, loading: Collection[Request] = ()
+        self,
+        only: Collection[Request] | None = None,
+        loading: Collection[Request] = (),
+        budget_tokens: int | None = None,
     ) -> StepPlan:
         """Choose the next step; changes nothing. No requests: there is nothing to do.
 
@@ -149,24 +152,27 @@ class Planner:
             only: requests that may take part; None for all.
             loading: waiting requests whose K/V are on their way from elsewhere; they keep their
                 place and do not start.
+            budget_tokens: most tokens, at least one for each request that may take part and can
+                decode; None for `max_num_batched_tokens`.
         """
-        draft = self._make_room(loading) if only is None else self._draft()
+        budget = budget_tokens or self._max_num_batched_tokens
+        draft = self._make_room(loading, budget) if only is None else self._draft(budget)
         prefills = self._plan_decodes(draft, only)
         self._plan_prompts(draft, prefills, only, loading)
         stuck = not draft.requests and self._queues.has_work and only is None and not loading
         assert not stuck, "unfinished requests, and none can go on"
         return draft.freeze()
 
-    def _draft(self) -> Draft:
+    def _draft(self, budget: int) -> Draft:
         rows = self._max_num_seqs - self._queues.num_rows
-        return Draft(self._pool, self._max_num_batched_tokens, rows)
+        return Draft(self._pool, budget, rows)
 
-    def _make_room(self, loading: Collection[Request]) -> Draft:
+    def _make_room(self, loading: Collection[Request], budget: int) -> Draft:
         """Begin a plan: lower priorities yield to the first waiting request if that lets it start.
 
         They yield for as little as possible, and not at all if it does not help.
         """
-        draft = self._draft()
+        draft = self._draft(budget)
         first = self._queues.waiting.first()
         if first is None or first in loading or not self._yields(first):
             return draft
@@ -179,11 +185,11 @@ class Planner:
             if draft.rows >= first.num_rows and room >= needed:
                 return draft
             if victim.rank[0] <= first.rank[0]:
-                return self._draft()
+                return self._draft(budget)
             draft.preempt(victim)
             claimed -= self._claim(victim) + self._takes(victim)
         room = draft.free - draft.num_taken(shared) - claimed
-        return draft if room >= needed else self._draft()
+        return draft if room >= needed else self._draft(budget)
 
     def _yields(self, first: Request) -> bool:
         """Whether any running request has a lower priority than `first`."""

@@ -137,6 +137,12 @@ class Request:
         """Tokens sampled so far."""
         return len(self.tokens) - self.num_prompt_tokens
 
+    def name_blocks(self, block_size: int) -> None:
+        """Name the content of the blocks anew where these are of `block_size` now."""
+        if self.keys is not None:
+            self.keys = self.keys.for_block_size(block_size)
+            self.keys.extend(self.tokens)
+
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
         """The prompt."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.serving.outputs import Logprob, TokenLogprobs
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import (
     RowLogprobs,
@@ -17,6 +18,7 @@ from onnxport.serving.sampler import (
     uniform,
 )
 
+Naming = Callable[[int], str]
 NOT_FINITE = "the model's logits are not finite numbers"
 
 
@@ -67,3 +69,18 @@ def sample_one_by_one(
         tokens += one.token_ids
         logprobs += one.logprobs or [None]
     return Sampled(tokens, logprobs, tuple(failures)), failures
+
+
+def token_logprobs(row: RowLogprobs, name: Naming) -> TokenLogprobs:
+    """Return the logprobs of one position, the likeliest tokens first.
+
+    Args:
+        row: of the position.
+        name: returns the text of a token.
+    """
+    pairs = zip(row.top_ids, row.top_logprobs, strict=True)
+    result = {
+        token_id: Logprob(value, rank, name(token_id))
+        for rank, (token_id, value) in enumerate(pairs, 1)
+    }
+    return result | {row.token_id: Logprob(row.logprob, row.rank, name(row.token_id))}

@@ -38,6 +38,7 @@ class Scheduler:
         assert 1 <= max_num_seqs <= max_num_batched_tokens
         self._pool = pool
         self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._policy = policy
         self._queues = Queues(quantum=max(1, max_num_batched_tokens // QUANTA))
         self._planner = Planner(pool, self._queues, max_num_seqs, max_num_batched_tokens)
@@ -105,6 +106,28 @@ class Scheduler:
             self._tenants[one.tenant] += 1
         self._queues.waiting.add(request)
         self._queued[request.tenant] += 1
+        self._fit_rows(request)
+
+    def move_to(self, pool: BlockPool, max_num_seqs: int) -> list[Request]:
+        """Go on with another pool, an empty one, and as many rows as its model takes.
+
+        Requests keep their tokens, places and turns. Those that run yield; as ever they are
+        computed again from their tokens, or from what a tier has of them.
+
+        Returns:
+            The requests that yielded.
+        """
+        assert 1 <= max_num_seqs <= self._max_num_batched_tokens
+        yielded = list(self._queues.running)
+        for request in yielded:
+            self._preempt(request)
+        self._swapped.clear()
+        self._pool, self._max_num_seqs = pool, max_num_seqs
+        self._planner = Planner(pool, self._queues, max_num_seqs, self._max_num_batched_tokens)
+        for request in list(self._queues.waiting):
+            request.name_blocks(pool.block_size)
+            self._fit_rows(request)
+        return yielded
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request, and siblings that wait for it, and free its blocks.
@@ -140,10 +163,13 @@ class Scheduler:
         return self._planner.hits(request)
 
     def plan(
-        self, only: Collection[Request] | None = None, loading: Collection[Request] = ()
+        self,
+        only: Collection[Request] | None = None,
+        loading: Collection[Request] = (),
+        budget_tokens: int | None = None,
     ) -> StepPlan:
         """See `Planner.plan`."""
-        return self._planner.plan(only, loading)
+        return self._planner.plan(only, loading, budget_tokens)
 
     def reserve(self, plan: StepPlan) -> Reservation:
         """Preempt as planned and take the step's blocks.
@@ -201,6 +227,20 @@ class Scheduler:
         assert not any(one.running or one.num_computed_tokens for one in self._queues.waiting)
         queued = sum(not one.num_preemptions for one in self._queues.waiting)
         assert self.num_queued == queued, f"{self.num_queued} counted, {queued} queued"
+
+    def _fit_rows(self, request: Request) -> None:
+        """Let the completions of a waiting request go their own ways if they do not fit one step.
+
+        That happens when they were accepted for a model that takes more rows.
+        """
+        if request.num_rows <= self._max_num_seqs:
+            return
+        siblings, request.siblings = request.siblings, ()
+        for one in siblings:
+            one.keys = None if request.keys is None else request.keys.copy()
+            one.num_cached_tokens = 0  # what is found is found at an attempt of its own
+            self._queues.waiting.add(one)
+            self._queued[one.tenant] += 1
 
     def _start(self, request: Request) -> None:
         self._queues.waiting.remove(request)

@@ -30,4 +30,6 @@ class EngineStats:
     num_blocks_loaded: int = 0  # pool blocks loaded from a tier
     num_refused: int = 0  # requests that found the queue full
     num_tier_errors: int = 0  # blocks of a tier that were corrupt, foreign or could not be stored
+    num_losses: int = 0  # devices that were lost, or did not load though asked for first
+    num_fallbacks: int = 0  # providers that took over
     finished: Mapping[FinishReason, int] = field(default_factory=dict)  # ended, by reason

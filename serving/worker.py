@@ -11,10 +11,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from onnxport.errors import OnnxportError, OverloadedError, RequestError
+from onnxport.errors import DeviceLostError, OnnxportError, RequestError
 from onnxport.providers.base import Capabilities
 from onnxport.serving.engine import Engine
 from onnxport.serving.events import Listener
+from onnxport.serving.fallback import Loss
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
@@ -33,7 +34,7 @@ class _Stream:
         self.request_id = request.request_id
         self.unfinished = set(range(request.params.n))  # its completions
         self.loop = loop
-        self.queue: asyncio.Queue[CompletionDelta | OverloadedError] = asyncio.Queue()
+        self.queue: asyncio.Queue[CompletionDelta | OnnxportError] = asyncio.Queue()
 
 
 class AsyncEngine:
@@ -71,7 +72,19 @@ class AsyncEngine:
     @property
     def healthy(self) -> bool:
         """Whether requests are accepted."""
-        return self._accepting and self._failure is None
+        return self._accepting and self.failure is None
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine can do nothing more; None while it can."""
+        if self._failure is not None:
+            return f"{type(self._failure).__name__}: {self._failure}"
+        return self._engine.failure
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """The providers that were lost, or never loaded, the latest last."""
+        return self._engine.losses
 
     @property
     def most_prompts(self) -> int:
@@ -115,6 +128,7 @@ class AsyncEngine:
             CapacityError: it can never fit the context or the KV cache.
             OverloadedError: the queue is full; also raised by the generator, when it fills up
                 between the two.
+            DeviceLostError: the device was lost, and nothing has taken over.
             OnnxportError: the engine is closed or has failed.
         """
         request_id = request_id or f"req-{uuid.uuid4().hex}"
@@ -150,6 +164,8 @@ class AsyncEngine:
     def _check_open(self, request_id: str, options: RequestOptions | None) -> None:
         if self._failure is not None:
             raise OnnxportError(f"the engine has failed: {self._failure!r}; start it again")
+        if self._engine.failure is not None:
+            raise DeviceLostError(self._engine.failure)
         if not self._accepting:
             raise OnnxportError("the engine is closed and takes no more requests")
         if request_id in self._streams:
@@ -169,7 +185,7 @@ class AsyncEngine:
         try:
             while unfinished:
                 delta = await stream.queue.get()
-                if isinstance(delta, OverloadedError):
+                if isinstance(delta, OnnxportError):
                     raise delta
                 unfinished -= delta.finish_reason is not None
                 yield delta
@@ -201,12 +217,12 @@ class AsyncEngine:
         return self._engine.has_work or not self._stopping or bool(self._commands)
 
     def _submit(self, request: Request, stream: _Stream) -> None:
-        """Give the engine a request; its queue may have filled up since that was looked at."""
+        """Give the engine a request; it may have come to refuse it since that was looked at."""
         with self._wakeup:
             self._num_submitted -= 1
         try:
             self._engine.submit(request)
-        except OverloadedError as error:
+        except OnnxportError as error:
             with self._wakeup:
                 del self._streams[stream.request_id]
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more

@@ -117,18 +117,26 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 def _health(service: Service) -> dict[str, Any]:
-    """Return what is loaded, where it really runs, and how much there is to do."""
-    loaded = _plain(service.engine.capabilities)
+    """Return what is loaded, where it really runs, what was lost, and how much there is to do."""
+    engine = service.engine
+    loaded = _plain(engine.capabilities)
+    failed = engine.failure is not None
     return {
-        "status": "ok" if service.engine.healthy else "stopped",
+        "status": "failed" if failed else "ok" if engine.healthy else "stopped",
+        **({"reason": engine.failure} if failed else {}),
         "version": __version__,
         "model": service.model_name,
         "provider": loaded.pop("provider"),
         "device": loaded.pop("device"),
         "attention": loaded.pop("attention"),
+        "dtype": loaded.pop("compute_dtype"),
+        "kv_cache_dtype": loaded.pop("kv_cache_dtype"),
         "placement": loaded.pop("placement"),
+        "on_host": loaded.pop("on_host"),
+        "emulated": loaded.pop("emulated"),
+        "losses": [_plain(loss) for loss in engine.losses],
         "capabilities": loaded,
-        "engine": _plain(service.engine.stats()),
+        "engine": _plain(engine.stats()),
     }
 
 

@@ -14,13 +14,20 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from onnxport.errors import CapacityError, OnnxportError, OverloadedError, RequestError
+from onnxport.errors import (
+    CapacityError,
+    DeviceLostError,
+    OnnxportError,
+    OverloadedError,
+    RequestError,
+)
 
 logger = logging.getLogger(__name__)
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 RATE_LIMIT = "rate_limit_error"
+FINAL = {"x-should-retry": "false"}  # OpenAI's clients would ask again, unasked
 
 
 @dataclass(slots=True)
@@ -65,6 +72,8 @@ def to_api_error(error: BaseException) -> ApiError:
             return ApiError(429, text, None, "rate_limit_exceeded", RATE_LIMIT, wait)
         case HTTPException():
             return ApiError(error.status_code, _status_message(error))
+        case DeviceLostError():  # it stays lost, so there is no use in asking again
+            return ApiError(503, str(error), kind=SERVER_ERROR, headers=FINAL)
         case OnnxportError():
             logger.error("a request failed: %s", error)
             return ApiError(500, str(error), kind=SERVER_ERROR)

@@ -16,8 +16,9 @@ from onnxport.errors import RequestError
 from onnxport.providers.base import Capabilities
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.events import Listener
+from onnxport.serving.fallback import Loss
 from onnxport.serving.http.defaults import SamplingDefaults
-from onnxport.serving.http.errors import SERVER_ERROR, ApiError
+from onnxport.serving.http.errors import FINAL, SERVER_ERROR, ApiError
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.stats import EngineStats
@@ -53,6 +54,16 @@ class Engine(Protocol):
     @property
     def healthy(self) -> bool:
         """Whether requests are accepted."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine can do nothing more; None while it can."""
+        ...
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        """The providers that were lost, or never loaded, the latest last."""
         ...
 
     @property
@@ -279,7 +290,7 @@ def _check(delta: CompletionDelta, options: RequestOptions) -> None:
             "timeout_s",
             "request_timeout",
             SERVER_ERROR,
-            {"x-should-retry": "false"},  # OpenAI's clients would wait as long again, unasked
+            FINAL,
         )
 
 

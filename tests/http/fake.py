@@ -15,6 +15,7 @@ from onnxport.providers.base import Capabilities
 from onnxport.providers.null import NullModel
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.events import Listener
+from onnxport.serving.fallback import Loss
 from onnxport.serving.http.app import AppOptions, create_app
 from onnxport.serving.outputs import CompletionDelta, FinishReason, Logprob
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -55,6 +56,8 @@ class FakeEngine:
     listeners: list[Listener] = field(default_factory=list)
     capabilities: Capabilities = field(default_factory=lambda: NullModel().capabilities)
     healthy: bool = True
+    failure: str | None = None
+    losses: Sequence[Loss] = ()
 
     @property
     def most_prompts(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
+from onnxport.serving.fallback import Fallback, Standby
 from onnxport.serving.intake import SEED_STEP
 from onnxport.serving.llm import EngineOptions
 from onnxport.serving.outputs import CompletionDelta
@@ -47,6 +48,8 @@ def null_engine(
     max_batch_rows: int | None = None,
     fails: Callable[[int], bool] = never,
     transfer_fails: Callable[[int], bool] = never,
+    lost_at: Callable[[int], bool] = never,
+    fallbacks: Sequence[NullModel] = (),
     latency_s: float = 0.0,
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] | None = None,
@@ -65,14 +68,16 @@ def null_engine(
             latency_s=latency_s,
             fails=fails,
             transfer_fails=transfer_fails,
+            lost_at=lost_at,
         )
     )
     engine_config = EngineConfig(max_num_seqs, max_num_batched_tokens, seed, **config)
-    return Engine(model, tokenizer, engine_config, eos_token_ids, clock)
+    standby = Standby(tuple(Fallback("null", lambda model=one: model) for one in fallbacks))
+    return Engine(model, tokenizer, engine_config, eos_token_ids, clock, standby)
 
 
 def null_model(engine: Engine) -> NullModel:
-    model = engine._model
+    model = engine._runtime.model
     assert isinstance(model, NullModel)
     return model
 
@@ -93,7 +98,7 @@ def checked_step(engine: Engine) -> list[CompletionDelta]:
     for delta in deltas:  # a broken contract is an AssertionError inside the step
         assert "AssertionError" not in (delta.error or ""), delta.error
     engine.check()
-    null_model(engine).poison(engine._pool.blank_blocks())
+    null_model(engine).poison(engine._runtime.pool.blank_blocks())
     return deltas
 
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import onnxport.serving.sampling as sampling_module
 from onnxport.errors import CapacityError, OverloadedError, RequestError
+from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 from tests.serving.helpers import Clock, alone, checked_step, null_engine, run, submit
@@ -64,6 +65,7 @@ class EngineMachine(RuleBasedStateMachine):
             fails=lambda run: self.run_fails,
             transfer_fails=lambda transfer: self.transfer_fails,
             **tiers,
+            **self.standby(num_blocks * block_size),
         )
         self.watch = Watch(self.engine)
         self.sample = sampling_module.sample_sequences
@@ -72,6 +74,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
+
+    def standby(self, pool_tokens: int) -> dict[str, Any]:
+        """More options of the engine."""
+        return {}
 
     def sampled(self, *arguments: Any) -> Any:
         if self.sampler_fails:
@@ -118,7 +124,8 @@ class EngineMachine(RuleBasedStateMachine):
         except CapacityError:
             pass
         except RequestError:
-            assert n > self.engine.config.max_num_seqs
+            rows = self.engine.config.max_num_seqs
+            assert n > min(rows, self.engine.capabilities.max_batch_rows or rows)
         else:
             self.requests[name] = (prompt, params)
             self.tokens |= {(name, index): [] for index in range(n)}
@@ -212,11 +219,53 @@ class TieredMachine(EngineMachine):
     )
 
 
+class LosingMachine(TieredMachine):
+    """The same, on devices that are lost one after another; nothing else fails by it."""
+
+    tiers = ({}, *TieredMachine.tiers)
+    sizes = ((2, None), (16, None), (4, 3), (32, 2), (3, 1), (1, None))  # block size, rows
+
+    def standby(self, pool_tokens: int) -> dict[str, Any]:
+        self.losing = 0
+        models = []
+        for block_size, rows in self.sizes:
+            num_blocks = -(-pool_tokens // block_size)
+            pool_tokens = num_blocks * block_size  # each has room for what the one before took
+            options = NullOptions(
+                block_size=block_size,
+                num_blocks=num_blocks,
+                max_model_len=512,
+                max_batch_rows=rows,
+                fails=lambda run: self.run_fails,
+                transfer_fails=lambda transfer: self.transfer_fails,
+                lost_at=self.lost_at,
+            )
+            models.append(NullModel(options))
+        return {"lost_at": self.lost_at, "fallbacks": models}
+
+    def lost_at(self, operation: int) -> bool:
+        self.losing -= self.losing > 0
+        return self.losing == 1
+
+    @precondition(lambda self: len(self.engine.losses) < len(self.sizes) - 1)
+    @rule(operation=st.integers(0, 4))
+    def lose(self, operation: int) -> None:
+        self.losing = operation + 2
+        ended = self.engine.stats().finished["error"]
+        for _ in range(operation + 1):
+            self.take(checked_step(self.engine))
+        self.losing = 0
+        assert self.engine.stats().finished["error"] == ended
+        assert self.engine.failure is None
+
+
 TestEngineMachine = EngineMachine.TestCase
 TestTieredMachine = TieredMachine.TestCase
+TestLosingMachine = LosingMachine.TestCase
 TestEngineMachine.settings = TestTieredMachine.settings = settings(
     max_examples=120,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+TestLosingMachine.settings = settings(TestEngineMachine.settings, max_examples=100)

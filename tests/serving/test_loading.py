@@ -21,7 +21,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, LoadOptions
     """What was opened."""
     calls = []
 
-    def open_model(path: Path, provider: str, options: LoadOptions) -> Model:
+    def open_model(
+        path: Path, provider: str, options: LoadOptions, trials: Path | None = None
+    ) -> Model:
         model = NullModel()
         calls.append((path, provider, options, model))
         return model
@@ -60,7 +62,7 @@ def test_a_model_is_closed_when_the_engine_cannot_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(*args: object) -> Engine:
+    def broken(*args: object, **more: object) -> Engine:
         raise MemoryError
 
     monkeypatch.setattr(loading, "Engine", broken)

@@ -243,8 +243,8 @@ def test_host_memory_that_is_full_goes_to_disk(tmp_path: Path) -> None:
     engine = null_engine(kv_host_memory=8 * 64, preemption="recompute", **options)  # eight blocks
     ask(engine, "a", 1)
     fill(engine)
-    assert engine._offloader is not None
-    assert engine._offloader.store.persist(60.0)  # a thread of its own writes
+    assert engine._runtime.offloader is not None
+    assert engine._runtime.offloader.store.persist(60.0)  # a thread of its own writes
     assert engine.stats().host_tier_bytes <= 8 * 64
     assert engine.stats().disk_tier_bytes > 0
     assert ask(engine, "b", 2) == 64

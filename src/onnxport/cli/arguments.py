@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns; it has no public name
 SIZE = re.compile(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?B?)|B)?", re.IGNORECASE)
 PRECISIONS = ("int4", "int8", "fp16", "fp32")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 ENGINE_OPTIONS = (  # named as the fields of EngineConfig
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -162,6 +163,34 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="longest sequence, prompt and answer together (the model's context)",
     )
+    group.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="of activations: the device's best (auto)"
+    )
+    group.add_argument(
+        "--allow-on-host",
+        action="append",
+        default=[],
+        metavar="OP",
+        help="let this operator run on the host if the device does not take it; repeatable",
+    )
+
+
+def add_choice_options(parser: argparse.ArgumentParser) -> None:
+    """Add how providers are chosen and replaced."""
+    group = parser.add_argument_group("choice of the provider")
+    group.add_argument(
+        "--fallback",
+        action="append",
+        default=[],
+        metavar="PROVIDER",
+        help="may take over when the provider cannot load or its device is lost; repeatable, in "
+        "order (none)",
+    )
+    group.add_argument(
+        "--no-trial",
+        action="store_true",
+        help="let `--provider auto` choose without measuring",
+    )
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -247,7 +276,16 @@ def load_options(options: argparse.Namespace) -> LoadOptions:
         kv_memory=options.kv_memory,
         kv_cache_dtype=options.kv_cache_dtype,
         max_model_len=options.max_model_len,
+        dtype=options.dtype,
+        allowed_on_host=tuple(options.allow_on_host),
     )
+
+
+def trials_folder(options: argparse.Namespace) -> Path | None:
+    """Return where measured trials are kept; None where there are to be none."""
+    from onnxport.cli.cache import cache_folder
+
+    return None if options.no_trial else cache_folder() / "trials"
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from onnxport.cli.arguments import (
     Commands,
     add_cache_options,
+    add_choice_options,
     add_load_options,
     add_sampling_options,
     command,
@@ -39,6 +40,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     add_sampling_options(parser)
     add_load_options(parser)
+    add_choice_options(parser)
     add_cache_options(parser)
 
 

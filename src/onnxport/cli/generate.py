@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from onnxport.cli.arguments import (
     Commands,
     add_cache_options,
+    add_choice_options,
     add_engine_options,
     add_load_options,
     add_sampling_options,
@@ -37,6 +38,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_sampling_options(parser)
     add_load_options(parser)
+    add_choice_options(parser)
     add_engine_options(parser)
     add_cache_options(parser)
 

@@ -13,16 +13,16 @@ from onnxport.cli.arguments import (
     EXPORT_OPTIONS,
     Commands,
     add_cache_options,
+    add_choice_options,
     add_engine_options,
     add_export_options,
     add_load_options,
     add_queue_options,
     command,
-    engine_config,
-    load_options,
     port,
     seconds,
 )
+from onnxport.cli.session import load_engine
 from onnxport.errors import ExportError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     group.add_argument("--access-log", action="store_true", help="log every request")
     add_load_options(parser)
+    add_choice_options(parser)
     add_engine_options(parser)
     add_queue_options(parser)
     add_cache_options(parser)
@@ -131,7 +132,6 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
     from onnxport.serving.http.app import AppOptions, create_app
     from onnxport.serving.http.defaults import SamplingDefaults
     from onnxport.serving.http.server import ServerOptions, serve, url
-    from onnxport.serving.loading import open_engine
     from onnxport.serving.worker import AsyncEngine
 
     keys = api_keys(options.api_key)
@@ -139,9 +139,7 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
     if options.generation_config == "auto":
         defaults = SamplingDefaults.read(artifact)
     logger.info("requests that do not say are sampled with %s", defaults)
-    engine = AsyncEngine(
-        open_engine(artifact, options.provider, load_options(options), engine_config(options))
-    )
+    engine = AsyncEngine(load_engine(artifact, options))
 
     def ready() -> None:
         loaded = engine.capabilities

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from onnxport.cli.arguments import engine_config, load_options
+from onnxport.cli.arguments import engine_config, load_options, trials_folder
 from onnxport.errors import ProviderError
 
 if TYPE_CHECKING:
@@ -21,12 +21,24 @@ if TYPE_CHECKING:
     from onnxport.serving.request import Request
 
 
+def load_engine(artifact: Path, options: argparse.Namespace) -> Engine:
+    """Load the artifact as the options say."""
+    from onnxport.serving.loading import open_engine
+
+    return open_engine(
+        artifact,
+        options.provider,
+        load_options(options),
+        engine_config(options),
+        fallback=options.fallback,
+        trials=trials_folder(options),
+    )
+
+
 @contextmanager
 def open_session(artifact: Path, options: argparse.Namespace) -> Iterator[Engine]:
     """Give an engine over the artifact; it is closed at the end."""
-    from onnxport.serving.loading import open_engine
-
-    engine = open_engine(artifact, options.provider, load_options(options), engine_config(options))
+    engine = load_engine(artifact, options)
     try:
         yield engine
     finally:

@@ -1,0 +1,165 @@
+"""A loaded model with all that is sized by it, and how another one takes its place."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import DeviceLostError
+from onnxport.kv.pool import BlockPool
+from onnxport.kv.table import Reservation
+from onnxport.providers.base import Capabilities, Model
+from onnxport.serving.batch import BatchPacker
+from onnxport.serving.config import EngineConfig
+from onnxport.serving.draft import StepPlan
+from onnxport.serving.fallback import Loss, Standby, describe
+from onnxport.serving.offload import Offloader
+from onnxport.serving.request import Request
+from onnxport.serving.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Runtime:
+    """The model, its pool of blocks, its buffers and tiers, and who owns the blocks.
+
+    Attributes:
+        limits: what the model can do.
+        rows: most sequences of a step.
+        pool: the blocks of its cache.
+        packer: makes its inputs.
+        offloader: moves blocks to the tiers; None without any.
+        scheduler: the same for every model, as are the requests in it.
+        losses: the providers that were lost, the latest last.
+        failure: why there is no model any more; None while there is one.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        standby: Standby,
+    ) -> None:
+        """Take over `model`.
+
+        Raises:
+            OnnxportError: the folder for K/V blocks cannot be used.
+            DeviceLostError: the device is gone already.
+        """
+        self._config = config
+        self._fallbacks = deque(standby.fallbacks)
+        self.losses = standby.losses
+        self.failure: str | None = None
+        self._take(model, new_pool(model))
+        self.offloader = Offloader(model, self.pool, config, clock) if config.host_memory else None
+        self.scheduler = Scheduler(
+            self.pool, self.rows, config.max_num_batched_tokens, config.scheduling_policy
+        )
+        logger.info("loaded %s", describe(self.limits))
+
+    def compute(self, plan: StepPlan, reservation: Reservation) -> NDArray[np.float32]:
+        """Save what the step overwrites, copy what it shares, and run it.
+
+        Returns:
+            Logits, float32 [num_sampled or 1, vocab], host; the next call may overwrite them.
+
+        Raises:
+            DeviceLostError: the device is gone: `fall_back` is what is left to do.
+            ProviderError: the step failed, and may be tried again.
+        """
+        if self.offloader and reservation.evictions:
+            self.offloader.save(reservation.evictions, self.scheduler)
+        if reservation.copies:
+            sources, targets = zip(*reservation.copies, strict=True)
+            self.model.copy_blocks(sources, targets)
+        return self.model.run(self.packer.pack(plan))
+
+    def load(self) -> set[Request]:
+        """Load what waiting requests need from the tiers; see `Offloader.load`."""
+        return self.offloader.load(self.scheduler) if self.offloader else set()
+
+    def fall_back(self, error: DeviceLostError) -> list[Request]:
+        """Put the next provider that can be loaded in the place of the one that was lost.
+
+        Requests stay where they are in the queue. If nothing can take over, they have to end, and
+        `failure` says why.
+
+        Returns:
+            The requests that ran and wait now to be computed again.
+        """
+        lost = self.limits
+        logger.error("the device %s of provider %s was lost: %s", lost.device, lost.provider, error)
+        self._close_lost(self.model)
+        reasons = []
+        while self._fallbacks:
+            fallback = self._fallbacks.popleft()
+            try:
+                yielded = self._move_to(fallback.load())
+            except Exception as reason:  # whatever it is, the next one may work
+                logger.error("%s cannot take over", fallback.provider, exc_info=reason)
+                reasons.append(f"{fallback.provider} could not take over: {reason}")
+            else:
+                self._note_loss(lost, str(error), self.limits.provider)
+                logger.warning(
+                    "%s takes over, and computes %d running requests again. %s",
+                    fallback.provider,
+                    len(yielded),
+                    describe(self.limits),
+                )
+                return yielded
+        advice = "start it again, or allow another provider to take over with --fallback"
+        parts = [f"the device {lost.device} ({lost.provider}) was lost: {error}", *reasons, advice]
+        self.failure = "; ".join(parts)
+        self._note_loss(lost, "; ".join(parts[:-1]), None)
+        logger.critical("the engine has failed: %s", self.failure)
+        return []
+
+    def close(self) -> None:
+        """Save what is cached and free the model; no request may own blocks any more."""
+        try:
+            if self.offloader:
+                self.offloader.close(lost=self.failure is not None)
+        finally:
+            if self.failure is None:
+                self.model.close()
+
+    def _take(self, model: Model, pool: BlockPool) -> None:
+        """Size everything by `model`."""
+        limits = model.capabilities
+        most = self._config.max_num_seqs
+        self.model = model
+        self.limits: Capabilities = limits
+        self.rows = min(most, limits.max_batch_rows or most)
+        self.pool = pool
+        self.packer = BatchPacker(self.rows, self._config.max_num_batched_tokens)
+
+    def _move_to(self, model: Model) -> list[Request]:
+        """Go on with `model`, which is closed if that is not possible."""
+        try:
+            pool = new_pool(model)
+            if self.offloader:
+                self.offloader.move_to(model, pool)
+        except BaseException:
+            self._close_lost(model)
+            raise
+        self._take(model, pool)
+        return self.scheduler.move_to(self.pool, self.rows)
+
+    def _note_loss(self, lost: Capabilities, reason: str, replaced_by: str | None) -> None:
+        self.losses = (*self.losses, Loss(lost.provider, lost.device, reason, replaced_by))
+
+    def _close_lost(self, model: Model) -> None:
+        try:
+            model.close()
+        except Exception as error:
+            logger.warning("closing what was lost failed too, and may leak memory: %s", error)
+
+
+def new_pool(model: Model) -> BlockPool:
+    """Return the pool of a model's blocks, all of them free."""
+    return BlockPool(model.capabilities.num_blocks, model.capabilities.block_size)
