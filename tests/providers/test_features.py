@@ -33,6 +33,24 @@ def test_the_processor_is_a_cpu_with_all_of_its_memory(name: str) -> None:
     assert device.memory_bytes == memory.total_bytes()
 
 
+def test_openvino_s_own_device_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Core:
+        available_devices = ("AUDIO", "CPU", "GPU.1", "NPU")
+
+        def get_property(self, device: str, name: str) -> str:
+            return f"BF16 {device}"
+
+    monkeypatch.setattr(ov, "Core", Core)
+    probe = get_provider("openvino").probe()
+    assert [(device.name, device.kind) for device in probe.devices] == [
+        ("CPU: BF16 CPU", "cpu"),
+        ("AUDIO: BF16 AUDIO", "npu"),
+        ("GPU.1: BF16 GPU.1", "gpu"),
+        ("NPU: BF16 NPU", "npu"),
+    ]
+    assert probe.features == Features(("native",), ("bfloat16",), ("int8", "bfloat16"))
+
+
 @pytest.mark.parametrize("name", HOSTS)
 def test_every_feature_can_be_loaded(tiny_artifact: ArtifactMaker, name: str) -> None:
     path, found = tiny_artifact("llama", "fp32"), features(name)
