@@ -46,7 +46,7 @@ class Probe:
 
     available: bool
     reason: str  # why it is missing and what to install; "" when available
-    devices: tuple[Device, ...] = ()
+    devices: tuple[Device, ...] = ()  # the first is the one that `load` takes
     versions: Mapping[str, str] = field(default_factory=dict)  # library name -> version
     notes: tuple[str, ...] = ()  # what a user should know, such as "no compiled kernel"
     features: Features | None = None  # None where the provider is missing
@@ -139,6 +139,7 @@ class Capabilities:
     vocab_size: int
     max_batch_rows: int | None  # most sequences in one run; None: no limit
     placement: Mapping[str, int]  # execution provider -> number of nodes it really runs
+    max_batch_tokens: int | None = None  # most tokens in one run; None: no limit
     # Operator type -> number of nodes that the host runs for a device that is not the host.
     on_host: Mapping[str, int] = field(default_factory=dict)
     emulated: bool = False  # a stand-in device ran the provider's own graph, see Provider

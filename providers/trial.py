@@ -69,10 +69,12 @@ def measure(model: Model, clock: Clock, best_s: float | None = None) -> Figures:
         ProviderError: the device fails.
     """
     limits = model.capabilities
-    longest = min(limits.max_model_len, limits.num_blocks * limits.block_size)
+    most_tokens = limits.max_batch_tokens or PROMPT_TOKENS
+    longest = min(limits.max_model_len, limits.num_blocks * limits.block_size, most_tokens)
     short, prompt = min(SHORT_TOKENS, longest), min(PROMPT_TOKENS, longest)
     width = -(-short // limits.block_size)
-    rows = min(ROWS, limits.max_batch_rows or ROWS, limits.num_blocks // width)
+    most_rows = min(limits.max_batch_rows or ROWS, most_tokens)
+    rows = min(ROWS, most_rows, limits.num_blocks // width)
     model.run(_batch(limits, 1, past=0, new=short))
     found = Figures(_median_s(model, _batch(limits, 1, past=short - 1, new=1), clock))
     if best_s is not None and found.score_s > best_s:

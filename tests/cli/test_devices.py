@@ -170,6 +170,7 @@ def test_an_artifact_is_loaded_on_each_provider(
         "kv_cache_dtype": "int64",
         "block_size": 16,
         "max_batch_rows": None,
+        "max_batch_tokens": None,
         "placement": {"null": 1},
         "on_host": {},
     }

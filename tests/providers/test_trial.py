@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from onnxport.providers import trial
-from onnxport.providers.base import StepInputs
+from onnxport.providers.base import Capabilities, StepInputs
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.providers.trial import Figures, measure
 
@@ -21,17 +22,28 @@ Cost = Callable[[int, int], float]  # seconds of a run of so many tokens in so m
 class Timed(NullModel):
     """A model whose runs take time; it checks every batch as the contract says."""
 
-    def __init__(self, cost: Cost, options: NullOptions | None = None) -> None:
+    def __init__(
+        self,
+        cost: Cost,
+        options: NullOptions | None = None,
+        max_batch_tokens: int | None = None,
+    ) -> None:
         super().__init__(options)
+        self._max_batch_tokens = max_batch_tokens
         self._cost = cost
         self.now_s = 0.0
         self.batches: list[tuple[int, int]] = []  # tokens, rows
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, max_batch_tokens=self._max_batch_tokens)
 
     def clock(self) -> float:
         return self.now_s
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
         batch = len(inputs.input_ids), len(inputs.past_sequence_lengths)
+        assert batch[0] <= (self._max_batch_tokens or batch[0])
         self.now_s += self._cost(*batch)
         self.batches.append(batch)
         return super().run(inputs)
@@ -92,9 +104,14 @@ def test_a_model_that_has_lost_is_not_measured_further() -> None:
     num_blocks=st.integers(1, 40),
     max_model_len=st.integers(1, 300),
     max_batch_rows=st.none() | st.integers(1, 9),
+    max_batch_tokens=st.none() | st.integers(1, 150),
 )
 def test_it_fits_every_pool(
-    block_size: int, num_blocks: int, max_model_len: int, max_batch_rows: int | None
+    block_size: int,
+    num_blocks: int,
+    max_model_len: int,
+    max_batch_rows: int | None,
+    max_batch_tokens: int | None,
 ) -> None:
     options = NullOptions(
         vocab_size=7,
@@ -103,7 +120,7 @@ def test_it_fits_every_pool(
         max_model_len=min(max_model_len, block_size * num_blocks),
         max_batch_rows=max_batch_rows,
     )
-    model = Timed(lambda tokens, rows: 0.5 + 0.25 * tokens, options)
+    model = Timed(lambda tokens, rows: 0.5 + 0.25 * tokens, options, max_batch_tokens)
     found = measure(model, model.clock)
     most_rows = max(rows for _, rows in model.batches)
     most_tokens = max(tokens for tokens, rows in model.batches if rows == 1)
@@ -111,7 +128,8 @@ def test_it_fits_every_pool(
     assert found.decode_rows_s == pytest.approx(8 / most_rows * (0.5 + 0.25 * most_rows))
     assert found.prefill_s == pytest.approx(128 / most_tokens * (0.5 + 0.25 * most_tokens))
     assert most_rows <= (max_batch_rows or 8)
-    if num_blocks >= 8 and block_size >= 16 and max_batch_rows in (None, 8, 9):
+    enough_tokens = max_batch_tokens is None or max_batch_tokens >= 128
+    if num_blocks >= 8 and block_size >= 16 and max_batch_rows in (None, 8, 9) and enough_tokens:
         assert most_rows == 8
-    if options.max_model_len >= 128:
+    if options.max_model_len >= 128 and enough_tokens:
         assert most_tokens == 128

@@ -128,6 +128,7 @@ def _plain(one: Loaded) -> dict[str, Any]:
         "kv_cache_dtype": loaded and loaded.kv_cache_dtype,
         "block_size": loaded and loaded.block_size,
         "max_batch_rows": loaded and loaded.max_batch_rows,
+        "max_batch_tokens": loaded and loaded.max_batch_tokens,
         "placement": loaded and dict(loaded.placement),
         "on_host": loaded and dict(loaded.on_host),
     }
