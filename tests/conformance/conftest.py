@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from onnxport.providers.base import Model
-from tests.conformance.lanes import Lane, all_lanes
-from tests.conformance.make import FAMILIES, PRECISIONS, artifact_path, make_artifact
+from tests.conformance.lanes import Found, Lane, all_lanes
+from tests.conformance.make import DIAGONAL, FAMILIES, artifact_path, make_artifact
 from tests.conformance.reference import Reference
 from tests.conformance.rules import Rule, rule_of
 
@@ -20,7 +20,7 @@ FAST = {("mistral-window", "fp32"), ("qwen3", "int4")}  # the rest is left out o
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """A lane and the artifact that it runs; `lane` is given, even where it is missing."""
+    """A lane and the artifact that it runs."""
 
     lane: Lane
     family: str
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Refuse a lane that there is not, or that this machine cannot run."""
     for lane in chosen_lanes(config):
         # The option is known when pytest was started on this folder, else None.
-        if config.getoption("--lane", None) and (reason := missing(lane.name)):
+        if config.getoption("--lane", None) and (reason := look(lane.name).missing):
             raise pytest.UsageError(f"lane {lane.name} cannot run here: {reason}")
 
 
@@ -73,30 +73,34 @@ def chosen_lanes(config: pytest.Config) -> list[Lane]:
 
 
 @cache
-def missing(name: str) -> str:
-    """Why a lane cannot run, "" if it can; asked once, for a probe may start a device."""
-    return next(lane.missing for lane in all_lanes() if lane.name == name)
+def look(name: str) -> Found:
+    """What this machine has for a lane; looked for once."""
+    return next(lane.look() for lane in all_lanes() if lane.name == name)
+
+
+def combinations(lane: Lane) -> Iterator[Combination]:
+    """What a lane runs: each family in each precision, or a part where software is the device."""
+    found = look(lane.name)
+    if found.missing:
+        return
+    for family in FAMILIES:
+        for precision in lane.precisions:
+            if not found.is_software or (family, precision) in DIAGONAL:
+                yield Combination(lane, family, precision)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Cross lanes, families and precisions; a lane that is missing is skipped once a test."""
-    if "loaded" not in metafunc.fixturenames:
-        return
-    params = []
-    for lane in chosen_lanes(metafunc.config):
-        reason = missing(lane.name)
-        if reason:
-            mark = pytest.mark.skip(reason=f"lane {lane.name}: {reason}")
-            params.append(pytest.param(lane, marks=mark, id=lane.name))
-            continue
-        for family in FAMILIES:
-            for precision in PRECISIONS:
-                if precision in lane.precisions:
-                    slow = [] if (family, precision) in FAST else [pytest.mark.slow]
-                    one = Combination(lane, family, precision)
-                    name = f"{lane.name}-{family}-{precision}"
-                    params.append(pytest.param(one, marks=slow, id=name))
-    metafunc.parametrize("loaded", params, indirect=True, scope="session")
+    """Cross the lanes that are here with families and precisions."""
+    lanes = chosen_lanes(metafunc.config)
+    if "lane" in metafunc.fixturenames:
+        metafunc.parametrize("lane", lanes, ids=lambda lane: lane.name)
+    if "loaded" in metafunc.fixturenames:
+        params = []
+        for one in (one for lane in lanes for one in combinations(lane)):
+            slow = [] if (one.family, one.precision) in FAST else [pytest.mark.slow]
+            name = f"{one.lane.name}-{one.family}-{one.precision}"
+            params.append(pytest.param(one, marks=slow, id=name))
+        metafunc.parametrize("loaded", params, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")

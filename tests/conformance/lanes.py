@@ -21,12 +21,21 @@ from tests.conformance.rules import Rule
 POOL_TOKENS = 1024
 BLOCK_SIZE = 16  # small, so that short prompts have blocks to share
 QUANTIZED = ("int8", "int4")
+ON_HOST = ("cpu", "openvino")
 # Products in float32, so that a near miss is a mistake and not rounding.
 FLOAT32_PRODUCTS: Mapping[str, Any] = {"matmul_accuracy_level": 1}
 # As they are served: int8 activations, which are coarse on purpose. Measured: 0.36.
 COARSE = Rule("8-bit activations", 0.6, identical=True)
 # Besides, an int8 cache whose blocks are rounded anew as they fill. Measured: 0.47.
 OPENVINO_COARSE = Rule("what OpenVINO chooses", 0.8, identical=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a machine has for a lane."""
+
+    missing: str  # why it cannot run, "" if it can
+    is_software: bool = False  # software plays the device, hundreds of times slower than one
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +49,15 @@ class Lane:
     emulated: bool = False
     precisions: tuple[str, ...] = PRECISIONS
 
-    @property
-    def missing(self) -> str:
-        """Why this machine cannot run it, "" if it can."""
+    def look(self) -> Found:
+        """What this machine has for it. This may start a device."""
         if self.options.get("attention") == "custom" and find_library() is None:
-            return "the C++ kernel was not built: no C++17 compiler on this machine"
-        stand_in = "cpu" if self.emulated else self.provider
-        probe = registry.get_provider(stand_in).probe()
-        return "" if probe.available else probe.reason
+            return Found("the C++ kernel was not built: no C++17 compiler on this machine")
+        if self.emulated:
+            return Found(registry.get_provider("cpu").probe().reason)
+        probe = registry.get_provider(self.provider).probe()
+        kinds = {device.kind for device in probe.devices}
+        return Found(probe.reason, self.provider not in ON_HOST and kinds == {"cpu"})
 
     def open(self, path: Path, **changes: Any) -> Model:
         """Load an artifact; `changes` go before the lane's own options."""
@@ -83,16 +93,15 @@ def _openvino_lanes() -> list[Lane]:
 
 
 def _device_lanes() -> list[Lane]:
-    """Providers that share their lowering: as they choose, and emulated also in float32."""
+    """Providers that share their lowering, as they choose; where emulated, int4 in float32 too."""
     options = {"block_size": BLOCK_SIZE, **FLOAT32_PRODUCTS}
-    devices = [name for name in registry.PROVIDERS if name not in ("cpu", "openvino")]
+    devices = [name for name in registry.PROVIDERS if name not in ON_HOST]
     lanes = [Lane(name, name, options) for name in devices]
     for name in registry.EMULATED:
         emulated = Lane(f"{name}-emulated", name, options, emulated=True)
         wide = {**options, "dtype": "float32"}
         exact = replace(emulated, name=f"{name}-emulated-float32", options=wide)
-        # an artifact in fp32 runs in float32 anyhow
-        lanes += [emulated, replace(exact, precisions=("fp16", *QUANTIZED))]
+        lanes += [emulated, replace(exact, precisions=("int4",))]
     return lanes
 
 

@@ -36,10 +36,11 @@ class Rule:
     identical: bool  # whether a sequence has the same tokens, however it is computed
 
 
-# Measured on the tiny models: 2e-5 in float32. 16-bit types get 20 times their rounding error.
+# Measured on the tiny models: 2e-5 in float32, 6e-2 in float16 (on a GPU in software), and 6e-2
+# with nothing but the cache in bfloat16.
 FLOAT32: Final = Rule("float32", 1e-4, identical=True)
-FLOAT16: Final = Rule("float16", 2e-2, identical=False)
-BFLOAT16: Final = Rule("bfloat16", 1e-1, identical=False)
+FLOAT16: Final = Rule("float16", 1e-1, identical=False)
+BFLOAT16: Final = Rule("bfloat16", 2e-1, identical=False)
 
 
 def rule_of(capabilities: Capabilities) -> Rule:
