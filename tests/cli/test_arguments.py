@@ -148,6 +148,26 @@ def test_memory_is_for_the_provider() -> None:
     assert load_options(parse("verify", "m")).kv_memory is None
 
 
+@pytest.mark.parametrize("command", [["serve", "m"], ["generate", "m", "x"], ["chat", "m"]])
+def test_devices_and_who_takes_over(command: list[str], tmp_path: Path, monkeypatch: Any) -> None:
+    from onnxport.cli import session
+    from onnxport.serving import loading
+
+    calls: list[Any] = []
+    monkeypatch.setenv("ONNXPORT_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading, "open_engine", lambda *args, **more: calls.append((args, more)))
+    given = "--provider openvino --fallback cpu --fallback auto --dtype float32 --no-trial"
+    on_host = "--allow-on-host Gather --allow-on-host Where"
+    session.load_engine(tmp_path, parse(*command))
+    session.load_engine(tmp_path, parse(*command, *given.split(), *on_host.split()))
+    (plain, more), (chosen, least) = calls
+    assert (plain[1], plain[2].dtype, plain[2].allowed_on_host) == ("auto", "auto", ())
+    assert more == {"fallback": [], "trials": tmp_path / "trials"}
+    assert (chosen[1], chosen[2].dtype) == ("openvino", "float32")
+    assert chosen[2].allowed_on_host == ("Gather", "Where")
+    assert least == {"fallback": ["cpu", "auto"], "trials": None}
+
+
 def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         ("--kv-memory 1G --kv-cache-tokens 5", "not allowed with argument"),
@@ -155,6 +175,7 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
         ("--max-queued-requests 0", "less than 1"),
         ("--scheduling-policy lottery", "fcfs"),
         ("--request-timeout 0", "above 0"),
+        ("--dtype int8", "float16"),
     ):
         with pytest.raises(SystemExit, match="2"):
             parse("serve", "m", *arguments.split())

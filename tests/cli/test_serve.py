@@ -25,6 +25,7 @@ def test_an_artifact(artifact: Path) -> None:
         OpenAI(base_url=f"{address}/v1", api_key="unused") as client,
     ):
         assert "Serving tiny on" in said[-1]
+        assert any("nodes: CPUExecutionProvider" in line for line in said)
         messages: Any = [{"role": "user", "content": "hello"}]
         ask = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 6}
         whole = client.chat.completions.create(**ask)
@@ -35,6 +36,23 @@ def test_an_artifact(artifact: Path) -> None:
         health = httpx.get(f"{address}/health").json()
         assert health["provider"] == "cpu"
         assert set(health["placement"]) == {"CPUExecutionProvider"}
+
+
+def test_a_provider_that_cannot_be_used_and_one_that_may_take_over(artifact: Path) -> None:
+    missing = ("--provider", "openvino:nowhere")
+    few = (*missing, *SMALL[2:], "--max-tokens", "8")
+    done = onnxport("generate", artifact, "ab", *few)
+    assert (done.returncode, done.stdout) == (1, "")
+    with serving(artifact, *missing, "--fallback", "cpu") as (address, said):
+        assert any("openvino:nowhere cannot be used" in line for line in said)
+        assert any("cpu is tried instead" in line for line in said)
+        body = httpx.get(f"{address}/health").json()
+    [loss] = body["losses"]
+    assert (body["status"], body["provider"], loss["provider"]) == ("ok", "cpu", "openvino:nowhere")
+    assert loss["device"] is None
+    done = onnxport("generate", artifact, "ab", *few, "--fallback", "cpu")
+    assert done.returncode == 0
+    assert "cpu is tried instead" in done.stderr
 
 
 def test_name_key_and_limits(artifact: Path) -> None:

@@ -23,6 +23,7 @@ from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
+from onnxport.serving.fallback import Fallback, Standby
 from onnxport.serving.http.app import AppOptions, create_app
 from onnxport.serving.http.server import ServerOptions, bind, serve, url
 from onnxport.serving.tokenizer import Tokenizer as ServingTokenizer
@@ -109,9 +110,17 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     end = SPECIAL.index("<|im_end|>") - len(SPECIAL)
     tokenizer = ServingTokenizer.from_folder(folder, frozenset())
     tokenizer.eos_token_ids = frozenset({tokenizer.vocab_size + end})
-    options = NullOptions(**{"vocab_size": tokenizer.vocab_size, "num_blocks": 512, **settings})
-    model = ScriptedModel(options, tokenizer)
-    engine = AsyncEngine(Engine(model, tokenizer, EngineConfig(**config)))
+    fallback = settings.pop("fallback", None)
+    lost_at = settings.pop("lost_at", None)
+    if lost_at is not None:
+        settings["lost_at"] = lambda operation: operation == lost_at
+    given = {"vocab_size": tokenizer.vocab_size, "num_blocks": 512}
+    model = ScriptedModel(NullOptions(**given | settings), tokenizer)
+    standby = Standby()
+    if fallback is not None:
+        spare = ScriptedModel(NullOptions(**given | fallback), tokenizer)
+        standby = Standby((Fallback("spare", lambda: spare),))
+    engine = AsyncEngine(Engine(model, tokenizer, EngineConfig(**config), standby=standby))
     app = create_app(engine, MODEL, ChatTemplate.read(folder), AppOptions(**app_options))
     sock = bind("127.0.0.1", 0)
     address = url("127.0.0.1", sock)

@@ -21,6 +21,24 @@ def all_keys(made: KeyChain) -> list[bytes]:
     return [made.key(index) for index in range(len(made))]
 
 
+@given(
+    st.lists(st.integers(0, 99), max_size=70),
+    st.sampled_from([3, 4, 16, 32, 48]),
+    st.sampled_from([3, 4, 16, 32, 48]),
+)
+def test_blocks_of_another_size_have_the_keys_that_they_always_had(
+    tokens: list[int], before: int, after: int
+) -> None:
+    made = chain(tokens, before)
+    other = made.for_block_size(after)
+    kept = unit_tokens(before) == unit_tokens(after)
+    assert all_keys(other) == (all_keys(chain(tokens, after)) if kept else [])
+    more = [*tokens, *range(64)]
+    other.extend(array("q", more))
+    assert all_keys(other) == all_keys(chain(more, after))
+    assert all_keys(made) == all_keys(chain(tokens, before))
+
+
 def expected_units(tokens: Sequence[int], unit: int, root: bytes) -> list[bytes]:
     """The definition, written another way: SHA-256(parent, tokens as little-endian int64)."""
     found, parent = [], root

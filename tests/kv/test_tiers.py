@@ -157,6 +157,31 @@ def test_an_entry_of_another_dtype_keeps_it_on_its_way_back(
     assert second.get(key(2)) == Entry(content(2), "bfloat16")
 
 
+def test_contents_of_another_dtype_are_told_from_those_that_were_here(
+    open_store: OpenStore,
+) -> None:
+    store = open_store(host=8, disk=8)
+    put(store, 1, 2)
+    store.retype("float32")
+    store.put(key(3), content(3) * 2)
+    assert store.get(key(1)) == entry(1)
+    assert store.get(key(3)) == Entry(content(3) * 2, "float32")
+    store.retype("float16")
+    put(store, 4)
+    assert [store.get(key(number)) for number in (1, 4)] == [entry(1), entry(4)]
+    assert store.get(key(3)) == Entry(content(3) * 2, "float32")
+    assert store.persist(TIMEOUT_S)
+    assert store.close(TIMEOUT_S)
+    later = open_store(host=8, disk=8)
+    assert later.get(key(2)) == entry(2)
+    assert later.get(key(3)) == Entry(content(3) * 2, "float32")
+
+
+def test_numbers_of_another_kind_are_our_bug() -> None:
+    with pytest.raises(AssertionError, match="entries are no int64"):
+        TieredStore(HostTier(SIZE), None, "float16").retype("int64")
+
+
 def test_persist_keeps_the_most_recently_used_in_order(open_store: OpenStore) -> None:
     store = open_store(4, 5)
     put(store, 0, 1, 2, 3, 4)  # 0 goes to disk

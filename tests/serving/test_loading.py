@@ -2,17 +2,19 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from onnxport.errors import ArtifactError
-from onnxport.providers.base import LoadOptions, Model
-from onnxport.providers.null import NullModel
+from onnxport.errors import ArtifactError, CapacityError, ProviderError
+from onnxport.providers.base import LoadOptions, Model, Probe
+from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving import loading
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.llm import LLM
 from onnxport.serving.params import SamplingParams
+from tests.serving.helpers import alone
 from tests.serving.tokenizers_for_tests import byte_level
 
 
@@ -71,6 +73,118 @@ def test_a_model_is_closed_when_the_engine_cannot_start(
     assert opened[0][3].closed
 
 
+# Fallbacks.
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[NullModel | Exception]]:
+    """What each provider gives, in turn; all that was asked for is in `loads["asked"]`."""
+    gives: dict[str, list[Any]] = {"asked": []}
+
+    def open_model(path: Path, provider: str, options: LoadOptions, trials: Any = None) -> Model:
+        gives["asked"].append((provider, options))
+        found = gives[provider].pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    manifest = SimpleNamespace(eos_token_ids=())
+    artifact = SimpleNamespace(read=lambda path: SimpleNamespace(manifest=manifest))
+    monkeypatch.setattr(loading, "Artifact", artifact)
+    monkeypatch.setattr(loading, "open_model", open_model)
+    return gives
+
+
+PARTICULAR = LoadOptions(
+    threads=2,
+    kv_cache_tokens=99,
+    block_size=32,
+    attention="decomposed",
+    dtype="float16",
+    kv_cache_dtype="int8",
+    matmul_accuracy_level=4,
+    allowed_on_host=("Gather",),
+)
+SUITED = LoadOptions(threads=2, kv_cache_tokens=99)
+
+
+def open_null(tmp_path: Path, provider: str, *fallback: str, **more: Any) -> Engine:
+    return loading.open_engine(
+        tmp_path, provider, PARTICULAR, needs_tokenizer=False, fallback=fallback, **more
+    )
+
+
+def test_a_fallback_is_loaded_when_the_provider_cannot_be(
+    loads: dict[str, list[Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = NullModel()
+    loads |= {"openvino": [ProviderError("too old")], "cpu": [CapacityError("too big")]}
+    loads["auto"] = [model]
+    engine = open_null(tmp_path, "openvino", "cpu", "auto")
+    assert loads["asked"] == [("openvino", PARTICULAR), ("cpu", SUITED), ("auto", SUITED)]
+    told = [(one.provider, one.device, one.reason, one.replaced_by) for one in engine.losses]
+    assert told == [("openvino", None, "too old", "null"), ("cpu", None, "too big", "null")]
+    assert "openvino cannot be used: too old; cpu is tried instead" in caplog.text
+    assert "cpu chooses kv_cache_dtype, block_size, attention" in caplog.text
+    engine.submit(engine.prepare("a", [1], SamplingParams(max_tokens=2)))
+    assert [len(engine.step()), len(engine.step())] == [1, 1]
+
+
+def test_without_a_fallback_the_error_stands(loads: dict[str, list[Any]], tmp_path: Path) -> None:
+    loads["cpu"] = [ProviderError("too old")]
+    with pytest.raises(ProviderError, match=r"^too old$"):
+        open_null(tmp_path, "cpu")
+
+
+def test_when_nothing_loads_every_reason_is_told(
+    loads: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    loads |= {"openvino": [ProviderError("too old")], "cpu": [CapacityError("too big")]}
+    with pytest.raises(CapacityError, match=r"openvino: too old; cpu: too big") as caught:
+        open_null(tmp_path, "openvino", "cpu")
+    assert isinstance(caught.value.__cause__, ExceptionGroup)
+    assert len(caught.value.__cause__.exceptions) == 2
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+def test_a_device_that_is_lost_at_once_or_later(
+    loads: dict[str, list[Any]], tmp_path: Path, tiers: bool
+) -> None:
+    """With tiers a block is moved while the engine starts."""
+    first = NullModel(NullOptions(lost_at=lambda operation: operation == 0))
+    again = NullModel(NullOptions(lost_at=lambda operation: operation == 4))
+    loads |= {"cpu": [first, again], "auto": [NullModel()]}
+    config = EngineConfig(kv_host_memory=1 << 20 if tiers else 0)
+    engine = open_null(tmp_path, "cpu", "cpu", "auto", config=config)
+    assert first.closed == tiers
+    engine.submit(engine.prepare("a", [1], SamplingParams(temperature=0.0, max_tokens=9)))
+    found: list[int] = []
+    while engine.has_work:
+        found += [token for delta in engine.step() for token in delta.token_ids]
+    assert found == alone([1])[:9]
+    assert [one.device for one in engine.losses] == [None if tiers else "none", "none"]
+    # The same provider once more gets the same options.
+    assert loads["asked"] == [("cpu", PARTICULAR), ("cpu", PARTICULAR), ("auto", SUITED)]
+
+
+@pytest.mark.parametrize(("name", "words"), [("gpu", "no provider 'gpu'"), ("openvino", "pip")])
+def test_a_fallback_that_could_never_take_over_is_refused_at_once(
+    opened: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    missing = Probe(available=False, reason="not installed: pip install it")
+    if name == "openvino":
+        provider = SimpleNamespace(probe=lambda: missing)
+        monkeypatch.setattr(loading, "get_provider", lambda name: provider)
+    with pytest.raises(ProviderError, match=words):
+        loading.open_engine(tmp_path, "cpu", needs_tokenizer=False, fallback=[name])
+    assert not opened
+
+
+def test_one_fallback_may_be_a_plain_name(opened: list[Any], tmp_path: Path) -> None:
+    engine = loading.open_engine(tmp_path, "auto", needs_tokenizer=False, fallback="cpu")
+    assert [one.provider for one in engine._runtime._fallbacks] == ["cpu"]
+
+
 def test_llm_passes_every_option_on(
     opened: list[tuple[Path, str, LoadOptions, NullModel]], tmp_path: Path
 ) -> None:
@@ -87,6 +201,9 @@ def test_llm_passes_every_option_on(
         attention="decomposed",
         matmul_accuracy_level=1,
         seed=4,
+        dtype="float16",
+        allowed_on_host=["Gather"],
+        fallback=["auto"],
     ) as llm:
         assert llm._engine.config == EngineConfig(3, 100, 4)
         assert opened[0][2] == LoadOptions(
@@ -97,4 +214,7 @@ def test_llm_passes_every_option_on(
             max_model_len=99,
             attention="decomposed",
             matmul_accuracy_level=1,
+            dtype="float16",
+            allowed_on_host=("Gather",),
         )
+        assert [one.provider for one in llm._engine._runtime._fallbacks] == ["auto"]

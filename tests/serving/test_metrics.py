@@ -35,6 +35,8 @@ STATS = EngineStats(
     num_blocks_loaded=9,
     num_refused=6,
     num_tier_errors=11,
+    num_losses=13,
+    num_fallbacks=14,
     finished={"stop": 12, "timeout": 1},
 )
 TIMES = RequestMetrics(
@@ -102,6 +104,8 @@ def test_statistics_have_vllms_names(metrics: Metrics) -> None:
         "onnxport:kv_blocks_loaded_total": 9,
         "onnxport:requests_refused_total": 6,
         "onnxport:kv_tier_errors_total": 11,
+        "onnxport:devices_lost_total": 13,
+        "onnxport:fallbacks_total": 14,
         "onnxport:kv_tier_bytes,tier=host": 2048,
         "onnxport:kv_tier_bytes,tier=disk": 4096,
     }
