@@ -18,7 +18,8 @@ from safetensors.numpy import save_file
 
 from ..http.scripted import SPECIAL, write_tokenizer
 
-SMALL = ("--port", "0", "--threads", "1", "--kv-cache-tokens", "1024")
+# A trial would choose between providers whose texts differ.
+SMALL = ("--port", "0", "--threads", "1", "--kv-cache-tokens", "1024", "--no-trial")
 VOCAB = 257 + len(SPECIAL)
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_SIZE = 32, 64, 2, 2, 1, 16
 CONFIG = {
@@ -118,6 +119,14 @@ def write_checkpoint(folder: Path, seed: int = 0) -> Path:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     write_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep exported models and trials in a folder of the session's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONNXPORT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

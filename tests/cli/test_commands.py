@@ -116,23 +116,37 @@ def test_verify_finds_a_changed_file(artifact: Path, tmp_path: Path) -> None:
 
 
 def test_generate(artifact: Path) -> None:
-    one = onnxport("generate", artifact, "hello", "--max-tokens", "8")
+    few = ("--max-tokens", "8", "--no-trial")
+    one = onnxport("generate", artifact, "hello", *few)
     assert (one.returncode, one.stderr) == (0, "")
-    asked = ["generate", artifact, "hello", "you", "--max-tokens", "8", "--ignore-eos", "--json"]
+    asked = ["generate", artifact, "hello", "you", *few, "--ignore-eos", "--json"]
     results = json.loads(onnxport(*asked).stdout)
     assert [result["prompt"] for result in results] == ["hello", "you"]
     assert [result["completion_tokens"] for result in results] == [8, 8]
     assert [result["finish_reason"] for result in results] == ["length", "length"]
     assert one.stdout == results[0]["text"] + "\n"
-    verbose = onnxport("generate", artifact, "hello", "--max-tokens", "8", "--verbose")
+    verbose = onnxport("generate", artifact, "hello", *few, "--verbose")
     assert "provider cpu was chosen" in verbose.stderr
     assert verbose.stdout == one.stdout
     several = onnxport(*asked[:-1])
     assert several.stdout.startswith(f"> hello\n{results[0]['text']}\n\n> you\n")
 
 
-def test_the_cache_may_be_sized_in_memory(artifact: Path) -> None:
+def test_providers_are_tried_once(artifact: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openvino", reason="a trial needs two providers")
     ask = ("generate", artifact, "hello", "--max-tokens", "8")
+    first, second = (onnxport(*ask, "--verbose", ONNXPORT_CACHE=str(tmp_path)) for _ in range(2))
+    assert "provider cpu was tried: " in first.stderr
+    assert "was tried" not in second.stderr
+    for done in (first, second):
+        assert re.search(r"provider \w+ was chosen for .*, its trial took", done.stderr)
+    assert len(list((tmp_path / "trials").glob("*.json"))) == 1
+    quiet = onnxport(*ask, ONNXPORT_CACHE=str(tmp_path))
+    assert (quiet.stdout, quiet.stderr) == (first.stdout, "")
+
+
+def test_the_cache_may_be_sized_in_memory(artifact: Path) -> None:
+    ask = ("generate", artifact, "hello", "--max-tokens", "8", "--no-trial")
     by_tokens = onnxport(*ask, "--kv-cache-tokens", "1024")
     by_memory = onnxport(*ask, "--kv-memory", "8MiB")
     assert (by_memory.returncode, by_memory.stdout) == (0, by_tokens.stdout)
