@@ -2,15 +2,27 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+WEBGPU_VENV ?= .venv-webgpu
+WEBGPU_BIN := $(WEBGPU_VENV)/bin
+PLUGIN_VENV ?= .venv-webgpu-plugin
+CONFORMANCE := build/conformance
 SOURCES := exporter graphs kv providers serving src
 
-.PHONY: demo test fast lint types dev clean
+.PHONY: demo test fast lint types dev clean artifacts webgpu webgpu-native
 
 demo: $(VENV)/demo-installed  ## export the bundled checkpoint, check it, serve it, ask it one thing
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/test-installed lint types  ## everything; what continuous integration runs
 	$(BIN)/pytest
+
+webgpu: $(WEBGPU_VENV)/installed artifacts  ## the conformance suite on WebGPU, on a GPU in software
+	vulkan=$$($(WEBGPU_BIN)/python scripts/software_gpu.py build/swiftshader) && eval "$$vulkan" && \
+	  $(WEBGPU_BIN)/pytest tests/conformance --artifacts $(CONFORMANCE) --lane webgpu
+
+webgpu-native: $(PLUGIN_VENV)/installed artifacts  ## likewise with 16-bit floats; see scripts/lavapipe.sh
+	scripts/lavapipe.sh $(PLUGIN_VENV)/bin/pytest tests/conformance --artifacts $(CONFORMANCE) \
+	  --lane webgpu
 
 fast: dev  ## what to run while working: no install step after the first, under three minutes
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -29,12 +41,16 @@ dev: $(VENV)/tools-installed  ## link the sources into .dev/onnxport and build t
 	$(BIN)/python scripts/build_kernels.py
 
 clean:
-	rm -rf $(VENV) .dev build demo/build
+	rm -rf $(VENV) $(WEBGPU_VENV) $(PLUGIN_VENV) .dev build demo/build
 
-$(VENV)/bin/python:
+artifacts: $(VENV)/test-installed
+	rm -rf $(CONFORMANCE)
+	$(BIN)/python -m tests.conformance.make $(CONFORMANCE)
+
+%/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "onnxport needs Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV) || \
+	$(PYTHON) -m venv $* || \
 	  { echo "python3 -m venv failed; on Debian: apt install python3-venv" >&2; exit 1; }
 
 INPUTS := pyproject.toml CMakeLists.txt $(shell find $(SOURCES) -type f -not -name '*.pyc' -not -name '*.so')
@@ -49,4 +65,12 @@ $(VENV)/test-installed: $(VENV)/bin/python $(INPUTS)
 
 $(VENV)/tools-installed: $(VENV)/bin/python pyproject.toml
 	$(BIN)/pip install --quiet ".[cpu,test]"
+	touch $@
+
+$(WEBGPU_VENV)/installed: $(WEBGPU_VENV)/bin/python $(INPUTS)
+	$(WEBGPU_BIN)/pip install --quiet ".[webgpu,conformance]"
+	touch $@
+
+$(PLUGIN_VENV)/installed: $(PLUGIN_VENV)/bin/python $(INPUTS)
+	$(PLUGIN_VENV)/bin/pip install --quiet ".[webgpu-plugin,conformance]"
 	touch $@

@@ -33,7 +33,9 @@ FILES: Final = (DRIVER, "libvk_swiftshader.so", LOADER)
 def main(folder: Path) -> None:
     """Fetch what is missing and print the environment."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        sys.exit(f"{PACKAGE} holds programs for Linux on x86-64; this is {platform.platform()}")
+        found = f"{platform.system()} on {platform.machine()}"
+        print(f"{PACKAGE} is for Linux on x86-64: on {found} its own GPU is used", file=sys.stderr)
+        return
     if not folder.is_dir():
         unpack(fetch(), folder)
     for name in FILES:
