@@ -13,7 +13,13 @@ from onnxport.graphs import block_transfers as graphs
 from onnxport.graphs.block_transfers import CacheShape
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers.blocks import block_index
-from onnxport.providers.ort import CacheTensor, Target, ort_value, start_session
+from onnxport.providers.ort import (
+    CacheTensor,
+    Target,
+    ort_value,
+    quiet_options,
+    start_session,
+)
 
 
 class DeviceBlocks:
@@ -47,7 +53,7 @@ class DeviceBlocks:
         self._dtype = numpy_dtype(shape.dtype)
         self._block_size = int(caches[0].value.shape()[1])
         self._read, self._write, self._copy = (
-            start_session(model.SerializeToString(), None, _options(), target)
+            start_session(model.SerializeToString(), None, quiet_options(), target)
             for model in (
                 graphs.read_graph(shape),
                 graphs.write_graph(shape),
@@ -155,7 +161,7 @@ def device_caches(
 ) -> list[CacheTensor]:
     """Zeroed caches in the memory of a device, under the names of the paged graph."""
     session = start_session(
-        graphs.zeros_graph(shape.dtype).SerializeToString(), None, _options(), target
+        graphs.zeros_graph(shape.dtype).SerializeToString(), None, quiet_options(), target
     )
     dims = np.array([num_blocks, block_size, shape.num_kv_heads, shape.head_size], np.int64)
     caches = []
@@ -174,11 +180,3 @@ def cache_shape(model: onnx.ModelProto, num_layers: int) -> CacheShape:
     info = next(info for info in model.graph.input if info.name == first)
     kv_heads, head_size = (dim.dim_value for dim in info.type.tensor_type.shape.dim[2:])
     return CacheShape(num_layers, kv_heads, head_size, info.type.tensor_type.elem_type)
-
-
-def _options() -> Any:
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    return options

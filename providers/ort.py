@@ -91,6 +91,15 @@ def start_session(model: bytes, folder: Path | None, options: Any, target: Targe
     return session
 
 
+def quiet_options() -> Any:
+    """Options of a session whose failures are raised and told in our words, not logged."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    return options
+
+
 def weight_bytes(model: onnx.ModelProto, attached: Mapping[str, NDArray[Any]]) -> int:
     """Host memory that the weights of a session on the CPU take.
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.providers.base import Capabilities, StepInputs
+from onnxport.providers.buckets import Buckets, pad
 from onnxport.providers.failures import device_error
 from onnxport.providers.ort import CacheTensor
 from onnxport.providers.transfers import CLOSED, Blocks, Transfers
@@ -30,6 +31,7 @@ class OrtModel(Transfers):
         caches: Sequence[CacheTensor],
         blocks: Blocks,
         attached: Mapping[str, Any] | None = None,
+        buckets: Buckets | None = None,
     ) -> None:
         """Bind the caches.
 
@@ -39,11 +41,13 @@ class OrtModel(Transfers):
             caches: the KV caches of all layers.
             blocks: the memory of the same caches; it keeps that alive.
             attached: initializers that the session reads from the caller's memory.
+            buckets: pad steps to these shapes; there are their spare blocks behind the pool.
         """
         super().__init__(blocks, capabilities.kv_block_bytes, capabilities.device)
         self._session = session
         self._attached = attached or {}
         self._capabilities = capabilities
+        self._buckets = buckets
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
@@ -60,11 +64,17 @@ class OrtModel(Transfers):
         """See `providers.base.Model.run`."""
         if self._session is None:
             raise ProviderError(CLOSED)
+        num_tokens, num_logits = len(inputs.input_ids), len(inputs.logits_indices)
+        tile: NDArray[np.int8] = np.zeros(1, np.int8)
+        if self._buckets is not None:
+            step = pad(inputs, self._buckets, self._capabilities.num_blocks)
+            inputs, tile = step.inputs, np.zeros(step.query_tile, np.int8)
         rows = len(inputs.logits_indices)
         if len(self._logits) < rows:
             self._logits = np.empty((rows, self._capabilities.vocab_size), np.float32)
         logits = self._logits[:rows]
         for name, array in (
+            (contract.QUERY_TILE, tile),
             (contract.INPUT_IDS, inputs.input_ids),
             (contract.BLOCK_TABLE, inputs.block_table),
             (contract.CUMULATIVE_SEQUENCE_LENGTHS, inputs.cumulative_sequence_lengths),
@@ -80,9 +90,9 @@ class OrtModel(Transfers):
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:
-            doing = f"running a batch of {len(inputs.input_ids)} tokens"
+            doing = f"running a batch of {num_tokens} tokens"
             raise device_error(error, doing, self._device) from error
-        return logits
+        return logits[:num_logits]
 
     def close(self) -> None:
         """See `providers.base.Model.close`."""

@@ -16,19 +16,21 @@ AUTO = "auto"
 # Name -> "module:class", in the order in which `auto` prefers them without a trial; those that
 # find a GPU go before all others.
 PROVIDERS = {
+    "cuda": "onnxport.providers.cuda:CudaProvider",
+    "migraphx": "onnxport.providers.migraphx:MIGraphXProvider",
+    "directml": "onnxport.providers.directml:DirectMLProvider",
+    "webgpu": "onnxport.providers.webgpu:WebGpuProvider",
     "cpu": "onnxport.providers.cpu.provider:CpuProvider",
     "openvino": "onnxport.providers.openvino.provider:OpenVinoProvider",
 }
 # Named in the design and not written yet: asking for one is an error that says so.
-PLANNED = ("cuda", "webgpu", "migraphx", "directml")
-
-
+PLANNED: tuple[str, ...] = ()
 # Those that are made for the processor.
 HOSTS = ("cpu", "openvino")
 # Those that have devices to choose from: `openvino:gpu`.
-WITH_DEVICES = ("openvino",)
+WITH_DEVICES = ("cuda", "migraphx", "directml", "openvino")
 # Those whose graphs can run on the CPU instead.
-EMULATED: tuple[str, ...] = ()
+EMULATED = ("cuda", "migraphx", "directml", "webgpu")
 
 
 def get_provider(name: str, *, emulate: bool = False) -> Provider:

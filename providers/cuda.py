@@ -1,0 +1,189 @@
+"""The `cuda` provider: NVIDIA GPUs, with ONNX Runtime's own PagedAttention in 16-bit floats."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import logging
+from pathlib import Path
+from typing import Any, Final
+
+from onnxport.errors import ProviderError
+from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.passes.native import NativeLimits
+from onnxport.providers.base import Device, Features, LoadOptions, Probe
+from onnxport.providers.device import Recipe, load_on_device, why_not_started
+from onnxport.providers.ort import Target
+from onnxport.providers.ort_model import OrtModel
+
+logger = logging.getLogger(__name__)
+
+EXECUTION_PROVIDER: Final = "CUDAExecutionProvider"
+INSTALL: Final = "pip install 'onnxport[cuda]'"
+MOST_ROWS: Final = 256  # sequences in one PagedAttention
+BFLOAT16_CAPABILITY: Final = (8, 0)  # the first compute capability with bfloat16
+NATIVE: Final = NativeLimits(
+    activation_dtypes=frozenset({"float16", "bfloat16"}),
+    cache_dtypes=frozenset({"float16", "bfloat16"}),
+    max_head_size=256,
+)
+
+
+class CudaProvider:
+    """Loads artifacts on one GPU.
+
+    Args:
+        device: its number, as CUDA counts.
+        emulate: let the CPU stand in for it.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: str = "0", *, emulate: bool = False) -> None:
+        if not device.isdecimal():
+            raise ProviderError(
+                f"cuda:{device} does not name a GPU; give its number, as in cuda:0 (`nvidia-smi` "
+                "lists them)"
+            )
+        self._device_id = int(device)
+        self._emulate = emulate
+
+    def probe(self) -> Probe:
+        """See `providers.base.Provider.probe`."""
+        try:
+            import onnxruntime as ort
+        except ImportError as error:
+            return Probe(False, f"onnxruntime is missing ({error}): {INSTALL}")
+        versions = {"onnxruntime": ort.__version__}
+        if EXECUTION_PROVIDER not in ort.get_available_providers():
+            reason = f"onnxruntime {ort.__version__} has no CUDA execution provider: {INSTALL}"
+            return Probe(False, reason, (), versions)
+        try:
+            gpus = _gpus(versions)
+        except ProviderError as error:
+            return Probe(False, str(error), (), versions)
+        devices = tuple(device for device, _, _ in gpus)
+        if self._device_id >= len(gpus):
+            reason = f"cuda:{self._device_id} was asked for, and there are {len(gpus)} GPUs"
+            return Probe(False, reason, devices, versions)
+        _preload(ort)
+        if reason := why_not_started(self._target()):
+            reason = _why_not_loaded(ort) or reason
+            return Probe(False, f"{reason}. {_ADVICE}", devices, versions)
+        dtypes = _dtypes(gpus[self._device_id][2])
+        features = Features(("native", "decomposed"), dtypes, dtypes)
+        return Probe(True, "", devices, versions, (), features)
+
+    def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
+        """See `providers.base.Provider.load`."""
+        if self._emulate:
+            recipe = _recipe("a CUDA device, emulated on the CPU", BFLOAT16_CAPABILITY, None)
+        else:
+            device, free_bytes, capability = _gpus({})[self._device_id]
+            recipe = _recipe(device.name, capability, free_bytes)
+        return load_on_device(artifact, options, recipe, self._target(), emulate=self._emulate)
+
+    def _target(self) -> Target:
+        options = {
+            "device_id": str(self._device_id),
+            # The pool is sized to what is free: take what a step needs, not the next power of two.
+            "arena_extend_strategy": "kSameAsRequested",
+        }
+        return Target(EXECUTION_PROVIDER, "cuda", self._device_id, options)
+
+
+_ADVICE: Final = (
+    "ONNX Runtime needs CUDA 13 and cuDNN 9, which "
+    f"{INSTALL} brings, and a driver that is new enough for them"
+)
+
+
+def _recipe(device: str, capability: tuple[int, int], free_bytes: int | None) -> Recipe:
+    return Recipe(
+        provider=CudaProvider.name,
+        device=device,
+        dtypes=_dtypes(capability),
+        native=NATIVE,
+        native_block_size=block_size,
+        max_batch_rows=MOST_ROWS,
+        free_bytes=free_bytes,
+    )
+
+
+def _dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
+    halves = ("float16", "bfloat16") if capability >= BFLOAT16_CAPABILITY else ("float16",)
+    return (*halves, "float32")
+
+
+def block_size(head_size: int) -> int:
+    """Tokens of a KV block: what FlashAttention's paged kernels take a multiple of."""
+    if head_size <= 64:
+        return 256
+    return 128 if head_size <= 128 else 64
+
+
+def _preload(ort: Any) -> None:
+    """Load the libraries of NVIDIA's own wheels, where they are installed."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):  # it prints what it misses, one library a line
+        ort.preload_dlls()
+    for line in told.getvalue().splitlines():
+        logger.info("%s", line)
+
+
+def _why_not_loaded(ort: Any) -> str:
+    """Why ONNX Runtime's library for CUDA cannot be loaded, "" where that is not the reason.
+
+    ONNX Runtime only logs it, and goes on with the CPU.
+    """
+    folder = Path(ort.__file__).parent / "capi"
+    for name in ("libonnxruntime_providers_cuda.so", "onnxruntime_providers_cuda.dll"):
+        if (folder / name).is_file():
+            try:
+                ctypes.CDLL(str(folder / name))
+            except OSError as error:
+                if "undefined symbol" not in str(error):  # ONNX Runtime's own, not there yet
+                    return f"ONNX Runtime's library for CUDA cannot be loaded ({error})"
+    return ""
+
+
+def _gpus(versions: dict[str, str]) -> list[tuple[Device, int, tuple[int, int]]]:
+    """Each GPU with its free bytes and compute capability; the driver is noted in `versions`.
+
+    Raises:
+        ProviderError: the driver cannot be asked, or there is no GPU.
+    """
+    try:
+        import pynvml
+    except ImportError as error:
+        raise ProviderError(f"nvidia-ml-py is missing ({error}): {INSTALL}") from error
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        raise ProviderError(
+            f"NVIDIA's driver cannot be asked for its GPUs ({error}); install one, or if there is "
+            "one, see whether `nvidia-smi` works"
+        ) from error
+    try:
+        versions["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        found = [_gpu(pynvml, handle) for handle in handles]
+    except pynvml.NVMLError as error:
+        raise ProviderError(f"NVIDIA's driver does not describe its GPUs: {error}") from error
+    finally:
+        pynvml.nvmlShutdown()
+    if not found:
+        raise ProviderError("NVIDIA's driver finds no GPU here")
+    return found
+
+
+def _gpu(pynvml: Any, handle: Any) -> tuple[Device, int, tuple[int, int]]:
+    held = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    name = _text(pynvml.nvmlDeviceGetName(handle))
+    return Device(name, int(held.total), "gpu"), int(held.free), (int(major), int(minor))
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

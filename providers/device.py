@@ -1,0 +1,284 @@
+"""A paged graph on a device that ONNX Runtime drives: what its execution providers have in common.
+
+A provider describes its device in a `Recipe` and says where it is in a `Target`; the lowering, the
+caches in device memory and the checks are the same for all. With `emulate` the CPU stands in for
+the device: it runs the very graph that the device would get, with the same shapes, padding and
+bindings.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from onnx import TensorProto
+
+from onnxport.errors import ProviderError
+from onnxport.graphs import contract
+from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.block_transfers import zeros_graph
+from onnxport.graphs.passes.accuracy import set_accuracy
+from onnxport.graphs.passes.decompose import decompose
+from onnxport.graphs.passes.emulated_attention import emulate_attention
+from onnxport.graphs.passes.native import NativeLimits, keep_native
+from onnxport.graphs.passes.result import PassResult
+from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.tensors import numpy_dtype
+from onnxport.providers import memory
+from onnxport.providers.base import Attention, Capabilities, KVFormat, LoadOptions
+from onnxport.providers.buckets import Buckets
+from onnxport.providers.cpu.library import find_library
+from onnxport.providers.device_blocks import DeviceBlocks, cache_shape, device_caches
+from onnxport.providers.ort import (
+    CPU,
+    Target,
+    ort_value,
+    quiet_options,
+    start_session,
+    weight_bytes,
+)
+from onnxport.providers.ort_model import OrtModel
+from onnxport.providers.placement import check_host_operators, host_operators, placement
+from onnxport.providers.pool import PoolPlan, plan_pool
+
+logger = logging.getLogger(__name__)
+
+PLAIN_BLOCK_SIZE: Final = 16  # tokens, of the decomposed graph
+TRANSFER_BLOCKS: Final = 8  # moved at a time by devices that compile a graph for each shape
+BUCKET_TOKENS: Final = 2048  # most tokens of a step, on devices that compile for shapes
+BUCKET_ROWS: Final = 256  # most sequences of a step there
+TYPES: Final = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a device wants."""
+
+    provider: str
+    device: str  # its name
+    dtypes: tuple[str, ...]  # of activations, the preferred first
+    native: NativeLimits | None  # of its PagedAttention; None: it has none
+    native_block_size: Callable[[int], int]  # head size -> tokens
+    why_not_native: str = ""  # why `native` is None
+    block_size_power: bool = True  # native blocks are powers of two of at least 16 tokens
+    max_batch_rows: int | None = None
+    bucketed: bool = False  # it compiles a graph for each shape: pad to few of them
+    expected_on_host: frozenset[str] = frozenset()  # operator types that it is known not to have
+    free_bytes: int | None = None  # device memory; None: it does not tell
+    buffer_bytes: int | None = None  # its largest buffer; None: no limit
+
+
+def load_on_device(
+    artifact: Artifact, options: LoadOptions, recipe: Recipe, target: Target, *, emulate: bool
+) -> OrtModel:
+    """Lower an artifact for a device and start it.
+
+    Raises:
+        ProviderError: an option does not fit, the device does not start, or it leaves nodes to
+            the host that are not allowed there.
+        CapacityError: weights or cache do not fit.
+    """
+    if emulate:
+        dtypes = tuple(name for name in recipe.dtypes if name != "bfloat16")
+        recipe = replace(recipe, dtypes=dtypes, free_bytes=memory.available_bytes())
+        target = CPU
+    lowering = _Lowering(artifact, options, recipe, emulate=emulate)
+    steps = list(lowering.steps())
+    for step in steps:
+        logger.info("%s: %s", artifact.path.name, step)
+    converted = {name: value for step in steps for name, value in step.attached.items()}
+    model = steps[-1].model
+    pool = plan_pool(
+        artifact.manifest.model,
+        options,
+        block_size=lowering.block_size,
+        item_bytes=numpy_dtype(TYPES[lowering.dtype]).itemsize,
+        free_bytes=recipe.free_bytes,
+        weight_bytes=weight_bytes(model, converted),
+        buffer_bytes=recipe.buffer_bytes,
+    )
+    attached = {name: ort_value(value) for name, value in converted.items()}
+    session_options = _session_options(options, custom=emulate and lowering.attention == "native")
+    session_options.add_external_initializers(list(attached), list(attached.values()))
+    session = start_session(model.SerializeToString(), artifact.path, session_options, target)
+    on_host: dict[str, int] = {}
+    if not target.is_host:
+        on_host = dict(host_operators(session, model))
+        check_host_operators(
+            on_host, recipe.expected_on_host, options.allowed_on_host, recipe.provider
+        )
+    shape = cache_shape(model, artifact.manifest.model.num_layers)
+    buckets = _buckets(pool) if recipe.bucketed else None
+    spare = max(1, buckets.spare_blocks) if buckets else 0
+    caches = device_caches(shape, pool.num_blocks + spare, pool.block_size, target)
+    group = TRANSFER_BLOCKS if buckets else None
+    blocks = DeviceBlocks(caches, shape, pool.num_blocks, target, group)
+    capabilities = _capabilities(artifact, recipe, lowering, pool)
+    capabilities = replace(
+        capabilities, placement=placement(session), on_host=on_host, emulated=emulate
+    )
+    return OrtModel(session, capabilities, caches, blocks, attached, buckets)
+
+
+class _Lowering:
+    """What becomes of an artifact's graph, decided from the options and the recipe."""
+
+    def __init__(
+        self, artifact: Artifact, options: LoadOptions, recipe: Recipe, *, emulate: bool
+    ) -> None:
+        self._artifact = artifact
+        self._options = options
+        self._recipe = recipe
+        self._emulate = emulate
+        self._graph = artifact.load_graph("paged")
+        self.dtype = self._choose_dtype()
+        self.attention = self._choose_attention()
+        self.block_size = self._choose_block_size()
+
+    def steps(self) -> Iterator[PassResult]:
+        """Apply the passes in turn; the last result holds the graph to run."""
+        options, recipe = self._options, self._recipe
+        step = self._retyped()
+        yield step
+        if options.matmul_accuracy_level is not None:
+            step = set_accuracy(step.model, options.matmul_accuracy_level)
+            yield step
+        if self.attention == "decomposed":
+            yield decompose(step.model, bounds="shapes" if recipe.bucketed else "metadata")
+            return
+        assert recipe.native is not None
+        step = keep_native(step.model, recipe.native)
+        yield step
+        if self._emulate:
+            yield emulate_attention(step.model)
+
+    def _retyped(self) -> PassResult:
+        has_halves = self._recipe.dtypes != ("float32",)
+        return retype(self._graph, self._artifact.read_tensor, self.dtype, keep_tables=has_halves)
+
+    def _choose_dtype(self) -> str:
+        """The type of activations and cache."""
+        asked, allowed = self._options.dtype, self._recipe.dtypes
+        cache = next(i for i in self._graph.graph.input if i.name == contract.past_key(0))
+        stored = cache.type.tensor_type.elem_type
+        own = next(name for name, kind in TYPES.items() if kind == stored)
+        if asked not in ("auto", *allowed):
+            raise ProviderError(
+                f"dtype is {asked!r}; the {self._recipe.provider} provider computes in "
+                f"{', '.join(allowed)} on {self._recipe.device}, ask for one of these or auto"
+            )
+        dtype = asked if asked != "auto" else own if own in allowed else allowed[0]
+        if self._options.kv_cache_dtype not in ("auto", dtype):
+            raise ProviderError(
+                f"kv_cache_dtype is {self._options.kv_cache_dtype!r}; the {self._recipe.provider} "
+                f"provider caches in the type of its activations, which is {dtype}: ask for that "
+                "or auto, or choose another dtype"
+            )
+        return dtype
+
+    def _choose_attention(self) -> Attention:
+        """Native where the device takes this graph, unless told otherwise."""
+        asked = self._options.attention
+        if asked == "decomposed":
+            return "decomposed"
+        if asked == "custom":
+            raise ProviderError(
+                f"the {self._recipe.provider} provider has no 'custom' attention; ask for native "
+                "or decomposed, or leave it out"
+            )
+        problem = self._why_not_native()
+        if problem and asked == "native":
+            raise ProviderError(
+                f"native attention was asked for on {self._recipe.device}: {problem}"
+            )
+        if problem:
+            logger.info("%s: attention is decomposed: %s", self._recipe.provider, problem)
+        return "decomposed" if problem else "native"
+
+    def _why_not_native(self) -> str:
+        """Why the device's own PagedAttention cannot be used; "" where it can."""
+        limits = self._recipe.native
+        if limits is None:
+            return self._recipe.why_not_native or f"{self._recipe.device} has no PagedAttention"
+        if self._emulate and find_library() is None:
+            return "the C++ kernel that would stand in for it was not built"
+        try:
+            keep_native(self._retyped().model, limits)
+        except ProviderError as error:
+            return str(error)
+        return ""
+
+    def _choose_block_size(self) -> int:
+        native = self.attention == "native"
+        spec = self._artifact.manifest.model
+        default = self._recipe.native_block_size(spec.head_size) if native else PLAIN_BLOCK_SIZE
+        size = self._options.block_size or default
+        power = size >= 16 and size & (size - 1) == 0
+        if native and self._recipe.block_size_power and not power:
+            raise ProviderError(
+                f"block_size is {size}; {self._recipe.provider}'s PagedAttention takes powers of "
+                f"two of at least 16, {default} by default"
+            )
+        return size
+
+
+def _buckets(pool: PoolPlan) -> Buckets:
+    return Buckets(BUCKET_TOKENS, BUCKET_ROWS, pool.max_model_len, pool.block_size)
+
+
+def no_native_blocks(head_size: int) -> int:
+    """The block size of a device without a PagedAttention of its own: there is none."""
+    raise AssertionError("asked for the blocks of a PagedAttention that is not there")
+
+
+def why_not_started(target: Target) -> str:
+    """Why an execution provider does not start; "" where it does."""
+    model = zeros_graph(TensorProto.FLOAT).SerializeToString()
+    try:
+        start_session(model, None, quiet_options(), target)
+    except ProviderError as error:
+        return str(error)
+    return ""
+
+
+def _capabilities(
+    artifact: Artifact, recipe: Recipe, lowering: _Lowering, pool: PoolPlan
+) -> Capabilities:
+    spec = artifact.manifest.model
+    return Capabilities(
+        provider=recipe.provider,
+        device=recipe.device,
+        attention=lowering.attention,
+        compute_dtype=lowering.dtype,
+        kv_cache_dtype=lowering.dtype,
+        block_size=pool.block_size,
+        num_blocks=pool.num_blocks,
+        kv_block_bytes=pool.block_bytes,
+        kv_format=KVFormat(
+            artifact.manifest.fingerprint,
+            spec.num_layers,
+            spec.num_kv_heads,
+            spec.head_size,
+            lowering.dtype,
+        ),
+        max_model_len=pool.max_model_len,
+        vocab_size=spec.vocab_size,
+        max_batch_rows=BUCKET_ROWS if recipe.bucketed else recipe.max_batch_rows,
+        max_batch_tokens=BUCKET_TOKENS if recipe.bucketed else None,
+        placement={},
+    )
+
+
+def _session_options(options: LoadOptions, *, custom: bool) -> Any:
+    """Options of the model's session; with our own kernels where `custom`."""
+    chosen = quiet_options()
+    chosen.intra_op_num_threads = options.threads or memory.physical_cores()
+    if custom:
+        chosen.register_custom_ops_library(str(find_library()))
+    return chosen

@@ -1,0 +1,123 @@
+"""The `migraphx` provider: AMD GPUs, through MIGraphX, which compiles a graph for each shape.
+
+It has no paged attention, so the graph is decomposed, with bounds that are shapes; a step is
+padded to one of few sizes, each of which is compiled once.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from onnxport.errors import ProviderError
+from onnxport.graphs.artifact import Artifact
+from onnxport.providers.base import Device, Features, LoadOptions, Probe
+from onnxport.providers.device import Recipe, load_on_device, no_native_blocks, why_not_started
+from onnxport.providers.ort import Target
+from onnxport.providers.ort_model import OrtModel
+
+EXECUTION_PROVIDER: Final = "MIGraphXExecutionProvider"
+INSTALL: Final = "pip install 'onnxport[migraphx]'"
+DTYPES: Final = ("float16", "float32")
+DRM: Final = Path("/sys/class/drm")  # where Linux lists GPUs
+AMD: Final = "0x1002"
+EXPECTED_ON_HOST: Final = frozenset({"GatherBlockQuantized"})  # MIGraphX parses no such operator
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    device: Device
+    free_bytes: int | None
+
+
+class MIGraphXProvider:
+    """Loads artifacts on one AMD GPU.
+
+    Args:
+        device: its number, as HIP counts.
+        emulate: let the CPU stand in for it.
+    """
+
+    name = "migraphx"
+
+    def __init__(self, device: str = "0", *, emulate: bool = False) -> None:
+        if not device.isdecimal():
+            raise ProviderError(
+                f"migraphx:{device} does not name a GPU; give its number, as in migraphx:0 "
+                "(`rocm-smi` lists them)"
+            )
+        self._device_id = int(device)
+        self._emulate = emulate
+
+    def probe(self) -> Probe:
+        """See `providers.base.Provider.probe`."""
+        if platform.system() != "Linux":
+            return Probe(False, f"MIGraphX runs on Linux only, and this is {platform.system()}")
+        try:
+            import onnxruntime as ort
+        except ImportError as error:
+            return Probe(False, f"onnxruntime is missing ({error}): {INSTALL}")
+        versions = {"onnxruntime": ort.__version__}
+        if EXECUTION_PROVIDER not in ort.get_available_providers():
+            reason = f"onnxruntime {ort.__version__} has no MIGraphX execution provider: {INSTALL}"
+            return Probe(False, reason, (), versions)
+        gpus = amd_gpus()
+        devices = tuple(gpu.device for gpu in gpus)
+        if self._device_id >= len(gpus):
+            reason = (
+                f"migraphx:{self._device_id} was asked for, and {DRM} lists {len(gpus)} AMD GPUs"
+            )
+            return Probe(False, reason, devices, versions)
+        if reason := why_not_started(self._target()):
+            advice = "ONNX Runtime needs ROCm with MIGraphX (Debian, Ubuntu: apt install migraphx)"
+            return Probe(False, f"{reason}. {advice}", devices, versions)
+        return Probe(True, "", devices, versions, (), Features(("decomposed",), DTYPES, DTYPES))
+
+    def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
+        """See `providers.base.Provider.load`."""
+        device, free_bytes = "an AMD GPU, emulated on the CPU", None
+        if not self._emulate:
+            gpu = amd_gpus()[self._device_id]
+            device, free_bytes = gpu.device.name, gpu.free_bytes
+        recipe = Recipe(
+            provider=self.name,
+            device=device,
+            dtypes=DTYPES,
+            native=None,
+            native_block_size=no_native_blocks,
+            bucketed=True,
+            expected_on_host=EXPECTED_ON_HOST,
+            free_bytes=free_bytes,
+        )
+        return load_on_device(artifact, options, recipe, self._target(), emulate=self._emulate)
+
+    def _target(self) -> Target:
+        options = {"device_id": str(self._device_id)}
+        return Target(EXECUTION_PROVIDER, "gpu", self._device_id, options)
+
+
+def amd_gpus(root: Path = DRM) -> list[_Gpu]:
+    """The AMD GPUs that the kernel lists, with what their driver says of their memory."""
+    gpus = []
+    for folder in sorted(root.glob("card[0-9]*/device")):
+        if "-" in folder.parent.name or _read(folder / "vendor") != AMD:  # card0-HDMI-A-1
+            continue
+        total, used = (_number(folder / f"mem_info_vram_{name}") for name in ("total", "used"))
+        name = _read(folder / "product_name") or f"AMD GPU {_read(folder / 'device')}"
+        free = None if total is None or used is None else total - used
+        gpus.append(_Gpu(Device(name, total, "gpu"), free))
+    return gpus
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,200 @@
+"""The `webgpu` provider: any GPU with a Vulkan, Metal or Direct3D 12 driver, through WebGPU.
+
+ONNX Runtime has it in two forms: as a plugin library for the plain `onnxruntime` wheel, which also
+has a PagedAttention for 16-bit floats, and built into the wheel `onnxruntime-webgpu`, which is
+older and runs the decomposed graph. The plugin is used where there is one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from onnx import TensorProto
+
+from onnxport.errors import ProviderError
+from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.passes.native import NativeLimits
+from onnxport.providers.base import Device, DeviceKind, Features, LoadOptions, Probe
+from onnxport.providers.device import TYPES, Recipe, load_on_device
+from onnxport.providers.ort import Target, quiet_options, start_session
+from onnxport.providers.ort_model import OrtModel
+from onnxport.providers.self_test import distrust
+
+logger = logging.getLogger(__name__)
+
+EXECUTION_PROVIDER: Final = "WebGpuExecutionProvider"
+MEMORY: Final = "webgpu"
+PLUGIN: Final = "onnxruntime_ep_webgpu"
+INSTALL: Final = "pip install 'onnxport[webgpu]'"
+BLOCK_SIZE: Final = 16
+BUFFER_BYTES: Final = 128 << 20  # what every WebGPU device binds as one storage buffer
+NATIVE: Final = NativeLimits(
+    activation_dtypes=frozenset({"float16"}),
+    cache_dtypes=frozenset({"float16"}),
+    max_head_size=256,
+    softcap=False,
+    head_sink=False,
+    qk_norm=False,
+    slot_mapping=False,
+    non_causal=False,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """What was found."""
+
+    target: Target
+    device: Device
+    versions: dict[str, str]
+    has_float16: bool
+    distrust: str  # why its PagedAttention is not used, "" if it is
+
+
+class WebGpuProvider:
+    """Loads artifacts on the adapter that the WebGPU implementation chooses.
+
+    Args:
+        emulate: let the CPU stand in for it.
+    """
+
+    name = "webgpu"
+
+    def __init__(self, *, emulate: bool = False) -> None:
+        self._emulate = emulate
+
+    def probe(self) -> Probe:
+        """See `providers.base.Provider.probe`."""
+        try:
+            found = self._adapter
+        except ProviderError as error:
+            return Probe(False, str(error))
+        recipe = self._recipe()
+        notes = [f"attention is decomposed: {found.distrust}"] if found.distrust else []
+        if found.device.kind == "cpu":
+            notes.append("no GPU: a software device stands in, for tests rather than for speed")
+        features = Features(
+            attention=("native", "decomposed") if recipe.native else ("decomposed",),
+            dtypes=recipe.dtypes,
+            kv_cache_dtypes=recipe.dtypes,
+        )
+        return Probe(True, "", (found.device,), found.versions, tuple(notes), features)
+
+    def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
+        """See `providers.base.Provider.load`."""
+        target = Target("", MEMORY) if self._emulate else self._adapter.target
+        return load_on_device(artifact, options, self._recipe(), target, emulate=self._emulate)
+
+    def _recipe(self) -> Recipe:
+        if self._emulate:
+            device, has_float16, reason = "a WebGPU device, emulated on the CPU", True, ""
+        else:
+            found = self._adapter
+            device, has_float16, reason = found.device.name, found.has_float16, found.distrust
+        return Recipe(
+            provider=self.name,
+            device=device,
+            dtypes=("float16", "float32") if has_float16 else ("float32",),
+            native=None if reason else NATIVE,
+            why_not_native=reason,
+            native_block_size=lambda head_size: BLOCK_SIZE,
+            buffer_bytes=BUFFER_BYTES,
+        )
+
+    @cached_property
+    def _adapter(self) -> _Adapter:
+        """The device. Raises ProviderError where there is none."""
+        try:
+            import onnxruntime as ort
+        except ImportError as error:
+            raise ProviderError(f"onnxruntime is missing ({error}): {INSTALL}") from error
+        versions = {"onnxruntime": ort.__version__}
+        # The plugin first: once it is registered, ONNX Runtime lists its name as if built in.
+        if importlib.util.find_spec(PLUGIN) is not None:
+            versions[PLUGIN] = version(PLUGIN)
+            target = Target(EXECUTION_PROVIDER, MEMORY, ep_device=_plugin_device(ort))
+        elif EXECUTION_PROVIDER in ort.get_available_providers():
+            target = Target(EXECUTION_PROVIDER, MEMORY)
+        else:
+            raise ProviderError(
+                f"onnxruntime {ort.__version__} has no WebGPU execution provider, and the plugin "
+                f"that brings one is missing: {INSTALL}"
+            )
+        _run_product(target, "float32")
+        try:
+            _run_product(target, "float16")
+        except ProviderError as error:
+            logger.info("WebGPU without 16-bit floats: %s", error)
+            has_float16 = False
+        else:
+            has_float16 = True
+        reason = "it has no 16-bit floats"
+        if has_float16:
+            reason = distrust(target, "float16", BLOCK_SIZE)
+        return _Adapter(target, _device(target), versions, has_float16, reason)
+
+
+def _plugin_device(ort: Any) -> Any:
+    """Register the plugin's library, once a process, and return its device."""
+    import onnxruntime_ep_webgpu as plugin
+
+    def devices() -> list[Any]:
+        return [each for each in ort.get_ep_devices() if each.ep_name == plugin.get_ep_name()]
+
+    if not devices():
+        try:
+            ort.register_execution_provider_library(PLUGIN, plugin.get_library_path())
+        except Exception as error:
+            already = "already registered" in str(error)
+            if not already:
+                raise ProviderError(f"the WebGPU plugin could not be loaded: {error}") from error
+    found = devices()
+    if not found:
+        raise ProviderError(
+            "the WebGPU plugin finds no GPU here. On Linux it needs one that the kernel lists in "
+            "/sys/class/drm, and a Vulkan loader (Debian: apt install libvulkan1)"
+        )
+    return found[0]
+
+
+def _device(target: Target) -> Device:
+    """What is known of the adapter; WebGPU tells neither its memory nor, here, its name."""
+    kind: DeviceKind = "gpu"
+    if sys.platform == "linux" and not any(map(Path.exists, map(Path, _LINUX_GPUS))):
+        kind = "cpu"
+    name = "WebGPU adapter" if kind == "gpu" else "WebGPU software adapter"
+    if target.ep_device is not None:
+        hardware = target.ep_device.device
+        vendor = hardware.vendor or f"vendor {hardware.vendor_id:#06x}"
+        name += f" ({vendor}, device {hardware.device_id:#06x})"
+    return Device(name, None, kind)
+
+
+_LINUX_GPUS: Final = ("/dev/dri", "/dev/dxg", "/dev/nvidia0")
+
+
+def _run_product(target: Target, dtype: str) -> None:
+    """Multiply two small matrices, which shows whether the device starts and has a type."""
+    kind = TYPES[dtype]
+    g = GraphBuilder("product")
+    a, b = g.input("a", kind, [4, 4]), g.input("b", kind, [4, 4])
+    g.output("c", kind, [4, 4])
+    g.node("MatMul", [a, b], outputs=["c"])
+    assert kind in (TensorProto.FLOAT, TensorProto.FLOAT16)
+    ones = np.ones((4, 4), np.float32 if dtype == "float32" else np.float16)
+    session = start_session(g.build().SerializeToString(), None, quiet_options(), target)
+    try:
+        (found,) = session.run(["c"], {"a": ones, "b": ones})
+    except Exception as error:
+        raise ProviderError(f"the WebGPU device has no {dtype} products: {error}") from error
+    if not (found == 4).all():
+        raise ProviderError(f"the WebGPU device multiplies {dtype} matrices wrongly")
