@@ -77,6 +77,8 @@ class CudaProvider:
 
     def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
         """See `providers.base.Provider.load`."""
+        if not self._emulate and (reason := self.probe().reason):
+            raise ProviderError(reason)
         if self._emulate:
             recipe = _recipe("a CUDA device, emulated on the CPU", BFLOAT16_CAPABILITY, None)
         else:

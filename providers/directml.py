@@ -60,6 +60,8 @@ class DirectMLProvider:
 
     def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
         """See `providers.base.Provider.load`."""
+        if not self._emulate and (reason := self.probe().reason):
+            raise ProviderError(reason)
         recipe = Recipe(
             provider=self.name,
             device=f"{self._name}, emulated on the CPU" if self._emulate else self._name,

@@ -77,6 +77,8 @@ class MIGraphXProvider:
 
     def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
         """See `providers.base.Provider.load`."""
+        if not self._emulate and (reason := self.probe().reason):
+            raise ProviderError(reason)
         device, free_bytes = "an AMD GPU, emulated on the CPU", None
         if not self._emulate:
             gpu = amd_gpus()[self._device_id]

@@ -67,7 +67,14 @@ def plan_pool(
     block_bytes = block_size * token_bytes
     num_blocks = pool_bytes // block_bytes
     if buffer_bytes is not None:
-        num_blocks = min(num_blocks, buffer_bytes * 2 * spec.num_layers // block_bytes)
+        most = buffer_bytes * 2 * spec.num_layers // block_bytes
+        if most < num_blocks and _is_exact(options):
+            raise CapacityError(
+                f"the KV cache does not fit: {asked}, and the device's buffers hold up to "
+                f"{_size(buffer_bytes)}, so the keys or values of a layer can be {most} blocks of "
+                f"{block_size} tokens; ask for {most * block_size} tokens or fewer"
+            )
+        num_blocks = min(num_blocks, most)
     if num_blocks < 1 or (left is not None and num_blocks * block_bytes > left):
         there = (
             "the device does not tell its memory"
@@ -92,6 +99,11 @@ def plan_pool(
             "or kv_memory"
         )
     return PoolPlan(block_size, num_blocks, block_bytes, longest)
+
+
+def _is_exact(options: LoadOptions) -> bool:
+    """Whether the caller gave the pool's size, not a share of what is there."""
+    return options.kv_cache_tokens is not None or isinstance(options.kv_memory, int)
 
 
 def _asked(

@@ -1,0 +1,271 @@
+"""Providers of devices that are not here: why they are missing, and what they would do."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnxruntime as ort
+import pytest
+
+from onnxport.errors import CapacityError, ProviderError
+from onnxport.graphs.artifact import Artifact
+from onnxport.providers import cuda, device, directml, migraphx, placement, webgpu
+from onnxport.providers.base import LoadOptions, Model
+from onnxport.providers.ort import Target
+from onnxport.providers.registry import EMULATED, get_provider
+from tests.providers.conftest import ArtifactMaker
+from tests.providers.models import run_rows
+
+NAMES = {
+    "cuda": cuda.EXECUTION_PROVIDER,
+    "migraphx": migraphx.EXECUTION_PROVIDER,
+    "directml": directml.EXECUTION_PROVIDER,
+}
+
+
+def emulated(path: Path, provider: str, **options: Any) -> Model:
+    chosen = LoadOptions(**{"kv_cache_tokens": 1024, "threads": 1, **options})
+    return get_provider(provider, emulate=True).load(Artifact.read(path), chosen)
+
+
+def have(monkeypatch: pytest.MonkeyPatch, provider: str) -> None:
+    """Let ONNX Runtime list an execution provider that it cannot start."""
+    known = [*ort.get_available_providers(), NAMES[provider]]
+    monkeypatch.setattr(ort, "get_available_providers", lambda: known)
+    system = "Windows" if provider == "directml" else "Linux"
+    for module in (migraphx, directml):
+        monkeypatch.setattr(module.platform, "system", lambda: system)
+
+
+class FakeNvml:
+    """As much of pynvml as a probe asks for."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, *, broken: str = "", gpus: int = 1, capability: tuple[int, int] = (9, 0)):
+        self.broken, self.gpus, self.capability = broken, gpus, capability
+        self.open = 0
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if self.broken == "init":
+            raise self.NVMLError("Driver Not Loaded")
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.open -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:  # noqa: N802
+        return "590.1"
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return self.gpus
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
+        if self.broken == "memory":
+            raise self.NVMLError("GPU is lost")
+        return SimpleNamespace(total=80 << 30, free=70 << 30)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:  # noqa: N802
+        return self.capability
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:  # noqa: N802
+        return b"A GPU"
+
+
+@pytest.mark.parametrize("provider", ["cuda", "migraphx"])
+def test_a_wheel_without_the_provider_is_told_with_the_extra_to_install(provider: str) -> None:
+    if NAMES[provider] in ort.get_available_providers():
+        pytest.skip("this onnxruntime has it")
+    probe = get_provider(provider).probe()
+    assert not probe.available
+    assert f"pip install 'onnxport[{provider}]'" in probe.reason
+    with pytest.raises(ProviderError, match="execution provider"):
+        get_provider(provider).load(None, LoadOptions())  # type: ignore[arg-type]
+
+
+def test_directml_is_for_windows() -> None:
+    if sys.platform == "win32":
+        pytest.skip("this is Windows")
+    assert "Windows only" in get_provider("directml").probe().reason
+
+
+@pytest.mark.parametrize("provider", NAMES)
+def test_devices_are_named_by_number(provider: str) -> None:
+    assert get_provider(f"{provider}:1").name == provider
+    with pytest.raises(ProviderError, match=f"{provider}:gpu does not name"):
+        get_provider(f"{provider}:gpu")
+
+
+@pytest.mark.parametrize(
+    ("nvml", "reason"),
+    [
+        (None, "nvidia-ml-py is missing"),
+        (FakeNvml(broken="init"), "Driver Not Loaded.*nvidia-smi"),
+        (FakeNvml(broken="memory"), "GPU is lost"),
+        (FakeNvml(gpus=0), "finds no GPU"),
+        (FakeNvml(), "CUDAExecutionProvider.*CUDA 13"),  # a driver, but not the libraries
+    ],
+)
+def test_why_cuda_is_missing(
+    monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None, reason: str
+) -> None:
+    have(monkeypatch, "cuda")
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    probe = get_provider("cuda").probe()
+    assert not probe.available
+    assert re.search(reason, probe.reason), probe.reason
+    assert nvml is None or nvml.open == 0
+
+
+def test_what_the_driver_says_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch, "cuda")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpus=2, capability=(7, 5)))
+    monkeypatch.setattr(cuda, "why_not_started", lambda target: "")
+    probe = get_provider("cuda:1").probe()
+    assert probe.available
+    assert probe.versions["driver"] == "590.1"
+    assert [(d.name, d.memory_bytes, d.kind) for d in probe.devices] == 2 * [
+        ("A GPU", 80 << 30, "gpu")
+    ]
+    assert probe.features is not None
+    assert probe.features.dtypes == ("float16", "float32")  # bfloat16 came with 8.0
+    assert "there are 2 GPUs" in get_provider("cuda:2").probe().reason
+
+
+@pytest.mark.parametrize("provider", ["migraphx", "directml"])
+def test_a_device_that_does_not_start_is_missing(
+    monkeypatch: pytest.MonkeyPatch, provider: str
+) -> None:
+    have(monkeypatch, provider)
+    gpu = migraphx._Gpu(device=migraphx.Device("MI300X", 192 << 30, "gpu"), free_bytes=None)
+    monkeypatch.setattr(migraphx, "amd_gpus", lambda: [gpu])
+    probe = get_provider(provider).probe()
+    assert not probe.available
+    assert NAMES[provider] in probe.reason
+    assert get_provider(provider).probe().devices
+
+
+def test_amd_gpus_are_those_that_the_kernel_lists(tmp_path: Path) -> None:
+    def card(name: str, **files: str) -> None:
+        folder = tmp_path / name / "device"
+        folder.mkdir(parents=True)
+        for file, text in files.items():
+            (folder / file).write_text(text + "\n")
+
+    card("card0", vendor="0x8086", device="0x1234")
+    card("card1", vendor="0x1002", device="0x74a1", mem_info_vram_total="1000")
+    card("card1-DP-1", vendor="0x1002")
+    card(
+        "card2",
+        vendor="0x1002",
+        product_name="MI300X",
+        mem_info_vram_total="2000",
+        mem_info_vram_used="500",
+    )
+    found = [
+        (g.device.name, g.device.memory_bytes, g.free_bytes) for g in migraphx.amd_gpus(tmp_path)
+    ]
+    assert found == [("AMD GPU 0x74a1", 1000, None), ("MI300X", 2000, 1500)]
+
+
+@pytest.mark.parametrize(("head_size", "expected"), [(32, 256), (64, 256), (128, 128), (256, 64)])
+def test_cuda_blocks_are_what_flash_attention_wants(head_size: int, expected: int) -> None:
+    assert cuda.block_size(head_size) == expected
+
+
+@pytest.mark.parametrize("provider", EMULATED)
+def test_what_an_emulated_provider_says_of_itself(
+    tiny_artifact: ArtifactMaker, provider: str
+) -> None:
+    path = tiny_artifact("llama", "int4")
+    model = emulated(path, provider)
+    limits = model.capabilities
+    native = provider in ("cuda", "webgpu")
+    assert limits.emulated
+    assert limits.provider == provider
+    assert "emulated on the CPU" in limits.device
+    assert limits.attention == ("native" if native else "decomposed")
+    assert (limits.compute_dtype, limits.kv_cache_dtype) == ("float16", "float16")
+    assert limits.block_size == (256 if provider == "cuda" else 16)
+    assert set(limits.placement) == {"CPUExecutionProvider"}
+    assert (limits.max_batch_tokens is not None) == (provider in ("migraphx", "directml"))
+    model.close()
+    with pytest.raises(ProviderError, match="closed"):
+        run_rows(model, [([5], 0, [0])])
+
+
+@pytest.mark.parametrize(
+    ("provider", "options", "message"),
+    [
+        ("cuda", {"dtype": "int8"}, "computes in float16, float32"),
+        ("migraphx", {"dtype": "bfloat16"}, "computes in float16, float32"),
+        ("cuda", {"kv_cache_dtype": "int8"}, "the type of its activations, which is float16"),
+        ("cuda", {"attention": "custom"}, "no 'custom' attention"),
+        ("directml", {"attention": "native"}, "has no PagedAttention"),
+        ("cuda", {"attention": "native", "dtype": "float32"}, "activations of float32"),
+        ("cuda", {"block_size": 48}, "powers of two of at least 16"),
+        ("webgpu", {"block_size": 8}, "powers of two of at least 16"),
+    ],
+)
+def test_options_that_do_not_fit(
+    tiny_artifact: ArtifactMaker, provider: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ProviderError, match=message):
+        emulated(tiny_artifact("llama", "int4"), provider, **options)
+
+
+def test_the_type_of_the_artifact_is_kept_where_the_device_has_it(
+    tiny_artifact: ArtifactMaker,
+) -> None:
+    for precision, expected in (("fp32", "float32"), ("fp16", "float16")):
+        model = emulated(tiny_artifact("llama", precision), "cuda")
+        assert model.capabilities.compute_dtype == expected
+    wide = emulated(tiny_artifact("llama", "fp16"), "cuda", dtype="float32", block_size=5)
+    assert (wide.capabilities.attention, wide.capabilities.block_size) == ("decomposed", 5)
+
+
+def test_what_a_device_leaves_to_the_host_is_refused_unless_it_is_allowed(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU under the name of a device: every node of it is on the host."""
+    artifact = Artifact.read(tiny_artifact("llama", "int4"))
+    recipe = webgpu.WebGpuProvider(emulate=True)._recipe()
+    target = Target("CPUExecutionProvider", "cpu")
+    monkeypatch.setattr(Target, "is_host", property(lambda self: False))
+    options = LoadOptions(kv_cache_tokens=64, attention="decomposed")
+    with pytest.raises(ProviderError, match=r"ONNX Runtime left .* ScatterND.* to the CPU"):
+        device.load_on_device(artifact, options, recipe, target, emulate=False)
+    graph = artifact.load_graph("paged").graph
+    every = {node.op_type for node in graph.node}
+    allowed = LoadOptions(
+        kv_cache_tokens=64,
+        attention="decomposed",
+        allowed_on_host=tuple(
+            every
+            | {"ScatterND", "Softmax", "MatMul", "Reshape", "Transpose", "Concat", "Gather", "Sub"}
+            | {"Mul", "Add", "Where", "FusedMatMul", "Cast", "Split", "QuickGelu"}
+            | {"Div", "Exp", "ReduceMax", "ReduceSum"}
+        ),
+    )
+    model = device.load_on_device(artifact, allowed, recipe, target, emulate=False)
+    assert model.capabilities.on_host["MatMulNBits"] > 4
+    assert placement.CPU_EXECUTION_PROVIDER in model.capabilities.placement
+
+
+def test_a_buffer_limit_makes_the_pool_smaller(tiny_artifact: ArtifactMaker) -> None:
+    """Keys and values of a layer are a buffer each; WebGPU's are bounded."""
+    limits = emulated(tiny_artifact("llama", "int4"), "webgpu", kv_cache_tokens=None).capabilities
+    spec = limits.kv_format
+    row = 2 * spec.num_kv_heads * spec.head_size  # bytes of a token in float16
+    assert limits.num_blocks * limits.block_size * row <= webgpu.BUFFER_BYTES
+    tokens = webgpu.BUFFER_BYTES // row + 16
+    with pytest.raises(CapacityError, match=r"buffers hold up to 128\.0 MiB"):
+        emulated(tiny_artifact("llama", "int4"), "webgpu", kv_cache_tokens=tokens)

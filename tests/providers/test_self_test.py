@@ -1,0 +1,63 @@
+"""A PagedAttention is trusted only where it gives the known answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto
+
+from onnxport.graphs.inspect import set_attribute
+from onnxport.providers import self_test
+from onnxport.providers.cpu.library import find_library
+from onnxport.providers.ort import CPU, quiet_options
+
+
+@pytest.fixture
+def device_with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU with our kernel be the device, in the type that the kernel takes."""
+    library = find_library()
+    if library is None:
+        pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
+
+    def options() -> Any:
+        chosen = quiet_options()
+        chosen.register_custom_ops_library(str(library))
+        return chosen
+
+    monkeypatch.setattr(self_test, "quiet_options", options)
+    monkeypatch.setattr(self_test, "TYPES", {"float32": TensorProto.FLOAT})
+
+
+@pytest.mark.usefixtures("device_with_attention")
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_a_right_one_is_trusted(block_size: int) -> None:
+    assert self_test.distrust(CPU, "float32", block_size) == ""
+
+
+@pytest.mark.usefixtures("device_with_attention")
+@pytest.mark.parametrize(
+    ("name", "value"), [("scale", 0.15), ("local_window_size", 60), ("do_rotary", 0)]
+)
+def test_a_wrong_one_is_not(monkeypatch: pytest.MonkeyPatch, name: str, value: int | float) -> None:
+    right = self_test._graph
+    made: list[onnx.ModelProto] = []
+
+    def wrong(kind: int, block_size: int) -> onnx.ModelProto:
+        model = right(kind, block_size)
+        if not made:  # the device's comes first, then the reference
+            for node in model.graph.node:
+                if node.op_type == "PagedAttention":
+                    set_attribute(node, name, value)
+        made.append(model)
+        return model
+
+    monkeypatch.setattr(self_test, "_graph", wrong)
+    assert "computes wrongly here" in self_test.distrust(CPU, "float32", 16)
+    assert len(made) == 2
+
+
+def test_one_that_is_not_there_is_said_to_be_missing() -> None:
+    # ONNX Runtime's own CPU execution provider has no such kernel
+    assert "has no PagedAttention in float16" in self_test.distrust(CPU, "float16", 16)
