@@ -72,6 +72,7 @@ class LoadOptions:
     # Operator types, such as "GatherBlockQuantized", that may run on the host where the device
     # does not take them; what the provider itself expects there needs no mention.
     allowed_on_host: tuple[str, ...] = ()
+    capture_graphs: bool = False  # record decode steps and replay them (CUDA graphs)
 
     def __post_init__(self) -> None:
         """Refuse what no provider could mean."""

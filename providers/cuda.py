@@ -84,13 +84,15 @@ class CudaProvider:
         else:
             device, free_bytes, capability = _gpus({})[self._device_id]
             recipe = _recipe(device.name, capability, free_bytes)
-        return load_on_device(artifact, options, recipe, self._target(), emulate=self._emulate)
+        target = self._target(graphs=options.capture_graphs)
+        return load_on_device(artifact, options, recipe, target, emulate=self._emulate)
 
-    def _target(self) -> Target:
+    def _target(self, *, graphs: bool = False) -> Target:
         options = {
             "device_id": str(self._device_id),
             # The pool is sized to what is free: take what a step needs, not the next power of two.
             "arena_extend_strategy": "kSameAsRequested",
+            "enable_cuda_graph": str(int(graphs)),
         }
         return Target(EXECUTION_PROVIDER, "cuda", self._device_id, options)
 
@@ -109,6 +111,7 @@ def _recipe(device: str, capability: tuple[int, int], free_bytes: int | None) ->
         native=NATIVE,
         native_block_size=block_size,
         max_batch_rows=MOST_ROWS,
+        captures_graphs=True,
         free_bytes=free_bytes,
     )
 

@@ -42,6 +42,7 @@ from onnxport.providers.ort import (
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.placement import check_host_operators, host_operators, placement
 from onnxport.providers.pool import PoolPlan, plan_pool
+from onnxport.providers.replay import DecodeReplay
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Recipe:
     why_not_native: str = ""  # why `native` is None
     block_size_power: bool = True  # native blocks are powers of two of at least 16 tokens
     max_batch_rows: int | None = None
+    captures_graphs: bool = False  # it can replay decode steps, see providers.replay
     bucketed: bool = False  # it compiles a graph for each shape: pad to few of them
     expected_on_host: frozenset[str] = frozenset()  # operator types that it is known not to have
     free_bytes: int | None = None  # device memory; None: it does not tell
@@ -88,6 +90,11 @@ def load_on_device(
         dtypes = tuple(name for name in recipe.dtypes if name != "bfloat16")
         recipe = replace(recipe, dtypes=dtypes, free_bytes=memory.available_bytes())
         target = CPU
+    if options.capture_graphs and not recipe.captures_graphs:
+        raise ProviderError(
+            f"capture_graphs was asked for; the {recipe.provider} provider has nothing to replay, "
+            "leave it out"
+        )
     lowering = _Lowering(artifact, options, recipe, emulate=emulate)
     steps = list(lowering.steps())
     for step in steps:
@@ -114,16 +121,21 @@ def load_on_device(
             on_host, recipe.expected_on_host, options.allowed_on_host, recipe.provider
         )
     shape = cache_shape(model, artifact.manifest.model.num_layers)
-    buckets = _buckets(pool) if recipe.bucketed else None
+    replays = options.capture_graphs and lowering.attention == "native"
+    buckets = _buckets(pool) if recipe.bucketed or replays else None
     spare = max(1, buckets.spare_blocks) if buckets else 0
     caches = device_caches(shape, pool.num_blocks + spare, pool.block_size, target)
-    group = TRANSFER_BLOCKS if buckets else None
+    group = TRANSFER_BLOCKS if recipe.bucketed else None
     blocks = DeviceBlocks(caches, shape, pool.num_blocks, target, group)
     capabilities = _capabilities(artifact, recipe, lowering, pool)
     capabilities = replace(
         capabilities, placement=placement(session), on_host=on_host, emulated=emulate
     )
-    return OrtModel(session, capabilities, caches, blocks, attached, buckets)
+    replay = None
+    if replays:
+        sizes = (capabilities.vocab_size, pool.block_size)
+        replay = DecodeReplay(session, caches, target, *sizes)
+    return OrtModel(session, capabilities, caches, blocks, attached, buckets, replay)
 
 
 class _Lowering:

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.providers.base import Capabilities, StepInputs
-from onnxport.providers.buckets import Buckets, pad
+from onnxport.providers.buckets import Buckets, PaddedStep, pad
 from onnxport.providers.failures import device_error
 from onnxport.providers.ort import CacheTensor
+from onnxport.providers.replay import NO_GRAPH, DecodeReplay, run_options
 from onnxport.providers.transfers import CLOSED, Blocks, Transfers
 
 
@@ -32,6 +33,7 @@ class OrtModel(Transfers):
         blocks: Blocks,
         attached: Mapping[str, Any] | None = None,
         buckets: Buckets | None = None,
+        replay: DecodeReplay | None = None,
     ) -> None:
         """Bind the caches.
 
@@ -42,12 +44,15 @@ class OrtModel(Transfers):
             blocks: the memory of the same caches; it keeps that alive.
             attached: initializers that the session reads from the caller's memory.
             buckets: pad steps to these shapes; there are their spare blocks behind the pool.
+            replay: runs decode steps, and only these are padded then.
         """
         super().__init__(blocks, capabilities.kv_block_bytes, capabilities.device)
         self._session = session
         self._attached = attached or {}
         self._capabilities = capabilities
         self._buckets = buckets
+        self._replay = replay
+        self._run_options = None if replay is None else run_options(NO_GRAPH)
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
@@ -64,39 +69,50 @@ class OrtModel(Transfers):
         """See `providers.base.Model.run`."""
         if self._session is None:
             raise ProviderError(CLOSED)
-        num_tokens, num_logits = len(inputs.input_ids), len(inputs.logits_indices)
-        tile: NDArray[np.int8] = np.zeros(1, np.int8)
-        if self._buckets is not None:
-            step = pad(inputs, self._buckets, self._capabilities.num_blocks)
-            inputs, tile = step.inputs, np.zeros(step.query_tile, np.int8)
+        try:
+            if self._replay is not None and len(inputs.input_ids) == len(inputs.block_table):
+                return self._replay.run(self._padded(inputs))
+            if self._replay is not None or self._buckets is None:
+                return self._compute(inputs)
+            step = self._padded(inputs)
+            return self._compute(step.inputs, step.query_tile)[: step.num_logits]
+        except (ProviderError, AssertionError):
+            raise
+        except Exception as error:
+            doing = f"running a batch of {len(inputs.input_ids)} tokens"
+            raise device_error(error, doing, self._device) from error
+
+    def _padded(self, inputs: StepInputs) -> PaddedStep:
+        assert self._buckets is not None
+        return pad(inputs, self._buckets, self._capabilities.num_blocks)
+
+    def _compute(self, inputs: StepInputs, query_tile: int = 1) -> NDArray[np.float32]:
+        """Run a step from and to host memory; `query_tile` is for graphs that want it."""
         rows = len(inputs.logits_indices)
         if len(self._logits) < rows:
             self._logits = np.empty((rows, self._capabilities.vocab_size), np.float32)
         logits = self._logits[:rows]
         for name, array in (
-            (contract.QUERY_TILE, tile),
             (contract.INPUT_IDS, inputs.input_ids),
             (contract.BLOCK_TABLE, inputs.block_table),
             (contract.CUMULATIVE_SEQUENCE_LENGTHS, inputs.cumulative_sequence_lengths),
             (contract.PAST_SEQUENCE_LENGTHS, inputs.past_sequence_lengths),
             (contract.ATTENTION_METADATA, inputs.attention_metadata),
             (contract.LOGITS_INDICES, inputs.logits_indices),
+            (contract.QUERY_TILE, np.zeros(query_tile, np.int8)),
         ):
             if name in self._input_names:
                 self._binding.bind_cpu_input(name, array)
         self._binding.bind_output(
             contract.LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data
         )
-        try:
-            self._session.run_with_iobinding(self._binding)
-        except Exception as error:
-            doing = f"running a batch of {num_tokens} tokens"
-            raise device_error(error, doing, self._device) from error
-        return logits[:num_logits]
+        self._session.run_with_iobinding(self._binding, self._run_options)
+        return logits
 
     def close(self) -> None:
         """See `providers.base.Model.close`."""
         self._binding = None
         self._session = None
+        self._replay = None
         self._blocks = None
         self._attached = {}

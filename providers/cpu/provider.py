@@ -33,6 +33,7 @@ from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, Device, Features, KVFormat, LoadOptions, Probe
 from onnxport.providers.blocks import HostBlocks, plain_layout, tiled_layout
 from onnxport.providers.cpu.library import find_library, isa, matmul_isa
+from onnxport.providers.host_options import refuse_device_options
 from onnxport.providers.ort import (
     CPU_EXECUTION_PROVIDER,
     CacheTensor,
@@ -166,11 +167,7 @@ def _check(options: LoadOptions) -> None:
             f"dtype is {options.dtype!r}; the cpu provider computes in {COMPUTE_DTYPE} only, ask "
             "for that or auto"
         )
-    if options.allowed_on_host:
-        raise ProviderError(
-            f"allowed_on_host is {', '.join(options.allowed_on_host)}; the cpu provider runs "
-            "everything on the host, so there is nothing to allow: leave it out"
-        )
+    refuse_device_options("cpu", options)
 
 
 def _cache_dtypes(*, custom: bool) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from onnxport.providers.base import (
     LoadOptions,
     Probe,
 )
+from onnxport.providers.host_options import refuse_device_options
 from onnxport.providers.openvino.caches import CacheFormat, CachePair, allocate, read_format
 from onnxport.providers.openvino.convert import (
     RELEASE,
@@ -221,11 +222,7 @@ def _check(options: LoadOptions) -> None:
             f"kv_cache_dtype is {options.kv_cache_dtype!r}; the openvino provider stores "
             f"{', '.join(KV_PRECISIONS)} or auto"
         )
-    if options.allowed_on_host:
-        raise ProviderError(
-            f"allowed_on_host is {', '.join(options.allowed_on_host)}; the openvino provider runs "
-            "everything on the host, so there is nothing to allow: leave it out"
-        )
+    refuse_device_options("openvino", options)
     _check_dtype(options)
     level = options.matmul_accuracy_level
     kind = options.kv_cache_dtype

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnxruntime as ort
 import pytest
 
@@ -17,6 +18,7 @@ from onnxport.providers import cuda, device, directml, migraphx, placement, webg
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.ort import Target
 from onnxport.providers.registry import EMULATED, get_provider
+from tests.exporter.checkpoints import VOCAB
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.models import run_rows
 
@@ -269,3 +271,35 @@ def test_a_buffer_limit_makes_the_pool_smaller(tiny_artifact: ArtifactMaker) -> 
     tokens = webgpu.BUFFER_BYTES // row + 16
     with pytest.raises(CapacityError, match=r"buffers hold up to 128\.0 MiB"):
         emulated(tiny_artifact("llama", "int4"), "webgpu", kv_cache_tokens=tokens)
+
+
+def test_replayed_decode_steps_give_the_same_logits(tiny_artifact: ArtifactMaker) -> None:
+    """Rows come and go, tables grow; on the CPU nothing is recorded, but all buffers stay."""
+    path = tiny_artifact("qwen3", "int4")
+    models = [emulated(path, "cuda", block_size=16, capture_graphs=each) for each in (False, True)]
+    random = np.random.default_rng(1)
+    prompts = [random.integers(3, VOCAB, length).tolist() for length in (15, 3, 31, 20, 1)]
+    tables = [[10 * row + at for at in (5, 2, 7, 9)] for row in range(len(prompts))]
+    batches = [[(tokens, 0, table) for tokens, table in zip(prompts, tables, strict=True)]]
+    lengths = [len(tokens) for tokens in prompts]
+    for step, rows in enumerate([(0, 1, 2, 3, 4), (0, 2, 4), (0, 2, 4), (1,), (3, 2, 1, 0), (4,)]):
+        width = 1 + (max(lengths[row] for row in rows) + 1) // 16
+        batch = [([7 + step], lengths[row], tables[row][:width]) for row in rows]
+        batches.append(batch)
+        for row in rows:
+            lengths[row] += 1
+    for batch in batches:
+        plain, replayed = (run_rows(model, batch) for model in models)
+        np.testing.assert_allclose(replayed, plain, rtol=1e-3, atol=1e-3)
+    replay = models[1]._replay  # type: ignore[attr-defined]
+    assert len(replay._recordings) == 3  # 8, 4 and 1 rows: a shape is recorded once
+
+
+@pytest.mark.parametrize("provider", ["migraphx", "webgpu"])
+def test_what_cannot_be_replayed_is_refused(tiny_artifact: ArtifactMaker, provider: str) -> None:
+    with pytest.raises(ProviderError, match="nothing to replay"):
+        emulated(tiny_artifact("llama", "int4"), provider, capture_graphs=True)
+    with pytest.raises(ProviderError, match="it is for cuda"):
+        get_provider("cpu").load(
+            Artifact.read(tiny_artifact("llama", "int4")), LoadOptions(capture_graphs=True)
+        )

@@ -1,0 +1,123 @@
+"""Decode steps in buffers that keep their addresses, so that a device can replay them.
+
+CUDA can record the kernels of a run and start them all at once the next time, as long as shapes
+and addresses stay the same ("CUDA graphs"). ONNX Runtime records one graph for each value of the
+run option GRAPH_ID; here that is one for each shape of a padded decode step. The first run with a
+value computes the step more than once, which changes nothing: it writes the same K/V again.
+
+The bounds of `attention_metadata` are recorded too, so they are those of the shape, not of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.graphs import contract
+from onnxport.providers.base import StepInputs
+from onnxport.providers.buckets import PaddedStep, StepShape
+from onnxport.providers.ort import CacheTensor, Target
+
+GRAPH_ID: Final = "gpu_graph_id"
+NO_GRAPH: Final = "-1"  # neither record nor replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    """The buffers of one shape."""
+
+    binding: Any  # onnxruntime.IOBinding
+    inputs: dict[str, Any]  # name -> onnxruntime.OrtValue in device memory
+    logits: Any  # onnxruntime.OrtValue [num_logits, vocab], float32, in device memory
+    options: Any  # onnxruntime.RunOptions
+
+
+class DecodeReplay:
+    """Runs padded decode steps of one session."""
+
+    def __init__(
+        self,
+        session: Any,
+        caches: Sequence[CacheTensor],
+        target: Target,
+        vocab_size: int,
+        block_size: int,
+    ) -> None:
+        """Record nothing yet.
+
+        Args:
+            session: an onnxruntime.InferenceSession of a paged graph, all of it on the device.
+            caches: the KV caches of all layers.
+            target: where they are.
+            vocab_size: of the logits.
+            block_size: tokens of a KV block.
+        """
+        self._session = session
+        self._caches = caches
+        self._target = target
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+        self._names = {node.name for node in session.get_inputs()}
+        self._recordings: dict[StepShape, _Recording] = {}
+
+    def run(self, step: PaddedStep) -> NDArray[np.float32]:
+        """Return the logits of a step in which every row has one token, [num_logits, vocab]."""
+        assert step.query_tile == 1, "a step that is not decoding"
+        arrays = self._arrays(step.inputs)
+        recording = self._recordings.get(step.shape)
+        if recording is None:
+            recording = self._recordings[step.shape] = self._record(step, arrays)
+        else:
+            for name, value in recording.inputs.items():
+                value.update_inplace(arrays[name])
+        self._session.run_with_iobinding(recording.binding, recording.options)
+        logits: NDArray[np.float32] = recording.logits.numpy()
+        return logits[: step.num_logits]
+
+    def _arrays(self, inputs: StepInputs) -> dict[str, NDArray[Any]]:
+        """What differs from step to step, by the name of the graph's input."""
+        arrays: dict[str, NDArray[Any]] = {
+            contract.INPUT_IDS: inputs.input_ids,
+            contract.BLOCK_TABLE: inputs.block_table,
+            contract.CUMULATIVE_SEQUENCE_LENGTHS: inputs.cumulative_sequence_lengths,
+            contract.PAST_SEQUENCE_LENGTHS: inputs.past_sequence_lengths,
+            contract.LOGITS_INDICES: inputs.logits_indices,
+        }
+        return {name: array for name, array in arrays.items() if name in self._names}
+
+    def _record(self, step: PaddedStep, arrays: dict[str, NDArray[Any]]) -> _Recording:
+        """Make the buffers of a shape, filled with its first step."""
+        import onnxruntime as ort
+
+        place = (self._target.memory, self._target.device_id)
+        inputs = {
+            name: ort.OrtValue.ortvalue_from_numpy(array.copy(), *place)
+            for name, array in arrays.items()
+        }
+        dims = [len(step.inputs.logits_indices), self._vocab_size]
+        logits = ort.OrtValue.ortvalue_from_shape_and_type(dims, np.float32, *place)
+        binding = self._session.io_binding()
+        for cache in self._caches:
+            binding.bind_ortvalue_input(cache.input_name, cache.value)
+            binding.bind_ortvalue_output(cache.output_name, cache.value)
+        for name, value in inputs.items():
+            binding.bind_ortvalue_input(name, value)
+        if contract.ATTENTION_METADATA in self._names:
+            longest = step.shape.table_width * self._block_size
+            bounds = np.array([1, longest, 1], np.int32)
+            binding.bind_cpu_input(contract.ATTENTION_METADATA, bounds)
+        binding.bind_ortvalue_output(contract.LOGITS, logits)
+        return _Recording(binding, inputs, logits, run_options(str(len(self._recordings) + 1)))
+
+
+def run_options(graph_id: str) -> Any:
+    """Options of a run that records and replays a graph, or NO_GRAPH."""
+    import onnxruntime as ort
+
+    options = ort.RunOptions()
+    options.add_run_config_entry(GRAPH_ID, graph_id)
+    return options
