@@ -8,24 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
-from onnxport.errors import CapacityError, DeviceLostError, DeviceMemoryError, ProviderError
-from onnxport.providers.base import Capabilities, Model, StepInputs
+from onnxport.errors import CapacityError, DeviceLostError, ProviderError
+from onnxport.providers.base import Model
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Standby
 from onnxport.serving.llm import LLM, TokensPrompt
+from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.retries import GOOD_STEPS
+from onnxport.serving.worker import AsyncEngine
 from tests.serving.helpers import (
     GREEDY,
     alone,
+    checked_step,
     never,
     null_engine,
     null_model,
@@ -97,89 +97,26 @@ def test_a_loss_changes_no_token(data: st.DataObject) -> None:
     assert (null_model(engine) is model) == bool(engine.losses)
 
 
-@pytest.mark.parametrize("number", range(6))
-@pytest.mark.parametrize("block_size", [4, 16])
-def test_what_left_the_pool_serves_the_next_provider(number: int, block_size: int) -> None:
-    """Blocks of 16 tokens and of 32 are made of the same units; blocks of 4 are not."""
-    losing = False
+def test_completions_that_part_count_what_they_find_themselves() -> None:
     engine = null_engine(
-        block_size=block_size,
-        num_blocks=96 // block_size,
-        max_num_batched_tokens=64,
-        kv_host_memory=MIB,
-        preemption="recompute",
-        lost_at=lambda operation: losing and operation >= before + number,
-        fallbacks=[spare(block_size=32, num_blocks=4)],
-    )
-    submit(engine, "a", [*PREFIX, 1])
-    run(engine)
-    for index in range(4):
-        submit(engine, f"fill{index}", [300 + index] * 60, SamplingParams(max_tokens=1))
-    run(engine)
-    saved = engine.stats().num_blocks_saved
-    assert saved >= 64 // block_size
-    before = null_model(engine).num_operations
-    losing = True
-    submit(engine, "b", [*PREFIX, 2])
-    deltas = run(engine)["b"]
-    assert tokens(deltas) == alone([*PREFIX, 2])
-    assert bool(engine.losses)
-    cached = deltas[0].num_cached_tokens
-    assert cached == 64 if block_size == 16 else cached in (0, 64)
-    stats = engine.stats()
-    assert (stats.num_blocks_saved >= saved, stats.num_tier_errors) == (True, 0)
-    engine.close()
-
-
-def test_what_is_on_disk_is_found_by_the_next_provider(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"block_size": 16, "num_blocks": 8, "kv_disk": tmp_path}
-    engine = null_engine(**options, max_num_batched_tokens=64)
-    submit(engine, "a", [*PREFIX, 1])
-    run(engine)
-    engine.close()
-    fallbacks = [spare(block_size=32, num_blocks=4)]
-    engine = null_engine(
-        **options, max_num_batched_tokens=64, lost_at=at(2), fallbacks=fallbacks
-    )  # 0 and 1 are the trial
-    submit(engine, "b", [*PREFIX, 2])
-    deltas = run(engine)["b"]
-    assert engine.losses
-    assert deltas[0].num_cached_tokens == 64
-    assert tokens(deltas) == alone([*PREFIX, 2])
-    engine.close()
-
-
-class OtherModel(NullModel):
-    """Its K/V are of other weights."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        found = super().capabilities
-        return replace(found, kv_format=replace(found.kv_format, model="other"))
-
-
-def test_kv_of_another_model_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    other = OtherModel(NullOptions(block_size=16, num_blocks=8, max_model_len=512))
-    losing = False
-    engine = null_engine(
-        block_size=16,
-        num_blocks=6,
-        max_num_batched_tokens=64,
-        kv_host_memory=MIB,
-        preemption="recompute",
+        max_num_batched_tokens=8,
         lost_at=lambda _: losing,
-        fallbacks=[other],
+        fallbacks=[spare(num_blocks=64, max_batch_rows=1)],
     )
-    for name, prompt in (("a", [*PREFIX, 1]), ("fill", [3] * 90)):
-        submit(engine, name, prompt, SamplingParams(max_tokens=1))
-        run(engine)
-    assert engine.stats().host_tier_bytes > 0
+    losing = False
+    watch = Watch(engine)
+    submit(engine, "first", PREFIX[:40])
+    run(engine)
+    submit(engine, "a", PREFIX, THREE)
+    checked_step(engine)  # 40 tokens are found, some are computed
     losing = True
-    submit(engine, "b", [*PREFIX, 2])
-    deltas = run(engine)["b"]
-    assert deltas[0].num_cached_tokens == 0
-    assert tokens(deltas) == alone([*PREFIX, 2])
-    assert "is dropped" in caplog.text
+    deltas = run(engine)["a"]
+    watch.check_all_ended()
+    cached = {delta.index: delta.num_cached_tokens for delta in deltas}
+    assert cached == {0: 40, 1: 60, 2: 60}  # the others find what the first one has computed
+    assert [tokens(deltas, index) for index in range(3)] == [
+        alone(PREFIX, THREE, index) for index in range(3)
+    ]
 
 
 # What the next provider cannot take.
@@ -255,9 +192,14 @@ class Sticky(NullModel):
             raise ProviderError("the driver hangs")
 
 
-@pytest.mark.parametrize("tier", [{}, {"kv_host_memory": MIB, "preemption": "swap"}])
-def test_without_a_fallback_everybody_ends_once(tier: Any) -> None:
-    engine = null_engine(model_type=Sticky, lost_at=at(5), max_num_seqs=4, **tier)
+@pytest.mark.parametrize("tier", ["none", "host", "disk"])
+def test_without_a_fallback_everybody_ends_once(tier: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "none": {},
+        "host": {"kv_host_memory": MIB, "preemption": "swap"},
+        "disk": {"kv_disk": tmp_path},
+    }
+    engine = null_engine(model_type=Sticky, lost_at=at(5), max_num_seqs=4, **options[tier])
     model = null_model(engine)
     watch = Watch(engine)
     for index in range(6):
@@ -344,84 +286,32 @@ def test_when_no_fallback_loads_all_reasons_are_told() -> None:
     engine.close()
 
 
-def test_what_is_cached_on_a_device_that_dies_at_the_end_is_not_waited_for(tmp_path: Path) -> None:
-    losing = False
-    engine = null_engine(
-        block_size=16,
-        num_blocks=8,
-        kv_disk=tmp_path,
-        lost_at=lambda _: losing,
-        max_num_batched_tokens=64,
-    )
-    submit(engine, "a", PREFIX)
-    run(engine)
-    losing = True
-    engine.close()
-    assert null_model(engine).lost
-    assert null_model(engine).closed
+# Streams.
 
 
-# Memory.
+async def last(worker: AsyncEngine, prompt: list[int]) -> CompletionDelta:
+    return [delta async for delta in worker.stream(prompt, GREEDY)][-1]
 
 
-class Narrow(NullModel):
-    """Has memory for so many tokens in a step."""
-
-    most = 10
-    sizes: list[int]
-
-    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
-        if not hasattr(self, "sizes"):
-            self.sizes = []
-        self.sizes.append(len(inputs.input_ids))
-        if len(inputs.input_ids) > self.most:
-            raise DeviceMemoryError("no memory left")
-        return super().run(inputs)
+async def test_a_stream_that_was_checked_before_the_loss_is_refused_after_it() -> None:
+    engine = null_engine(lost_at=at(2), fallbacks=[spare(num_blocks=8)])
+    async with AsyncEngine(engine) as worker:
+        long = worker.stream([5] * 200, GREEDY)
+        assert (await last(worker, [1])).finish_reason == "length"
+        with pytest.raises(CapacityError, match="has room for 33"):
+            await anext(long)
+        assert (await last(worker, [2])).finish_reason == "length"
+        assert worker.healthy
+        assert [loss.replaced_by for loss in worker.losses] == ["null"]
 
 
-def test_a_prompt_that_needs_too_much_memory_is_computed_in_smaller_chunks() -> None:
-    engine = null_engine(model_type=Narrow, max_num_batched_tokens=64, max_num_seqs=4)
-    submit(engine, "a", PREFIX)
-    submit(engine, "b", [*PREFIX[:30], 4])
-    deltas = run(engine)
-    assert tokens(deltas["a"]) == alone(PREFIX)
-    assert tokens(deltas["b"]) == alone([*PREFIX[:30], 4])
-    model = null_model(engine)
-    assert isinstance(model, Narrow)
-    failed = [size for size in model.sizes if size > model.most]
-    assert len(failed) <= 8  # not again and again
-
-
-def test_steps_grow_again_when_there_is_memory_again() -> None:
-    engine = null_engine(
-        model_type=Narrow, max_num_batched_tokens=32, max_num_seqs=4, max_model_len=4096
-    )
-    model = null_model(engine)
-    assert isinstance(model, Narrow)
-    submit(engine, "a", PREFIX)
-    run(engine)
-    model.most = 1000
-    model.sizes.clear()
-    submit(engine, "b", [9] * 40)
-    run(engine)
-    assert max(model.sizes) == 8
-    while engine._retries.budget_tokens < 32:
-        submit(engine, "c", [1], SamplingParams(max_tokens=100))
-        run(engine)
-    assert len(model.sizes) > GOOD_STEPS
-    model.sizes.clear()
-    submit(engine, "d", [8] * 40)
-    run(engine)
-    assert max(model.sizes) == 32
-
-
-def test_one_token_for_which_there_is_no_memory_is_an_error() -> None:
-    class Full(Narrow):
-        most = 0
-
-    engine = null_engine(model_type=Full)
-    submit(engine, "a", PREFIX[:20])
-    [*_, last] = run(engine)["a"]
-    assert last.finish_reason == "error"
-    assert last.error == "DeviceMemoryError: no memory left"
-    assert engine.failure is None
+async def test_streams_are_refused_at_once_when_nothing_took_over() -> None:
+    async with AsyncEngine(null_engine(lost_at=at(2))) as worker:
+        before = worker.stream([7], GREEDY)
+        assert (await last(worker, [1])).finish_reason == "error"
+        assert not worker.healthy
+        assert "was lost" in str(worker.failure)
+        with pytest.raises(DeviceLostError, match="was lost"):
+            worker.stream([1], GREEDY)
+        with pytest.raises(DeviceLostError, match="was lost"):
+            await anext(before)
