@@ -70,9 +70,7 @@ def test_the_next_provider_starts_with_all_its_memory() -> None:
     engine = null_engine(
         model_type=Narrow,
         max_num_batched_tokens=64,
-        lost_at=lambda operation: (
-            operation == 1
-        ),  # what fails for want of memory does not get so far
+        lost_at=lambda operation: operation == 1,  # a run without memory is none of them
         fallbacks=[Narrow(NullOptions(block_size=4, max_model_len=512))],
     )
     submit(engine, "a", PREFIX)
