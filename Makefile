@@ -15,6 +15,7 @@ demo: $(VENV)/demo-installed  ## export the bundled checkpoint, check it, serve 
 
 test: $(VENV)/test-installed lint types  ## everything; what continuous integration runs
 	$(BIN)/pytest
+	$(MAKE) webgpu
 
 webgpu: $(WEBGPU_VENV)/installed artifacts  ## the conformance suite on WebGPU, on a GPU in software
 	vulkan=$$($(WEBGPU_BIN)/python scripts/software_gpu.py build/swiftshader) && eval "$$vulkan" && \

@@ -21,7 +21,6 @@ from tests.conformance.rules import Rule
 POOL_TOKENS = 1024
 BLOCK_SIZE = 16  # small, so that short prompts have blocks to share
 QUANTIZED = ("int8", "int4")
-ON_HOST = ("cpu", "openvino")
 # Products in float32, so that a near miss is a mistake and not rounding.
 FLOAT32_PRODUCTS: Mapping[str, Any] = {"matmul_accuracy_level": 1}
 # As they are served: int8 activations, which are coarse on purpose. Measured: 0.36.
@@ -57,7 +56,7 @@ class Lane:
             return Found(registry.get_provider("cpu").probe().reason)
         probe = registry.get_provider(self.provider).probe()
         kinds = {device.kind for device in probe.devices}
-        return Found(probe.reason, self.provider not in ON_HOST and kinds == {"cpu"})
+        return Found(probe.reason, self.provider not in registry.HOSTS and kinds == {"cpu"})
 
     def open(self, path: Path, **changes: Any) -> Model:
         """Load an artifact; `changes` go before the lane's own options."""
@@ -95,7 +94,7 @@ def _openvino_lanes() -> list[Lane]:
 def _device_lanes() -> list[Lane]:
     """Providers that share their lowering, as they choose; where emulated, int4 in float32 too."""
     options = {"block_size": BLOCK_SIZE, **FLOAT32_PRODUCTS}
-    devices = [name for name in registry.PROVIDERS if name not in ON_HOST]
+    devices = [name for name in registry.PROVIDERS if name not in registry.HOSTS]
     lanes = [Lane(name, name, options) for name in devices]
     for name in registry.EMULATED:
         emulated = Lane(f"{name}-emulated", name, options, emulated=True)

@@ -18,10 +18,10 @@ from tests.conformance.lanes import partner_of
 from tests.conformance.models import Narrow, Unreliable, Wrapped, step
 from tests.conformance.rules import check_tokens
 from tests.conformance.workload import (
+    COMPLETIONS,
     LONGEST,
     NEW_TOKENS,
     PROMPTS,
-    SEQUENCES,
     SYSTEM,
     Outcome,
     serve,
@@ -85,7 +85,7 @@ def alone(loaded: Loaded) -> list[list[int]]:
 
 
 def check(loaded: Loaded, tokens: list[list[int]]) -> None:
-    for one, found in zip(SEQUENCES, tokens, strict=True):
+    for one, found in zip(COMPLETIONS, tokens, strict=True):
         assert len(found) == NEW_TOKENS
         check_tokens(loaded.rule, loaded.reference, one.prompt, found, one.params)
 
@@ -120,7 +120,7 @@ def test_a_sequence_moves_in_mid_generation(loaded: Loaded) -> None:
             tokens.append(int(logits[-1].argmax()))
         return tokens[len(SYSTEM) :]
 
-    greedy = SEQUENCES[0]
+    greedy = COMPLETIONS[0]
     assert greedy.prompt == SYSTEM
     assert greedy.params.greedy
     try:

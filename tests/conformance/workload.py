@@ -46,13 +46,13 @@ LONGEST = max(len(prompt) for prompt in PROMPTS) + NEW_TOKENS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sequence:
+class Completion:
     """One completion, as a request of its own."""
 
     request: int
     index: int
     prompt: list[int]
-    params: SamplingParams  # with the sequence's own seed
+    params: SamplingParams  # with its own seed
 
 
 def _own(params: SamplingParams, index: int) -> SamplingParams:
@@ -60,8 +60,8 @@ def _own(params: SamplingParams, index: int) -> SamplingParams:
     return dataclasses.replace(params, n=1, seed=params.seed + index * SEED_STEP)
 
 
-SEQUENCES = tuple(
-    Sequence(request, index, prompt, _own(params, index))
+COMPLETIONS = tuple(
+    Completion(request, index, prompt, _own(params, index))
     for request, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
     for index in range(params.n)
 )
@@ -71,7 +71,7 @@ SEQUENCES = tuple(
 class Outcome:
     """What came of the requests."""
 
-    tokens: list[list[int]]  # of SEQUENCES
+    tokens: list[list[int]]  # of COMPLETIONS
     num_cached_tokens: int  # prompt tokens of the last round that needed no computing
     stats: EngineStats
 
@@ -90,17 +90,17 @@ def serve(
         for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
             engine.submit(engine.prepare(str(number), prompt, params))
         found, cached = _drain(engine)
-    tokens = [found[str(one.request), one.index] for one in SEQUENCES]
+    tokens = [found[str(one.request), one.index] for one in COMPLETIONS]
     outcome = Outcome(tokens, sum(cached.values()), engine.stats())
     engine.close()
     return outcome
 
 
 def serve_alone(model: Model) -> list[list[int]]:
-    """The tokens of SEQUENCES, computed one by one, each prompt at once, without a prefix cache."""
+    """The tokens of COMPLETIONS, one after the other: prompts at once, without a prefix cache."""
     engine = Engine(model, config=EngineConfig(1, 512, enable_prefix_caching=False))
     tokens = []
-    for one in SEQUENCES:
+    for one in COMPLETIONS:
         engine.submit(engine.prepare("alone", one.prompt, one.params))
         tokens.append(_drain(engine)[0]["alone", 0])
     return tokens
