@@ -110,9 +110,9 @@ def all_lanes() -> list[Lane]:
 
 
 def partner_of(lane: Lane) -> Lane:
-    """The lane with which sequences are exchanged: the decomposed graph, or for itself the other.
+    """The lane with which sequences are exchanged.
 
-    It takes blocks of any size.
+    It is the decomposed graph, which takes blocks of any size; for that one, our kernel if built.
     """
     custom, decomposed, *_ = _cpu_lanes()
-    return custom if lane.name == decomposed.name else decomposed
+    return custom if lane.name == decomposed.name and find_library() else decomposed
