@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from onnxport.kv.table import blocks_for
 from onnxport.providers.base import Capabilities
 
-NEW_TOKENS = 12  # that each prompt is continued by
+NEW_TOKENS = 8  # that each prompt is continued by
 FIXED = (  # (tokens, of which the first so many are shared, number of the tail)
-    (3, 0, 1),
-    (15, 0, 2),  # 15, 16 and 17, 33: on both sides of the borders of small blocks
-    (16, 0, 3),
-    (17, 0, 4),
+    (15, 0, 1),  # 15, 16 and 17, 33: on both sides of the borders of small blocks
+    (16, 0, 2),
+    (17, 0, 3),
     (33, 33, 0),
     (40, 33, 5),
     (50, 33, 6),
 )
-OWN_TAILS = (7, 8)
 OWN_TAIL_TOKENS = 2
 Prompt = tuple[int, ...]
 
@@ -40,14 +38,13 @@ def make_prompts(token_ids: Sequence[int], limits: Capabilities) -> Prompts:
     """Return the prompts that fit the context and the cache of a loaded model.
 
     Of each provider's own, two fill a block but for three tokens, so that they need another while
-    they decode, and two share a whole block and have three tokens more.
+    they decode, and one has a whole block and three tokens more.
     """
     size = limits.block_size
     room = min(limits.max_model_len, limits.num_blocks * size) - NEW_TOKENS
     own = [
         (length, max(0, length - OWN_TAIL_TOKENS), tail)
-        for length in (size - 3, size + 3)
-        for tail in OWN_TAILS
+        for length, tail in ((size - 3, 7), (size - 3, 8), (size + 3, 9))
     ]
     made = [
         tuple(_prompt(token_ids, *shape) for shape in shapes if 1 <= shape[0] <= room)

@@ -91,7 +91,7 @@ def _num_same(expected: Tokens, found: Tokens) -> int:
 
 def decode_alone(model: Model, prompts: Sequence[Prompt]) -> dict[Prompt, Tokens]:
     """Return the tokens of each prompt by itself: whole, and nothing shared."""
-    config = _config(prompts, rows=1, tokens=max(map(len, prompts), default=1))
+    config = _config(rows=1, tokens=max(map(len, prompts), default=1))
     found = decode(model, prompts, config, one_by_one=True)
     return dict(zip(prompts, found.tokens, strict=True))
 
@@ -134,24 +134,24 @@ def _batched(model: Model, prompts: Prompts) -> tuple[list[Prompt], Decoded] | s
     order = list(prompts.all)
     if len(order) < 2 or model.capabilities.max_batch_rows == 1:
         return "there is one prompt, or one row, alone"
-    config = _config(order, rows=len(order), tokens=sum(map(len, order)))
+    config = _config(rows=len(order), tokens=sum(map(len, order)))
     return order, decode(model, order, config)
 
 
 def _chunked(model: Model, prompts: Prompts) -> tuple[list[Prompt], Decoded] | str:
     """In steps of a few tokens, which prompts and decodes share."""
     order = list(prompts.all)
-    return order, decode(model, order, _config(order, CHUNK_ROWS, CHUNK_TOKENS))
+    return order, decode(model, order, _config(CHUNK_ROWS, CHUNK_TOKENS))
 
 
 def _cached(model: Model, prompts: Prompts) -> tuple[list[Prompt], Decoded] | str:
-    """Twice, one by one, with the prefix cache: the second time it is warm."""
-    order = [*prompts.all, *prompts.all]
-    config = _config(order, rows=1, tokens=max(map(len, order)), caching=True)
-    decoded = decode(model, order, config, one_by_one=True)
+    """All at once with the prefix cache, and all again when it is warm."""
+    order = list(prompts.all)
+    config = _config(rows=len(order), tokens=sum(map(len, order)), caching=True)
+    decoded = decode(model, [*order, *order], config)
     if not decoded.stats.prefix_cache_hits:
         return f"no prompt fills a block of {model.capabilities.block_size} tokens"
-    return order, decoded
+    return [*order, *order], decoded
 
 
 def _preempted(model: Model, prompts: Prompts) -> tuple[list[Prompt], Decoded] | str:
@@ -162,21 +162,18 @@ def _preempted(model: Model, prompts: Prompts) -> tuple[list[Prompt], Decoded] |
     num_blocks = max(3, longest_need(order, limits.block_size))
     if num_blocks > limits.num_blocks:
         return f"the KV cache has {limits.num_blocks} blocks, too few to share"
-    config = _config(order, rows=len(order), tokens=sum(map(len, order)))
+    config = _config(rows=len(order), tokens=sum(map(len, order)))
     decoded = decode(model, order, config, num_blocks=num_blocks)
     if not decoded.stats.num_preemptions:
         return f"nothing had to yield in {num_blocks} blocks of {limits.block_size} tokens"
     return order, decoded
 
 
-def _config(
-    prompts: Sequence[Prompt], rows: int, tokens: int, *, caching: bool = False
-) -> EngineConfig:
-    """An engine's limits, for `prompts` and no more."""
+def _config(rows: int, tokens: int, *, caching: bool = False) -> EngineConfig:
+    """An engine's limits."""
     return EngineConfig(
         max_num_seqs=rows,
         max_num_batched_tokens=max(rows, tokens),
-        max_queued_requests=max(1, len(prompts)),
         enable_prefix_caching=caching,
         preemption="recompute",
     )

@@ -223,7 +223,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert answers[0].split()[-4:] == ["batched", "chunked", "cached", "preempted"]
     marks = {line.split()[0]: line.split()[-4:] for line in answers[1:]}
     assert marks["cpu"] == ["ok"] * 4
-    assert marks["many"][::2] == ["FAILED", "ok"]
+    assert marks["many"] == ["FAILED"] * 4
     assert answers[2].startswith("directml (emulated)")
     titles = text[text.index("", first + 1) + 1]
     own, moved = titles.index("own K/V"), titles.index("K/V of cpu")

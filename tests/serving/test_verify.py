@@ -113,6 +113,10 @@ def always(inputs: StepInputs) -> bool:
     return True
 
 
+def batched(inputs: StepInputs) -> bool:
+    return len(inputs.past_sequence_lengths) > 1
+
+
 def test_one_provider_after_the_other(monkeypatch: Any, tmp_path: Path) -> None:
     providers = {
         "gone": FakeProvider(reason="no such device"),
@@ -153,7 +157,7 @@ def test_one_provider_after_the_other(monkeypatch: Any, tmp_path: Path) -> None:
     assert all(one.state == "passed" for one in mode.variants)  # equally wrong in every way
     assert mode.agreement is not None
     assert mode.agreement.tokens.state == "failed"
-    assert mode.agreement.tokens.agreement == 74 / 84  # all but 10 of the longest's tokens
+    assert mode.agreement.tokens.agreement == 42 / 48  # all but 6 of the longest's tokens
     assert found["wrong"].modes[0].variants == ()
     with pytest.raises(ProviderError, match="no provider 'unknown'"):
         verifier.verify("unknown")
@@ -162,10 +166,14 @@ def test_one_provider_after_the_other(monkeypatch: Any, tmp_path: Path) -> None:
 def test_a_reference_is_one_that_passed(monkeypatch: Any, tmp_path: Path) -> None:
     providers = {
         "wrong": FakeProvider(lambda: WrongModel(always)),
+        "wrong in batches": FakeProvider(lambda: WrongModel(batched)),
         "right": FakeProvider(lambda: WrongModel()),
     }
     verifier = fake_verifier(monkeypatch, tmp_path, providers)
     assert verifier.verify("wrong").state == "failed"
+    in_batches = verifier.verify("wrong in batches")
+    assert (in_batches.state, in_batches.modes[0].passed) == ("failed", False)
+    assert all(one.tokens.state == "passed" for one in in_batches.transfers)
     assert verifier.verify("right").modes[0].agreement is None
 
 
