@@ -32,6 +32,7 @@ class NullOptions:
     block_size: int = 16
     max_model_len: int = 4096
     max_batch_rows: int | None = None
+    max_batch_tokens: int | None = None
     latency_s: float = 0.0  # slept in every run
     fails: Callable[[int], bool] = field(default=lambda run: False)  # by number of the run, from 0
     # by number of the transfer, from 0: copies, reads and writes of blocks are counted together
@@ -79,6 +80,7 @@ class NullModel:
             max_model_len=options.max_model_len,
             vocab_size=options.vocab_size,
             max_batch_rows=options.max_batch_rows,
+            max_batch_tokens=options.max_batch_tokens,
             placement={"null": 1},
         )
 
@@ -209,6 +211,7 @@ def check_inputs(inputs: StepInputs, limits: Capabilities) -> None:
         assert array.flags.c_contiguous, f"{name} is not contiguous"
     cumulative, past = inputs.cumulative_sequence_lengths, inputs.past_sequence_lengths
     assert 1 <= batch <= (limits.max_batch_rows or batch), f"{batch} rows"
+    assert num_tokens <= (limits.max_batch_tokens or num_tokens), f"{num_tokens} tokens"
     assert len(inputs.block_table) == batch
     assert len(cumulative) == batch + 1
     assert cumulative[0] == 0

@@ -80,7 +80,7 @@ class Engine:
         self._tally = Tally()
         self._requests: dict[str, list[Request]] = {}  # unfinished sequences by request
         self._deadlines = Deadlines()
-        self._retries = Retries(config.max_num_batched_tokens)
+        self._retries = Retries(runtime.tokens)
         self._closed = False
 
     @property
@@ -309,8 +309,8 @@ class Engine:
     def _fall_back(self, error: DeviceLostError) -> list[CompletionDelta]:
         """The device is gone: go on with another provider, or end every request."""
         self._tally.num_failed_steps += 1
-        self._retries.clear()
         yielded = self._runtime.fall_back(error)
+        self._retries.clear(self._runtime.tokens)
         now = self._clock()
         for request in yielded:
             self._tally.tell("preempted", request, now)

@@ -69,8 +69,9 @@ class Retries:
             more = 2 * self._budget
             self._budget = more if more < self._max_num_batched_tokens else None
 
-    def clear(self) -> None:
-        """Forget everything: what failed has been replaced."""
+    def clear(self, max_num_batched_tokens: int) -> None:
+        """Forget everything: what failed has been replaced by what takes so many tokens."""
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._suspects.clear()
         self._budget = None
         self._good_steps = 0

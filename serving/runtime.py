@@ -30,6 +30,7 @@ class Runtime:
     Attributes:
         limits: what the model can do.
         rows: most sequences of a step.
+        tokens: most tokens of a step.
         pool: the blocks of its cache.
         packer: makes its inputs.
         offloader: moves blocks to the tiers; None without any.
@@ -58,7 +59,7 @@ class Runtime:
         self._take(model, new_pool(model))
         self.offloader = Offloader(model, self.pool, config, clock) if config.host_memory else None
         self.scheduler = Scheduler(
-            self.pool, self.rows, config.max_num_batched_tokens, config.scheduling_policy
+            self.pool, self.rows, self.tokens, config.scheduling_policy
         )
         logger.info("loaded %s", describe(self.limits))
 
@@ -131,12 +132,13 @@ class Runtime:
     def _take(self, model: Model, pool: BlockPool) -> None:
         """Size everything by `model`."""
         limits = model.capabilities
-        most = self._config.max_num_seqs
+        most, tokens = self._config.max_num_seqs, self._config.max_num_batched_tokens
         self.model = model
         self.limits: Capabilities = limits
-        self.rows = min(most, limits.max_batch_rows or most)
+        self.tokens = min(tokens, limits.max_batch_tokens or tokens)
+        self.rows = min(most, limits.max_batch_rows or most, self.tokens)
         self.pool = pool
-        self.packer = BatchPacker(self.rows, self._config.max_num_batched_tokens)
+        self.packer = BatchPacker(self.rows, self.tokens)
 
     def _move_to(self, model: Model) -> list[Request]:
         """Go on with `model`, which is closed if that is not possible."""
@@ -148,7 +150,7 @@ class Runtime:
             self._close_lost(model)
             raise
         self._take(model, pool)
-        return self.scheduler.move_to(self.pool, self.rows)
+        return self.scheduler.move_to(self.pool, self.rows, self.tokens)
 
     def _note_loss(self, lost: Capabilities, reason: str, replaced_by: str | None) -> None:
         self.losses = (*self.losses, Loss(lost.provider, lost.device, reason, replaced_by))

@@ -108,8 +108,10 @@ class Scheduler:
         self._queued[request.tenant] += 1
         self._fit_rows(request)
 
-    def move_to(self, pool: BlockPool, max_num_seqs: int) -> list[Request]:
-        """Go on with another pool, an empty one, and as many rows as its model takes.
+    def move_to(
+        self, pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> list[Request]:
+        """Go on with another pool, an empty one, and as many rows and tokens as its model takes.
 
         Requests keep their tokens, places and turns. Those that run yield; as ever they are
         computed again from their tokens, or from what a tier has of them.
@@ -117,13 +119,14 @@ class Scheduler:
         Returns:
             The requests that yielded.
         """
-        assert 1 <= max_num_seqs <= self._max_num_batched_tokens
+        assert 1 <= max_num_seqs <= max_num_batched_tokens
         yielded = list(self._queues.running)
         for request in yielded:
             self._preempt(request)
         self._swapped.clear()
         self._pool, self._max_num_seqs = pool, max_num_seqs
-        self._planner = Planner(pool, self._queues, max_num_seqs, self._max_num_batched_tokens)
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._planner = Planner(pool, self._queues, max_num_seqs, max_num_batched_tokens)
         for request in list(self._queues.waiting):
             request.name_blocks(pool.block_size)
             self._fit_rows(request)

@@ -248,8 +248,12 @@ def _interrupt(self: NullModel, inputs: StepInputs) -> NDArray[np.float32]:
     raise KeyboardInterrupt
 
 
-def test_the_provider_s_row_limit_wins() -> None:
-    engine = null_engine(max_num_seqs=8, max_batch_rows=2)
+@pytest.mark.parametrize(
+    "limits", [{"max_batch_rows": 2}, {"max_batch_tokens": 3}, {"max_batch_tokens": 9}], ids=str
+)
+def test_the_provider_s_limits_win(limits: dict[str, int]) -> None:
+    """The null model asserts them in every run."""
+    engine = null_engine(max_num_seqs=8, **limits)  # type: ignore[arg-type]
     for index, prompt in enumerate(PROMPTS):
         submit(engine, str(index), prompt)
     deltas = run(engine)

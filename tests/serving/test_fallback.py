@@ -68,7 +68,10 @@ def test_a_loss_changes_no_token(data: st.DataObject) -> None:
     tier = draw(st.sampled_from([{}, {"preemption": "swap", "kv_host_memory": MIB}]))
     lost = draw(st.integers(2 if tier else 0, 40))  # the first two are the trial
     model = spare(
-        block_size=second[0], num_blocks=second[1], max_batch_rows=draw(st.integers(1, 8))
+        block_size=second[0],
+        num_blocks=second[1],
+        max_batch_rows=draw(st.integers(1, 8)),
+        max_batch_tokens=draw(st.sampled_from([None, 2, 7])),
     )
     engine = null_engine(
         block_size=first[0],
