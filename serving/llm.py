@@ -79,6 +79,7 @@ class LLM:
         kv_memory: int | float | None = None,
         dtype: str = "auto",
         allowed_on_host: Sequence[str] = (),
+        capture_graphs: bool = False,
         fallback: Sequence[str] = (),
         **limits: Unpack[EngineOptions],
     ) -> None:
@@ -103,6 +104,7 @@ class LLM:
             dtype: "auto", "float32", "float16" or "bfloat16": of activations.
             allowed_on_host: operator types that may run on the host where the device does not
                 take them.
+            capture_graphs: record decode steps and replay them, where the provider can (cuda).
             fallback: the providers that may take over, in order, when this one cannot load or
                 its device is lost; see `open_engine`.
             limits: more limits of the engine, by the names of `EngineConfig`.
@@ -122,6 +124,7 @@ class LLM:
             matmul_accuracy_level=matmul_accuracy_level,
             dtype=dtype,
             allowed_on_host=tuple(allowed_on_host),
+            capture_graphs=capture_graphs,
         )
         folder = Path(model)
         engine = open_engine(

@@ -118,6 +118,7 @@ def _fallback(path: Path, name: str, provider: str, options: LoadOptions) -> Fal
             kv_cache_dtype="auto",
             matmul_accuracy_level=None,
             allowed_on_host=(),
+            capture_graphs=False,
         )
     names = [each.name for each in fields(options)]
     dropped = [each for each in names if getattr(options, each) != getattr(suited, each)]

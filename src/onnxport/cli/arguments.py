@@ -173,6 +173,11 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         metavar="OP",
         help="let this operator run on the host if the device does not take it; repeatable",
     )
+    group.add_argument(
+        "--capture-graphs",
+        action="store_true",
+        help="record decode steps and replay them (CUDA graphs; cuda only, untested on hardware)",
+    )
 
 
 def add_choice_options(parser: argparse.ArgumentParser) -> None:
@@ -278,6 +283,7 @@ def load_options(options: argparse.Namespace) -> LoadOptions:
         max_model_len=options.max_model_len,
         dtype=options.dtype,
         allowed_on_host=tuple(options.allow_on_host),
+        capture_graphs=options.capture_graphs,
     )
 
 
