@@ -300,7 +300,7 @@ def _row(cells: Iterable[str]) -> str:
 
 def _cells(one: Evidence) -> Iterator[str]:
     yield f"`{one.provider}`"
-    yield f"{'on a CPU: ' if one.emulated else ''}{one.device}, {one.architecture}"
+    yield f"{one.device}, {one.architecture}"
     yield one.attention
     yield one.precision
     passed = "*emulated*" if one.emulated else "*measured*"

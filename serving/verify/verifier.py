@@ -31,6 +31,7 @@ from onnxport.serving.verify.variants import decode_alone, judge, run_variants
 
 logger = logging.getLogger(__name__)
 
+EMULATOR = "cpu"  # the provider whose library runs the graphs of those that are emulated
 FLOAT32_LEVEL = 1  # MatMulNBits' accuracy_level for float32 arithmetic
 CACHE_TOKENS = 8192  # of the pool, where the caller names no size
 NUM_TRANSFERS = 3  # prompts whose blocks are moved, the longest ones
@@ -113,7 +114,7 @@ class Verifier:
             state="missing",
             reason=probe.reason,
             emulated=emulate,
-            versions=dict(probe.versions),
+            versions=dict(get_provider(EMULATOR).probe().versions if emulate else probe.versions),
             devices=probe.devices,
             features=probe.features,
         )
