@@ -172,7 +172,7 @@ def _device(target: Target) -> Device:
     if sys.platform == "linux" and not any(map(Path.exists, map(Path, _LINUX_GPUS))):
         kind = "cpu"
     name = "WebGPU adapter" if kind == "gpu" else "WebGPU software adapter"
-    if target.ep_device is not None:
+    if kind == "gpu" and target.ep_device is not None:
         hardware = target.ep_device.device
         vendor = hardware.vendor or f"vendor {hardware.vendor_id:#06x}"
         name += f" ({vendor}, device {hardware.device_id:#06x})"

@@ -58,9 +58,7 @@ class Runtime:
         self.failure: str | None = None
         self._take(model, new_pool(model))
         self.offloader = Offloader(model, self.pool, config, clock) if config.host_memory else None
-        self.scheduler = Scheduler(
-            self.pool, self.rows, self.tokens, config.scheduling_policy
-        )
+        self.scheduler = Scheduler(self.pool, self.rows, self.tokens, config.scheduling_policy)
         logger.info("loaded %s", describe(self.limits))
 
     def compute(self, plan: StepPlan, reservation: Reservation) -> NDArray[np.float32]:
