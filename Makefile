@@ -69,9 +69,9 @@ $(VENV)/tools-installed: $(VENV)/bin/python pyproject.toml
 	touch $@
 
 $(WEBGPU_VENV)/installed: $(WEBGPU_VENV)/bin/python $(INPUTS)
-	$(WEBGPU_BIN)/pip install --quiet ".[webgpu,conformance]"
+	$(WEBGPU_BIN)/pip install --quiet ".[webgpu-wheel,conformance]"
 	touch $@
 
 $(PLUGIN_VENV)/installed: $(PLUGIN_VENV)/bin/python $(INPUTS)
-	$(PLUGIN_VENV)/bin/pip install --quiet ".[webgpu-plugin,conformance]"
+	$(PLUGIN_VENV)/bin/pip install --quiet ".[webgpu,conformance]"
 	touch $@

@@ -23,8 +23,6 @@ PROVIDERS = {
     "cpu": "onnxport.providers.cpu.provider:CpuProvider",
     "openvino": "onnxport.providers.openvino.provider:OpenVinoProvider",
 }
-# Named in the design and not written yet: asking for one is an error that says so.
-PLANNED: tuple[str, ...] = ()
 # Those that are made for the processor.
 HOSTS = ("cpu", "openvino")
 # Those that have devices to choose from: `openvino:gpu`.
@@ -49,11 +47,6 @@ def get_provider(name: str, *, emulate: bool = False) -> Provider:
             f"{name}:{device} names a device; a device can be chosen for "
             f"{', '.join(WITH_DEVICES)} only, as in openvino:cpu"
         )
-    if name in PLANNED:
-        raise ProviderError(
-            f"provider {name!r} is planned but not part of this version; available are "
-            f"{', '.join(PROVIDERS)} and auto"
-        )
     if name not in PROVIDERS:
         raise ProviderError(
             f"there is no provider {name!r}; available are {', '.join(PROVIDERS)} and auto"
@@ -69,10 +62,8 @@ def get_provider(name: str, *, emulate: bool = False) -> Provider:
 
 
 def probe_all() -> list[tuple[str, Probe]]:
-    """Probe every provider, planned ones included, without loading a model."""
-    found = [(name, get_provider(name).probe()) for name in PROVIDERS]
-    planned = Probe(available=False, reason="planned; not part of this version")
-    return found + [(name, planned) for name in PLANNED]
+    """Probe every provider, without loading a model."""
+    return [(name, get_provider(name).probe()) for name in PROVIDERS]
 
 
 def open_model(

@@ -20,7 +20,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from onnxport.graphs.manifest import FORMAT_VERSION, PRECISIONS
-from onnxport.providers.registry import PLANNED, PROVIDERS
+from onnxport.providers.registry import PROVIDERS
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = 1
@@ -229,7 +229,7 @@ def problems(
 ) -> Iterator[str]:
     """Yield why evidence is stale, or of nothing that there is."""
     for one in evidence:
-        if one.provider not in (*PROVIDERS, *PLANNED):
+        if one.provider not in PROVIDERS:
             yield f"{one.file_name}: there is no provider {one.provider!r}"
             continue
         if one.schema != SCHEMA:
@@ -272,7 +272,7 @@ def render(evidence: Sequence[Evidence], notes: Sequence[Note]) -> str:
     columns = ("provider", "device", "attention", "precision", *CHECKS, "speed", "evidence")
     lines.append(_row(columns))
     lines.append("|" + "---|" * len(columns))
-    for provider in sorted((*PROVIDERS, *PLANNED)):
+    for provider in sorted(PROVIDERS):
         own = [one for one in evidence if one.provider == provider]
         own.sort(key=_order)
         lines += [_row(_cells(one)) for one in own]

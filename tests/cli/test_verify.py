@@ -18,7 +18,7 @@ from onnxport.cli.verify_table import lines
 from onnxport.errors import ArtifactError, CapacityError
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import Device, Probe
-from onnxport.providers.registry import EMULATED, PLANNED, PROVIDERS
+from onnxport.providers.registry import EMULATED, PROVIDERS
 from onnxport.serving.verify.golden import read_golden
 from onnxport.serving.verify.machine import Machine
 from onnxport.serving.verify.report import SCHEMA, ProviderReport, Report, describe
@@ -55,7 +55,6 @@ def test_every_provider_here_gives_the_same_answers(artifact: Path) -> None:
     assert all(len(line) <= 100 for line in done.stdout.splitlines())
     for name in PROVIDERS:
         assert f"\n{name}: ok on " in done.stdout or f"\n{name}: missing. " in done.stdout
-    assert all(f"\n{name}: missing. " in done.stdout for name in PLANNED)
 
 
 def test_json(artifact: Path) -> None:
@@ -126,10 +125,8 @@ def test_processors_go_first_and_what_is_missing_is_emulated_if_asked(
         ("a", gpu),
         ("b", Probe(False, "b is gone")),
         ("c", cpu),
-        ("d", Probe(False, "later")),
     ]
     monkeypatch.setattr("onnxport.providers.registry.probe_all", lambda: probes)
-    monkeypatch.setattr("onnxport.providers.registry.PLANNED", ("d",))
     monkeypatch.setattr("onnxport.providers.registry.EMULATED", ("a", "b"))
 
     def verify(verifier: object, name: str, *, emulate: bool = False) -> ProviderReport:
@@ -143,7 +140,6 @@ def test_processors_go_first_and_what_is_missing_is_emulated_if_asked(
             ("c", "passed", False),
             ("a", "passed", False),
             ("b", "passed", emulated),
-            ("d", "missing", False),
         ]
 
 

@@ -28,12 +28,6 @@ class FakeGpuInSoftware(FakeGpu):
     kind = "cpu"
 
 
-def test_a_planned_provider_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "PLANNED", ("abacus",))
-    with pytest.raises(ProviderError, match="'abacus' is planned but not part of this version"):
-        registry.get_provider("abacus")
-
-
 @pytest.mark.parametrize("name", ["cpu:0", "tpu:1", "openvino:"])
 def test_a_device_is_refused_where_there_is_no_choice(name: str) -> None:
     with pytest.raises(ProviderError, match=r"a device can be chosen for .*openvino.* only"):

@@ -92,17 +92,14 @@ def run(options: argparse.Namespace) -> int:
 
 def _verify(verifier: Verifier, options: argparse.Namespace) -> Iterator[ProviderReport]:
     """Verify with the providers that were asked for."""
-    from onnxport.providers.registry import EMULATED, PLANNED, probe_all
-    from onnxport.serving.verify.report import ProviderReport
+    from onnxport.providers.registry import EMULATED, probe_all
 
     if options.provider not in ALL:
         yield verifier.verify(options.provider, emulate=options.emulate)
         return
     # Processors first: they compute in float32, and the others are compared with them.
     for name, probe in sorted(probe_all(), key=lambda found: not _is_host(found[1])):
-        if name in PLANNED:
-            yield ProviderReport(name, "missing", probe.reason, emulated=False)
-        elif not probe.available and options.emulate and name in EMULATED:
+        if not probe.available and options.emulate and name in EMULATED:
             yield verifier.verify(name, emulate=True)
         else:
             yield verifier.verify(name)
