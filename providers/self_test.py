@@ -2,7 +2,8 @@
 
 A kernel that a driver compiles badly returns wrong numbers, not errors. One layer with random
 content is run on the device and, decomposed and in float32, on the CPU: a prompt that is longer
-than the tiles of known kernels, more of it, single tokens, and both kinds in one batch.
+than the tiles of known kernels, more of it, single tokens, and both kinds in one batch; all that
+with a sliding window too.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ TOLERANCE: Final = 0.05  # of outputs that are about 1; bfloat16 rounds such by 
 TYPES: Final = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 # The batches, one after the other: new tokens and past tokens of every row.
 STEPS: Final = (((70, 0),), ((33, 70), (40, 0)), ((1, 103), (1, 40)), ((1, 104), (20, 41)))
+WINDOWS: Final = (None, 9)  # tokens that a query sees; None: all
 TABLES: Final = ((3, 1, 4, 15, 9, 7, 0, 11), (2, 6, 5, 8, 10, 12, 13, 14))  # blocks of the rows
 
 
@@ -43,25 +45,33 @@ def distrust(target: Target, dtype: str, block_size: int) -> str:
         dtype: of activations and cache: float16 or bfloat16.
         block_size: tokens of a block, at least 16.
     """
+    for window in WINDOWS:
+        if reason := _distrust(target, dtype, block_size, window):
+            return reason
+    return ""
+
+
+def _distrust(target: Target, dtype: str, block_size: int, window: int | None) -> str:
+    """See `distrust`; with one window."""
     kind = TYPES[dtype]
     try:
-        found = _run(_graph(kind, block_size), kind, target, block_size)
+        found = _run(_graph(kind, window), kind, target, block_size)
     except ProviderError as error:
         return f"it has no PagedAttention in {dtype} ({error})"
     except Exception as error:  # ONNX Runtime's own classes derive from Exception alone
         return f"its PagedAttention fails in {dtype}: {error}"
-    reference = decompose(_graph(TensorProto.FLOAT, block_size)).model
+    reference = decompose(_graph(TensorProto.FLOAT, window)).model
     expected = _run(reference, TensorProto.FLOAT, CPU, block_size)
     off = max(float(np.abs(a - b).max()) for a, b in zip(expected, found, strict=True))
     if off <= TOLERANCE:
         return ""
     return (  # not-a-number comes here too
-        f"its PagedAttention computes wrongly here: outputs of about 1 are off by {off:.2g} in "
-        f"{dtype}, where {TOLERANCE} may be"
+        f"its PagedAttention computes wrongly here{' with a sliding window' if window else ''}: "
+        f"outputs of about 1 are off by {off:.2g} in {dtype}, where {TOLERANCE} may be"
     )
 
 
-def _graph(kind: int, block_size: int) -> onnx.ModelProto:
+def _graph(kind: int, window: int | None) -> onnx.ModelProto:
     """One PagedAttention in a type, between activations in float32."""
     g = GraphBuilder("self_test")
     int32, batch = TensorProto.INT32, contract.BATCH
@@ -88,7 +98,9 @@ def _graph(kind: int, block_size: int) -> onnx.ModelProto:
         past_sequence_lengths=past,
         block_table=table,
         attention_metadata=metadata,
-        attributes=ops.AttentionAttributes(num_heads=HEADS, kv_num_heads=KV_HEADS),
+        attributes=ops.AttentionAttributes(
+            num_heads=HEADS, kv_num_heads=KV_HEADS, local_window_size=window
+        ),
         cos=g.constant(np.cos(angles).astype(typed), "cos"),
         sin=g.constant(np.sin(angles).astype(typed), "sin"),
     )

@@ -38,24 +38,34 @@ def test_a_right_one_is_trusted(block_size: int) -> None:
 
 @pytest.mark.usefixtures("device_with_attention")
 @pytest.mark.parametrize(
-    ("name", "value"), [("scale", 0.15), ("local_window_size", 60), ("do_rotary", 0)]
+    ("name", "value", "windows"),
+    [
+        ("scale", 0.15, [None]),
+        ("local_window_size", 60, [None]),
+        ("do_rotary", 0, [None]),
+        ("local_window_size", 10, [None, 9]),  # right without a window, one off with it
+    ],
 )
-def test_a_wrong_one_is_not(monkeypatch: pytest.MonkeyPatch, name: str, value: int | float) -> None:
+def test_a_wrong_one_is_not(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: float, windows: list[int | None]
+) -> None:
     right = self_test._graph
-    made: list[onnx.ModelProto] = []
+    made: list[int | None] = []
 
-    def wrong(kind: int, block_size: int) -> onnx.ModelProto:
-        model = right(kind, block_size)
-        if not made:  # the device's comes first, then the reference
+    def wrong(kind: int, window: int | None) -> onnx.ModelProto:
+        model = right(kind, window)
+        if window == windows[-1] and window not in made:  # the device's first, then the reference
             for node in model.graph.node:
                 if node.op_type == "PagedAttention":
                     set_attribute(node, name, value)
-        made.append(model)
+        made.append(window)
         return model
 
     monkeypatch.setattr(self_test, "_graph", wrong)
-    assert "computes wrongly here" in self_test.distrust(CPU, "float32", 16)
-    assert len(made) == 2
+    reason = self_test.distrust(CPU, "float32", 16)
+    assert "computes wrongly here" in reason
+    assert ("sliding window" in reason) == (len(windows) == 2)
+    assert made == [window for window in windows for _ in range(2)]
 
 
 def test_one_that_is_not_there_is_said_to_be_missing() -> None:
