@@ -122,6 +122,13 @@ class KVFormat:
     head_size: int
     dtype: str  # of the elements: float32, float16, bfloat16
 
+    @classmethod
+    def of(cls, artifact: Artifact, dtype: str) -> KVFormat:
+        """The format of an artifact's blocks, with elements of `dtype`."""
+        spec = artifact.manifest.model
+        fingerprint = artifact.manifest.fingerprint
+        return cls(fingerprint, spec.num_layers, spec.num_kv_heads, spec.head_size, dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:

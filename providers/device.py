@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final
 
 from onnx import TensorProto
@@ -156,7 +157,7 @@ class _Lowering:
     def steps(self) -> Iterator[PassResult]:
         """Apply the passes in turn; the last result holds the graph to run."""
         options, recipe = self._options, self._recipe
-        step = self._retyped()
+        step = self._retyped
         yield step
         if options.matmul_accuracy_level is not None:
             step = set_accuracy(step.model, options.matmul_accuracy_level)
@@ -170,7 +171,9 @@ class _Lowering:
         if self._emulate:
             yield emulate_attention(step.model)
 
+    @cached_property
     def _retyped(self) -> PassResult:
+        """The graph in the type of the activations; it is looked at before it is lowered."""
         has_halves = self._recipe.dtypes != ("float32",)
         return retype(self._graph, self._artifact.read_tensor, self.dtype, keep_tables=has_halves)
 
@@ -221,7 +224,7 @@ class _Lowering:
         if self._emulate and find_library() is None:
             return "the C++ kernel that would stand in for it was not built"
         try:
-            keep_native(self._retyped().model, limits)
+            keep_native(self._retyped.model, limits)
         except ProviderError as error:
             return str(error)
         return ""
@@ -272,13 +275,7 @@ def _capabilities(
         block_size=pool.block_size,
         num_blocks=pool.num_blocks,
         kv_block_bytes=pool.block_bytes,
-        kv_format=KVFormat(
-            artifact.manifest.fingerprint,
-            spec.num_layers,
-            spec.num_kv_heads,
-            spec.head_size,
-            lowering.dtype,
-        ),
+        kv_format=KVFormat.of(artifact, lowering.dtype),
         max_model_len=pool.max_model_len,
         vocab_size=spec.vocab_size,
         max_batch_rows=BUCKET_ROWS if recipe.bucketed else recipe.max_batch_rows,
