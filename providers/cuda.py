@@ -65,7 +65,7 @@ class CudaProvider:
             return Probe(False, str(error), (), versions)
         devices = tuple(device for device, _, _ in gpus)
         if self._device_id >= len(gpus):
-            reason = f"cuda:{self._device_id} was asked for, and there are {len(gpus)} GPUs"
+            reason = f"cuda:{self._device_id} is to be used, and there are {len(gpus)} GPUs"
             return Probe(False, reason, devices, versions)
         _preload(ort)
         if reason := why_not_started(self._target()):

@@ -258,7 +258,7 @@ def why_not_started(target: Target) -> str:
     try:
         start_session(model, None, quiet_options(), target)
     except ProviderError as error:
-        return str(error)
+        return str(error).strip()
     return ""
 
 

@@ -66,12 +66,11 @@ class MIGraphXProvider:
         gpus = amd_gpus()
         devices = tuple(gpu.device for gpu in gpus)
         if self._device_id >= len(gpus):
-            reason = (
-                f"migraphx:{self._device_id} was asked for, and {DRM} lists {len(gpus)} AMD GPUs"
-            )
+            count = f"{len(gpus)} AMD GPUs" if gpus else "no AMD GPU"
+            reason = f"{DRM} lists {count}, and migraphx:{self._device_id} is to be used"
             return Probe(False, reason, devices, versions)
         if reason := why_not_started(self._target()):
-            advice = "ONNX Runtime needs ROCm with MIGraphX (Debian, Ubuntu: apt install migraphx)"
+            advice = "ONNX Runtime needs ROCm with MIGraphX (apt install migraphx, from AMD)"
             return Probe(False, f"{reason}. {advice}", devices, versions)
         return Probe(True, "", devices, versions, (), Features(("decomposed",), DTYPES, DTYPES))
 
