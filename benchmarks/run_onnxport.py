@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--kv-cache-tokens", type=int, default=24_576)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     parser.add_argument("--kv-host-memory", type=int, default=0, help="bytes")
     parser.add_argument("--kv-disk", type=Path)
     parser.add_argument("--preemption", choices=("auto", "recompute", "swap"), default="auto")
@@ -36,6 +37,7 @@ def main() -> None:
         threads=arguments.threads,
         kv_cache_tokens=arguments.kv_cache_tokens,
         max_model_len=4096,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
         kv_cache_dtype=arguments.kv_cache_dtype,
         enable_prefix_caching=arguments.enable_prefix_caching,
         preemption=arguments.preemption,
