@@ -151,21 +151,28 @@ class _Conversions:
 
         flat = [node.get_input(index) for index in range(10)]
         scale, window = node.get_attribute("scale"), node.get_attribute("local_window_size")
-        no_ints, no_floats = self._value([], np.int32), self._value([], np.float32)
-        zero = self._value(0, np.int32)
+
+        def none(kind: Any) -> Any:
+            # A constant of its own for each input: where some share one, the GPU plugin puts a
+            # conversion to float16 behind it, and then refuses it as an input that must be constant.
+            return self._value([], kind)
+
+        def zero() -> Any:
+            return self._value(0, np.int32)
+
         inputs = [
             *flat[:9],  # query, key, value, caches, past, sequence begins, block indices, begins
             self._value(scale, np.float32),
             self._value(window, np.int32),  # sliding_window, 0: none
-            no_floats,  # alibi_slopes
+            none(np.float32),  # alibi_slopes
             flat[9],  # max_context_len
-            no_ints,  # score_aggregation_window
-            *(no_ints, no_ints, no_floats),  # rotated blocks, deltas, table
-            *(no_floats, zero, zero),  # xattention threshold, block size, stride
-            no_floats,  # sinks
-            *(zero, no_ints, no_ints, no_ints),  # adaptive RKV
-            no_ints,  # token_type_ids
-            *(self._value([], np.uint8), no_ints),  # qq_bias and its begins
+            none(np.int32),  # score_aggregation_window
+            *(none(np.int32), none(np.int32), none(np.float32)),  # rotated blocks, deltas, table
+            *(none(np.float32), zero(), zero()),  # xattention threshold, block size, stride
+            none(np.float32),  # sinks
+            *(zero(), none(np.int32), none(np.int32), none(np.int32)),  # adaptive RKV
+            none(np.int32),  # token_type_ids
+            *(none(np.uint8), none(np.int32)),  # qq_bias and its begins
         ]
         attention = ov.op._PagedAttentionExtension(inputs)
         info = attention.get_rt_info()

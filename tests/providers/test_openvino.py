@@ -365,6 +365,24 @@ def test_a_graph_that_cannot_be_converted_is_our_error(tiny_artifact: ArtifactMa
         convert.convert(model, {})
 
 
+def test_inputs_of_paged_attention_share_no_constants(tiny_artifact: ArtifactMaker) -> None:
+    """The GPU plugin refuses shared ones in float16; the CPU's takes anything."""
+    artifact = Artifact.read(tiny_artifact("llama", "fp32"))
+    lowered = list(convert.lower(artifact))[-1].model
+    converted = convert.convert(lowered, convert.collect_weights(artifact, lowered, {}))
+    attentions = [
+        node
+        for node in converted.model.get_ops()
+        if node.get_type_name() == "PagedAttentionExtension"
+    ]
+    assert len(attentions) == artifact.manifest.model.num_layers
+    for node in attentions:
+        sources = [value.get_node() for value in node.input_values()]
+        constants = [source for source in sources if source.get_type_name() == "Constant"]
+        assert len(constants) == 18
+        assert all(len(source.output(0).get_target_inputs()) == 1 for source in constants)
+
+
 def test_the_paged_attention_has_the_inputs_that_are_known() -> None:
     """28 of them; a release that adds one would shift what the others mean."""
     inputs = [ov.opset15.constant(np.zeros(1, np.float32)).output(0)] * 27
