@@ -11,8 +11,9 @@ from typing import Final
 from onnxport.errors import DeviceLostError, DeviceMemoryError, ProviderError
 
 # A device that went away, or a context after which every later call fails as well: WebGPU's lost
-# devices, Direct3D 12's removed, hung and reset ones (DXGI_ERROR_DEVICE_*), and those of CUDA's
-# and HIP's errors that their manuals call unrecoverable, by number and by name.
+# devices, Direct3D 12's removed, hung and reset ones (DXGI_ERROR_DEVICE_*), OpenCL's that are not
+# available, and those of CUDA's and HIP's errors that their manuals call unrecoverable, by number
+# and by name.
 _LOST: Final = re.compile(
     r"device (was |is )?lost|lost (the )?device|device[ _]removed|device[ _]hung|device[ _]reset"
     r"|887a000[567]|vk_error_device_lost"
@@ -21,14 +22,15 @@ _LOST: Final = re.compile(
     r"|illegalinstruction|misalignedaddress|invalidaddressspace|invalidpc|assert"
     r"|devicesunavailable|eccuncorrectable|contextisdestroyed|deinitialized)"
     r"|an illegal memory access was encountered|unspecified launch failure"
-    r"|fell off the bus",
+    r"|fell off the bus|cl_device_not_available",
     re.IGNORECASE,
 )
 _FULL: Final = re.compile(
     r"out of (device |host |gpu )?memory|failed to allocate memory|std::bad_alloc|bad allocation"
     r"|smaller than requested bytes|cuda (failure|error) (code )?:?2\b|(cuda|hip)erroroutofmemory"
     r"|alloc_failed|e_outofmemory|8007000e|vk_error_out_of_(host|device)_memory"
-    r"|exceeds the max buffer size|cl_out_of_|not enough (device )?memory",
+    r"|exceeds the max buffer size|cl_out_of_|cl_mem_object_allocation_failure"
+    r"|exceeded max size of memory|not enough (device )?memory",
     re.IGNORECASE,
 )
 

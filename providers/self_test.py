@@ -8,6 +8,7 @@ with a sliding window too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -28,9 +29,14 @@ HEADS: Final = 4
 KV_HEADS: Final = 2
 HEAD_SIZE: Final = 32
 NUM_BLOCKS: Final = 16
+REFERENCE_BLOCK_SIZE: Final = 16  # tokens; the numbers do not depend on it
+QKV: Final = "qkv"
+OUT: Final = "out"
 WIDTH: Final = (HEADS + 2 * KV_HEADS) * HEAD_SIZE
 TOLERANCE: Final = 0.05  # of outputs that are about 1; bfloat16 rounds such by 0.004
 TYPES: Final = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
+# Runs all STEPS of a graph on a device; returns the outputs, float32 [tokens, heads * head_size].
+Runner = Callable[[onnx.ModelProto], list[NDArray[np.float32]]]
 # The batches, one after the other: new tokens and past tokens of every row.
 STEPS: Final = (((70, 0),), ((33, 70), (40, 0)), ((1, 103), (1, 40)), ((1, 104), (20, 41)))
 WINDOWS: Final = (None, 9)  # tokens that a query sees; None: all
@@ -45,24 +51,36 @@ def distrust(target: Target, dtype: str, block_size: int) -> str:
         dtype: of activations and cache: float16 or bfloat16.
         block_size: tokens of a block, at least 16.
     """
+    kind = TYPES[dtype]
+    return distrust_runner(lambda model: _run(model, kind, target, block_size), kind, dtype)
+
+
+def distrust_runner(run: Runner, kind: int, dtype: str) -> str:
+    """Like `distrust`, of anything that runs a graph.
+
+    Args:
+        run: the device.
+        kind: TensorProto type of the graph that it is given.
+        dtype: in which the device computes.
+    """
     for window in WINDOWS:
-        if reason := _distrust(target, dtype, block_size, window):
+        if reason := _distrust(run, kind, dtype, window):
             return reason
     return ""
 
 
-def _distrust(target: Target, dtype: str, block_size: int, window: int | None) -> str:
-    """See `distrust`; with one window."""
-    kind = TYPES[dtype]
+def _distrust(run: Runner, kind: int, dtype: str, window: int | None) -> str:
+    """See `distrust_runner`; with one window."""
     try:
-        found = _run(_graph(kind, window), kind, target, block_size)
+        found = run(_graph(kind, window))
     except ProviderError as error:
         return f"it has no PagedAttention in {dtype} ({error})"
     except Exception as error:  # ONNX Runtime's own classes derive from Exception alone
         return f"its PagedAttention fails in {dtype}: {error}"
     reference = decompose(_graph(TensorProto.FLOAT, window)).model
-    expected = _run(reference, TensorProto.FLOAT, CPU, block_size)
-    off = max(float(np.abs(a - b).max()) for a, b in zip(expected, found, strict=True))
+    expected = _run(reference, TensorProto.FLOAT, CPU, REFERENCE_BLOCK_SIZE)
+    with np.errstate(all="ignore"):  # what was found may be anything
+        off = float(np.max([np.abs(a - b).max() for a, b in zip(expected, found, strict=True)]))
     if off <= TOLERANCE:
         return ""
     return (  # not-a-number comes here too
@@ -75,7 +93,7 @@ def _graph(kind: int, window: int | None) -> onnx.ModelProto:
     """One PagedAttention in a type, between activations in float32."""
     g = GraphBuilder("self_test")
     int32, batch = TensorProto.INT32, contract.BATCH
-    qkv = g.input("qkv", TensorProto.FLOAT, [contract.NUM_TOKENS, WIDTH])
+    qkv = g.input(QKV, TensorProto.FLOAT, [contract.NUM_TOKENS, WIDTH])
     lengths = g.input(contract.CUMULATIVE_SEQUENCE_LENGTHS, int32, [contract.BATCH_PLUS_ONE])
     past = g.input(contract.PAST_SEQUENCE_LENGTHS, int32, [batch])
     table = g.input(contract.BLOCK_TABLE, int32, [batch, contract.MAX_NUM_BLOCKS])
@@ -104,8 +122,8 @@ def _graph(kind: int, window: int | None) -> onnx.ModelProto:
         cos=g.constant(np.cos(angles).astype(typed), "cos"),
         sin=g.constant(np.sin(angles).astype(typed), "sin"),
     )
-    g.output("out", TensorProto.FLOAT, [contract.NUM_TOKENS, HEADS * HEAD_SIZE])
-    g.node("Cast", [attention], outputs=["out"], to=TensorProto.FLOAT)
+    g.output(OUT, TensorProto.FLOAT, [contract.NUM_TOKENS, HEADS * HEAD_SIZE])
+    g.node("Cast", [attention], outputs=[OUT], to=TensorProto.FLOAT)
     return g.build()
 
 
@@ -119,25 +137,33 @@ def _run(
     for cache in device_caches(shape, NUM_BLOCKS, block_size, target):
         binding.bind_ortvalue_input(cache.input_name, cache.value)
         binding.bind_ortvalue_output(cache.output_name, cache.value)
+    return [_step(session, binding, inputs) for inputs in step_inputs()]
+
+
+def step_inputs() -> list[dict[str, NDArray[Any]]]:
+    """What the graph takes in each of the STEPS, by name and without the caches."""
     random = np.random.default_rng(0)
-    return [_step(session, binding, rows, random) for rows in STEPS]
+    return [_inputs(rows, random) for rows in STEPS]
 
 
-def _step(
-    session: Any, binding: Any, rows: tuple[tuple[int, int], ...], random: np.random.Generator
-) -> NDArray[np.float32]:
+def _inputs(
+    rows: tuple[tuple[int, int], ...], random: np.random.Generator
+) -> dict[str, NDArray[Any]]:
     new, past = zip(*rows, strict=True)
     total = [a + b for a, b in rows]
-    inputs = {
-        "qkv": random.standard_normal((sum(new), WIDTH)).astype(np.float32),
+    return {
+        QKV: random.standard_normal((sum(new), WIDTH)).astype(np.float32),
         contract.CUMULATIVE_SEQUENCE_LENGTHS: np.cumsum([0, *new]).astype(np.int32),
         contract.PAST_SEQUENCE_LENGTHS: np.array(past, np.int32),
         contract.BLOCK_TABLE: np.array(TABLES[: len(rows)], np.int32),
         contract.ATTENTION_METADATA: np.array([max(new), max(total), min(total)], np.int32),
     }
+
+
+def _step(session: Any, binding: Any, inputs: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
     for name, array in inputs.items():
         binding.bind_cpu_input(name, array)
-    out = np.empty((sum(new), HEADS * HEAD_SIZE), np.float32)
-    binding.bind_output("out", "cpu", 0, np.float32, out.shape, out.ctypes.data)
+    out = np.empty((len(inputs[QKV]), HEADS * HEAD_SIZE), np.float32)
+    binding.bind_output(OUT, "cpu", 0, np.float32, out.shape, out.ctypes.data)
     session.run_with_iobinding(binding)
     return out

@@ -1,9 +1,10 @@
 """The KV caches of a compiled model: what OpenVINO made of them, and their canonical form.
 
-Each cache is an input [num_blocks, kv_heads, rows, columns] whose type and last two sizes the CPU
+Each cache is an input [num_blocks, kv_heads, rows, columns] whose type and last two sizes the
 plugin chose when it compiled the model. In floating point that is block_size rows of head_size
-channels. In uint8 a number x is stored as q with x = (q - zero) * scale, and the float32 scales
-and zeros lie in the same tensor, in front of what they belong to:
+channels; the GPU plugin stores keys the other way round, as head_size rows of block_size tokens. In
+uint8, on the CPU, a number x is stored as q with x = (q - zero) * scale, and the float32 scales and
+zeros lie in the same tensor, in front of what they belong to:
 
     keys    by channel: head_size scales, head_size zeros, then block_size rows of head_size; thus
             block_size + 8 rows of head_size bytes
@@ -21,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
-from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.blocks import CacheLayout, HostBlocks, block_index
 from onnxport.providers.memory import huge_page_zeros
 from onnxport.providers.transfers import Blocks
@@ -46,6 +46,7 @@ class CacheFormat:
     block_size: int  # tokens
     key_shape: tuple[int, int, int]  # of one block: kv_heads, rows, columns
     value_shape: tuple[int, int, int]
+    transposed_keys: bool = False  # a block of keys is head_size rows of block_size columns
 
     @property
     def canonical_dtype(self) -> str:
@@ -60,33 +61,42 @@ class CacheFormat:
 
 
 def read_format(
-    spec: ArchSpec, dtype: str, key: Sequence[int], value: Sequence[int]
+    heads: tuple[int, int],
+    dtype: str,
+    key: Sequence[int],
+    value: Sequence[int],
+    *,
+    transposed_keys: bool = False,
 ) -> CacheFormat:
     """Understand the caches of a compiled model.
 
     Args:
-        spec: the model.
+        heads: the number of KV heads, and the channels of one.
         dtype: as in `CacheFormat`.
         key: sizes of a block of keys: kv_heads, rows, columns.
         value: sizes of a block of values.
+        transposed_keys: as in `CacheFormat`; sizes alone do not tell where blocks have as many
+            tokens as heads have channels.
 
     Raises:
         ProviderError: this version of OpenVINO stores them in a way that is not known here.
     """
     extra = PARAMETER_BYTES if dtype == "int8" else 0
-    heads, rows, size = spec.num_kv_heads, value[1], spec.head_size
-    known = (heads, rows + extra, size), (heads, rows, size + extra)
+    (kv_heads, size), rows = heads, value[1]
+    keys = (size, rows) if transposed_keys else (rows + extra, size)
+    known = (kv_heads, *keys), (kv_heads, rows, size + extra)
     if (tuple(key), tuple(value)) != known:
         raise ProviderError(
             f"this OpenVINO stores {dtype} KV blocks as keys {list(key)} and values "
             f"{list(value)}; known are {list(known[0])} and {list(known[1])}. Install the version "
             "that onnxport names: pip install 'onnxport[openvino]'"
         )
-    return CacheFormat(dtype, rows, *known)
+    return CacheFormat(dtype, rows, *known, transposed_keys)
 
 
 def allocate(form: CacheFormat, num_layers: int, num_blocks: int) -> tuple[list[CachePair], Blocks]:
-    """Zeroed caches [num_blocks, kv_heads, rows, columns], and what moves their blocks."""
+    """Zeroed caches in host memory, and what moves their blocks; keys are not transposed."""
+    assert not form.transposed_keys, "the CPU plugin does not transpose keys"
     kind = np.uint8 if form.dtype == "int8" else DTYPES[form.dtype]
     pairs = [
         (

@@ -153,8 +153,8 @@ class _Conversions:
         scale, window = node.get_attribute("scale"), node.get_attribute("local_window_size")
 
         def none(kind: Any) -> Any:
-            # A constant of its own for each input: where some share one, the GPU plugin puts a
-            # conversion to float16 behind it, and then refuses it as an input that must be constant.
+            # A constant of its own for each input: the GPU plugin puts a conversion to float16
+            # behind one that is shared, and then refuses what has to be constant.
             return self._value([], kind)
 
         def zero() -> Any:

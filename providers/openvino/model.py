@@ -14,6 +14,8 @@ from onnxport.graphs import contract
 from onnxport.graphs.passes import flat_paged
 from onnxport.providers.base import Capabilities, StepInputs
 from onnxport.providers.failures import device_error
+from onnxport.providers.openvino.compiled import bind_caches
+from onnxport.providers.openvino.tensors import TensorPair
 from onnxport.providers.transfers import CLOSED, Blocks, Transfers
 
 
@@ -32,7 +34,7 @@ class OpenVinoModel(Transfers):
         self,
         graphs: Sequence[Graph],
         capabilities: Capabilities,
-        tensors: dict[str, Any],
+        pairs: Sequence[TensorPair],
         blocks: Blocks,
         memory: Sequence[Any],
     ) -> None:
@@ -41,7 +43,7 @@ class OpenVinoModel(Transfers):
         Args:
             graphs: with caches of one format; a batch runs on the first that it fits.
             capabilities: what was loaded.
-            tensors: the caches by input name, openvino.Tensor.
+            pairs: the caches of each layer.
             blocks: the same memory, for transfers.
             memory: what the weights point to; kept as long as the compiled model.
         """
@@ -50,11 +52,10 @@ class OpenVinoModel(Transfers):
             (graph.most_tokens, graph.compiled.create_infer_request()) for graph in graphs
         ]
         self._capabilities = capabilities
-        self._kept = (tensors, memory)
+        self._kept: tuple[Sequence[TensorPair], Sequence[Any]] = (pairs, memory)
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
         for _, request in self._requests:
-            for name, tensor in tensors.items():
-                request.set_tensor(name, tensor)
+            bind_caches(request, pairs)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -89,7 +90,7 @@ class OpenVinoModel(Transfers):
         """See `providers.base.Model.close`."""
         self._requests = []
         self._blocks = None
-        self._kept = ({}, ())
+        self._kept = ((), ())
 
 
 def flat_inputs(inputs: StepInputs, block_size: int) -> dict[str, NDArray[Any]]:

@@ -17,6 +17,7 @@ LOST = [
     "WebGPU device lost (2): the device was destroyed",
     "Device is lost.",
     "vkQueueSubmit failed with VK_ERROR_DEVICE_LOST",
+    "[GPU] clFlush, error code: -2 CL_DEVICE_NOT_AVAILABLE",
 ]
 FULL = [
     "CUDA failure 2: out of memory ; GPU=0",
@@ -27,6 +28,9 @@ FULL = [
     "8007000E Not enough memory resources are available",
     "CUBLAS failure 3: CUBLAS_STATUS_ALLOC_FAILED",
     "VK_ERROR_OUT_OF_DEVICE_MEMORY",
+    "[GPU] clEnqueueNDRangeKernel, error code: -5 CL_OUT_OF_RESOURCES",
+    "[GPU] clCreateBuffer, error code: -4 CL_MEM_OBJECT_ALLOCATION_FAILURE",
+    "[GPU] Exceeded max size of memory object allocation: requested 34359738368 bytes",
 ]
 OTHER = [
     "Non-zero status code returned while running Gather node",

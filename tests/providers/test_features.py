@@ -149,7 +149,7 @@ def test_options_that_agree_are_taken(
 def test_another_type_than_asked_for_is_no_fallback(
     tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from onnxport.providers.openvino import provider as openvino
+    from onnxport.providers.openvino import cpu as openvino
 
     monkeypatch.setitem(openvino.HINTS, "bfloat16", "f32")  # as where the processor has no bfloat16
     with pytest.raises(ProviderError, match=r"dtype is 'bfloat16', but .* a graph in float32"):

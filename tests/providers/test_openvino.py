@@ -15,13 +15,9 @@ from onnxport.errors import CapacityError, DeviceLostError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.openvino import convert
+from onnxport.providers.openvino.cpu import FEW_TOKENS, builds
 from onnxport.providers.openvino.model import OpenVinoModel
-from onnxport.providers.openvino.provider import (
-    FEW_TOKENS,
-    OpenVinoProvider,
-    _accuracy_level,
-    _configs,
-)
+from onnxport.providers.openvino.provider import OpenVinoProvider, _accuracy_level
 from onnxport.providers.registry import get_provider, open_model
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
@@ -148,7 +144,7 @@ def test_an_int8_cache_holds_what_the_exact_one_does(tiny_artifact: ArtifactMake
         capabilities = coarse.capabilities
         assert capabilities.kv_cache_dtype == "int8"
         assert isinstance(coarse, OpenVinoModel)
-        size = sum(t.get_byte_size() for t in coarse._kept[0].values())
+        size = sum(t.get_byte_size() for pair in coarse._kept[0] for t in pair)
         assert size == capabilities.num_blocks * capabilities.kv_block_bytes
 
 
@@ -221,11 +217,15 @@ def test_int4_weights_stay_int4(tiny_artifact: ArtifactMaker) -> None:
 def test_how_many_graphs_and_in_which_precision(
     options: dict[str, Any], level: int, natural: str, expected: list[tuple[int | None, ...]]
 ) -> None:
-    found = list(_configs(LoadOptions(threads=3, **options), level, natural))
-    assert all(config["INFERENCE_NUM_THREADS"] == 3 for _, config in found)
+    found = builds(LoadOptions(threads=3, **options), level, natural)
+    assert all(build.config["INFERENCE_NUM_THREADS"] == 3 for build in found)
     assert [
-        (most, config.get("INFERENCE_PRECISION_HINT"), config.get(DYNAMIC_QUANTIZATION))
-        for most, config in found
+        (
+            build.most_tokens,
+            build.config.get("INFERENCE_PRECISION_HINT"),
+            build.config.get(DYNAMIC_QUANTIZATION),
+        )
+        for build in found
     ] == expected
 
 
@@ -306,7 +306,7 @@ def test_the_probe_names_devices_and_versions() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("openvino:gpu", "GPU is not used: its KV cache"),
+        ("openvino:gpu.7", "finds no GPU.7 here; it finds CPU"),
         ("openvino:npu.1", "NPU.1 is not used: its plugin compiles static shapes"),
         ("openvino:abacus", "finds no ABACUS here; it finds CPU"),
     ],

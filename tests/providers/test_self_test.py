@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
 
 from onnxport.graphs.inspect import set_attribute
+from onnxport.graphs.passes.decompose import decompose
 from onnxport.providers import self_test
 from onnxport.providers.cpu.library import find_library
 from onnxport.providers.ort import CPU, quiet_options
@@ -66,6 +68,18 @@ def test_a_wrong_one_is_not(
     assert "computes wrongly here" in reason
     assert ("sliding window" in reason) == (len(windows) == 2)
     assert made == [window for window in windows for _ in range(2)]
+
+
+@pytest.mark.parametrize("step", range(len(self_test.STEPS)))
+def test_not_a_number_is_wrong_wherever_it_comes(step: int) -> None:
+    kind = TensorProto.FLOAT
+
+    def run(model: onnx.ModelProto) -> list[Any]:
+        outputs = self_test._run(decompose(model).model, kind, CPU, 32)
+        outputs[step][0, 0] = np.nan
+        return outputs
+
+    assert "off by nan in float32" in self_test.distrust_runner(run, kind, "float32")
 
 
 def test_one_that_is_not_there_is_said_to_be_missing() -> None:

@@ -1,0 +1,161 @@
+"""OpenVINO's plugin for processors: caches in host memory, uint8 unless told otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import ProviderError
+from onnxport.graphs.passes.int8_matmul import INT8_LEVEL
+from onnxport.providers import memory
+from onnxport.providers.base import Features, LoadOptions
+from onnxport.providers.host_options import refuse_device_options
+from onnxport.providers.openvino.caches import CacheFormat, allocate
+from onnxport.providers.openvino.plugin import NAMES, PRECISIONS, Build, Room
+from onnxport.providers.openvino.tensors import TensorPair
+from onnxport.providers.transfers import Blocks
+
+KV_PRECISIONS: Final = {  # kv_cache_dtype -> KV_CACHE_PRECISION
+    "int8": "u8",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float32": "f32",
+}
+HINTS: Final = {"float32": "f32", "bfloat16": "bf16"}  # dtype -> inference precision
+CAPABILITIES: Final = {"float32": "FP32", "bfloat16": "BF16"}  # dtype -> optimization capability
+# 2026.4 offers float16 where the processor has it (AVX512-FP16), but every graph with paged
+# attention that was tried there gave NaN or logits without any relation to the right ones.
+NO_FLOAT16: Final = (
+    "OpenVINO's CPU plugin computes paged attention in float16 wrongly; ask for float32 or bfloat16"
+)
+CACHES: Final = {  # dtype of activations -> the caches that the plugin has for it
+    "float32": ("int8", "float16", "float32"),
+    "bfloat16": ("int8", "bfloat16"),
+}
+FLOAT32_CACHES: Final = ("float16", "float32")
+FEW_TOKENS: Final = 24  # up to which int8 beats AMX; measured on Sapphire Rapids, two cores
+
+
+class CpuPlugin:
+    """See `plugin.Plugin`."""
+
+    device = "CPU"
+    transposed_keys = False
+    proven = True
+    wrong: Final[Mapping[str, str]] = MappingProxyType({"float16": NO_FLOAT16})
+
+    def features(self, core: Any) -> Features:
+        """See `plugin.Plugin.features`."""
+        import openvino as ov
+
+        able = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        natural = core.get_property("CPU", "INFERENCE_PRECISION_HINT")
+        dtypes = [dtype for dtype, capability in CAPABILITIES.items() if capability in able]
+        dtypes.sort(key=lambda dtype: getattr(ov.Type, HINTS[dtype]) != natural)
+        caches = [n for n in KV_PRECISIONS if any(n in CACHES[dtype] for dtype in dtypes)]
+        return Features(("native",), tuple(dtypes), tuple(caches))
+
+    def check(self, options: LoadOptions) -> None:
+        """See `plugin.Plugin.check`."""
+        if options.kv_cache_dtype not in ("auto", *KV_PRECISIONS):
+            raise ProviderError(
+                f"kv_cache_dtype is {options.kv_cache_dtype!r}; the openvino provider stores "
+                f"{', '.join(KV_PRECISIONS)} or auto"
+            )
+        refuse_device_options("openvino", options)
+        _check_dtype(options)
+        level = options.matmul_accuracy_level
+        kind = options.kv_cache_dtype
+        if kind in FLOAT32_CACHES and PRECISIONS.get(level or 0, "f32") != "f32":
+            raise ProviderError(
+                f"kv_cache_dtype is {kind!r} and matmul_accuracy_level is {level}; OpenVINO keeps "
+                f"a {kind} cache only where it computes in float32: leave the level out, or set "
+                "it to 1"
+            )
+
+    def builds(self, core: Any, options: LoadOptions, level: int) -> Sequence[Build]:
+        """See `plugin.Plugin.builds`."""
+        natural = core.get_property("CPU", "INFERENCE_PRECISION_HINT").to_string()
+        return builds(options, level, natural)
+
+    def room(self, core: Any, weight_bytes: int, num_graphs: int) -> Room:
+        """See `plugin.Plugin.room`: weights are constants, and packed anew for each graph."""
+        return Room(memory.available_bytes(), (1 + num_graphs) * weight_bytes, None)
+
+    def allocate(
+        self, core: Any, form: CacheFormat, num_layers: int, num_blocks: int
+    ) -> tuple[list[TensorPair], Blocks]:
+        """See `plugin.Plugin.allocate`."""
+        pairs, blocks = allocate(form, num_layers, num_blocks)
+        return [(_tensor(a, form.dtype), _tensor(b, form.dtype)) for a, b in pairs], blocks
+
+
+def builds(options: LoadOptions, level: int, natural: str) -> list[Build]:
+    """The graphs to compile, each with its properties.
+
+    Where the processor multiplies 16-bit matrices (AMX), that is OpenVINO's choice, and it is the
+    fastest for many rows; for few, activations in int8 are. An artifact that allows int8 gets both.
+
+    Args:
+        options: `threads`, `dtype` and `kv_cache_dtype` are used.
+        level: what MatMulNBits may round its activations to, see graphs.passes.accuracy.
+        natural: the precision that OpenVINO chooses by itself on this processor.
+    """
+    config: dict[str, Any] = {
+        "INFERENCE_NUM_THREADS": options.threads or memory.physical_cores(),
+        "NUM_STREAMS": 1,
+    }
+    precision = HINTS.get(options.dtype, PRECISIONS.get(level))
+    if options.kv_cache_dtype in FLOAT32_CACHES:
+        precision = "f32"
+    if level in PRECISIONS:
+        config["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0  # no activations in int8
+    if options.kv_cache_dtype != "auto":
+        config["KV_CACHE_PRECISION"] = KV_PRECISIONS[options.kv_cache_dtype]
+    if precision is not None:
+        whole = Build(None, {**config, "INFERENCE_PRECISION_HINT": precision})
+    else:
+        whole = Build(None, config)
+    # Other caches follow the precision of the graph, and the two could not share them.
+    shared = options.kv_cache_dtype in ("auto", "int8")
+    if precision is None and level == INT8_LEVEL and natural != "f32" and shared:
+        return [Build(FEW_TOKENS, {**config, "INFERENCE_PRECISION_HINT": "f32"}), whole]
+    return [whole]
+
+
+def _check_dtype(options: LoadOptions) -> None:
+    """Refuse a type of activations that OpenVINO has not, or that another option contradicts."""
+    if options.dtype == "auto":
+        return
+    if options.dtype == "float16":
+        raise ProviderError(f"dtype is 'float16'; {NO_FLOAT16}")
+    if options.dtype not in HINTS:
+        raise ProviderError(
+            f"dtype is {options.dtype!r}; the openvino provider computes in {', '.join(HINTS)}, "
+            "ask for one of them or auto"
+        )
+    level = options.matmul_accuracy_level or 0
+    if PRECISIONS.get(level, HINTS[options.dtype]) != HINTS[options.dtype]:
+        raise ProviderError(
+            f"dtype is {options.dtype!r} and matmul_accuracy_level is {level}, which computes in "
+            f"{NAMES[PRECISIONS[level]]}; OpenVINO has one type for both, leave one out"
+        )
+    if options.kv_cache_dtype not in ("auto", *CACHES[options.dtype]):
+        raise ProviderError(
+            f"kv_cache_dtype is {options.kv_cache_dtype!r} and dtype is {options.dtype!r}; where "
+            f"OpenVINO computes in that it stores {', '.join(CACHES[options.dtype])}: ask for one "
+            "of them, or leave one of the two out"
+        )
+
+
+def _tensor(cache: NDArray[Any], dtype: str) -> Any:
+    """An openvino.Tensor over a cache's memory."""
+    import openvino as ov
+
+    kind = next(kind for kind, name in NAMES.items() if name == dtype)
+    raw = cache.view(np.uint16) if dtype == "bfloat16" else cache
+    return ov.Tensor(raw, ov.Shape(list(cache.shape)), getattr(ov.Type, kind))
