@@ -8,7 +8,7 @@ PLUGIN_VENV ?= .venv-webgpu-plugin
 CONFORMANCE := build/conformance
 SOURCES := exporter graphs kv providers serving src
 
-.PHONY: demo test fast lint types dev clean artifacts webgpu webgpu-native
+.PHONY: demo test fast lint types dev clean artifacts webgpu webgpu-native openvino-gpu
 
 demo: $(VENV)/demo-installed  ## export the bundled checkpoint, check it, serve it, ask it one thing
 	$(BIN)/python scripts/demo.py
@@ -24,6 +24,9 @@ webgpu: $(WEBGPU_VENV)/installed artifacts  ## the conformance suite on WebGPU, 
 webgpu-native: $(PLUGIN_VENV)/installed artifacts  ## likewise with 16-bit floats; see scripts/lavapipe.sh
 	scripts/lavapipe.sh $(PLUGIN_VENV)/bin/pytest tests/conformance --artifacts $(CONFORMANCE) \
 	  --lane webgpu
+
+openvino-gpu: $(VENV)/test-installed  ## what Intel's GPU plugin compiles; see scripts/intel_driver.sh
+	scripts/intel_driver.sh $(BIN)/pytest tests/providers/test_openvino_gpu.py
 
 fast: dev  ## what to run while working: no install step after the first, under three minutes
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
