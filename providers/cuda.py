@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import io
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from onnxport.providers.base import Device, Features, LoadOptions, Probe
 from onnxport.providers.device import Recipe, load_on_device, why_not_started
 from onnxport.providers.ort import Target
 from onnxport.providers.ort_model import OrtModel
+from onnxport.providers.self_test import HEAD_SIZE, distrust
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +82,12 @@ class CudaProvider:
         if not self._emulate and (reason := self.probe().reason):
             raise ProviderError(reason)
         if self._emulate:
-            recipe = _recipe("a CUDA device, emulated on the CPU", BFLOAT16_CAPABILITY, None)
+            recipe = _recipe("a CUDA device, emulated on the CPU", BFLOAT16_CAPABILITY)
         else:
             device, free_bytes, capability = _gpus({})[self._device_id]
-            recipe = _recipe(device.name, capability, free_bytes)
+            recipe = replace(_recipe(device.name, capability), free_bytes=free_bytes)
+            if reason := distrust(self._target(), "float16", block_size(HEAD_SIZE)):
+                recipe = replace(recipe, native=None, why_not_native=reason)
         target = self._target(graphs=options.capture_graphs)
         return load_on_device(artifact, options, recipe, target, emulate=self._emulate)
 
@@ -103,7 +107,7 @@ _ADVICE: Final = (
 )
 
 
-def _recipe(device: str, capability: tuple[int, int], free_bytes: int | None) -> Recipe:
+def _recipe(device: str, capability: tuple[int, int]) -> Recipe:
     return Recipe(
         provider=CudaProvider.name,
         device=device,
@@ -112,7 +116,6 @@ def _recipe(device: str, capability: tuple[int, int], free_bytes: int | None) ->
         native_block_size=block_size,
         max_batch_rows=MOST_ROWS,
         captures_graphs=True,
-        free_bytes=free_bytes,
     )
 
 

@@ -97,6 +97,11 @@ def load_on_device(
             "leave it out"
         )
     lowering = _Lowering(artifact, options, recipe, emulate=emulate)
+    if options.capture_graphs and lowering.attention != "native":
+        raise ProviderError(
+            "capture_graphs was asked for; only steps with native attention can be replayed, and "
+            f"it is decomposed here: {lowering.why_decomposed}"
+        )
     steps = list(lowering.steps())
     for step in steps:
         logger.info("%s: %s", artifact.path.name, step)
@@ -122,8 +127,7 @@ def load_on_device(
             on_host, recipe.expected_on_host, options.allowed_on_host, recipe.provider
         )
     shape = cache_shape(model, artifact.manifest.model.num_layers)
-    replays = options.capture_graphs and lowering.attention == "native"
-    buckets = _buckets(pool) if recipe.bucketed or replays else None
+    buckets = _buckets(pool) if recipe.bucketed or options.capture_graphs else None
     spare = max(1, buckets.spare_blocks) if buckets else 0
     caches = device_caches(shape, pool.num_blocks + spare, pool.block_size, target)
     group = TRANSFER_BLOCKS if recipe.bucketed else None
@@ -133,7 +137,7 @@ def load_on_device(
         capabilities, placement=placement(session), on_host=on_host, emulated=emulate
     )
     replay = None
-    if replays:
+    if options.capture_graphs:
         sizes = (capabilities.vocab_size, pool.block_size)
         replay = DecodeReplay(session, caches, target, *sizes)
     return OrtModel(session, capabilities, caches, blocks, attached, buckets, replay)
@@ -151,6 +155,7 @@ class _Lowering:
         self._emulate = emulate
         self._graph = artifact.load_graph("paged")
         self.dtype = self._choose_dtype()
+        self.why_decomposed = ""
         self.attention = self._choose_attention()
         self.block_size = self._choose_block_size()
 
@@ -201,6 +206,7 @@ class _Lowering:
         """Native where the device takes this graph, unless told otherwise."""
         asked = self._options.attention
         if asked == "decomposed":
+            self.why_decomposed = "that was asked for"
             return "decomposed"
         if asked == "custom":
             raise ProviderError(
@@ -213,6 +219,7 @@ class _Lowering:
                 f"native attention was asked for on {self._recipe.device}: {problem}"
             )
         if problem:
+            self.why_decomposed = problem
             logger.info("%s: attention is decomposed: %s", self._recipe.provider, problem)
         return "decomposed" if problem else "native"
 

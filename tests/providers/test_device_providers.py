@@ -16,7 +16,7 @@ from onnxport.errors import CapacityError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers import cuda, device, directml, migraphx, placement, webgpu
 from onnxport.providers.base import LoadOptions, Model
-from onnxport.providers.ort import Target
+from onnxport.providers.ort import CPU, Target
 from onnxport.providers.registry import EMULATED, get_provider
 from tests.exporter.checkpoints import VOCAB
 from tests.providers.conftest import ArtifactMaker
@@ -214,6 +214,8 @@ def test_what_an_emulated_provider_says_of_itself(
         ("directml", {"attention": "native"}, "has no PagedAttention"),
         ("cuda", {"attention": "native", "dtype": "float32"}, "activations of float32"),
         ("cuda", {"block_size": 48}, "powers of two of at least 16"),
+        ("cuda", {"capture_graphs": True, "dtype": "float32"}, "decomposed here: .*float32"),
+        ("cuda", {"capture_graphs": True, "attention": "decomposed"}, "here: that was asked for"),
         ("webgpu", {"block_size": 8}, "powers of two of at least 16"),
     ],
 )
@@ -302,4 +304,24 @@ def test_what_cannot_be_replayed_is_refused(tiny_artifact: ArtifactMaker, provid
     with pytest.raises(ProviderError, match="it is for cuda"):
         get_provider("cpu").load(
             Artifact.read(tiny_artifact("llama", "int4")), LoadOptions(capture_graphs=True)
+        )
+
+
+def test_a_gpu_whose_attention_computes_wrongly_gets_the_decomposed_graph(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU under the name of CUDA, which has no PagedAttention: the self-test sees that."""
+    have(monkeypatch, "cuda")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(cuda, "why_not_started", lambda target: "")
+    monkeypatch.setattr(cuda.CudaProvider, "_target", lambda self, graphs=False: CPU)
+    model = get_provider("cuda").load(
+        Artifact.read(tiny_artifact("llama", "fp16")), LoadOptions(kv_cache_tokens=64)
+    )
+    assert model.capabilities.attention == "decomposed"
+    assert model.capabilities.device == "A GPU"
+    assert not model.capabilities.emulated
+    with pytest.raises(ProviderError, match="native attention was asked for on A GPU: it has no"):
+        get_provider("cuda").load(
+            Artifact.read(tiny_artifact("llama", "fp16")), LoadOptions(attention="native")
         )
