@@ -6,26 +6,27 @@ request's seed and the position, so nothing has to be kept between steps, and a 
 preempted, or moved to another row, goes on as if nothing had happened.
 
 The vocabulary is wide (152k) and most of it is never looked at twice: greedy rows cost one
-argmax; `top_k` and `top_p` find the few likeliest tokens without sorting the rest; rows that are
-only tempered find their token by cumulative sums over chunks of the vocabulary.
+argmax; `min_p`, `top_k` and `top_p` find the few likeliest tokens without sorting the rest; rows
+that are only tempered find their token by cumulative sums over chunks of the vocabulary; rows with
+few allowed tokens are drawn among these alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.serving.edits import Floats, Ids, RowEdits, edited
 from onnxport.serving.topm import top_m
 
 MASK_64 = (1 << 64) - 1
 BLOCK_ELEMENTS = 1 << 18  # logits worked on at once: 1 MiB of float32, which stays in a CPU cache
 FIRST_NUCLEUS = 64  # likeliest tokens among which a nucleus is first looked for
 CHUNK = 256  # tokens summed up together
-
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class RowParams:
     top_p: float = 1.0
     uniform: float = 0.0  # the row's random number, in [0, 1); unused when greedy
     num_logprobs: int | None = None  # None: no logprobs; n: the sampled token and the n likeliest
+    min_p: float = 0.0
+    edits: RowEdits | None = None  # what changes in the logits before a token is drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class Sampled:
 
     token_ids: list[int]  # one a row
     logprobs: list[RowLogprobs | None] | None  # one a row; None when no row asked
-    invalid: tuple[int, ...]  # rows whose logits hold NaN or no finite maximum; their token is void
+    invalid: tuple[int, ...]  # rows with NaN or no finite maximum, as changed; their token is void
 
 
 def uniform(seed: int, position: int) -> float:
@@ -91,21 +94,20 @@ def sample_greedy(logits: Floats) -> Sampled:
 def sample(logits: Floats, rows: Sequence[RowParams]) -> Sampled:
     """Sample one token a row.
 
-    Temperature comes first, then `top_k`, then `top_p` over what is left (as in transformers and
-    vLLM). Of tokens with equal logits the lowest id counts as the likeliest.
+    The changes come first, then temperature, `min_p`, `top_k` over what is left, and `top_p` over
+    what is left then (as in vLLM). Of tokens with equal logits the lowest id counts as the
+    likeliest. Log probabilities are of the logits as given.
 
     Args:
-        logits: float32 [num_rows, vocab], not changed.
+        logits: float32 [num_rows, vocab]; changed for the time of the call where rows ask for it.
         rows: the parameters of each row.
     """
-    result = sample_greedy(logits)
-    tokens = np.array(result.token_ids, np.int64)
-    valid = [row for row in range(len(rows)) if row not in result.invalid]
-    full = [r for r in valid if _is_random(rows[r]) and not _is_truncated(rows[r])]
-    few = [r for r in valid if _is_random(rows[r]) and _is_truncated(rows[r])]
-    for group, draw in ((full, _draw_full), (few, _draw_truncated)):
-        for part in _parts(group, logits.shape[1]):
-            tokens[part] = draw(logits[part], [rows[r] for r in part])
+    changes = [(index, row.edits) for index, row in enumerate(rows) if row.edits is not None]
+    if changes:
+        with edited(logits, changes) as changed:
+            tokens, invalid = _draw_allowed(changed, rows)
+    else:
+        tokens, invalid = _draw(logits, rows)
     token_ids = tokens.tolist()
     logprobs: list[RowLogprobs | None] | None = None
     if any(row.num_logprobs is not None for row in rows):
@@ -113,7 +115,65 @@ def sample(logits: Floats, rows: Sequence[RowParams]) -> Sampled:
             None if row.num_logprobs is None else row_logprobs(values, token, row.num_logprobs)
             for values, token, row in zip(logits, token_ids, rows, strict=True)
         ]
-    return Sampled(token_ids, logprobs, result.invalid)
+    return Sampled(token_ids, logprobs, tuple(sorted(invalid)))
+
+
+def _draw_allowed(logits: Floats, rows: Sequence[RowParams]) -> tuple[Ids, set[int]]:
+    """Draw a token a row, of the allowed ones where a row has such; see `_draw`.
+
+    Rows of few allowed tokens are drawn from a narrow copy. Its width depends on the row alone, so
+    that rounding is the same in any batch.
+    """
+    free: list[int] = []
+    narrow: dict[int, list[tuple[int, Ids]]] = {}  # by width, a power of 2
+    for index, row in enumerate(rows):
+        if row.edits is None or row.edits.allowed is None:
+            free.append(index)
+        else:
+            ids = row.edits.allowed
+            narrow.setdefault(1 << len(ids).bit_length(), []).append((index, ids))
+    if not narrow:
+        return _draw(logits, rows)
+    tokens = np.zeros(len(rows), np.int64)
+    # Free rows are not copied: those drawn in vain are few, and their tokens are replaced below.
+    invalid: set[int] = set()
+    if free:
+        tokens, invalid = _draw(logits, rows, free)
+    for width, group in narrow.items():
+        few = np.full((len(group), width), -np.inf, np.float32)
+        for line, (index, ids) in enumerate(group):
+            few[line, : len(ids)] = logits[index, ids]
+        columns, failed = _draw(few, [rows[index] for index, _ in group])
+        for line, (index, ids) in enumerate(group):
+            tokens[index] = 0 if line in failed else ids[columns[line]]
+        invalid |= {group[line][0] for line in failed}
+    return tokens, invalid
+
+
+def _draw(
+    logits: Floats, rows: Sequence[RowParams], among: Sequence[int] | None = None
+) -> tuple[Ids, set[int]]:
+    """Draw a token a row.
+
+    Args:
+        logits: float32 [num_rows, vocab], not changed.
+        rows: the parameters of each row.
+        among: the rows that matter; None: all. The tokens of others are void.
+
+    Returns:
+        int64 [num_rows], and the rows that cannot be drawn from.
+    """
+    greedy = sample_greedy(logits)
+    tokens = np.array(greedy.token_ids, np.int64)
+    wanted = range(len(rows)) if among is None else among
+    invalid = set(greedy.invalid) & set(wanted)
+    valid = [row for row in wanted if row not in invalid]
+    full = [r for r in valid if _is_random(rows[r]) and not _is_truncated(rows[r])]
+    few = [r for r in valid if _is_random(rows[r]) and _is_truncated(rows[r])]
+    for group, draw in ((full, _draw_full), (few, _draw_truncated)):
+        for part in _parts(group, logits.shape[1]):
+            tokens[part] = draw(logits[part], [rows[r] for r in part])
+    return tokens, invalid
 
 
 def row_logprobs(logits: Floats, token_id: int, count: int) -> RowLogprobs:
@@ -142,7 +202,7 @@ def _is_random(row: RowParams) -> bool:
 
 
 def _is_truncated(row: RowParams) -> bool:
-    return row.top_k is not None or row.top_p < 1.0
+    return row.top_k is not None or row.top_p < 1.0 or row.min_p > 0.0
 
 
 def _parts(rows: list[int], vocab: int) -> list[list[int]]:
@@ -183,22 +243,41 @@ def _draw_full(logits: Floats, rows: Sequence[RowParams]) -> NDArray[np.int64]:
 
 
 def _draw_truncated(logits: Floats, rows: Sequence[RowParams]) -> NDArray[np.int64]:
-    """Draw from the likeliest tokens that `top_k` and `top_p` leave."""
+    """Draw from the likeliest tokens that `min_p`, `top_k` and `top_p` leave."""
     vocab = logits.shape[1]
-    totals = np.full(len(rows), np.nan)  # sum of all weights, for the rows without top_k
-    open_rows = [index for index, row in enumerate(rows) if row.top_k is None]
+    floors = _floors(logits, rows)
+    totals = np.full(len(rows), np.nan)  # sum of all weights; NaN: of the likeliest, as many as fit
+    open_rows = [i for i, row in enumerate(rows) if row.top_k is None and row.min_p == 0.0]
     weights = _weights(logits[open_rows], [rows[index] for index in open_rows])
     totals[open_rows] = weights.sum(axis=1)
     limit = min(vocab, max([FIRST_NUCLEUS, *(row.top_k or 0 for row in rows)]))
-    tokens, enough = _draw_among(logits, rows, totals, limit)
+    tokens, enough = _draw_among(logits, rows, totals, floors, limit)
     for index in np.flatnonzero(~enough).tolist():
         one = slice(index, index + 1)
+        part = logits[one], rows[one], totals[one], floors[one]
+        if rows[index].min_p > 0.0:
+            size = int(np.count_nonzero(logits[index] >= floors[index]))
+            tokens[one], _ = _draw_among(*part, size)
+            continue
         wanted = rows[index].top_p * totals[index]
         size = _nucleus_size(weights[open_rows.index(index)], wanted)
-        tokens[one], enough[one] = _draw_among(logits[one], rows[one], totals[one], size)
+        tokens[one], enough[one] = _draw_among(*part, size)
         if not enough[index]:  # by rounding
-            tokens[one], _ = _draw_among(logits[one], rows[one], totals[one], vocab)
+            tokens[one], _ = _draw_among(*part, vocab)
     return tokens
+
+
+def _floors(logits: Floats, rows: Sequence[RowParams]) -> Floats:
+    """Return the least logit that `min_p` keeps, float32 [num_rows]; -inf keeps all.
+
+    p >= min_p * p_max is logit >= maximum + temperature * log(min_p) (Nguyen et al., Min-p
+    Sampling, 2024, with the softmax taken away on both sides).
+    """
+    floors = np.full(len(rows), -np.inf, np.float32)
+    for index, row in enumerate(rows):
+        if row.min_p > 0.0:
+            floors[index] = float(logits[index].max()) + row.temperature * math.log(row.min_p)
+    return floors
 
 
 def _nucleus_size(weights: Floats, wanted: float) -> int:
@@ -213,7 +292,11 @@ def _nucleus_size(weights: Floats, wanted: float) -> int:
 
 
 def _draw_among(
-    logits: Floats, rows: Sequence[RowParams], totals: NDArray[np.float64], limit: int
+    logits: Floats,
+    rows: Sequence[RowParams],
+    totals: NDArray[np.float64],
+    floors: Floats,
+    limit: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Draw from the `limit` likeliest tokens.
 
@@ -224,13 +307,15 @@ def _draw_among(
     scale = np.array([1.0 / row.temperature for row in rows])
     weights = np.exp((values - values[:, :1]) * scale[:, None])  # float64 [rows, limit]
     top_k = np.array([limit if row.top_k is None else row.top_k for row in rows])
-    weights[np.arange(limit) >= top_k[:, None]] = 0.0
+    kept = values >= floors[:, None]
+    weights[(np.arange(limit) >= top_k[:, None]) | ~kept] = 0.0
     sums = weights.cumsum(axis=1)
+    cut_off = np.array([row.top_k is None and row.min_p > 0.0 for row in rows]) & kept[:, -1]
     totals = np.where(np.isnan(totals), sums[:, -1], totals)
     wanted = np.array([row.top_p for row in rows]) * totals
     weights[sums - weights >= wanted[:, None]] = 0.0  # tokens after the sum has reached top_p
-    kept = weights.cumsum(axis=1)
-    enough = (sums[:, -1] >= wanted) | (limit == logits.shape[1])
-    targets = np.array([row.uniform for row in rows]) * kept[:, -1]
-    choice = (kept > targets[:, None]).argmax(axis=1)
+    kept_sums = weights.cumsum(axis=1)
+    enough = ((sums[:, -1] >= wanted) & ~cut_off) | (limit == logits.shape[1])
+    targets = np.array([row.uniform for row in rows]) * kept_sums[:, -1]
+    choice = (kept_sums > targets[:, None]).argmax(axis=1)
     return ids[np.arange(len(rows)), choice], enough
