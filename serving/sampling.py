@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.serving.drawing import RowParams
 from onnxport.serving.outputs import Logprob, TokenLogprobs
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import (
     RowLogprobs,
-    RowParams,
     Sampled,
     sample,
     sample_greedy,

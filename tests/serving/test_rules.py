@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
+from onnxport.serving.drawing import RowParams
 from onnxport.serving.edits import RowEdits, edited
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.rules import logit_rules
-from onnxport.serving.sampler import RowParams, sample, uniform
+from onnxport.serving.sampler import sample, uniform
 from onnxport.serving.sampling import row_params, sample_sequences
 from tests.serving.slow_sampling import changed, possible, probabilities
 
