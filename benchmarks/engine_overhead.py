@@ -37,7 +37,7 @@ MODES = {
         repetition_penalty=1.1,
         presence_penalty=0.5,
         frequency_penalty=0.5,
-        logit_bias={token_id: 1.0 for token_id in range(300)},
+        logit_bias=dict.fromkeys(range(300), 1.0),
         seed=0,
         max_tokens=100_000,
     ),

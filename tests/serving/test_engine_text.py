@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tokenizers import processors
 
 from onnxport.errors import RequestError
 from onnxport.providers.base import StepInputs
@@ -136,6 +137,17 @@ def test_nothing_ends_a_text_before_min_tokens(engine: Engine) -> None:
 def test_bad_words_do_not_come(engine: Engine, word: str) -> None:
     assert word in text(generate(engine))
     assert word.strip() not in text(generate(engine, bad_words=(word,)))
+
+
+def test_what_a_tokenizer_puts_around_texts_is_no_part_of_a_bad_word() -> None:
+    fast = byte_level()
+    fast.post_processor = processors.TemplateProcessing(f"{EOS} $A", None, [(EOS, 0)])
+    tokenizer = Tokenizer(fast, frozenset({0}))
+    engine = null_engine(vocab_size=tokenizer.vocab_size, tokenizer=tokenizer)
+    request = engine.prepare("a", "the sea", SamplingParams(bad_words=("z",)))
+    assert request.tokens[0] == 0
+    assert request.rules is not None
+    assert request.rules.edits(request.tokens).banned.tolist() == TOKENIZER.encode("z")
 
 
 def test_bad_words_need_a_tokenizer() -> None:

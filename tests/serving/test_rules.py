@@ -198,6 +198,12 @@ def test_a_floor_beyond_the_first_nucleus() -> None:
     assert set(drawn) == set(range(passed))
 
 
+def test_a_min_p_of_one_leaves_the_likeliest_and_their_equals() -> None:
+    logits = np.array([[1, 3, 2.999, 3, 0]], np.float32)
+    rows = [RowParams(0.7, uniform=number, min_p=1.0) for number in (0.0, 0.49, 0.51, 0.99)]
+    assert sample(np.repeat(logits, 4, axis=0), rows).token_ids == [1, 1, 3, 3]
+
+
 def test_penalties_by_hand() -> None:
     params = SamplingParams(
         repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={4: 3.0}
@@ -221,12 +227,12 @@ def test_penalties_by_hand() -> None:
         ([4, 5], {3, 10, 6}),  # "bc" then "d"
         ([11, 5], {3, 10, 6}),
         ([5, 5], {3, 10}),
-        ([5], {3, 10}),
+        ([5], {3, 10}),  # what the prompt began is no bad word
     ],
 )
 def test_bad_words_by_hand(output: list[int], banned: set[int]) -> None:
     """Tokens of "a" are [3] and [10], of "bcd" [4, 5, 6] and [11, 5, 6]."""
-    request = make_request(SamplingParams(bad_words=("a", "bcd")), [0, 4, 5], output)
+    request = make_request(SamplingParams(bad_words=("a", "bcd")), [0, 4], output)
     edits = row_params(request).edits
     assert edits is not None
     assert {*edits.banned.tolist()} == banned | {3, 10}
