@@ -29,6 +29,18 @@ MODES = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=100_000),
     "top_p": SamplingParams(top_p=0.9, seed=0, max_tokens=100_000),
     "temperature": SamplingParams(seed=0, max_tokens=100_000),
+    "min_p": SamplingParams(min_p=0.05, seed=0, max_tokens=100_000),
+    "everything": SamplingParams(
+        top_p=0.9,
+        top_k=50,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        logit_bias=dict.fromkeys(range(300), 1.0),
+        seed=0,
+        max_tokens=100_000,
+    ),
 }
 
 

@@ -283,7 +283,7 @@ class Engine:
         except Exception as error:
             logger.error("sampling failed; its rows are tried one by one", exc_info=error)
             return sampling.sample_one_by_one(sequences, logits)
-        return sampled, dict.fromkeys(sampled.invalid, sampling.NOT_FINITE)
+        return sampled, sampling.failures(sequences, logits, sampled)
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[CompletionDelta]:
         """Nothing was computed: look for the request that made the step fail."""
@@ -389,12 +389,15 @@ class Engine:
             self._tally.tell("first_token", request, now_s)
         name = self.tokenizer.token_text if self.tokenizer else _no_text
         entry = None if logprobs is None else (sampling.token_logprobs(logprobs, name),)
-        if token_id in request.stop_token_ids:
-            reason = None if token_id in self._eos_token_ids else token_id
-            return self._end(request, "stop", (token_id,), entry, stop_reason=reason)
-        text, stop = request.text.add(token_id) if request.text else ("", None)
+        ends = token_id in request.stop_token_ids
+        text, stop = "", None
+        if request.text and (not ends or request.params.include_stop_str_in_output):
+            text, stop = request.text.add(token_id)
         if stop is not None:
             return self._end(request, "stop", (token_id,), entry, text=text, stop_reason=stop)
+        if ends:
+            reason = None if token_id in self._eos_token_ids else token_id
+            return self._end(request, "stop", (token_id,), entry, text=text, stop_reason=reason)
         if len(request.tokens) >= request.max_total_tokens:
             return self._end(request, "length", (token_id,), entry, text=text)
         return [

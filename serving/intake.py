@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from onnxport.errors import RequestError
 from onnxport.kv.prefix import KeyChain, root_key
@@ -12,7 +13,8 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.limits import max_total_tokens, token_array
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
-from onnxport.serving.text import TextStream
+from onnxport.serving.rules import logit_rules
+from onnxport.serving.text import Pieces, TextStream
 from onnxport.serving.tokenizer import Tokenizer
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd and wild: completions of one request draw their own numbers
@@ -59,14 +61,17 @@ class Intake:
         """Return a request, its siblings with it; see `Engine.prepare`."""
         limits, max_num_seqs = self._sizes
         self._check(prompt, params, options, max_num_seqs)
+        encode = None
+        if self._tokenizer is not None:
+            encode = partial(self._tokenizer.encode, add_special_tokens=False)
         text = prompt if isinstance(prompt, str) else None
         given = self._tokenizer.encode(text) if self._tokenizer and text is not None else prompt
         assert not isinstance(given, str)
         tokens = token_array(given, limits.vocab_size)
         longest = max_total_tokens(len(tokens), params.max_tokens, limits)
         stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self._eos_token_ids
+        end_ids = stop_ids | self._eos_token_ids
+        rules = logit_rules(params, end_ids, limits.vocab_size, encode)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         keys = None
         if self._config.enable_prefix_caching:
@@ -84,11 +89,12 @@ class Intake:
                 options=options,
                 index=index,
                 prompt=text,
-                stop_token_ids=stop_ids,
+                stop_token_ids=stop_ids if params.ignore_eos else end_ids,
                 seed=seed + index * SEED_STEP,
                 arrival_time_s=arrival_s,
                 keys=None if index else keys,
-                text=TextStream(pieces, params.stop) if pieces else None,
+                rules=rules,
+                text=_text_stream(pieces, params) if pieces else None,
             )
 
         first = sequence(0)
@@ -120,3 +126,13 @@ class Intake:
                 "priority or fair",
                 "priority",
             )
+
+
+def _text_stream(pieces: Pieces, params: SamplingParams) -> TextStream:
+    """Return what turns the tokens of a sequence into text and ends it."""
+    return TextStream(
+        pieces,
+        params.stop,
+        includes_stop=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+    )

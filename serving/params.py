@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from onnxport.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_COMPLETIONS = 128  # OpenAI's limit of n
 MAX_PRIORITY = 2**31
+MAX_PENALTY = 2.0  # OpenAI's limit of presence and frequency penalties
+MAX_REPETITION = 100.0  # and its inverse the least: beyond, float32 logits could overflow
+MAX_BIAS = 100.0  # OpenAI's limit of logit_bias
+MAX_BAD_WORDS = 1024
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Decoding parameters of one request, with vLLM's names and defaults.
+    """Decoding parameters of one request, with vLLM's names, defaults and order.
+
+    Logits are changed in this order: `logit_bias` is added; what `allowed_token_ids`, `bad_words`
+    and `min_tokens` forbid is made impossible; then come `repetition_penalty`,
+    `frequency_penalty` and `presence_penalty`. Of the result the likeliest token is taken, or it
+    is divided by `temperature`, thinned out by `min_p`, `top_k` and `top_p`, each among what the
+    one before left, and a token drawn. Log probabilities are of the logits before all that.
+
+    Sources: vLLM's `SamplingParams` and its V1 sampler; OpenAI's API reference (`logit_bias`,
+    `presence_penalty`, `frequency_penalty`); Keskar et al., CTRL, 2019 (repetition); Nguyen et
+    al., Min-p Sampling, 2024.
 
     Attributes:
         temperature: 0 decodes greedily; otherwise logits are divided by it.
@@ -29,6 +45,18 @@ class SamplingParams:
         logprobs: how many of the likeliest tokens to report at each position; 0 reports the
             sampled token alone, None reports nothing.
         n: how many completions of the prompt to generate; they share its K/V.
+        min_p: keep tokens at least this fraction as probable as the likeliest; 0 keeps all.
+        repetition_penalty: of tokens in prompt or output, positive logits are divided by it and
+            negative ones multiplied; above 1 discourages repetition.
+        presence_penalty: subtracted from the logits of tokens in the output.
+        frequency_penalty: subtracted from them as often as they are there.
+        logit_bias: token id to what is added to its logit; kept as pairs, in the order of ids.
+        bad_words: texts that are not generated, alone or after a space: the last token of one is
+            forbidden where the output ends in those before it.
+        allowed_token_ids: the only tokens that may be generated; None allows all.
+        min_tokens: end tokens, `stop_token_ids` and `stop` do not end the text before there are
+            this many tokens.
+        include_stop_str_in_output: keep the stop string, or the text of the stop token.
 
     Raises:
         RequestError: a value is out of its range; names the parameter.
@@ -44,26 +72,72 @@ class SamplingParams:
     max_tokens: int | None = 16
     logprobs: int | None = None
     n: int = 1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        stop: object = self.stop  # a client may give one string, a list or None
-        strings = (stop,) if isinstance(stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", strings)
+        object.__setattr__(self, "stop", _texts("stop", self.stop))
+        object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         object.__setattr__(self, "n", 1 if self.n is None else self.n)
         if self.top_k in (0, -1):  # vLLM's and OpenAI clients' ways to say "all"
             object.__setattr__(self, "top_k", None)
         _check("temperature", self.temperature, 0.0, 100.0)
         _check("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check("min_p", self.min_p, 0.0, 1.0)
         _check_integer("top_k", self.top_k, 1, math.inf)
         _check_integer("max_tokens", self.max_tokens, 1, math.inf)
         _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_integer("seed", self.seed, -math.inf, math.inf)
         _check_integer("n", self.n, 1, MAX_COMPLETIONS)
-        for token_id in self.stop_token_ids:
-            _check_integer("stop_token_ids", token_id, 0, math.inf)
-        if any(not isinstance(text, str) or not text for text in self.stop):
-            raise RequestError(f"stop is {self.stop!r}; every stop string must be text", "stop")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name) or ():
+                _check_token(name, token_id)
+        self._check_penalties()
+        self._check_choices()
+
+    def _check_penalties(self) -> None:
+        """Check what changes logits, and bring `logit_bias` into its form."""
+        _check("repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION)
+        _check("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        biases = dict(self.logit_bias or ())
+        for token_id, bias in biases.items():
+            _check_token("logit_bias", token_id)
+            _check("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+        object.__setattr__(self, "logit_bias", tuple(sorted(biases.items())))
+
+    def _check_choices(self) -> None:
+        """Check what forbids tokens."""
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"bad_words has {len(self.bad_words)} texts; give at most {MAX_BAD_WORDS}",
+                "bad_words",
+            )
+        if self.allowed_token_ids == ():
+            raise RequestError(
+                "allowed_token_ids is empty, so that nothing could be generated; name a token, or "
+                "leave it out to allow all",
+                "allowed_token_ids",
+            )
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        _check("min_tokens", self.min_tokens, 0, math.inf)
+        _check_integer("min_tokens", self.min_tokens, 0, math.inf)
+        if self.min_tokens > most:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens} and max_tokens is {self.max_tokens}; ask for no "
+                "more than may be generated",
+                "min_tokens",
+            )
 
     @property
     def greedy(self) -> bool:
@@ -101,6 +175,26 @@ class RequestOptions:
             raise RequestError(
                 "cache_salt is empty; give it a secret text, or leave it out", "cache_salt"
             )
+
+
+def _texts(name: str, given: Any) -> tuple[str, ...]:
+    """Return texts as a tuple; a client may give one, a list or None.
+
+    Raises:
+        RequestError: one is empty, or is no text.
+    """
+    texts = (given,) if isinstance(given, str) else tuple(given or ())
+    if any(not isinstance(text, str) or not text for text in texts):
+        kind = "every stop string" if name == "stop" else "every bad word"
+        raise RequestError(f"{name} is {given!r}; {kind} must be text, not empty", name)
+    return texts
+
+
+def _check_token(name: str, token_id: int) -> None:
+    """Raise RequestError unless `token_id` can be a token."""
+    if not isinstance(token_id, int) or isinstance(token_id, bool):
+        raise RequestError(f"{name} holds {token_id!r}; token ids are integers", name)
+    _check_integer(name, token_id, 0, math.inf)
 
 
 def _check(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

@@ -10,6 +10,7 @@ from onnxport.kv.prefix import KeyChain
 from onnxport.kv.table import BlockTable
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.rules import LogitRules, SequenceRules
 from onnxport.serving.text import TextStream
 
 TOKEN_ID_TYPECODE = "q"  # 64 bits: the contract's int64, so tokens are copied without converting
@@ -48,6 +49,8 @@ class Request:
         rank: priority, then order of arrival: the last one yields first. The scheduler's own.
         tenant: whose turn it is served in. The scheduler's own.
         deadline_s: when the request ends unless it has before; infinite without a timeout.
+        plain: whether its tokens are the likeliest of unchanged logits, and nothing else is asked.
+        rules: what changes in its logits; None: nothing.
         text: turns tokens into text and finds stop strings; None without a tokenizer.
         finish_reason: None until the sequence ends; set once.
     """
@@ -69,6 +72,7 @@ class Request:
         "prompt",
         "rank",
         "request_id",
+        "rules",
         "running",
         "seed",
         "siblings",
@@ -94,6 +98,7 @@ class Request:
         seed: int = 0,
         arrival_time_s: float = 0.0,
         keys: KeyChain | None = None,
+        rules: LogitRules | None = None,
         text: TextStream | None = None,
     ) -> None:
         self.request_id = request_id
@@ -101,7 +106,8 @@ class Request:
         self.prompt = prompt
         self.params = params
         self.options = options or RequestOptions()
-        self.plain = params.greedy and params.logprobs is None
+        self.plain = params.greedy and params.logprobs is None and rules is None
+        self.rules = None if rules is None else SequenceRules(rules, len(tokens))
         self.tokens = tokens
         self.num_prompt_tokens = len(tokens)
         self.num_computed_tokens = 0

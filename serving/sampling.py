@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.serving.drawing import RowParams
 from onnxport.serving.outputs import Logprob, TokenLogprobs
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import (
     RowLogprobs,
-    RowParams,
     Sampled,
     sample,
     sample_greedy,
@@ -20,6 +20,10 @@ from onnxport.serving.sampler import (
 
 Naming = Callable[[int], str]
 NOT_FINITE = "the model's logits are not finite numbers"
+NOTHING_LEFT = (
+    "no token is left to draw: allowed_token_ids, bad_words and min_tokens forbid all of them; "
+    "allow more"
+)
 
 
 def row_params(request: Request) -> RowParams:
@@ -32,6 +36,8 @@ def row_params(request: Request) -> RowParams:
         top_p=params.top_p,
         uniform=0.0 if params.greedy else uniform(request.seed, position),
         num_logprobs=params.logprobs,
+        min_p=params.min_p,
+        edits=request.rules.edits(request.tokens) if request.rules else None,
     )
 
 
@@ -40,11 +46,23 @@ def sample_sequences(sequences: Sequence[Request], logits: NDArray[np.float32]) 
 
     Args:
         sequences: the requests, in the order of the rows.
-        logits: float32 [num_sequences, vocab], not changed.
+        logits: float32 [num_sequences, vocab]; as it was at the end.
     """
     if all(request.plain for request in sequences):
         return sample_greedy(logits)
     return sample(logits, [row_params(request) for request in sequences])
+
+
+def failures(
+    sequences: Sequence[Request], logits: NDArray[np.float32], sampled: Sampled
+) -> dict[int, str]:
+    """Return why some sequences have no token, by their number."""
+    return {
+        index: NOTHING_LEFT
+        if sequences[index].rules is not None and np.isfinite(logits[index].max())
+        else NOT_FINITE
+        for index in sampled.invalid
+    }
 
 
 def sample_one_by_one(
@@ -57,18 +75,19 @@ def sample_one_by_one(
     """
     tokens: list[int] = []
     logprobs: list[RowLogprobs | None] = []
-    failures: dict[int, str] = {}
+    failed: dict[int, str] = {}
     for index, request in enumerate(sequences):
+        row = logits[index : index + 1]
         try:
-            one = sample_sequences([request], logits[index : index + 1])
+            one = sample_sequences([request], row)
         except Exception as error:
             one = Sampled([0], None, ())
-            failures[index] = f"{type(error).__name__}: {error}"
+            failed[index] = f"{type(error).__name__}: {error}"
         if one.invalid:
-            failures[index] = NOT_FINITE
+            failed[index] = failures([request], row, one)[0]
         tokens += one.token_ids
         logprobs += one.logprobs or [None]
-    return Sampled(tokens, logprobs, tuple(failures)), failures
+    return Sampled(tokens, logprobs, tuple(failed)), failed
 
 
 def token_logprobs(row: RowLogprobs, name: Naming) -> TokenLogprobs:

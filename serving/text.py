@@ -24,17 +24,37 @@ class TextStream:
     same character the longest: how the text was split into tokens makes no difference.
     """
 
-    __slots__ = ("_held", "_pieces", "_stop")
+    __slots__ = ("_held", "_includes_stop", "_num_early", "_pieces", "_stop")
 
-    def __init__(self, pieces: Pieces, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        pieces: Pieces,
+        stop: tuple[str, ...] = (),
+        *,
+        includes_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """Begin a text.
+
+        Args:
+            pieces: gives the text of each token.
+            stop: strings that end the text.
+            includes_stop: whether the one that ended the text is a part of it.
+            min_tokens: a stop string that is complete within so many tokens is text like any other.
+        """
         self._pieces = pieces
         self._stop = stop
+        self._includes_stop = includes_stop
+        self._num_early = min_tokens  # tokens still to come that end no stop string
         self._held = ""  # a beginning of some stop string
 
     def add(self, token_id: int) -> tuple[str, str | None]:
         """Return new text, and the stop string that ended it or None."""
         piece = self._pieces.add(token_id)
-        return self._release(piece) if self._stop else (piece, None)
+        if not self._stop:
+            return piece, None
+        self._num_early -= 1
+        return self._release(piece)
 
     def finish(self) -> tuple[str, str | None]:
         """Return all that was held; what completes in it may still be a stop string."""
@@ -45,19 +65,31 @@ class TextStream:
 
     def _release(self, piece: str) -> tuple[str, str | None]:
         text = self._held + piece
-        found = find_stop(text, self._stop)
+        found = None
+        if self._num_early < 0:
+            found = find_stop(text, self._stop, len(self._held))
         if found is not None:
             start, stop = found
             self._held = ""
-            return text[:start], stop
+            return text[: start + len(stop) if self._includes_stop else start], stop
         certain = len(text) - longest_beginning(text, self._stop)
         self._held = text[certain:]
         return text[:certain], None
 
 
-def find_stop(text: str, stop: tuple[str, ...]) -> tuple[int, str] | None:
-    """Return where the first complete stop string begins, and which it is."""
-    found = [(start + len(s), start, s) for s in stop if (start := text.find(s)) >= 0]
+def find_stop(text: str, stop: tuple[str, ...], after: int = 0) -> tuple[int, str] | None:
+    """Return where the stop string that is complete first begins, and which it is.
+
+    Args:
+        text: where to look.
+        stop: what to look for.
+        after: a stop string must be complete after so many characters, not before.
+    """
+    found = []
+    for string in stop:
+        start = text.find(string, max(0, after + 1 - len(string)))
+        if start >= 0:
+            found.append((start + len(string), start, string))
     if not found:
         return None
     _, start, string = min(found)

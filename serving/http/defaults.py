@@ -13,11 +13,12 @@ from onnxport.serving.params import SamplingParams
 
 GENERATION_CONFIG = "generation_config.json"
 
+# What a model may choose, by the names of `SamplingParams`.
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
 # What transformers would obey and the engine cannot yet, with the values that change nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "repetition_penalty": (1,),
     "no_repeat_ngram_size": (0,),
-    "min_p": (0,),
     "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
@@ -41,6 +42,8 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     left_out: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -55,10 +58,10 @@ class SamplingDefaults:
             return cls()
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-            values = {n: config[n] for n in ("temperature", "top_p", "top_k") if n in config}
-            given = {name: value for name, value in values.items() if value is not None}
-            if config.get("do_sample") is False:
-                given = {"temperature": 0.0}
+            given = {name: config[name] for name in DEFAULTED if config.get(name) is not None}
+            if config.get("do_sample") is False:  # what is left changes the likeliest token too
+                kept = {name: given[name] for name in ("repetition_penalty",) if name in given}
+                given = {"temperature": 0.0, **kept}
             params = SamplingParams(**given)
         except (ValueError, TypeError, AttributeError, RequestError) as error:
             raise ArtifactError(
@@ -70,11 +73,11 @@ class SamplingDefaults:
             for name, neutral in UNSUPPORTED.items()
             if config.get(name) is not None and config[name] not in neutral
         }
-        return cls(params.temperature, params.top_p, params.top_k, left_out)
+        return cls(**{name: getattr(params, name) for name in DEFAULTED}, left_out=left_out)
 
     def __str__(self) -> str:
         """Return what a log should say."""
-        text = f"temperature {self.temperature}, top_p {self.top_p}, top_k {self.top_k}"
+        text = ", ".join(f"{name} {getattr(self, name)}" for name in DEFAULTED)
         if self.left_out:
             listed = ", ".join(f"{name} {value}" for name, value in self.left_out.items())
             text += f"; not supported yet and left out: {listed}"

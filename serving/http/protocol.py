@@ -7,6 +7,7 @@ dropped in silence.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,7 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
 from onnxport.serving.chat import RESERVED
-from onnxport.serving.http.defaults import SamplingDefaults
+from onnxport.serving.http.defaults import DEFAULTED, SamplingDefaults
 from onnxport.serving.http.fields import (
     NEUTRAL,
     NEUTRAL_CHAT,
@@ -33,6 +34,7 @@ from onnxport.serving.http.fields import (
 )
 from onnxport.serving.params import MAX_LOGPROBS, RequestOptions, SamplingParams
 
+TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each token id
 MAX_STOP_STRINGS = 64  # each is looked for in every piece of text
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -79,6 +81,15 @@ class _Request(_Strict):
     ] = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
+    include_stop_str_in_output: bool | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    min_tokens: int | None = None
     max_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
@@ -142,12 +153,19 @@ class _Request(_Strict):
     def sampling(
         self, defaults: SamplingDefaults, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
-        """Return the decoding parameters; the defaults where nothing was given."""
+        """Return the decoding parameters; the defaults where nothing was given.
+
+        Raises:
+            RequestError: a value is out of its range.
+        """
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given = {
+            name: getattr(defaults if getattr(self, name) is None else self, name)
+            for name in DEFAULTED
+        }
+        allowed = self.allowed_token_ids
         return SamplingParams(
-            temperature=defaults.temperature if self.temperature is None else self.temperature,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
-            top_k=defaults.top_k if self.top_k is None else self.top_k,
+            **given,
             seed=self.seed,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -155,7 +173,27 @@ class _Request(_Strict):
             max_tokens=max_tokens,
             logprobs=logprobs,
             n=1 if self.n is None else self.n,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=_biases(self.logit_bias or {}),
+            bad_words=tuple(self.bad_words or ()),
+            allowed_token_ids=None if allowed is None else tuple(allowed),
+            min_tokens=self.min_tokens or 0,
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
         )
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Return `logit_bias` by token id; JSON has texts as names of members.
+
+    Raises:
+        RequestError: a name is no token id.
+    """
+    if bad := [name for name in given if not TOKEN_NAME.fullmatch(name)]:
+        raise RequestError(
+            f"logit_bias has a member {bad[0][:40]!r}; name token ids, such as '42'", "logit_bias"
+        )
+    return {int(name): bias for name, bias in given.items()}
 
 
 class CompletionRequest(_Request):

@@ -16,11 +16,13 @@ from onnxport.cli.arguments import (
     engine_config,
     load_options,
     memory,
+    sampling_params,
     seconds,
     size,
 )
 from onnxport.errors import CapacityError, RequestError
 from onnxport.serving.config import EngineConfig
+from onnxport.serving.params import SamplingParams
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -146,6 +148,28 @@ def test_memory_is_for_the_provider() -> None:
     assert load_options(parse("serve", "m", "--kv-memory", "50%")).kv_memory == 0.5
     assert load_options(parse("chat", "m", "--kv-memory", "1GiB")).kv_memory == 2**30
     assert load_options(parse("verify", "m")).kv_memory is None
+
+
+@pytest.mark.parametrize("command", [["generate", "m", "x"], ["chat", "m"]])
+def test_sampling(command: list[str]) -> None:
+    neutral = sampling_params(parse(*command, "--max-tokens", "5"))
+    assert neutral == SamplingParams(temperature=0.0, max_tokens=5)
+    given = "--min-p 0.1 --repetition-penalty 1.2 --presence-penalty -1 --frequency-penalty 0.5"
+    more = "--temperature 0.7 --top-p 0.9 --top-k 5 --seed 3 --max-tokens 5"
+    params = sampling_params(parse(*command, *given.split(), *more.split()))
+    assert params == SamplingParams(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        seed=3,
+        max_tokens=5,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        presence_penalty=-1.0,
+        frequency_penalty=0.5,
+    )
+    with pytest.raises(RequestError, match="min_p is 2"):
+        sampling_params(parse(*command, "--min-p", "2"))
 
 
 @pytest.mark.parametrize("command", [["serve", "m"], ["generate", "m", "x"], ["chat", "m"]])

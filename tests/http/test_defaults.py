@@ -27,15 +27,21 @@ def test_the_models_own(tmp_path: Path) -> None:
     assert read(tmp_path, **config) == SamplingDefaults(0.7, 0.8, 20)
     assert read(tmp_path, do_sample=False, temperature=0.7) == SamplingDefaults(0.0)
     assert read(tmp_path, temperature=None) == SamplingDefaults()
+    found = read(tmp_path, repetition_penalty=1.1, min_p=0.05)
+    assert found == SamplingDefaults(min_p=0.05, repetition_penalty=1.1)
+    found = read(tmp_path, repetition_penalty=1.1, min_p=0.05, do_sample=False)
+    assert found == SamplingDefaults(0.0, repetition_penalty=1.1)
 
 
 def test_what_is_left_out_is_told(tmp_path: Path) -> None:
-    found = read(tmp_path, repetition_penalty=1.1, num_beams=1, min_p=0.0)
-    assert found.left_out == {"repetition_penalty": 1.1}
-    assert "left out: repetition_penalty 1.1" in str(found)
+    found = read(tmp_path, no_repeat_ngram_size=3, num_beams=1, repetition_penalty=1.1)
+    assert found.left_out == {"no_repeat_ngram_size": 3}
+    assert "repetition_penalty 1.1; not supported yet and left out: no_repeat_" in str(found)
 
 
-@pytest.mark.parametrize("config", [{"temperature": -1}, {"top_k": "x"}, {"top_p": 2}])
+@pytest.mark.parametrize(
+    "config", [{"temperature": -1}, {"top_k": "x"}, {"top_p": 2}, {"min_p": 2}]
+)
 def test_bad_values(tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(ArtifactError, match="--generation-config none"):
         read(tmp_path, **config)
@@ -45,9 +51,11 @@ def test_bad_values(tmp_path: Path, config: dict[str, Any]) -> None:
 
 
 def test_a_request_goes_before_the_defaults() -> None:
-    defaults = SamplingDefaults(0.7, 0.8, 20)
+    defaults = SamplingDefaults(0.7, 0.8, 20, 0.05, 1.1)
     params = CompletionRequest(model="m", prompt="p").sampling_params(defaults)
     assert (params.temperature, params.top_p, params.top_k) == (0.7, 0.8, 20)
-    given = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    assert (params.min_p, params.repetition_penalty) == (0.05, 1.1)
+    given = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
     params = CompletionRequest(model="m", prompt="p", **given).sampling_params(defaults)
     assert (params.temperature, params.top_p, params.top_k) == (0.0, 1.0, None)
+    assert (params.min_p, params.repetition_penalty) == (0, 1)

@@ -21,6 +21,13 @@ from tests.serving.watch import Watch
 MAIN = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 BRANCHES = [MAIN, [*MAIN[:6], *range(60, 76)], [*MAIN[:8], *range(80, 96)], [1] * 22]
 NORMAL = ("length", "stop")
+MIXES: Sequence[dict[str, Any]] = (
+    {},
+    {},
+    {"repetition_penalty": 1.3, "logit_bias": {5: 3.0}},
+    {"presence_penalty": 1.0, "frequency_penalty": 0.5, "min_p": 0.1},
+    {"allowed_token_ids": range(9, 400, 11), "frequency_penalty": 2.0},
+)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -91,6 +98,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 10),
         seed=st.integers(0, 3),
         n=st.sampled_from([1, 1, 2, 3]),
+        mix=st.sampled_from(MIXES),
         priority=st.integers(0, 2),
         tenant=st.sampled_from("xyz"),
         salt=st.sampled_from([None, None, "salt"]),
@@ -103,6 +111,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         seed: int,
         n: int,
+        mix: dict[str, Any],
         priority: int,
         tenant: str,
         salt: str | None,
@@ -111,7 +120,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.number += 1
         name = str(self.number)
         prompt = branch[:length]
-        params = SamplingParams(temperature=float(seed % 2), seed=seed, max_tokens=max_tokens, n=n)
+        params = SamplingParams(
+            temperature=float(seed % 2), seed=seed, max_tokens=max_tokens, n=n, **mix
+        )
         if self.engine.config.scheduling_policy == "fcfs":
             priority = 0
         options = {"priority": priority, "tenant": tenant, "cache_salt": salt}

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from onnxport.serving.sampler import RowParams, row_logprobs, sample, sample_greedy, uniform
+from onnxport.serving.drawing import RowParams
+from onnxport.serving.sampler import row_logprobs, sample, sample_greedy, uniform
 from onnxport.serving.topm import top_m
 
 VOCABS = (5, 64, 257, 3000)

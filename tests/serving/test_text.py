@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -118,9 +119,11 @@ class Letters:
         return ""
 
 
-def stream(split: Sequence[str], stop: tuple[str, ...]) -> tuple[list[str], str | None]:
+def stream(
+    split: Sequence[str], stop: tuple[str, ...], **options: Any
+) -> tuple[list[str], str | None]:
     """All pieces that are released, and the stop string that ended it."""
-    texts = TextStream(Letters(split), stop)
+    texts = TextStream(Letters(split), stop, **options)
     released = []
     for index in range(len(split)):
         piece, found = texts.add(index)
@@ -175,9 +178,37 @@ def test_how_text_is_split_makes_no_difference(
         assert (found, "".join(by_letter)) == (None, text)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    split=st.lists(st.text("abc", max_size=3), max_size=6),
+    stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    min_tokens=st.integers(0, 6),
+    includes_stop=st.booleans(),
+)
+def test_stop_strings_that_are_complete_too_early_are_text(
+    split: list[str], stop: list[str], min_tokens: int, includes_stop: bool
+) -> None:
+    released, found = stream(split, tuple(stop), min_tokens=min_tokens, includes_stop=includes_stop)
+    text, early = "".join(split), len("".join(split[:min_tokens]))
+    ends = [
+        (start + len(s), start, s)
+        for s in stop
+        for start in range(len(text))
+        if text.startswith(s, start) and start + len(s) > early
+    ]
+    if not ends:
+        assert ("".join(released), found) == (text, None)
+        return
+    end, start, string = min(ends)
+    assert ("".join(released), found) == (text[: end if includes_stop else start], string)
+
+
 def test_find_stop_and_longest_beginning() -> None:
     assert find_stop("abc", ("d",)) is None
     assert find_stop("abcd", ("cd", "b")) == (1, "b")
+    assert find_stop("abab", ("ab", "b"), after=1) == (0, "ab")
+    assert find_stop("abab", ("ab", "b"), after=2) == (2, "ab")
+    assert find_stop("abab", ("ab",), after=4) is None
     assert longest_beginning("xab", ("abc", "bcd")) == 2
     assert longest_beginning("xab", ()) == 0
 

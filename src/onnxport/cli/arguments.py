@@ -265,6 +265,30 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--top-p", type=float, default=1.0)
     group.add_argument("--top-k", type=int)
+    group.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        help="keep tokens at least this fraction as probable as the likeliest (0)",
+    )
+    group.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="above 1 makes tokens of prompt and answer less likely (1)",
+    )
+    group.add_argument(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        help="taken from the logits of tokens in the answer (0)",
+    )
+    group.add_argument(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        help="taken from them as often as they are there (0)",
+    )
     group.add_argument("--seed", type=int, help="makes sampled text reproducible")
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable"
@@ -316,6 +340,10 @@ def sampling_params(options: argparse.Namespace) -> SamplingParams:
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
         seed=options.seed,
         stop=tuple(options.stop),
         max_tokens=options.max_tokens,

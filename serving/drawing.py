@@ -1,0 +1,260 @@
+"""Drawing: from logits and a random number to a token.
+
+The vocabulary is wide (152k) and most of it is never looked at twice: `min_p`, `top_k` and `top_p`
+find the few likeliest tokens without sorting the rest; rows that are only tempered find their token
+by cumulative sums over chunks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.serving.edits import Floats, Ids, RowEdits
+from onnxport.serving.topm import top_m
+
+BLOCK_ELEMENTS = 1 << 18  # logits worked on at once: 1 MiB of float32, which stays in a CPU cache
+RUN_ELEMENTS = 1 << 21  # logits of which the largest are sought at once: bounds what that allocates
+FIRST_NUCLEUS = 64  # likeliest tokens among which a nucleus is first looked for
+CHUNK = 256  # tokens summed up together
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """How one row is sampled."""
+
+    temperature: float = 0.0  # 0: greedy
+    top_k: int | None = None
+    top_p: float = 1.0
+    uniform: float = 0.0  # the row's random number, in [0, 1); unused when greedy
+    num_logprobs: int | None = None  # None: no logprobs; n: the sampled token and the n likeliest
+    min_p: float = 0.0
+    edits: RowEdits | None = None  # what changes in the logits before a token is drawn
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def truncated(self) -> bool:
+        """Whether some tokens are left out before one is drawn."""
+        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+
+
+def draw(logits: Floats, rows: Sequence[RowParams], numbers: Sequence[int]) -> Ids:
+    """Draw a token for each of some rows.
+
+    Args:
+        logits: float32 [num_rows, vocab], with a finite maximum in each of these rows.
+        rows: the parameters of each row.
+        numbers: the rows, ascending; none is greedy.
+
+    Returns:
+        int64 [num_rows]; what is not of `numbers` is 0.
+    """
+    tokens = np.zeros(len(rows), np.int64)
+    full = [row for row in numbers if not rows[row].truncated]
+    if full:
+        tokens[full] = _draw_full(logits, rows, full)
+    by_limit: dict[int, list[int]] = {}
+    for row in numbers:
+        if rows[row].truncated:
+            by_limit.setdefault(_first_limit(rows[row], logits.shape[1]), []).append(row)
+    for limit, few in by_limit.items():
+        tokens[few] = _draw_truncated(logits, rows, few, limit)
+    return tokens
+
+
+def _first_limit(row: RowParams, vocab: int) -> int:
+    """Return how many of the likeliest tokens to look at first; depends on nothing but the row."""
+    wanted = max(FIRST_NUCLEUS, row.top_k or 0)
+    return min(vocab, 1 << (wanted - 1).bit_length())
+
+
+def _runs(rows: Sequence[int], longest: int) -> Iterator[tuple[int, slice]]:
+    """Split ascending `rows` into runs of consecutive ones, whose logits are views, not copies.
+
+    Yields:
+        The place of a run in `rows`, and its slice of all rows; at most `longest` rows.
+    """
+    start = 0
+    for end in range(1, len(rows) + 1):
+        full = end - start == longest
+        if full or end == len(rows) or rows[end] != rows[end - 1] + 1:
+            yield start, slice(rows[start], rows[end - 1] + 1)
+            start = end
+
+
+def _weights(logits: Floats, rows: Sequence[RowParams], out: Floats) -> Floats:
+    """Return exp((logits - maximum) / temperature), float32 [num_rows, vocab], a part of `out`."""
+    scale = np.array([1.0 / row.temperature for row in rows], np.float32)
+    weights = out[: len(rows)]
+    np.subtract(logits, logits.max(axis=1, keepdims=True), out=weights)
+    np.multiply(weights, scale[:, None], out=weights)
+    np.exp(weights, out=weights)
+    return weights
+
+
+def _blocks(
+    logits: Floats, rows: Sequence[RowParams], numbers: Sequence[int]
+) -> Iterator[tuple[slice, Sequence[RowParams], Floats]]:
+    """Yield the weights of some rows, some at a time: their places in `numbers`, and parameters.
+
+    All are in the same memory, good until the next ones are taken: to get new memory from the
+    system for every row costs more than the arithmetic.
+    """
+    vocab = logits.shape[1]
+    size = max(1, min(len(numbers), BLOCK_ELEMENTS // vocab))
+    memory = np.empty((size, vocab), np.float32)
+    for place, run in _runs(numbers, size):
+        yield (
+            slice(place, place + run.stop - run.start),
+            rows[run],
+            _weights(logits[run], rows[run], memory),
+        )
+
+
+def _draw_full(logits: Floats, rows: Sequence[RowParams], numbers: Sequence[int]) -> Ids:
+    """Draw from the whole vocabulary, for each of the rows `numbers`."""
+    tokens = np.empty(len(numbers), np.int64)
+    for part, params, weights in _blocks(logits, rows, numbers):
+        tokens[part] = _draw_by_sums(weights, params)
+    return tokens
+
+
+def _draw_by_sums(weights: Floats, rows: Sequence[RowParams]) -> Ids:
+    """Return the token at which the cumulative sum passes the row's number.
+
+    The chunk is found first, then the token inside it.
+    """
+    vocab = weights.shape[1]
+    sums = np.add.reduceat(weights, np.arange(0, vocab, CHUNK), axis=1)
+    sums = np.cumsum(sums, axis=1, dtype=np.float64)
+    targets = np.array([row.uniform for row in rows]) * sums[:, -1]
+    chunks = (sums > targets[:, None]).argmax(axis=1)
+    lines = np.arange(len(rows))
+    targets -= np.where(chunks > 0, sums[lines, chunks - 1], 0.0)
+    columns = chunks[:, None] * CHUNK + np.arange(CHUNK)
+    inside = weights[lines[:, None], np.minimum(columns, vocab - 1)]
+    inside[columns >= vocab] = 0.0
+    sums = inside.cumsum(axis=1, dtype=np.float64)
+    # Rounding may put the number just beyond the chunk: then its last possible token is meant.
+    passed = sums > np.minimum(targets, np.nextafter(sums[:, -1], 0.0))[:, None]
+    tokens: NDArray[np.int64] = columns[lines, passed.argmax(axis=1)]
+    return tokens
+
+
+def _draw_truncated(
+    logits: Floats, rows: Sequence[RowParams], numbers: Sequence[int], limit: int
+) -> Ids:
+    """Draw from what `min_p`, `top_k` and `top_p` leave, for each of the rows `numbers`.
+
+    Args:
+        logits: float32 [num_rows, vocab].
+        rows: the parameters of each row.
+        numbers: the rows that are drawn, ascending.
+        limit: how many of the likeliest tokens to look at first.
+    """
+    vocab = logits.shape[1]
+    runs = _runs(numbers, max(1, RUN_ELEMENTS // vocab))
+    found = [top_m(logits[run], limit) for _, run in runs]
+    likeliest = (
+        np.concatenate([values for values, _ in found]),
+        np.concatenate([ids for _, ids in found]),
+    )
+    totals = np.full(len(numbers), np.nan)  # sum of all weights; NaN: of those that are looked at
+    open_places = [
+        place
+        for place, number in enumerate(numbers)
+        if rows[number].top_k is None and rows[number].min_p == 0.0
+    ]
+    if open_places:
+        open_rows = [numbers[place] for place in open_places]
+        sums = [weights.sum(axis=1) for _, _, weights in _blocks(logits, rows, open_rows)]
+        totals[open_places] = np.concatenate(sums)
+    tokens, enough = _draw_among(likeliest, [rows[number] for number in numbers], totals, vocab)
+    for place in np.flatnonzero(~enough).tolist():
+        one = slice(numbers[place], numbers[place] + 1)
+        tokens[place] = _draw_wide(logits[one], rows[one], totals[place : place + 1])
+    return tokens
+
+
+def _draw_wide(logits: Floats, rows: Sequence[RowParams], totals: NDArray[np.float64]) -> int:
+    """Draw a token of one row, of which more tokens are left than were looked at first."""
+    vocab = logits.shape[1]
+    if rows[0].min_p > 0.0:
+        sizes = [int(np.count_nonzero(logits >= _floors(logits.max(axis=1), rows)))]
+    else:
+        [(_, _, weights)] = _blocks(logits, rows, [0])
+        sizes = [_nucleus_size(weights[0], rows[0].top_p * totals[0]), vocab]  # by rounding
+    for size in sizes:
+        tokens, enough = _draw_among(top_m(logits, size), rows, totals, vocab)
+        if enough[0]:
+            break
+    return int(tokens[0])
+
+
+def _floors(maxima: Floats, rows: Sequence[RowParams]) -> Floats:
+    """Return the least logit that `min_p` keeps, float32 [num_rows]; -inf keeps all.
+
+    p >= min_p * p_max is logit >= maximum + temperature * log(min_p) (Nguyen et al., Min-p
+    Sampling, 2024, with the softmax taken away on both sides).
+    """
+    floors = np.full(len(rows), -np.inf, np.float32)
+    for index, row in enumerate(rows):
+        if row.min_p > 0.0:
+            floors[index] = float(maxima[index]) + row.temperature * math.log(row.min_p)
+    return floors
+
+
+def _nucleus_size(weights: Floats, wanted: float) -> int:
+    """Return how many of the largest weights sum up to `wanted`, at most their whole sum.
+
+    Args:
+        weights: float32 [vocab].
+        wanted: what they are to sum up to.
+    """
+    sums = np.sort(weights)[::-1].cumsum(dtype=np.float64)  # of bare floats: sorted by SIMD
+    return min(int(np.searchsorted(sums, wanted)) + 1, len(weights))
+
+
+def _draw_among(
+    likeliest: tuple[Floats, Ids],
+    rows: Sequence[RowParams],
+    totals: NDArray[np.float64],
+    vocab: int,
+) -> tuple[Ids, NDArray[np.bool_]]:
+    """Draw from the likeliest tokens.
+
+    Args:
+        likeliest: values and tokens, both [num_rows, limit], the likeliest first.
+        rows: the parameters of each row.
+        totals: float64 [num_rows]: sum of all weights; NaN: of those that are given.
+        vocab: how many tokens there are.
+
+    Returns:
+        The tokens, and whether `limit` was enough for each row.
+    """
+    values, ids = likeliest
+    limit = values.shape[1]
+    scale = np.array([1.0 / row.temperature for row in rows])
+    weights = np.exp((values - values[:, :1]) * scale[:, None])  # float64 [rows, limit]
+    top_k = np.array([limit if row.top_k is None else row.top_k for row in rows])
+    passed = values >= _floors(values[:, 0], rows)[:, None]
+    weights[(np.arange(limit) >= top_k[:, None]) | ~passed] = 0.0
+    sums = weights.cumsum(axis=1)
+    totals = np.where(np.isnan(totals), sums[:, -1], totals)
+    wanted = np.array([row.top_p for row in rows]) * totals
+    weights[sums - weights >= wanted[:, None]] = 0.0  # tokens after the sum has reached top_p
+    kept = weights.cumsum(axis=1)
+    # Without top_k more tokens than these may pass min_p, unless the last one did not.
+    cut_off = np.array([row.top_k is None and row.min_p > 0.0 for row in rows]) & passed[:, -1]
+    enough = ((sums[:, -1] >= wanted) & ~cut_off) | (limit == vocab)
+    targets = np.array([row.uniform for row in rows]) * kept[:, -1]
+    choice = (kept > targets[:, None]).argmax(axis=1)
+    return ids[np.arange(len(rows)), choice], enough

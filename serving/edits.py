@@ -1,0 +1,119 @@
+"""Changes to single logits of a few rows, made for as long as a token is drawn, then undone.
+
+Of 152k logits a request touches the hundreds that its own tokens name. Changing these in place,
+and putting the old values back, costs what they are, where a copy of the rows costs the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
+Rows = Sequence[tuple[int, "RowEdits"]]  # row number, and what changes in it
+
+
+def no_ids() -> Ids:
+    """Return no token ids."""
+    return np.empty(0, np.int64)
+
+
+def no_values() -> Floats:
+    """Return no values."""
+    return np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class RowEdits:
+    """What changes in one row of logits; the defaults change nothing."""
+
+    bias_ids: Ids = field(default_factory=no_ids)  # [num_biased], each once
+    bias: Floats = field(default_factory=no_values)  # [num_biased], added
+    banned: Ids = field(default_factory=no_ids)  # [num_banned], never drawn
+    seen: Ids = field(default_factory=no_ids)  # [num_seen], each once: tokens to penalize
+    counts: Floats = field(default_factory=no_values)  # [num_seen], how often in the output
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    allowed: Ids | None = None  # ascending, the only tokens that are drawn; None: all
+
+
+@contextmanager
+def edited(logits: Floats, rows: Rows) -> Iterator[Floats]:
+    """Give the changed logits, and put the old ones back at the end.
+
+    First biases are added, then tokens banned, then penalties taken, each from what the one before
+    left. `allowed` is left to the sampler.
+
+    Args:
+        logits: float32 [num_rows, vocab]; changed meanwhile, or copied if it is read-only.
+        rows: the rows to change, each once.
+    """
+    if not logits.flags.writeable:
+        logits = logits.copy()
+    undo: list[tuple[Ids, Ids, Floats]] = []
+    try:
+        for edit in (_add_biases, _ban, _penalize):
+            undo += edit(logits, rows)
+        yield logits
+    finally:
+        for numbers, columns, values in reversed(undo):
+            logits[numbers, columns] = values
+
+
+def _add_biases(logits: Floats, rows: Rows) -> list[tuple[Ids, Ids, Floats]]:
+    """Add `bias`; return what was there."""
+    rows = [(row, edits) for row, edits in rows if len(edits.bias_ids)]
+    if not rows:
+        return []
+    numbers, columns = _places([(row, edits.bias_ids) for row, edits in rows])
+    before = logits[numbers, columns]
+    logits[numbers, columns] = before + np.concatenate([edits.bias for _, edits in rows])
+    return [(numbers, columns, before)]
+
+
+def _ban(logits: Floats, rows: Rows) -> list[tuple[Ids, Ids, Floats]]:
+    """Make `banned` impossible; return what was there."""
+    rows = [(row, edits) for row, edits in rows if len(edits.banned)]
+    if not rows:
+        return []
+    numbers, columns = _places([(row, edits.banned) for row, edits in rows])
+    before = logits[numbers, columns]
+    logits[numbers, columns] = -np.inf
+    return [(numbers, columns, before)]
+
+
+def _penalize(logits: Floats, rows: Rows) -> list[tuple[Ids, Ids, Floats]]:
+    """Make the tokens that were `seen` less likely; return what was there.
+
+    Repetition (Keskar et al., CTRL, 2019, section 4.1) divides positive logits and multiplies
+    negative ones; frequency and presence are subtracted as in OpenAI's API reference.
+    """
+    rows = [(row, edits) for row, edits in rows if len(edits.seen)]
+    if not rows:
+        return []
+    numbers, columns = _places([(row, edits.seen) for row, edits in rows])
+    lengths = [len(edits.seen) for _, edits in rows]
+    counts = np.concatenate([edits.counts for _, edits in rows])
+
+    def spread(values: list[float]) -> Floats:
+        return np.repeat(np.array(values, np.float32), lengths)
+
+    before = logits[numbers, columns]
+    repetition = spread([edits.repetition for _, edits in rows])
+    values = np.where(before > 0, before / repetition, before * repetition)
+    values -= spread([edits.frequency for _, edits in rows]) * counts
+    values -= spread([edits.presence for _, edits in rows]) * (counts > 0)
+    logits[numbers, columns] = values
+    return [(numbers, columns, before)]
+
+
+def _places(rows: Sequence[tuple[int, Ids]]) -> tuple[Ids, Ids]:
+    """Return the row numbers and the columns of all tokens of all rows, int64 [num_places]."""
+    numbers = np.repeat([row for row, _ in rows], [len(ids) for _, ids in rows])
+    return numbers, np.concatenate([ids for _, ids in rows])

@@ -1,0 +1,233 @@
+"""What a request wants changed in its logits: checked once, then followed token by token.
+
+`LogitRules` is what the parameters say, one for all sequences of a request. `SequenceRules` is
+where a sequence stands: what its tokens make of the rules. It reads nothing but the tokens, each of
+them once, so preemption, batches and forks leave no trace in it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxport.errors import RequestError
+from onnxport.serving.edits import Floats, Ids, RowEdits, no_ids
+from onnxport.serving.params import SamplingParams
+
+Encode = Callable[[str], list[int]]
+Words = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRules:
+    """What the parameters of a request say of its logits.
+
+    Attributes:
+        bias_ids: tokens whose logits change, int64.
+        bias: what is added to them, float32.
+        banned: tokens that are never drawn: the bad words of one token.
+        bad_words: the longer ones, by their last token but one.
+        early: tokens that are not drawn before there are `min_tokens` of output.
+        min_tokens: see `early`.
+        allowed: the only tokens that are drawn, ascending; None: all.
+        repetition: 1 is no penalty.
+        presence: 0 is no penalty.
+        frequency: 0 is no penalty.
+    """
+
+    bias_ids: Ids
+    bias: Floats
+    banned: Ids
+    bad_words: dict[int, Words]
+    early: Ids
+    min_tokens: int
+    allowed: Ids | None
+    repetition: float
+    presence: float
+    frequency: float
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens have to be counted."""
+        return self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0
+
+
+class SequenceRules:
+    """What the rules of a request make of one sequence."""
+
+    __slots__ = ("_counts", "_num_prompt", "_rules")
+
+    def __init__(self, rules: LogitRules, num_prompt_tokens: int) -> None:
+        """Take the rules of a sequence that begins with a prompt of so many tokens."""
+        self._rules = rules
+        self._num_prompt = num_prompt_tokens
+        self._counts: TokenCounts | None = None  # made when it is needed, by the engine's thread
+
+    def edits(self, tokens: array[int]) -> RowEdits:
+        """Return what changes in the logits of the next token.
+
+        Args:
+            tokens: the prompt and the output so far; those of the call before, and more.
+        """
+        rules = self._rules
+        seen, counts = no_ids(), np.empty(0, np.float32)
+        if rules.penalizes:
+            if self._counts is None:
+                first = 0 if rules.repetition != 1.0 else self._num_prompt
+                self._counts = TokenCounts(tokens[first : self._num_prompt], self._num_prompt)
+            seen, counts = self._counts.read(tokens)
+        return RowEdits(
+            rules.bias_ids,
+            rules.bias,
+            self._banned(tokens),
+            seen,
+            counts,
+            rules.repetition,
+            rules.presence,
+            rules.frequency,
+            rules.allowed,
+        )
+
+    def _banned(self, tokens: array[int]) -> Ids:
+        """Return what must not come next: whole bad words, ends of begun ones, early ends."""
+        rules = self._rules
+        num_output = len(tokens) - self._num_prompt
+        parts = [rules.banned] if len(rules.banned) else []
+        if num_output < rules.min_tokens:
+            parts.append(rules.early)
+        if num_output and (words := rules.bad_words.get(tokens[-1])):
+            ends = [
+                word[-1]
+                for word in words
+                if len(word) - 1 <= num_output and tuple(tokens[1 - len(word) :]) == word[:-1]
+            ]
+            parts.append(np.array(ends, np.int64))
+        return np.concatenate(parts) if parts else no_ids()
+
+
+class TokenCounts:
+    """How often each token is in an output; tokens of the prompt are known, and count as 0."""
+
+    __slots__ = ("_counts", "_ids", "_num_read", "_places")
+
+    def __init__(self, prompt: Sequence[int], num_prompt_tokens: int) -> None:
+        """Begin with an output of none.
+
+        Args:
+            prompt: its tokens, as far as they matter.
+            num_prompt_tokens: how many tokens of a sequence are its prompt.
+        """
+        self._ids = np.unique(np.array(prompt, np.int64))
+        self._counts = np.zeros(len(self._ids), np.float32)
+        self._places = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
+        self._num_read = num_prompt_tokens
+
+    def read(self, tokens: array[int]) -> tuple[Ids, Floats]:
+        """Count what is new in `tokens`; return all known tokens and their counts.
+
+        They are good until the next call.
+        """
+        for token_id in tokens[self._num_read :]:
+            place = self._places.setdefault(token_id, len(self._places))
+            if place == len(self._ids):  # twice the room, so that growing costs little
+                more = max(16, place)
+                self._ids = np.concatenate((self._ids, np.zeros(more, np.int64)))
+                self._counts = np.concatenate((self._counts, np.zeros(more, np.float32)))
+            self._ids[place] = token_id
+            self._counts[place] += 1.0
+        self._num_read = len(tokens)
+        size = len(self._places)
+        return self._ids[:size], self._counts[:size]
+
+
+def logit_rules(
+    params: SamplingParams, end_ids: Iterable[int], vocab_size: int, encode: Encode | None
+) -> LogitRules | None:
+    """Return the rules of a request; None if its parameters change no logits.
+
+    Args:
+        params: of the request.
+        end_ids: tokens that would end it, whether it obeys them or not.
+        vocab_size: of the model.
+        encode: turns text into tokens and adds none; None without a tokenizer.
+
+    Raises:
+        RequestError: a token is not the model's, there is no tokenizer for `bad_words`, or no
+            token is left to draw.
+    """
+    biases = dict(params.logit_bias)
+    _check_ids("logit_bias", biases, vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    words = _bad_words(params.bad_words, encode)
+    allowed = params.allowed_token_ids
+    ends = {one for one in end_ids if one < vocab_size} if params.min_tokens else set()
+    rules = LogitRules(
+        np.array(list(biases), np.int64),
+        np.array(list(biases.values()), np.float32),
+        np.array([word[0] for word in words if len(word) == 1], np.int64),
+        _by_last_but_one(words),
+        np.array(sorted(ends), np.int64),
+        params.min_tokens if ends else 0,
+        None if allowed is None else np.unique(np.array(allowed, np.int64)),
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
+    _check_choice(rules)
+    changes = biases or words or rules.min_tokens or allowed is not None or rules.penalizes
+    return rules if changes else None
+
+
+def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raise RequestError for a token that the model does not have."""
+    if bad := [one for one in token_ids if one >= vocab_size]:
+        raise RequestError(
+            f"{name} holds token {bad[0]}; the model's tokens are 0 to {vocab_size - 1}. Remove it",
+            name,
+        )
+
+
+def _bad_words(texts: Sequence[str], encode: Encode | None) -> list[tuple[int, ...]]:
+    """Return the tokens of each text, and of the text after a space, as vLLM does.
+
+    vLLM leaves the second out where it has more tokens or fewer than the first; here both are bad.
+
+    Raises:
+        RequestError: there is no tokenizer, or a text has no tokens.
+    """
+    if texts and encode is None:
+        raise RequestError("bad_words need a tokenizer and this engine has none", "bad_words")
+    words: dict[tuple[int, ...], None] = {}
+    for text in texts:
+        for spelling in (text.lstrip(), " " + text.lstrip()):
+            word = tuple(encode(spelling)) if encode else ()
+            if not word:
+                raise RequestError(
+                    f"bad_words holds {text!r}, which has no tokens; remove it", "bad_words"
+                )
+            words[word] = None
+    return list(words)
+
+
+def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, Words]:
+    """Return the words of two tokens or more, by the token before their last."""
+    found: dict[int, Words] = {}
+    for word in words:
+        if len(word) > 1:
+            found[word[-2]] = (*found.get(word[-2], ()), word)
+    return found
+
+
+def _check_choice(rules: LogitRules) -> None:
+    """Raise RequestError if nothing can be drawn as the first token."""
+    if rules.allowed is None:
+        return
+    if not len(np.setdiff1d(rules.allowed, np.concatenate((rules.banned, rules.early)))):
+        raise RequestError(
+            f"allowed_token_ids are {rules.allowed[:10].tolist()}, and bad_words and min_tokens "
+            "(which bans the end tokens at first) forbid all of them; allow more tokens",
+            "allowed_token_ids",
+        )

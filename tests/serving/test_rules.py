@@ -1,0 +1,338 @@
+"""Changes to logits and what is drawn then, against an obvious, slow reference: plain loops."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from onnxport.errors import RequestError
+from onnxport.serving.drawing import RowParams
+from onnxport.serving.edits import RowEdits, edited
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.request import Request
+from onnxport.serving.rules import logit_rules
+from onnxport.serving.sampler import sample, uniform
+from onnxport.serving.sampling import row_params, sample_sequences
+from tests.serving.slow_sampling import changed, possible, probabilities
+
+VOCAB = 40
+END_IDS = frozenset({1, 2})
+
+
+def encode(text: str) -> list[int]:
+    """A tokenizer of which every letter is a token, and a space before `a` to `c` one with it."""
+    tokens = []
+    for index, letter in enumerate(text):
+        if letter != " ":
+            after_space = letter in "abc" and index > 0 and text[index - 1] == " "
+            tokens.append(ord(letter) - ord("a") + (10 if after_space else 3))
+        elif text[index + 1] not in "abc":
+            tokens.append(30)
+    return tokens
+
+
+def make_request(
+    params: SamplingParams, prompt: Sequence[int], output: Sequence[int], seed: int = 0
+) -> Request:
+    rules = logit_rules(params, END_IDS | {*params.stop_token_ids}, VOCAB, encode)
+    request = Request("r", array("q", prompt), params, max_total_tokens=999, rules=rules, seed=seed)
+    request.tokens.extend(output)
+    return request
+
+
+def random_logits(seed: int, rows: int = 1) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).normal(0, 3, (rows, VOCAB)).astype(np.float32)
+
+
+token_ids = st.integers(0, VOCAB - 1)
+words = st.text("abcde", min_size=1, max_size=3)
+mixes = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 0.4, 1.0, 1.7]),
+        "top_k": st.sampled_from([1, 3, 20]),
+        "top_p": st.sampled_from([0.3, 0.9]),
+        "min_p": st.sampled_from([0.001, 0.1, 0.5, 1.0]),
+        "repetition_penalty": st.sampled_from([0.5, 1.1, 3.0]),
+        "presence_penalty": st.sampled_from([-2.0, 0.5, 2.0]),
+        "frequency_penalty": st.sampled_from([-1.0, 0.3, 2.0]),
+        "logit_bias": st.dictionaries(token_ids, st.sampled_from([-100.0, -1.5, 2.0, 100.0])),
+        "bad_words": st.lists(words, max_size=3),
+        "allowed_token_ids": st.lists(token_ids, min_size=12),
+        "min_tokens": st.integers(0, 6),
+        "stop_token_ids": st.lists(token_ids, max_size=2),
+        "ignore_eos": st.booleans(),
+        "logprobs": st.just(2),
+    },
+)
+outputs = st.lists(st.integers(0, 15), max_size=12)
+
+
+def valid(mix: dict[str, Any]) -> SamplingParams | None:
+    """The parameters, or None if they leave nothing to draw."""
+    params = SamplingParams(**mix)
+    try:
+        logit_rules(params, END_IDS | {*params.stop_token_ids}, VOCAB, encode)
+    except RequestError as error:
+        if error.param != "allowed_token_ids":
+            raise
+        return None
+    return params
+
+
+@settings(max_examples=80, deadline=None)
+@given(mixes=st.lists(st.tuples(mixes, outputs, outputs), min_size=1, max_size=5), seed=token_ids)
+def test_what_a_batch_draws_is_what_the_reference_allows_each_row(
+    mixes: list[tuple[dict[str, Any], list[int], list[int]]], seed: int
+) -> None:
+    logits = random_logits(seed, len(mixes))
+    before = logits.copy()
+    requests = []
+    for index, (mix, prompt, output) in enumerate(mixes):
+        params = valid(mix)
+        if params is not None:
+            requests.append((index, make_request(params, [0, *prompt], output, seed + index)))
+    if not requests:
+        return
+    rows = logits[[index for index, _ in requests]]
+    together = sample_sequences([request for _, request in requests], rows)
+    assert (rows == before[[index for index, _ in requests]]).all()
+    for line, (index, request) in enumerate(requests):
+        _, prompt, output = mixes[index]
+        mine = changed(before[index], request.params, [0, *prompt], output, END_IDS, encode)
+        if max(mine) == -math.inf:
+            assert line in together.invalid
+            continue
+        allowed = possible(mine, request.params, uniform(request.seed, len(request.tokens)))
+        assert together.token_ids[line] in allowed
+        again = make_request(request.params, [0, *prompt], output, request.seed)
+        alone = sample_sequences([again], before[index : index + 1])
+        assert alone.token_ids == [together.token_ids[line]]
+        if together.logprobs and request.params.logprobs is not None:
+            assert alone.logprobs == [together.logprobs[line]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(mix=mixes, prompt=outputs, output=outputs, cuts=st.sets(st.integers(0, 12)))
+def test_counting_token_by_token_is_counting_at_once(
+    mix: dict[str, Any], prompt: list[int], output: list[int], cuts: set[int]
+) -> None:
+    params = valid(mix)
+    if params is None:
+        return
+    step_by_step = make_request(params, [0, *prompt], [])
+    for cut in sorted({cut for cut in cuts if cut < len(output)}):
+        step_by_step.tokens.extend(output[step_by_step.num_output_tokens : cut])
+        row_params(step_by_step)
+    step_by_step.tokens.extend(output[step_by_step.num_output_tokens :])
+    at_once = make_request(params, [0, *prompt], output)
+    logits = random_logits(3)
+    found = []
+    for request in (step_by_step, at_once):
+        edits = row_params(request).edits or RowEdits()
+        with edited(logits, [(0, edits)]) as values:
+            found.append(values.copy())
+    assert (found[0] == found[1]).all()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"min_p": 0.05},
+        {"min_p": 0.3, "temperature": 2.0},
+        {"min_p": 0.02, "top_k": 12, "top_p": 0.8, "temperature": 1.5},
+        {"min_p": 0.001, "top_p": 0.95},
+        {"top_k": 7, "temperature": 0.6},
+        {"top_p": 0.6},
+        {"temperature": 3.0},
+    ],
+)
+@pytest.mark.parametrize("allowed", [False, True])
+def test_what_is_drawn_follows_the_reference_s_distribution(
+    row: dict[str, float], allowed: bool
+) -> None:
+    """Chi-square over 8,000 positions of one seed; 99.9 % of the time below the bound."""
+    number, vocab = 8000, 300
+    logits = np.random.default_rng(8).normal(0, 2, (1, vocab)).astype(np.float32)
+    ids = np.arange(3, vocab, 5) if allowed else None
+    params = SamplingParams(**row, allowed_token_ids=None if ids is None else tuple(ids.tolist()))  # type: ignore[arg-type]
+    rows = [
+        RowParams(
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            uniform(77, position),
+            min_p=params.min_p,
+            edits=RowEdits(allowed=ids),
+        )
+        for position in range(number)
+    ]
+    drawn = sample(np.repeat(logits, number, axis=0), rows).token_ids
+    mine = [v if ids is None or i in ids else -math.inf for i, v in enumerate(logits[0].tolist())]
+    expected = {t: number * p for t, p in probabilities(mine, params).items()}
+    counts = np.bincount(drawn, minlength=vocab)
+    assert {*np.flatnonzero(counts).tolist()} <= expected.keys()
+    often = [token_id for token_id, count in expected.items() if count >= 5]
+    rest = number - sum(expected[token_id] for token_id in often)
+    square = sum((counts[t] - expected[t]) ** 2 / expected[t] for t in often)
+    if rest > 5:
+        square += (number - counts[often].sum() - rest) ** 2 / rest
+    freedom = max(1, len(often) - (rest <= 5))
+    assert square < freedom * (1 - 2 / (9 * freedom) + 3.1 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def test_a_floor_beyond_the_first_nucleus() -> None:
+    """More tokens pass min_p than are looked at first."""
+    logits = np.linspace(1, 0, 500, dtype=np.float32)[None]
+    rows = [RowParams(1.0, uniform=(i + 0.5) / 2000, min_p=0.5) for i in range(2000)]
+    drawn = sample(np.repeat(logits, 2000, axis=0), rows).token_ids
+    passed = int((logits[0] >= 1 + math.log(0.5)).sum())
+    assert set(drawn) == set(range(passed))
+
+
+def test_a_min_p_of_one_leaves_the_likeliest_and_their_equals() -> None:
+    logits = np.array([[1, 3, 2.999, 3, 0]], np.float32)
+    rows = [RowParams(0.7, uniform=number, min_p=1.0) for number in (0.0, 0.49, 0.51, 0.99)]
+    assert sample(np.repeat(logits, 4, axis=0), rows).token_ids == [1, 1, 3, 3]
+
+
+def test_penalties_by_hand() -> None:
+    params = SamplingParams(
+        repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={4: 3.0}
+    )
+    request = make_request(params, [0, 3], [4, 4, 5])
+    logits = np.full((1, VOCAB), 1.0, np.float32)
+    logits[0, [0, 5]] = -1.0
+    edits = row_params(request).edits
+    assert edits is not None
+    with edited(logits, [(0, edits)]) as values:
+        found = values[0, [0, 1, 3, 4, 5]].tolist()
+    assert found == [-2.0, 1.0, 0.5, (1 + 3) / 2 - 2 * 0.25 - 0.5, -2.0 - 0.25 - 0.5]
+    assert set(logits[0].tolist()) == {1.0, -1.0}
+
+
+@pytest.mark.parametrize(
+    ("output", "banned"),
+    [
+        ([], {3}),  # "a" alone; "bcd" has not begun
+        ([10], {3, 10}),
+        ([4, 5], {3, 10, 6}),  # "bc" then "d"
+        ([11, 5], {3, 10, 6}),
+        ([5, 5], {3, 10}),
+        ([5], {3, 10}),  # what the prompt began is no bad word
+    ],
+)
+def test_bad_words_by_hand(output: list[int], banned: set[int]) -> None:
+    """Tokens of "a" are [3] and [10], of "bcd" [4, 5, 6] and [11, 5, 6]."""
+    request = make_request(SamplingParams(bad_words=("a", "bcd")), [0, 4], output)
+    edits = row_params(request).edits
+    assert edits is not None
+    assert {*edits.banned.tolist()} == banned | {3, 10}
+
+
+def test_logits_that_may_not_be_written_are_copied() -> None:
+    logits = random_logits(1)
+    logits.flags.writeable = False
+    request = make_request(SamplingParams(temperature=0.0, allowed_token_ids=(7,)), [0], [])
+    assert sample_sequences([request], logits).token_ids == [7]
+    request = make_request(SamplingParams(temperature=0.0, logit_bias={9: 100}), [0], [])
+    assert sample_sequences([request], logits).token_ids == [9]
+
+
+def test_logits_come_back_when_drawing_fails() -> None:
+    logits = random_logits(1)
+    before = logits.copy()
+    edits = RowEdits(
+        banned=np.array([1, 1, 2]), bias_ids=np.array([2]), bias=np.ones(1, np.float32)
+    )
+
+    def draw(values: NDArray[np.float32]) -> None:
+        assert values[0, 2] == -np.inf
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), edited(logits, [(0, edits)]) as values:
+        draw(values)
+    assert (logits == before).all()
+
+
+def test_logits_that_are_not_finite_stay_the_models_fault() -> None:
+    logits = random_logits(1, 3)
+    logits[0, 7] = np.nan
+    logits[1, 7] = np.nan
+    rows = [RowParams(edits=RowEdits(allowed=np.array(ids))) for ids in ([7, 8], [8], [8])]
+    found = sample(logits, rows)
+    assert found.invalid == (0,)
+    assert found.token_ids[1:] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"min_p": 1.5}, "min_p", "must be in [0.0, 1.0]"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", "[0.01, 100.0]"),
+        ({"presence_penalty": 2.1}, "presence_penalty", "2.1; it must be in [-2.0, 2.0]"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty", "nan"),
+        ({"logit_bias": {3: 101}}, "logit_bias", "[-100.0, 100.0]"),
+        ({"logit_bias": {"3": 1}}, "logit_bias", "token ids are integers"),
+        ({"logit_bias": {-3: 1}}, "logit_bias", "-3"),
+        ({"bad_words": ["a", ""]}, "bad_words", "must be text, not empty"),
+        ({"bad_words": ["a"] * 1025}, "bad_words", "at most 1024"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "name a token"),
+        ({"allowed_token_ids": [True]}, "allowed_token_ids", "True"),
+        ({"min_tokens": -1}, "min_tokens", "-1"),
+        ({"min_tokens": None}, "min_tokens", "None"),
+        ({"min_tokens": 17}, "min_tokens", "max_tokens is 16"),
+    ],
+)
+def test_parameters_that_are_refused(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**fields)
+    assert caught.value.param == param
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"logit_bias": {VOCAB: 1}}, "logit_bias", "token 40; the model's tokens are 0 to 39"),
+        ({"allowed_token_ids": [3, 50]}, "allowed_token_ids", "token 50"),
+        ({"bad_words": [" "]}, "bad_words", "no tokens"),
+        ({"allowed_token_ids": [3, 10], "bad_words": ["a"]}, "allowed_token_ids", "forbid all"),
+        ({"allowed_token_ids": [1], "min_tokens": 1}, "allowed_token_ids", "min_tokens"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused(
+    fields: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        logit_rules(
+            SamplingParams(**fields),
+            END_IDS,
+            VOCAB,
+            lambda text: encode(text) if text.strip() else [],
+        )
+    assert caught.value.param == param
+    assert words in str(caught.value)
+
+
+def test_neutral_values_change_nothing() -> None:
+    params = SamplingParams(logit_bias={}, bad_words=[], min_tokens=0, presence_penalty=0)  # type: ignore[arg-type]
+    assert logit_rules(params, END_IDS, VOCAB, encode) is None
+    assert logit_rules(SamplingParams(min_tokens=3), (), VOCAB, None) is None
+    assert make_request(SamplingParams(temperature=0.0, min_p=0.5), [0], []).plain
+
+
+def test_parameters_are_values() -> None:
+    """They are compared and hashed, so biases are kept as pairs."""
+    one, two = SamplingParams(logit_bias={5: 1, 3: 2}), SamplingParams(logit_bias={3: 2, 5: 1})
+    assert one == two
+    assert hash(one) == hash(two)
+    assert dict(one.logit_bias) == {3: 2, 5: 1}
