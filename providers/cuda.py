@@ -36,7 +36,8 @@ class CudaProvider:
     """Loads artifacts on one GPU.
 
     Args:
-        device: its number, as CUDA counts.
+        device: its number, as CUDA counts. Its name and memory are those of the same number in
+            NVIDIA's management library, which counts the GPUs that CUDA_VISIBLE_DEVICES hides too.
         emulate: let the CPU stand in for it.
     """
 
@@ -69,6 +70,8 @@ class CudaProvider:
         if self._device_id >= len(gpus):
             reason = f"cuda:{self._device_id} is to be used, and there are {len(gpus)} GPUs"
             return Probe(False, reason, devices, versions)
+        used = devices[self._device_id]
+        devices = (used, *(device for device in devices if device is not used))
         _preload(ort)
         if reason := why_not_started(self._target()):
             reason = _why_not_loaded(ort) or reason

@@ -69,6 +69,8 @@ class MIGraphXProvider:
             count = f"{len(gpus)} AMD GPUs" if gpus else "no AMD GPU"
             reason = f"{DRM} lists {count}, and migraphx:{self._device_id} is to be used"
             return Probe(False, reason, devices, versions)
+        used = devices[self._device_id]
+        devices = (used, *(device for device in devices if device is not used))
         if reason := why_not_started(self._target()):
             advice = "ONNX Runtime needs ROCm with MIGraphX (apt install migraphx, from AMD)"
             return Probe(False, f"{reason}. {advice}", devices, versions)

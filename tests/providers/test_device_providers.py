@@ -79,7 +79,7 @@ class FakeNvml:
         return self.capability
 
     def nvmlDeviceGetName(self, handle: int) -> bytes:  # noqa: N802
-        return b"A GPU"
+        return b"A GPU" if handle == 0 else b"Another GPU"
 
 
 @pytest.mark.parametrize("provider", ["cuda", "migraphx"])
@@ -134,8 +134,9 @@ def test_what_the_driver_says_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = get_provider("cuda:1").probe()
     assert probe.available
     assert probe.versions["driver"] == "590.1"
-    assert [(d.name, d.memory_bytes, d.kind) for d in probe.devices] == 2 * [
-        ("A GPU", 80 << 30, "gpu")
+    assert [(d.name, d.memory_bytes, d.kind) for d in probe.devices] == [
+        ("Another GPU", 80 << 30, "gpu"),  # the one that is used comes first
+        ("A GPU", 80 << 30, "gpu"),
     ]
     assert probe.features is not None
     assert probe.features.dtypes == ("float16", "float32")  # bfloat16 came with 8.0
@@ -147,12 +148,16 @@ def test_a_device_that_does_not_start_is_missing(
     monkeypatch: pytest.MonkeyPatch, provider: str
 ) -> None:
     have(monkeypatch, provider)
-    gpu = migraphx._Gpu(device=migraphx.Device("MI300X", 192 << 30, "gpu"), free_bytes=None)
-    monkeypatch.setattr(migraphx, "amd_gpus", lambda: [gpu])
-    probe = get_provider(provider).probe()
+    gpus = [
+        migraphx._Gpu(device=migraphx.Device(name, 192 << 30, "gpu"), free_bytes=None)
+        for name in ("MI250", "MI300X")
+    ]
+    monkeypatch.setattr(migraphx, "amd_gpus", lambda: gpus)
+    probe = get_provider(f"{provider}:1").probe()
     assert not probe.available
     assert NAMES[provider] in probe.reason
-    assert get_provider(provider).probe().devices
+    expected = ["MI300X", "MI250"] if provider == "migraphx" else ["Direct3D 12 adapter 1"]
+    assert [device.name for device in probe.devices] == expected
 
 
 def test_amd_gpus_are_those_that_the_kernel_lists(tmp_path: Path) -> None:
