@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.lora import LoraAdapter
 from onnxport.graphs.passes.accuracy import ACCURACY_LEVELS
 
 Attention = Literal["native", "custom", "decomposed"]
@@ -73,6 +74,8 @@ class LoadOptions:
     # does not take them; what the provider itself expects there needs no mention.
     allowed_on_host: tuple[str, ...] = ()
     capture_graphs: bool = False  # record decode steps and replay them (CUDA graphs)
+    max_adapters: int = 0  # LoRA adapters that can be loaded at once; 0: a graph without any
+    max_adapter_rank: int = 16  # largest rank of an adapter
 
     def __post_init__(self) -> None:
         """Refuse what no provider could mean."""
@@ -151,6 +154,8 @@ class Capabilities:
     # Operator type -> number of nodes that the host runs for a device that is not the host.
     on_host: Mapping[str, int] = field(default_factory=dict)
     emulated: bool = False  # a stand-in device ran the provider's own graph, see Provider
+    max_adapters: int = 0  # slots for LoRA adapters, numbered from 1; 0: none
+    max_adapter_rank: int = 0  # largest rank of an adapter; 0 without slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +168,8 @@ class StepInputs:
     past_sequence_lengths: NDArray[np.int32]  # [batch]
     attention_metadata: NDArray[np.int32]  # [3]: max query length, max KV length, min KV length
     logits_indices: NDArray[np.int32]  # [num_logits], indices into input_ids
+    # [batch], the adapter slot of each row; 0 is the model without one. None: no row has one.
+    adapter_slots: NDArray[np.int32] | None = None
 
 
 class Model(Protocol):
@@ -204,6 +211,14 @@ class Model(Protocol):
         """Replace the content of `blocks`, distinct ones, by what `read_blocks` returned once.
 
         Raises ProviderError when the device fails; the blocks are undefined then.
+        """
+        ...
+
+    def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        """Put an adapter in a slot, 1 to `max_adapters`, or empty it; for the next `run`.
+
+        Raises ProviderError when the device fails or the model was loaded without slots,
+        CapacityError when the adapter's rank is above `max_adapter_rank` or memory is short.
         """
         ...
 

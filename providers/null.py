@@ -8,6 +8,7 @@ position that it was written for.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +16,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import DeviceLostError, ProviderError
+from onnxport.errors import CapacityError, DeviceLostError, ProviderError
+from onnxport.graphs.lora import LoraAdapter
 from onnxport.providers.base import Capabilities, KVFormat, StepInputs
 from onnxport.providers.blocks import HostBlocks, plain_layout
 
+MAX_ADAPTER_RANK = 16
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _POISON = np.int64(-(1 << 62))  # in slots whose content must not be read
 
@@ -33,6 +36,7 @@ class NullOptions:
     max_model_len: int = 4096
     max_batch_rows: int | None = None
     max_batch_tokens: int | None = None
+    max_adapters: int = 0
     latency_s: float = 0.0  # slept in every run
     fails: Callable[[int], bool] = field(default=lambda run: False)  # by number of the run, from 0
     # by number of the transfer, from 0: copies, reads and writes of blocks are counted together
@@ -56,6 +60,7 @@ class NullModel:
         self.lost = False
         self.num_copied_blocks = self.num_read_blocks = self.num_written_blocks = 0
         self.closed = False
+        self._adapters: dict[int, int] = {}  # slot -> what it adds to the tokens that are stored
         shape = (options.num_blocks, options.block_size)
         self._tokens = np.full(shape, _POISON, np.int64)
         self._positions = np.full(shape, _POISON, np.int64)
@@ -82,6 +87,8 @@ class NullModel:
             max_batch_rows=options.max_batch_rows,
             max_batch_tokens=options.max_batch_tokens,
             placement={"null": 1},
+            max_adapters=options.max_adapters,
+            max_adapter_rank=MAX_ADAPTER_RANK if options.max_adapters else 0,
         )
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
@@ -112,6 +119,8 @@ class NullModel:
             self._tokens[blocks, slots] = self._positions[blocks, slots] = _POISON
             raise ProviderError(f"run {number} was told to fail")
         self._tokens[blocks, slots] = inputs.input_ids
+        if inputs.adapter_slots is not None:  # K/V depend on the adapter
+            self._tokens[blocks, slots] += self._adapter_marks(inputs.adapter_slots)[rows]
         self._positions[blocks, slots] = positions
         hashes = self._prefix_hashes(inputs.block_table, past + new)
         at = inputs.logits_indices
@@ -139,6 +148,18 @@ class NullModel:
         self._end_transfer(blocks)
         self.num_written_blocks += len(blocks)
 
+    def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        """See `providers.base.Model.set_adapter`."""
+        assert 1 <= slot <= self.options.max_adapters, slot
+        if adapter is not None and adapter.rank > MAX_ADAPTER_RANK:
+            raise CapacityError(
+                f"the adapter's rank is {adapter.rank}; this model takes up to {MAX_ADAPTER_RANK}"
+            )
+        if adapter is None:
+            self._adapters.pop(slot, None)
+        else:
+            self._adapters[slot] = _adapter_mark(adapter)
+
     def poison(self, blocks: Iterable[int]) -> None:
         """Make the content of `blocks` unreadable, as a test does with free ones."""
         ids = list(blocks)
@@ -156,6 +177,14 @@ class NullModel:
         if self.options.lost_at(number):
             self.lost = True
             raise DeviceLostError(f"operation {number} was told to lose the device")
+
+    def _adapter_marks(self, slots: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Return what the adapter of each row adds to the tokens it stores, int64 [batch]."""
+        marks = []
+        for slot in slots.tolist():
+            assert not slot or slot in self._adapters, f"slot {slot} is empty"
+            marks.append(self._adapters[slot] if slot else 0)
+        return np.array(marks, np.int64)
 
     def _end_transfer(self, written: Sequence[int]) -> None:
         """Count a transfer, and let it fail where `NullOptions.transfer_fails` says so."""
@@ -194,6 +223,14 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
+def _adapter_mark(adapter: LoraAdapter) -> int:
+    """Return a multiple of 2**32, below 2**61, that differs between adapters."""
+    digest = hashlib.sha256()
+    for key, delta in sorted(adapter.deltas.items()):
+        digest.update(repr(key).encode() + delta.a.tobytes() + delta.b.tobytes())
+    return int.from_bytes(digest.digest()[:4], "big") % (1 << 29) << 32
+
+
 def check_inputs(inputs: StepInputs, limits: Capabilities) -> None:
     """Assert that `inputs` keep the graph contract and the model's limits."""
     batch = len(inputs.past_sequence_lengths)
@@ -229,6 +266,11 @@ def check_inputs(inputs: StepInputs, limits: Capabilities) -> None:
     beyond = np.arange(table.shape[1]) >= used[:, None]
     assert (table[beyond] == 0).all(), "an unused entry of the block table is not 0"
     assert ((table >= 0) & (table < limits.num_blocks)).all()
+    if inputs.adapter_slots is not None:
+        slots = inputs.adapter_slots
+        assert slots.dtype == np.int32
+        assert slots.shape == (batch,)
+        assert ((slots >= 0) & (slots <= limits.max_adapters)).all()
     indices = inputs.logits_indices
     assert len(indices) >= 1
     assert ((indices >= 0) & (indices < num_tokens)).all()

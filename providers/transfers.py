@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
+from onnxport.graphs.lora import LoraAdapter
 from onnxport.providers.failures import device_error
 
 CLOSED = "the model was closed; load it again"
@@ -60,6 +61,13 @@ class Transfers:
         """See `providers.base.Model.write_blocks`."""
         with self._transfer("writing", len(blocks)) as caches:
             caches.write(blocks, content)
+
+    def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        """See `providers.base.Model.set_adapter`."""
+        raise ProviderError(
+            f"slot {slot} for a LoRA adapter was asked for, and this model was loaded without any; "
+            "load it with max_adapters"
+        )
 
     @contextmanager
     def _transfer(self, doing: str, count: int) -> Iterator[Blocks]:

@@ -43,6 +43,7 @@ class BatchPacker:
             past_sequence_lengths=past,
             attention_metadata=metadata,
             logits_indices=last[list(plan.sampled)] if plan.sampled else last[-1:],
+            adapter_slots=_adapter_slots(plan),
         )
 
     def _pack_input_ids(self, plan: StepPlan) -> NDArray[np.int64]:
@@ -71,3 +72,10 @@ class BatchPacker:
     def _grow_block_table(self, size: int) -> None:
         self._block_table: NDArray[np.int32] = np.zeros(size, np.int32)
         self._block_table_view = self._block_table.data.cast("B").cast("i")
+
+
+def _adapter_slots(plan: StepPlan) -> NDArray[np.int32] | None:
+    """Return the adapter slot of each row, int32 [batch]; None where no row has one."""
+    if not any(request.adapter_slot for request in plan.requests):
+        return None
+    return np.array([request.adapter_slot for request in plan.requests], np.int32)

@@ -34,6 +34,8 @@ class RowParams:
     num_logprobs: int | None = None  # None: no logprobs; n: the sampled token and the n likeliest
     min_p: float = 0.0
     edits: RowEdits | None = None  # what changes in the logits before a token is drawn
+    mask: NDArray[np.uint32] | None = None  # [ceil(vocab / 32)], bit i % 32 of word i // 32 allows
+    # token i; None: all
 
     @property
     def greedy(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.table import BlockTable
+from onnxport.serving.grammar import Grammar
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.rules import LogitRules, SequenceRules
@@ -51,14 +52,20 @@ class Request:
         deadline_s: when the request ends unless it has before; infinite without a timeout.
         plain: whether its tokens are the likeliest of unchanged logits, and nothing else is asked.
         rules: what changes in its logits; None: nothing.
+        grammar: what its output has to follow; None: nothing.
+        draft: tokens that may follow `tokens`, to be checked in the next step; most often none.
+        adapter_slot: the model's slot of its LoRA adapter; 0: none.
         text: turns tokens into text and finds stop strings; None without a tokenizer.
         finish_reason: None until the sequence ends; set once.
     """
 
     __slots__ = (
+        "adapter_slot",
         "deadline_s",
+        "draft",
         "finish_reason",
         "forked",
+        "grammar",
         "index",
         "keys",
         "max_total_tokens",
@@ -99,6 +106,8 @@ class Request:
         arrival_time_s: float = 0.0,
         keys: KeyChain | None = None,
         rules: LogitRules | None = None,
+        grammar: Grammar | None = None,
+        adapter_slot: int = 0,
         text: TextStream | None = None,
     ) -> None:
         self.request_id = request_id
@@ -106,9 +115,11 @@ class Request:
         self.prompt = prompt
         self.params = params
         self.options = options or RequestOptions()
-        self.plain = params.greedy and params.logprobs is None and rules is None
+        self.plain = params.greedy and params.logprobs is None and rules is None and grammar is None
         self.rules = None if rules is None else SequenceRules(rules, len(tokens))
+        self.grammar = grammar
         self.tokens = tokens
+        self.draft: array[int] = array(TOKEN_ID_TYPECODE)
         self.num_prompt_tokens = len(tokens)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
@@ -116,6 +127,7 @@ class Request:
         self.max_total_tokens = max_total_tokens
         self.stop_token_ids = stop_token_ids
         self.seed = seed
+        self.adapter_slot = adapter_slot
         self.table = BlockTable()
         self.keys = keys
         self.forked = False

@@ -84,6 +84,8 @@ def sample(logits: Floats, rows: Sequence[RowParams]) -> Sampled:
     if changes:
         with edited(logits, changes) as changed:
             tokens, invalid = _draw_allowed(changed, rows)
+    elif any(row.mask is not None for row in rows):
+        tokens, invalid = _draw_allowed(logits, rows)
     else:
         tokens, invalid = _draw(logits, rows)
     token_ids = tokens.tolist()
@@ -105,10 +107,10 @@ def _draw_allowed(logits: Floats, rows: Sequence[RowParams]) -> tuple[Ids, set[i
     free: list[int] = []
     narrow: dict[int, list[tuple[int, Ids]]] = {}  # by width, a power of 2
     for index, row in enumerate(rows):
-        if row.edits is None or row.edits.allowed is None:
+        ids = _allowed_ids(row, logits.shape[1])
+        if ids is None:
             free.append(index)
         else:
-            ids = row.edits.allowed
             narrow.setdefault(1 << len(ids).bit_length(), []).append((index, ids))
     if not narrow:
         return _draw(logits, rows)
@@ -125,6 +127,20 @@ def _draw_allowed(logits: Floats, rows: Sequence[RowParams]) -> tuple[Ids, set[i
             tokens[index] = 0 if line in failed else ids[columns[line]]
         invalid |= {group[line][0] for line in failed}
     return tokens, invalid
+
+
+def _allowed_ids(row: RowParams, vocab: int) -> Ids | None:
+    """Return the tokens that both `allowed` and `mask` allow, ascending; None: all."""
+    ids = None if row.edits is None else row.edits.allowed
+    if row.mask is None:
+        return ids
+    if ids is not None:
+        shifts = (ids % 32).astype(np.uint32)
+        both: Ids = ids[(row.mask[ids // 32] >> shifts) & 1 == 1]
+        return both
+    bits = np.unpackbits(row.mask.view(np.uint8), bitorder="little")
+    found: Ids = np.flatnonzero(bits[:vocab]).astype(np.int64)
+    return found
 
 
 def _draw(

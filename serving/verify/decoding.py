@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
+from onnxport.graphs.lora import LoraAdapter
 from onnxport.providers.base import Capabilities, Model, StepInputs
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
@@ -65,6 +66,10 @@ class LentModel:
     def write_blocks(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
         """See `providers.base.Model.write_blocks`."""
         self._model.write_blocks(blocks, content)
+
+    def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        """See `providers.base.Model.set_adapter`."""
+        self._model.set_adapter(slot, adapter)
 
     def close(self) -> None:
         """Do nothing: the model is only lent."""

@@ -10,7 +10,8 @@ def packed(bench: Bench, packer: BatchPacker) -> dict[str, list[object]]:
     plan = bench.scheduler.plan()
     reservation = bench.scheduler.reserve(plan)
     inputs = packer.pack(plan)
-    result = {name: getattr(inputs, name).tolist() for name in inputs.__slots__}
+    arrays = {name: getattr(inputs, name) for name in inputs.__slots__}
+    result = {name: array.tolist() for name, array in arrays.items() if array is not None}
     bench.scheduler.commit(plan, reservation)
     for row in plan.sampled:
         plan.requests[row].tokens.append(7)

@@ -1,0 +1,39 @@
+"""What the engine asks of a grammar that the output of a sequence has to follow."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Grammar(Protocol):
+    """Where one sequence stands in its grammar.
+
+    It reads nothing but the tokens it is given, those of the output once each as they come, so
+    preemption, batches and rejected drafts leave no trace in it. One thread at a time.
+    """
+
+    def masks(self, tokens: array[int], draft: Sequence[int] = ()) -> NDArray[np.uint32]:
+        """Return which tokens may come next, after `tokens` and after each token of `draft`.
+
+        Args:
+            tokens: the prompt and the output so far; those of the call before, and more.
+            draft: tokens that may follow, all of them possible, see `num_possible`.
+
+        Returns:
+            uint32 [1 + len(draft), ceil(vocab / 32)], memory that the next call may overwrite: bit
+            i % 32 of word i // 32 is set where token i may come.
+        """
+        ...
+
+    def num_possible(self, tokens: array[int], draft: Sequence[int]) -> int:
+        """Return how many of the first tokens of `draft` may follow `tokens`."""
+        ...
+
+    def is_complete(self, tokens: array[int]) -> bool:
+        """Whether the output is whole and nothing may follow it but an end token."""
+        ...
