@@ -26,15 +26,14 @@ class BatchPacker:
     def pack(self, plan: StepPlan) -> StepInputs:
         """Return the arrays of `plan`, whose requests already hold their new blocks.
 
-        Logits are asked for where a row reaches its last token. When no row does, they are asked
-        for once, at the end, and not used: no graph has to take an empty axis.
+        Logits are asked for where the plan needs them. When it does nowhere, they are asked for
+        once, at the end, and not used: no graph has to take an empty axis.
         """
         rows = len(plan.requests)
         cumulative = self._cumulative[: rows + 1]
         np.cumsum(plan.num_new, out=cumulative[1:])
         past = np.array(plan.num_past, np.int32)
         total = past + np.diff(cumulative)
-        last = cumulative[1:] - 1
         metadata = np.array([max(plan.num_new), total.max(), total.min()], np.int32)
         return StepInputs(
             input_ids=self._pack_input_ids(plan),
@@ -42,16 +41,23 @@ class BatchPacker:
             cumulative_sequence_lengths=cumulative,
             past_sequence_lengths=past,
             attention_metadata=metadata,
-            logits_indices=last[list(plan.sampled)] if plan.sampled else last[-1:],
+            logits_indices=_logits_indices(plan, cumulative[1:]),
             adapter_slots=_adapter_slots(plan),
         )
 
     def _pack_input_ids(self, plan: StepPlan) -> NDArray[np.int64]:
         view = self._input_ids_view
         end = 0
-        for request, past, new in zip(plan.requests, plan.num_past, plan.num_new, strict=True):
-            start, end = end, end + new
-            view[start:end] = request.tokens[past : past + new]
+        for row, request in enumerate(plan.requests):
+            start, past, new = end, plan.num_past[row], plan.num_new[row]
+            end += new
+            if row in plan.drafts:
+                guessed = plan.drafts[row]
+                own = new - len(guessed)
+                view[start : start + own] = request.tokens[past : past + own]
+                self._input_ids[start + own : end] = guessed
+            else:
+                view[start:end] = request.tokens[past : past + new]
         return self._input_ids[:end]
 
     def _pack_block_table(self, plan: StepPlan) -> NDArray[np.int32]:
@@ -79,3 +85,21 @@ def _adapter_slots(plan: StepPlan) -> NDArray[np.int32] | None:
     if not any(request.adapter_slot for request in plan.requests):
         return None
     return np.array([request.adapter_slot for request in plan.requests], np.int32)
+
+
+def _logits_indices(plan: StepPlan, ends: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the tokens after which logits are needed, int32 [num_logits]; never none.
+
+    Args:
+        plan: of the step.
+        ends: int32 [num_rows], where each row ends among the tokens.
+    """
+    if len(plan.sampled) == len(ends) == sum(plan.num_logits):
+        return ends - 1
+    counts = np.array(plan.num_logits, np.int32)
+    if not counts.any():
+        return ends[-1:] - 1
+    stops = counts.cumsum(dtype=np.int32)
+    shifts = np.repeat(ends - stops, counts)
+    indices: NDArray[np.int32] = np.arange(stops[-1], dtype=np.int32) + shifts
+    return indices

@@ -42,11 +42,14 @@ class OutputCollector:
         self._request = request
         self._completions = [_Completion() for _ in range(request.params.n)]
         self._num_cached_tokens = 0
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     def add(self, delta: CompletionDelta) -> None:
         """Take the next delta."""
         self._completions[delta.index].add(delta)
         self._num_cached_tokens = delta.num_cached_tokens
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs = delta.prompt_logprobs
 
     def fail(self, error: str) -> None:
         """The request could not be run at all."""
@@ -76,4 +79,5 @@ class OutputCollector:
             finished=all(one.finish_reason is not None for one in self._completions),
             num_cached_tokens=self._num_cached_tokens,
             metrics=self._request.metrics,
+            prompt_logprobs=self._prompt_logprobs,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnxport.kv.pool import BlockPool
@@ -10,19 +10,25 @@ from onnxport.kv.table import blocks_for
 from onnxport.serving.request import Request
 from onnxport.serving.shares import Turns
 
+# Tokens of a prompt that a step computes where log probabilities of them are wanted: each needs a
+# row of logits, which are 0.6 MB for a vocabulary of 152k.
+MOST_SCORED = 128
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step does; row `i` of the batch is `requests[i]`."""
 
     requests: tuple[Request, ...]
-    num_decodes: int  # the first rows, which go on with one token each; prompts follow
+    num_decodes: int  # the first rows, which go on with one token and drafts; prompts follow
     num_past: tuple[int, ...]  # tokens of each row that are in the cache, shared ones included
-    num_new: tuple[int, ...]  # tokens of each row to compute, >= 1
+    num_new: tuple[int, ...]  # tokens of each row to compute, >= 1, drafts included
+    num_logits: tuple[int, ...]  # last tokens of each row that logits are needed after
     num_new_blocks: tuple[int, ...]  # blank blocks each row takes for them
     shared: Mapping[int, tuple[int, ...]]  # row -> cached blocks that it goes on from
     copied: frozenset[int]  # rows that write to a block which others own too, hence to a copy
     sampled: tuple[int, ...]  # rows that reach their last token, and so sample the next one
+    drafts: Mapping[int, tuple[int, ...]]  # row -> guessed tokens that are computed after its own
     preempted: tuple[Request, ...]  # running requests that give their blocks back
     turns: Mapping[int, Turns]  # priority -> how its tenants took turns
 
@@ -49,6 +55,7 @@ class Draft:
         free: blocks that are left; those that preempted requests give back are counted.
         claimed: blocks that prompts which have begun have still to take, of those left.
         closed: whether no waiting request may start in this step any more.
+        drafts: row -> guessed tokens that are computed after its own.
         found: the cached blocks that prompts can go on from.
         leading: keys of the blocks that are being computed, and by whom.
     """
@@ -62,6 +69,7 @@ class Draft:
         "claimed",
         "closed",
         "copied",
+        "drafts",
         "found",
         "free",
         "leading",
@@ -87,6 +95,7 @@ class Draft:
         self.free = pool.num_free
         self.claimed = 0
         self.closed = False
+        self.drafts: dict[int, tuple[int, ...]] = {}
         self.found: dict[Request, tuple[int, ...]] = {}
         self.leading: dict[bytes, Request] = {}
         self.requests: list[Request] = []
@@ -114,6 +123,25 @@ class Draft:
         self.budget -= 1
         self.free -= num_blocks
 
+    def add_draft(self, row: int, tokens: Sequence[int]) -> None:
+        """Let a row that decodes compute guessed tokens too, as far as budget and blocks go.
+
+        Blocks that prompts have still to take are not touched.
+        """
+        held = len(self.requests[row].table) + self.num_new_blocks[row]
+        end = self.num_past[row] + self.num_new[row]
+        free = max(0, self.free - self.claimed)
+        block_size = self._pool.block_size
+        taken = fit_chunk(end, len(tokens), self.budget, held, free, block_size)
+        if taken <= 0:
+            return
+        num_blocks = max(0, blocks_for(end + taken, block_size) - held)
+        self.drafts[row] = tuple(tokens[:taken])
+        self.num_new[row] += taken
+        self.num_new_blocks[row] += num_blocks
+        self.budget -= taken
+        self.free -= num_blocks
+
     def must_copy(self, block: int) -> bool:
         """Whether a row that writes to `block` would write to somebody else's."""
         given_up = self._copies_of.get(block, 0) + self._dropped.get(block, 0)
@@ -139,6 +167,8 @@ class Draft:
         block_size = self._pool.block_size
         num_past = self.num_past[row] + self.num_new[row]
         pending = len(request.tokens) - num_past
+        if request.scores_missing:
+            pending = min(pending, MOST_SCORED - self.num_new[row])
         held = len(request.table) + len(self.shared.get(row, ())) + self.num_new_blocks[row]
         taken = fit_chunk(num_past, pending, budget, held, self.free, block_size)
         num_blocks = max(0, blocks_for(num_past + taken, block_size) - held)
@@ -170,21 +200,25 @@ class Draft:
 
     def freeze(self) -> StepPlan:
         """Return the plan."""
+        sampled: list[int] = []
+        num_logits: list[int] = []
         ends = zip(self.requests, self.num_past, self.num_new, strict=True)
-        sampled = [
-            row
-            for row, (request, past, new) in enumerate(ends)
-            if past + new == len(request.tokens)
-        ]
+        for row, (request, past, new) in enumerate(ends):
+            beyond = past + new - len(request.tokens)
+            if beyond >= 0:
+                sampled.append(row)
+            num_logits.append(new if request.scores_missing else max(0, 1 + beyond))
         return StepPlan(
             requests=tuple(self.requests),
             num_decodes=self.num_decodes,
             num_past=tuple(self.num_past),
             num_new=tuple(self.num_new),
+            num_logits=tuple(num_logits),
             num_new_blocks=tuple(self.num_new_blocks),
             shared=self.shared,
             copied=frozenset(self.copied),
             sampled=tuple(sampled),
+            drafts=self.drafts,
             preempted=tuple(self.preempted),
             turns=self.turns,
         )

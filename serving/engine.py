@@ -7,9 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from onnxport.errors import (
     CapacityError,
     DeviceLostError,
@@ -18,6 +15,7 @@ from onnxport.errors import (
     OverloadedError,
     RequestError,
 )
+from onnxport.kv.table import Reservation
 from onnxport.providers.base import Capabilities, Model
 from onnxport.serving import sampling
 from onnxport.serving.config import EngineConfig
@@ -25,14 +23,16 @@ from onnxport.serving.deadlines import Deadlines
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.events import Listener, StepRecord
 from onnxport.serving.fallback import Loss, Standby
+from onnxport.serving.guesses import Guesses
 from onnxport.serving.intake import Intake
 from onnxport.serving.limits import remaining_total
+from onnxport.serving.masks import MaskThread
 from onnxport.serving.outputs import CompletionDelta, FinishReason, TokenLogprobs
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.retries import Retries
 from onnxport.serving.runtime import Runtime
-from onnxport.serving.sampler import RowLogprobs, Sampled
+from onnxport.serving.sampling import Drawn, with_siblings
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.tally import Tally
 from onnxport.serving.tokenizer import Tokenizer
@@ -51,6 +51,7 @@ class Engine:
         eos_token_ids: frozenset[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
         standby: Standby | None = None,
+        speculator: Guesses | None = None,
     ) -> None:
         """Take over `model`; `close` closes it.
 
@@ -61,6 +62,7 @@ class Engine:
             eos_token_ids: tokens that end a generation; None takes the tokenizer's.
             clock: the time in seconds, of which deadlines and events are told.
             standby: who takes over when the model's device is lost; None: nobody.
+            speculator: guesses tokens ahead; None: nobody does. `close` closes it.
 
         Raises:
             OnnxportError: the folder for K/V blocks cannot be used.
@@ -81,6 +83,8 @@ class Engine:
         self._requests: dict[str, list[Request]] = {}  # unfinished sequences by request
         self._deadlines = Deadlines()
         self._retries = Retries(runtime.tokens)
+        self._speculator = speculator
+        self._masks = MaskThread()
         self._closed = False
 
     @property
@@ -164,7 +168,7 @@ class Engine:
         if self.losses:
             self._fit(request)
             request.name_blocks(self.capabilities.block_size)
-        group = _with_siblings(request)  # which may not stay together in the scheduler
+        group = with_siblings(request)  # which may not stay together in the scheduler
         self._scheduler.submit(request)
         self._requests[request.request_id] = list(group)
         self._tally.prompt_tokens += request.num_prompt_tokens
@@ -198,7 +202,8 @@ class Engine:
         """
         deltas = self._expire()
         try:
-            plan = self._retries.next_plan(self._scheduler, self._runtime.load())
+            loading = self._runtime.load()
+            plan = self._retries.next_plan(self._scheduler, loading, self._guess())
             return deltas + self._execute(plan) if plan.requests else deltas
         except DeviceLostError as error:
             return deltas + self._fall_back(error)
@@ -225,7 +230,12 @@ class Engine:
         deltas = [delta for group in groups for delta in self._end_all(group, "abort")]
         if not self._closed:
             self._closed = True
-            self._runtime.close()
+            self._masks.close()
+            try:
+                if self._speculator:
+                    self._speculator.close()
+            finally:
+                self._runtime.close()
         return deltas
 
     # A step.
@@ -238,52 +248,76 @@ class Engine:
                 deltas += self._end(request, "timeout")
         return deltas
 
+    def _guess(self) -> Mapping[Request, Sequence[int]]:
+        """Return tokens that may follow those of requests that decode, for the step to check."""
+        if self._speculator is None or self._retries.careful:
+            return {}
+        decoding = [
+            request
+            for request in self._scheduler.running
+            if len(request.tokens) - request.num_computed_tokens == 1
+            and request.num_output_tokens
+            and request.max_total_tokens - len(request.tokens) > 1
+        ]
+        budget = self._runtime.tokens - self._scheduler.num_running
+        if not decoding or budget < 1:
+            return {}
+        guesses = self._speculator.propose(decoding, budget)
+        return {request: _possible(request, guess) for request, guess in guesses.items()}
+
     def _execute(self, plan: StepPlan) -> list[CompletionDelta]:
         start_s = self._clock()
         reservation = self._scheduler.reserve(plan)
         for request in plan.preempted:
             self._tally.tell("preempted", request, start_s)
         try:
-            logits = self._runtime.compute(plan, reservation)
-            sequences = [one for row in plan.sampled for one in _with_siblings(plan.requests[row])]
-            sampled, failures = self._sample(plan, sequences, logits)
+            with self._masks.of(plan) as masks:
+                logits = self._runtime.compute(plan, reservation)
+            drawn = sampling.sample_step(plan, logits, masks())
+            scores = sampling.score_prompts(plan, logits)
         except BaseException as error:
             self._scheduler.rollback(reservation)
             if isinstance(error, DeviceLostError) or not isinstance(error, Exception):
                 raise
             return self._fail(plan, error)
         self._note_starts(plan, start_s)
-        self._scheduler.commit(plan, reservation)
+        self._commit(plan, reservation, drawn)
+        for request, found in scores:
+            assert request.scores is not None
+            request.scores += found
         self._retries.note_good()
         now = self._clock()
-        deltas, gaps = self._deliver(sequences, sampled, failures, now)
-        if self._runtime.offloader:
-            self._runtime.offloader.costs.note_step(now - start_s, plan.num_tokens)
-        num_sampled = len(sequences) - len(failures)
+        num_before = self._tally.generation_tokens
+        deltas, gaps = self._deliver(drawn, now)
+        self._note_costs(plan, now - start_s)
+        num_sampled = self._tally.generation_tokens - num_before
         rows = len(plan.requests)
         record = StepRecord(start_s, now, rows, plan.num_tokens, num_sampled, tuple(gaps))
         self._tally.note_step(record)
         return deltas
 
-    def _sample(
-        self, plan: StepPlan, sequences: list[Request], logits: NDArray[np.float32]
-    ) -> tuple[Sampled, dict[int, str]]:
-        """Sample the rows that reached their last token.
+    def _commit(self, plan: StepPlan, reservation: Reservation, drawn: Sequence[Drawn]) -> None:
+        """Keep what was computed, but for what follows a wrong guess."""
+        if not plan.drafts:
+            self._scheduler.commit(plan, reservation)
+            return
+        tokens = {one.request: one.token_ids for one in drawn}
+        accepted = {}
+        for row, draft in plan.drafts.items():
+            request = plan.requests[row]
+            right = _num_equal(tokens[request], draft)
+            accepted[row] = draft[:right]
+            assert self._speculator is not None
+            self._speculator.note_verified(request, len(draft), right)
+        self._scheduler.commit(plan, reservation, accepted)
 
-        Returns:
-            One token for each of `sequences`, and by number why some have none.
-        """
-        if not sequences:
-            return Sampled([], None, ()), {}
-        if len(sequences) > len(plan.sampled):
-            numbers = [plan.requests[row].num_rows for row in plan.sampled]
-            logits = np.repeat(logits, numbers, axis=0)
-        try:
-            sampled = sampling.sample_sequences(sequences, logits)
-        except Exception as error:
-            logger.error("sampling failed; its rows are tried one by one", exc_info=error)
-            return sampling.sample_one_by_one(sequences, logits)
-        return sampled, sampling.failures(sequences, logits, sampled)
+    def _note_costs(self, plan: StepPlan, elapsed_s: float) -> None:
+        """Tell those who decide by measured times how long a step took."""
+        if self._runtime.offloader:
+            self._runtime.offloader.costs.note_step(elapsed_s, plan.num_tokens)
+        rows = len(plan.requests)
+        if self._speculator and plan.num_decodes == rows:
+            self._speculator.note_step(rows, plan.num_tokens, elapsed_s)
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[CompletionDelta]:
         """Nothing was computed: look for the request that made the step fail."""
@@ -333,7 +367,7 @@ class Engine:
             CapacityError: it is too long already.
         """
         longest = remaining_total(len(request.tokens), request.max_total_tokens, self.capabilities)
-        for one in _with_siblings(request):
+        for one in with_siblings(request):
             one.max_total_tokens = longest
 
     def _note_starts(self, plan: StepPlan, start_s: float) -> None:
@@ -349,68 +383,100 @@ class Engine:
                     self._tally.tell("scheduled", one, start_s)
 
     def _deliver(
-        self,
-        sequences: list[Request],
-        sampled: Sampled,
-        failures: Mapping[int, str],
-        now_s: float,
+        self, drawn: Sequence[Drawn], now_s: float
     ) -> tuple[list[CompletionDelta], list[float]]:
-        """Append the sampled tokens and end the sequences that are done.
+        """Append the tokens that were drawn and end the sequences that are done.
 
         Returns:
             The deltas, and the times since the previous token of each that was not a first one.
         """
-        self._tally.generation_tokens += len(sequences) - len(failures)
         deltas: list[CompletionDelta] = []
         gaps: list[float] = []
-        for index, request in enumerate(sequences):
-            if failures and index in failures:
-                self._scheduler.distrust(request)
-                deltas += self._end(request, "error", error=failures[index])
-                continue
-            if request.times.last_token_s is not None:
+        for one in drawn:
+            request = one.request
+            if one.token_ids and request.times.last_token_s is not None:
                 gaps.append(now_s - request.times.last_token_s)
-            logprobs = sampled.logprobs[index] if sampled.logprobs else None
+            if one.failure is not None:
+                self._scheduler.distrust(request)
             try:
-                deltas += self._append(request, sampled.token_ids[index], logprobs, now_s)
+                deltas += self._append(one, now_s)
             except Exception as error:
                 logger.error("request %s failed", request.request_id, exc_info=error)
                 deltas += self._end(request, "error", error=f"{type(error).__name__}: {error}")
         return deltas, gaps
 
-    def _append(
-        self, request: Request, token_id: int, logprobs: RowLogprobs | None, now_s: float
-    ) -> list[CompletionDelta]:
-        """Give a sequence its next token; ends it if this was the last."""
-        request.tokens.append(token_id)
-        request.times.last_token_s = now_s
-        if request.times.first_token_s is None:
-            request.times.first_token_s = now_s
-            self._tally.tell("first_token", request, now_s)
-        name = self.tokenizer.token_text if self.tokenizer else _no_text
-        entry = None if logprobs is None else (sampling.token_logprobs(logprobs, name),)
-        ends = token_id in request.stop_token_ids
-        text, stop = "", None
-        if request.text and (not ends or request.params.include_stop_str_in_output):
-            text, stop = request.text.add(token_id)
-        if stop is not None:
-            return self._end(request, "stop", (token_id,), entry, text=text, stop_reason=stop)
-        if ends:
-            reason = None if token_id in self._eos_token_ids else token_id
-            return self._end(request, "stop", (token_id,), entry, text=text, stop_reason=reason)
-        if len(request.tokens) >= request.max_total_tokens:
-            return self._end(request, "length", (token_id,), entry, text=text)
+    def _append(self, drawn: Drawn, now_s: float) -> list[CompletionDelta]:
+        """Give a sequence its next tokens, up to one that ends it."""
+        request = drawn.request
+        if drawn.token_ids:
+            request.times.last_token_s = now_s
+            if request.times.first_token_s is None:
+                request.times.first_token_s = now_s
+                self._tally.tell("first_token", request, now_s)
+        text = ""
+        for count, token_id in enumerate(drawn.token_ids, 1):
+            request.tokens.append(token_id)
+            self._tally.generation_tokens += 1
+            ends = token_id in request.stop_token_ids
+            stop: str | None = None
+            if request.text and (not ends or request.params.include_stop_str_in_output):
+                piece, stop = request.text.add(token_id)
+                text += piece
+            reason = self._end_reason(request, token_id, stop)
+            if reason is not None:
+                stop_reason: int | str | None = stop
+                if stop is None and ends and token_id not in self._eos_token_ids:
+                    stop_reason = token_id
+                return self._end(
+                    request,
+                    reason,
+                    drawn.token_ids[:count],
+                    self._entries(drawn, count),
+                    text=text,
+                    stop_reason=stop_reason,
+                )
+        count = len(drawn.token_ids)
+        if drawn.failure is not None:
+            entries = self._entries(drawn, count)
+            return self._end(
+                request, "error", drawn.token_ids, entries, text=text, error=drawn.failure
+            )
         return [
             CompletionDelta(
                 request.request_id,
                 request.index,
                 text,
-                (token_id,),
-                entry,
+                drawn.token_ids,
+                self._entries(drawn, count),
                 None,
                 num_cached_tokens=request.num_cached_tokens,
+                prompt_logprobs=self._prompt_entries(request),
             )
         ]
+
+    def _end_reason(self, request: Request, token_id: int, stop: str | None) -> FinishReason | None:
+        """Return why a sequence ends with its last token, if it does."""
+        if stop is not None or token_id in request.stop_token_ids:
+            return "stop"
+        if request.grammar is not None and request.grammar.is_complete(request.tokens):
+            return "stop"
+        return "length" if len(request.tokens) >= request.max_total_tokens else None
+
+    def _entries(self, drawn: Drawn, count: int) -> tuple[TokenLogprobs, ...] | None:
+        """Return the logprobs of the first `count` tokens, if they were asked for."""
+        if drawn.logprobs is None:
+            return None
+        return tuple(sampling.token_logprobs(one, self._name) for one in drawn.logprobs[:count])
+
+    def _prompt_entries(self, request: Request) -> tuple[TokenLogprobs | None, ...] | None:
+        """Return the logprobs of the prompt, once, when all are there."""
+        if request.scores is None or request.scores_missing:
+            return None
+        scores, request.scores = request.scores, None
+        return (None, *(sampling.token_logprobs(one, self._name) for one in scores))
+
+    def _name(self, token_id: int) -> str:
+        return self.tokenizer.token_text(token_id) if self.tokenizer else ""
 
     # Ends.
 
@@ -434,6 +500,7 @@ class Engine:
         error: str | None = None,
     ) -> list[CompletionDelta]:
         """End a sequence, and siblings that still wait for it; the one place where they end."""
+        prompt_entries = self._prompt_entries(request)
         cut = isinstance(stop_reason, str) or reason == "error"
         if request.text is not None and not cut:
             rest, stop = request.text.finish()
@@ -443,7 +510,7 @@ class Engine:
         self._scheduler.finish(request, reason)
         now = self._clock()
         deltas = []
-        for one in _with_siblings(request):
+        for one in with_siblings(request):
             first = one is request
             deltas.append(
                 CompletionDelta(
@@ -456,6 +523,7 @@ class Engine:
                     stop_reason=stop_reason if first else None,
                     num_cached_tokens=one.num_cached_tokens,
                     error=error,
+                    prompt_logprobs=prompt_entries if first else None,
                 )
             )
             self._forget(one, reason, now)
@@ -464,6 +532,9 @@ class Engine:
     def _forget(self, request: Request, reason: FinishReason, now_s: float) -> None:
         """Let go of a sequence that has ended."""
         request.text = None
+        request.grammar = None
+        if self._speculator:
+            self._speculator.forget(request)
         group = self._requests[request.request_id]
         group.remove(request)
         if not group:
@@ -471,10 +542,19 @@ class Engine:
         self._tally.note_end(request, reason, now_s)
 
 
-def _with_siblings(request: Request) -> tuple[Request, ...]:
-    """Return a sequence and those that wait to fork from it."""
-    return (request, *request.siblings)
+def _possible(request: Request, guess: Sequence[int]) -> Sequence[int]:
+    """Return the first tokens of a guess that may follow: they fit its length and its grammar."""
+    guess = guess[: request.max_total_tokens - len(request.tokens) - 1]
+    if request.grammar is not None and guess:
+        guess = guess[: request.grammar.num_possible(request.tokens, guess)]
+    return guess
 
 
-def _no_text(token_id: int) -> str:
-    return ""
+def _num_equal(tokens: Sequence[int], draft: Sequence[int]) -> int:
+    """Return how many of the first tokens are those of the draft."""
+    count = 0
+    for token_id, guess in zip(tokens, draft, strict=False):
+        if token_id != guess:
+            break
+        count += 1
+    return count

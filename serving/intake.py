@@ -74,7 +74,7 @@ class Intake:
         rules = logit_rules(params, end_ids, limits.vocab_size, encode)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         keys = None
-        if self._config.enable_prefix_caching:
+        if self._config.enable_prefix_caching and params.prompt_logprobs is None:
             keys = KeyChain(root_key(options.adapter, options.cache_salt), limits.block_size)
             keys.extend(tokens)
         arrival_s = clock()

@@ -57,6 +57,8 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int  # prompt tokens whose K/V were not computed for this request
     metrics: RequestMetrics
+    # One entry a prompt token, None for the first and where no prompt_logprobs were asked for.
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -76,3 +78,4 @@ class CompletionDelta:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0  # prompt tokens whose K/V were not computed for this request
     error: str | None = None  # why finish_reason is "error"
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with the first token of 0

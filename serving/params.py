@@ -44,6 +44,8 @@ class SamplingParams:
         max_tokens: most tokens to generate; None generates up to the context length.
         logprobs: how many of the likeliest tokens to report at each position; 0 reports the
             sampled token alone, None reports nothing.
+        prompt_logprobs: likewise at each position of the prompt but its first; it is computed as a
+            whole then, without the prefix cache.
         n: how many completions of the prompt to generate; they share its K/V.
         min_p: keep tokens at least this fraction as probable as the likeliest; 0 keeps all.
         repetition_penalty: of tokens in prompt or output, positive logits are divided by it and
@@ -81,6 +83,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts("stop", self.stop))
@@ -97,6 +100,7 @@ class SamplingParams:
         _check_integer("top_k", self.top_k, 1, math.inf)
         _check_integer("max_tokens", self.max_tokens, 1, math.inf)
         _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _check_integer("seed", self.seed, -math.inf, math.inf)
         _check_integer("n", self.n, 1, MAX_COMPLETIONS)
         for name in ("stop_token_ids", "allowed_token_ids"):

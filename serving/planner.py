@@ -12,6 +12,8 @@ The policy:
 * Whatever is in the cache is not computed. What another row is computing in this step is not
   computed either: a request whose next block is on its way lets this step pass, and finds it in
   the next one. Nothing links the two requests: if the first one is gone, the second goes on.
+* What is left of the budget and of the blocks when everybody has got theirs may go to drafts:
+  tokens that are guessed to follow those of a row that decodes. They cost nobody anything but time.
 * A waiting request starts when free blocks hold all its tokens beside what prompts that have begun
   have still to take, so blocks run out only by decoding. A request that has to wait for room
   keeps all that come after it waiting too.
@@ -33,7 +35,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sortedcontainers import SortedKeyList
@@ -145,6 +147,7 @@ class Planner:
         only: Collection[Request] | None = None,
         loading: Collection[Request] = (),
         budget_tokens: int | None = None,
+        drafts: Mapping[Request, Sequence[int]] | None = None,
     ) -> StepPlan:
         """Choose the next step; changes nothing. No requests: there is nothing to do.
 
@@ -154,11 +157,16 @@ class Planner:
                 place and do not start.
             budget_tokens: most tokens, at least one for each request that may take part and can
                 decode; None for `max_num_batched_tokens`.
+            drafts: tokens that may follow those of requests that decode.
         """
         budget = budget_tokens or self._max_num_batched_tokens
         draft = self._make_room(loading, budget) if only is None else self._draft(budget)
         prefills = self._plan_decodes(draft, only)
         self._plan_prompts(draft, prefills, only, loading)
+        if drafts:
+            for row in range(draft.num_decodes):
+                if guessed := drafts.get(draft.requests[row]):
+                    draft.add_draft(row, guessed)
         stuck = not draft.requests and self._queues.has_work and only is None and not loading
         assert not stuck, "unfinished requests, and none can go on"
         return draft.freeze()

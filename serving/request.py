@@ -12,6 +12,7 @@ from onnxport.serving.grammar import Grammar
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.rules import LogitRules, SequenceRules
+from onnxport.serving.sampler import RowLogprobs
 from onnxport.serving.text import TextStream
 
 TOKEN_ID_TYPECODE = "q"  # 64 bits: the contract's int64, so tokens are copied without converting
@@ -53,7 +54,8 @@ class Request:
         plain: whether its tokens are the likeliest of unchanged logits, and nothing else is asked.
         rules: what changes in its logits; None: nothing.
         grammar: what its output has to follow; None: nothing.
-        draft: tokens that may follow `tokens`, to be checked in the next step; most often none.
+        scores: log probabilities of the prompt's tokens from its second on, as far as they are
+            computed; None if nobody asked, or when they have been delivered.
         adapter_slot: the model's slot of its LoRA adapter; 0: none.
         text: turns tokens into text and finds stop strings; None without a tokenizer.
         finish_reason: None until the sequence ends; set once.
@@ -62,7 +64,6 @@ class Request:
     __slots__ = (
         "adapter_slot",
         "deadline_s",
-        "draft",
         "finish_reason",
         "forked",
         "grammar",
@@ -81,6 +82,7 @@ class Request:
         "request_id",
         "rules",
         "running",
+        "scores",
         "seed",
         "siblings",
         "stop_token_ids",
@@ -119,7 +121,6 @@ class Request:
         self.rules = None if rules is None else SequenceRules(rules, len(tokens))
         self.grammar = grammar
         self.tokens = tokens
-        self.draft: array[int] = array(TOKEN_ID_TYPECODE)
         self.num_prompt_tokens = len(tokens)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
@@ -137,6 +138,9 @@ class Request:
         self.tenant = ""
         timeout_s = self.options.timeout_s
         self.deadline_s = math.inf if timeout_s is None else arrival_time_s + timeout_s
+        self.scores: list[RowLogprobs] | None = None
+        if params.prompt_logprobs is not None and index == 0:
+            self.scores = []
         self.text = text
         self.finish_reason: FinishReason | None = None
         self.times = RequestTimes(arrival_time_s)
@@ -154,6 +158,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens sampled so far."""
         return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def scores_missing(self) -> bool:
+        """Whether log probabilities of the prompt have still to be computed."""
+        return self.scores is not None and len(self.scores) < self.num_prompt_tokens - 1
 
     def name_blocks(self, block_size: int) -> None:
         """Name the content of the blocks anew where these are of `block_size` now."""

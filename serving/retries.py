@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.request import Request
@@ -29,14 +29,24 @@ class Retries:
         """Most tokens of a step now."""
         return self._budget or self._max_num_batched_tokens
 
-    def next_plan(self, scheduler: Scheduler, loading: Collection[Request]) -> StepPlan:
+    @property
+    def careful(self) -> bool:
+        """Whether a step failed a short while ago, so that the next do no more than is due."""
+        return bool(self._suspects) or self._budget is not None
+
+    def next_plan(
+        self,
+        scheduler: Scheduler,
+        loading: Collection[Request],
+        drafts: Mapping[Request, Sequence[int]],
+    ) -> StepPlan:
         """Plan the next step: with suspects of a failed one alone, as long as there are any."""
         while self._suspects:
             requests, budget = self._suspects.pop()
             plan = scheduler.plan(requests, loading, budget or self._budget)
             if plan.requests:
                 return plan
-        return scheduler.plan(None, loading, self._budget)
+        return scheduler.plan(None, loading, self._budget, drafts)
 
     def split(self, requests: Sequence[Request]) -> None:
         """Several requests failed together: try each half by itself."""

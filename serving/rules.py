@@ -2,7 +2,7 @@
 
 `LogitRules` is what the parameters say, one for all sequences of a request. `SequenceRules` is
 where a sequence stands: what its tokens make of the rules. It reads nothing but the tokens, each of
-them once, so preemption, batches and forks leave no trace in it.
+them once, so preemption, batches, forks and drafts leave no trace in it.
 """
 
 from __future__ import annotations
@@ -66,11 +66,12 @@ class SequenceRules:
         self._num_prompt = num_prompt_tokens
         self._counts: TokenCounts | None = None  # made when it is needed, by the engine's thread
 
-    def edits(self, tokens: array[int]) -> RowEdits:
+    def edits(self, tokens: array[int], assumed: Sequence[int] = ()) -> RowEdits:
         """Return what changes in the logits of the next token.
 
         Args:
             tokens: the prompt and the output so far; those of the call before, and more.
+            assumed: tokens that are taken to follow, for this call alone.
         """
         rules = self._rules
         seen, counts = no_ids(), np.empty(0, np.float32)
@@ -79,6 +80,10 @@ class SequenceRules:
                 first = 0 if rules.repetition != 1.0 else self._num_prompt
                 self._counts = TokenCounts(tokens[first : self._num_prompt], self._num_prompt)
             seen, counts = self._counts.read(tokens)
+            if assumed:
+                seen, counts = self._counts.with_more(assumed)
+        if assumed:
+            tokens = tokens + array(tokens.typecode, assumed)
         return RowEdits(
             rules.bias_ids,
             rules.bias,
@@ -141,6 +146,17 @@ class TokenCounts:
         self._num_read = len(tokens)
         size = len(self._places)
         return self._ids[:size], self._counts[:size]
+
+    def with_more(self, assumed: Sequence[int]) -> tuple[Ids, Floats]:
+        """Return what `read` would if these tokens came next, in memory of its own."""
+        new = [one for one in dict.fromkeys(assumed) if one not in self._places]
+        size = len(self._places)
+        ids = np.concatenate((self._ids[:size], np.array(new, np.int64)))
+        counts = np.concatenate((self._counts[:size], np.zeros(len(new), np.float32)))
+        places = {token_id: size + number for number, token_id in enumerate(new)}
+        for token_id in assumed:
+            counts[places.get(token_id, self._places.get(token_id, 0))] += 1.0
+        return ids, counts
 
 
 def logit_rules(

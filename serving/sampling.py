@@ -1,93 +1,268 @@
-"""Sampling a step: from requests to rows of logits, and what to do if that fails."""
+"""Sampling a step: from requests and logits to tokens, and what to do if that fails.
+
+A token is drawn after each token that logits were computed for. Where a draft was computed, its
+tokens are taken to follow the request's own, one after the other, for as long as each equals what
+is drawn in its place; the token drawn after the last of them is one more. What is drawn at a
+position depends on the logits there, the request and the position, and not on the draft. So a
+request gets the tokens that it would have got one by one: the likeliest, or random ones with the
+model's own distribution. For a draft that leaves nothing to chance, accepting a token that equals
+the one drawn is rejection sampling (Leviathan et al., Fast Inference from Transformers via
+Speculative Decoding, 2023): it happens with the token's probability, and what is drawn otherwise is
+distributed as the rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.serving.draft import StepPlan
 from onnxport.serving.drawing import RowParams
 from onnxport.serving.outputs import Logprob, TokenLogprobs
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import (
     RowLogprobs,
     Sampled,
+    row_logprobs,
     sample,
     sample_greedy,
     uniform,
 )
 
+logger = logging.getLogger(__name__)
+
+Mask = NDArray[np.uint32]
+Masks = Mapping[Request, "Mask | str"]  # what a grammar allows, or why it cannot say
 Naming = Callable[[int], str]
 NOT_FINITE = "the model's logits are not finite numbers"
 NOTHING_LEFT = (
-    "no token is left to draw: allowed_token_ids, bad_words and min_tokens forbid all of them; "
-    "allow more"
+    "no token is left to draw: {} forbid all of them; allow more"  # names what the request has
 )
 
 
-def row_params(request: Request) -> RowParams:
-    """Return how to sample the next token of `request`."""
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What one sequence got in a step."""
+
+    request: Request
+    token_ids: tuple[int, ...]  # the accepted ones of its draft, and the one after them
+    logprobs: tuple[RowLogprobs, ...] | None = None  # one a token; None: not asked for
+    failure: str | None = None  # why there is no token after `token_ids`
+
+
+class Position(NamedTuple):
+    """One token to draw."""
+
+    request: Request
+    assumed: tuple[int, ...] = ()  # tokens of a draft that are taken to follow the request's own
+    mask: Mask | None = None  # uint32 [ceil(vocab / 32)]; None: all tokens
+
+
+def with_siblings(request: Request) -> tuple[Request, ...]:
+    """Return a sequence and those that wait to fork from it."""
+    return (request, *request.siblings)
+
+
+def row_params(position: Position) -> RowParams:
+    """Return how to draw a token."""
+    request, assumed, mask = position
     params = request.params
-    position = len(request.tokens)
+    index = len(request.tokens) + len(assumed)
     return RowParams(
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
-        uniform=0.0 if params.greedy else uniform(request.seed, position),
+        uniform=0.0 if params.greedy else uniform(request.seed, index),
         num_logprobs=params.logprobs,
         min_p=params.min_p,
-        edits=request.rules.edits(request.tokens) if request.rules else None,
+        edits=request.rules.edits(request.tokens, assumed) if request.rules else None,
+        mask=mask,
     )
 
 
-def sample_sequences(sequences: Sequence[Request], logits: NDArray[np.float32]) -> Sampled:
-    """Sample one token for each sequence.
+def sample_step(plan: StepPlan, logits: NDArray[np.float32], masks: Masks) -> list[Drawn]:
+    """Draw the tokens of all sequences that reached their last one.
 
     Args:
-        sequences: the requests, in the order of the rows.
-        logits: float32 [num_sequences, vocab]; as it was at the end.
+        plan: of the step.
+        logits: float32 [sum(plan.num_logits), vocab]; as it was at the end.
+        masks: of the sequences that have a grammar, uint32 [1 + drafted, ceil(vocab / 32)].
     """
-    if all(request.plain for request in sequences):
-        return sample_greedy(logits)
-    return sample(logits, [row_params(request) for request in sequences])
+    drawn: list[Drawn] = []
+    positions: list[Position] = []
+    lines: list[int] = []  # of logits, one a position
+    drafts: list[tuple[int, ...]] = []  # of the sequences that are sampled, in order
+    ends = np.cumsum(plan.num_logits).tolist() if plan.sampled else []
+    for row in plan.sampled:
+        draft = plan.drafts.get(row, ())
+        first = ends[row] - 1 - len(draft)
+        for request in with_siblings(plan.requests[row]):
+            mask = masks.get(request) if request.grammar is not None else None
+            if isinstance(mask, str):
+                drawn.append(Drawn(request, (), None, mask))
+                continue
+            drafts.append(draft)
+            for number in range(len(draft) + 1):
+                allowed = None if mask is None else mask[number]
+                positions.append(Position(request, draft[:number], allowed))
+                lines.append(first + number)
+    if not positions:
+        return drawn
+    if lines != list(range(len(logits))):
+        logits = logits[lines]
+    sampled, failed = _sample(positions, logits)
+    return drawn + _accept(positions, drafts, sampled, failed)
 
 
-def failures(
-    sequences: Sequence[Request], logits: NDArray[np.float32], sampled: Sampled
-) -> dict[int, str]:
-    """Return why some sequences have no token, by their number."""
-    return {
-        index: NOTHING_LEFT
-        if sequences[index].rules is not None and np.isfinite(logits[index].max())
-        else NOT_FINITE
-        for index in sampled.invalid
-    }
+def _accept(
+    positions: Sequence[Position],
+    drafts: Sequence[tuple[int, ...]],
+    sampled: Sampled,
+    failed: Mapping[int, str],
+) -> list[Drawn]:
+    """Keep of each sequence's tokens those up to the first that its draft did not guess."""
+    drawn: list[Drawn] = []
+    tokens = sampled.token_ids
+    first = 0
+    for draft in drafts:
+        request, last = positions[first].request, first
+        for guess in draft:
+            if last in failed or tokens[last] != guess:
+                break
+            last += 1
+        stop = last if last in failed else last + 1
+        entries = None
+        if sampled.logprobs is not None and request.params.logprobs is not None:
+            entries = tuple(one for one in sampled.logprobs[first:stop] if one is not None)
+        drawn.append(Drawn(request, tuple(tokens[first:stop]), entries, failed.get(last)))
+        first += len(draft) + 1
+    return drawn
 
 
-def sample_one_by_one(
-    sequences: Sequence[Request], logits: NDArray[np.float32]
+def _sample(
+    positions: Sequence[Position], logits: NDArray[np.float32]
 ) -> tuple[Sampled, dict[int, str]]:
-    """Sample each sequence by itself, so that the one that cannot be sampled fails alone.
+    """Draw a token for each position.
 
     Returns:
-        One token for each sequence, and by number why some have none.
+        The tokens, and by number why some positions have none.
     """
+    try:
+        sampled = sample_positions(positions, logits)
+    except Exception as error:
+        logger.error("sampling failed; its rows are tried one by one", exc_info=error)
+        return _sample_one_by_one(positions, logits)
+    return sampled, _failures(positions, logits, sampled)
+
+
+def sample_positions(positions: Sequence[Position], logits: NDArray[np.float32]) -> Sampled:
+    """Draw a token for each position.
+
+    Args:
+        positions: in the order of the rows.
+        logits: float32 [num_positions, vocab]; as it was at the end.
+    """
+    if all(one.request.plain for one in positions):
+        return sample_greedy(logits)
+    return sample(logits, [row_params(one) for one in positions])
+
+
+def _failures(
+    positions: Sequence[Position], logits: NDArray[np.float32], sampled: Sampled
+) -> dict[int, str]:
+    """Return why some positions have no token, by their number."""
+    return {index: _reason(positions[index].request, logits[index]) for index in sampled.invalid}
+
+
+def _reason(request: Request, logits: NDArray[np.float32]) -> str:
+    """Return why nothing can be drawn from `logits`, float32 [vocab]."""
+    if not np.isfinite(logits.max()) or (request.rules is None and request.grammar is None):
+        return NOT_FINITE
+    params = request.params
+    parts = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words),
+        "min_tokens": params.min_tokens > 0,
+        "the grammar": request.grammar is not None,
+    }
+    return NOTHING_LEFT.format(" and ".join(name for name, given in parts.items() if given))
+
+
+def _sample_one_by_one(
+    positions: Sequence[Position], logits: NDArray[np.float32]
+) -> tuple[Sampled, dict[int, str]]:
+    """Draw each token by itself, so that the one that cannot be drawn fails alone."""
     tokens: list[int] = []
     logprobs: list[RowLogprobs | None] = []
     failed: dict[int, str] = {}
-    for index, request in enumerate(sequences):
+    for index, position in enumerate(positions):
         row = logits[index : index + 1]
         try:
-            one = sample_sequences([request], row)
+            one = sample_positions([position], row)
         except Exception as error:
             one = Sampled([0], None, ())
             failed[index] = f"{type(error).__name__}: {error}"
         if one.invalid:
-            failed[index] = failures([request], row, one)[0]
+            failed[index] = _failures([position], row, one)[0]
         tokens += one.token_ids
         logprobs += one.logprobs or [None]
     return Sampled(tokens, logprobs, tuple(failed)), failed
+
+
+def score_prompts(
+    plan: StepPlan, logits: NDArray[np.float32]
+) -> list[tuple[Request, list[RowLogprobs]]]:
+    """Return the log probabilities of the prompt tokens that the step's logits are about.
+
+    Args:
+        plan: of the step.
+        logits: float32 [sum(plan.num_logits), vocab].
+
+    Returns:
+        By request those that it has not got yet, the first ones first.
+    """
+    found = []
+    start = 0
+    for row, request in enumerate(plan.requests):
+        if request.scores_missing:
+            assert request.scores is not None
+            assert request.params.prompt_logprobs is not None
+            past = plan.num_past[row]
+            following = range(
+                max(past, len(request.scores)) + 1,
+                min(past + plan.num_new[row] + 1, request.num_prompt_tokens),
+            )
+            scores = [
+                row_logprobs(
+                    logits[start + index - 1 - past],
+                    request.tokens[index],
+                    request.params.prompt_logprobs,
+                )
+                for index in following
+            ]
+            found.append((request, scores))
+        start += plan.num_logits[row]
+    return found
+
+
+def grammar_masks(plan: StepPlan) -> dict[Request, Mask | str]:
+    """Return what the grammars of a plan's sequences allow; see `sample_step`. Never raises."""
+    masks: dict[Request, Mask | str] = {}
+    for row in plan.sampled:
+        for request in with_siblings(plan.requests[row]):
+            if request.grammar is None:
+                continue
+            try:
+                masks[request] = request.grammar.masks(request.tokens, plan.drafts.get(row, ()))
+            except Exception as error:
+                logger.error("the grammar of %s failed", request.request_id, exc_info=error)
+                masks[request] = f"the grammar failed: {type(error).__name__}: {error}"
+    return masks
 
 
 def token_logprobs(row: RowLogprobs, name: Naming) -> TokenLogprobs:

@@ -7,8 +7,9 @@ anything and no block is held for it.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
 from onnxport.kv import table as kv
@@ -70,6 +71,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return self._queues.has_work
+
+    @property
+    def running(self) -> Iterable[Request]:
+        """The sequences that hold a row, the first in rank first."""
+        return self._queues.running
 
     def requests(self) -> Iterator[Request]:
         """Every unfinished request, the running ones first; siblings that wait are left out."""
@@ -170,9 +176,10 @@ class Scheduler:
         only: Collection[Request] | None = None,
         loading: Collection[Request] = (),
         budget_tokens: int | None = None,
+        drafts: Mapping[Request, Sequence[int]] | None = None,
     ) -> StepPlan:
         """See `Planner.plan`."""
-        return self._planner.plan(only, loading, budget_tokens)
+        return self._planner.plan(only, loading, budget_tokens, drafts)
 
     def reserve(self, plan: StepPlan) -> Reservation:
         """Preempt as planned and take the step's blocks.
@@ -195,8 +202,20 @@ class Scheduler:
         """Give the step's blocks back; its requests are where they were."""
         kv.rollback(self._pool, reservation)
 
-    def commit(self, plan: StepPlan, reservation: Reservation) -> None:
-        """The step's tokens are in the cache now; requests it started are running."""
+    def commit(
+        self,
+        plan: StepPlan,
+        reservation: Reservation,
+        accepted: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        """The step's tokens are in the cache now; requests it started are running.
+
+        Args:
+            plan: of the step.
+            reservation: what was taken for it.
+            accepted: row -> the first tokens of its draft that proved right, which are about to be
+                the request's. What was computed of the others is given up.
+        """
         kv.commit(self._pool, reservation)
         block_size = self._pool.block_size
         for row, request in enumerate(plan.requests):
@@ -206,9 +225,14 @@ class Scheduler:
             if not request.running:
                 self._start(request)
             total = num_past + num_new
+            right: Sequence[int] = ()
+            if row in plan.drafts:
+                right = accepted.get(row, ()) if accepted else ()
+                total -= len(plan.drafts[row]) - len(right)
+                release_tail(self._pool, request.table, blocks_for(total, block_size))
             request.num_computed_tokens = total
             if total // block_size > num_past // block_size and request.keys is not None:
-                self._register(request, num_past // block_size, total // block_size)
+                self._register(request, num_past // block_size, total // block_size, right)
         for row in plan.sampled:
             if plan.requests[row].siblings:
                 self._fork(plan.requests[row])
@@ -285,12 +309,22 @@ class Scheduler:
         for one in (request, *request.siblings):
             one.num_cached_tokens += found
 
-    def _register(self, request: Request, start: int, stop: int) -> None:
-        """Make blocks `start` to `stop - 1` of a request findable; they are full."""
+    def _register(
+        self, request: Request, start: int, stop: int, accepted: Sequence[int] = ()
+    ) -> None:
+        """Make blocks `start` to `stop - 1` of a request findable; they are full.
+
+        Args:
+            request: whose blocks.
+            start: the first block.
+            stop: the one after the last.
+            accepted: tokens in them that are about to be appended to the request's own.
+        """
         keys = request.keys
         assert keys is not None
         if len(keys) < stop:
-            keys.extend(request.tokens)
+            tokens = request.tokens
+            keys.extend(tokens + array(tokens.typecode, accepted) if accepted else tokens)
         for index in range(start, stop):
             self._pool.register(request.table.blocks[index], keys.block(index))
 

@@ -117,14 +117,14 @@ def test_ten_thousand_steps_of_faults(
         fails=lambda run: faults.strikes("run", 0.02),
         transfer_fails=lambda transfer: faults.strikes("transfer", 0.05),
     )
-    sample = sampling_module.sample_sequences
+    sample = sampling_module.sample_positions
 
     def sampled(*arguments: Any) -> Any:
         if faults.strikes("sample", 0.01):
             raise ZeroDivisionError("sampling")
         return sample(*arguments)
 
-    monkeypatch.setattr(sampling_module, "sample_sequences", sampled)
+    monkeypatch.setattr(sampling_module, "sample_positions", sampled)
     watch = Watch(engine)
     requests: dict[str, tuple[list[int], SamplingParams]] = {}
     found: dict[tuple[str, int], list[int]] = {}

@@ -75,8 +75,8 @@ class EngineMachine(RuleBasedStateMachine):
             **self.standby(num_blocks * block_size),
         )
         self.watch = Watch(self.engine)
-        self.sample = sampling_module.sample_sequences
-        sampling_module.sample_sequences = self.sampled
+        self.sample = sampling_module.sample_positions
+        sampling_module.sample_positions = self.sampled
         self.number = 0
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -209,7 +209,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.take(deltas)
             self.watch.check_all_ended()
         finally:
-            sampling_module.sample_sequences = self.sample
+            sampling_module.sample_positions = self.sample
             self.engine.close()
         assert self.reasons.keys() == self.tokens.keys() == self.watch.events.keys()
         for (name, index), found in self.tokens.items():

@@ -11,8 +11,8 @@ from onnxport.errors import ProviderError
 from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.request import Request
 from onnxport.serving.sampler import Sampled
+from onnxport.serving.sampling import Position
 from tests.serving.helpers import (
     alone,
     checked_step,
@@ -186,14 +186,15 @@ def test_suspects_may_be_aborted_and_time_out() -> None:
 
 
 def test_sampling_that_fails_for_one_ends_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = sampling_module.sample_sequences
+    sample = sampling_module.sample_positions
 
-    def fails(sequences: list[Request], logits: NDArray[np.float32]) -> Sampled:
-        if any(request.request_id == "bad" and request.index == 1 for request in sequences):
-            raise ZeroDivisionError("sampling")
-        return sample(sequences, logits)
+    def fails(positions: list[Position], logits: NDArray[np.float32]) -> Sampled:
+        for request, _, _ in positions:
+            if request.request_id == "bad" and request.index == 1:
+                raise ZeroDivisionError("sampling")
+        return sample(positions, logits)
 
-    monkeypatch.setattr(sampling_module, "sample_sequences", fails)
+    monkeypatch.setattr(sampling_module, "sample_positions", fails)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, n=3, logprobs=1)
     engine = null_engine()
     watch = Watch(engine)

@@ -20,7 +20,7 @@ from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.rules import logit_rules
 from onnxport.serving.sampler import sample, uniform
-from onnxport.serving.sampling import row_params, sample_sequences
+from onnxport.serving.sampling import Position, row_params, sample_positions
 from tests.serving.slow_sampling import changed, possible, probabilities
 
 VOCAB = 40
@@ -103,7 +103,7 @@ def test_what_a_batch_draws_is_what_the_reference_allows_each_row(
     if not requests:
         return
     rows = logits[[index for index, _ in requests]]
-    together = sample_sequences([request for _, request in requests], rows)
+    together = sample_positions([Position(request) for _, request in requests], rows)
     assert (rows == before[[index for index, _ in requests]]).all()
     for line, (index, request) in enumerate(requests):
         _, prompt, output = mixes[index]
@@ -114,7 +114,7 @@ def test_what_a_batch_draws_is_what_the_reference_allows_each_row(
         allowed = possible(mine, request.params, uniform(request.seed, len(request.tokens)))
         assert together.token_ids[line] in allowed
         again = make_request(request.params, [0, *prompt], output, request.seed)
-        alone = sample_sequences([again], before[index : index + 1])
+        alone = sample_positions([Position(again)], before[index : index + 1])
         assert alone.token_ids == [together.token_ids[line]]
         if together.logprobs and request.params.logprobs is not None:
             assert alone.logprobs == [together.logprobs[line]]
@@ -131,16 +131,23 @@ def test_counting_token_by_token_is_counting_at_once(
     step_by_step = make_request(params, [0, *prompt], [])
     for cut in sorted({cut for cut in cuts if cut < len(output)}):
         step_by_step.tokens.extend(output[step_by_step.num_output_tokens : cut])
-        row_params(step_by_step)
+        row_params(Position(step_by_step))
     step_by_step.tokens.extend(output[step_by_step.num_output_tokens :])
     at_once = make_request(params, [0, *prompt], output)
+    ahead = make_request(params, [0, *prompt], output[: min(cuts, default=0)])
+    draft = tuple(output[ahead.num_output_tokens :])
     logits = random_logits(3)
     found = []
-    for request in (step_by_step, at_once):
-        edits = row_params(request).edits or RowEdits()
-        with edited(logits, [(0, edits)]) as values:
+    for position in (Position(step_by_step), Position(at_once), Position(ahead, draft)):
+        row = row_params(position)
+        assert row.uniform == row_params(Position(at_once)).uniform
+        with edited(logits, [(0, row.edits or RowEdits())]) as values:
             found.append(values.copy())
     assert (found[0] == found[1]).all()
+    assert (found[0] == found[2]).all()
+    ahead.tokens.extend(draft)
+    with edited(logits, [(0, row_params(Position(ahead)).edits or RowEdits())]) as values:
+        assert (found[0] == values).all()  # the draft left no trace
 
 
 @pytest.mark.parametrize(
@@ -211,7 +218,7 @@ def test_penalties_by_hand() -> None:
     request = make_request(params, [0, 3], [4, 4, 5])
     logits = np.full((1, VOCAB), 1.0, np.float32)
     logits[0, [0, 5]] = -1.0
-    edits = row_params(request).edits
+    edits = row_params(Position(request)).edits
     assert edits is not None
     with edited(logits, [(0, edits)]) as values:
         found = values[0, [0, 1, 3, 4, 5]].tolist()
@@ -233,7 +240,7 @@ def test_penalties_by_hand() -> None:
 def test_bad_words_by_hand(output: list[int], banned: set[int]) -> None:
     """Tokens of "a" are [3] and [10], of "bcd" [4, 5, 6] and [11, 5, 6]."""
     request = make_request(SamplingParams(bad_words=("a", "bcd")), [0, 4], output)
-    edits = row_params(request).edits
+    edits = row_params(Position(request)).edits
     assert edits is not None
     assert {*edits.banned.tolist()} == banned | {3, 10}
 
@@ -242,9 +249,9 @@ def test_logits_that_may_not_be_written_are_copied() -> None:
     logits = random_logits(1)
     logits.flags.writeable = False
     request = make_request(SamplingParams(temperature=0.0, allowed_token_ids=(7,)), [0], [])
-    assert sample_sequences([request], logits).token_ids == [7]
+    assert sample_positions([Position(request)], logits).token_ids == [7]
     request = make_request(SamplingParams(temperature=0.0, logit_bias={9: 100}), [0], [])
-    assert sample_sequences([request], logits).token_ids == [9]
+    assert sample_positions([Position(request)], logits).token_ids == [9]
 
 
 def test_logits_come_back_when_drawing_fails() -> None:
