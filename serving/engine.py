@@ -15,9 +15,11 @@ from onnxport.errors import (
     OverloadedError,
     RequestError,
 )
+from onnxport.graphs.spec import ArchSpec
 from onnxport.kv.table import Reservation
 from onnxport.providers.base import Capabilities, Model
 from onnxport.serving import sampling
+from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.deadlines import Deadlines
 from onnxport.serving.draft import StepPlan
@@ -52,6 +54,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         standby: Standby | None = None,
         speculator: Guesses | None = None,
+        base: ArchSpec | None = None,
     ) -> None:
         """Take over `model`; `close` closes it.
 
@@ -63,6 +66,7 @@ class Engine:
             clock: the time in seconds, of which deadlines and events are told.
             standby: who takes over when the model's device is lost; None: nobody.
             speculator: guesses tokens ahead; None: nobody does. `close` closes it.
+            base: what the model is, which LoRA adapters have to fit; None: none can be read.
 
         Raises:
             OnnxportError: the folder for K/V blocks cannot be used.
@@ -71,14 +75,16 @@ class Engine:
         config = config or EngineConfig()
         if eos_token_ids is None:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer else frozenset()
-        runtime = Runtime(model, config, clock, standby or Standby())
+        runtime = Runtime(model, config, clock, standby or Standby(), base)
         self.config = config
         self.tokenizer = tokenizer
         self._clock = clock
         self._runtime = runtime
         self._scheduler = runtime.scheduler
         self._eos_token_ids = eos_token_ids
-        self._intake = Intake(runtime.limits, config, runtime.rows, tokenizer, eos_token_ids)
+        self._intake = Intake(
+            runtime.limits, config, runtime.rows, tokenizer, eos_token_ids, runtime.adapters
+        )
         self._tally = Tally()
         self._requests: dict[str, list[Request]] = {}  # unfinished sequences by request
         self._deadlines = Deadlines()
@@ -91,6 +97,11 @@ class Engine:
     def capabilities(self) -> Capabilities:
         """What the model can do; another one may have taken over at the next look."""
         return self._runtime.limits
+
+    @property
+    def adapters(self) -> AdapterRegistry:
+        """The LoRA adapters that requests may pick, the same whichever model is loaded."""
+        return self._runtime.adapters
 
     @property
     def losses(self) -> tuple[Loss, ...]:
@@ -139,7 +150,8 @@ class Engine:
         Raises:
             RequestError: the prompt is empty or holds a token that the model does not know, the
                 request needs text and there is no tokenizer, it asks for more completions than
-                run at once, or for a priority where there are none.
+                run at once, for a priority where there are none, or for an adapter that is not
+                loaded (UnknownAdapterError).
             CapacityError: prompt and max_tokens do not fit the context or the KV cache.
         """
         options = options or RequestOptions()
@@ -149,7 +161,8 @@ class Engine:
         """Queue a prepared request.
 
         Raises:
-            RequestError: an unfinished request has this id.
+            RequestError: an unfinished request has this id, or its adapter was unloaded
+                (UnknownAdapterError).
             OverloadedError: `max_queued_requests` requests wait already, or, under the policy
                 "fair", as many of this tenant as its share of them.
             CapacityError: it was prepared for a model that was lost, and does not fit the one
@@ -168,6 +181,9 @@ class Engine:
         if self.losses:
             self._fit(request)
             request.name_blocks(self.capabilities.block_size)
+        if request.adapter is not None:
+            self._intake.renew_adapter(request)
+            self.adapters.hold(request.adapter)
         group = with_siblings(request)  # which may not stay together in the scheduler
         self._scheduler.submit(request)
         self._requests[request.request_id] = list(group)
@@ -219,6 +235,7 @@ class Engine:
     def check(self) -> None:
         """Assert the invariants of requests and blocks (for tests)."""
         self._scheduler.check()
+        self.adapters.check()
         running = {request for request in self._scheduler.requests() if request.running}
         known = {one for group in self._requests.values() for one in group}
         waiting = {one for request in self._scheduler.requests() for one in request.siblings}
@@ -326,6 +343,10 @@ class Engine:
         if len(requests) > 1:
             logger.warning("a step of %d requests failed: %s", len(requests), error)
             self._retries.split(requests)
+            return []
+        if plan.drafts:
+            logger.warning("a step with %d guessed tokens failed: %s", plan.num_tokens - 1, error)
+            self._retries.repeat(requests[0])
             return []
         if isinstance(error, DeviceMemoryError) and self._retries.shorten(
             requests[0], plan.num_tokens, self._runtime.rows
@@ -539,6 +560,8 @@ class Engine:
         group.remove(request)
         if not group:
             del self._requests[request.request_id]
+            if request.adapter is not None:
+                self.adapters.release(request.adapter)
         self._tally.note_end(request, reason, now_s)
 
 

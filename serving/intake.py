@@ -9,6 +9,7 @@ from functools import partial
 from onnxport.errors import RequestError
 from onnxport.kv.prefix import KeyChain, root_key
 from onnxport.providers.base import Capabilities
+from onnxport.serving.adapters.registry import Adapter, AdapterRegistry
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.limits import max_total_tokens, token_array
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -30,6 +31,7 @@ class Intake:
         max_num_seqs: int,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
+        adapters: AdapterRegistry,
     ) -> None:
         """Take the limits that requests are checked against.
 
@@ -39,11 +41,13 @@ class Intake:
             max_num_seqs: rows that a step really has.
             tokenizer: None takes token ids only.
             eos_token_ids: tokens that end a generation.
+            adapters: those that requests may pick.
         """
         self._sizes = (limits, max_num_seqs)  # replaced as one, whatever thread reads it
         self._config = config
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
+        self._adapters = adapters
         self._seeds = random.Random(config.seed)
 
     def move_to(self, limits: Capabilities, max_num_seqs: int) -> None:
@@ -73,9 +77,10 @@ class Intake:
         end_ids = stop_ids | self._eos_token_ids
         rules = logit_rules(params, end_ids, limits.vocab_size, encode)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
+        adapter = None if options.adapter is None else self._adapters.find(options.adapter)
         keys = None
         if self._config.enable_prefix_caching and params.prompt_logprobs is None:
-            keys = KeyChain(root_key(options.adapter, options.cache_salt), limits.block_size)
+            keys = _keys(adapter, options, limits)
             keys.extend(tokens)
         arrival_s = clock()
 
@@ -94,12 +99,29 @@ class Intake:
                 arrival_time_s=arrival_s,
                 keys=None if index else keys,
                 rules=rules,
+                adapter=adapter,
                 text=_text_stream(pieces, params) if pieces else None,
             )
 
         first = sequence(0)
         first.siblings = tuple(map(sequence, range(1, params.n)))
         return first
+
+    def renew_adapter(self, request: Request) -> None:
+        """Give a request the adapter that has the name it asked for now; in the engine's thread.
+
+        Raises:
+            UnknownAdapterError: there is none any more.
+        """
+        assert request.adapter is not None
+        adapter = self._adapters.find(request.adapter.name)
+        if adapter == request.adapter:
+            return
+        for one in (request, *request.siblings):
+            one.adapter = adapter
+        if request.keys is not None:
+            request.keys = _keys(adapter, request.options, self._sizes[0])
+            request.keys.extend(request.tokens)
 
     def _check(
         self,
@@ -126,6 +148,12 @@ class Intake:
                 "priority or fair",
                 "priority",
             )
+
+
+def _keys(adapter: Adapter | None, options: RequestOptions, limits: Capabilities) -> KeyChain:
+    """Return the keys of a sequence that is empty so far."""
+    root = root_key(adapter.fingerprint if adapter else None, options.cache_salt)
+    return KeyChain(root, limits.block_size)
 
 
 def _text_stream(pieces: Pieces, params: SamplingParams) -> TextStream:

@@ -157,7 +157,8 @@ class RequestOptions:
         priority: lower numbers go first (as in vLLM); refused unless the policy knows priorities.
         tenant: whose request it is; the "fair" policy shares between tenants.
         cache_salt: requests share cached K/V with requests of the same salt alone.
-        adapter: requests share cached K/V with requests of the same adapter alone.
+        adapter: the name of a loaded LoRA adapter, which changes the model for this request; None:
+            the model alone.
         timeout_s: seconds from arrival after which the request ends with "timeout"; of requests
             of one priority and tenant, those that end sooner are served first.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.table import BlockTable
+from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.grammar import Grammar
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -56,13 +57,13 @@ class Request:
         grammar: what its output has to follow; None: nothing.
         scores: log probabilities of the prompt's tokens from its second on, as far as they are
             computed; None if nobody asked, or when they have been delivered.
-        adapter_slot: the model's slot of its LoRA adapter; 0: none.
+        adapter: its LoRA adapter; None: the model alone.
         text: turns tokens into text and finds stop strings; None without a tokenizer.
         finish_reason: None until the sequence ends; set once.
     """
 
     __slots__ = (
-        "adapter_slot",
+        "adapter",
         "deadline_s",
         "finish_reason",
         "forked",
@@ -109,7 +110,7 @@ class Request:
         keys: KeyChain | None = None,
         rules: LogitRules | None = None,
         grammar: Grammar | None = None,
-        adapter_slot: int = 0,
+        adapter: Adapter | None = None,
         text: TextStream | None = None,
     ) -> None:
         self.request_id = request_id
@@ -128,7 +129,7 @@ class Request:
         self.max_total_tokens = max_total_tokens
         self.stop_token_ids = stop_token_ids
         self.seed = seed
-        self.adapter_slot = adapter_slot
+        self.adapter = adapter
         self.table = BlockTable()
         self.keys = keys
         self.forked = False
@@ -148,6 +149,11 @@ class Request:
     def __repr__(self) -> str:
         progress = f"{self.num_computed_tokens}/{len(self.tokens)}"
         return f"<Request {self.request_id}-{self.index} {progress}>"
+
+    @property
+    def adapter_slot(self) -> int:
+        """The model's slot of its adapter; 0: none."""
+        return self.adapter.slot if self.adapter else 0
 
     @property
     def num_rows(self) -> int:

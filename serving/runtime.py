@@ -10,9 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import DeviceLostError
+from onnxport.graphs.spec import ArchSpec
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.table import Reservation
 from onnxport.providers.base import Capabilities, Model
+from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.draft import StepPlan
@@ -33,6 +35,7 @@ class Runtime:
         tokens: most tokens of a step.
         pool: the blocks of its cache.
         packer: makes its inputs.
+        adapters: what is in its slots for adapters.
         offloader: moves blocks to the tiers; None without any.
         scheduler: the same for every model, as are the requests in it.
         losses: the providers that were lost, the latest last.
@@ -45,8 +48,9 @@ class Runtime:
         config: EngineConfig,
         clock: Callable[[], float],
         standby: Standby,
+        base: ArchSpec | None = None,
     ) -> None:
-        """Take over `model`.
+        """Take over `model`; adapters have to fit `base`.
 
         Raises:
             OnnxportError: the folder for K/V blocks cannot be used.
@@ -57,6 +61,7 @@ class Runtime:
         self.losses = standby.losses
         self.failure: str | None = None
         self._take(model, new_pool(model))
+        self.adapters = AdapterRegistry(model, base)
         self.offloader = Offloader(model, self.pool, config, clock) if config.host_memory else None
         self.scheduler = Scheduler(self.pool, self.rows, self.tokens, config.scheduling_policy)
         logger.info("loaded %s", describe(self.limits))
@@ -142,6 +147,7 @@ class Runtime:
         """Go on with `model`, which is closed if that is not possible."""
         try:
             pool = new_pool(model)
+            self.adapters.move_to(model)
             if self.offloader:
                 self.offloader.move_to(model, pool)
         except BaseException:

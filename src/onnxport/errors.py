@@ -45,12 +45,20 @@ class CapacityError(OnnxportError):
     """A model or request does not fit the memory or context length that is available."""
 
 
+class AdapterError(OnnxportError):
+    """A LoRA adapter cannot be read, does not fit the model, or its name is taken. HTTP 400."""
+
+
 class RequestError(OnnxportError):
     """A request is not valid; nothing was scheduled. HTTP 400."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class UnknownAdapterError(RequestError):
+    """No LoRA adapter of that name is loaded (any more). HTTP 404."""
 
 
 class OverloadedError(OnnxportError):

@@ -1,0 +1,1 @@
+"""LoRA adapters: read from PEFT's folders, checked against the model, kept in its slots."""

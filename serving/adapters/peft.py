@@ -1,0 +1,207 @@
+"""LoRA adapters in PEFT's folders: configuration and tensors become deltas of projections."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
+from onnxport.errors import AdapterError
+from onnxport.graphs.lora import PROJECTIONS, LoraAdapter, LoraDelta, Projection, projection_shapes
+from onnxport.graphs.spec import ArchSpec
+from onnxport.serving.adapters.peft_config import PeftConfig, read_config
+
+WEIGHTS_FILE: Final = "adapter_model.safetensors"
+
+_NAME: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
+_PARENTS: Final[Mapping[Projection, str]] = {
+    **dict.fromkeys(PROJECTIONS[:4], "self_attn"),
+    **dict.fromkeys(PROJECTIONS[4:], "mlp"),
+}
+_OTHERS: Final = ("model.embed_tokens", "lm_head")  # linear too, and not to be adapted here
+_DTYPES: Final[Mapping[str, Any]] = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+}
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterContent:
+    """An adapter that was read and fits its base model."""
+
+    adapter: LoraAdapter
+    fingerprint: str  # of all that the adapter changes: hex SHA-256 of its deltas
+    path: Path  # where it was read
+    base_model: str | None  # what its configuration says it was trained on
+
+
+def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
+    """Read the adapter in `folder`, as PEFT's `save_pretrained` wrote it.
+
+    Args:
+        folder: holds `adapter_config.json` and `adapter_model.safetensors`.
+        base: the model that it has to fit.
+
+    Raises:
+        AdapterError: a file is missing or malformed, asks for what cannot be served, or does not
+            fit the model; says what was found and what fits.
+    """
+    config = read_config(folder)
+    pairs = _pairs(folder, _read_tensors(folder))
+    modules = {
+        f"model.layers.{layer}.{_PARENTS[name]}.{name}": (layer, name)
+        for layer in range(base.num_layers)
+        for name in PROJECTIONS
+    }
+    shapes = projection_shapes(base)
+    _check_modules(folder, config, pairs, set(modules), base)
+    _check_shapes(folder, config, pairs, {each: shapes[modules[each][1]] for each in pairs})
+    deltas = {}
+    for module, (a, b) in pairs.items():
+        with np.errstate(over="ignore"):
+            scaled = b * np.float32(config.scaling_of(module))
+        if not np.isfinite(scaled).all() or not np.isfinite(a).all():
+            raise AdapterError(
+                f"{folder} holds values of {module} that are not finite, or are not once they are "
+                f"scaled by {config.scaling_of(module):g}; the file is damaged, or the training "
+                "diverged"
+            )
+        deltas[modules[module]] = LoraDelta(a, scaled)
+    adapter = LoraAdapter(deltas)
+    return AdapterContent(adapter, fingerprint(adapter), folder, config.base_model)
+
+
+def fingerprint(adapter: LoraAdapter) -> str:
+    """Return a hex SHA-256 of all deltas: adapters that share it compute the same K/V."""
+    digest = hashlib.sha256()
+    for (layer, name), delta in sorted(adapter.deltas.items()):
+        digest.update(f"{layer} {name} {delta.a.shape} {delta.b.shape}\n".encode())
+        digest.update(delta.a.tobytes() + delta.b.tobytes())
+    return digest.hexdigest()
+
+
+def _read_tensors(folder: Path) -> dict[str, Array]:
+    """Return the tensors by name; in one read, so that a file that is replaced is not mixed."""
+    path = folder / WEIGHTS_FILE
+    deserialize: Any = safetensors.deserialize  # which has no types
+    try:
+        stored = deserialize(path.read_bytes())
+    except FileNotFoundError as error:
+        others = sorted(each.name for each in folder.glob("adapter_model.*"))
+        hint = f"; it holds {', '.join(others)}: save it as safetensors" if others else ""
+        raise AdapterError(f"{folder} holds no {WEIGHTS_FILE}{hint}") from error
+    except (OSError, safetensors.SafetensorError) as error:
+        raise AdapterError(f"{path} is not a valid safetensors file: {error}") from error
+    types = {name: tensor["dtype"] for name, tensor in stored}
+    if wrong := [f"{name} is {kind}" for name, kind in types.items() if kind not in _DTYPES]:
+        raise AdapterError(
+            f"{path} holds tensors of a type that cannot be read: {_some(wrong)}; "
+            f"{', '.join(_DTYPES)} can"
+        )
+    return {
+        name: np.frombuffer(tensor["data"], _DTYPES[types[name]])
+        .reshape(tensor["shape"])
+        .astype(np.float32)
+        for name, tensor in stored
+    }
+
+
+def _pairs(folder: Path, tensors: Mapping[str, Array]) -> dict[str, tuple[Array, Array]]:
+    """Return A and B of each module."""
+    found: dict[str, dict[str, Array]] = {}
+    unknown = []
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name)
+        if match is None or tensor.ndim != 2:
+            unknown.append(f"{name} {list(tensor.shape)}")
+        else:
+            found.setdefault(match["module"], {})[match["part"]] = tensor
+    if unknown:
+        raise AdapterError(
+            f"{folder} holds tensors that are no matrices of LoRA: {_some(unknown)}; only "
+            "base_model.model.<module>.lora_A.weight and .lora_B.weight can be served"
+        )
+    single = [
+        f"{name} has {''.join(parts)} alone" for name, parts in found.items() if len(parts) < 2
+    ]
+    if single:
+        raise AdapterError(f"{folder} lacks the other half of a pair: {_some(single)}")
+    if not found:
+        raise AdapterError(f"{folder} holds no tensors; train the adapter, and save it again")
+    return {name: (parts["A"], parts["B"]) for name, parts in found.items()}
+
+
+def _check_modules(
+    folder: Path,
+    config: PeftConfig,
+    found: Iterable[str],
+    known: set[str],
+    base: ArchSpec,
+) -> None:
+    """Refuse tensors of modules that are not the model's, or not those the config calls for."""
+    if others := [name for name in _OTHERS if config.is_target(name)]:
+        raise AdapterError(
+            f"{config.path} targets {', '.join(others)}; only {', '.join(PROJECTIONS)} can be "
+            "adapted: merge the adapter into its model, and export that"
+        )
+    wanted = {name for name in known if config.is_target(name)}
+    layers = f"this model is a {base.family} with layers 0 to {base.num_layers - 1}"
+    for names, what in (
+        (set(found) - known, f"tensors of modules that the model does not have ({layers})"),
+        (set(found) - wanted, f"tensors of modules that {config.path.name} does not target"),
+    ):
+        if names:
+            raise AdapterError(f"{folder} holds {what}: {_some(sorted(names))}")
+    if missing := wanted - set(found):
+        raise AdapterError(
+            f"{folder} lacks tensors of {len(missing)} of the {len(wanted)} modules that "
+            f"{config.path.name} targets: {_some(sorted(missing))}; it is incomplete, or was made "
+            f"for another model ({layers})"
+        )
+
+
+def _check_shapes(
+    folder: Path,
+    config: PeftConfig,
+    pairs: Mapping[str, tuple[Array, Array]],
+    shapes: Mapping[str, tuple[int, int]],
+) -> None:
+    """Refuse matrices that do not fit the model or the rank of the config."""
+    wrong_features, wrong_rank = [], []
+    for name, (a, b) in pairs.items():
+        out_features, in_features = shapes[name]
+        rank = config.rank_of(name)
+        if (b.shape[0], a.shape[1]) != (out_features, in_features):
+            wrong_features.append(
+                f"{name} takes {a.shape[1]} features and gives {b.shape[0]}, the model's takes "
+                f"{in_features} and gives {out_features}"
+            )
+        if (a.shape[0], b.shape[1]) != (rank, rank):
+            wrong_rank.append(
+                f"{name} has A {list(a.shape)} and B {list(b.shape)}, not rank {rank}"
+            )
+    if wrong_features:
+        raise AdapterError(f"{folder} was made for another model: {_some(wrong_features, 2)}")
+    if wrong_rank:
+        raise AdapterError(
+            f"{folder} has tensors of another rank than {config.path.name} says: "
+            f"{_some(wrong_rank, 2)}"
+        )
+
+
+def _some(names: Iterable[str], limit: int = 4) -> str:
+    """Return a few of many, for an error."""
+    listed = list(names)
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return ", ".join(listed[:limit]) + more
