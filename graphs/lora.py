@@ -6,7 +6,7 @@ becomes `y + (x A^T) B^T`, with the scaling of the adapter multiplied into B.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -17,6 +17,27 @@ from onnxport.graphs.spec import ArchSpec
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: Final[tuple[Projection, ...]] = get_args(Projection)
+
+# A product of a paged graph, and the projections whose outputs it joins, in order.
+Kind = Literal["qkv", "o", "gate_up", "gate", "up", "down"]
+KINDS: Final[Mapping[Kind, tuple[Projection, ...]]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "gate": ("gate_proj",),
+    "up": ("up_proj",),
+    "down": ("down_proj",),
+}
+
+# Inputs of a graph with LoRA; see graphs.passes.lora for who has which.
+TOKEN_SLOTS: Final = "lora.token_slots"  # int32 [num_tokens], adapter slots; 0: none
+RANKS: Final = "lora.ranks"  # int32 [max_adapters + 1, num_layers, len(PROJECTIONS)]
+WEIGHTS: Final = "lora.weights"  # float32 [max_adapters, floats of a slot], see `slot_layout`
+
+
+def owners_name(kind: Kind) -> str:
+    """The adapter slot of each stacked row of a kind of product, int32 [rows]."""
+    return f"lora.{kind}.owners"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +78,56 @@ def projection_shapes(spec: ArchSpec) -> dict[Projection, tuple[int, int]]:
         "up_proj": (inner, hidden),
         "down_proj": (hidden, inner),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class LoraProduct:
+    """A product of a graph that adapters add to."""
+
+    layer: int
+    kind: Kind
+
+    @property
+    def name(self) -> str:
+        """Of the layer and the product in it."""
+        return f"layers.{self.layer}.{self.kind}"
+
+    @property
+    def a(self) -> str:
+        """The graph input with the stacked A of all projections, [rows, in_features]."""
+        return f"lora.{self.name}.a"
+
+    @property
+    def b(self) -> str:
+        """The graph input with the stacked B, [rows, out_features]; 0 where a row has no part."""
+        return f"lora.{self.name}.b"
+
+    def in_features(self, spec: ArchSpec) -> int:
+        """Columns of its input."""
+        return projection_shapes(spec)[KINDS[self.kind][0]][1]
+
+    def out_features(self, spec: ArchSpec) -> tuple[int, ...]:
+        """Columns of its output, projection by projection."""
+        shapes = projection_shapes(spec)
+        return tuple(shapes[projection][0] for projection in KINDS[self.kind])
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRegion:
+    """Where the operator AddLora finds one product of an adapter: in floats from a slot's start."""
+
+    a: int  # [projections, max_rank, in_features]
+    b: int  # [max_rank, out_features]; row j holds row j of every projection, side by side
+
+
+def slot_layout(
+    products: Iterable[LoraProduct], spec: ArchSpec, max_rank: int
+) -> tuple[dict[LoraProduct, SlotRegion], int]:
+    """Return the region of each product, and the floats of a slot."""
+    regions, end = {}, 0
+    for product in products:
+        parts = product.out_features(spec)
+        begin = end + len(parts) * max_rank * product.in_features(spec)
+        regions[product] = SlotRegion(end, begin)
+        end = begin + max_rank * sum(parts)
+    return regions, end

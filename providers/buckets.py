@@ -173,6 +173,7 @@ def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
     past = np.concatenate([inputs.past_sequence_lengths, padding.past])
     totals = lengths + past
     num_logits, wanted = len(lengths), len(inputs.logits_indices)
+    slots = inputs.adapter_slots
     padded = StepInputs(
         input_ids=_extended(inputs.input_ids, num_tokens, 0),
         block_table=np.concatenate([table, padding.table]),
@@ -184,6 +185,7 @@ def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
             num_logits if wanted <= num_logits else num_tokens,
             inputs.logits_indices[-1] if wanted else 0,
         ),
+        adapter_slots=None if slots is None else _extended(slots, len(lengths), 0),
     )
     return PaddedStep(padded, query_tile, wanted)
 

@@ -20,17 +20,22 @@ from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.block_transfers import zeros_graph
+from onnxport.graphs.lora import LoraProduct
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.emulated_attention import emulate_attention
+from onnxport.graphs.passes.lora import add_lora, lora_products
 from onnxport.graphs.passes.native import NativeLimits, keep_native
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers import memory
+from onnxport.providers.adapters import Adapters, AdapterStacks, stack_bytes
 from onnxport.providers.base import Attention, Capabilities, KVFormat, LoadOptions
 from onnxport.providers.buckets import Buckets
 from onnxport.providers.cpu.library import find_library
+from onnxport.providers.device_arrays import DeviceArrays
 from onnxport.providers.device_blocks import DeviceBlocks, cache_shape, device_caches
 from onnxport.providers.ort import (
     CPU,
@@ -96,6 +101,11 @@ def load_on_device(
             f"capture_graphs was asked for; the {recipe.provider} provider has nothing to replay, "
             "leave it out"
         )
+    if options.capture_graphs and options.max_adapters:
+        raise ProviderError(
+            f"capture_graphs was asked for and max_adapters is {options.max_adapters}; what is "
+            "replayed keeps its addresses, and those of LoRA adapters change: leave one out"
+        )
     lowering = _Lowering(artifact, options, recipe, emulate=emulate)
     if options.capture_graphs and lowering.attention != "native":
         raise ProviderError(
@@ -113,7 +123,7 @@ def load_on_device(
         block_size=lowering.block_size,
         item_bytes=numpy_dtype(TYPES[lowering.dtype]).itemsize,
         free_bytes=recipe.free_bytes,
-        weight_bytes=weight_bytes(model, converted),
+        weight_bytes=weight_bytes(model, converted) + lowering.adapter_bytes(),
         buffer_bytes=recipe.buffer_bytes,
     )
     attached = {name: ort_value(value) for name, value in converted.items()}
@@ -140,7 +150,8 @@ def load_on_device(
     if options.capture_graphs:
         sizes = (capabilities.vocab_size, pool.block_size)
         replay = DecodeReplay(session, caches, target, *sizes)
-    return OrtModel(session, capabilities, caches, blocks, attached, buckets, replay)
+    adapters = lowering.adapters(target) if options.max_adapters else None
+    return OrtModel(session, capabilities, caches, blocks, attached, buckets, replay, adapters)
 
 
 class _Lowering:
@@ -150,7 +161,7 @@ class _Lowering:
         self, artifact: Artifact, options: LoadOptions, recipe: Recipe, *, emulate: bool
     ) -> None:
         self._artifact = artifact
-        self._options = options
+        self.options = options
         self._recipe = recipe
         self._emulate = emulate
         self._graph = artifact.load_graph("paged")
@@ -161,11 +172,14 @@ class _Lowering:
 
     def steps(self) -> Iterator[PassResult]:
         """Apply the passes in turn; the last result holds the graph to run."""
-        options, recipe = self._options, self._recipe
+        options, recipe = self.options, self._recipe
         step = self._retyped
         yield step
         if options.matmul_accuracy_level is not None:
             step = set_accuracy(step.model, options.matmul_accuracy_level)
+            yield step
+        if options.max_adapters:
+            step = add_lora(step.model, self._artifact.manifest.model)
             yield step
         if self.attention == "decomposed":
             yield decompose(step.model, bounds="shapes" if recipe.bucketed else "metadata")
@@ -176,6 +190,30 @@ class _Lowering:
         if self._emulate:
             yield emulate_attention(step.model)
 
+    def adapter_bytes(self) -> int:
+        """Memory of a full stack of adapters."""
+        if not self.options.max_adapters:
+            return 0
+        item_bytes = numpy_dtype(TYPES[self.dtype]).itemsize
+        return stack_bytes(*self._adapted(), self.options, item_bytes)
+
+    def adapters(self, target: Target) -> Adapters:
+        """Slots for adapters, of a device."""
+        products, spec = self._adapted()
+        stacks = AdapterStacks(
+            products,
+            spec,
+            numpy_dtype(TYPES[self.dtype]),
+            DeviceArrays(target),
+            few_shapes=self._recipe.bucketed,
+        )
+        return Adapters(spec, self.options, stacks)
+
+    def _adapted(self) -> tuple[list[LoraProduct], ArchSpec]:
+        """What adapters add to."""
+        spec = self._artifact.manifest.model
+        return lora_products(self._retyped.model, spec), spec
+
     @cached_property
     def _retyped(self) -> PassResult:
         """The graph in the type of the activations; it is looked at before it is lowered."""
@@ -184,7 +222,7 @@ class _Lowering:
 
     def _choose_dtype(self) -> str:
         """The type of activations and cache."""
-        asked, allowed = self._options.dtype, self._recipe.dtypes
+        asked, allowed = self.options.dtype, self._recipe.dtypes
         cache = next(i for i in self._graph.graph.input if i.name == contract.past_key(0))
         stored = cache.type.tensor_type.elem_type
         own = next(name for name, kind in TYPES.items() if kind == stored)
@@ -194,9 +232,9 @@ class _Lowering:
                 f"{', '.join(allowed)} on {self._recipe.device}, ask for one of these or auto"
             )
         dtype = asked if asked != "auto" else own if own in allowed else allowed[0]
-        if self._options.kv_cache_dtype not in ("auto", dtype):
+        if self.options.kv_cache_dtype not in ("auto", dtype):
             raise ProviderError(
-                f"kv_cache_dtype is {self._options.kv_cache_dtype!r}; the {self._recipe.provider} "
+                f"kv_cache_dtype is {self.options.kv_cache_dtype!r}; the {self._recipe.provider} "
                 f"provider caches in the type of its activations, which is {dtype}: ask for that "
                 "or auto, or choose another dtype"
             )
@@ -204,7 +242,7 @@ class _Lowering:
 
     def _choose_attention(self) -> Attention:
         """Native where the device takes this graph, unless told otherwise."""
-        asked = self._options.attention
+        asked = self.options.attention
         if asked == "decomposed":
             self.why_decomposed = "that was asked for"
             return "decomposed"
@@ -240,7 +278,7 @@ class _Lowering:
         native = self.attention == "native"
         spec = self._artifact.manifest.model
         default = self._recipe.native_block_size(spec.head_size) if native else PLAIN_BLOCK_SIZE
-        size = self._options.block_size or default
+        size = self.options.block_size or default
         power = size >= 16 and size & (size - 1) == 0
         if native and self._recipe.block_size_power and not power:
             raise ProviderError(
@@ -272,7 +310,7 @@ def why_not_started(target: Target) -> str:
 def _capabilities(
     artifact: Artifact, recipe: Recipe, lowering: _Lowering, pool: PoolPlan
 ) -> Capabilities:
-    spec = artifact.manifest.model
+    spec, options = artifact.manifest.model, lowering.options
     return Capabilities(
         provider=recipe.provider,
         device=recipe.device,
@@ -288,6 +326,8 @@ def _capabilities(
         max_batch_rows=BUCKET_ROWS if recipe.bucketed else recipe.max_batch_rows,
         max_batch_tokens=BUCKET_TOKENS if recipe.bucketed else None,
         placement={},
+        max_adapters=options.max_adapters,
+        max_adapter_rank=options.max_adapter_rank if options.max_adapters else 0,
     )
 
 

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
 from onnxport.graphs import contract
+from onnxport.graphs.lora import TOKEN_SLOTS, LoraAdapter
+from onnxport.providers.adapters import Adapters, Values, refuse_slots
 from onnxport.providers.base import Capabilities, StepInputs
 from onnxport.providers.buckets import Buckets, PaddedStep, pad
 from onnxport.providers.failures import device_error
@@ -34,6 +36,7 @@ class OrtModel(Transfers):
         attached: Mapping[str, Any] | None = None,
         buckets: Buckets | None = None,
         replay: DecodeReplay | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """Bind the caches.
 
@@ -45,6 +48,7 @@ class OrtModel(Transfers):
             attached: initializers that the session reads from the caller's memory.
             buckets: pad steps to these shapes; there are their spare blocks behind the pool.
             replay: runs decode steps, and only these are padded then.
+            adapters: the slots for LoRA adapters; None: the graph has none.
         """
         super().__init__(blocks, capabilities.kv_block_bytes, capabilities.device)
         self._session = session
@@ -52,6 +56,8 @@ class OrtModel(Transfers):
         self._capabilities = capabilities
         self._buckets = buckets
         self._replay = replay
+        self._adapters = adapters
+        self._bound: Values | None = None  # weights of adapters
         self._run_options = None if replay is None else run_options(NO_GRAPH)
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
@@ -69,6 +75,8 @@ class OrtModel(Transfers):
         """See `providers.base.Model.run`."""
         if self._session is None:
             raise ProviderError(CLOSED)
+        if self._adapters is None:
+            refuse_slots(inputs)
         try:
             if self._replay is not None and len(inputs.input_ids) == len(inputs.block_table):
                 return self._replay.run(self._padded(inputs))
@@ -82,12 +90,22 @@ class OrtModel(Transfers):
             doing = f"running a batch of {len(inputs.input_ids)} tokens"
             raise device_error(error, doing, self._device) from error
 
+    def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        """See `providers.base.Model.set_adapter`."""
+        if self._session is None:
+            raise ProviderError(CLOSED)
+        if self._adapters is None:
+            return super().set_adapter(slot, adapter)
+        self._adapters.put(slot, adapter)
+
     def _padded(self, inputs: StepInputs) -> PaddedStep:
         assert self._buckets is not None
         return pad(inputs, self._buckets, self._capabilities.num_blocks)
 
     def _compute(self, inputs: StepInputs, query_tile: int = 1) -> NDArray[np.float32]:
         """Run a step from and to host memory; `query_tile` is for graphs that want it."""
+        if self._adapters is not None:
+            self._bind_adapters(self._adapters, inputs)
         rows = len(inputs.logits_indices)
         if len(self._logits) < rows:
             self._logits = np.empty((rows, self._capabilities.vocab_size), np.float32)
@@ -109,10 +127,20 @@ class OrtModel(Transfers):
         self._session.run_with_iobinding(self._binding, self._run_options)
         return logits
 
+    def _bind_adapters(self, adapters: Adapters, inputs: StepInputs) -> None:
+        step = adapters.step(inputs)
+        if step.values is not self._bound:
+            for name, value in step.values.items():
+                self._binding.bind_ortvalue_input(name, value)
+            self._bound = step.values
+        self._binding.bind_cpu_input(TOKEN_SLOTS, step.token_slots)
+
     def close(self) -> None:
         """See `providers.base.Model.close`."""
         self._binding = None
         self._session = None
         self._replay = None
         self._blocks = None
+        self._adapters = None
+        self._bound = None
         self._attached = {}

@@ -20,21 +20,26 @@ from numpy.typing import NDArray
 from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
+from onnxport.graphs.lora import LoraProduct
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
+from onnxport.graphs.passes.lora import add_lora, lora_products
 from onnxport.graphs.passes.native import NativeLimits, keep_native
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
+from onnxport.providers.adapters import Adapters, AdapterStacks, stack_bytes
 from onnxport.providers.base import Capabilities, Device, Features, KVFormat, LoadOptions, Probe
 from onnxport.providers.blocks import HostBlocks, plain_layout, tiled_layout
 from onnxport.providers.cpu.library import find_library, isa, matmul_isa
+from onnxport.providers.device_arrays import DeviceArrays
 from onnxport.providers.host_options import refuse_device_options
 from onnxport.providers.ort import (
+    CPU,
     CPU_EXECUTION_PROVIDER,
     CacheTensor,
     ort_value,
@@ -115,7 +120,11 @@ class CpuProvider:
         for step in lowered:
             logger.info("%s: %s", artifact.path.name, step)
         converted = {name: value for step in lowered for name, value in step.attached.items()}
-        pool = plan(weight_bytes=weight_bytes(lowered[-1].model, converted))
+        products = lora_products(lowered[0].model, spec) if options.max_adapters else []
+        pool = plan(
+            weight_bytes=weight_bytes(lowered[-1].model, converted)
+            + stack_bytes(products, spec, options, np.dtype(COMPUTE_DTYPE).itemsize)
+        )
         attached = {name: ort_value(value) for name, value in converted.items()}
         session_options = _session_options(options, kernel)
         session_options.add_external_initializers(list(attached), list(attached.values()))
@@ -138,10 +147,14 @@ class CpuProvider:
             vocab_size=spec.vocab_size,
             max_batch_rows=None,
             placement=placement(session),
+            max_adapters=options.max_adapters,
+            max_adapter_rank=options.max_adapter_rank if options.max_adapters else 0,
         )
+        adapters = _adapters(products, spec, options) if options.max_adapters else None
         pairs = [_allocate_caches(spec, pool, cache_dtype) for _ in range(spec.num_layers)]
         blocks = HostBlocks(pairs, tiled_layout(BLOCK_SIZE) if kernel else plain_layout())
-        return OrtModel(session, capabilities, _cache_tensors(pairs), blocks, attached)
+        caches = _cache_tensors(pairs)
+        return OrtModel(session, capabilities, caches, blocks, attached, adapters=adapters)
 
 
 def processor_name() -> str:
@@ -226,6 +239,9 @@ def _lower(
     if options.matmul_accuracy_level is not None:
         step = set_accuracy(step.model, options.matmul_accuracy_level)
         yield step
+    if options.max_adapters:
+        step = add_lora(step.model, artifact.manifest.model)
+        yield step
     if custom:
         step = fuse_gated_silu(step.model)
         yield step
@@ -237,6 +253,12 @@ def _lower(
         yield keep_native(step.model, KERNEL_LIMITS)
     else:
         yield decompose(step.model)
+
+
+def _adapters(products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOptions) -> Adapters:
+    """Slots for LoRA adapters."""
+    stacks = AdapterStacks(products, spec, np.dtype(COMPUTE_DTYPE), DeviceArrays(CPU))
+    return Adapters(spec, options, stacks)
 
 
 def _allocate_caches(spec: ArchSpec, pool: PoolPlan, dtype: str) -> CachePair:

@@ -26,6 +26,7 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import MICROSOFT
 from onnxport.graphs.passes.flat_paged import FLAT_PAGED_ATTENTION, flatten_paged
 from onnxport.graphs.passes.gated_silu import DOMAIN
+from onnxport.graphs.passes.lora import add_lora
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_matmul import split_matmul
@@ -43,12 +44,20 @@ class Converted:
     memory: Sequence[Any]  # openvino.Tensor; to be kept until the compiled model is gone
 
 
-def lower(artifact: Artifact) -> Iterator[PassResult]:
-    """Apply the passes in turn; the last result holds the graph to convert."""
+def lower(artifact: Artifact, *, lora: bool = False) -> Iterator[PassResult]:
+    """Apply the passes in turn; the last result holds the graph to convert.
+
+    Args:
+        artifact: what to read.
+        lora: whether adapters are inputs of the graph.
+    """
     step = split_matmul(artifact.load_graph("paged"))
     yield step
     step = retype(step.model, artifact.read_tensor)
     yield step
+    if lora:
+        step = add_lora(step.model, artifact.manifest.model)
+        yield step
     yield flatten_paged(step.model)
 
 

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
 from onnxport.graphs import contract
+from onnxport.graphs.lora import TOKEN_SLOTS, LoraAdapter
 from onnxport.graphs.passes import flat_paged
+from onnxport.providers.adapters import Adapters, Arrays, Values, refuse_slots
 from onnxport.providers.base import Capabilities, StepInputs
 from onnxport.providers.failures import device_error
 from onnxport.providers.openvino.compiled import bind_caches
@@ -37,6 +39,7 @@ class OpenVinoModel(Transfers):
         pairs: Sequence[TensorPair],
         blocks: Blocks,
         memory: Sequence[Any],
+        adapters: Adapters | None = None,
     ) -> None:
         """Bind the caches.
 
@@ -46,12 +49,15 @@ class OpenVinoModel(Transfers):
             pairs: the caches of each layer.
             blocks: the same memory, for transfers.
             memory: what the weights point to; kept as long as the compiled model.
+            adapters: the slots for LoRA adapters, made of `tensors_of`; None: the graphs have none.
         """
         super().__init__(blocks, capabilities.kv_block_bytes, capabilities.device)
         self._requests = [
             (graph.most_tokens, graph.compiled.create_infer_request()) for graph in graphs
         ]
         self._capabilities = capabilities
+        self._adapters = adapters
+        self._bound: dict[int, Values] = {}  # weights of adapters, by the request's number
         self._kept: tuple[Sequence[TensorPair], Sequence[Any]] = (pairs, memory)
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
         for _, request in self._requests:
@@ -68,9 +74,13 @@ class OpenVinoModel(Transfers):
             raise ProviderError(CLOSED)
         import openvino as ov
 
+        if self._adapters is None:
+            refuse_slots(inputs)
         num_tokens = len(inputs.input_ids)
-        request = next(
-            request for most, request in self._requests if most is None or num_tokens <= most
+        number, request = next(
+            (number, request)
+            for number, (most, request) in enumerate(self._requests)
+            if most is None or num_tokens <= most
         )
         rows = len(inputs.logits_indices)
         if len(self._logits) < rows:
@@ -79,17 +89,41 @@ class OpenVinoModel(Transfers):
         try:
             for name, array in flat_inputs(inputs, self._capabilities.block_size).items():
                 request.set_tensor(name, ov.Tensor(array))
+            if self._adapters is not None:
+                self._bind_adapters(self._adapters, number, inputs)
             request.set_tensor(contract.LOGITS, ov.Tensor(logits, shared_memory=True))
             request.infer()
+        except ProviderError:
+            raise
         except Exception as error:
             doing = f"running a batch of {num_tokens} tokens with OpenVINO"
             raise device_error(error, doing, self._device) from error
         return logits
 
+    def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        """See `providers.base.Model.set_adapter`."""
+        if not self._requests:
+            raise ProviderError(CLOSED)
+        if self._adapters is None:
+            return super().set_adapter(slot, adapter)
+        self._adapters.put(slot, adapter)
+
+    def _bind_adapters(self, adapters: Adapters, number: int, inputs: StepInputs) -> None:
+        import openvino as ov
+
+        step, (_, request) = adapters.step(inputs), self._requests[number]
+        if step.values is not self._bound.get(number):
+            for name, value in step.values.items():
+                request.set_tensor(name, value)
+            self._bound[number] = step.values
+        request.set_tensor(TOKEN_SLOTS, ov.Tensor(step.token_slots))
+
     def close(self) -> None:
         """See `providers.base.Model.close`."""
         self._requests = []
         self._blocks = None
+        self._adapters = None
+        self._bound = {}
         self._kept = ((), ())
 
 
@@ -110,3 +144,10 @@ def flat_inputs(inputs: StepInputs, block_size: int) -> dict[str, NDArray[Any]]:
         flat_paged.BLOCK_INDICES_BEGINS: np.cumsum([0, *used], dtype=np.int32),
         flat_paged.MAX_CONTEXT_LEN: inputs.attention_metadata[1:2].reshape(()),
     }
+
+
+def tensors_of(arrays: Arrays) -> Values:
+    """Arrays as openvino.Tensor over the same memory, which they keep alive."""
+    import openvino as ov
+
+    return {name: ov.Tensor(array, shared_memory=True) for name, array in arrays.items()}

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
+import numpy as np
 import onnx
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
+from onnxport.graphs.passes.lora import lora_products
 from onnxport.providers import memory
+from onnxport.providers.adapters import Adapters, AdapterStacks, stack_bytes
 from onnxport.providers.base import (
     Capabilities,
     Device,
@@ -30,7 +34,7 @@ from onnxport.providers.openvino.compiled import cache_format, placement, precis
 from onnxport.providers.openvino.convert import RELEASE, collect_weights, convert, lower
 from onnxport.providers.openvino.cpu import CpuPlugin
 from onnxport.providers.openvino.gpu import GpuPlugin
-from onnxport.providers.openvino.model import Graph, OpenVinoModel
+from onnxport.providers.openvino.model import Graph, OpenVinoModel, tensors_of
 from onnxport.providers.openvino.plugin import PRECISIONS, Build, Plugin
 from onnxport.providers.openvino.self_test import distrust
 from onnxport.providers.pool import PoolPlan, plan_pool
@@ -97,13 +101,14 @@ class OpenVinoProvider:
         _check_attention(options)
         plugin.check(options)
         spec = artifact.manifest.model
-        lowered = list(lower(artifact))
+        lowered = list(lower(artifact, lora=options.max_adapters > 0))
         for step in lowered:
             logger.info("%s: %s", artifact.path.name, step)
         model = lowered[-1].model
         builds = plugin.builds(core, options, _accuracy_level(model, options.matmul_accuracy_level))
         _check_trust(core, plugin, builds[-1])
         attached = {name: value for step in lowered for name, value in step.attached.items()}
+        products = lora_products(model, spec) if options.max_adapters else []
         weights = collect_weights(artifact, model, attached)
         room = plugin.room(core, sum(value.nbytes for value in weights.values()), len(builds))
         converted = convert(model, weights)
@@ -117,16 +122,26 @@ class OpenVinoProvider:
             block_size=form.block_size,
             item_bytes=token_bytes / (2 * spec.num_kv_heads * spec.head_size),
             free_bytes=room.free_bytes,
-            weight_bytes=room.weight_bytes,
+            weight_bytes=room.weight_bytes + stack_bytes(products, spec, options, 4),
             buffer_bytes=room.buffer_bytes,
         )
         capabilities = _capabilities(artifact, core, plugin, graphs[-1].compiled, form, pool)
+        capabilities = _with_adapters(capabilities, options)
         try:
             pairs, blocks = plugin.allocate(core, form, spec.num_layers, pool.num_blocks)
         except Exception as error:  # OpenVINO's own classes derive from Exception alone
             doing = f"making a KV cache of {pool.num_blocks * pool.block_bytes} bytes"
             raise device_error(error, doing, capabilities.device) from error
-        return OpenVinoModel(graphs, capabilities, pairs, blocks, converted.memory)
+        adapters = None
+        if options.max_adapters:
+            stacks = AdapterStacks(products, spec, np.dtype(np.float32), tensors_of)
+            adapters = Adapters(spec, options, stacks)
+        return OpenVinoModel(graphs, capabilities, pairs, blocks, converted.memory, adapters)
+
+
+def _with_adapters(capabilities: Capabilities, options: LoadOptions) -> Capabilities:
+    most, rank = options.max_adapters, options.max_adapter_rank
+    return replace(capabilities, max_adapters=most, max_adapter_rank=rank) if most else capabilities
 
 
 def _find(asked: str, available: Sequence[str]) -> str | None:

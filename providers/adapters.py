@@ -1,0 +1,354 @@
+"""The LoRA adapters of a loaded model: who is in which slot, and what a graph is given of them.
+
+Two graphs want two storages (graphs.passes.lora). Standard operators read a stack: the rows of the
+adapters that steps use, rebuilt when a step uses another one. Our own operator reads slots, which
+have a place each and are filled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import ArtifactError, CapacityError, ProviderError
+from onnxport.graphs.lora import (
+    KINDS,
+    PROJECTIONS,
+    RANKS,
+    WEIGHTS,
+    Kind,
+    LoraAdapter,
+    LoraDelta,
+    LoraProduct,
+    owners_name,
+    projection_shapes,
+    slot_layout,
+)
+from onnxport.graphs.passes.retype import convert
+from onnxport.graphs.spec import ArchSpec
+from onnxport.providers import memory
+from onnxport.providers.base import LoadOptions, StepInputs
+
+Arrays = Mapping[str, NDArray[Any]]  # by the name of the graph's input
+Values = Mapping[str, Any]  # the same where a session reads it; not to be changed
+Place = Callable[[Arrays], Values]
+
+SMALLEST_STACK: Final = 8  # rows, on devices that compile a graph for each shape
+
+
+class Storage(Protocol):
+    """The weights of the adapters in their slots."""
+
+    def put(self, slot: int, adapter: LoraAdapter) -> None:
+        """Fill a slot, which is empty, with an adapter that fits the model."""
+        ...
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot that is filled."""
+        ...
+
+    def values(self, used: Collection[int]) -> Values:
+        """What the graph reads where a step uses these slots: the same object if nothing changed.
+
+        Raises whatever the runtime raises where its memory is short.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStep:
+    """What a step reads of the adapters."""
+
+    values: Values  # the weights; the same object as in the last step if nothing changed
+    token_slots: NDArray[np.int32]  # [num_tokens], host; for the input TOKEN_SLOTS
+
+
+class Adapters:
+    """The slots of a model, numbered from 1."""
+
+    def __init__(self, spec: ArchSpec, options: LoadOptions, storage: Storage) -> None:
+        """Let all slots be empty.
+
+        Args:
+            spec: the model.
+            options: `max_adapters` and `max_adapter_rank` are used.
+            storage: where the weights go.
+        """
+        self._spec = spec
+        self._max_adapters = options.max_adapters
+        self._max_rank = options.max_adapter_rank
+        self._storage = storage
+        self._filled: set[int] = set()
+
+    def put(self, slot: int, adapter: LoraAdapter | None) -> None:
+        """See `providers.base.Model.set_adapter`."""
+        if not 1 <= slot <= self._max_adapters:
+            raise ProviderError(
+                f"slot {slot} for a LoRA adapter was asked for; the model was loaded with slots 1 "
+                f"to {self._max_adapters}, load it with a higher max_adapters for more"
+            )
+        if adapter is not None:
+            check_adapter(adapter, self._spec, self._max_rank)
+        if slot in self._filled:
+            self._filled.remove(slot)
+            self._storage.remove(slot)
+        if adapter is not None:
+            self._storage.put(slot, adapter)
+            self._filled.add(slot)
+
+    def step(self, inputs: StepInputs) -> AdapterStep:
+        """What a step reads. Raises ProviderError where a row's slot is not filled."""
+        slots = inputs.adapter_slots
+        if slots is None:
+            tokens = np.zeros(len(inputs.input_ids), np.int32)
+            return AdapterStep(self._storage.values(()), tokens)
+        used = set(slots.tolist()) - {0}
+        if empty := sorted(used - self._filled):
+            raise ProviderError(
+                f"rows of a step use the LoRA adapters in slots {', '.join(map(str, empty))}, and "
+                f"there is none; filled are {', '.join(map(str, sorted(self._filled))) or 'none'}"
+            )
+        tokens = np.repeat(slots.astype(np.int32), np.diff(inputs.cumulative_sequence_lengths))
+        return AdapterStep(self._storage.values(used), tokens)
+
+
+def refuse_slots(inputs: StepInputs) -> None:
+    """Refuse a step that uses adapters on a model that has no slots."""
+    if inputs.adapter_slots is not None and inputs.adapter_slots.any():
+        raise ProviderError(
+            f"rows of a step use the LoRA adapters in slots {set(inputs.adapter_slots.tolist())}, "
+            "and this model was loaded without any; load it with max_adapters"
+        )
+
+
+def check_adapter(adapter: LoraAdapter, spec: ArchSpec, max_rank: int) -> None:
+    """Refuse an adapter that is not of the model, as ProviderError, or too large for a slot.
+
+    Raises:
+        ProviderError: a shape or a layer is not the model's; says which.
+        CapacityError: its rank is above `max_rank`.
+    """
+    shapes = projection_shapes(spec)
+    for (layer, projection), delta in adapter.deltas.items():
+        if not 0 <= layer < spec.num_layers or projection not in shapes:
+            raise ProviderError(
+                f"the LoRA adapter changes {projection} of layer {layer}; the model has layers 0 "
+                f"to {spec.num_layers - 1} with {', '.join(PROJECTIONS)}"
+            )
+        rows, columns = shapes[projection]
+        wanted = ((delta.rank, columns), (rows, delta.rank))
+        if (delta.a.shape, delta.b.shape) != wanted:
+            raise ProviderError(
+                f"the LoRA adapter has A {delta.a.shape} and B {delta.b.shape} for {projection} of "
+                f"layer {layer}; with its rank the model takes A {wanted[0]} and B {wanted[1]}, so "
+                "it was made for another model"
+            )
+    if adapter.rank > max_rank:
+        raise CapacityError(
+            f"the LoRA adapter has rank {adapter.rank}; the model was loaded for ranks up to "
+            f"{max_rank}, load it with max_adapter_rank {adapter.rank}"
+        )
+
+
+def slots_bytes(products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOptions) -> int:
+    """Memory of the slots that AddLora reads, all filled."""
+    _, floats = slot_layout(products, spec, options.max_adapter_rank)
+    return 4 * floats * options.max_adapters
+
+
+def stack_bytes(
+    products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOptions, item_bytes: int
+) -> int:
+    """Memory of a stack of all adapters at their largest rank."""
+    rows = options.max_adapters * options.max_adapter_rank
+    return item_bytes * sum(
+        rows * len(parts) * (product.in_features(spec) + sum(parts))
+        for product in products
+        for parts in [product.out_features(spec)]
+    )
+
+
+class AdapterSlots:
+    """What the operator AddLora reads: memory of its own for each slot."""
+
+    def __init__(
+        self,
+        products: Sequence[LoraProduct],
+        spec: ArchSpec,
+        options: LoadOptions,
+        place: Place,
+    ) -> None:
+        """Take address space for all slots; memory is taken by those that are filled.
+
+        Args:
+            products: of the graph, see `graphs.passes.lora.lora_products`.
+            spec: the model.
+            options: `max_adapters` and `max_adapter_rank` are used.
+            place: lets a session read arrays where they are.
+        """
+        self._spec = spec
+        self._max_rank = options.max_adapter_rank
+        self._regions, floats = slot_layout(products, spec, options.max_adapter_rank)
+        self._weights = memory.huge_page_zeros((options.max_adapters, floats), np.float32)
+        ranks = (options.max_adapters + 1, spec.num_layers, len(PROJECTIONS))
+        self._ranks = np.zeros(ranks, np.int32)
+        self._values = place({RANKS: self._ranks, WEIGHTS: self._weights})
+
+    def put(self, slot: int, adapter: LoraAdapter) -> None:
+        """See `Storage`."""
+        for product, region in self._regions.items():
+            parts, width = product.out_features(self._spec), product.in_features(self._spec)
+            at, rows, first = self._weights[slot - 1], self._max_rank, 0
+            all_a = at[region.a :][: len(parts) * rows * width].reshape(len(parts), rows, width)
+            all_b = at[region.b :][: rows * sum(parts)].reshape(rows, -1)
+            for number, (projection, columns) in enumerate(
+                zip(KINDS[product.kind], parts, strict=True)
+            ):
+                delta = adapter.deltas.get((product.layer, projection))
+                if delta is not None:
+                    all_a[number, : delta.rank] = delta.a
+                    all_b[: delta.rank, first : first + columns] = delta.b.T
+                rank = 0 if delta is None else delta.rank
+                self._ranks[slot, product.layer, PROJECTIONS.index(projection)] = rank
+                first += columns
+
+    def remove(self, slot: int) -> None:
+        """See `Storage`."""
+        self._ranks[slot] = 0
+
+    def values(self, used: Collection[int]) -> Values:
+        """See `Storage`."""
+        return self._values
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Stacked rows of some adapters."""
+
+    slots: frozenset[int]
+    values: Values
+
+
+class AdapterStacks:
+    """What standard operators read: the adapters in use, one below the other.
+
+    A stack keeps the adapters of earlier steps, so that it is built anew only when a step uses one
+    that it has not. Steps without any adapter read an empty one, which is kept beside it.
+    """
+
+    def __init__(
+        self,
+        products: Sequence[LoraProduct],
+        spec: ArchSpec,
+        dtype: np.dtype[Any],
+        place: Place,
+        *,
+        few_shapes: bool = False,
+    ) -> None:
+        """Stack nothing.
+
+        Args:
+            products: of the graph, see `graphs.passes.lora.lora_products`.
+            spec: the model.
+            dtype: of the activations.
+            place: puts arrays where a session reads them; called for each new stack.
+            few_shapes: let the number of rows be a power of two.
+        """
+        self._products = products
+        self._spec = spec
+        self._dtype = dtype
+        self._place = place
+        self._few_shapes = few_shapes
+        self._adapters: dict[int, Mapping[tuple[int, str], LoraDelta]] = {}
+        self._empty = self._build(frozenset())
+        self._stack = self._empty
+
+    def put(self, slot: int, adapter: LoraAdapter) -> None:
+        """See `Storage`. Raises ProviderError where a number is too large for the type."""
+        try:
+            self._adapters[slot] = {
+                key: LoraDelta(
+                    convert(f"A of {key[1]}", delta.a, self._dtype),
+                    convert(f"B of {key[1]}", delta.b, self._dtype),
+                )
+                for key, delta in adapter.deltas.items()
+            }
+        except ArtifactError as error:
+            raise ProviderError(f"the LoRA adapter does not fit: {error}") from error
+
+    def remove(self, slot: int) -> None:
+        """See `Storage`."""
+        del self._adapters[slot]
+        if slot in self._stack.slots:
+            self._stack = self._empty
+
+    def values(self, used: Collection[int]) -> Values:
+        """See `Storage`."""
+        if not used:
+            return self._empty.values
+        if not self._stack.slots.issuperset(used):
+            self._stack = self._build(self._stack.slots.union(used))
+        return self._stack.values
+
+    def _build(self, slots: frozenset[int]) -> _Stack:
+        arrays: dict[str, NDArray[Any]] = {}
+        rows_of = {kind: self._rows(kind, slots) for kind in {p.kind for p in self._products}}
+        for kind, rows in rows_of.items():
+            owners = np.zeros(self._height(rows), np.int32)
+            for row in rows:
+                owners[row.first : row.first + row.count] = row.slot
+            arrays[owners_name(kind)] = owners
+        for product in self._products:
+            parts = product.out_features(self._spec)
+            rows = rows_of[product.kind]
+            height = self._height(rows)
+            all_a = np.zeros((height, product.in_features(self._spec)), self._dtype)
+            all_b = np.zeros((height, sum(parts)), self._dtype)
+            for row in rows:
+                delta = self._adapters[row.slot].get((product.layer, row.projection))
+                if delta is None:
+                    continue
+                number = KINDS[product.kind].index(row.projection)
+                begin, end = sum(parts[:number]), sum(parts[: number + 1])
+                all_a[row.first : row.first + delta.rank] = delta.a
+                all_b[row.first : row.first + delta.rank, begin:end] = delta.b.T
+            arrays[product.a], arrays[product.b] = all_a, all_b
+        return _Stack(slots, self._place(arrays))
+
+    def _rows(self, kind: Kind, slots: frozenset[int]) -> list[_Rows]:
+        """The rows of a kind of product; they are the same in all layers."""
+        return list(self._count_rows(kind, slots))
+
+    def _count_rows(self, kind: Kind, slots: frozenset[int]) -> Iterator[_Rows]:
+        first = 0
+        for slot in sorted(slots):
+            for projection in KINDS[kind]:
+                ranks = [
+                    delta.rank
+                    for (_, name), delta in self._adapters[slot].items()
+                    if name == projection
+                ]
+                count = max(ranks, default=0)
+                yield _Rows(slot, projection, first, count)
+                first += count
+
+    def _height(self, rows: Sequence[_Rows]) -> int:
+        """Rows of a stack; a product of none is not what every device can do."""
+        height = max(1, sum(row.count for row in rows))
+        if self._few_shapes:
+            height = max(SMALLEST_STACK, 1 << (height - 1).bit_length())
+        return height
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a stack that belong to one projection of one adapter."""
+
+    slot: int
+    projection: str
+    first: int
+    count: int
