@@ -40,7 +40,10 @@ class Retries:
         loading: Collection[Request],
         drafts: Mapping[Request, Sequence[int]],
     ) -> StepPlan:
-        """Plan the next step: with suspects of a failed one alone, as long as there are any."""
+        """Plan the next step: with suspects of a failed one alone, as long as there are any.
+
+        Those get no drafts.
+        """
         while self._suspects:
             requests, budget = self._suspects.pop()
             plan = scheduler.plan(requests, loading, budget or self._budget)
@@ -52,6 +55,10 @@ class Retries:
         """Several requests failed together: try each half by itself."""
         half = len(requests) // 2
         self._suspects += [(frozenset(requests[half:]), None), (frozenset(requests[:half]), None)]
+
+    def repeat(self, request: Request) -> None:
+        """A step of one request failed, and had more to do than it must: try it with less."""
+        self._suspects.append((frozenset((request,)), None))
 
     def shorten(self, request: Request, num_tokens: int, max_num_seqs: int) -> bool:
         """A step of one request had not the memory for `num_tokens`; False if it cannot be less.

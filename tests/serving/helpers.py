@@ -12,6 +12,7 @@ from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Standby
+from onnxport.serving.guesses import Guesses
 from onnxport.serving.intake import SEED_STEP
 from onnxport.serving.llm import EngineOptions
 from onnxport.serving.outputs import CompletionDelta
@@ -57,6 +58,7 @@ def null_engine(
     seed: int | None = 0,
     clock: Callable[[], float] = time.monotonic,
     model_type: type[NullModel] = NullModel,
+    speculator: Guesses | None = None,
     **config: Unpack[EngineOptions],
 ) -> Engine:
     model = model_type(
@@ -75,7 +77,7 @@ def null_engine(
     )
     engine_config = EngineConfig(max_num_seqs, max_num_batched_tokens, seed, **config)
     standby = Standby(tuple(Fallback("null", lambda model=one: model) for one in fallbacks))
-    return Engine(model, tokenizer, engine_config, eos_token_ids, clock, standby)
+    return Engine(model, tokenizer, engine_config, eos_token_ids, clock, standby, speculator)
 
 
 def null_model(engine: Engine) -> NullModel:

@@ -15,7 +15,9 @@ from onnxport.errors import CapacityError, OverloadedError, RequestError
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.request import Request
 from tests.serving.helpers import Clock, alone, checked_step, null_engine, run, submit
+from tests.serving.prophet import Prophet
 from tests.serving.watch import Watch
 
 MAIN = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
@@ -27,6 +29,7 @@ MIXES: Sequence[dict[str, Any]] = (
     {"repetition_penalty": 1.3, "logit_bias": {5: 3.0}},
     {"presence_penalty": 1.0, "frequency_penalty": 0.5, "min_p": 0.1},
     {"allowed_token_ids": range(9, 400, 11), "frequency_penalty": 2.0},
+    {"prompt_logprobs": 1, "logprobs": 0},
 )
 
 
@@ -71,6 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
             clock=self.clock,
             fails=lambda run: self.run_fails,
             transfer_fails=lambda transfer: self.transfer_fails,
+            speculator=self.speculator(),
             **tiers,
             **self.standby(num_blocks * block_size),
         )
@@ -85,6 +89,10 @@ class EngineMachine(RuleBasedStateMachine):
     def standby(self, pool_tokens: int) -> dict[str, Any]:
         """More options of the engine."""
         return {}
+
+    def speculator(self) -> Prophet | None:
+        """Who guesses."""
+        return None
 
     def sampled(self, *arguments: Any) -> Any:
         if self.sampler_fails:
@@ -230,6 +238,24 @@ class TieredMachine(EngineMachine):
     )
 
 
+class GuessingMachine(TieredMachine):
+    """The same, with drafts: right ones, wrong ones, and right ones that go wrong."""
+
+    tiers = ({}, {}, {"kv_host_memory": 1 << 20, "preemption": "swap"})
+
+    def speculator(self) -> Prophet | None:
+        self.prophet = Prophet(lambda request: alone(*self.requests_of(request)))
+        return self.prophet
+
+    def requests_of(self, request: Request) -> tuple[list[int], SamplingParams, int]:
+        prompt, params = self.requests[request.request_id]
+        return prompt, params, request.index
+
+    @rule(length=st.integers(0, 9), errs=st.sampled_from([0, 0, 1, 2, 3]), odd=st.booleans())
+    def guess(self, length: int, errs: int, odd: bool) -> None:
+        self.prophet.length, self.prophet.errs, self.prophet.odd = length, errs, odd
+
+
 class LosingMachine(TieredMachine):
     """The same, on devices that are lost one after another; nothing else fails by it."""
 
@@ -272,6 +298,7 @@ class LosingMachine(TieredMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestTieredMachine = TieredMachine.TestCase
+TestGuessingMachine = GuessingMachine.TestCase
 TestLosingMachine = LosingMachine.TestCase
 TestEngineMachine.settings = TestTieredMachine.settings = settings(
     max_examples=120,
@@ -280,3 +307,4 @@ TestEngineMachine.settings = TestTieredMachine.settings = settings(
     suppress_health_check=[HealthCheck.too_slow],
 )
 TestLosingMachine.settings = settings(TestEngineMachine.settings, max_examples=100)
+TestGuessingMachine.settings = TestLosingMachine.settings

@@ -56,10 +56,10 @@ def encode(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
-def null_logits(sequence: Sequence[int]) -> NDArray[np.float32]:
+def null_logits(sequence: Sequence[int], vocab: int = VOCAB) -> NDArray[np.float32]:
     """The null model's logits after each token, all computed at once."""
     length = len(sequence)
-    model = NullModel(NullOptions(VOCAB, num_blocks=1, block_size=length))
+    model = NullModel(NullOptions(vocab, num_blocks=1, block_size=length))
     return model.run(
         StepInputs(
             np.array(sequence, np.int64),

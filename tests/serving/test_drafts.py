@@ -1,0 +1,383 @@
+"""Drafts: checked several tokens at a time, they change how soon tokens come and nothing else."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from onnxport.serving.engine import Engine
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.request import Request
+from tests.serving.bench import Bench, rows
+from tests.serving.helpers import alone, null_engine, null_model, reasons, run, submit, tokens
+from tests.serving.prophet import Prophet
+
+PROMPTS: dict[str, list[int]] = {
+    "a": [1, 2, 3, 4, 5, 6, 7],
+    "b": [1, 2, 3, 4, 9],
+    "c": [5],
+    "d": list(range(30, 53)),
+}
+MIXES: Sequence[dict[str, Any]] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.8, "seed": 4, "top_p": 0.7, "repetition_penalty": 1.4},
+    {"temperature": 0.0, "frequency_penalty": 2.0, "presence_penalty": 1.0},
+    {"temperature": 0.0, "allowed_token_ids": range(9, 400, 11), "frequency_penalty": 2.0},
+    {"temperature": 1.0, "seed": 8, "logprobs": 2, "min_p": 0.01, "n": 2},
+)
+
+
+def guessing_engine(params: dict[str, SamplingParams], **options: Any) -> tuple[Engine, Prophet]:
+    prophet = Prophet(lambda one: alone(PROMPTS[one.request_id], params[one.request_id], one.index))
+    return null_engine(speculator=prophet, **options), prophet
+
+
+# The scheduler.
+
+
+def bench_with_drafts(num_blocks: int = 8, budget: int = 16) -> Bench:
+    bench = Bench(num_blocks, budget=budget)
+    bench.submit("a", 3, cached=True)
+    bench.step()
+    return bench
+
+
+def test_a_draft_takes_blocks_and_gives_back_what_was_wrong() -> None:
+    bench = bench_with_drafts()
+    request = bench.requests["a"]
+    plan = bench.scheduler.plan(drafts={request: [7, 7, 7, 8, 9, 9]})
+    assert rows(plan) == [("a", 3, 7)]
+    assert plan.num_logits == (7,)
+    assert plan.sampled == (0,)
+    assert plan.drafts == {0: (7, 7, 7, 8, 9, 9)}
+    reservation = bench.scheduler.reserve(plan)
+    assert bench.blocks("a") == [0, 1, 2]
+    bench.scheduler.commit(plan, reservation, {0: (7, 7)})
+    request.tokens.extend([7, 7, 5])
+    bench.scheduler.check()
+    assert bench.blocks("a") == [0, 1]
+    assert request.num_computed_tokens == 6
+    assert bench.pool.num_cached == 0  # the first block is used, and was full at 4 tokens
+    assert request.keys is not None
+    assert bench.pool.find(request.keys.key(0)) == 0
+
+
+def test_blocks_that_a_draft_fills_are_known_by_its_tokens() -> None:
+    bench = bench_with_drafts()
+    request = bench.requests["a"]
+    plan = bench.scheduler.plan(drafts={request: [7, 8, 9, 10, 11]})
+    bench.scheduler.commit(plan, bench.scheduler.reserve(plan), {0: (7, 8, 9, 10)})
+    request.tokens.extend([7, 8, 9, 10, 12])
+    bench.scheduler.check()
+    bench.finish("a")
+    bench.submit("b", [0, 1, 2, 7, 7, 8, 9, 10, 13], cached=True)
+    assert rows(bench.step()) == [("b", 8, 1)]
+
+
+def test_a_step_that_fails_forgets_its_draft() -> None:
+    bench = bench_with_drafts()
+    plan = bench.scheduler.plan(drafts={bench.requests["a"]: [7] * 6})
+    bench.scheduler.rollback(bench.scheduler.reserve(plan))
+    bench.scheduler.check()
+    assert bench.blocks("a") == [0]
+    assert rows(bench.step()) == [("a", 3, 1)]
+
+
+def test_drafts_get_what_prompts_leave_of_the_budget() -> None:
+    bench = bench_with_drafts(num_blocks=20, budget=8)
+    bench.submit("b", 5)
+    plan = bench.scheduler.plan(drafts={bench.requests["a"]: [7] * 6})
+    assert rows(plan) == [("a", 3, 3), ("b", 0, 5)]
+    bench.submit("c", 30)
+    plan = bench.scheduler.plan(drafts={bench.requests["a"]: [7] * 6})
+    assert rows(plan) == [("a", 3, 1), ("b", 0, 5), ("c", 0, 2)]
+    assert not plan.drafts
+
+
+@pytest.mark.parametrize(("num_blocks", "drafted"), [(1, 0), (2, 4), (3, 6)])
+def test_drafts_get_what_others_leave_of_the_blocks(num_blocks: int, drafted: int) -> None:
+    bench = Bench(num_blocks=2 + num_blocks, budget=8)
+    bench.submit("a", 3)
+    bench.submit("b", 7)  # two blocks, of which it takes one in the first step
+    bench.step()
+    plan = bench.scheduler.plan(drafts={bench.requests["a"]: [7] * 6})
+    # a has room for one more token in its block; b takes its second one with its last two tokens.
+    assert [one[2] for one in rows(plan)] == [1 + min(drafted, 5), 2]
+    assert plan.num_new_blocks[0] == -(-(3 + 1 + min(drafted, 5)) // 4) - 1
+
+
+def test_a_draft_never_preempts() -> None:
+    bench = Bench(num_blocks=2, budget=8)
+    bench.submit("a", 3)
+    bench.submit("b", 3)
+    bench.step()
+    plan = bench.scheduler.plan(drafts=dict.fromkeys(bench.requests.values(), [7] * 3))
+    assert rows(plan) == [("a", 3, 1), ("b", 3, 1)]
+    assert not plan.preempted
+
+
+# The engine.
+
+
+def test_right_guesses_come_at_once() -> None:
+    params = {"a": SamplingParams(temperature=0.0, max_tokens=11)}
+    engine, prophet = guessing_engine(params)
+    submit(engine, "a", PROMPTS["a"], params["a"])
+    deltas = run(engine)["a"]
+    assert tokens(deltas) == alone(PROMPTS["a"], params["a"])
+    assert [len(delta.token_ids) for delta in deltas] == [1, 5, 5]
+    assert (prophet.num_drafted, prophet.num_accepted) == (8, 8)
+    assert prophet.steps == [(1, 5), (1, 5)]
+    assert prophet.forgotten == [("a", 0)]
+    assert engine.stats().generation_tokens == 11
+    engine.close()
+    assert prophet.closed
+
+
+def test_wrong_guesses_cost_nothing_but_time() -> None:
+    params = {"a": SamplingParams(temperature=0.0, max_tokens=11)}
+    engine, prophet = guessing_engine(params)
+    prophet.errs = 1
+    submit(engine, "a", PROMPTS["a"], params["a"])
+    deltas = run(engine)["a"]
+    assert tokens(deltas) == alone(PROMPTS["a"], params["a"])
+    assert [len(delta.token_ids) for delta in deltas] == [1] * 11
+    assert prophet.num_accepted == 0
+    # The last token needs no guess, and the one before can use none after it.
+    assert prophet.num_drafted == 4 * 6 + 3 + 2 + 1
+
+
+def test_no_guess_goes_beyond_max_tokens() -> None:
+    params = {"a": SamplingParams(temperature=0.0, max_tokens=3)}
+    engine, prophet = guessing_engine(params, max_model_len=10)
+    submit(engine, "a", PROMPTS["a"], params["a"])
+    deltas = run(engine)["a"]
+    assert [len(delta.token_ids) for delta in deltas] == [1, 2]
+    assert prophet.num_drafted == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    mixes=st.lists(st.sampled_from(MIXES), min_size=4, max_size=4),
+    length=st.integers(1, 9),
+    errs=st.sampled_from([0, 1, 2, 3]),
+    num_blocks=st.integers(12, 40),
+    block_size=st.sampled_from([1, 3, 4]),
+    budget=st.integers(8, 40),
+    caching=st.booleans(),
+    fail_at=st.integers(0, 40),
+)
+def test_every_request_gets_its_own_tokens(
+    mixes: list[dict[str, Any]],
+    length: int,
+    errs: int,
+    num_blocks: int,
+    block_size: int,
+    budget: int,
+    caching: bool,
+    fail_at: int,
+) -> None:
+    params = {
+        name: SamplingParams(max_tokens=13, **mix) for name, mix in zip(PROMPTS, mixes, strict=True)
+    }
+    engine, prophet = guessing_engine(
+        params,
+        num_blocks=-(-4 * num_blocks // block_size),
+        block_size=block_size,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=caching,
+        fails=lambda number: number == fail_at,
+    )
+    prophet.length, prophet.errs = length, errs
+    for name, prompt in PROMPTS.items():
+        submit(engine, name, prompt, params[name])
+    deltas = run(engine)
+    failed = [name for name in PROMPTS if "error" in reasons(deltas[name])]
+    assert len(failed) <= 1  # the one that was alone in the step that failed
+    for name, prompt in PROMPTS.items():
+        for index in range(params[name].n):
+            own = alone(prompt, params[name], index)
+            found = tokens(deltas[name], index)
+            assert found == own[: len(found)]
+            assert found == own or name in failed
+    if errs == 1:
+        assert prophet.num_accepted == 0
+
+
+def test_logprobs_are_those_of_one_token_at_a_time() -> None:
+    params = {"b": SamplingParams(temperature=1.0, seed=5, logprobs=3, max_tokens=9)}
+    plain = null_engine()
+    submit(plain, "b", PROMPTS["b"], params["b"])
+    expected = [one for delta in run(plain)["b"] for one in delta.logprobs or ()]
+    engine, prophet = guessing_engine(params)
+    prophet.errs = 3
+    submit(engine, "b", PROMPTS["b"], params["b"])
+    deltas = run(engine)["b"]
+    assert [one for delta in deltas for one in delta.logprobs or ()] == expected
+    assert prophet.num_accepted > 0
+    assert all(len(delta.logprobs or ()) == len(delta.token_ids) for delta in deltas)
+
+
+def test_a_stop_token_within_a_draft_ends_the_sequence_there() -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    expected = alone(PROMPTS["a"], greedy)
+    stop = expected[3]
+    assert stop not in expected[:3]
+    params = {"a": SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=(stop,))}
+    prophet = Prophet(lambda one: expected, length=8)
+    engine = null_engine(speculator=prophet)
+    submit(engine, "a", PROMPTS["a"], params["a"])
+    deltas = run(engine)["a"]
+    assert tokens(deltas) == expected[:4]
+    assert reasons(deltas) == ["stop"]
+    assert deltas[-1].stop_reason == stop
+    assert engine.stats().generation_tokens == 4
+
+
+class NotFinite:
+    """Logits after a token that are not numbers."""
+
+    def __init__(self, engine: Engine, after: int) -> None:
+        self.model, self.after = null_model(engine), after
+        self.run, self.model.run = self.model.run, self  # type: ignore[method-assign]
+
+    def __call__(self, inputs: Any) -> NDArray[np.float32]:
+        logits = self.run(inputs).copy()
+        logits[inputs.input_ids[inputs.logits_indices] == self.after] = np.nan
+        return logits
+
+
+def test_logits_that_are_no_numbers_end_a_sequence_after_its_good_tokens() -> None:
+    params = {"a": SamplingParams(temperature=0.0, max_tokens=12)}
+    expected = alone(PROMPTS["a"], params["a"])
+    engine, prophet = guessing_engine(params)
+    NotFinite(engine, expected[3])
+    submit(engine, "a", PROMPTS["a"], params["a"])
+    deltas = run(engine)["a"]
+    assert tokens(deltas) == expected[:4]
+    assert reasons(deltas) == ["error"]
+    assert "not finite" in (deltas[-1].error or "")
+    engine, prophet = guessing_engine(params)
+    prophet.errs = 2
+    NotFinite(engine, expected[3] + 1)  # which is only guessed
+    submit(engine, "a", PROMPTS["a"], params["a"])
+    assert tokens(run(engine)["a"]) == expected
+
+
+def test_a_failed_step_is_tried_again_without_its_draft() -> None:
+    params = {"a": SamplingParams(temperature=0.0, max_tokens=11)}
+    engine, prophet = guessing_engine(params, fails=lambda number: number == 1)
+    submit(engine, "a", PROMPTS["a"], params["a"])
+    deltas = run(engine)["a"]
+    assert tokens(deltas) == alone(PROMPTS["a"], params["a"])
+    assert [len(delta.token_ids) for delta in deltas] == [1, 1, 5, 4]
+    assert prophet.steps == [(1, 1), (1, 5), (1, 4)]
+
+
+# Grammars.
+
+
+class EveryThird:
+    """A grammar: token number i of the output is i modulo 3, and there are `length` of them."""
+
+    def __init__(self, num_prompt: int, length: int = 100, fails_at: int = 1000) -> None:
+        self.num_prompt, self.length, self.fails_at = num_prompt, length, fails_at
+        self.threads: set[int] = set()
+
+    def masks(self, tokens: array[int], draft: Sequence[int] = ()) -> NDArray[np.uint32]:
+        place = len(tokens) - self.num_prompt
+        if place >= self.fails_at:
+            raise ZeroDivisionError("grammar")
+        assert self.num_possible(tokens, draft) == len(draft)
+        bits = np.zeros((1 + len(draft), 512), np.uint8)
+        for number, line in enumerate(bits):
+            line[(place + number) % 3 :: 3] = 1
+        return np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+
+    def num_possible(self, tokens: array[int], draft: Sequence[int]) -> int:
+        place = len(tokens) - self.num_prompt
+        for number, token_id in enumerate(draft):
+            if token_id % 3 != (place + number) % 3 or place + number >= self.length:
+                return number
+        return len(draft)
+
+    def is_complete(self, tokens: array[int]) -> bool:
+        return len(tokens) - self.num_prompt >= self.length
+
+
+def submit_with_grammar(
+    engine: Engine, name: str, params: SamplingParams, **options: Any
+) -> list[Request]:
+    request = engine.prepare(name, PROMPTS[name], params)
+    group = [request, *request.siblings]
+    for one in group:
+        one.grammar = EveryThird(one.num_prompt_tokens, **options)
+        one.plain = False
+    engine.submit(request)
+    return group
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    mix=st.sampled_from(MIXES[:4]),
+    length=st.integers(0, 6),
+    errs=st.sampled_from([0, 2, 3]),
+    num_blocks=st.integers(6, 40),
+)
+def test_grammars_hold_with_drafts_in_small_pools(
+    mix: dict[str, Any], length: int, errs: int, num_blocks: int
+) -> None:
+    params = SamplingParams(max_tokens=13, **mix)
+    expected = {}
+    for name in ("a", "b"):
+        plain = null_engine()
+        submit_with_grammar(plain, name, params)
+        expected[name] = tokens(run(plain)[name])
+        assert [one % 3 for one in expected[name]] == [place % 3 for place in range(13)]
+    expected["c"] = alone([9, 9])
+    prophet = Prophet(lambda one: expected[one.request_id], length)
+    prophet.errs = errs
+    engine = null_engine(speculator=prophet, num_blocks=num_blocks)
+    for name in ("a", "b"):
+        submit_with_grammar(engine, name, params)
+    submit(engine, "c", [9, 9])
+    deltas = run(engine)
+    assert {name: tokens(deltas[name]) for name in expected} == expected
+
+
+def test_a_grammar_that_is_complete_ends_its_sequence() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=13, n=2)
+    engine = null_engine()
+    submit_with_grammar(engine, "a", params, length=5)
+    deltas = run(engine)["a"]
+    assert len(tokens(deltas, 0)) == len(tokens(deltas, 1)) == 5
+    assert reasons(deltas) == ["stop", "stop"]
+
+
+def test_a_grammar_that_fails_ends_its_request_alone() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=13)
+    engine = null_engine()
+    submit_with_grammar(engine, "a", params, fails_at=3)
+    submit(engine, "b", PROMPTS["b"], params)
+    deltas = run(engine)
+    assert reasons(deltas["a"]) == ["error"]
+    assert "ZeroDivisionError: grammar" in (deltas["a"][-1].error or "")
+    assert len(tokens(deltas["a"])) == 3
+    assert tokens(deltas["b"]) == alone(PROMPTS["b"], params)
+
+
+def test_a_grammar_that_leaves_nothing_is_named() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=13, allowed_token_ids=(3, 6, 9))
+    engine = null_engine()
+    submit_with_grammar(engine, "a", params)
+    deltas = run(engine)["a"]
+    assert len(tokens(deltas)) == 1
+    assert "allowed_token_ids and the grammar forbid all" in (deltas[-1].error or "")
