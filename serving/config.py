@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from onnxport.errors import CapacityError
+from onnxport.serving.speculation.config import SpeculationConfig
 
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 Preemption = Literal["auto", "recompute", "swap"]
@@ -36,6 +37,7 @@ class EngineConfig:
         kv_host_memory: bytes of host memory for K/V blocks that leave the pool.
         kv_disk: folder for K/V blocks that leave host memory, kept between runs; None: no disk.
         kv_disk_bytes: most bytes that the folder may hold.
+        speculation: how tokens are guessed ahead; None: not at all.
 
     Raises:
         CapacityError: a limit is out of its range, or two contradict each other.
@@ -51,6 +53,7 @@ class EngineConfig:
     kv_host_memory: int = 0
     kv_disk: Path | None = None
     kv_disk_bytes: int = 16 << 30
+    speculation: SpeculationConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_queued_requests", "kv_disk_bytes"):

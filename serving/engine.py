@@ -226,7 +226,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
-        return self._tally.stats(self._runtime)
+        guessed = self._speculator.counters if self._speculator else None
+        return self._tally.stats(self._runtime, guessed)
 
     def reset_prefix_cache(self) -> None:
         """Forget what the pool has cached; host memory and disk keep theirs."""

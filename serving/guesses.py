@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from onnxport.serving.request import Request
+from onnxport.serving.stats import SpeculationCounters
 
 
 class Guesses(Protocol):
@@ -13,6 +14,11 @@ class Guesses(Protocol):
 
     Belongs to the engine's thread. Nothing here may raise because of a device.
     """
+
+    @property
+    def counters(self) -> SpeculationCounters:
+        """What was guessed so far, and how much of it was right."""
+        ...
 
     def propose(self, requests: Sequence[Request], budget: int) -> Mapping[Request, Sequence[int]]:
         """Return tokens that may follow those of some requests; none where it does not pay.

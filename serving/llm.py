@@ -19,6 +19,7 @@ from onnxport.serving.loading import open_engine
 from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
+from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.tokenizer import Tokenizer
 
@@ -50,6 +51,7 @@ class EngineOptions(TypedDict, total=False):
     kv_host_memory: int
     kv_disk: Path | None
     kv_disk_bytes: int
+    speculation: SpeculationConfig | None
 
 
 class LLM:

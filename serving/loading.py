@@ -14,6 +14,7 @@ from onnxport.providers.registry import AUTO, get_provider, open_model
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Loss, Standby
+from onnxport.serving.speculation.build import build_speculator
 from onnxport.serving.tokenizer import TOKENIZER_FILE, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ def open_engine(
         path: the artifact folder.
         provider: one of the providers, or "auto".
         options: what the provider may be told; None leaves it all to the provider.
-        config: the engine's limits; None for the defaults.
+        config: the engine's limits; None for the defaults. A draft model is loaded too.
         needs_tokenizer: refuse an artifact without a tokenizer; otherwise its engine takes token
             ids only.
         fallback: the providers that may take over, in order, when `provider` cannot load, or when
@@ -44,10 +45,12 @@ def open_engine(
         trials: folder of measured trials for "auto", see `open_model`.
 
     Raises:
-        ArtifactError: `path` is not a valid artifact, or has no tokenizer and needs one.
+        ArtifactError: `path` is not a valid artifact, or has no tokenizer and needs one, or a draft
+            model has another one.
         ProviderError: no provider that may can run it, or a fallback could never do so.
         CapacityError: it does not fit the memory.
     """
+    config = config or EngineConfig()
     eos_token_ids = frozenset(Artifact.read(path).manifest.eos_token_ids)
     tokenizer = None
     if needs_tokenizer or (path / TOKENIZER_FILE).is_file():
@@ -60,10 +63,22 @@ def open_engine(
     first = Fallback(provider, lambda: open_model(path, provider, chosen, trials))
     standby = Standby((first, *(_fallback(path, name, provider, chosen) for name in names)))
 
-    def start(model: Model, standby: Standby) -> Engine:
-        return Engine(model, tokenizer, config, eos_token_ids, standby=standby)
+    speculator = None
+    if config.speculation is not None:
+        tokens = config.max_num_batched_tokens
+        speculator = build_speculator(config.speculation, path, provider, tokens, trials)
 
-    return _start_first(standby, start, path)
+    def start(model: Model, standby: Standby) -> Engine:
+        return Engine(
+            model, tokenizer, config, eos_token_ids, standby=standby, speculator=speculator
+        )
+
+    try:
+        return _start_first(standby, start, path)
+    except BaseException:
+        if speculator is not None:
+            speculator.close()
+        raise
 
 
 def _start_first(standby: Standby, start: Callable[[Model, Standby], Engine], path: Path) -> Engine:

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from onnxport.serving.events import FinishedRecord, RequestEvent, StepRecord
-from onnxport.serving.stats import EngineStats
+from onnxport.serving.stats import EngineStats, SpeculationCounters
 
 LABELS = ("model_name",)
 
@@ -100,6 +100,19 @@ COUNTERS: Table = {
     ),
 }
 
+# Only where something is guessed.
+SPECULATION: dict[str, tuple[str, Callable[[SpeculationCounters], int]]] = {
+    "vllm:spec_decode_num_drafts": ("Drafts that were checked.", lambda s: s.num_drafts),
+    "vllm:spec_decode_num_draft_tokens": (
+        "Tokens of drafts that were checked.",
+        lambda s: s.num_draft_tokens,
+    ),
+    "vllm:spec_decode_num_accepted_tokens": (
+        "Tokens of drafts that were right.",
+        lambda s: s.num_accepted_tokens,
+    ),
+}
+
 
 class Metrics(Collector):
     """What a scraper reads: listens to the engine, from its thread, and renders in any other."""
@@ -147,12 +160,23 @@ class Metrics(Collector):
         text, labels = "Bytes of K/V in a tier.", (*LABELS, "tier")
         tiers = [(("host",), stats.host_tier_bytes), (("disk",), stats.disk_tier_bytes)]
         yield self._filled(GaugeMetricFamily("onnxport:kv_tier_bytes", text, labels=labels), tiers)
+        if stats.speculation is not None:
+            yield from self._guesses(stats.speculation)
         with self._lock:
             found = {name: histogram.snapshot() for name, histogram in self._histograms.items()}
         for name, (buckets, total) in found.items():
             family = HistogramMetricFamily(f"vllm:{name}", HISTOGRAMS[name][0], labels=LABELS)
             family.add_metric((self._model_name,), buckets, total)
             yield family
+
+    def _guesses(self, stats: SpeculationCounters) -> Iterator[Metric]:
+        """Yield what speculation did."""
+        for name, (text, value) in SPECULATION.items():
+            yield self._filled(CounterMetricFamily(name, text, labels=LABELS), [((), value(stats))])
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        text, labels = "Tokens of drafts that were right, by place.", (*LABELS, "position")
+        places = [((str(place),), n) for place, n in enumerate(stats.accepted_per_position)]
+        yield self._filled(CounterMetricFamily(name, text, labels=labels), places)
 
     def on_step(self, record: StepRecord) -> None:
         """Count the tokens of a step and the times between them."""

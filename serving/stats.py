@@ -9,6 +9,16 @@ from onnxport.serving.outputs import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationCounters:
+    """What was guessed ahead."""
+
+    num_drafts: int  # times that a sequence had some of its tokens guessed
+    num_draft_tokens: int  # guesses that were checked
+    num_accepted_tokens: int  # those that were right
+    accepted_per_position: tuple[int, ...]  # likewise, by place in the draft
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of the engine's counters."""
 
@@ -32,4 +42,5 @@ class EngineStats:
     num_tier_errors: int = 0  # blocks of a tier that were corrupt, foreign or could not be stored
     num_losses: int = 0  # devices that were lost, or did not load though asked for first
     num_fallbacks: int = 0  # providers that took over
+    speculation: SpeculationCounters | None = None  # None: nothing is guessed
     finished: Mapping[FinishReason, int] = field(default_factory=dict)  # ended, by reason

@@ -6,7 +6,7 @@ from onnxport.serving.events import EventKind, FinishedRecord, Listener, Request
 from onnxport.serving.outputs import FINISH_REASONS, FinishReason
 from onnxport.serving.request import Request
 from onnxport.serving.runtime import Runtime
-from onnxport.serving.stats import EngineStats
+from onnxport.serving.stats import EngineStats, SpeculationCounters
 
 MOST_RETRY_S = 60.0
 
@@ -74,7 +74,9 @@ class Tally:
             )
             self.tell("finished", request, now_s, record)
 
-    def stats(self, runtime: Runtime) -> EngineStats:
+    def stats(
+        self, runtime: Runtime, speculation: SpeculationCounters | None = None
+    ) -> EngineStats:
         """Return a snapshot of the counters, with those of the model's parts."""
         scheduler, pool, offloader = runtime.scheduler, runtime.pool, runtime.offloader
         store = offloader.store if offloader else None
@@ -99,5 +101,6 @@ class Tally:
             num_tier_errors=offloader.num_errors if offloader else 0,
             num_losses=len(runtime.losses),
             num_fallbacks=sum(one.replaced_by is not None for one in runtime.losses),
+            speculation=speculation,
             finished=dict(self._finished),
         )

@@ -72,6 +72,11 @@ class Tokenizer:
         """Return the text of one token by itself, special tokens included."""
         return self.decode([token_id], skip_special_tokens=False)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Return every token as it is spelled, added ones included, and its id."""
+        found: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
+        return found
+
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, None if there is none."""
         token_id: int | None = self._fast.token_to_id(token)

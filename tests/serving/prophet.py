@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from onnxport.serving.request import Request
+from onnxport.serving.stats import SpeculationCounters
 
 
 class Prophet:
@@ -22,9 +23,14 @@ class Prophet:
         self.errs = 0
         self.odd = False
         self.closed = False
+        self.num_drafts = 0
         self.num_drafted = self.num_accepted = 0
         self.forgotten: list[tuple[str, int]] = []
         self.steps: list[tuple[int, int]] = []  # rows and tokens
+
+    @property
+    def counters(self) -> SpeculationCounters:
+        return SpeculationCounters(self.num_drafts, self.num_drafted, self.num_accepted, ())
 
     def propose(self, requests: Sequence[Request], budget: int) -> Mapping[Request, Sequence[int]]:
         assert budget >= 1
@@ -45,6 +51,7 @@ class Prophet:
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafted
         assert num_drafted >= 1
+        self.num_drafts += 1
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, get_args
 
 from onnxport.errors import CapacityError
 from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
+from onnxport.serving.speculation.config import SpeculationConfig
 
 if TYPE_CHECKING:
     from onnxport.providers.base import LoadOptions
@@ -31,6 +32,7 @@ ENGINE_OPTIONS = (  # named as the fields of EngineConfig
     "kv_host_memory",
     "kv_disk",
     "kv_disk_bytes",
+    "speculation",
 )
 EXPORT_OPTIONS = (
     "precision",
@@ -241,6 +243,19 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_speculation_options(parser: argparse.ArgumentParser) -> None:
+    """Add how tokens are guessed ahead."""
+    group = parser.add_argument_group("speculation")
+    group.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        dest="speculation",
+        help="guess tokens ahead, for the model to check several at once, which changes none: "
+        """'{"method": "ngram", "num_speculative_tokens": 5}', or '{"method": "draft_model", """
+        """"model": "ARTIFACT"}' (none)""",
+    )
+
+
 def add_queue_options(parser: argparse.ArgumentParser) -> None:
     """Add how requests wait."""
     group = parser.add_argument_group("queue")
@@ -329,6 +344,8 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         raise CapacityError(
             "--kv-disk-size was given without --kv-disk; name the folder, or leave the size out"
         )
+    if given["speculation"] is not None:
+        given["speculation"] = SpeculationConfig.parse(given["speculation"])
     return EngineConfig(**{name: value for name, value in given.items() if value is not None})
 
 

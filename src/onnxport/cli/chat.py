@@ -14,6 +14,7 @@ from onnxport.cli.arguments import (
     add_choice_options,
     add_load_options,
     add_sampling_options,
+    add_speculation_options,
     command,
     positive,
     sampling_params,
@@ -42,6 +43,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_load_options(parser)
     add_choice_options(parser)
     add_cache_options(parser)
+    add_speculation_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:

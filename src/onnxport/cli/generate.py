@@ -15,6 +15,7 @@ from onnxport.cli.arguments import (
     add_engine_options,
     add_load_options,
     add_sampling_options,
+    add_speculation_options,
     command,
     positive,
     sampling_params,
@@ -41,6 +42,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_choice_options(parser)
     add_engine_options(parser)
     add_cache_options(parser)
+    add_speculation_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from onnxport.cli.arguments import (
     add_export_options,
     add_load_options,
     add_queue_options,
+    add_speculation_options,
     command,
     port,
     seconds,
@@ -75,6 +76,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_engine_options(parser)
     add_queue_options(parser)
     add_cache_options(parser)
+    add_speculation_options(parser)
     add_export_options(parser)
 
 
