@@ -121,7 +121,7 @@ def _pairs(folder: Path, tensors: Mapping[str, Array]) -> dict[str, tuple[Array,
     """Return A and B of each module."""
     found: dict[str, dict[str, Array]] = {}
     unknown = []
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         match = _NAME.fullmatch(name)
         if match is None or tensor.ndim != 2:
             unknown.append(f"{name} {list(tensor.shape)}")

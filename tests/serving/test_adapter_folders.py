@@ -1,0 +1,292 @@
+"""PEFT's folders: what is read exactly, and what is refused with which reason."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onnxport.errors import AdapterError
+from onnxport.graphs.lora import PROJECTIONS
+from onnxport.serving.adapters.peft import read_adapter
+from tests.graphs.artifacts import SPEC
+from tests.serving.adapting import (
+    BFLOAT16,
+    Tensors,
+    module_name,
+    random_tensors,
+    tensor_name,
+    write_adapter,
+)
+
+WIDER = replace(SPEC, intermediate_size=160, num_layers=12, sliding_window=(None,) * 12)
+
+
+def product(tensors: Tensors, layer: int, name: str, scaling: float) -> Any:
+    """What is added to a weight, computed in float64."""
+    a, b = (tensors[tensor_name(layer, name, part)].astype(np.float64) for part in "AB")
+    return scaling * b @ a
+
+
+def check(folder: Path, tensors: Tensors, scaling: Callable[[int, str], float]) -> None:
+    """Every delta is that of PEFT: B A times the scaling of its module."""
+    found = read_adapter(folder, WIDER).adapter.deltas
+    assert len(found) == len(tensors) / 2
+    for (layer, name), delta in found.items():
+        assert delta.a.dtype == delta.b.dtype == np.float32
+        expected = product(tensors, layer, name, scaling(layer, name))
+        np.testing.assert_allclose(delta.b @ delta.a, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_all_projections(tmp_path: Path, dtype: Any, rslora: bool) -> None:
+    tensors = random_tensors(WIDER, rank=8, targets=PROJECTIONS, dtype=dtype)
+    write_adapter(
+        tmp_path, tensors, r=8, lora_alpha=20, use_rslora=rslora, target_modules=[*PROJECTIONS]
+    )
+    scaling = 20 / math.sqrt(8) if rslora else 20 / 8
+    check(tmp_path, tensors, lambda layer, name: scaling)
+    assert read_adapter(tmp_path, WIDER).adapter.rank == 8
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_patterns_of_ranks_and_alphas(tmp_path: Path, rslora: bool) -> None:
+    # Of layer 1 alone, not of 11; the first pattern that fits counts.
+    ranks = {r"layers\.1\.self_attn\.q_proj": 2, "q_proj": 6, "roj": 99}
+    alphas = {"self_attn.v_proj": 3, "model.layers.2.self_attn.q_proj": 1.5}
+    tensors = random_tensors(WIDER, rank=4, targets=["v_proj"])
+    tensors |= random_tensors(WIDER, rank=6, targets=["q_proj"])
+    tensors |= random_tensors(WIDER, rank=2, targets=["q_proj"], layers=[1])
+    write_adapter(tmp_path, tensors, rank_pattern=ranks, alpha_pattern=alphas, use_rslora=rslora)
+
+    def scaling(layer: int, name: str) -> float:
+        rank = 4 if name == "v_proj" else 2 if layer == 1 else 6
+        alpha = 3 if name == "v_proj" else 1.5 if layer == 2 else 8
+        return alpha / (math.sqrt(rank) if rslora else rank)
+
+    check(tmp_path, tensors, scaling)
+
+
+@pytest.mark.parametrize(
+    ("config", "targets", "layers"),
+    [
+        ({"layers_to_transform": [0, 10]}, ("q_proj", "v_proj"), (0, 10)),
+        ({"layers_to_transform": 3, "layers_pattern": "layers"}, ("q_proj", "v_proj"), (3,)),
+        ({"layers_to_transform": []}, ("q_proj", "v_proj"), None),
+        ({"target_modules": "all-linear"}, PROJECTIONS, None),
+        ({"target_modules": r"model\.layers\.\d\.mlp\..*"}, PROJECTIONS[4:], range(10)),
+        ({"target_modules": ["layers.7.mlp.up_proj"]}, ("up_proj",), (7,)),
+        ({"exclude_modules": ["v_proj"]}, ("q_proj",), None),
+        ({"exclude_modules": r".*\.[1-9]\d*\..*"}, ("q_proj", "v_proj"), (0,)),
+        ({"target_modules": ["q_proj", "wq", "c_attn"]}, ("q_proj",), None),
+    ],
+)
+def test_which_modules_are_adapted(
+    tmp_path: Path, config: dict[str, Any], targets: tuple[str, ...], layers: Any
+) -> None:
+    tensors = random_tensors(WIDER, targets=targets, layers=layers)
+    write_adapter(tmp_path, tensors, **config)
+    check(tmp_path, tensors, lambda layer, name: 2.0)
+    more = random_tensors(WIDER, targets=PROJECTIONS)
+    if len(tensors) < len(more):  # one more pair would not be used
+        name = next(each for each in more if each not in tensors)
+        pair = [each for each in more if each.startswith(name[: name.index("lora_")])]
+        write_adapter(tmp_path, tensors | {each: more[each] for each in pair}, **config)
+        with pytest.raises(AdapterError, match="does not target"):
+            read_adapter(tmp_path, WIDER)
+    del tensors[next(iter(tensors))], tensors[next(iter(tensors))]
+    if tensors:  # one fewer is missing
+        write_adapter(tmp_path, tensors, **config)
+        with pytest.raises(AdapterError, match="lacks tensors of 1 of"):
+            read_adapter(tmp_path, WIDER)
+
+
+def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
+    write_adapter(
+        tmp_path,
+        lora_dropout=0.5,
+        inference_mode=False,
+        task_type=None,
+        init_lora_weights="gaussian",
+        megatron_core="megatron.core",
+        loftq_config={},
+        peft_version="0.30.0",
+        fan_in_fan_out=False,
+        something_new=None,
+        something_newer=False,
+        something_newest=[],
+    )
+    first = read_adapter(tmp_path, SPEC)
+    assert first.base_model == "example/tiny"
+    write_adapter(tmp_path, base_model_name_or_path=None)
+    second = read_adapter(tmp_path, SPEC)
+    assert second.base_model is None
+    assert first.fingerprint == second.fingerprint
+
+
+def test_the_fingerprint_is_of_what_is_computed(tmp_path: Path) -> None:
+    def of(tensors: Tensors | None = None, **config: Any) -> str:
+        return read_adapter(write_adapter(tmp_path, tensors, **config), SPEC).fingerprint
+
+    tensors = random_tensors()
+    changed = {name: value.copy() for name, value in tensors.items()}
+    changed[tensor_name(1, "v_proj", "A")][0, 0] += 1
+    one_layer = {"layers_to_transform": [0]}
+    names = [
+        of(),
+        of(changed),
+        of(lora_alpha=12),
+        of(use_rslora=True),
+        of(alpha_pattern={"v_proj": 4}),
+        of(random_tensors(layers=[0]), **one_layer),
+    ]
+    assert len(set(names)) == len(names)
+    assert of(lora_alpha=8.0) == of(tensors) == names[0]
+    assert of(lora_alpha=16) == of(use_rslora=True)  # 16 / 4 and 8 / sqrt(4)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
+        ({"peft_type": ...}, "peft_type is None"),
+        ({"use_dora": True}, r"use_dora is true.*export the merged model"),
+        ({"lora_bias": True}, "lora_bias is true, and may be null"),
+        ({"bias": "all"}, 'bias is "all", and may be "none" or null'),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save.*replaces whole layers"),
+        ({"task_type": "SEQ_CLS"}, "task_type"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"target_parameters": ["experts.0"]}, "target_parameters"),
+        ({"init_lora_weights": "pissa"}, "changes the base model's weights"),
+        ({"init_lora_weights": "olora"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": 1}, "init_lora_weights is 1"),
+        ({"use_qalora": True, "use_dora": True}, "use_dora is true.*; use_qalora is true"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
+        ({"something_new": 3}, "something_new is 3, and may be null"),
+        ({"r": ...}, "r is null; it must be an integer of at least 1"),
+        ({"r": 0}, "r is 0"),
+        ({"r": True}, "r is true"),
+        ({"lora_alpha": "8"}, 'lora_alpha is "8"; it must be a finite number'),
+        ({"lora_alpha": math.inf}, "lora_alpha is Infinity"),
+        ({"use_rslora": 1}, "use_rslora is 1; it must be true or false"),
+        ({"rank_pattern": {"v_proj": 0}}, "rank_pattern"),
+        ({"rank_pattern": {"(": 2}}, r"'\(' is not a regular expression"),
+        ({"alpha_pattern": ["v_proj"]}, "alpha_pattern.*an object of patterns"),
+        ({"rank_pattern": {"a" * 1001: 2}}, "1001 characters"),
+        ({"target_modules": None}, "target_modules is null"),
+        ({"target_modules": [1]}, "target_modules"),
+        ({"target_modules": "*"}, "not a regular expression"),
+        ({"target_modules": ".*_proj", "layers_to_transform": [0]}, "layers_to_transform"),
+        ({"layers_to_transform": ["0"]}, "a layer's number"),
+        ({"target_modules": ["lm_head", "q_proj"]}, "targets lm_head; only q_proj"),
+        ({"target_modules": ".*"}, r"targets model\.embed_tokens, lm_head"),
+        ({"target_modules": ["q_proj"]}, r"does not target: .*\.v_proj"),
+        ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, r"lacks tensors of 2 of the 6"),
+        ({"r": 16}, r"another rank than.*A \[4, 128\] and B \[128, 4\], not rank 16"),
+        ({"lora_alpha": 1e39}, "not once they are scaled"),
+    ],
+)
+def test_what_the_configuration_may_not_say(
+    tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
+    write_adapter(tmp_path, **config)
+    with pytest.raises(AdapterError, match=words) as found:
+        read_adapter(tmp_path, SPEC)
+    assert str(tmp_path) in str(found.value)
+
+
+def renamed(old: str, new: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[new] = tensors.pop(old)
+
+    return change
+
+
+A0, B0 = (tensor_name(0, "q_proj", part) for part in "AB")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(A0), r"lacks the other half of a pair: .*layers\.0.*q_proj has B alone"),
+        (lambda t: t.pop(B0), "q_proj has A alone"),
+        (renamed(A0, "lora_A.weight"), "no matrices of LoRA: lora_A.weight"),
+        (renamed(A0, A0.replace("lora_A", "lora_A.default")), "no matrices of LoRA"),
+        (renamed(A0, A0.replace(".weight", ".bias")), "no matrices of LoRA"),
+        (lambda t: t.update({A0: t[A0][0]}), r"no matrices of LoRA: .* \[128\]"),
+        (lambda t: t.update(magnitude=t[A0]), "no matrices of LoRA: magnitude"),
+        (lambda t: t.update({A0: t[A0].astype(np.float64)}), "F64; F32, F16, BF16 can"),
+        (lambda t: t.update({A0: t[A0][:, :100].copy()}), "takes 100 features and gives 128"),
+        (lambda t: t.update({B0: t[B0][:64].copy()}), "gives 64, the model's takes 128"),
+        (lambda t: t.update({A0: t[A0][:2].copy()}), r"A \[2, 128\] and B \[128, 4\], not rank 4"),
+        (lambda t: t.update({B0: t[B0] * np.float32(np.nan)}), "not finite"),
+        (lambda t: t.update({A0: t[A0] * np.float32(np.inf)}), "not finite"),
+        (
+            lambda t: t.update(random_tensors(WIDER, layers=[2])),
+            r"modules that the model does not have \(this model is a llama with layers 0 to 1\): "
+            r".*layers\.2",
+        ),
+        (
+            lambda t: [renamed(n, n.replace("q_proj", "qkv_proj"))(t) for n in [*t] if "q_pr" in n],
+            "does not have.*qkv_proj",
+        ),
+        (lambda t: [t.pop(name) for name in [*t] if "layers.1" in name], "another model"),
+        (lambda t: t.clear(), "holds no tensors"),
+    ],
+)
+def test_what_the_tensors_may_not_be(
+    tmp_path: Path, change: Callable[[Tensors], object], words: str
+) -> None:
+    tensors = random_tensors()
+    change(tensors)
+    write_adapter(tmp_path, tensors)
+    with pytest.raises(AdapterError, match=words) as found:
+        read_adapter(tmp_path, SPEC)
+    assert str(tmp_path) in str(found.value)
+
+
+def test_another_model(tmp_path: Path) -> None:
+    write_adapter(tmp_path)
+    with pytest.raises(AdapterError, match=rf"{module_name(0, 'q_proj')} takes 128 features"):
+        read_adapter(tmp_path, replace(SPEC, hidden_size=256))
+    with pytest.raises(AdapterError, match=r"or was made for another model .*layers 0 to 2"):
+        read_adapter(tmp_path, replace(SPEC, num_layers=3, sliding_window=(None,) * 3))
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="has to be downloaded first"):
+        read_adapter(tmp_path / "someone" / "adapter", SPEC)
+    with pytest.raises(AdapterError, match=r"holds no adapter_config\.json"):
+        read_adapter(tmp_path, SPEC)
+    config = write_adapter(tmp_path) / "adapter_config.json"
+    weights = tmp_path / "adapter_model.safetensors"
+    good = weights.read_bytes()
+    for damaged in (b"", good[:100], good[:-1], b"version https://git-lfs.github.com/spec/v1"):
+        weights.write_bytes(damaged)
+        with pytest.raises(AdapterError, match="not a valid safetensors file"):
+            read_adapter(tmp_path, SPEC)
+    weights.rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(AdapterError, match=r"it holds adapter_model\.bin: save it as safetensors"):
+        read_adapter(tmp_path, SPEC)
+    for text in ("{", "[]", "[" * 100_000, "\ud800"):
+        config.write_bytes(text.encode("utf-8", "surrogatepass"))
+        with pytest.raises(AdapterError, match=r"cannot be read|must hold a JSON object"):
+            read_adapter(tmp_path, SPEC)
+    config.unlink()
+    config.mkdir()
+    with pytest.raises(AdapterError, match="cannot be read"):
+        read_adapter(tmp_path, SPEC)
+
+
+def test_it_says_what_it_was_trained_on(tmp_path: Path) -> None:
+    fields = json.loads((write_adapter(tmp_path) / "adapter_config.json").read_text())
+    assert read_adapter(tmp_path, SPEC).base_model == fields["base_model_name_or_path"]
