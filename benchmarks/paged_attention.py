@@ -15,13 +15,17 @@ import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 from ml_dtypes import bfloat16
+from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from onnxport.graphs.paged import PER_TOKEN, TOKEN_SCALE_BYTES
 from onnxport.providers.cpu.library import find_library, isa
+from onnxport.providers.memory import huge_page_zeros
 
 TYPES = {
     "float32": (TensorProto.FLOAT, np.float32),
@@ -44,9 +48,9 @@ class Shape:
         keys = self.new * self.past + self.new * (self.new + 1) // 2
         return 4 * self.batch * keys * heads * head_size
 
-    def cache_bytes(self, kv_heads: int, head_size: int, item: int) -> int:
-        """Bytes of keys and values in use, each counted once."""
-        return 2 * self.batch * (self.past + self.new) * kv_heads * head_size * item
+    def cache_bytes(self, kv_heads: int, row_bytes: int) -> int:
+        """Bytes of keys and values in use, each counted once; a row is a token of one head."""
+        return 2 * self.batch * (self.past + self.new) * kv_heads * row_bytes
 
 
 SHAPES = {
@@ -60,6 +64,7 @@ SHAPES = {
     "prefill-2048": Shape(1, 0, 2048),
     "chunk-256-after-2048": Shape(1, 2048, 256),
 }
+TILE = 16  # tokens
 INPUTS = ["qkv", "", "", "", "", "cumulative", "past", "table", "cosine", "sine"]
 
 
@@ -75,6 +80,16 @@ class Setting:
     block_size: int
     layers: int
     threads: int
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of a token and KV head in a cache, the scale of an int8 cache included."""
+        return self.head_size + (TOKEN_SCALE_BYTES if self.cache == "int8" else 0)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the same."""
+        return self.row_elements * np.dtype(TYPES[self.cache][1]).itemsize
 
 
 def build_model(setting: Setting) -> bytes:
@@ -95,14 +110,11 @@ def build_model(setting: Setting) -> bytes:
         "do_rotary": 1,
         "cache_layout": setting.layout,
     }
-    trailing: list[str] = []
     if setting.cache == "int8":
-        attributes |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR"}
-        trailing = ["", "", "", "", "scale", "scale"]
-        values.append(helper.make_tensor_value_info("scale", real, [1]))
+        attributes |= {"k_quant_type": PER_TOKEN, "v_quant_type": PER_TOKEN}
     nodes, results = [], []
     for i in range(setting.layers):
-        inputs = [*INPUTS, *trailing]
+        inputs = [*INPUTS]
         inputs[3:5] = [f"k{i}", f"v{i}"]
         outputs = [f"y{i}", f"ko{i}", f"vo{i}"]
         nodes.append(
@@ -117,6 +129,22 @@ def build_model(setting: Setting) -> bytes:
     graph = helper.make_graph(nodes, "layers", values, results)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+
+
+def some_cache(setting: Setting, num_blocks: int, rng: np.random.Generator) -> NDArray[Any]:
+    """A cache of random numbers on huge pages, as the provider has it.
+
+    In int8 it is random bytes, behind which each tile has its scales.
+    """
+    shape = (num_blocks, setting.block_size, setting.kv_heads, setting.row_elements)
+    cache = huge_page_zeros(shape, TYPES[setting.cache][1])
+    if setting.cache != "int8":
+        cache[...] = rng.standard_normal(shape, np.float32) * 0.5
+        return cache
+    cache[...] = rng.integers(-127, 128, shape, np.int8)
+    tiles = cache.reshape(-1, TILE * setting.row_elements)
+    tiles[:, TILE * setting.head_size :] = np.full(TILE, 0.005, np.float32).view(np.int8)
+    return cache
 
 
 class Runner:
@@ -143,17 +171,14 @@ class Runner:
             "cosine": np.ones((total, setting.head_size // 2), np.float32),
             "sine": np.zeros((total, setting.head_size // 2), np.float32),
         }
-        if setting.cache == "int8":
-            feeds["scale"] = np.full(1, 0.03, np.float32)
         for name, array in feeds.items():
             self.binding.bind_cpu_input(name, array)
-        kind, dtype = TYPES[setting.cache]
-        cache_shape = (len(blocks), setting.block_size, setting.kv_heads, setting.head_size)
+        kind = TYPES[setting.cache][0]
         self.arrays = []
         for i in range(setting.layers):
             self.binding.bind_output(f"y{i}")
             for name in "kv":
-                array = (rng.standard_normal(cache_shape, np.float32) * 0.5).astype(dtype)
+                array = some_cache(setting, len(blocks), rng)
                 raw = array.view(np.uint16) if setting.cache == "bfloat16" else array
                 value = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, kind)
                 self.arrays.append((array, value))
@@ -204,7 +229,6 @@ def main() -> None:
         arguments.threads,
     )
     print(f"{platform.processor() or platform.machine()}, kernels {isa()}, {setting}")
-    item = np.dtype(TYPES[setting.cache][1]).itemsize
     libraries = [arguments.library] + ([arguments.peer] if arguments.peer else [])
     for name in arguments.shapes.split(","):
         shape = SHAPES[name]
@@ -213,7 +237,7 @@ def main() -> None:
         line = f"{name:22}"
         for t in times:
             gflops = shape.flops(heads, head_size) / t / 1e9
-            gbytes = shape.cache_bytes(kv_heads, head_size, item) / t / 1e9
+            gbytes = shape.cache_bytes(kv_heads, setting.row_bytes) / t / 1e9
             line += f" {t * 1e3:9.4f} ms {gflops:7.1f} GFLOP/s {gbytes:6.1f} GB/s |"
         if arguments.peer:
             line += f" peer/this {times[1] / times[0]:.2f}"

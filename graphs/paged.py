@@ -12,6 +12,11 @@ import onnx
 from onnxport.errors import ArtifactError
 from onnxport.graphs import contract
 
+# A granularity of our own: int8 numbers with a scale for each token and KV head, which lies in the
+# cache. Rows of the cache are wider than a head by the bytes of that scale, a float32.
+PER_TOKEN: Final = "PER_TOKEN"
+TOKEN_SCALE_BYTES: Final = 4
+
 
 class PagedInput(IntEnum):
     """Input positions of the operator's schema in ONNX Runtime 1.31."""
@@ -53,11 +58,16 @@ class PagedAttentionNode:
     rotary_offset: int
     is_causal: bool
     qk_norm_epsilon: float
-    k_quant_type: str  # NONE, PER_TENSOR, PER_CHANNEL
+    k_quant_type: str  # NONE, PER_TENSOR, PER_CHANNEL, or ours: PER_TOKEN
     v_quant_type: str
     kv_cache_layout: str  # SEPARATE, LATENT
     k_cache_dtype: str  # "" is the cache tensor's own type
     v_cache_dtype: str
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the cache holds numbers that have scales."""
+        return self.k_quant_type != "NONE" or self.v_quant_type != "NONE"
 
     @property
     def is_packed(self) -> bool:
@@ -134,10 +144,11 @@ def read_paged_attention(
             f"block_size, kv_heads, head_size] with a fixed head size, found {list(shape)}"
         )
     value = {**_DEFAULTS, **given}
-    if value["v_head_size"] not in (0, shape[3]):
+    head_size = shape[3] - (TOKEN_SCALE_BYTES if value["k_quant_type"] == PER_TOKEN else 0)
+    if value["v_head_size"] not in (0, head_size):
         raise ArtifactError(
             f"PagedAttention {node.name!r} has v_head_size {value['v_head_size']} beside head "
-            f"size {shape[3]}; values must be as wide as keys"
+            f"size {head_size}; values must be as wide as keys"
         )
     window = value["local_window_size"]
     return PagedAttentionNode(
@@ -146,7 +157,7 @@ def read_paged_attention(
         outputs=(node.output[0], node.output[1], node.output[2]),
         num_heads=value["num_heads"],
         kv_num_heads=value["kv_num_heads"],
-        head_size=shape[3],
+        head_size=head_size,
         scale=value["scale"] or None,
         softcap=value["softcap"],
         local_window_size=window if window > 0 else None,

@@ -57,7 +57,6 @@ Bounds = Literal["metadata", "shapes"]
 
 DEFAULT_TILE_TOKENS: Final = 64
 _COMPUTE_TYPES: Final = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
-_INT8_MIN, _INT8_MAX = -128.0, 127.0
 
 
 def decompose(
@@ -74,8 +73,8 @@ def decompose(
     head_size. A sliding window masks, and saves no work.
 
     Args:
-        model: A paged graph. Activations and cache may be float32, float16 or bfloat16, the
-            cache also int8 with scales; the types of an EP are set by other passes before.
+        model: A paged graph. Activations and cache may be float32, float16 or bfloat16; the
+            types of an EP are set by other passes before.
         tile_tokens: Most query tokens that share one gathered copy of their keys and values.
         bounds: Where the longest chunk and sequence come from. "metadata": from the attention
             metadata. "shapes": the graph has no such input; the length of a new one, QUERY_TILE,
@@ -83,8 +82,8 @@ def decompose(
             tokens. Any length of it gives the same results; the longest chunk's is the fastest.
 
     Raises:
-        ArtifactError: A node uses what this rewrite does not cover, a latent or a 4-bit cache, or
-            a slot mapping where shapes bound it; or its types are unknown.
+        ArtifactError: A node uses what this rewrite does not cover, a latent or a quantized cache,
+            or a slot mapping where shapes bound it; or its types are unknown.
     """
     assert bounds in get_args(Bounds), bounds
     layers = {node.outputs[0]: node for node in attention_nodes(model)}
@@ -149,9 +148,12 @@ class _Rewriter:
         _refuse(layer, maps_slots=self._query_tile is None)
         dtype = self._types.get(layer.input(PagedInput.QUERY))
         cache_dtype = self._types.get(layer.input(PagedInput.KEY_CACHE))
-        if dtype not in _COMPUTE_TYPES or cache_dtype is None:
-            raise ArtifactError(f"decompose: the types of {layer.name!r} are unknown: {dtype}")
+        if dtype not in _COMPUTE_TYPES or cache_dtype not in _COMPUTE_TYPES:
+            raise ArtifactError(
+                f"decompose: the types of {layer.name!r} are unknown: {dtype}, cache {cache_dtype}"
+            )
         assert dtype is not None
+        assert cache_dtype is not None
         plan = self._plan(layer)
         query, key, value = self._split_heads(layer)
         query, key = self._normalize(layer, dtype, query, key)
@@ -262,27 +264,14 @@ class _Rewriter:
         g = self._g
         is_key = position == PagedInput.KEY_CACHE
         present = layer.outputs[1 if is_key else 2]
-        scale = layer.input(PagedInput.K_SCALE if is_key else PagedInput.V_SCALE)
-        quantized = cache_dtype == TensorProto.INT8
-        if quantized and (layer.k_quant_type if is_key else layer.v_quant_type) == "PER_CHANNEL":
-            scale = ops.reshape(g, scale, [layer.kv_num_heads, layer.head_size])
-        if quantized:
-            wide = x if dtype == TensorProto.FLOAT else ops.cast(g, x, TensorProto.FLOAT)
-            low = g.constant(np.array(_INT8_MIN, np.float32), "int8.min")
-            high = g.constant(np.array(_INT8_MAX, np.float32), "int8.max")
-            rounded = g.node("Round", [g.node("Mul", [wide, g.node("Reciprocal", [scale])])])
-            x = ops.cast(g, g.node("Clip", [rounded, low, high]), cache_dtype)
-        elif cache_dtype != dtype:
+        if cache_dtype != dtype:
             x = ops.cast(g, x, cache_dtype)
         if plan.written is not None:
             x = g.node("Gather", [x, plan.written], axis=0)
         cache = layer.input(position)
         g.node("ScatterND", [cache, plan.slots, x], outputs=[present])
         blocks = g.node("Gather", [present, plan.tile_blocks], axis=0)
-        if quantized:
-            wide = g.node("Mul", [ops.cast(g, blocks, TensorProto.FLOAT), scale])
-            blocks = wide if dtype == TensorProto.FLOAT else ops.cast(g, wide, dtype)
-        elif cache_dtype != dtype:
+        if cache_dtype != dtype:
             blocks = ops.cast(g, blocks, dtype)
         shape = plan.kv_shape(layer.kv_num_heads, layer.head_size)
         return g.node("Reshape", [blocks, shape])
@@ -341,6 +330,7 @@ def _refuse(layer: PagedAttentionNode, *, maps_slots: bool) -> None:
     checks: Mapping[str, Any] = {
         f"a {layer.kv_cache_layout} cache": layer.kv_cache_layout != "SEPARATE",
         f"a cache of {layer.k_cache_dtype}": layer.k_cache_dtype in ("int4", "float4e2m1"),
+        f"a cache quantized {layer.k_quant_type}": layer.is_quantized,
         "RoPE without its tables": layer.do_rotary and not layer.input(PagedInput.SIN),
         # How many tokens it leaves out decides shapes.
         "a slot mapping, with fixed shapes": bool(mapping) and not maps_slots,

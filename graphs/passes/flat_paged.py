@@ -223,7 +223,7 @@ def _refuse(layer: PagedAttentionNode, types: dict[str, int]) -> None:
         "head sinks": bool(layer.input(PagedInput.HEAD_SINK)),
         "a slot mapping": bool(layer.input(PagedInput.SLOT_MAPPING)),
         "attention that is not causal": not layer.is_causal,
-        "a quantized cache": layer.k_quant_type != "NONE" or layer.v_quant_type != "NONE",
+        "a quantized cache": layer.is_quantized,
     }
     found = [what for what, used in checks.items() if used]
     if found:

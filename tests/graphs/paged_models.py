@@ -34,8 +34,13 @@ PER_RUN = {
 
 
 def paged_case(seed: int, **changes: object) -> Case:
-    """A random case of the kernel's tests, its cache in the canonical layout."""
-    return random_case(seed).replace(tiled=False, **changes)
+    """A random case of the kernel's tests, its cache in the canonical layout.
+
+    One in four has an int8 cache, which standard operators do not read: give another seed.
+    """
+    case = random_case(seed)
+    assert case.cache_type != "int8", "the scales of an int8 cache lie in our kernel's own layout"
+    return case.replace(tiled=False, **changes)
 
 
 def paged_model(
@@ -50,8 +55,7 @@ def paged_model(
             is_int = name in run_ort.INT32_INPUTS
             values[name] = g.input(name, INT32 if is_int else dtype, PER_RUN[name])
         else:
-            scale = name in ("k_scale", "v_scale")
-            values[name] = g.constant(value if scale else value.astype(kind), name)
+            values[name] = g.constant(value.astype(kind), name)
     shape = [c.NUM_BLOCKS, c.BLOCK_SIZE, case.kv_heads, case.head_size]
     cache_type = dtype if case.cache_type == "float" else run_ort.ONNX_TYPES[case.cache_type]
     for layer in range(layers):

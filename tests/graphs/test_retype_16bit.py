@@ -16,7 +16,7 @@ from onnxport.graphs import contract as c
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import element_types
 from onnxport.graphs.passes.decompose import decompose
-from onnxport.graphs.passes.kv_dtype import KvScales, set_kv_dtype
+from onnxport.graphs.passes.kv_dtype import set_kv_dtype
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import FLOAT_DTYPES, retype
 from tests.graphs.artifacts import SPEC, caches, step_inputs, write
@@ -176,12 +176,11 @@ def test_float32_on_purpose_stays_in_a_16_bit_graph() -> None:
     assert kinds(result.model) == {"x": BFLOAT16, "y": BFLOAT16}
 
 
-def test_the_scales_of_an_int8_cache_stay_float32() -> None:
-    one = np.ones(1, np.float32)
-    model = set_kv_dtype(paged_model(paged_case(4)), "int8", [KvScales(one, one)]).model
+def test_an_int8_cache_stays_int8() -> None:
+    model = set_kv_dtype(paged_model(paged_case(4)), "int8").model
     result = retype(model, numpy_helper.to_array, "float16")
     types, node = element_types(result.model), result.model.graph.node[-1]
-    assert [types[node.input[i]] for i in (0, 3, 14, 15)] == [FLOAT16, TensorProto.INT8, 1, 1]
+    assert [types[node.input[i]] for i in (0, 3, 4)] == [FLOAT16, *[TensorProto.INT8] * 2]
 
 
 def test_a_cache_in_another_type_says_nothing_of_the_activations() -> None:

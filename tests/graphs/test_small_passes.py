@@ -11,13 +11,12 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxport.errors import ArtifactError, ProviderError
 from onnxport.graphs import contract as c
 from onnxport.graphs.inspect import attribute_int
-from onnxport.graphs.paged import PagedInput, attention_nodes
+from onnxport.graphs.paged import PER_TOKEN, TOKEN_SCALE_BYTES, attention_nodes
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import decompose
-from onnxport.graphs.passes.kv_dtype import KV_DTYPES, KvScales, set_kv_dtype
+from onnxport.graphs.passes.kv_dtype import KV_DTYPES, set_kv_dtype
 from onnxport.graphs.passes.native import NativeLimits, keep_native
-from tests.graphs.paged_models import feeds, paged_case, paged_model, run
-from tests.graphs.test_decompose import agrees
+from tests.graphs.paged_models import paged_case, paged_model
 from tests.kernels.reference import Case
 
 FLOAT_CASE = 4  # any seed with a float32 cache
@@ -55,56 +54,44 @@ def test_the_type_that_is_there_changes_nothing() -> None:
     assert str(result) == "kv_dtype: nothing to do"
 
 
-@pytest.mark.parametrize("per_channel", [True, False])
-def test_an_int8_cache_gets_scales(per_channel: bool) -> None:
-    case = case_with(metadata=np.zeros(3, np.int32))
-    shape = (case.kv_heads, 1, case.head_size) if per_channel else (1,)
-    r = np.random.default_rng(0)
-    scale = KvScales(*r.uniform(0.01, 0.03, (2, *shape)).astype(np.float32))
-    model = set_kv_dtype(paged_model(case), "int8", [scale]).model
-    (layer,) = attention_nodes(model)
-    assert (
-        layer.k_quant_type
-        == layer.v_quant_type
-        == "PER_" + ("CHANNEL" if per_channel else "TENSOR")
-    )
-    assert layer.input(PagedInput.K_SCALE) == "past_key_values.0.k_scale"
-    assert layer.input(PagedInput.ATTENTION_METADATA) == "attention_metadata"
-    cache = r.integers(-100, 100, case.key_cache.shape).astype(np.int8)
-    quantized = case.replace(
-        cache_type="int8",
-        key_cache=cache,
-        value_cache=cache,
-        k_scale=scale.key,
-        v_scale=scale.value,
-    )
-    lowered = decompose(model).model
-    agrees(quantized, run(lowered, feeds(quantized, lowered)))
+def test_an_int8_cache_has_room_for_scales() -> None:
+    case = case_with()
+    before = paged_model(case, layers=2)
+    result = set_kv_dtype(before, "int8")
+    assert result.changes == {"caches to int8": 8}
+    infos = (*result.model.graph.input, *result.model.graph.output)
+    caches = [info.type.tensor_type for info in infos if "key_values" in info.name]
+    caches += [info.type.tensor_type for info in infos if "present" in info.name]
+    assert len(caches) == 8
+    for cache in caches:
+        assert cache.elem_type == TensorProto.INT8
+        assert cache.shape.dim[3].dim_value == case.head_size + TOKEN_SCALE_BYTES
+    for old, new in zip(attention_nodes(before), attention_nodes(result.model), strict=True):
+        assert (old.k_quant_type, old.is_quantized) == ("NONE", False)
+        assert new == replace(old, k_quant_type=PER_TOKEN, v_quant_type=PER_TOKEN)
+        assert new.is_quantized
 
 
-def test_scales_fit_the_cache() -> None:
-    model = paged_model(case_with())
-    one = np.ones(1, np.float32)
-    with pytest.raises(ValueError, match="needed there"):
-        set_kv_dtype(model, "int8")
-    with pytest.raises(ValueError, match="int8 cache"):
-        set_kv_dtype(model, "float16", [KvScales(one, one)])
-    with pytest.raises(ValueError, match="1 layers"):
-        set_kv_dtype(model, "int8", [KvScales(one, one)] * 2)
-    with pytest.raises(ValueError, match="shape"):
-        set_kv_dtype(model, "int8", [KvScales(np.ones(3, np.float32), one)])
+def test_no_other_lowering_takes_an_int8_cache() -> None:
+    model = set_kv_dtype(paged_model(case_with()), "int8").model
+    with pytest.raises(ArtifactError, match="uses a cache quantized PER_TOKEN"):
+        decompose(model)
+    with pytest.raises(ProviderError, match="a KV cache of int8, allowed are"):
+        keep_native(model, LIMITS)
+
+
+def test_an_unknown_cache_type_is_refused() -> None:
     with pytest.raises(ValueError, match="float8"):
-        set_kv_dtype(model, "float8")
+        set_kv_dtype(paged_model(case_with()), "float8")
+    assert set(KV_DTYPES) == {"float32", "float16", "bfloat16", "int8"}
 
 
 def test_a_graph_without_or_with_quantized_attention_is_refused() -> None:
-    one = np.ones(1, np.float32)
-    model = set_kv_dtype(paged_model(case_with()), "int8", [KvScales(one, one)]).model
+    model = paged_model(case_with())
     with pytest.raises(ArtifactError, match="quantized already"):
-        set_kv_dtype(model, "float16")
+        set_kv_dtype(set_kv_dtype(model, "int8").model, "float16")
     with pytest.raises(ArtifactError, match="no PagedAttention"):
         set_kv_dtype(decompose(model).model, "float16")
-    assert set(KV_DTYPES) == {"float32", "float16", "bfloat16", "int8"}
 
 
 def matmuls() -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.kernels.reference import CACHE_TYPES, Case
+from tests.kernels.reference import CACHE_TYPES, Case, quantize
 
 HEADS = [(1, 1), (4, 4), (4, 2), (8, 1), (14, 2), (6, 3), (9, 3), (12, 1)]
 HEAD_SIZES = [32, 40, 64, 64, 72, 80, 96, 104, 112, 128, 256]
@@ -30,14 +30,8 @@ def lengths(rng: np.random.Generator) -> tuple[list[int], list[int]]:
 
 def cache_contents(rng: np.random.Generator, shape: tuple[int, ...], cache_type: str) -> np.ndarray:
     if cache_type == "int8":
-        return rng.integers(-128, 128, shape).astype(np.int8)
+        return quantize(rng.standard_normal(shape))
     return rng.standard_normal(shape).astype(CACHE_TYPES[cache_type])
-
-
-def scales(rng: np.random.Generator, kv_heads: int, head_size: int) -> np.ndarray:
-    if rng.integers(2):
-        return rng.uniform(0.005, 0.03, (kv_heads, 1, head_size)).astype(np.float32)
-    return rng.uniform(0.005, 0.03, 1).astype(np.float32)
 
 
 def rotary(rng: np.random.Generator, head_size: int, positions: int) -> dict[str, object]:
@@ -84,7 +78,7 @@ def random_case(seed: int) -> Case:
     num_heads, kv_heads = HEADS[rng.integers(len(HEADS))]
     head_size = int(rng.choice(HEAD_SIZES))
     cache_type = list(CACHE_TYPES)[seed % 4]
-    tiled = bool(seed // 4 % 2)
+    tiled = cache_type == "int8" or bool(seed // 4 % 2)
     block_size = int(rng.choice([16, 32, 64] if tiled else [8, 16, 24, 32, 64]))
     past, new = lengths(rng)
     num_blocks, table = blocks(rng, past, new, block_size)
@@ -110,9 +104,6 @@ def random_case(seed: int) -> Case:
         options |= {"q_norm": normal(head_size), "k_norm": normal(head_size), "epsilon": 1e-5}
     if rng.integers(3) == 0:
         options["metadata"] = np.array([max(new), longest, 0], np.int32)
-    if cache_type == "int8":
-        options["k_scale"] = scales(rng, kv_heads, head_size)
-        options["v_scale"] = scales(rng, kv_heads, head_size)
     if rng.integers(5) == 0:
         options["slot_mapping"] = slots(rng, past, new, table, block_size)
 

@@ -66,10 +66,10 @@ int main(int argc, char** argv) {
     // The integers and floats come first in the structure; the pointers are set below.
     read(&p, offsetof(Problem, query));
     Array query, key, value, output, key_cache, value_cache, cumulative, past, table, slots, cosine,
-        sine, sink, q_norm, k_norm, k_scale, v_scale;
+        sine, sink, q_norm, k_norm;
     for (Array* array :
          {&query, &key, &value, &output, &key_cache, &value_cache, &cumulative, &past, &table,
-          &slots, &cosine, &sine, &sink, &q_norm, &k_norm, &k_scale, &v_scale})
+          &slots, &cosine, &sine, &sink, &q_norm, &k_norm})
       array->load();
     p.query = query.as<float>();
     p.key = key.as<float>();
@@ -86,8 +86,6 @@ int main(int argc, char** argv) {
     p.head_sink = sink.as<float>();
     p.q_norm_weight = q_norm.as<float>();
     p.k_norm_weight = k_norm.as<float>();
-    p.k_scale = k_scale.as<float>();
-    p.v_scale = v_scale.as<float>();
     p.parallel_for = run_on_threads;
     char message[400];
     if (!onnxport::validate(p, message, sizeof message)) {

@@ -30,7 +30,9 @@ class Case:
     query: np.ndarray  # [tokens, num_heads, head_size] float32
     key: np.ndarray  # [tokens, kv_heads, head_size] float32
     value: np.ndarray  # likewise
-    key_cache: np.ndarray  # [num_blocks, block_size, kv_heads, head_size] of the cache's type
+    # [num_blocks, block_size, kv_heads, head_size] of the cache's type; in int8 head_size + 4, for
+    # the float32 scale of a token and head follows its numbers
+    key_cache: np.ndarray
     value_cache: np.ndarray  # likewise
     past_lengths: list[int]
     new_lengths: list[int]
@@ -51,8 +53,6 @@ class Case:
     q_norm: np.ndarray | None = None  # [head_size] float32
     k_norm: np.ndarray | None = None
     epsilon: float = 1e-6
-    k_scale: np.ndarray | None = None  # [1] or [kv_heads, 1, head_size] float32
-    v_scale: np.ndarray | None = None
     metadata: np.ndarray | None = None  # [3] int32
     name: str = field(default="", compare=False)
 
@@ -93,24 +93,44 @@ def rotate(case: Case, x: np.ndarray, position: int) -> np.ndarray:
     return out
 
 
-def channel_scale(case: Case, scale: np.ndarray) -> np.ndarray:
-    """The scale as [kv_heads, head_size]."""
-    shape = (case.kv_heads, case.head_size)
-    return np.broadcast_to(scale.reshape(-1) if scale.size == 1 else scale.reshape(shape), shape)
+def int8_scale(x: np.ndarray) -> np.ndarray:
+    """The scale of each row of x [..., head_size], float32 [..., 1]: see `int8_scale` in C++.
+
+    A 127th of the largest magnitude, rounded up to a float32 whose last 8 bits are zero.
+    """
+    largest = np.abs(x.astype(np.float32)).max(axis=-1, keepdims=True)
+    exact = largest / np.float32(127)
+    rounded = (exact.view(np.uint32) + np.uint32(255)) & np.uint32(0xFFFFFF00)
+    # 127 times the last one is the largest float32 that is none too large
+    scale = np.minimum(rounded, np.uint32(0x7C010200)).view(np.float32)
+    scale = np.where(exact < np.finfo(np.float32).tiny, np.float32(0), scale)
+    return np.where(np.isfinite(largest), scale, np.float32(np.nan)).astype(np.float32)
 
 
-def encode(case: Case, x: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+def quantize(x: np.ndarray) -> np.ndarray:
+    """Rows of an int8 cache, [..., head_size + 4], from numbers [..., head_size]."""
+    scale = int8_scale(x)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
+    with np.errstate(invalid="ignore"):
+        product = np.where(scale > 0, x.astype(np.float32) * inverse, np.float32(0))
+    return np.concatenate([np.rint(product).astype(np.int8), scale.view(np.int8)], axis=-1)
+
+
+def dequantize(rows: np.ndarray) -> np.ndarray:
+    """The numbers, float64 [..., head_size], of rows of an int8 cache [..., head_size + 4]."""
+    scale = np.ascontiguousarray(rows[..., -4:]).view(np.float32)
+    return rows[..., :-4].astype(np.float64) * scale.astype(np.float64)
+
+
+def encode(case: Case, x: np.ndarray) -> np.ndarray:
     """[kv_heads, head_size] as the cache stores it."""
     if case.cache_type == "int8":
-        assert scale is not None
-        inverse = (1.0 / channel_scale(case, scale).astype(np.float32)).astype(np.float32)
-        return np.clip(np.rint(x.astype(np.float32) * inverse), -128, 127).astype(np.int8)
+        return quantize(x)
     return x.astype(np.float32).astype(CACHE_TYPES[case.cache_type])
 
 
-def decode(case: Case, x: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
-    x = x.astype(np.float64)
-    return x * channel_scale(case, scale).astype(float) if scale is not None else x
+def decode(case: Case, x: np.ndarray) -> np.ndarray:
+    return dequantize(x) if case.cache_type == "int8" else x.astype(np.float64)
 
 
 def write_cache(case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -129,8 +149,8 @@ def write_cache(case: Case) -> tuple[np.ndarray, np.ndarray]:
             if slot == -1:
                 continue
             at = slot // case.block_size, slot % case.block_size
-            key_cache[at] = encode(case, rotate(case, key, position), case.k_scale)
-            value_cache[at] = encode(case, case.value[token].astype(float), case.v_scale)
+            key_cache[at] = encode(case, rotate(case, key, position))
+            value_cache[at] = encode(case, case.value[token].astype(float))
     return key_cache, value_cache
 
 
@@ -147,8 +167,8 @@ def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray) -> np.nda
         positions = np.arange(total)
         # Entries left of every window are never looked at.
         blocks = np.clip(case.block_table[s, positions // case.block_size], 0, len(key_cache) - 1)
-        keys = decode(case, key_cache[blocks, positions % case.block_size], case.k_scale)
-        values = decode(case, value_cache[blocks, positions % case.block_size], case.v_scale)
+        keys = decode(case, key_cache[blocks, positions % case.block_size])
+        values = decode(case, value_cache[blocks, positions % case.block_size])
         for i in range(count):
             token, position = starts[s] + i, case.past_lengths[s] + i
             query = rms_norm(case.query[token].astype(float), case.q_norm, case.epsilon)
@@ -174,16 +194,28 @@ def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray) -> np.nda
 def to_tiled(cache: np.ndarray, key: bool) -> np.ndarray:
     """The bytes of the tiled layout, in the canonical shape that the graph declares."""
     blocks, size, heads, width = cache.shape
-    if not key:
-        return np.ascontiguousarray(cache.transpose(0, 2, 1, 3)).reshape(cache.shape)
-    tiles = cache.reshape(blocks, size // 16, 16, heads, width).transpose(0, 3, 1, 4, 2)
-    return np.ascontiguousarray(tiles).reshape(cache.shape)
+    tiles = cache.reshape(blocks, size // 16, 16, heads, width).transpose(0, 3, 1, 2, 4)
+    channels = number_channels(cache)
+    numbers, scales = tiles[..., :channels], tiles[..., channels:]
+    parts = [numbers.swapaxes(3, 4) if key else numbers, scales]
+    flat = [part.reshape(*tiles.shape[:3], -1) for part in parts]
+    return np.ascontiguousarray(np.concatenate(flat, axis=-1)).reshape(cache.shape)
 
 
 def from_tiled(cache: np.ndarray, key: bool) -> np.ndarray:
     """The inverse of `to_tiled`."""
     blocks, size, heads, width = cache.shape
-    if not key:
-        return cache.reshape(blocks, heads, size, width).transpose(0, 2, 1, 3)
-    tiles = cache.reshape(blocks, heads, size // 16, width, 16).transpose(0, 2, 4, 1, 3)
-    return tiles.reshape(cache.shape)
+    channels = number_channels(cache)
+    tiles = cache.reshape(blocks, heads, size // 16, 16 * width)
+    numbers, scales = tiles[..., : 16 * channels], tiles[..., 16 * channels :]
+    order = (channels, 16) if key else (16, channels)
+    numbers = numbers.reshape(*tiles.shape[:3], *order)
+    numbers = numbers.swapaxes(3, 4) if key else numbers
+    rows = np.concatenate([numbers, scales.reshape(*tiles.shape[:3], 16, -1)], axis=-1)
+    return rows.transpose(0, 2, 3, 1, 4).reshape(cache.shape)
+
+
+def number_channels(cache: np.ndarray) -> int:
+    """Channels of a row that hold numbers; the rest of an int8 row is its scale."""
+    width: int = cache.shape[-1]
+    return width - 4 if cache.dtype == np.int8 else width

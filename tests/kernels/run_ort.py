@@ -70,9 +70,8 @@ def attributes(case: Case) -> dict[str, object]:
         found["qk_norm_epsilon"] = case.epsilon
     if case.tiled:
         found["cache_layout"] = "tiled"
-    for name, scale in (("k_quant_type", case.k_scale), ("v_quant_type", case.v_scale)):
-        if scale is not None:
-            found[name] = "PER_TENSOR" if scale.size == 1 else "PER_CHANNEL"
+    if case.cache_type == "int8":
+        found |= {"k_quant_type": "PER_TOKEN", "v_quant_type": "PER_TOKEN"}
     return found
 
 
@@ -95,8 +94,6 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
         "head_sink": case.head_sink,
         "q_norm_weight": case.q_norm,
         "k_norm_weight": case.k_norm,
-        "k_scale": case.k_scale,
-        "v_scale": case.v_scale,
         "attention_metadata": case.metadata,
     }
     return {name: np.ascontiguousarray(x) for name, x in found.items() if x is not None}

@@ -67,11 +67,9 @@ def serialize(case: Case) -> bytes:
         q_width,
         kv_width,
         kv_width,
-        case.k_scale is not None and case.k_scale.size > 1,
-        case.v_scale is not None and case.v_scale.size > 1,
     )
     scale = case.scale if case.scale is not None else case.head_size**-0.5
-    out = [struct.pack("21q4f", *numbers, scale, case.softcap, case.epsilon, 0.0)]
+    out = [struct.pack("19q4f", *numbers, scale, case.softcap, case.epsilon, 0.0)]
     arrays = [
         case.query,
         case.key,
@@ -87,8 +85,6 @@ def serialize(case: Case) -> bytes:
         case.head_sink,
         case.q_norm,
         case.k_norm,
-        case.k_scale,
-        case.v_scale,
     ]
     for array in arrays:
         data = b"" if array is None else np.ascontiguousarray(array).tobytes()

@@ -98,7 +98,6 @@ def test_bad_slot(library_path: Path, slot: int) -> None:
     [
         ({"head_sink": zeros(3)}, r"head_sink must have the shape \(4\), found \(3\)"),
         ({"q_norm": zeros(32)}, "q_norm_weight and k_norm_weight must be given together"),
-        ({"k_scale": zeros(1)}, "k_quant_type must be NONE for a floating-point cache"),
         ({"key_cache": zeros(4, 16, 2, 24)}, "value_cache must have the shape"),
     ],
 )
@@ -162,22 +161,42 @@ def test_unsupported_cache_types(library_path: Path, cache_type: str) -> None:
         run_ort.session_for(library_path, small_case(cache_type=cache_type))
 
 
-def test_int8_without_granularity(library_path: Path) -> None:
-    with pytest.raises(Exception, match="k_quant_type must be PER_TENSOR or PER_CHANNEL"):
-        run_ort.session_for(library_path, small_case(cache_type="int8"))
+INT8 = {
+    "cache_type": "int8",
+    "key_cache": np.zeros((4, 16, 2, 36), np.int8),
+    "value_cache": np.zeros((4, 16, 2, 36), np.int8),
+    "tiled": True,
+}
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 1, 31)])
-def test_bad_scale_shape(library_path: Path, shape: tuple[int, ...]) -> None:
-    case = small_case(
-        cache_type="int8",
-        key_cache=np.zeros((4, 16, 2, 32), np.int8),
-        value_cache=np.zeros((4, 16, 2, 32), np.int8),
-        k_scale=zeros(*shape),
-        v_scale=np.ones(1, np.float32),
-    )
-    with pytest.raises(Exception, match=r"k_scale must have the shape \(2, 1, 32\)"):
-        run_ort.run(library_path, case)
+@pytest.mark.parametrize("granularity", ["NONE", "PER_TENSOR", "PER_CHANNEL"])
+def test_int8_of_another_granularity(library_path: Path, granularity: str) -> None:
+    words = f"v_quant_type must be PER_TOKEN for an int8 cache, found '{granularity}'"
+    with pytest.raises(Exception, match=words):
+        run_ort.session_for(library_path, small_case(**INT8), extra={"v_quant_type": granularity})
+
+
+def test_int8_in_the_canonical_layout(library_path: Path) -> None:
+    with pytest.raises(Exception, match="an int8 cache needs the tiled cache layout"):
+        run_ort.run(library_path, small_case(**INT8 | {"tiled": False}))
+
+
+def test_int8_without_room_for_scales(library_path: Path) -> None:
+    caches = {name: np.zeros((4, 16, 2, 32), np.int8) for name in ("key_cache", "value_cache")}
+    words = r"query must have the shape \(any, 224\), found \(6, 256\)"
+    with pytest.raises(Exception, match=words):
+        run_ort.run(library_path, small_case(**INT8 | caches))
+
+
+@pytest.mark.parametrize("cache", [{}, INT8], ids=["float", "int8"])
+def test_scales_as_inputs(library_path: Path, cache: dict[str, object]) -> None:
+    case = small_case(**cache)
+    present = frozenset(run_ort.inputs(case)) | {"key_cache", "value_cache", "k_scale"}
+    items = tuple(sorted(run_ort.attributes(case).items()))
+    session = run_ort.session(library_path, present, case.cache_type, items, 1)
+    feeds = run_ort.inputs(case) | {"key_cache": case.key_cache, "value_cache": case.value_cache}
+    with pytest.raises(Exception, match="the scales of an int8 cache lie in the cache"):
+        session.run(None, feeds | {"k_scale": np.ones(1, np.float32)})
 
 
 def test_unknown_isa(library: object) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.kernels import run_ort
-from tests.kernels.cases import random_case
+from tests.kernels.cases import cache_contents, random_case
 from tests.kernels.reference import Case
 
 
@@ -31,7 +31,6 @@ def mixed_case(seed: int, cache_type: str, tiled: bool) -> Case:
     def normal(*size: int) -> np.ndarray:
         return rng.standard_normal(size).astype(np.float32)
 
-    dtype = random_case(["float", "float16", "bfloat16", "int8"].index(cache_type)).key_cache.dtype
     return Case(
         num_heads=kv_heads * group,
         kv_heads=kv_heads,
@@ -39,16 +38,14 @@ def mixed_case(seed: int, cache_type: str, tiled: bool) -> Case:
         query=normal(tokens, kv_heads * group, head_size),
         key=normal(tokens, kv_heads, head_size),
         value=normal(tokens, kv_heads, head_size),
-        key_cache=normal(*shape).astype(dtype),
-        value_cache=normal(*shape).astype(dtype),
+        key_cache=cache_contents(rng, shape, cache_type),
+        value_cache=cache_contents(rng, shape, cache_type),
         past_lengths=past,
         new_lengths=new,
         block_table=table,
         cache_type=cache_type,
         tiled=tiled,
         window=600 if seed % 2 else None,
-        k_scale=np.array([0.02], np.float32) if cache_type == "int8" else None,
-        v_scale=np.array([0.02], np.float32) if cache_type == "int8" else None,
     )
 
 

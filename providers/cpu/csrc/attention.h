@@ -7,16 +7,23 @@
 
 namespace onnxport {
 
+// kInt8 has a float32 scale for each token and KV head, computed when the token is written from the
+// largest magnitude of its head_size numbers: number = int8 * scale. It is tiled always.
 enum CacheType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3 };
 
 // kCanonical: [num_blocks][block_size][kv_heads][head_size], the operator schema's own order.
 // kTiled, for every block:
 //   key   [kv_heads][block_size / 16][head_size][16], sixteen tokens side by side in a register
-//   value [kv_heads][block_size][head_size]
+//   value [kv_heads][block_size / 16][16][head_size]
+// and in int8, after the sixteen tokens of each tile, their sixteen scales. A row of the cache
+// tensor is head_size + 4 bytes then, the layout's [num_blocks][block_size][kv_heads] of them.
 enum CacheLayout : int64_t { kCanonical = 0, kTiled = 1 };
 
 // Tokens in one key tile. The tiled layout is built on it.
 constexpr int kTile = 16;
+
+// Bytes of the scale of a token and KV head in an int8 cache.
+constexpr int kScaleBytes = 4;
 
 // Calls task(argument, i) for every i in [0, count), in any order, on any threads, and returns
 // zero once all calls have returned. Another result stops the computation and is handed back.
@@ -45,8 +52,6 @@ struct Problem {
   int64_t query_stride;   // from one token to the next
   int64_t key_stride;
   int64_t value_stride;
-  int64_t k_per_channel;  // k_scale is [kv_heads][head_size] rather than [1]
-  int64_t v_per_channel;
 
   float scale;         // multiplies query times key
   float softcap;       // 0: none
@@ -68,8 +73,6 @@ struct Problem {
   const float* head_sink;             // [num_heads] or null
   const float* q_norm_weight;         // [head_size] or null
   const float* k_norm_weight;         // likewise
-  const float* k_scale;               // int8 cache only
-  const float* v_scale;
 
   ParallelFor parallel_for;  // null: everything on the calling thread
   void* parallel_context;

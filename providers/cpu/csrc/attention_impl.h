@@ -43,9 +43,9 @@ static inline void clear(const State& state, int64_t count, int64_t padded_size)
 }
 
 // Rows [row, row + kRows) over the chunk that starts at key `base` and holds keys up to `end`.
-template <int kRows>
+template <class Type, bool kScaled, int kRows>
 static inline void attend_rows(const Rows& rows, int64_t row, int64_t base, int64_t end,
-                               const Tiles& tiles, const State& state, float* scores) {
+                               const Tiles<Type>& tiles, const State& state, float* scores) {
   Visible visible;
   for (int r = 0; r < kRows; r++) {
     visible.first[r] = rows.keys[row + r].first - base;
@@ -58,30 +58,33 @@ static inline void attend_rows(const Rows& rows, int64_t row, int64_t base, int6
 
   float factor[kRows];
   float* value = state.value + row * rows.padded_size;
-  score_tiles<kRows>(rows.queries + row * rows.head_size, rows.head_size, tiles, first_tile,
-                     last_tile, scores);
-  softmax<kRows>(visible, first_tile * kTile, last_tile * kTile, rows.p.softcap, scores,
-                 state.maximum + row, state.sum + row * 16, factor);
-  add_values<kRows>(scores, tiles, rows.head_size, first, last, factor, rows.padded_size, value);
+  score_tiles<Type, kScaled, kRows>(rows.queries + row * rows.head_size, rows.head_size, tiles,
+                                    first_tile, last_tile, scores);
+  softmax<kRows>(visible, first_tile * kTile, last_tile * kTile, rows.p.softcap,
+                 kScaled ? tiles.value_scale : nullptr, scores, state.maximum + row,
+                 state.sum + row * 16, factor);
+  add_values<Type, kRows>(scores, tiles, rows.head_size, first, last, factor, rows.padded_size,
+                          value);
 }
 
 // Calls the instance for a run-time number of rows, at most kRows.
-template <int kRows>
+template <class Type, bool kScaled, int kRows>
 static inline void dispatch_rows(int64_t count, const Rows& rows, int64_t row, int64_t base,
-                                 int64_t end, const Tiles& tiles, const State& state,
+                                 int64_t end, const Tiles<Type>& tiles, const State& state,
                                  float* scores) {
   if (count == kRows) {
-    attend_rows<kRows>(rows, row, base, end, tiles, state, scores);
+    attend_rows<Type, kScaled, kRows>(rows, row, base, end, tiles, state, scores);
     return;
   }
   if constexpr (kRows > 1)
-    dispatch_rows<kRows - 1>(count, rows, row, base, end, tiles, state, scores);
+    dispatch_rows<Type, kScaled, kRows - 1>(count, rows, row, base, end, tiles, state, scores);
 }
 
 constexpr int64_t kPrefetchRows = 32;
 
-// Adds keys [first, last), inside one segment, to the state.
-template <class Type, bool kIsTiled>
+// Adds keys [first, last), inside one segment, to the state. Out is what the micro-kernels read:
+// the cache's type or, converted, Float32; both give the same bits.
+template <class Type, bool kIsTiled, class Out = Float32>
 static void attend_keys(const Rows& rows, int64_t first, int64_t last, const State& state,
                         const TileScratch& scratch, float* scores) {
   const Problem& p = rows.p;
@@ -89,7 +92,7 @@ static void attend_keys(const Rows& rows, int64_t first, int64_t last, const Sta
   const int64_t groups = (rows.count + Vec::kMaxRows - 1) / Vec::kMaxRows;
   for (int64_t base = first / kChunk * kChunk; base < last; base += kChunk) {
     const int64_t begin = max_of(first, base), end = min_of(last, base + kChunk);
-    Tiles tiles;
+    Tiles<Out> tiles;
     for (int64_t token = begin; token < end;) {
       const int64_t next = min_of(token / kTile * kTile + kTile, end);
       TileSource<Type, kIsTiled>::load(p, table, rows.block.kv_head, token, next,
@@ -107,7 +110,8 @@ static void attend_keys(const Rows& rows, int64_t first, int64_t last, const Sta
     for (int64_t g = 0; g < groups; g++) {
       const int64_t row = rows.count * g / groups;
       const int64_t count = rows.count * (g + 1) / groups - row;
-      dispatch_rows<Vec::kMaxRows>(count, rows, row, base, end, tiles, state, scores);
+      dispatch_rows<Out, has_scales<Type>(), Vec::kMaxRows>(count, rows, row, base, end, tiles,
+                                                            state, scores);
     }
   }
 }
@@ -115,12 +119,14 @@ static void attend_keys(const Rows& rows, int64_t first, int64_t last, const Sta
 using AttendKeys = void (*)(const Rows&, int64_t, int64_t, const State&, const TileScratch&,
                             float*);
 
-static inline AttendKeys attend_keys_for(const Problem& p) {
+static inline AttendKeys attend_keys_for(const Problem& p, int64_t rows) {
   const bool tiled = p.cache_layout == kTiled;
+  // Converting ahead pays where several groups of rows share what was converted.
+  const bool direct = rows <= Vec::kMaxRows;
   switch (p.cache_type) {
     case kFloat16: return tiled ? attend_keys<Float16, true> : attend_keys<Float16, false>;
     case kBFloat16: return tiled ? attend_keys<BFloat16, true> : attend_keys<BFloat16, false>;
-    case kInt8: return tiled ? attend_keys<Int8, true> : attend_keys<Int8, false>;
+    case kInt8: return direct ? attend_keys<Int8, true, Int8> : attend_keys<Int8, true>;
     default: return tiled ? attend_keys<Float32, true> : attend_keys<Float32, false>;
   }
 }
@@ -177,25 +183,18 @@ static inline float normalizer(const Problem& p, const State& state, int64_t row
 
 static void write_output(const Rows& rows, const State& state) {
   const Problem& p = rows.p;
-  const bool quantized = p.cache_type == kInt8;
-  const float scale = quantized && !p.v_per_channel ? p.v_scale[0] : 1.f;
-  const float* channel_scale =
-      quantized && p.v_per_channel ? p.v_scale + rows.block.kv_head * p.head_size : nullptr;
   int64_t token = p.cumulative_lengths[rows.block.sequence] + rows.block.row_begin / rows.group;
   int64_t in_group = rows.block.row_begin % rows.group;
   for (int64_t row = 0; row < rows.count; row++) {
     const int64_t head = rows.block.kv_head * rows.group + in_group;
-    const float factor = normalizer(p, state, row, head) * scale;
+    const float factor = normalizer(p, state, row, head);
     const Vec::T factors = Vec::set1(factor);
     const float* value = state.value + row * rows.padded_size;
     float* out = p.output + (token * p.num_heads + head) * p.head_size;
     int64_t i = 0;
-    for (; i + Vec::kWidth <= p.head_size; i += Vec::kWidth) {
-      const Vec::T x = Vec::mul(factors, Vec::load(value + i));
-      Vec::store(out + i, channel_scale ? Vec::mul(x, Vec::load(channel_scale + i)) : x);
-    }
-    for (; i < p.head_size; i++)
-      out[i] = value[i] * factor * (channel_scale ? channel_scale[i] : 1.f);
+    for (; i + Vec::kWidth <= p.head_size; i += Vec::kWidth)
+      Vec::store(out + i, Vec::mul(factors, Vec::load(value + i)));
+    for (; i < p.head_size; i++) out[i] = value[i] * factor;
     if (++in_group == rows.group) {
       in_group = 0;
       token++;
@@ -224,9 +223,9 @@ static void attend_rows_of_segment(const Rows& rows, int64_t segment, const Stat
                                    const Scratch& scratch) {
   const KeyRange keys = rows.all_keys();
   clear(state, rows.count, rows.padded_size);
-  attend_keys_for(rows.p)(rows, max_of(keys.first, segment * kSegment),
-                          min_of(keys.last, (segment + 1) * kSegment), state, scratch.tiles,
-                          scratch.scores);
+  attend_keys_for(rows.p, rows.count)(rows, max_of(keys.first, segment * kSegment),
+                                      min_of(keys.last, (segment + 1) * kSegment), state,
+                                      scratch.tiles, scratch.scores);
 }
 
 static void attend_segment(const Problem& p, const float* queries, const RowBlock& block,
@@ -265,7 +264,7 @@ static void prepare(const Problem& p, float* queries, int64_t begin, int64_t end
     case kBFloat16:
       run = tiled ? prepare_tokens<BFloat16, true> : prepare_tokens<BFloat16, false>;
       break;
-    case kInt8: run = tiled ? prepare_tokens<Int8, true> : prepare_tokens<Int8, false>; break;
+    case kInt8: run = prepare_tokens<Int8, true>; break;
     default: run = tiled ? prepare_tokens<Float32, true> : prepare_tokens<Float32, false>;
   }
   run(p, queries, begin, end);

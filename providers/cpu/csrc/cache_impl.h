@@ -14,71 +14,101 @@ static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // The 16-bit types share an integer representation, so each element type is a class of its own.
+// kScaleElements is how many elements a token's scale takes up.
 struct Float32 {
   using Element = float;
+  static constexpr int kScaleElements = 0;
   static inline Vec::T load(const float* p) { return Vec::load(p); }
   static inline float to_float(float x) { return x; }
 };
 
 struct Float16 {
   using Element = uint16_t;
+  static constexpr int kScaleElements = 0;
   static inline Vec::T load(const uint16_t* p) { return Vec::load_half(p); }
   static inline float to_float(uint16_t x) { return float_from_half(x); }
 };
 
 struct BFloat16 {
   using Element = uint16_t;
+  static constexpr int kScaleElements = 0;
   static inline Vec::T load(const uint16_t* p) { return Vec::load_bfloat16(p); }
   static inline float to_float(uint16_t x) { return float_from_bfloat16(x); }
 };
 
-// Scales are not applied here: the key's go into the query, the value's into the output.
+// Scales are not applied here: the key's go into the logits, the value's into the weights.
 struct Int8 {
   using Element = int8_t;
+  static constexpr int kScaleElements = kScaleBytes;
   static inline Vec::T load(const int8_t* p) { return Vec::load_int8(p); }
   static inline float to_float(int8_t x) { return static_cast<float>(x); }
 };
 
-static inline void encode(Float32, const float* x, int64_t n, const float*, float* out) {
+template <class Type>
+constexpr bool has_scales() {
+  return Type::kScaleElements != 0;
+}
+
+static inline void encode(Float32, const float* x, int64_t n, float* out) {
   memcpy(out, x, static_cast<size_t>(n) * sizeof(float));
 }
 
-static inline void encode(Float16, const float* x, int64_t n, const float*, uint16_t* out) {
+static inline void encode(Float16, const float* x, int64_t n, uint16_t* out) {
   for (int64_t i = 0; i < n; i += 8) Vec::store_half8(out + i, x + i);
 }
 
-static inline void encode(BFloat16, const float* x, int64_t n, const float*, uint16_t* out) {
+static inline void encode(BFloat16, const float* x, int64_t n, uint16_t* out) {
   for (int64_t i = 0; i < n; i++) out[i] = bfloat16_from_float(x[i]);
 }
 
-// As ONNX Runtime's CUDA kernel: multiply by the reciprocal, round to nearest even, saturate at
-// [-128, 127]; a scale of zero stores zeros.
-static inline void encode(Int8, const float* x, int64_t n, const float* inverse_scale,
-                          int8_t* out) {
-  for (int64_t i = 0; i < n; i++) {
-    float y = x[i] * inverse_scale[i];
-    y = y > -128.f ? y : -128.f;
-    y = y < 127.f ? y : 127.f;
-    out[i] = static_cast<int8_t>(nearbyintf(y));
-  }
+// The scale of numbers whose largest magnitude has these bits: a 127th of it, rounded up to 16
+// significant bits. Then int8 * scale is exact in float32, and encoding what was decoded gives the
+// same bytes. Zero where a 127th is no normal number, NaN where there is an infinity or a NaN.
+static inline float int8_scale(uint32_t magnitude) {
+  constexpr uint32_t kInfinity = 0x7f800000u, kSmallestNormal = 0x00800000u, kNaN = 0x7fc00000u;
+  constexpr uint32_t kLargest = 0x7c010200u;  // 127 times that is still finite
+  if (magnitude >= kInfinity) return bits_float(kNaN);
+  const uint32_t exact = float_bits(bits_float(magnitude) / 127.f);
+  if (exact < kSmallestNormal) return 0.f;
+  const uint32_t rounded = (exact + 0xffu) & ~0xffu;
+  return bits_float(rounded < kLargest ? rounded : kLargest);
 }
 
-// Element offsets of a head's vector at a slot: value channels are always contiguous, key channels
-// are key_step apart.
-template <bool kIsTiled>
-struct Address {
-  static constexpr int64_t key_step = kIsTiled ? kTile : 1;
+// Rounds to nearest even and returns the scale. What is not finite makes the scale NaN, and with it
+// whatever attends to the token.
+static inline float encode(Int8, const float* x, int64_t n, int8_t* out) {
+  uint32_t magnitude = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t bits = float_bits(x[i]) & 0x7fffffffu;
+    magnitude = bits > magnitude ? bits : magnitude;
+  }
+  const float scale = int8_scale(magnitude);
+  if (!(scale > 0.f)) {
+    for (int64_t i = 0; i < n; i++) out[i] = 0;
+    return scale;
+  }
+  const float inverse = 1.f / scale;
+  for (int64_t i = 0; i < n; i++) out[i] = static_cast<int8_t>(nearbyintf(x[i] * inverse));
+  return scale;
+}
 
-  static inline int64_t key(const Problem& p, int64_t block, int64_t offset, int64_t head) {
-    if (!kIsTiled) return value(p, block, offset, head);
-    const int64_t row = (block * p.kv_heads + head) * p.block_size + offset / kTile * kTile;
-    return row * p.head_size + offset % kTile;
-  }
-  static inline int64_t value(const Problem& p, int64_t block, int64_t offset, int64_t head) {
-    if (kIsTiled) return ((block * p.kv_heads + head) * p.block_size + offset) * p.head_size;
-    return ((block * p.block_size + offset) * p.kv_heads + head) * p.head_size;
-  }
-};
+// Element offsets in the canonical layout, where keys and values lie alike.
+static inline int64_t canonical_at(const Problem& p, int64_t block, int64_t offset, int64_t head) {
+  return ((block * p.block_size + offset) * p.kv_heads + head) * p.head_size;
+}
+
+// Element offset of the tile that holds a slot. In it a token's key begins at `slot % kTile`, its
+// channels kTile apart, and its value at `slot % kTile * head_size`.
+template <class Type>
+static inline int64_t tile_at(const Problem& p, int64_t block, int64_t offset, int64_t head) {
+  const int64_t row = (block * p.kv_heads + head) * p.block_size + offset / kTile * kTile;
+  return row * (p.head_size + Type::kScaleElements);
+}
+
+// Where the scales of an int8 tile lie.
+static inline const float* scales_of(const Problem& p, const int8_t* tile) {
+  return reinterpret_cast<const float*>(tile + kTile * p.head_size);
+}
 
 // Converts n elements, n a multiple of 8. Never reads past them: the last vector of a row may be
 // the last bytes of the cache.

@@ -18,10 +18,18 @@ namespace {
 constexpr int kVecsPerTile = kTile / Vec::kWidth;
 constexpr float kHidden = -1e30f;  // below every logit, and no NaN when two are subtracted
 
-// kRows queries against kCols vectors of keys: scores[r][c * width ...] for rows kChunk apart.
-template <int kRows, int kCols>
-static inline void score_block(const float* queries, int64_t head_size, const float* const* keys,
-                               float* scores) {
+// Vectors of sixteen-token tiles: where their channels begin, and where their scales lie.
+template <class Type>
+struct KeyVectors {
+  const typename Type::Element* key[kTilesPerChunk * kVecsPerTile];
+  const float* scale[kTilesPerChunk * kVecsPerTile];
+};
+
+// kRows queries against kCols vectors of keys from `column` on: scores[r][column * width ...] for
+// rows kChunk apart.
+template <class Type, bool kScaled, int kRows, int kCols>
+static inline void score_block(const float* queries, int64_t head_size,
+                               const KeyVectors<Type>& vectors, int column, float* scores) {
   Vec::T sum[kRows][kCols];
   ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++) {
@@ -31,7 +39,7 @@ static inline void score_block(const float* queries, int64_t head_size, const fl
   for (int64_t d = 0; d < head_size; d++) {
     Vec::T key[kCols];
     ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++) key[c] = Vec::load(keys[c] + d * kTile);
+    for (int c = 0; c < kCols; c++) key[c] = Type::load(vectors.key[column + c] + d * kTile);
     ONNXPORT_UNROLL
     for (int r = 0; r < kRows; r++) {
       const Vec::T query = Vec::set1(queries[r * head_size + d]);
@@ -40,9 +48,12 @@ static inline void score_block(const float* queries, int64_t head_size, const fl
     }
   }
   ONNXPORT_UNROLL
-  for (int r = 0; r < kRows; r++) {
+  for (int c = 0; c < kCols; c++) {
+    float* to = scores + (column + c) * Vec::kWidth;
+    const Vec::T scale = kScaled ? Vec::load(vectors.scale[column + c]) : Vec::set1(1.f);
     ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++) Vec::store(scores + r * kChunk + c * Vec::kWidth, sum[r][c]);
+    for (int r = 0; r < kRows; r++)
+      Vec::store(to + r * kChunk, kScaled ? Vec::mul(sum[r][c], scale) : sum[r][c]);
   }
 }
 
@@ -52,30 +63,33 @@ constexpr int columns() {
   return kRows * 2 <= Vec::kMaxRows ? 2 * Vec::kColumns : Vec::kColumns;
 }
 
-template <int kRows>
-static inline void score_tiles(const float* queries, int64_t head_size, const Tiles& tiles,
+template <class Type, bool kScaled, int kRows>
+static inline void score_tiles(const float* queries, int64_t head_size, const Tiles<Type>& tiles,
                                int first, int last, float* scores) {
-  const float* keys[kTilesPerChunk * kVecsPerTile];
+  KeyVectors<Type> vectors;
   for (int i = first; i < last; i++)
-    for (int v = 0; v < kVecsPerTile; v++)
-      keys[i * kVecsPerTile + v] = tiles.key[i] + v * Vec::kWidth;
+    for (int v = 0; v < kVecsPerTile; v++) {
+      vectors.key[i * kVecsPerTile + v] = tiles.key[i] + v * Vec::kWidth;
+      if (kScaled) vectors.scale[i * kVecsPerTile + v] = tiles.key_scale[i] + v * Vec::kWidth;
+    }
   constexpr int kCols = columns<kRows>();
   int c = first * kVecsPerTile;
   const int end = last * kVecsPerTile;
   for (; c + kCols <= end; c += kCols)
-    score_block<kRows, kCols>(queries, head_size, keys + c, scores + c * Vec::kWidth);
+    score_block<Type, kScaled, kRows, kCols>(queries, head_size, vectors, c, scores);
   if constexpr (kCols > 2) {
     for (; c + 2 <= end; c += 2)
-      score_block<kRows, 2>(queries, head_size, keys + c, scores + c * Vec::kWidth);
+      score_block<Type, kScaled, kRows, 2>(queries, head_size, vectors, c, scores);
   }
   for (; c < end; c++)
-    score_block<kRows, 1>(queries, head_size, keys + c, scores + c * Vec::kWidth);
+    score_block<Type, kScaled, kRows, 1>(queries, head_size, vectors, c, scores);
 }
 
 // sums[r][0 .. kCols * width) = factor[r] * sums + weights[r] x values over tokens [first, last).
-template <int kRows, int kCols>
-static inline void value_block(const float* weights, const Tiles& tiles, int64_t channel, int first,
-                               int last, const float* factor, int64_t row, float* sums) {
+template <class Type, int kRows, int kCols>
+static inline void value_block(const float* weights, const Tiles<Type>& tiles, int64_t channel,
+                               int first, int last, const float* factor, int64_t row,
+                               float* sums) {
   Vec::T sum[kRows][kCols];
   ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++) {
@@ -88,11 +102,11 @@ static inline void value_block(const float* weights, const Tiles& tiles, int64_t
     const int tile = t / kTile;
     const int end = (tile + 1) * kTile < last ? (tile + 1) * kTile : last;
     const int64_t stride = tiles.value_stride[tile];
-    const float* value = tiles.value[tile] + (t % kTile) * stride + channel;
+    const typename Type::Element* value = tiles.value[tile] + (t % kTile) * stride + channel;
     for (; t < end; t++, value += stride) {
       Vec::T x[kCols];
       ONNXPORT_UNROLL
-      for (int c = 0; c < kCols; c++) x[c] = Vec::load(value + c * Vec::kWidth);
+      for (int c = 0; c < kCols; c++) x[c] = Type::load(value + c * Vec::kWidth);
       ONNXPORT_UNROLL
       for (int r = 0; r < kRows; r++) {
         const Vec::T w = Vec::set1(weights[r * kChunk + t]);
@@ -109,20 +123,20 @@ static inline void value_block(const float* weights, const Tiles& tiles, int64_t
   }
 }
 
-template <int kRows>
-static inline void add_values(const float* weights, const Tiles& tiles, int64_t head_size,
+template <class Type, int kRows>
+static inline void add_values(const float* weights, const Tiles<Type>& tiles, int64_t head_size,
                               int first, int last, const float* factor, int64_t row, float* sums) {
   constexpr int kCols = columns<kRows>();
   constexpr int W = Vec::kWidth;
   int64_t d = 0;
   for (; d + kCols * W <= head_size; d += kCols * W)
-    value_block<kRows, kCols>(weights, tiles, d, first, last, factor, row, sums);
+    value_block<Type, kRows, kCols>(weights, tiles, d, first, last, factor, row, sums);
   if constexpr (kCols > 2) {
     for (; d + 2 * W <= head_size; d += 2 * W)
-      value_block<kRows, 2>(weights, tiles, d, first, last, factor, row, sums);
+      value_block<Type, kRows, 2>(weights, tiles, d, first, last, factor, row, sums);
   }
   for (; d < head_size; d += W)
-    value_block<kRows, 1>(weights, tiles, d, first, last, factor, row, sums);
+    value_block<Type, kRows, 1>(weights, tiles, d, first, last, factor, row, sums);
 }
 
 // tanh to a few units in the last place: the exponential form cancels near zero, where the series
@@ -152,10 +166,12 @@ struct Visible {
 };
 
 // Turns the logits of tokens [begin, end), multiples of 16, into weights and updates maximum and
-// sum. factor[r] is what the earlier sums have to be multiplied with.
+// sum. factor[r] is what the earlier sums have to be multiplied with. value_scale has sixteen
+// numbers a tile that weights are to be multiplied with, after they were summed; null: none.
 template <int kRows>
-static inline void softmax(const Visible& visible, int begin, int end, float softcap, float* scores,
-                           float* maximum, float* sum, float* factor) {
+static inline void softmax(const Visible& visible, int begin, int end, float softcap,
+                           const float* const* value_scale, float* scores, float* maximum,
+                           float* sum, float* factor) {
   constexpr int W = Vec::kWidth;
   float difference[16] = {};
   for (int r = 0; r < kRows; r++) {
@@ -185,7 +201,7 @@ static inline void softmax(const Visible& visible, int begin, int end, float sof
     for (int t = begin; t < end; t += W) {
       const Vec::T e = Vec::exp2(Vec::sub(Vec::load(s + t), shift));
       total = Vec::add(total, e);
-      Vec::store(s + t, e);
+      Vec::store(s + t, value_scale ? Vec::mul(e, Vec::load(value_scale[t / kTile] + t % kTile)) : e);
     }
     Vec::store(sum + r * 16, total);
   }

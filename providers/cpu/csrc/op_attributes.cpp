@@ -108,17 +108,14 @@ void check_cache_dtype(const Api& api, const Attributes& attributes, const char*
        found.c_str(), name_of(type));
 }
 
-bool quantized_per_channel(const Api& api, const Attributes& attributes, const char* name,
-                           bool quantized) {
+// PER_TOKEN is ours: scales are computed when a token is written, and lie in the cache.
+void check_granularity(const Api& api, const Attributes& attributes, const char* name,
+                       bool quantized) {
   const std::string found = attributes.get<std::string>(name, "NONE");
-  if (quantized && found != "PER_TENSOR" && found != "PER_CHANNEL")
-    fail(api, ort::kInvalidArgument,
-         "attribute %s must be PER_TENSOR or PER_CHANNEL for an int8 cache, found '%s'", name,
-         found.c_str());
-  if (!quantized && found != "NONE")
-    fail(api, ort::kInvalidArgument,
-         "attribute %s must be NONE for a floating-point cache, found '%s'", name, found.c_str());
-  return found == "PER_CHANNEL";
+  const char* wanted = quantized ? "PER_TOKEN" : "NONE";
+  if (found != wanted)
+    fail(api, ort::kInvalidArgument, "attribute %s must be %s for %s cache, found '%s'", name,
+         wanted, quantized ? "an int8" : "a floating-point", found.c_str());
 }
 
 CacheLayout layout_of(const Api& api, const Attributes& attributes) {
@@ -153,8 +150,8 @@ std::unique_ptr<Kernel> make_kernel(const Api& api, const ort::KernelInfo* info,
   check_cache_dtype(api, attributes, "k_cache_dtype", type);
   check_cache_dtype(api, attributes, "v_cache_dtype", type);
   const bool quantized = p.cache_type == kInt8;
-  p.k_per_channel = quantized_per_channel(api, attributes, "k_quant_type", quantized);
-  p.v_per_channel = quantized_per_channel(api, attributes, "v_quant_type", quantized);
+  check_granularity(api, attributes, "k_quant_type", quantized);
+  check_granularity(api, attributes, "v_quant_type", quantized);
 
   const int64_t window = attributes.get<int64_t>("local_window_size", -1);
   if (window != -1 && window < 1)

@@ -127,15 +127,6 @@ void read_rotary(const Call& call, Problem& p) {
          static_cast<long long>(p.head_size));
 }
 
-const float* read_scale(const Call& call, Input input, bool per_channel, const Problem& p) {
-  const float* scale = call.require(input).as<float>();
-  if (per_channel)
-    call.expect(input, {p.kv_heads, 1, p.head_size});
-  else
-    call.expect(input, {1});
-  return scale;
-}
-
 const float* read_vector(const Call& call, Input input, int64_t size) {
   if (!call.inputs[input]) return nullptr;
   call.expect(input, {size});
@@ -182,7 +173,7 @@ void compute(const Kernel& kernel, ort::KernelContext* context) {
   call.expect(kValueCache, {key_cache.dims[0], key_cache.dims[1], p.kv_heads, key_cache.dims[3]});
   p.num_blocks = key_cache.dims[0];
   p.block_size = key_cache.dims[1];
-  p.head_size = key_cache.dims[3];
+  p.head_size = key_cache.dims[3] - (p.cache_type == kInt8 ? kScaleBytes : 0);
   if (!kernel.has_scale) {
     // 1 / sqrt in double, so that every platform rounds alike.
     p.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(p.head_size)));
@@ -193,12 +184,9 @@ void compute(const Kernel& kernel, ort::KernelContext* context) {
   p.head_sink = read_vector(call, kHeadSink, p.num_heads);
   p.q_norm_weight = read_vector(call, kQNorm, p.head_size);
   p.k_norm_weight = read_vector(call, kKNorm, p.head_size);
-  if (p.cache_type == kInt8) {
-    p.k_scale = read_scale(call, kKScale, p.k_per_channel != 0, p);
-    p.v_scale = read_scale(call, kVScale, p.v_per_channel != 0, p);
-  } else if (call.inputs[kKScale] || call.inputs[kVScale]) {
-    fail(api, ort::kInvalidArgument, "k_scale and v_scale are for an int8 cache");
-  }
+  if (call.inputs[kKScale] || call.inputs[kVScale])
+    fail(api, ort::kInvalidArgument,
+         "k_scale and v_scale are not taken; the scales of an int8 cache lie in the cache");
 
   char message[400];
   if (!validate(p, message, sizeof message)) fail(api, ort::kInvalidArgument, "%s", message);

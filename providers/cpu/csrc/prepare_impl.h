@@ -78,52 +78,59 @@ static inline float query_scale(const Problem& p) {
 static inline void prepare_query(const Problem& p, const TokenPlace& place, int64_t token,
                                  float* queries) {
   const int64_t group = p.num_heads / p.kv_heads;
-  // Keys in an int8 cache are multiples of their scale, which the query takes over.
-  const bool quantized = p.cache_type == kInt8;
-  const float scale = query_scale(p) * (quantized && !p.k_per_channel ? p.k_scale[0] : 1.f);
+  const float scale = query_scale(p);
   const float* source = p.query + token * p.query_stride;
   for (int64_t kv_head = 0; kv_head < p.kv_heads; kv_head++) {
     float* x = queries + (kv_head * p.num_tokens + token) * group * p.head_size;
-    for (int64_t i = 0; i < group; i++, x += p.head_size, source += p.head_size) {
+    for (int64_t i = 0; i < group; i++, x += p.head_size, source += p.head_size)
       project(p, source, p.q_norm_weight, place.position, scale, x);
-      if (!quantized || !p.k_per_channel) continue;
-      const float* k_scale = p.k_scale + kv_head * p.head_size;
-      for (int64_t d = 0; d < p.head_size; d++) x[d] *= k_scale[d];
-    }
   }
 }
 
-static inline float reciprocal(float x) { return x == 0.f ? 0.f : 1.f / x; }
+// Writes one vector to its slot: n numbers, `step` elements apart.
+template <class Type>
+static inline void store_vector(const float* x, int64_t n, int64_t step,
+                                typename Type::Element* out) {
+  if (step == 1) {
+    encode(Type{}, x, n, out);
+    return;
+  }
+  typename Type::Element encoded[kMaxHeadSize];
+  encode(Type{}, x, n, encoded);
+  for (int64_t i = 0; i < n; i++) out[i * step] = encoded[i];
+}
 
-static inline void reciprocals(const float* scale, bool per_channel, int64_t head, int64_t n,
-                               float* out) {
-  for (int64_t i = 0; i < n; i++) out[i] = reciprocal(per_channel ? scale[head * n + i] : *scale);
+// Likewise in an int8 tile, with the scale of its token.
+static inline void store_scaled(const Problem& p, const float* x, int64_t step, int64_t token,
+                                int8_t* out, int8_t* tile) {
+  int8_t encoded[kMaxHeadSize];
+  const float scale = encode(Int8{}, x, p.head_size, encoded);
+  for (int64_t i = 0; i < p.head_size; i++) out[i * step] = encoded[i];
+  memcpy(tile + kTile * p.head_size + token * kScaleBytes, &scale, sizeof scale);
 }
 
 template <class Type, bool kIsTiled>
 static void store_token(const Problem& p, const TokenPlace& place, int64_t token) {
   using Element = typename Type::Element;
-  using At = Address<kIsTiled>;
   if (place.slot < 0) return;
   const int64_t block = place.slot / p.block_size, offset = place.slot % p.block_size;
-  const bool quantized = p.cache_type == kInt8;
-  float x[kMaxHeadSize], inverse[kMaxHeadSize];
-  Element encoded[kMaxHeadSize];
   for (int64_t head = 0; head < p.kv_heads; head++) {
+    float x[kMaxHeadSize];
     project(p, p.key + token * p.key_stride + head * p.head_size, p.k_norm_weight, place.position,
             1.f, x);
-    if (quantized) reciprocals(p.k_scale, p.k_per_channel != 0, head, p.head_size, inverse);
-    Element* key = static_cast<Element*>(p.key_cache) + At::key(p, block, offset, head);
-    if (kIsTiled) {
-      encode(Type{}, x, p.head_size, inverse, encoded);
-      for (int64_t i = 0; i < p.head_size; i++) key[i * At::key_step] = encoded[i];
+    const float* value = p.value + token * p.value_stride + head * p.head_size;
+    const int64_t at = kIsTiled ? tile_at<Type>(p, block, offset, head)
+                                : canonical_at(p, block, offset, head);
+    Element* keys = static_cast<Element*>(p.key_cache) + at;
+    Element* values = static_cast<Element*>(p.value_cache) + at;
+    const int64_t i = kIsTiled ? offset % kTile : 0;  // in its tile
+    if constexpr (has_scales<Type>()) {
+      store_scaled(p, x, kTile, i, keys + i, keys);
+      store_scaled(p, value, 1, i, values + i * p.head_size, values);
     } else {
-      encode(Type{}, x, p.head_size, inverse, key);
+      store_vector<Type>(x, p.head_size, kIsTiled ? kTile : 1, keys + i);
+      store_vector<Type>(value, p.head_size, 1, values + i * p.head_size);
     }
-    if (quantized) reciprocals(p.v_scale, p.v_per_channel != 0, head, p.head_size, inverse);
-    Element* value = static_cast<Element*>(p.value_cache) + At::value(p, block, offset, head);
-    encode(Type{}, p.value + token * p.value_stride + head * p.head_size, p.head_size, inverse,
-           value);
   }
 }
 

@@ -1,6 +1,7 @@
 // Turns a stretch of cached keys and values into what the micro-kernels read: per tile of sixteen
-// tokens, keys [head_size][16] and values [16][stride] in float. Tiled float caches are used where
-// they lie; everything else is converted into scratch. Compiled once per instruction set.
+// tokens, keys [head_size][16] and values [16][stride]. Tiles that lie so in the cache are used
+// there, in the cache's type, where few rows share them; everything else is converted to float into
+// scratch. Compiled once per instruction set.
 #pragma once
 
 #include "cache_impl.h"
@@ -15,10 +16,15 @@ static inline void prefetch(const char* p) { __builtin_prefetch(p, 0, 3); }
 
 constexpr int kTilesPerChunk = kChunk / kTile;
 
+// The scales of an int8 cache are not applied: they are null for other types.
+template <class Type>
 struct Tiles {
-  const float* key[kTilesPerChunk];
-  const float* value[kTilesPerChunk];
+  using Element = typename Type::Element;
+  const Element* key[kTilesPerChunk];
+  const Element* value[kTilesPerChunk];
   int64_t value_stride[kTilesPerChunk];
+  const float* key_scale[kTilesPerChunk];  // [16] each
+  const float* value_scale[kTilesPerChunk];
 };
 
 struct TileScratch {
@@ -27,8 +33,12 @@ struct TileScratch {
   float* row;    // [16][padded head size]
 };
 
-// Vectors of a value may be read whole, without running into what follows.
-static inline bool whole_vectors(const Problem& p) { return p.head_size % Vec::kWidth == 0; }
+// Vectors of a value may be read whole, without running into what does not belong to the cache:
+// behind the values of an int8 tile there are scales.
+template <class Type>
+static inline bool whole_vectors(const Problem& p) {
+  return has_scales<Type>() || p.head_size % Vec::kWidth == 0;
+}
 
 template <class Type>
 constexpr bool is_float32() {
@@ -40,26 +50,30 @@ static inline void transpose_tile(const float* const* rows, int64_t head_size, f
     for (int t = 0; t < kTile; t += Vec::kWidth) Vec::transpose(rows + t, d, key + d * kTile + t);
 }
 
-// One tile whose tokens [first, last) are wanted; no block outside of these is looked up. Lanes
-// outside hold anything.
+// Loads one tile, whose tokens [first, last) are wanted; no block outside of these is looked up.
+// Lanes outside hold anything. Out is the cache's type, or Float32 for a converted tile.
 template <class Type, bool kIsTiled>
 struct TileSource;
 
 template <class Type>
 struct TileSource<Type, true> {
+  template <class Out>
   static inline void load(const Problem& p, const int32_t* table, int64_t head, int64_t first,
-                          int64_t last, int i, const TileScratch& scratch, Tiles& out) {
+                          int64_t last, int i, const TileScratch& scratch, Tiles<Out>& out) {
     using Element = typename Type::Element;
-    const int64_t base = first / kTile * kTile, offset = base % p.block_size;
-    const int64_t block = table[base / p.block_size];
-    const Element* key =
-        static_cast<const Element*>(p.key_cache) + Address<true>::key(p, block, offset, head);
-    const Element* value =
-        static_cast<const Element*>(p.value_cache) + Address<true>::value(p, block, offset, head);
+    constexpr bool kDirect = sizeof(Element) == sizeof(typename Out::Element);
+    const int64_t base = first / kTile * kTile;
+    const int64_t at = tile_at<Type>(p, table[base / p.block_size], base % p.block_size, head);
+    const Element* key = static_cast<const Element*>(p.key_cache) + at;
+    const Element* value = static_cast<const Element*>(p.value_cache) + at;
     const int64_t row = padded(p.head_size);
-    if constexpr (is_float32<Type>()) {
+    if constexpr (has_scales<Type>()) {
+      out.key_scale[i] = scales_of(p, key);
+      out.value_scale[i] = scales_of(p, value);
+    }
+    if constexpr (kDirect) {
       out.key[i] = key;
-      if (whole_vectors(p)) {
+      if (whole_vectors<Type>(p)) {
         out.value[i] = value;
         out.value_stride[i] = p.head_size;
         return;
@@ -69,11 +83,14 @@ struct TileSource<Type, true> {
       decode(Type{}, key, p.head_size * kTile, keys);
       out.key[i] = keys;
     }
-    float* values = scratch.value + i * kTile * row;
-    for (int64_t t = first - base; t < last - base; t++)
-      decode(Type{}, value + t * p.head_size, p.head_size, values + t * row);
-    out.value[i] = values;
-    out.value_stride[i] = row;
+    // Values that are not whole vectors are converted always, which only Float32 may be here.
+    if constexpr (is_float32<Out>()) {
+      float* values = scratch.value + i * kTile * row;
+      for (int64_t t = first - base; t < last - base; t++)
+        decode(Type{}, value + t * p.head_size, p.head_size, values + t * row);
+      out.value[i] = values;
+      out.value_stride[i] = row;
+    }
   }
 };
 
@@ -83,12 +100,12 @@ template <class Type>
 static inline void prefetch_tile(const Problem& p, const int32_t* table, int64_t head,
                                  int64_t token) {
   using Element = typename Type::Element;
-  const int64_t block = table[token / p.block_size], offset = token % p.block_size;
-  const char* key = reinterpret_cast<const char*>(static_cast<const Element*>(p.key_cache) +
-                                                  Address<true>::key(p, block, offset, head));
-  const char* value = reinterpret_cast<const char*>(static_cast<const Element*>(p.value_cache) +
-                                                    Address<true>::value(p, block, offset, head));
-  const int64_t bytes = kTile * p.head_size * static_cast<int64_t>(sizeof(Element));
+  const int64_t at = tile_at<Type>(p, table[token / p.block_size], token % p.block_size, head);
+  const char* key = reinterpret_cast<const char*>(static_cast<const Element*>(p.key_cache) + at);
+  const char* value =
+      reinterpret_cast<const char*>(static_cast<const Element*>(p.value_cache) + at);
+  const int64_t bytes =
+      kTile * (p.head_size + Type::kScaleElements) * static_cast<int64_t>(sizeof(Element));
   for (int64_t i = 0; i < bytes; i += 64) {
     prefetch(key + i);
     prefetch(value + i);
@@ -98,12 +115,12 @@ static inline void prefetch_tile(const Problem& p, const int32_t* table, int64_t
 template <class Type>
 struct TileSource<Type, false> {
   static inline void load(const Problem& p, const int32_t* table, int64_t head, int64_t first,
-                          int64_t last, int i, const TileScratch& scratch, Tiles& out) {
+                          int64_t last, int i, const TileScratch& scratch, Tiles<Float32>& out) {
     using Element = typename Type::Element;
     const Element* keys = static_cast<const Element*>(p.key_cache);
     const Element* values = static_cast<const Element*>(p.value_cache);
     const int64_t base = first / kTile * kTile, row = padded(p.head_size);
-    const bool direct = is_float32<Type>() && whole_vectors(p);
+    const bool direct = is_float32<Type>() && whole_vectors<Type>(p);
     const bool one_block = first / p.block_size == (last - 1) / p.block_size;
 
     const float* rows[kTile];
@@ -114,7 +131,7 @@ struct TileSource<Type, false> {
     for (int64_t token = first; token < last; token++) {
       const int64_t t = token - base;
       const int64_t at =
-          Address<false>::key(p, table[token / p.block_size], token % p.block_size, head);
+          canonical_at(p, table[token / p.block_size], token % p.block_size, head);
       if constexpr (is_float32<Type>()) {
         rows[t] = keys + at;
         if (direct && one_block) {

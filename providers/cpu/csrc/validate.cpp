@@ -43,8 +43,8 @@ bool validate_sizes(const Problem& p, const Report& fail) {
   if (p.cache_layout == kTiled && p.block_size % kTile != 0)
     return fail("the tiled cache layout needs a block size that is a multiple of %d, found %lld",
                 kTile, Long{p.block_size});
-  if (p.cache_type == kInt8 && (!p.k_scale || !p.v_scale))
-    return fail("an int8 cache needs k_scale and v_scale");
+  if (p.cache_type == kInt8 && p.cache_layout != kTiled)
+    return fail("an int8 cache needs the tiled cache layout, which has room for its scales");
   if (!p.q_norm_weight != !p.k_norm_weight)
     return fail("q_norm_weight and k_norm_weight must be given together");
   if (p.window < 0 || p.softcap < 0) return fail("the window and the softcap may not be negative");

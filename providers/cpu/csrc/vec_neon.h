@@ -57,8 +57,10 @@ struct Vec {
     return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
   }
   static inline T load_int8(const int8_t* p) {
-    const int32_t lanes[4] = {p[0], p[1], p[2], p[3]};
-    return vcvtq_f32_s32(vld1q_s32(lanes));
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    const int16x8_t wide = vmovl_s8(vcreate_s8(four));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
   }
   static inline void store_half8(uint16_t* p, const float* x) {
     vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x))));
