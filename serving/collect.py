@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from onnxport.serving.outputs import (
@@ -25,6 +27,11 @@ class _Completion:
     stop_reason: int | str | None = None
     error: str | None = None
 
+    def score(self) -> tuple[bool, float]:
+        """Return by what completions are compared: whole ones are better than broken ones."""
+        whole = self.finish_reason in ("stop", "length")
+        return whole, mean_logprob(self.token_ids, self.logprobs)
+
     def add(self, delta: CompletionDelta) -> None:
         assert self.finish_reason is None, f"{delta.request_id}: a delta after the last one"
         self.text.append(delta.text)
@@ -35,12 +42,21 @@ class _Completion:
         self.error = delta.error
 
 
+def mean_logprob(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> float:
+    """Return the mean log probability of a completion's tokens, by which the best are chosen.
+
+    That is "the highest log probability per token" of OpenAI's `best_of`; -inf without tokens.
+    """
+    values = [one[token_id].logprob for token_id, one in zip(token_ids, logprobs, strict=True)]
+    return sum(values) / len(values) if values else -math.inf
+
+
 class OutputCollector:
     """Joins the deltas of one request, in order, into a `RequestOutput`."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._completions = [_Completion() for _ in range(request.params.n)]
+        self._completions = [_Completion() for _ in range(request.params.num_sequences)]
         self._num_cached_tokens = 0
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
@@ -58,25 +74,29 @@ class OutputCollector:
 
     def output(self) -> RequestOutput:
         """Return everything so far."""
-        wants_logprobs = self._request.params.logprobs is not None
+        params = self._request.params
+        finished = all(one.finish_reason is not None for one in self._completions)
+        chosen = self._completions[: params.n]
+        if finished and params.num_sequences > params.n:
+            chosen = sorted(self._completions, key=_Completion.score, reverse=True)[: params.n]
         outputs = tuple(
             CompletionOutput(
                 index=index,
                 text="".join(one.text),
                 token_ids=tuple(one.token_ids),
-                logprobs=tuple(one.logprobs) if wants_logprobs else None,
+                logprobs=tuple(one.logprobs) if params.logprobs is not None else None,
                 finish_reason=one.finish_reason,
                 stop_reason=one.stop_reason,
                 error=one.error,
             )
-            for index, one in enumerate(self._completions)
+            for index, one in enumerate(chosen)
         )
         return RequestOutput(
             request_id=self._request.request_id,
             prompt=self._request.prompt,
             prompt_token_ids=self._request.prompt_token_ids,
             outputs=outputs,
-            finished=all(one.finish_reason is not None for one in self._completions),
+            finished=finished,
             num_cached_tokens=self._num_cached_tokens,
             metrics=self._request.metrics,
             prompt_logprobs=self._prompt_logprobs,

@@ -104,7 +104,7 @@ class Intake:
             )
 
         first = sequence(0)
-        first.siblings = tuple(map(sequence, range(1, params.n)))
+        first.siblings = tuple(map(sequence, range(1, params.num_sequences)))
         return first
 
     def renew_adapter(self, request: Request) -> None:
@@ -135,11 +135,12 @@ class Intake:
             what = "a text prompt" if isinstance(prompt, str) else "a stop string"
             param = "prompt" if isinstance(prompt, str) else "stop"
             raise RequestError(f"{what} needs a tokenizer and this engine has none", param)
-        if params.n > max_num_seqs:
+        name = "n" if params.num_sequences == params.n else "best_of"
+        if params.num_sequences > max_num_seqs:
             raise RequestError(
-                f"n is {params.n}, and the engine runs {max_num_seqs} sequences at once; "
-                "ask for fewer completions, or raise max_num_seqs",
-                "n",
+                f"{name} is {params.num_sequences}, and the engine runs {max_num_seqs} sequences "
+                "at once; ask for fewer completions, or raise max_num_seqs",
+                name,
             )
         if options.priority and self._config.scheduling_policy == "fcfs":
             raise RequestError(

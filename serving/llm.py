@@ -254,7 +254,7 @@ class LLM:
         They are submitted as the queue has room for them.
         """
         collectors = {request.request_id: OutputCollector(request) for request in requests}
-        progress = _progress(sum(request.params.n for request in requests), use_tqdm)
+        progress = _progress(sum(request.params.num_sequences for request in requests), use_tqdm)
         coming = deque(requests)
         try:
             while coming or self._engine.has_work:

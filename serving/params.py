@@ -46,7 +46,9 @@ class SamplingParams:
             sampled token alone, None reports nothing.
         prompt_logprobs: likewise at each position of the prompt but its first; it is computed as a
             whole then, without the prefix cache.
-        n: how many completions of the prompt to generate; they share its K/V.
+        n: how many completions of the prompt to return; they share its K/V.
+        best_of: how many to generate, of which those with the highest log probability per token
+            are returned; None: `n`.
         min_p: keep tokens at least this fraction as probable as the likeliest; 0 keeps all.
         repetition_penalty: of tokens in prompt or output, positive logits are divided by it and
             negative ones multiplied; above 1 discourages repetition.
@@ -84,6 +86,7 @@ class SamplingParams:
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
     prompt_logprobs: int | None = None
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts("stop", self.stop))
@@ -103,6 +106,13 @@ class SamplingParams:
         _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _check_integer("seed", self.seed, -math.inf, math.inf)
         _check_integer("n", self.n, 1, MAX_COMPLETIONS)
+        _check_integer("best_of", self.best_of, 1, MAX_COMPLETIONS)
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(
+                f"best_of is {self.best_of} and n is {self.n}; generate at least as many "
+                "completions as are returned",
+                "best_of",
+            )
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token_id in getattr(self, name) or ():
                 _check_token(name, token_id)
@@ -142,6 +152,17 @@ class SamplingParams:
                 "more than may be generated",
                 "min_tokens",
             )
+
+    @property
+    def num_sequences(self) -> int:
+        """How many completions are generated."""
+        return self.best_of or self.n
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As `logprobs`, but 0 where they are needed to choose the best completions."""
+        ranked = self.num_sequences > self.n
+        return 0 if ranked and self.logprobs is None else self.logprobs
 
     @property
     def greedy(self) -> bool:

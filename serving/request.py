@@ -118,7 +118,8 @@ class Request:
         self.prompt = prompt
         self.params = params
         self.options = options or RequestOptions()
-        self.plain = params.greedy and params.logprobs is None and rules is None and grammar is None
+        unchanged = rules is None and grammar is None
+        self.plain = params.greedy and params.num_logprobs is None and unchanged
         self.rules = None if rules is None else SequenceRules(rules, len(tokens))
         self.grammar = grammar
         self.tokens = tokens

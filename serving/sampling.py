@@ -28,7 +28,7 @@ from onnxport.serving.request import Request
 from onnxport.serving.sampler import (
     RowLogprobs,
     Sampled,
-    row_logprobs,
+    logprobs,
     sample,
     sample_greedy,
     uniform,
@@ -78,7 +78,7 @@ def row_params(position: Position) -> RowParams:
         top_k=params.top_k,
         top_p=params.top_p,
         uniform=0.0 if params.greedy else uniform(request.seed, index),
-        num_logprobs=params.logprobs,
+        num_logprobs=params.num_logprobs,
         min_p=params.min_p,
         edits=request.rules.edits(request.tokens, assumed) if request.rules else None,
         mask=mask,
@@ -137,7 +137,7 @@ def _accept(
             last += 1
         stop = last if last in failed else last + 1
         entries = None
-        if sampled.logprobs is not None and request.params.logprobs is not None:
+        if sampled.logprobs is not None and request.params.num_logprobs is not None:
             entries = tuple(one for one in sampled.logprobs[first:stop] if one is not None)
         drawn.append(Drawn(request, tuple(tokens[first:stop]), entries, failed.get(last)))
         first += len(draft) + 1
@@ -225,6 +225,9 @@ def score_prompts(
 
     Returns:
         By request those that it has not got yet, the first ones first.
+
+    Raises:
+        FloatingPointError: the logits are no numbers.
     """
     found = []
     start = 0
@@ -237,14 +240,15 @@ def score_prompts(
                 max(past, len(request.scores)) + 1,
                 min(past + plan.num_new[row] + 1, request.num_prompt_tokens),
             )
-            scores = [
-                row_logprobs(
-                    logits[start + index - 1 - past],
-                    request.tokens[index],
-                    request.params.prompt_logprobs,
-                )
-                for index in following
-            ]
+            first = start + following.start - 1 - past
+            entries = logprobs(
+                logits[first : first + len(following)],
+                [request.tokens[index] for index in following],
+                [request.params.prompt_logprobs] * len(following),
+            )
+            scores = [one for one in entries if one is not None]
+            if len(scores) < len(entries):
+                raise FloatingPointError(NOT_FINITE)
             found.append((request, scores))
         start += plan.num_logits[row]
     return found

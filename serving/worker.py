@@ -32,7 +32,7 @@ class _Stream:
 
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
         self.request_id = request.request_id
-        self.unfinished = set(range(request.params.n))  # its completions
+        self.unfinished = set(range(request.params.num_sequences))  # its completions
         self.loop = loop
         self.queue: asyncio.Queue[CompletionDelta | OnnxportError] = asyncio.Queue()
 
@@ -114,8 +114,8 @@ class AsyncEngine:
         """Check a request now; return a generator that runs it and yields what each step adds.
 
         The request is queued when the generator is first asked for a delta. The last delta of
-        each of `params.n` completions has a `finish_reason`. A generator that is closed before,
-        or whose task is cancelled, aborts its request.
+        each of `params.num_sequences` completions has a `finish_reason`. A generator that is
+        closed before, or whose task is cancelled, aborts its request.
 
         Args:
             prompt: text or token ids.
@@ -181,7 +181,7 @@ class AsyncEngine:
             self._commands.append(lambda: self._submit(request, stream))
             self._num_submitted += 1
             self._wakeup.notify()
-        unfinished = request.params.n
+        unfinished = request.params.num_sequences
         try:
             while unfinished:
                 delta = await stream.queue.get()

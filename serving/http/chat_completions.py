@@ -20,6 +20,7 @@ from onnxport.serving.http.generation import (
     Usage,
     collect,
     generate,
+    prompt_entries,
     token_logprobs,
     unless_disconnected,
 )
@@ -44,13 +45,18 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
         return await sse.respond(request, _chunks(service, job, header, names, body.include_usage))
     usage = Usage(job)
 
-    async def whole() -> list[dict[str, Any]]:
+    async def whole() -> dict[str, Any]:
         async with aclosing(generate(service.engine, job)) as deltas:
             results = await collect(deltas, usage)
-        return [_whole(index, each, names, params.logprobs) for index, each in enumerate(results)]
+        more: dict[str, Any] = {}
+        if params.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_entries(results[0])
+        choices = [
+            _whole(index, each, names, params.logprobs) for index, each in enumerate(results)
+        ]
+        return header.body(choices, usage=usage.body(), **more)
 
-    choices = await unless_disconnected(request, whole())
-    return JSONResponse(header.body(choices, usage=usage.body()))
+    return JSONResponse(await unless_disconnected(request, whole()))
 
 
 def _encode(service: Service, body: ChatRequest, tools: list[dict[str, Any]]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -12,18 +12,22 @@ from fastapi.responses import JSONResponse, Response
 
 from onnxport.serving.http import sse
 from onnxport.serving.http.generation import (
+    Collected,
     Header,
     Job,
     Service,
     Usage,
     collect,
     generate,
+    prompt_entries,
     token_logprobs,
     unless_disconnected,
 )
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.protocol import CompletionRequest
 from onnxport.serving.outputs import TokenLogprobs
+
+LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # OpenAI's
 
 
 async def respond(service: Service, request: Request, body: CompletionRequest) -> Response:
@@ -35,7 +39,7 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     prompts = await asyncio.to_thread(_encode, service, given, body.add_special_tokens)
     header = Header.new("cmpl", "text_completion", service.model_name)
     job = Job(prompts, params, options, header.id)
-    echoes = [""] * job.num_choices
+    echoes = [""] * len(prompts) * params.n
     if body.echo:
         texts = await asyncio.to_thread(_texts, service, given)
         echoes = [text for text in texts for _ in range(params.n)]
@@ -46,11 +50,15 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     async def whole() -> list[dict[str, Any]]:
         async with aclosing(generate(service.engine, job)) as deltas:
             results = await collect(deltas, usage)
+        if body.only_prompt:
+            usage.completion_tokens = 0
         choices = []
         for index, (echo, result) in enumerate(zip(echoes, results, strict=True)):
-            offsets = TextOffsets(len(echo))
-            logprobs = None if params.logprobs is None else offsets.body(result.logprobs)
-            choices.append(_choice(index, echo + result.text, logprobs, result.finish_reason))
+            prompt = prompts[index // params.n] if body.echo else []
+            choice = _whole(service, index, echo, result, prompt, body)
+            if params.prompt_logprobs is not None and body.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = prompt_entries(result)
+            choices.append(choice)
         return choices
 
     choices = await unless_disconnected(request, whole())
@@ -79,6 +87,62 @@ async def _chunks(
         yield header.body([], usage=usage.body())
 
 
+def _whole(
+    service: Service,
+    index: int,
+    echo: str,
+    result: Collected,
+    prompt: Sequence[int],
+    body: CompletionRequest,
+) -> dict[str, Any]:
+    """Return a choice that has ended.
+
+    Args:
+        service: names the first token of a prompt, which has no log probability.
+        index: of the choice.
+        echo: the prompt's text, where it is wanted back.
+        result: the completion.
+        prompt: its tokens, where they are wanted back.
+        body: of the request.
+    """
+    text, tokens = echo + result.text, result.logprobs
+    if body.only_prompt:
+        text, tokens = echo, []
+    logprobs = None
+    if body.logprobs is not None:
+        offsets = TextOffsets(0 if prompt else len(echo))
+        logprobs = _no_logprobs()
+        if prompt:
+            logprobs = offsets.first(service.tokenizer.token_text(prompt[0]))
+            told = zip(prompt[1:], (result.prompt_logprobs or ())[1:], strict=True)
+            rest = [(token_id, entry) for token_id, entry in told if entry is not None]
+            _extend(logprobs, offsets.body(_likeliest(rest, body.logprobs)))
+        _extend(logprobs, offsets.body(tokens))
+    return _choice(index, text, logprobs, result.finish_reason)
+
+
+def _no_logprobs() -> dict[str, Any]:
+    return {name: [] for name in LOGPROB_LISTS}
+
+
+def _extend(logprobs: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for name, values in more.items():
+        logprobs[name] += values
+
+
+def _likeliest(
+    tokens: Sequence[tuple[int, TokenLogprobs]], count: int
+) -> list[tuple[int, TokenLogprobs]]:
+    """Return the candidates that `logprobs` asks for, of more that `prompt_logprobs` asked for."""
+
+    def wanted(token_id: int, entries: TokenLogprobs) -> TokenLogprobs:
+        return {
+            one: entry for one, entry in entries.items() if one == token_id or entry.rank <= count
+        }
+
+    return [(token_id, wanted(token_id, entries)) for token_id, entries in tokens]
+
+
 def _choice(
     index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
 ) -> dict[str, Any]:
@@ -105,6 +169,13 @@ class TextOffsets:
     def __init__(self, offset: int) -> None:
         self._offset = offset
 
+    def first(self, text: str) -> dict[str, Any]:
+        """Return the lists for the first token of a prompt, which nothing predicts."""
+        self._offset += len(text)
+        return dict(
+            zip(LOGPROB_LISTS, ([text], [None], [None], [self._offset - len(text)]), strict=True)
+        )
+
     def body(self, tokens: Sequence[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
         """Return OpenAI's four parallel lists for the next tokens."""
         texts: list[str] = []
@@ -118,9 +189,4 @@ class TextOffsets:
             top.append({one.decoded_token: one.logprob for one in candidates.values()})
             offsets.append(self._offset)
             self._offset += len(sampled.decoded_token)
-        return {
-            "tokens": texts,
-            "token_logprobs": values,
-            "top_logprobs": top,
-            "text_offset": offsets,
-        }
+        return dict(zip(LOGPROB_LISTS, (texts, values, top, offsets), strict=True))

@@ -25,7 +25,6 @@ NEUTRAL: Mapping[str, Any] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),

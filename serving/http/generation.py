@@ -15,6 +15,7 @@ from fastapi import Request
 from onnxport.errors import RequestError
 from onnxport.providers.base import Capabilities
 from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.collect import mean_logprob
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
 from onnxport.serving.http.defaults import SamplingDefaults
@@ -35,6 +36,10 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, as log probabilities name it."""
         ...
 
 
@@ -150,9 +155,9 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one HTTP request asks of the engine: `params.n` choices of each prompt.
+    """What one HTTP request asks of the engine: `params.num_sequences` completions of each prompt.
 
-    Choices are counted over all prompts: choice `prompt number * n + completion index`.
+    They are counted over all prompts: `prompt number * num_sequences + completion index`.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -162,8 +167,8 @@ class Job:
 
     @property
     def num_choices(self) -> int:
-        """How many completions there will be."""
-        return len(self.prompts) * self.params.n
+        """How many completions there will be, before the best are chosen."""
+        return len(self.prompts) * self.params.num_sequences
 
 
 @dataclass(slots=True)
@@ -177,7 +182,7 @@ class Usage:
     def add(self, choice: int, delta: CompletionDelta) -> None:
         """Count one delta of a choice."""
         self.completion_tokens += len(delta.token_ids)
-        prompt = choice // self.job.params.n
+        prompt = choice // self.job.params.num_sequences
         self.cached[prompt] = max(self.cached.get(prompt, 0), delta.num_cached_tokens)
 
     def body(self) -> dict[str, Any]:
@@ -198,12 +203,19 @@ class Collected:
     text: str = ""
     finish_reason: str | None = None
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # of its prompt
 
     def add(self, delta: CompletionDelta) -> None:
         """Append one delta."""
         self.text += delta.text
         self.logprobs += token_logprobs(delta)
         self.finish_reason = delta.finish_reason or self.finish_reason
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+
+    def score(self) -> float:
+        """Return by what completions of one prompt are compared."""
+        return mean_logprob([one for one, _ in self.logprobs], [one for _, one in self.logprobs])
 
 
 def token_logprobs(delta: CompletionDelta) -> list[tuple[int, TokenLogprobs]]:
@@ -235,7 +247,7 @@ async def generate(engine: Engine, job: Job) -> AsyncGenerator[tuple[int, Comple
         deltas = await stack.enter_async_context(aclosing(_merged(streams)))
         async for number, delta in deltas:
             _check(delta, job.options)
-            yield number * job.params.n + delta.index, delta
+            yield number * job.params.num_sequences + delta.index, delta
 
 
 async def _merged(
@@ -327,9 +339,37 @@ async def _disconnect(request: Request) -> None:
 async def collect(
     deltas: AsyncIterator[tuple[int, CompletionDelta]], usage: Usage
 ) -> list[Collected]:
-    """Return every choice of a job as a whole."""
+    """Return every choice of a job as a whole: of each prompt's completions the best `n`."""
     results = [Collected() for _ in range(usage.job.num_choices)]
     async for choice, delta in deltas:
         usage.add(choice, delta)
         results[choice].add(delta)
-    return results
+    params = usage.job.params
+    chosen: list[Collected] = []
+    for start in range(0, len(results), params.num_sequences):
+        group = results[start : start + params.num_sequences]
+        for one in group:  # the first one is told
+            one.prompt_logprobs = group[0].prompt_logprobs
+        if params.num_sequences > params.n:
+            group = sorted(group, key=Collected.score, reverse=True)[: params.n]
+        chosen += group
+    return chosen
+
+
+def prompt_entries(result: Collected) -> list[dict[str, Any] | None] | None:
+    """Return vLLM's form of a prompt's log probabilities; None unless they were asked for."""
+    if result.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if entry is None
+        else {
+            str(token_id): {
+                "logprob": one.logprob,
+                "rank": one.rank,
+                "decoded_token": one.decoded_token,
+            }
+            for token_id, one in entry.items()
+        }
+        for entry in result.prompt_logprobs
+    ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -93,6 +94,7 @@ class _Request(_Strict):
     max_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
+    prompt_logprobs: int | None = None
     priority: int | None = None
     user: str | None = None
     cache_salt: str | None = None
@@ -120,11 +122,21 @@ class _Request(_Strict):
 
     @model_validator(mode="after")
     def _check_best_of(self) -> _Request:
-        if self.best_of is not None and self.best_of != (self.n or 1):
+        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
             raise RequestError(
-                f"best_of is {self.best_of} and n is {self.n or 1}; generating more completions "
-                "than are returned is not supported yet. Make them equal, or leave best_of out.",
+                f"best_of is {self.best_of} and n is {self.n or 1}: which completions are the best "
+                "is known at their end. Set stream to false, or leave best_of out.",
                 "best_of",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> _Request:
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs were given with stream; they come with the whole response only. "
+                "Set stream to false, or leave them out.",
+                "prompt_logprobs",
             )
         return self
 
@@ -179,6 +191,8 @@ class _Request(_Strict):
             bad_words=tuple(self.bad_words or ()),
             allowed_token_ids=None if allowed is None else tuple(allowed),
             min_tokens=self.min_tokens or 0,
+            prompt_logprobs=self.prompt_logprobs,
+            best_of=self.best_of,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
         )
 
@@ -211,13 +225,18 @@ class CompletionRequest(_Request):
 
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None:
+        if self.echo and self.logprobs is not None and self.stream:
             raise RequestError(
-                "echo was given with logprobs; log probabilities of the prompt are not computed. "
-                "Remove one of the two.",
+                "echo was given with logprobs and stream; log probabilities of the prompt come "
+                "with the whole response only. Set stream to false, or remove one of the others.",
                 "echo",
             )
         return self
+
+    @property
+    def only_prompt(self) -> bool:
+        """Whether the prompt is wanted back, with its log probabilities, and nothing after it."""
+        return bool(self.echo) and self.max_tokens == 0 and not self.stream
 
     def prompts(self) -> list[str | list[int]]:
         """Return one entry a prompt, a text or token ids.
@@ -238,7 +257,10 @@ class CompletionRequest(_Request):
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the decoding parameters; 16 tokens unless told otherwise."""
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
-        return self.sampling(defaults, max_tokens, self.logprobs)
+        params = self.sampling(defaults, 1 if self.only_prompt else max_tokens, self.logprobs)
+        if self.echo and self.logprobs is not None:
+            return replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+        return params
 
 
 class ContentPart(_Strict):

@@ -94,7 +94,8 @@ def test_fields_of_both_endpoints(
     ("fields", "param", "words"),
     [
         ({"suffix": "x"}, "suffix", "not supported yet"),
-        ({"echo": True, "logprobs": 1}, "echo", "Remove one"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo", "remove one"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
         ({"logprobs": 21}, "logprobs", "20"),
         ({"logprobs": True}, "logprobs", "integer"),
         ({"prompt": []}, "prompt", "prompt is empty"),

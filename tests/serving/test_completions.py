@@ -1,8 +1,13 @@
 """Several completions of one prompt, and what requests have in common in the engine."""
 
+import dataclasses
+from collections.abc import Sequence
+
 import pytest
 
 from onnxport.errors import RequestError
+from onnxport.serving.collect import OutputCollector
+from onnxport.serving.outputs import CompletionDelta, CompletionOutput, Logprob
 from onnxport.serving.params import SamplingParams
 from tests.serving.helpers import (
     GREEDY,
@@ -210,3 +215,49 @@ def test_an_aborted_leader_holds_up_nobody(steps: int) -> None:
 
     assert steps_taken("abc", abort_after=steps) <= steps_taken("bc", None) + 1
     assert GREEDY.max_tokens == 12
+
+
+def test_best_of_keeps_the_likeliest_per_token() -> None:
+    params = SamplingParams(temperature=1.3, seed=5, max_tokens=6, n=5, logprobs=1)
+    outputs = collected(params)
+    ranked = sorted(outputs, key=mean_of, reverse=True)
+    best = collected(dataclasses.replace(params, n=2, best_of=5))
+    assert [one.token_ids for one in best] == [one.token_ids for one in ranked[:2]]
+    assert [one.index for one in best] == [0, 1]
+    assert [one.logprobs for one in best] == [one.logprobs for one in ranked[:2]]
+    silent = collected(dataclasses.replace(params, n=2, best_of=5, logprobs=None))
+    assert [one.token_ids for one in silent] == [one.token_ids for one in best]
+    assert all(one.logprobs is None for one in silent)
+
+
+def test_a_completion_that_failed_is_not_the_best() -> None:
+    engine = null_engine()
+    request = engine.prepare("a", [1, 2], SamplingParams(seed=1, n=1, best_of=2, max_tokens=4))
+    collector = OutputCollector(request)
+    likely = {5: Logprob(-0.1, 1, "")}
+    unlikely = {5: Logprob(-9.0, 3, "")}
+    collector.add(CompletionDelta("a", 0, "", (5,), (likely,), "error", error="broken"))
+    collector.add(CompletionDelta("a", 1, "", (5,), (unlikely,), "length"))
+    [output] = collector.output().outputs
+    assert output.finish_reason == "length"
+
+
+def collected(params: SamplingParams) -> Sequence[CompletionOutput]:
+    engine = null_engine()
+    request = engine.prepare("a", [3, 1, 4], params)
+    collector = OutputCollector(request)
+    engine.submit(request)
+    for delta in run(engine)["a"]:
+        collector.add(delta)
+    output = collector.output()
+    assert output.finished
+    return output.outputs
+
+
+def mean_of(output: CompletionOutput) -> float:
+    assert output.logprobs is not None
+    values = [
+        entry[token_id].logprob
+        for token_id, entry in zip(output.token_ids, output.logprobs, strict=True)
+    ]
+    return sum(values) / len(values)
