@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from onnxport.serving.request import Request
 
-OWN_MEMORY = 0.9  # what the past of a request counts after each of its drafts
-COMMON_MEMORY = 0.99  # likewise of all requests together
-COMMON_WEIGHT = 2.0  # guesses that what is known of all requests counts as, for one of them
+OWN_MEMORY = 0.95  # what the past of a request counts after each of its drafts
+COMMON_MEMORY = 0.97  # likewise of all requests together
+COMMON_WEIGHT = 6.0  # guesses that what is known of all requests counts as, for one of them
 FIRST_RATE = 0.5  # of what is not known at all
 FIRST_WEIGHT = 4.0  # guesses that this counts as
 MOST_RATE = 0.98  # nothing is certain

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import pairwise
-from statistics import median_low
+from operator import itemgetter
 
-MOST_SAMPLES = 7  # of which the median counts
+MOST_SAMPLES = 7  # of which the least counts: others had a share of the machine
 MIN_SAMPLES = 2  # the first step of a kind may be slow: memory is touched, kernels are compiled
-STALE_NOTES = 1024  # a measurement is forgotten after so many others
+STALE_NOTES = 256  # a measurement is forgotten after so many others
 REFRESH_NOTES = 16  # how often the curve is drawn anew
 GUESSED_SLOPE = 0.02  # of a step's time, for each token more, where nothing longer was measured
 EXACT_TOKENS = 16  # up to here each number of tokens is measured by itself
@@ -77,9 +77,9 @@ class StepCosts:
             if self._num_notes - bucket.noted_at > STALE_NOTES:
                 del self._buckets[key]
         known = sorted(key for key, one in self._buckets.items() if len(one.samples) >= MIN_SAMPLES)
-        samples = [tuple(zip(*self._buckets[key].samples, strict=True)) for key in known]
-        sizes = [float(median_low(tokens)) for tokens, _ in samples]
-        seconds = ascending([median_low(taken) for _, taken in samples])
+        least = [min(self._buckets[key].samples, key=itemgetter(1)) for key in known]
+        seconds = ascending([seconds for _, seconds in least])
+        sizes = [float(num_tokens) for num_tokens, _ in least]
         self._curve = list(zip(sizes, seconds, strict=True))
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 FREE_SHARE = 0.01  # of the time of steps: what trying costs where it never pays
-FIRST_STEPS = 8  # steps that the first tries may cost
-MOST_STEPS = 64  # steps that may be lost before it shows that it does not pay any more
+FIRST_STEPS = 3  # steps that the first guesses may cost
+MOST_STEPS = 32  # steps that may be lost before it shows that they do not pay any more
 
 
 class Ledger:
-    """The balance of what guesses have saved and cost, in seconds, and a little for trying.
+    """What guesses have saved and cost, in seconds.
 
     Estimates decide whether to guess; this bounds what they cost when they are wrong.
+
+    Attributes:
+        balance_s: what may be lost.
+        trial_s: what of it may be put into guesses that are not expected to pay, to learn.
     """
 
     def __init__(self) -> None:
         self.balance_s = 0.0
+        self.trial_s = 0.0
         self._opened = False
 
     def open(self, step_s: float) -> None:
@@ -22,6 +27,14 @@ class Ledger:
         if not self._opened:
             self._opened = True
             self.balance_s += FIRST_STEPS * step_s
+
+    def affords_trial(self, price_s: float) -> bool:
+        """Whether guesses that are expected to cost so much may be made all the same."""
+        return price_s <= min(self.balance_s, self.trial_s)
+
+    def note_trial(self, price_s: float) -> None:
+        """They are made."""
+        self.trial_s -= price_s
 
     def note(self, elapsed_s: float, saved_s: float, step_s: float) -> None:
         """A step took so long, which is so much less than the steps that it replaced.
@@ -32,5 +45,6 @@ class Ledger:
             step_s: of a step without guesses.
         """
         most = MOST_STEPS * step_s
-        balance = self.balance_s + FREE_SHARE * elapsed_s + saved_s
-        self.balance_s = min(most, max(-most, balance))
+        free = FREE_SHARE * elapsed_s
+        self.balance_s = min(most, max(-most, self.balance_s + free + saved_s))
+        self.trial_s = min(most, self.trial_s + free)

@@ -23,8 +23,8 @@ def choose_lengths(
     """Choose the lengths that make the most tokens a second.
 
     The guess at place j of a draft is right with probability rate**j, if each is with the same
-    rate, so a step of `n` rows makes n + sum(rate**j) tokens. Guesses are taken by their own
-    probability, the likeliest first: for any number of guesses no other ones are worth more.
+    rate, so a step of `n` rows makes n + sum(rate**j) tokens. For any number of guesses, the
+    likeliest ones are the most worth, and those need no others than they bring along.
 
     Args:
         rates: of the requests, in [0, 1).
@@ -41,15 +41,18 @@ def choose_lengths(
         if rate > 0.0
     )
     plain = num_rows / step_s(num_rows)
-    best, taken = plain, 0
-    expected, longest = float(num_rows), 0
-    for number, (worth, _, place) in enumerate(guesses[:budget], 1):
-        expected -= worth
-        longest = max(longest, place)
-        speed = expected / (step_s(num_rows + number) + longest * round_s)
-        if speed > best:
-            best, taken = speed, number
+    best = plain
+    chosen: tuple[tuple[float, int, int], ...] = ()
+    most = max(limits, default=0)
+    for longest in range(1, most + 1) if round_s else (most,):
+        near = [guess for guess in guesses if guess[2] <= longest][:budget]
+        expected = float(num_rows)
+        for number, (worth, _, _) in enumerate(near, 1):
+            expected -= worth
+            speed = expected / (step_s(num_rows + number) + longest * round_s)
+            if speed > best:
+                best, chosen = speed, tuple(near[:number])
     lengths = [0] * num_rows
-    for _, row, _ in guesses[:taken]:
+    for _, row, _ in chosen:
         lengths[row] += 1
     return Choice(lengths, best / plain)

@@ -72,6 +72,7 @@ class Speculator:
         self._behind_s: deque[float] = deque(maxlen=7)  # a token that the drafter was behind
         self._mean_output = float(FIRST_OUTPUT)
         self._last: _Step | None = None
+        self._began_s: float | None = None  # when the step in hand was left to the engine
         self._streak = 0  # steps in a row with guesses
         self._idle = 0  # steps in which guesses are not thought of
         self._idle_rows = 0
@@ -98,6 +99,11 @@ class Speculator:
         Returns:
             The guesses of some requests; of none where it does not pay.
         """
+        found = self._propose(requests, budget)
+        self._began_s = self._clock()
+        return found
+
+    def _propose(self, requests: Sequence[Request], budget: int) -> dict[Request, Sequence[int]]:
         self._settle()
         rows = len(requests)
         most_rows = self._config.disable_by_batch_size
@@ -123,7 +129,17 @@ class Speculator:
             self._last.num_accepted += num_accepted
 
     def note_step(self, num_rows: int, num_tokens: int, elapsed_s: float) -> None:
-        """A step in which all rows decode took so long, without guessing."""
+        """A step in which all rows decode is done.
+
+        Args:
+            num_rows: that decode.
+            num_tokens: with the guesses.
+            elapsed_s: of model and sampling. What the engine does besides counts too, from the
+                guesses on, if it was asked for some.
+        """
+        if self._began_s is not None:
+            elapsed_s = max(elapsed_s, self._clock() - self._began_s)
+            self._began_s = None
         self._costs.note(num_tokens, elapsed_s)
         if self._last is None:
             self._last = _Step(num_rows, 0, 0.0, False)
@@ -232,15 +248,17 @@ class Speculator:
         lengths = [0] * rows
         cost_s = self._costs.seconds(rows + 1) - self._costs.seconds(rows) + round_s
         behind_s = median_low(self._behind_s) if self._behind_s else round_s
-        able = []
+        prices = {}
         for row in range(rows):
             if limits[row]:
                 late = drafter.num_behind(requests[row])
                 price_s = cost_s + (behind_s * late if late > self._short else 0.0)
-                if price_s <= self._ledger.balance_s:
-                    able.append(row)
-        if able:
-            lengths[min(able, key=lambda row: self._acceptance.num_tried(requests[row]))] = 1
+                if self._ledger.affords_trial(price_s):
+                    prices[row] = price_s
+        if prices:
+            row = min(prices, key=lambda row: self._acceptance.num_tried(requests[row]))
+            self._ledger.note_trial(prices[row])
+            lengths[row] = 1
         return lengths
 
     def _without_late(

@@ -1,0 +1,121 @@
+"""Requests by themselves, and a machine that is made up: its clock, its steps, its luck."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from random import Random
+
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.request import TOKEN_ID_TYPECODE, Request
+from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.serving.speculation.speculator import Speculator
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def request(
+    tokens: Sequence[int], params: SamplingParams = GREEDY, longest: int = 10**6, seed: int = 0
+) -> Request:
+    """A request that nobody runs."""
+    return Request(
+        "r", array(TOKEN_ID_TYPECODE, tokens), params, max_total_tokens=longest, seed=seed
+    )
+
+
+class Guesser:
+    """A drafter that guesses 0 and takes its time; one of the machine's."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.is_cheap = machine.round_s == 0.0
+        self.behind: dict[Request, int] = {}
+        self.forgotten: list[Request] = []
+        self.closed = False
+
+    def num_behind(self, request: Request) -> int:
+        return 0 if self.is_cheap else self.behind.get(request, len(request.tokens))
+
+    def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Sequence[int]]:
+        if self.machine.fails:
+            raise self.machine.fails.pop()
+        late = sum(self.num_behind(one) for one in requests)
+        self.machine.now_s += self.machine.behind_s * late
+        self.machine.now_s += self.machine.round_s * max(lengths)
+        self.behind.update(dict.fromkeys(requests, 1))
+        return [(0,) * length for length in lengths]
+
+    def forget(self, request: Request) -> None:
+        self.forgotten.append(request)
+        self.behind.pop(request, None)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Machine:
+    """Steps of a made-up cost, in which a guess is right with a made-up probability."""
+
+    def __init__(
+        self,
+        step_s: Callable[[int], float],
+        rate: float,
+        *,
+        rows: int = 1,
+        round_s: float = 0.0,
+        behind_s: float = 0.0,
+        config: SpeculationConfig | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.step_s = step_s
+        self.rate = rate
+        self.round_s = round_s
+        self.behind_s = behind_s
+        self.random = Random(seed)
+        self.now_s = 0.0
+        self.fails: list[Exception] = []
+        self.requests = [request([1]) for _ in range(rows)]
+        self.guesser = Guesser(self)
+        self.config = config or SpeculationConfig("ngram")
+        self.speculator = Speculator(self.guesser, self.config, lambda: self.now_s)
+        self.lengths: list[int] = []  # of the drafts of each step, together
+
+    def run(self, steps: int) -> float:
+        """Make steps; returns tokens a second."""
+        start_s, tokens = self.now_s, 0
+        for _ in range(steps):
+            tokens += self.step()
+        return tokens / (self.now_s - start_s)
+
+    def step(self) -> int:
+        """Make one step; returns how many tokens it brought."""
+        guesses = self.speculator.propose(self.requests, 512)
+        tokens = len(self.requests)
+        taken_s = self.step_s(tokens + sum(map(len, guesses.values())))
+        self.now_s += taken_s
+        self.lengths.append(sum(map(len, guesses.values())))
+        for one in self.requests:
+            right = 0
+            if guess := guesses.get(one):
+                while right < len(guess) and self.random.random() < self.rate:
+                    right += 1
+                self.speculator.note_verified(one, len(guess), right)
+            one.tokens.extend([0] * (1 + right))
+            tokens += right
+        rows = len(self.requests)
+        self.speculator.note_step(rows, rows + self.lengths[-1], taken_s)
+        return tokens
+
+    def best(self) -> float:
+        """Tokens a second with the best fixed length there is, 0 included."""
+        rows, speeds = len(self.requests), []
+        for length in range(self.config.num_speculative_tokens + 1):
+            tokens = rows * sum(self.rate**place for place in range(length + 1))
+            taken_s = self.step_s(rows * (1 + length)) + self.round_s * length
+            speeds.append(tokens / taken_s)
+        return max(speeds)
+
+    def plain(self) -> float:
+        """Tokens a second without guesses."""
+        rows = len(self.requests)
+        return rows / self.step_s(rows)

@@ -1,0 +1,261 @@
+"""Whether to guess and how far: measured costs, acceptance, and what is made of them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onnxport.errors import DeviceLostError, ProviderError
+from onnxport.serving.speculation.acceptance import Acceptance
+from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.serving.speculation.costs import StepCosts, ascending
+from onnxport.serving.speculation.lengths import choose_lengths
+from tests.serving.speculating import Machine, request
+
+
+def memory_bound(num_tokens: int) -> float:
+    return 0.010 + 0.0005 * num_tokens
+
+
+def compute_bound(num_tokens: int) -> float:
+    return 0.010 * num_tokens
+
+
+def steep(num_tokens: int) -> float:
+    return 0.010 if num_tokens == 1 else 0.018 + 0.001 * num_tokens
+
+
+def test_costs_are_interpolated_between_measurements() -> None:
+    costs = StepCosts()
+    for num_tokens, seconds in [(1, 1.0), (3, 2.0), (9, 5.0)]:
+        assert not costs.knows(num_tokens)
+        costs.note(num_tokens, 9.0)  # the first may be slow
+        costs.note(num_tokens, seconds)
+        assert costs.knows(num_tokens)
+    found = [costs.seconds(tokens) for tokens in (1, 2, 3, 6, 9, 11)]
+    assert found == [1.0, 1.5, 2.0, 3.5, 5.0, 6.0]  # at the end with the mean slope, 1/2
+
+
+def test_costs_follow_the_machine_and_forget() -> None:
+    costs = StepCosts()
+    for _ in range(2):
+        costs.note(6, 9.0)
+    for seconds in (1.0, 2.0):
+        for _ in range(40):
+            costs.note(1, seconds)
+        assert costs.seconds(1) == seconds
+    assert costs.seconds(6) == 9.0
+    for _ in range(300):
+        costs.note(1, 1.0)
+    assert not costs.knows(6)
+    assert costs.seconds(6) == pytest.approx(1.1)  # a guess
+
+
+def test_sizes_above_sixteen_are_measured_together() -> None:
+    costs = StepCosts()
+    costs.note(100, 1.0)
+    costs.note(101, 1.0)
+    assert costs.knows(96)
+    assert costs.knows(103)
+    assert not costs.knows(95)
+    assert not costs.knows(104)
+
+
+@given(st.lists(st.floats(0.0, 10.0), max_size=12))
+def test_pooled_values_ascend_and_keep_their_sum(values: list[float]) -> None:
+    found = ascending(values)
+    assert len(found) == len(values)
+    assert all(left <= right for left, right in itertools.pairwise(found))
+    assert sum(found) == pytest.approx(sum(values))
+    if values == sorted(values):
+        assert found == values
+
+
+def test_acceptance_goes_from_all_to_one() -> None:
+    acceptance = Acceptance()
+    good, bad, new = (request([1]) for _ in range(3))
+    assert acceptance.rate(new) == 0.5
+    for _ in range(20):
+        acceptance.note(good, 5, 5)
+        acceptance.note(bad, 5, 0)
+    assert acceptance.rate(good) > 0.95
+    assert acceptance.rate(bad) < 0.3
+    assert 0.6 < acceptance.rate(new) < 0.9  # 5 right for each that is wrong
+    assert acceptance.num_tried(good) > acceptance.num_tried(bad) > acceptance.num_tried(new) == 0
+    acceptance.forget(bad)
+    assert acceptance.rate(bad) == acceptance.rate(new)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.floats(0.0, 0.98), st.integers(0, 3)), min_size=1, max_size=3),
+    st.integers(1, 6),
+    st.floats(0.0, 0.5),
+    st.floats(0.0, 0.3),
+)
+def test_no_other_lengths_are_better(
+    rows: list[tuple[float, int]], budget: int, slope: float, round_s: float
+) -> None:
+    rates, limits = [rate for rate, _ in rows], [limit for _, limit in rows]
+
+    def step_s(num_tokens: int) -> float:
+        return 1.0 + slope * num_tokens
+
+    def speed(lengths: tuple[int, ...]) -> float:
+        tokens = sum(
+            rate**place
+            for rate, length in zip(rates, lengths, strict=True)
+            for place in range(1, length + 1)
+        )
+        taken_s = step_s(len(rows) + sum(lengths)) + max(lengths) * round_s
+        return (len(rows) + tokens) / taken_s
+
+    choice = choose_lengths(rates, limits, budget, step_s, round_s)
+    allowed = [
+        lengths
+        for lengths in itertools.product(*(range(limit + 1) for limit in limits))
+        if sum(lengths) <= budget
+    ]
+    assert tuple(choice.lengths) in allowed
+    plain = speed((0,) * len(rows))
+    assert choice.speedup == pytest.approx(speed(tuple(choice.lengths)) / plain)
+    assert choice.speedup == pytest.approx(max(map(speed, allowed)) / plain)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("step_s", [memory_bound, steep])
+def test_it_comes_near_the_best_fixed_length(step_s, rate: float, rows: int) -> None:  # type: ignore[no-untyped-def]
+    machine = Machine(step_s, rate, rows=rows)
+    machine.run(100)
+    assert machine.run(1500) > 0.95 * machine.best()
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.8, 0.95])
+def test_a_draft_model_that_takes_time(rate: float) -> None:
+    machine = Machine(memory_bound, rate, round_s=0.001, rows=2)
+    machine.run(100)
+    assert machine.run(1500) > 0.95 * machine.best()
+
+
+@pytest.mark.parametrize("round_s", [0.0, 0.002])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("step_s", [memory_bound, compute_bound, steep])
+def test_guesses_that_are_never_right_cost_next_to_nothing(  # type: ignore[no-untyped-def]
+    step_s, rows: int, round_s: float
+) -> None:
+    machine = Machine(step_s, 0.0, rows=rows, round_s=round_s, behind_s=round_s / 10)
+    assert machine.run(1000) > 0.97 * machine.plain()
+    machine.requests = [request([1] * 500) for _ in range(rows)]
+    assert machine.run(200) > 0.97 * machine.plain()
+
+
+def test_right_guesses_that_cost_as_much_as_steps_are_not_made() -> None:
+    machine = Machine(compute_bound, 0.9)
+    assert machine.run(1000) > 0.97 * machine.plain()
+    assert sum(machine.lengths[200:]) < 80
+
+
+def test_it_finds_out_when_guesses_become_right_and_wrong_again() -> None:
+    machine = Machine(memory_bound, 0.0)
+    machine.run(1000)
+    machine.rate = 0.95
+    machine.run(300)
+    assert machine.run(500) > 0.95 * machine.best()
+    machine.rate = 0.0
+    assert machine.run(1000) > 0.96 * machine.plain()
+    assert machine.run(1000) > 0.98 * machine.plain()
+
+
+def test_an_outlier_does_not_put_it_off_for_good() -> None:
+    machine = Machine(memory_bound, 0.95)
+    machine.step_s = lambda tokens: 1.0 if tokens > 1 else 0.0105
+    machine.run(10)
+    machine.step_s = memory_bound
+    machine.run(12_000)
+    assert machine.run(500) > 0.9 * machine.best()
+
+
+def test_what_it_is_compared_with_is_measured_again() -> None:
+    machine = Machine(memory_bound, 0.98)
+    machine.run(1000)
+    plain = [number for number, length in enumerate(machine.lengths) if not length]
+    assert 10 < len(plain) < 30
+
+
+def test_more_sequences_than_allowed() -> None:
+    config = SpeculationConfig("ngram", disable_by_batch_size=3)
+    machine = Machine(memory_bound, 0.9, rows=4, config=config)
+    machine.run(50)
+    assert not any(machine.lengths)
+    machine.requests.pop()
+    machine.run(50)
+    assert any(machine.lengths)
+
+
+def test_lengths_keep_to_the_budget_and_the_end() -> None:
+    machine = Machine(memory_bound, 0.95, rows=2)
+    machine.run(50)
+    short, long = machine.requests
+    short.max_total_tokens = len(short.tokens) + 3
+    for budget in (1, 4, 7):
+        found = machine.speculator.propose(machine.requests, budget)
+        assert sum(map(len, found.values())) <= budget
+        assert len(found.get(short, ())) <= 2  # the last token comes by itself
+    assert len(found[long]) == 5
+
+
+def test_a_draft_model_does_not_catch_up_for_the_last_tokens() -> None:
+    machine = Machine(memory_bound, 0.95, round_s=0.0001, behind_s=0.001)
+    for _ in range(2):
+        machine.requests = [request([1] * 100)]
+        machine.run(50)
+    assert machine.lengths[-1]
+    machine.requests = [request([1] * 1000, longest=1010)]
+    machine.run(3)
+    assert not any(machine.lengths[-3:])
+    machine.requests = [request([1] * 20)]
+    machine.run(12)
+    assert any(machine.lengths[-12:])
+
+
+def test_failures_are_tried_again_and_end_it(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine(memory_bound, 0.9)
+    machine.run(20)
+    machine.fails = [ProviderError("broken")] * 2
+    machine.run(50)
+    assert machine.lengths[-1]
+    assert machine.requests[0] in machine.guesser.forgotten
+    machine.fails = [ProviderError("broken")] * 3
+    machine.run(50)
+    assert machine.guesser.closed
+    assert not any(machine.lengths[-40:])
+    assert [record.levelno for record in caplog.records].count(logging.ERROR) == 1
+    assert "speculation is off" in caplog.text
+
+
+def test_a_lost_device_ends_it_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine(memory_bound, 0.9)
+    machine.run(20)
+    machine.fails = [DeviceLostError("gone")]
+    machine.run(20)
+    assert machine.guesser.closed
+    assert "speculation is off" in caplog.text
+    machine.speculator.forget(machine.requests[0])
+    machine.speculator.close()
+
+
+def test_counters() -> None:
+    machine = Machine(memory_bound, 0.5)
+    speculator, one = machine.speculator, machine.requests[0]
+    for drafted, accepted in [(5, 3), (2, 0), (3, 1), (0, 0)]:
+        speculator.note_verified(one, drafted, accepted)
+    counters = speculator.counters
+    assert counters.num_drafts == 3
+    assert counters.num_draft_tokens == 10
+    assert counters.num_accepted_tokens == 4
+    assert counters.accepted_per_position == (2, 1, 1, 0, 0)
