@@ -21,6 +21,7 @@ from onnxport.graphs.passes.accuracy import ACCURACY_LEVELS
 
 Attention = Literal["native", "custom", "decomposed"]
 DeviceKind = Literal["cpu", "gpu", "npu"]
+SPELLINGS: Mapping[str, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Probe:
 class LoadOptions:
     """What a caller may choose when an artifact is loaded; None lets the provider choose.
 
+    Types may be given in the short SPELLINGS and are held in the long ones.
+
     Raises:
         ProviderError: a number is out of its range; names the option.
     """
@@ -78,7 +81,10 @@ class LoadOptions:
     max_adapter_rank: int = 16  # largest rank of an adapter
 
     def __post_init__(self) -> None:
-        """Refuse what no provider could mean."""
+        """Spell types in one way, and refuse what no provider could mean."""
+        for name in ("dtype", "kv_cache_dtype"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, SPELLINGS.get(value, value))
         for name in ("threads", "kv_cache_tokens", "block_size", "max_model_len"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -1,13 +1,15 @@
 """KV caches in host memory, read and written as canonical blocks.
 
 A layout is nothing but a view: the same memory with its axes in canonical order. Reading and
-writing are then one indexed assignment a cache, for any number of blocks.
+writing are then one indexed assignment a cache, for any number of blocks. Where a cache is
+quantized there is no such view, and a codec takes its place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,6 +113,79 @@ class HostBlocks:
         assert content.dtype == self._dtype, f"content of {content.dtype}, not {self._dtype}"
         for layer, part, view in self._views:
             view[to] = content[:, layer, part].reshape(len(to), *view.shape[1:])
+
+    def _ids(self, blocks: Sequence[int], *, distinct: bool = False) -> NDArray[np.intp]:
+        return block_index(blocks, self._num_blocks, distinct=distinct)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCodec:
+    """How a quantized cache stores numbers.
+
+    Both take blocks of one cache as they are stored, [n, …], C-contiguous, and their numbers in
+    canonical order, float32 [n, kv_heads, block_size, head_size].
+    """
+
+    decode: Callable[[NDArray[Any]], NDArray[np.float32]]
+    encode: Callable[[NDArray[Any], NDArray[Any]], None]  # writes to the second
+
+
+class CodedBlocks:
+    """Quantized caches of all layers; their canonical form is float32.
+
+    Copying copies bytes, and is therefore exact.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[tuple[NDArray[Any], NDArray[Any]]],
+        block_shape: tuple[int, int, int],
+        key: CacheCodec,
+        value: CacheCodec,
+    ) -> None:
+        """View the caches.
+
+        Args:
+            caches: the key and the value cache of each layer, [num_blocks, …].
+            block_shape: of a canonical block in one layer: kv_heads, block_size, head_size.
+            key: of the key caches.
+            value: of the value caches.
+        """
+        self._num_blocks = len(caches[0][0])
+        self._block_shape = (len(caches), 2, *block_shape)
+        self._parts = [
+            (layer, part, cache, codec)
+            for layer, pair in enumerate(caches)
+            for part, (cache, codec) in enumerate(zip(pair, (key, value), strict=True))
+        ]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `providers.base.Model.copy_blocks`."""
+        at, to = self._ids(sources), self._ids(targets, distinct=True)
+        assert len(at) == len(to), f"{len(at)} sources for {len(to)} targets"
+        both = np.intersect1d(at, to)
+        assert not len(both), f"blocks {both.tolist()} are sources and targets"
+        for _, _, cache, _ in self._parts:
+            cache[to] = cache[at]
+
+    def read(self, blocks: Sequence[int]) -> NDArray[np.generic]:
+        """See `providers.base.Model.read_blocks`; float32."""
+        at = self._ids(blocks)
+        content = np.empty((len(at), *self._block_shape), np.float32)
+        for layer, part, cache, codec in self._parts:
+            content[:, layer, part] = codec.decode(cache[at])
+        return content
+
+    def write(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
+        """See `providers.base.Model.write_blocks`; float32."""
+        to = self._ids(blocks, distinct=True)
+        wanted = (len(to), *self._block_shape)
+        assert content.shape == wanted, f"content of shape {content.shape}, not {wanted}"
+        assert content.dtype == np.float32, f"content of {content.dtype}, not float32"
+        for layer, part, cache, codec in self._parts:
+            stored = np.empty((len(to), *cache.shape[1:]), cache.dtype)
+            codec.encode(content[:, layer, part], stored)
+            cache[to] = stored
 
     def _ids(self, blocks: Sequence[int], *, distinct: bool = False) -> NDArray[np.intp]:
         return block_index(blocks, self._num_blocks, distinct=distinct)

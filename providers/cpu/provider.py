@@ -13,9 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
 from onnxport.graphs import contract
@@ -34,7 +32,15 @@ from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
 from onnxport.providers.adapters import Adapters, AdapterStacks, stack_bytes
 from onnxport.providers.base import Capabilities, Device, Features, KVFormat, LoadOptions, Probe
-from onnxport.providers.blocks import HostBlocks, plain_layout, tiled_layout
+from onnxport.providers.cpu.caches import (
+    CACHE_DTYPES,
+    TILE,
+    CachePair,
+    allocate,
+    canonical_dtype,
+    row_bytes,
+    supported_dtypes,
+)
 from onnxport.providers.cpu.library import find_library, isa, matmul_isa
 from onnxport.providers.device_arrays import DeviceArrays
 from onnxport.providers.host_options import refuse_device_options
@@ -48,21 +54,15 @@ from onnxport.providers.ort import (
 )
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.placement import placement
-from onnxport.providers.pool import PoolPlan, plan_pool
+from onnxport.providers.pool import plan_pool
 
 logger = logging.getLogger(__name__)
 
-CachePair = tuple[NDArray[np.generic], NDArray[np.generic]]  # of one layer: key, value
 COMPUTE_DTYPE = "float32"  # of activations
-BLOCK_SIZE = 16  # tokens; the kernel's tile, so that one register holds a channel of a tile
-CACHE_DTYPES: dict[str, Any] = {
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-}
+BLOCK_SIZE = TILE  # tokens; the kernel takes multiples
 KERNEL_LIMITS = NativeLimits(
     activation_dtypes=frozenset({"float32"}),
-    cache_dtypes=frozenset({*CACHE_DTYPES, "int8"}),
+    cache_dtypes=frozenset(CACHE_DTYPES),
     max_head_size=256,
     attributes={"cache_layout": "tiled"},
 )
@@ -91,7 +91,7 @@ class CpuProvider:
         features = Features(
             attention=("custom", "decomposed") if has_kernel else ("decomposed",),
             dtypes=(COMPUTE_DTYPE,),
-            kv_cache_dtypes=_cache_dtypes(custom=has_kernel),
+            kv_cache_dtypes=supported_dtypes(custom=has_kernel),
         )
         versions = {
             "onnxruntime": ort.__version__,
@@ -111,7 +111,7 @@ class CpuProvider:
             spec,
             options,
             block_size=_choose_block_size(options, kernel),
-            item_bytes=np.dtype(CACHE_DTYPES[cache_dtype]).itemsize,
+            item_bytes=row_bytes(cache_dtype, spec.head_size) / spec.head_size,
             free_bytes=memory.available_bytes(),
         )
         # What cannot fit at all is refused before the lowering reads and converts weights.
@@ -142,7 +142,7 @@ class CpuProvider:
             block_size=pool.block_size,
             num_blocks=pool.num_blocks,
             kv_block_bytes=pool.block_bytes,
-            kv_format=KVFormat.of(artifact, cache_dtype),
+            kv_format=KVFormat.of(artifact, canonical_dtype(cache_dtype)),
             max_model_len=pool.max_model_len,
             vocab_size=spec.vocab_size,
             max_batch_rows=None,
@@ -151,8 +151,7 @@ class CpuProvider:
             max_adapter_rank=options.max_adapter_rank if options.max_adapters else 0,
         )
         adapters = _adapters(products, spec, options) if options.max_adapters else None
-        pairs = [_allocate_caches(spec, pool, cache_dtype) for _ in range(spec.num_layers)]
-        blocks = HostBlocks(pairs, tiled_layout(BLOCK_SIZE) if kernel else plain_layout())
+        pairs, blocks = allocate(spec, pool, cache_dtype, custom=kernel is not None)
         caches = _cache_tensors(pairs)
         return OrtModel(session, capabilities, caches, blocks, attached, adapters=adapters)
 
@@ -177,11 +176,6 @@ def _check(options: LoadOptions) -> None:
     refuse_device_options("cpu", options)
 
 
-def _cache_dtypes(*, custom: bool) -> tuple[str, ...]:
-    """What the caches of our kernel, or of the decomposed graph, may hold."""
-    return tuple(CACHE_DTYPES) if custom else ("float32",)
-
-
 def _choose_kernel(options: LoadOptions) -> Path | None:
     """The kernel library to use, None for the decomposed graph."""
     if options.attention not in (None, "custom", "decomposed"):
@@ -200,7 +194,7 @@ def _choose_kernel(options: LoadOptions) -> Path | None:
 def _choose_cache_dtype(options: LoadOptions, kernel: Path | None) -> str:
     if options.kv_cache_dtype == "auto":
         return "float32"
-    allowed = _cache_dtypes(custom=kernel is not None)
+    allowed = supported_dtypes(custom=kernel is not None)
     if options.kv_cache_dtype not in allowed:
         raise ProviderError(
             f"kv_cache_dtype is {options.kv_cache_dtype!r}; the cpu provider's "
@@ -259,13 +253,6 @@ def _adapters(products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOpti
     """Slots for LoRA adapters."""
     stacks = AdapterStacks(products, spec, np.dtype(COMPUTE_DTYPE), DeviceArrays(CPU))
     return Adapters(spec, options, stacks)
-
-
-def _allocate_caches(spec: ArchSpec, pool: PoolPlan, dtype: str) -> CachePair:
-    """One layer's zeroed key and value cache."""
-    shape = (pool.num_blocks, pool.block_size, spec.num_kv_heads, spec.head_size)
-    kind = CACHE_DTYPES[dtype]
-    return memory.huge_page_zeros(shape, kind), memory.huge_page_zeros(shape, kind)
 
 
 def _cache_tensors(pairs: Sequence[CachePair]) -> list[CacheTensor]:

@@ -13,7 +13,7 @@ zeros lie in the same tensor, in front of what they belong to:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
-from onnxport.providers.blocks import CacheLayout, HostBlocks, block_index
+from onnxport.providers.blocks import CacheCodec, CacheLayout, CodedBlocks, HostBlocks
 from onnxport.providers.memory import huge_page_zeros
 from onnxport.providers.transfers import Blocks
 
@@ -106,7 +106,7 @@ def allocate(form: CacheFormat, num_layers: int, num_blocks: int) -> tuple[list[
         for _ in range(num_layers)
     ]
     if form.dtype == "int8":
-        return pairs, QuantizedBlocks(pairs, form.block_size)
+        return pairs, quantized_blocks(pairs, form.block_size)
     kv_heads, block_size, head_size = form.key_shape
     declared = (num_blocks, block_size, kv_heads, head_size)
     caches = [(key.reshape(declared), value.reshape(declared)) for key, value in pairs]
@@ -119,59 +119,29 @@ def _by_head(cache: NDArray[np.generic]) -> NDArray[np.generic]:
     return cache.reshape(num_blocks, kv_heads, block_size, head_size)
 
 
-class QuantizedBlocks:
-    """Caches in uint8; their canonical form is float32.
+def quantized_blocks(pairs: Sequence[CachePair], block_size: int) -> CodedBlocks:
+    """The transfers of caches in uint8, whose format `read_format` has checked.
 
     Reading is exact: it returns the numbers that attention computes with. Writing rounds again,
     each channel of a block of keys and each token of values to 255 steps between its extremes;
     what was read from full blocks comes back within the rounding of float32.
     """
+    _, kv_heads, _, head_size = pairs[0][0].shape
+    key, value = _codec(_key_parts, -2), _codec(_value_parts, -1)
+    return CodedBlocks(pairs, (kv_heads, block_size, head_size), key, value)
 
-    def __init__(self, pairs: Sequence[CachePair], block_size: int) -> None:
-        """View the caches, whose format `read_format` has checked."""
-        self._pairs = pairs
-        num_blocks, kv_heads, _, head_size = pairs[0][0].shape
-        self._num_blocks = num_blocks
-        self._block_shape = (len(pairs), 2, kv_heads, block_size, head_size)
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies bytes, and is therefore exact. See `providers.base.Model.copy_blocks`."""
-        at, to = self._ids(sources), self._ids(targets, distinct=True)
-        assert len(at) == len(to), f"{len(at)} sources for {len(to)} targets"
-        both = np.intersect1d(at, to)
-        assert not len(both), f"blocks {both.tolist()} are sources and targets"
-        for pair in self._pairs:
-            for cache in pair:
-                cache[to] = cache[at]
+def _codec(parts: Callable[[NDArray[Any]], Parts], axis: int) -> CacheCodec:
+    """Of a cache with `parts`; numbers along `axis` share a scale and a zero."""
 
-    def read(self, blocks: Sequence[int]) -> NDArray[np.generic]:
-        """See `providers.base.Model.read_blocks`; float32."""
-        at = self._ids(blocks)
-        content = np.empty((len(at), *self._block_shape), np.float32)
-        for layer, (key, value) in enumerate(self._pairs):
-            content[:, layer, 0] = _dequantize(*_key_parts(key[at]))
-            content[:, layer, 1] = _dequantize(*_value_parts(value[at]))
-        return content
+    def decode(stored: NDArray[Any]) -> NDArray[np.float32]:
+        return _dequantize(*parts(stored))
 
-    def write(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
-        """See `providers.base.Model.write_blocks`; float32."""
-        to = self._ids(blocks, distinct=True)
-        wanted = (len(to), *self._block_shape)
-        assert content.shape == wanted, f"content of shape {content.shape}, not {wanted}"
-        assert content.dtype == np.float32, f"content of {content.dtype}, not float32"
-        for layer, pair in enumerate(self._pairs):
-            for part, (cache, parts, axis) in enumerate(
-                zip(pair, (_key_parts, _value_parts), (-2, -1), strict=True)
-            ):
-                stored = np.empty((len(to), *cache.shape[1:]), np.uint8)
-                for target, numbers in zip(
-                    parts(stored), _quantize(content[:, layer, part], axis), strict=True
-                ):
-                    target[...] = numbers
-                cache[to] = stored
+    def encode(content: NDArray[np.float32], stored: NDArray[Any]) -> None:
+        for target, numbers in zip(parts(stored), _quantize(content, axis), strict=True):
+            target[...] = numbers
 
-    def _ids(self, blocks: Sequence[int], *, distinct: bool = False) -> NDArray[np.intp]:
-        return block_index(blocks, self._num_blocks, distinct=distinct)
+    return CacheCodec(decode, encode)
 
 
 def _key_parts(stored: NDArray[Any]) -> Parts:

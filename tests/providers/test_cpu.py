@@ -33,6 +33,45 @@ def test_a_16_bit_cache_is_near_the_float32_one(
             assert 0 < np.abs(found - expected).max() < tolerance * np.abs(expected).max()
 
 
+def test_an_int8_cache_is_near_the_float32_one_and_counts_its_scales(
+    tiny_artifact: ArtifactMaker,
+) -> None:
+    path = tiny_artifact("llama", "fp32")
+    with opened(path, "custom") as exact, opened(path, "custom", kv_cache_dtype="int8") as small:
+        limits, form = small.capabilities, small.capabilities.kv_format
+        assert (limits.kv_cache_dtype, form.dtype) == ("int8", "float32")
+        rows = 2 * form.num_layers * form.num_kv_heads * limits.block_size
+        assert limits.kv_block_bytes == rows * (form.head_size + 4)
+        assert exact.capabilities.kv_block_bytes == rows * form.head_size * 4
+        for step in two_steps(PROMPT):
+            expected, found = exact.run(step).copy(), small.run(step)
+            assert 0 < np.abs(found - expected).max() < 5e-2 * np.abs(expected).max()
+
+
+def test_an_int8_pool_holds_more_tokens_of_the_same_memory(tiny_artifact: ArtifactMaker) -> None:
+    path, tokens = tiny_artifact("llama", "fp32"), []
+    for dtype in ("float32", "int8"):
+        with opened(path, "custom", kv_cache_dtype=dtype, kv_memory=1 << 20) as model:
+            limits = model.capabilities
+            assert (
+                0 <= (1 << 20) - limits.num_blocks * limits.kv_block_bytes < limits.kv_block_bytes
+            )
+            tokens.append(limits.num_blocks * limits.block_size)
+    size = model.capabilities.kv_format.head_size
+    assert tokens[1] / tokens[0] == pytest.approx(4 * size / (size + 4), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("short", "long"), [("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16")]
+)
+def test_types_have_short_names(tiny_artifact: ArtifactMaker, short: str, long: str) -> None:
+    assert LoadOptions(dtype=short, kv_cache_dtype=short) == LoadOptions(
+        dtype=long, kv_cache_dtype=long
+    )
+    with opened(tiny_artifact("llama", "fp32"), "custom", kv_cache_dtype=short) as model:
+        assert model.capabilities.kv_cache_dtype == long
+
+
 def two_steps(prompt: list[int]) -> list[StepInputs]:
     """A prompt in two chunks, blocks in falling order."""
     blocks = np.arange(4, 0, -1, dtype=np.int32)[None]
@@ -86,11 +125,20 @@ def opened_without_skip(path: Path, options: LoadOptions) -> Iterator[Model]:
     ("options", "error", "message"),
     [
         (LoadOptions(attention="native"), ProviderError, "custom or decomposed"),
-        (LoadOptions(kv_cache_dtype="int8"), ProviderError, "float32, float16, bfloat16 or auto"),
+        (
+            LoadOptions(kv_cache_dtype="u8"),
+            ProviderError,
+            "float32, float16, bfloat16, int8 or auto",
+        ),
         (
             LoadOptions(kv_cache_dtype="float16", attention="decomposed"),
             ProviderError,
             "stores float32 or auto",
+        ),
+        (
+            LoadOptions(kv_cache_dtype="int8", attention="decomposed"),
+            ProviderError,
+            "decomposed attention stores float32 or auto",
         ),
         (LoadOptions(block_size=24), ProviderError, "multiples of 16"),
         (LoadOptions(max_model_len=129), ProviderError, "context of 128"),

@@ -17,13 +17,18 @@ from tests.providers.models import opened, run_rows
 
 FAMILIES = ("llama", "mistral-window", "qwen3")
 POOLS: list[tuple[Attention, str, int]] = [
-    *(("custom", dtype, size) for dtype in ("float32", "float16", "bfloat16") for size in (16, 32)),
+    *(
+        ("custom", dtype, size)
+        for dtype in ("float32", "float16", "bfloat16", "int8")
+        for size in (16, 32)
+    ),
     *(("decomposed", "float32", size) for size in (3, 5, 16, 32)),
 ]
 NUMPY_DTYPES = {
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
+    "int8": np.float32,  # its canonical form
 }
 PROMPT = np.random.default_rng(5).integers(3, VOCAB, 41).tolist()
 NEXT = [7, 30, 90]  # tokens to decode, given rather than chosen
@@ -43,15 +48,22 @@ def test_blocks_are_read_as_they_were_written(
     with opened(path, attention, kv_cache_dtype=dtype, block_size=block_size) as model:
         capabilities = model.capabilities
         form = capabilities.kv_format
-        assert form.dtype == dtype
+        assert form.dtype == ("float32" if dtype == "int8" else dtype)
         shape = (4, form.num_layers, 2, form.num_kv_heads, block_size, form.head_size)
         random = np.random.default_rng(0).standard_normal(shape).astype(NUMPY_DTYPES[dtype])
         last = capabilities.num_blocks - 1
         model.write_blocks([3, 1, last, 0], random)
         found = model.read_blocks([last, 2, 3])
         assert found.dtype == NUMPY_DTYPES[dtype]
-        assert found.nbytes == 3 * capabilities.kv_block_bytes
-        assert (found == np.stack([random[2], np.zeros_like(random[0]), random[0]])).all()
+        expected = np.stack([random[2], np.zeros_like(random[0]), random[0]])
+        if dtype == "int8":
+            step = np.abs(expected).max(axis=-1, keepdims=True) / 127
+            assert (np.abs(found - expected) <= 0.501 * step).all()
+            model.write_blocks([5, 6, 7], found)
+            assert (model.read_blocks([5, 6, 7]) == found).all()
+        else:
+            assert found.nbytes == 3 * capabilities.kv_block_bytes
+            assert (found == expected).all()
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,13 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--verbose", action="store_true", help="say which provider was chosen and what it changed"
     )
-    group.add_argument("--kv-cache-dtype", default="auto", metavar="TYPE", help="auto (default)")
+    group.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        metavar="TYPE",
+        help="of the KV cache: auto (default), fp32, fp16, bf16 or int8, as far as the provider "
+        "has it; `onnxport devices` lists what it has, `onnxport verify` what each one costs",
+    )
     group.add_argument(
         "--max-model-len",
         type=positive,
