@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from onnxport.errors import AdapterError
-from onnxport.graphs.lora import PROJECTIONS
-from onnxport.serving.adapters.peft import read_adapter
+from onnxport.graphs.lora import PROJECTIONS, LoraAdapter, LoraDelta
+from onnxport.serving.adapters.peft import fingerprint, read_adapter
 from tests.graphs.artifacts import SPEC
 from tests.serving.adapting import (
     BFLOAT16,
@@ -148,6 +148,9 @@ def test_the_fingerprint_is_of_what_is_computed(tmp_path: Path) -> None:
         of(random_tensors(layers=[0]), **one_layer),
     ]
     assert len(set(names)) == len(names)
+    delta = LoraDelta(np.ones((2, 128), np.float32), np.ones((128, 2), np.float32))
+    where: Any = [(0, "q_proj"), (1, "q_proj"), (0, "o_proj")]
+    assert len({fingerprint(LoraAdapter({one: delta})) for one in where}) == 3
     assert of(lora_alpha=8.0) == of(tensors) == names[0]
     assert of(lora_alpha=16) == of(use_rslora=True)  # 16 / 4 and 8 / sqrt(4)
 

@@ -283,14 +283,15 @@ def test_names_ranks_and_slots(tmp_path: Path) -> None:
 
 
 class Stubborn(NullModel):
-    """Takes adapters only while it is told to."""
+    """Fails the first times that an adapter is set, once it is told to."""
 
     failure: Exception | None = None
     attempts = 0
+    failures = 1
 
     def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
         self.attempts += 1
-        if self.failure is not None and self.attempts == 1:
+        if self.failure is not None and self.attempts <= self.failures:
             raise self.failure
         super().set_adapter(slot, adapter)
 
@@ -351,7 +352,7 @@ def test_a_model_that_takes_over_gets_all_adapters(lost: int, batched: int, hidd
     assert set(names(engine)) == ({"0", "2", "next"} if hidden else {"0", "1", "2"})
 
 
-def test_a_model_without_enough_slots_cannot_take_over() -> None:
+def test_a_model_without_enough_slots_cannot_take_over(caplog: pytest.LogCaptureFixture) -> None:
     small = NullModel(null_options(max_adapters=1))
     good = NullModel(null_options(max_adapters=2))
     engine = adapter_engine(
@@ -361,6 +362,7 @@ def test_a_model_without_enough_slots_cannot_take_over() -> None:
     assert tokens(run(engine)["a"]) == alone_with(1, PROMPT)
     assert null_model(engine) is good
     assert small.closed
+    assert "slot 2 holds an adapter, and null was loaded with 1 slots" in caplog.text
 
 
 def test_a_device_that_is_lost_while_an_adapter_is_loaded() -> None:
@@ -374,7 +376,7 @@ def test_a_device_that_is_lost_while_an_adapter_is_loaded() -> None:
     )
     model = null_model(engine)
     assert isinstance(model, Stubborn)
-    model.failure, model.attempts = DeviceLostError("unplugged"), 0
+    model.failure, model.attempts, model.failures = DeviceLostError("unplugged"), 0, 9
     with pytest.raises(DeviceLostError, match="unplugged"):
         engine.adapters.load("0", content(1), in_place=True)
     submit(engine, "a", PROMPT, adapter="0")
