@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import Capabilities, Device, Features
+from onnxport.serving.verify.caches import CacheReport
 from onnxport.serving.verify.comparison import Comparison, Tolerance
 from onnxport.serving.verify.machine import Machine
 from onnxport.serving.verify.speed import Speed
@@ -70,6 +71,7 @@ class ProviderReport:
     modes: tuple[ModeReport, ...] = ()  # float32 arithmetic first, as it is served last
     transfers: tuple[Transfer, ...] = ()  # from itself, and from the reference
     speed: Speed | None = None  # as it is served
+    caches: tuple[CacheReport, ...] = ()  # float32 first; empty where there is no choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from onnxport.errors import OnnxportError
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import Features, LoadOptions, Model, Provider
 from onnxport.providers.registry import get_provider
+from onnxport.serving.verify.caches import CacheReport, compare_caches
 from onnxport.serving.verify.comparison import (
     EXACT,
     Comparison,
@@ -45,6 +47,7 @@ class Checks:
 
     variants: bool = True  # decode in every way, and move blocks
     speed: bool = True
+    caches: bool = True  # compare the types of KV cache, where the caller has chosen none
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,7 @@ class Verifier:
         """Go through the modes; an error ends them, and is this provider's alone."""
         found: list[Checked] = []
         speed = None
+        caches: tuple[CacheReport, ...] = ()
         reason = ""
         try:
             modes = plan_modes(self._artifact, self._options, features)
@@ -137,6 +141,10 @@ class Verifier:
                         found.append(self._run(report.provider, model, mode, not found))
                     if mode is modes[-1] and self._checks.speed:
                         speed = measure_speed(model, self._token_ids)
+            passed = all(one.report.passed for one in found)
+            if self._checks.caches and passed and self._options.kv_cache_dtype == "auto":
+                load = partial(_loaded, provider, self._artifact)
+                caches = compare_caches(load, modes[0].options, features, self._token_ids)
         except OnnxportError as error:
             reason = str(error)
         except Exception as error:  # a vendor's library, or our own bug: the others still run
@@ -145,6 +153,7 @@ class Verifier:
         transfers = tuple(one for checked in found for one in checked.transfers)
         passed = not reason and all(one.report.passed for one in found)
         passed = passed and all(one.tokens.state != "failed" for one in transfers)
+        passed = passed and all(one.passed for one in caches)
         return replace(
             report,
             state="passed" if passed else "failed",
@@ -152,6 +161,7 @@ class Verifier:
             modes=tuple(one.report for one in found),
             transfers=transfers,
             speed=speed,
+            caches=caches,
         )
 
     def _run(self, name: str, model: Model, mode: Mode, first: bool) -> Checked:

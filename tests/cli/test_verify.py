@@ -89,7 +89,35 @@ def test_what_was_not_asked_for_is_not_done(
     (cpu,) = report["providers"]
     assert cpu["modes"][0]["capabilities"]["attention"] == "decomposed"
     assert [cpu["modes"][0]["variants"], cpu["transfers"], cpu["speed"]] == [[], [], None]
+    # the decomposed graph has no other cache than float32, and says so
+    first, *others = cpu["caches"]
+    assert (first["dtype"], first["reason"]) == ("float32", "")
+    assert all("stores float32 or auto" in one["reason"] for one in others)
     assert report["command"].endswith("--attention decomposed --no-variants --no-speed")
+
+
+def test_what_each_type_of_cache_costs(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["verify", str(artifact), "--provider", "cpu", "--no-variants", "--no-speed"]
+    assert main([*arguments, "--json"]) == 0
+    (cpu,) = json.loads(capsys.readouterr().out)["providers"]
+    found = {one["dtype"]: one for one in cpu["caches"]}
+    if found["int8"]["reason"]:
+        pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
+    assert list(found) == ["float32", "float16", "bfloat16", "int8"]
+    form = cpu["modes"][0]["capabilities"]["kv_format"]
+    rows = 2 * form["num_layers"] * form["num_kv_heads"]
+    assert [one["bytes_per_token"] for one in found.values()] == [
+        rows * form["head_size"] * 4,
+        rows * form["head_size"] * 2,
+        rows * form["head_size"] * 2,
+        rows * (form["head_size"] + 4),
+    ]
+    errors = [one["error"]["max_diff"] for one in found.values()]
+    assert 0 == errors[0] < errors[1] < errors[2] < errors[3] < 0.6
+    assert main([*arguments, "--no-caches", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["providers"][0]["caches"] == []
+    assert report["command"].endswith(" --no-caches")
 
 
 def test_a_missing_provider_verifies_nothing(

@@ -193,7 +193,7 @@ def test_float32_first_then_as_it_is_served(
 ) -> None:
     features = Features(("native",), ("float16", "float32"), ("float16", "float32"))
     provider = FakeProvider(lambda: WrongModel(), features=features)
-    checks = Checks(variants=False, speed=True)
+    checks = Checks(variants=False, speed=True, caches=False)
     verifier = fake_verifier(
         monkeypatch, tmp_path, {"fake": provider}, precision=precision, checks=checks
     )

@@ -33,7 +33,7 @@ RECORDED = (  # options that decide what is verified, in the order in which `com
     "threads",
     "allow_on_host",
 )
-FLAGS = ("emulate", "no_variants", "no_speed")
+FLAGS = ("emulate", "no_variants", "no_speed", "no_caches")
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -58,6 +58,9 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="compare logits alone: decode nothing, move no blocks",
     )
     group.add_argument("--no-speed", action="store_true", help="measure no speed")
+    group.add_argument(
+        "--no-caches", action="store_true", help="do not compare the types of KV cache"
+    )
     add_load_options(parser)
     group.add_argument("--attention", choices=ATTENTION, help="by default the provider's best")
     parser.set_defaults(provider="all")
@@ -72,7 +75,11 @@ def run(options: argparse.Namespace) -> int:
     from onnxport.serving.verify.verifier import Checks, Verifier
 
     artifact = Artifact.read(options.artifact, verify="sha256")
-    checks = Checks(variants=not options.no_variants, speed=not options.no_speed)
+    checks = Checks(
+        variants=not options.no_variants,
+        speed=not options.no_speed,
+        caches=not options.no_caches,
+    )
     verifier = Verifier(artifact, _load_options(options), checks)
     report = Report(
         schema=SCHEMA,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from onnxport.serving.verify.caches import CacheReport
 from onnxport.serving.verify.report import ModeReport, ProviderReport, Report
 from onnxport.serving.verify.variants import Variant
 
@@ -28,6 +29,7 @@ def lines(report: Report) -> Iterator[str]:
     )
     yield from _answers(report)
     yield from _tokens(report)
+    yield from _caches(report)
     yield ""
     for provider in report.providers:
         yield from _verdict(provider)
@@ -84,6 +86,25 @@ def _tokens(report: Report) -> Iterator[str]:
         ).rstrip()
 
 
+def _caches(report: Report) -> Iterator[str]:
+    """What each type of KV cache costs, beside float32 arithmetic."""
+    rows = [(one, cache) for one in report.providers for cache in one.caches if not cache.reason]
+    if not rows:
+        return
+    yield ""
+    yield (
+        f"{'KV cache':<22}{'type':<12}{'bytes a token':>15}{'of float32':>12}{'max diff':>10}"
+        f"{'KL':>10}{'top 1':>8}"
+    )
+    for provider, cache in rows:
+        error, share = cache.error, cache.share_of_float32
+        assert error is not None
+        yield (
+            f"{_name(provider):<22}{cache.dtype:<12}{cache.bytes_per_token:>15,}{share:>12.1%}"
+            f"{error.max_diff:>10.1e}{error.max_kl:>10.1e}{error.top1_agreement:>8.0%}"
+        )
+
+
 def _mark(variant: Variant) -> str:
     """Passed, failed or skipped; with the share of equal tokens where some differ by near ties."""
     mark = MARKS[variant.state]
@@ -112,6 +133,8 @@ def _verdict(provider: ProviderReport) -> Iterator[str]:
         yield from _wrapped(f"  {provider.reason}")
     for mode in provider.modes:
         yield from _failures(mode)
+    for cache in provider.caches:
+        yield from _cache_failures(cache)
     for transfer in provider.transfers:
         yield from _differences(f"K/V of {transfer.source}", transfer.tokens)
 
@@ -134,6 +157,16 @@ def _failures(mode: ModeReport) -> Iterator[str]:
     if mode.agreement is not None:
         where = f"{limits.name}, against {mode.agreement.reference}"
         yield from _differences(where, mode.agreement.tokens)
+
+
+def _cache_failures(cache: CacheReport) -> Iterator[str]:
+    """What a type of KV cache failed."""
+    found, limits = cache.error, cache.tolerance
+    if not cache.passed and found is not None and limits is not None:
+        yield from _wrapped(
+            f"  {cache.dtype} cache against float32: max diff {found.max_diff:.2g} and KL "
+            f"{found.max_kl:.2g}; allowed are {limits.max_diff:.2g} and {limits.max_kl:.2g}"
+        )
 
 
 def _differences(where: str, tokens: Variant) -> Iterator[str]:

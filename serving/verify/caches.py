@@ -1,0 +1,114 @@
+"""What each type of KV cache costs: the memory of a token, and how far it moves the logits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import ProviderError
+from onnxport.providers.base import Features, LoadOptions, Model
+from onnxport.serving.verify.comparison import (
+    EXACT,
+    Comparison,
+    Tolerance,
+    choose_tolerance,
+    compare,
+)
+from onnxport.serving.verify.prompts import stream
+from onnxport.serving.verify.sequence import LoneSequence
+
+logger = logging.getLogger(__name__)
+
+REFERENCE: Final = "float32"
+CONTEXT_TOKENS: Final = 256  # of the sequence whose logits are compared
+NUM_ROWS: Final = 32  # the last ones of it
+Load = Callable[[LoadOptions], AbstractContextManager[Model]]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """One type of cache of one provider, all else computed in float32 as far as it can."""
+
+    dtype: str
+    reason: str  # why the provider does not take it beside those options; "" otherwise
+    bytes_per_token: int | None  # over all layers, keys and values, scales included
+    share_of_float32: float | None  # of what a float32 cache takes
+    error: Comparison | None  # of logits, against the same provider with a float32 cache
+    tolerance: Tolerance | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is what the type explains."""
+        if self.error is None or self.tolerance is None:
+            return bool(self.reason)
+        return self.tolerance.allows(self.error)
+
+
+def compare_caches(
+    load: Load, options: LoadOptions, features: Features | None, token_ids: list[int]
+) -> tuple[CacheReport, ...]:
+    """Load a provider with each type of cache that it has, the reference first.
+
+    Args:
+        load: opens a model with options.
+        options: what else is asked for; products in float32, so that caches alone differ.
+        features: of the provider.
+        token_ids: of the golden file; the sequence is made of them.
+
+    Returns:
+        A report for each type; none where there is no other than float32.
+
+    Raises:
+        OnnxportError: the reference could not be loaded or computed.
+    """
+    kinds = () if features is None else features.kv_cache_dtypes
+    if REFERENCE not in kinds or len(kinds) == 1:
+        return ()
+    with load(replace(options, kv_cache_dtype=REFERENCE)) as model:
+        expected = _logits(model, token_ids)
+        whole = _token_bytes(model)
+    nothing = Comparison(0.0, 0.0, 1.0)
+    reports = [CacheReport(REFERENCE, "", whole, 1.0, nothing, EXACT)]
+    for kind in (kind for kind in kinds if kind != REFERENCE):
+        with ExitStack() as stack:
+            try:
+                model = stack.enter_context(load(replace(options, kv_cache_dtype=kind)))
+            except ProviderError as error:
+                logger.info("no %s cache: %s", kind, error)
+                reports.append(CacheReport(kind, str(error), None, None, None, None))
+                continue
+            reports.append(
+                CacheReport(
+                    dtype=kind,
+                    reason="",
+                    bytes_per_token=_token_bytes(model),
+                    share_of_float32=_token_bytes(model) / whole,
+                    error=compare(expected, _logits(model, token_ids)),
+                    tolerance=choose_tolerance(model.capabilities, coarse=False),
+                )
+            )
+    return tuple(reports)
+
+
+def _token_bytes(model: Model) -> int:
+    limits = model.capabilities
+    return limits.kv_block_bytes // limits.block_size
+
+
+def _logits(model: Model, token_ids: list[int]) -> NDArray[np.float32]:
+    """Logits of the last rows of a sequence, half of it in one step, the rest in another."""
+    limits = model.capabilities
+    length = min(CONTEXT_TOKENS, limits.max_model_len, limits.num_blocks * limits.block_size)
+    tokens = [stream(token_ids, at, 0) for at in range(length)]
+    sequence, first = LoneSequence(model, length), length // 2
+    if first:
+        sequence.step(tokens[:first], [0])
+    rest = tokens[first:]
+    rows = list(range(max(0, len(rest) - NUM_ROWS), len(rest)))
+    return sequence.step(rest, rows).copy()
