@@ -25,7 +25,7 @@ class StepCosts:
         self._buckets: dict[int, _Bucket] = {}
         self._num_notes = 0
         self._drawn_at = 0
-        self._curve: list[tuple[float, float]] = []  # (tokens, seconds), both ascending
+        self._curve: list[tuple[int, float]] = []  # (tokens, seconds), both ascending
         self._seconds: dict[int, float] = {}  # of the curve, as they were asked for
 
     def note(self, num_tokens: int, elapsed_s: float) -> None:
@@ -42,9 +42,11 @@ class StepCosts:
             self._draw()
 
     def knows(self, num_tokens: int) -> bool:
-        """Whether steps of about this size were measured."""
-        bucket = self._buckets.get(_bucket_of(num_tokens))
-        return bucket is not None and len(bucket.samples) >= MIN_SAMPLES
+        """Whether steps of about this size were measured, or both smaller and larger ones."""
+        if not self._curve:
+            return False
+        smallest, largest = self._curve[0][0], self._curve[-1][0]
+        return _bucket_of(smallest) <= _bucket_of(num_tokens) <= _bucket_of(largest)
 
     def seconds(self, num_tokens: int) -> float:
         """Return what a step of `num_tokens` takes; something has to be known."""
@@ -79,7 +81,7 @@ class StepCosts:
         known = sorted(key for key, one in self._buckets.items() if len(one.samples) >= MIN_SAMPLES)
         least = [min(self._buckets[key].samples, key=itemgetter(1)) for key in known]
         seconds = ascending([seconds for _, seconds in least])
-        sizes = [float(num_tokens) for num_tokens, _ in least]
+        sizes = [num_tokens for num_tokens, _ in least]
         self._curve = list(zip(sizes, seconds, strict=True))
 
 

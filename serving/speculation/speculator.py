@@ -27,6 +27,7 @@ PLAIN_EVERY = 64  # steps: one without guesses shows what they are compared with
 MOST_FAILURES = 3  # of the drafter in a row, before it is given up
 FIRST_OUTPUT = 128  # tokens that an answer is taken to have, before some have ended
 OUTPUT_MEMORY = 0.95  # what the mean length of answers keeps of itself with each that ends
+SHORTEST_S = 1e-9  # a clock may not see a step, and no step takes no time
 ROUND_GUESS = 0.25  # of a step: what guessing one place is taken to cost before it was measured
 
 
@@ -140,6 +141,7 @@ class Speculator:
         if self._began_s is not None:
             elapsed_s = max(elapsed_s, self._clock() - self._began_s)
             self._began_s = None
+        elapsed_s = max(elapsed_s, SHORTEST_S)
         self._costs.note(num_tokens, elapsed_s)
         if self._last is None:
             self._last = _Step(num_rows, 0, 0.0, False)

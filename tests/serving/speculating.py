@@ -53,6 +53,18 @@ class Guesser:
         self.closed = True
 
 
+class Eager(Speculator):
+    """Guesses whenever it may, whether it pays or not."""
+
+    def _propose(self, requests: Sequence[Request], budget: int) -> dict[Request, Sequence[int]]:
+        if self._drafter is None:
+            return {}
+        most = self._config.num_speculative_tokens
+        lengths = [min(most, one.max_total_tokens - len(one.tokens) - 1) for one in requests]
+        found = self._ask(self._drafter, requests, lengths)
+        return {one: guess for one, guess in zip(requests, found, strict=True) if guess}
+
+
 class Machine:
     """Steps of a made-up cost, in which a guess is right with a made-up probability."""
 

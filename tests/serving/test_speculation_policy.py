@@ -31,6 +31,7 @@ def steep(num_tokens: int) -> float:
 
 def test_costs_are_interpolated_between_measurements() -> None:
     costs = StepCosts()
+    assert not costs.knows(1)
     for num_tokens, seconds in [(1, 1.0), (3, 2.0), (9, 5.0)]:
         assert not costs.knows(num_tokens)
         costs.note(num_tokens, 9.0)  # the first may be slow
@@ -63,6 +64,10 @@ def test_sizes_above_sixteen_are_measured_together() -> None:
     assert costs.knows(103)
     assert not costs.knows(95)
     assert not costs.knows(104)
+    costs.note(5, 1.0)
+    costs.note(5, 1.0)
+    assert costs.knows(50)
+    assert not costs.knows(4)
 
 
 @given(st.lists(st.floats(0.0, 10.0), max_size=12))
