@@ -26,6 +26,7 @@ _TYPE_FROM_FIRST: Final = frozenset(
     [
         "Abs",
         "Add",
+        "AddLora",
         "Clip",
         "Concat",
         "CumSum",

@@ -32,7 +32,7 @@ KINDS: Final[Mapping[Kind, tuple[Projection, ...]]] = {
 # Inputs of a graph with LoRA; see graphs.passes.lora for who has which.
 TOKEN_SLOTS: Final = "lora.token_slots"  # int32 [num_tokens], adapter slots; 0: none
 RANKS: Final = "lora.ranks"  # int32 [max_adapters + 1, num_layers, len(PROJECTIONS)]
-WEIGHTS: Final = "lora.weights"  # float32 [max_adapters, floats of a slot], see `slot_layout`
+WEIGHTS: Final = "lora.weights"  # float [max_adapters, numbers of a slot], see `slot_layout`
 
 
 def owners_name(kind: Kind) -> str:
@@ -114,7 +114,7 @@ class LoraProduct:
 
 @dataclass(frozen=True, slots=True)
 class SlotRegion:
-    """Where the operator AddLora finds one product of an adapter: in floats from a slot's start."""
+    """Where AddLora finds one product of an adapter: in numbers from a slot's start."""
 
     a: int  # [projections, max_rank, in_features]
     b: int  # [max_rank, out_features]; row j holds row j of every projection, side by side
@@ -123,7 +123,7 @@ class SlotRegion:
 def slot_layout(
     products: Iterable[LoraProduct], spec: ArchSpec, max_rank: int
 ) -> tuple[dict[LoraProduct, SlotRegion], int]:
-    """Return the region of each product, and the floats of a slot."""
+    """Return the region of each product, and the numbers of a slot."""
     regions, end = {}, 0
     for product in products:
         parts = product.out_features(spec)

@@ -24,6 +24,7 @@ from onnxport.graphs.lora import (
     LoraAdapter,
     LoraDelta,
     LoraProduct,
+    Projection,
     owners_name,
     projection_shapes,
     slot_layout,
@@ -35,6 +36,7 @@ from onnxport.providers.base import LoadOptions, StepInputs
 
 Arrays = Mapping[str, NDArray[Any]]  # by the name of the graph's input
 Values = Mapping[str, Any]  # the same where a session reads it; not to be changed
+_Key = tuple[int, Projection]  # layer, projection
 Place = Callable[[Arrays], Values]
 
 SMALLEST_STACK: Final = 8  # rows, on devices that compile a graph for each shape
@@ -154,10 +156,12 @@ def check_adapter(adapter: LoraAdapter, spec: ArchSpec, max_rank: int) -> None:
         )
 
 
-def slots_bytes(products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOptions) -> int:
+def slots_bytes(
+    products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOptions, item_bytes: int
+) -> int:
     """Memory of the slots that AddLora reads, all filled."""
-    _, floats = slot_layout(products, spec, options.max_adapter_rank)
-    return 4 * floats * options.max_adapters
+    _, numbers = slot_layout(products, spec, options.max_adapter_rank)
+    return item_bytes * numbers * options.max_adapters
 
 
 def stack_bytes(
@@ -172,6 +176,19 @@ def stack_bytes(
     )
 
 
+def _converted(adapter: LoraAdapter, dtype: np.dtype[Any]) -> Mapping[_Key, LoraDelta]:
+    """An adapter in another type. Raises ProviderError where a number is too large for it."""
+    try:
+        return {
+            key: LoraDelta(
+                convert(f"A of {key[1]}", delta.a, dtype), convert(f"B of {key[1]}", delta.b, dtype)
+            )
+            for key, delta in adapter.deltas.items()
+        }
+    except ArtifactError as error:
+        raise ProviderError(f"the LoRA adapter does not fit: {error}") from error
+
+
 class AdapterSlots:
     """What the operator AddLora reads: memory of its own for each slot."""
 
@@ -180,6 +197,7 @@ class AdapterSlots:
         products: Sequence[LoraProduct],
         spec: ArchSpec,
         options: LoadOptions,
+        dtype: np.dtype[Any],
         place: Place,
     ) -> None:
         """Take address space for all slots; memory is taken by those that are filled.
@@ -188,18 +206,20 @@ class AdapterSlots:
             products: of the graph, see `graphs.passes.lora.lora_products`.
             spec: the model.
             options: `max_adapters` and `max_adapter_rank` are used.
+            dtype: that adapters are kept in, float32 or float16.
             place: lets a session read arrays where they are.
         """
         self._spec = spec
         self._max_rank = options.max_adapter_rank
-        self._regions, floats = slot_layout(products, spec, options.max_adapter_rank)
-        self._weights = memory.huge_page_zeros((options.max_adapters, floats), np.float32)
+        self._regions, numbers = slot_layout(products, spec, options.max_adapter_rank)
+        self._weights = memory.huge_page_zeros((options.max_adapters, numbers), dtype)
         ranks = (options.max_adapters + 1, spec.num_layers, len(PROJECTIONS))
         self._ranks = np.zeros(ranks, np.int32)
         self._values = place({RANKS: self._ranks, WEIGHTS: self._weights})
 
     def put(self, slot: int, adapter: LoraAdapter) -> None:
-        """See `Storage`."""
+        """See `Storage`. Raises ProviderError where a number is too large for the type."""
+        deltas = _converted(adapter, self._weights.dtype)
         for product, region in self._regions.items():
             parts, width = product.out_features(self._spec), product.in_features(self._spec)
             at, rows, first = self._weights[slot - 1], self._max_rank, 0
@@ -208,7 +228,7 @@ class AdapterSlots:
             for number, (projection, columns) in enumerate(
                 zip(KINDS[product.kind], parts, strict=True)
             ):
-                delta = adapter.deltas.get((product.layer, projection))
+                delta = deltas.get((product.layer, projection))
                 if delta is not None:
                     all_a[number, : delta.rank] = delta.a
                     all_b[: delta.rank, first : first + columns] = delta.b.T
@@ -263,22 +283,13 @@ class AdapterStacks:
         self._dtype = dtype
         self._place = place
         self._few_shapes = few_shapes
-        self._adapters: dict[int, Mapping[tuple[int, str], LoraDelta]] = {}
+        self._adapters: dict[int, Mapping[_Key, LoraDelta]] = {}
         self._empty = self._build(frozenset())
         self._stack = self._empty
 
     def put(self, slot: int, adapter: LoraAdapter) -> None:
         """See `Storage`. Raises ProviderError where a number is too large for the type."""
-        try:
-            self._adapters[slot] = {
-                key: LoraDelta(
-                    convert(f"A of {key[1]}", delta.a, self._dtype),
-                    convert(f"B of {key[1]}", delta.b, self._dtype),
-                )
-                for key, delta in adapter.deltas.items()
-            }
-        except ArtifactError as error:
-            raise ProviderError(f"the LoRA adapter does not fit: {error}") from error
+        self._adapters[slot] = _converted(adapter, self._dtype)
 
     def remove(self, slot: int) -> None:
         """See `Storage`."""
@@ -349,6 +360,6 @@ class _Rows:
     """Rows of a stack that belong to one projection of one adapter."""
 
     slot: int
-    projection: str
+    projection: Projection
     first: int
     count: int

@@ -44,6 +44,7 @@ from onnxport.graphs.ops import cast
 from onnxport.graphs.passes.gated_silu import DOMAIN, OPSET
 from onnxport.graphs.passes.paged_plan import SCOPE
 from onnxport.graphs.passes.result import PassResult, copy_model
+from onnxport.graphs.passes.retype import FLOAT_DTYPES
 from onnxport.graphs.spec import ArchSpec
 
 ADD_LORA: Final = "AddLora"
@@ -95,7 +96,9 @@ def add_lora(model: onnx.ModelProto, spec: ArchSpec) -> PassResult:
     return PassResult("lora", copy, {"products with LoRA": len(found)})
 
 
-def add_lora_operator(model: onnx.ModelProto, spec: ArchSpec, max_rank: int) -> PassResult:
+def add_lora_operator(
+    model: onnx.ModelProto, spec: ArchSpec, max_rank: int, dtype: str = "float32"
+) -> PassResult:
     """Add the operator `onnxport.AddLora` to each projection of a graph in float32.
 
     New inputs of the graph, with the names of graphs.lora: TOKEN_SLOTS, RANKS and WEIGHTS.
@@ -104,17 +107,18 @@ def add_lora_operator(model: onnx.ModelProto, spec: ArchSpec, max_rank: int) -> 
         model: A paged graph with float32 activations.
         spec: The model it is of.
         max_rank: The largest rank of an adapter, which sizes the slots.
+        dtype: Of the adapters in their slots, float32 or float16.
 
     Raises:
         ArtifactError: The graph does not compute the projections of `spec`.
     """
     copy = copy_model(model)
     found = _find(copy, spec)
-    layout, floats = slot_layout([one.product for one in found], spec, max_rank)
+    layout, numbers = slot_layout([one.product for one in found], spec, max_rank)
     g = _builder(copy, found)
     g.input(TOKEN_SLOTS, TensorProto.INT32, [contract.NUM_TOKENS])
     g.input(RANKS, TensorProto.INT32, ["lora.ranks_rows", spec.num_layers, len(PROJECTIONS)])
-    g.input(WEIGHTS, TensorProto.FLOAT, ["lora.slots", floats])
+    g.input(WEIGHTS, FLOAT_DTYPES[dtype], ["lora.slots", numbers])
     selected = ""
     if any(one.is_selected for one in found):
         with g.scope(f"{SCOPE}.lora"):
@@ -136,7 +140,7 @@ def add_lora_operator(model: onnx.ModelProto, spec: ArchSpec, max_rank: int) -> 
             b=region.b,
             max_rank=max_rank,
             ranks=product.layer * len(PROJECTIONS) + PROJECTIONS.index(KINDS[product.kind][0]),
-            **{f"columns{number}": columns for number, columns in enumerate(parts)},
+            **{f"columns{number}": part for number, part in enumerate((*parts, 0, 0)[:3])},
         )
         added[base] = g.take_nodes()
     _splice(copy, g, first, added)

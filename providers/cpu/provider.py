@@ -13,24 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
-from onnxport.graphs.lora import LoraProduct
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
-from onnxport.graphs.passes.lora import add_lora, lora_products
 from onnxport.graphs.passes.native import NativeLimits, keep_native
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
-from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
-from onnxport.providers.adapters import Adapters, AdapterStacks, stack_bytes
 from onnxport.providers.base import Capabilities, Device, Features, KVFormat, LoadOptions, Probe
 from onnxport.providers.cpu.caches import (
     CACHE_DTYPES,
@@ -42,10 +36,9 @@ from onnxport.providers.cpu.caches import (
     supported_dtypes,
 )
 from onnxport.providers.cpu.library import find_library, isa, matmul_isa
-from onnxport.providers.device_arrays import DeviceArrays
+from onnxport.providers.cpu.lora import HostLora
 from onnxport.providers.host_options import refuse_device_options
 from onnxport.providers.ort import (
-    CPU,
     CPU_EXECUTION_PROVIDER,
     CacheTensor,
     ort_value,
@@ -116,15 +109,14 @@ class CpuProvider:
         )
         # What cannot fit at all is refused before the lowering reads and converts weights.
         plan(weight_bytes=artifact.manifest.files[WEIGHTS_FILE].size)
-        lowered = list(_lower(artifact, options, cache_dtype, custom=kernel is not None))
+        custom = kernel is not None
+        lora = HostLora(artifact, options, custom=custom) if options.max_adapters else None
+        lowered = list(_lower(artifact, options, cache_dtype, lora, custom=custom))
         for step in lowered:
             logger.info("%s: %s", artifact.path.name, step)
         converted = {name: value for step in lowered for name, value in step.attached.items()}
-        products = lora_products(lowered[0].model, spec) if options.max_adapters else []
-        pool = plan(
-            weight_bytes=weight_bytes(lowered[-1].model, converted)
-            + stack_bytes(products, spec, options, np.dtype(COMPUTE_DTYPE).itemsize)
-        )
+        held_bytes = weight_bytes(lowered[-1].model, converted) + (lora.num_bytes() if lora else 0)
+        pool = plan(weight_bytes=held_bytes)
         attached = {name: ort_value(value) for name, value in converted.items()}
         session_options = _session_options(options, kernel)
         session_options.add_external_initializers(list(attached), list(attached.values()))
@@ -150,8 +142,8 @@ class CpuProvider:
             max_adapters=options.max_adapters,
             max_adapter_rank=options.max_adapter_rank if options.max_adapters else 0,
         )
-        adapters = _adapters(products, spec, options) if options.max_adapters else None
-        pairs, blocks = allocate(spec, pool, cache_dtype, custom=kernel is not None)
+        adapters = lora.adapters() if lora else None
+        pairs, blocks = allocate(spec, pool, cache_dtype, custom=custom)
         caches = _cache_tensors(pairs)
         return OrtModel(session, capabilities, caches, blocks, attached, adapters=adapters)
 
@@ -225,7 +217,12 @@ def _session_options(options: LoadOptions, kernel: Path | None) -> Any:
 
 
 def _lower(
-    artifact: Artifact, options: LoadOptions, cache_dtype: str, *, custom: bool
+    artifact: Artifact,
+    options: LoadOptions,
+    cache_dtype: str,
+    lora: HostLora | None,
+    *,
+    custom: bool,
 ) -> Iterator[PassResult]:
     """Apply the passes in turn; the last result holds the graph to run."""
     step = retype(artifact.load_graph("paged"), artifact.read_tensor)
@@ -233,8 +230,8 @@ def _lower(
     if options.matmul_accuracy_level is not None:
         step = set_accuracy(step.model, options.matmul_accuracy_level)
         yield step
-    if options.max_adapters:
-        step = add_lora(step.model, artifact.manifest.model)
+    if lora is not None:
+        step = lora.lower(step.model)
         yield step
     if custom:
         step = fuse_gated_silu(step.model)
@@ -247,12 +244,6 @@ def _lower(
         yield keep_native(step.model, KERNEL_LIMITS)
     else:
         yield decompose(step.model)
-
-
-def _adapters(products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOptions) -> Adapters:
-    """Slots for LoRA adapters."""
-    stacks = AdapterStacks(products, spec, np.dtype(COMPUTE_DTYPE), DeviceArrays(CPU))
-    return Adapters(spec, options, stacks)
 
 
 def _cache_tensors(pairs: Sequence[CachePair]) -> list[CacheTensor]:

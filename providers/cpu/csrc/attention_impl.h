@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gated_silu_impl.h"
+#include "lora_impl.h"
 #include "micro_impl.h"
 #include "prepare_impl.h"
 
@@ -271,6 +272,6 @@ static void prepare(const Problem& p, float* queries, int64_t begin, int64_t end
 }
 
 const Kernels kKernels = {ONNXPORT_KERNELS_NAME, prepare, attend, attend_segment, finish,
-                          gated_silu};
+                          gated_silu, add_lora};
 
 }  // namespace

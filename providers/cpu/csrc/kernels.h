@@ -27,6 +27,16 @@ struct State {
   float* value;    // [rows][padded head size], not yet divided by the sum
 };
 
+// What one LoRA adapter adds to one projection: output += (input a^T) b.
+struct Lora {
+  const void* a;       // [rank][depth], float, or IEEE half where is_half
+  const void* b;       // [rank][stride], the projection's columns, likewise
+  bool is_half;
+  const float* input;  // [tokens][depth]
+  float* output;       // [tokens][stride], the projection's columns
+  int64_t rank, depth, columns, stride, tokens;
+};
+
 struct Kernels {
   const char* name;
 
@@ -46,6 +56,9 @@ struct Kernels {
 
   // output[i] = silu(gate[i]) * up[i]; no array overlaps another.
   void (*gated_silu)(const float* gate, const float* up, float* output, int64_t count);
+
+  // Adds to the output of each token what an adapter adds to it.
+  void (*add_lora)(const Lora& call);
 };
 
 // Null where this build or this processor cannot run them.

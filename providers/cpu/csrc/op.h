@@ -87,6 +87,8 @@ Tensor describe(const Api& api, const char* name, const ort::Value* value);
 ort::CustomOp base_operator();
 
 ort::CustomOp gated_silu_operator();
+ort::CustomOp lora_operator();       // adapters in float32
+ort::CustomOp lora_half_operator();  // adapters in float16
 ort::CustomOp matmul_operator();
 
 // A call's way to the session's threads; parallel_for takes it as its context and leaves the status
