@@ -11,6 +11,7 @@ from typing import Any, Self, TypedDict, TypeVar, Unpack, cast
 
 from onnxport.errors import CapacityError, DeviceLostError, RequestError
 from onnxport.providers.base import Attention, Capabilities, LoadOptions
+from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.chat import ChatTemplate, Message, Tool
 from onnxport.serving.collect import OutputCollector
 from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
@@ -83,6 +84,8 @@ class LLM:
         allowed_on_host: Sequence[str] = (),
         capture_graphs: bool = False,
         fallback: Sequence[str] = (),
+        max_adapters: int = 0,
+        max_adapter_rank: int = 16,
         **limits: Unpack[EngineOptions],
     ) -> None:
         """Load an artifact.
@@ -109,6 +112,9 @@ class LLM:
             capture_graphs: record decode steps and replay them, where the provider can (cuda).
             fallback: the providers that may take over, in order, when this one cannot load or
                 its device is lost; see `open_engine`.
+            max_adapters: LoRA adapters that can be loaded at once, see `load_adapter`; memory for
+                all of them is taken now.
+            max_adapter_rank: the largest rank of an adapter.
             limits: more limits of the engine, by the names of `EngineConfig`.
 
         Raises:
@@ -127,6 +133,8 @@ class LLM:
             dtype=dtype,
             allowed_on_host=tuple(allowed_on_host),
             capture_graphs=capture_graphs,
+            max_adapters=max_adapters,
+            max_adapter_rank=max_adapter_rank,
         )
         folder = Path(model)
         engine = open_engine(
@@ -154,6 +162,35 @@ class LLM:
         """Return the engine's counters."""
         return self._engine.stats()
 
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The LoRA adapters that are loaded."""
+        return self._engine.adapters.loaded
+
+    def load_adapter(self, name: str, path: str | Path, *, in_place: bool = False) -> Adapter:
+        """Load a LoRA adapter, which `RequestOptions(adapter=name)` picks from then on.
+
+        Args:
+            name: what requests call it.
+            path: a folder as PEFT's `save_pretrained` writes it.
+            in_place: replace the one of that name.
+
+        Raises:
+            AdapterError: it cannot be read, does not fit the model, or its name is taken.
+            CapacityError: no slot is free, its rank is too large, or memory is short.
+            ProviderError: the device fails.
+        """
+        adapters = self._engine.adapters
+        return adapters.load(name, adapters.read(Path(path)), in_place=in_place)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let no more requests pick an adapter, and free its slot.
+
+        Raises:
+            UnknownAdapterError: none of that name is loaded.
+        """
+        self._engine.adapters.unload(name)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -170,7 +207,7 @@ class LLM:
         Args:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list of these.
             sampling_params: for all prompts, or one for each; None for the defaults.
-            options: priority, tenant and the like, for all prompts, or one for each.
+            options: adapter, priority and the like, for all prompts, or one for each.
             use_tqdm: show a progress bar.
 
         Raises:
@@ -192,6 +229,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
         tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
         use_tqdm: bool = False,
@@ -201,6 +239,7 @@ class LLM:
         Args:
             messages: the messages of a conversation, or a list of conversations.
             sampling_params: for all conversations, or one for each; None for the defaults.
+            options: adapter, priority and the like, for all conversations, or one for each.
             tools: what the model may call, in OpenAI's shape.
             add_generation_prompt: end the prompt where the model's answer begins.
             use_tqdm: show a progress bar.
@@ -217,10 +256,11 @@ class LLM:
         listed = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         requests = []
         each = _one_for_each(sampling_params, SamplingParams(), len(listed), "sampling_params")
-        for chat, params in zip(listed, each, strict=True):
+        treated = _one_for_each(options, RequestOptions(), len(listed), "options")
+        for chat, params, how in zip(listed, each, treated, strict=True):
             text = self._template.render(chat, tools, add_generation_prompt)
             ids = tokenizer.encode(text, add_special_tokens=False)
-            request = self._engine.prepare(self._next_id(), ids, params)
+            request = self._engine.prepare(self._next_id(), ids, params, how)
             request.prompt = text
             requests.append(request)
         return self._run(requests, use_tqdm=use_tqdm)

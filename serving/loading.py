@@ -51,7 +51,8 @@ def open_engine(
         CapacityError: it does not fit the memory.
     """
     config = config or EngineConfig()
-    eos_token_ids = frozenset(Artifact.read(path).manifest.eos_token_ids)
+    manifest = Artifact.read(path).manifest
+    eos_token_ids = frozenset(manifest.eos_token_ids)
     tokenizer = None
     if needs_tokenizer or (path / TOKENIZER_FILE).is_file():
         tokenizer = Tokenizer.from_folder(path, eos_token_ids)
@@ -70,7 +71,13 @@ def open_engine(
 
     def start(model: Model, standby: Standby) -> Engine:
         return Engine(
-            model, tokenizer, config, eos_token_ids, standby=standby, speculator=speculator
+            model,
+            tokenizer,
+            config,
+            eos_token_ids,
+            standby=standby,
+            speculator=speculator,
+            base=manifest.model,
         )
 
     try:

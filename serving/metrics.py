@@ -157,6 +157,9 @@ class Metrics(Collector):
         text, labels = "Sequences that ended, by reason.", (*LABELS, "finished_reason")
         ended = [((reason,), count) for reason, count in stats.finished.items()]
         yield self._filled(CounterMetricFamily("vllm:request_success", text, labels=labels), ended)
+        text, labels = "Unfinished requests of a loaded LoRA adapter.", (*LABELS, "lora_name")
+        using = [((name,), count) for name, count in stats.adapter_requests.items()]
+        yield self._filled(GaugeMetricFamily("onnxport:lora_requests", text, labels=labels), using)
         text, labels = "Bytes of K/V in a tier.", (*LABELS, "tier")
         tiers = [(("host",), stats.host_tier_bytes), (("disk",), stats.disk_tier_bytes)]
         yield self._filled(GaugeMetricFamily("onnxport:kv_tier_bytes", text, labels=labels), tiers)

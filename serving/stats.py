@@ -43,4 +43,6 @@ class EngineStats:
     num_losses: int = 0  # devices that were lost, or did not load though asked for first
     num_fallbacks: int = 0  # providers that took over
     speculation: SpeculationCounters | None = None  # None: nothing is guessed
+    # Unfinished requests of each LoRA adapter that is loaded.
+    adapter_requests: Mapping[str, int] = field(default_factory=dict)
     finished: Mapping[FinishReason, int] = field(default_factory=dict)  # ended, by reason

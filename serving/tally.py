@@ -102,5 +102,6 @@ class Tally:
             num_losses=len(runtime.losses),
             num_fallbacks=sum(one.replaced_by is not None for one in runtime.losses),
             speculation=speculation,
+            adapter_requests=runtime.adapters.num_requests,
             finished=dict(self._finished),
         )

@@ -14,6 +14,7 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.llm import LLM
 from onnxport.serving.params import SamplingParams
+from tests.graphs.artifacts import SPEC
 from tests.serving.helpers import alone
 from tests.serving.tokenizers_for_tests import byte_level
 
@@ -30,7 +31,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, LoadOptions
         calls.append((path, provider, options, model))
         return model
 
-    manifest = SimpleNamespace(eos_token_ids=(0, 5))
+    manifest = SimpleNamespace(eos_token_ids=(0, 5), model=SPEC)
     artifact = SimpleNamespace(read=lambda path: SimpleNamespace(manifest=manifest))
     monkeypatch.setattr(loading, "Artifact", artifact)
     monkeypatch.setattr(loading, "open_model", open_model)
@@ -88,7 +89,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[NullModel | Excepti
             raise found
         return found
 
-    manifest = SimpleNamespace(eos_token_ids=())
+    manifest = SimpleNamespace(eos_token_ids=(), model=SPEC)
     artifact = SimpleNamespace(read=lambda path: SimpleNamespace(manifest=manifest))
     monkeypatch.setattr(loading, "Artifact", artifact)
     monkeypatch.setattr(loading, "open_model", open_model)
@@ -204,6 +205,8 @@ def test_llm_passes_every_option_on(
         dtype="float16",
         allowed_on_host=["Gather"],
         fallback=["auto"],
+        max_adapters=2,
+        max_adapter_rank=32,
     ) as llm:
         assert llm._engine.config == EngineConfig(3, 100, 4)
         assert opened[0][2] == LoadOptions(
@@ -216,5 +219,8 @@ def test_llm_passes_every_option_on(
             matmul_accuracy_level=1,
             dtype="float16",
             allowed_on_host=("Gather",),
+            max_adapters=2,
+            max_adapter_rank=32,
         )
+        assert llm._engine.adapters._base is SPEC
         assert [one.provider for one in llm._engine._runtime._fallbacks] == ["auto"]
