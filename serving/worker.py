@@ -8,11 +8,14 @@ import logging
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from onnxport.errors import DeviceLostError, OnnxportError, RequestError
 from onnxport.providers.base import Capabilities
+from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.engine import Engine
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
@@ -21,6 +24,8 @@ from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +55,7 @@ class AsyncEngine:
         self._wakeup = threading.Condition()
         # All below is guarded by _wakeup.
         self._commands: list[Callable[[], None]] = []
+        self._calls: set[Future[Any]] = set()  # what `_between_steps` waits for
         self._streams: dict[str, _Stream] = {}
         self._accepting = True
         self._stopping = False
@@ -87,6 +93,11 @@ class AsyncEngine:
         return self._engine.losses
 
     @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The LoRA adapters that requests may pick by `RequestOptions.adapter`."""
+        return self._engine.adapters.loaded
+
+    @property
     def most_prompts(self) -> int:
         """Most requests that one client can have waiting, when nobody else has any."""
         config = self._engine.config
@@ -97,6 +108,33 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         """Return the engine's counters as they were after the last step."""
         return self._stats
+
+    async def load_adapter(self, name: str, path: Path, *, in_place: bool = False) -> Adapter:
+        """Read an adapter off the event loop, and load it between two steps.
+
+        Args:
+            name: what requests call it.
+            path: the folder, as PEFT writes it.
+            in_place: replace the one of that name, which its requests go on with.
+
+        Raises:
+            AdapterError: it cannot be read, does not fit the model, or its name is taken.
+            CapacityError: no slot is free, its rank is too large, or memory is short.
+            ProviderError: the device fails.
+            OnnxportError: the engine is closed or has failed.
+        """
+        adapters = self._engine.adapters
+        content = await asyncio.to_thread(adapters.read, path)
+        return await self._between_steps(lambda: adapters.load(name, content, in_place=in_place))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let no more requests find an adapter; those that use it go on.
+
+        Raises:
+            UnknownAdapterError: none of that name is loaded.
+            OnnxportError: the engine is closed or has failed.
+        """
+        await self._between_steps(lambda: self._engine.adapters.unload(name))
 
     def add_listener(self, listener: Listener) -> None:
         """Tell `listener`, in the engine's thread, what happens from now on."""
@@ -162,16 +200,41 @@ class AsyncEngine:
         await self.close()
 
     def _check_open(self, request_id: str, options: RequestOptions | None) -> None:
+        self._check_running()
+        if request_id in self._streams:
+            raise RequestError(f"request id {request_id!r} is in use", "request_id")
+        if self._engine.queue_room(options) <= self._num_submitted:
+            raise self._engine.overload()
+
+    def _check_running(self) -> None:
         if self._failure is not None:
             raise OnnxportError(f"the engine has failed: {self._failure!r}; start it again")
         if self._engine.failure is not None:
             raise DeviceLostError(self._engine.failure)
         if not self._accepting:
             raise OnnxportError("the engine is closed and takes no more requests")
-        if request_id in self._streams:
-            raise RequestError(f"request id {request_id!r} is in use", "request_id")
-        if self._engine.queue_room(options) <= self._num_submitted:
-            raise self._engine.overload()
+
+    async def _between_steps(self, work: Callable[[], T]) -> T:
+        """Return what `work` returns in the engine's thread."""
+        call: Future[T] = Future()
+
+        def run() -> None:
+            if call.set_running_or_notify_cancel():
+                try:
+                    call.set_result(work())
+                except Exception as error:
+                    call.set_exception(error)
+
+        with self._wakeup:
+            self._check_running()
+            self._calls.add(call)
+            self._commands.append(run)
+            self._wakeup.notify()
+        try:
+            return await asyncio.wrap_future(call)
+        finally:
+            with self._wakeup:
+                self._calls.discard(call)
 
     async def _stream(self, request: Request) -> AsyncGenerator[CompletionDelta, None]:
         stream = _Stream(request, asyncio.get_running_loop())
@@ -267,7 +330,11 @@ class AsyncEngine:
         with self._wakeup:
             self._failure = error
             streams, self._streams = list(self._streams.values()), {}
+            calls = list(self._calls)
         message = f"the engine failed: {type(error).__name__}: {error}"
+        for call in calls:
+            with contextlib.suppress(InvalidStateError):  # it is done, or nobody waits any more
+                call.set_exception(OnnxportError(message))
         for stream in streams:
             name = stream.request_id
             last = [
