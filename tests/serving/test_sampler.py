@@ -1,4 +1,6 @@
-"""The sampler against an obvious, slow reference, and against the distribution it promises."""
+"""The samplers, NumPy's and the native one with each instruction set, against an obvious, slow
+reference, and against the distribution they promise.
+"""
 
 import numpy as np
 import pytest
@@ -7,10 +9,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from onnxport.serving.drawing import RowParams
-from onnxport.serving.sampler import row_logprobs, sample, sample_greedy, uniform
+from onnxport.serving.sampler import uniform
 from onnxport.serving.topm import top_m
+from tests.serving.samplers import ISAS, Sampler, sampler_named
 
 VOCABS = (5, 64, 257, 3000)
+
+
+@pytest.fixture(scope="module", params=["numpy", *ISAS])
+def sampler(request: pytest.FixtureRequest) -> Sampler:
+    return sampler_named(request.param)
 
 
 def random_logits(rows: int, vocab: int, seed: int, *, ties: bool = False) -> NDArray[np.float32]:
@@ -53,11 +61,11 @@ def test_top_m_is_the_beginning_of_a_full_sort(vocab: int, ties: bool) -> None:
             assert (values == np.take_along_axis(logits, columns, axis=1)).all()
 
 
-def test_greedy_takes_the_likeliest_and_of_equals_the_first() -> None:
+def test_greedy_takes_the_likeliest_and_of_equals_the_first(sampler: Sampler) -> None:
     logits = np.array([[0, 3, 1, 3], [2, 2, 2, 2]], np.float32)
-    assert sample_greedy(logits).token_ids == [1, 0]
-    assert sample(logits, [RowParams()] * 2).token_ids == [1, 0]
-    assert sample(logits, [RowParams(temperature=1.0, top_k=1)] * 2).token_ids == [1, 0]
+    assert sampler.sample_greedy(logits).token_ids == [1, 0]
+    assert sampler.sample(logits, [RowParams()] * 2).token_ids == [1, 0]
+    assert sampler.sample(logits, [RowParams(temperature=1.0, top_k=1)] * 2).token_ids == [1, 0]
 
 
 @settings(max_examples=60, deadline=None)
@@ -70,13 +78,19 @@ def test_greedy_takes_the_likeliest_and_of_equals_the_first() -> None:
     ties=st.booleans(),
 )
 def test_only_what_the_reference_allows_is_drawn(
-    vocab: int, seed: int, temperature: float, top_k: int | None, top_p: float, ties: bool
+    sampler: Sampler,
+    vocab: int,
+    seed: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    ties: bool,
 ) -> None:
     logits = random_logits(1, vocab, seed, ties=ties)
     numbers = [0.0, 0.1, 0.5, 0.9, 1 - 2**-53]
     rows = [RowParams(temperature, top_k, top_p, number) for number in numbers]
     allowed = reference(logits[0], rows[0])
-    drawn = sample(np.repeat(logits, len(rows), axis=0), rows).token_ids
+    drawn = sampler.sample(np.repeat(logits, len(rows), axis=0), rows).token_ids
     assert set(drawn) <= allowed.keys()
 
 
@@ -93,7 +107,7 @@ def test_only_what_the_reference_allows_is_drawn(
 )
 @pytest.mark.parametrize("vocab", [64, 600])
 def test_an_even_grid_of_numbers_gives_the_reference_s_probabilities(
-    row: RowParams, vocab: int
+    sampler: Sampler, row: RowParams, vocab: int
 ) -> None:
     """Inverse CDF: n evenly spread numbers hit each token n p times, give or take one."""
     number = 4000
@@ -101,7 +115,7 @@ def test_an_even_grid_of_numbers_gives_the_reference_s_probabilities(
     rows = [
         RowParams(row.temperature, row.top_k, row.top_p, (i + 0.5) / number) for i in range(number)
     ]
-    drawn = sample(np.repeat(logits, number, axis=0), rows).token_ids
+    drawn = sampler.sample(np.repeat(logits, number, axis=0), rows).token_ids
     counts = np.bincount(drawn, minlength=vocab)
     expected = np.zeros(vocab)
     for token_id, probability in reference(logits[0], row).items():
@@ -109,12 +123,12 @@ def test_an_even_grid_of_numbers_gives_the_reference_s_probabilities(
     assert np.abs(counts - expected).max() <= 1.1
 
 
-def test_drawing_over_positions_follows_the_distribution() -> None:
+def test_drawing_over_positions_follows_the_distribution(sampler: Sampler) -> None:
     """Chi-square over 20,000 positions of one seed; 99.9 % of the time below the bound."""
     number, vocab = 20_000, 16
     logits = random_logits(1, vocab, 2) / 3
     rows = [RowParams(1.0, uniform=uniform(123, position)) for position in range(number)]
-    counts = np.bincount(sample(np.repeat(logits, number, axis=0), rows).token_ids)
+    counts = np.bincount(sampler.sample(np.repeat(logits, number, axis=0), rows).token_ids)
     expected = np.array([p for _, p in sorted(reference(logits[0], rows[0]).items())]) * number
     assert ((counts - expected) ** 2 / expected).sum() < 37.7  # 15 degrees of freedom
 
@@ -131,7 +145,7 @@ def test_numbers_are_even_and_unlike_between_seeds_and_positions() -> None:
     assert uniform(7, 3) == uniform(7, 3)
 
 
-def test_rows_do_not_depend_on_each_other() -> None:
+def test_rows_do_not_depend_on_each_other(sampler: Sampler) -> None:
     logits = random_logits(24, 3000, 1)
     choices: list[tuple[float, int | None, float]] = [
         (0.0, None, 1.0),
@@ -142,10 +156,10 @@ def test_rows_do_not_depend_on_each_other() -> None:
         (1.0, 2000, 0.99),
     ]
     rows = [RowParams(*choices[i % 6], uniform(i, 0), 3 if i % 5 else None) for i in range(24)]
-    together = sample(logits, rows)
+    together = sampler.sample(logits, rows)
     assert together.logprobs is not None
     for index, row in enumerate(rows):
-        single = sample(logits[index : index + 1], [row])
+        single = sampler.sample(logits[index : index + 1], [row])
         assert single.token_ids == together.token_ids[index : index + 1]
         if row.num_logprobs is not None:
             assert single.logprobs == together.logprobs[index : index + 1]
@@ -155,35 +169,37 @@ def test_rows_do_not_depend_on_each_other() -> None:
 
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("ties", [False, True])
-def test_logprobs_are_the_log_softmax_of_raw_logits(vocab: int, ties: bool) -> None:
+def test_logprobs_are_the_log_softmax_of_raw_logits(
+    sampler: Sampler, vocab: int, ties: bool
+) -> None:
     logits = random_logits(1, vocab, 9, ties=ties)[0]
     exact = logits.astype(np.float64)
     exact = exact - exact.max() - np.log(np.exp(exact - exact.max()).sum())
     order = ranked(logits)
     for token_id in (0, vocab // 2, order[0], order[-1]):
-        found = row_logprobs(logits, token_id, 4)
+        found = sampler.logprobs(logits[None], [token_id], [4])[0]
         assert found.logprob == pytest.approx(exact[token_id], abs=2e-6)
         assert found.rank == order.index(token_id) + 1
         assert found.top_ids == tuple(order[:4])
         assert found.top_logprobs == pytest.approx(exact[order[:4]], abs=2e-6)
-    assert row_logprobs(logits, 0, 0).top_ids == ()
+    assert sampler.logprobs(logits[None], [0], [0])[0].top_ids == ()
 
 
-def test_logits_are_not_changed() -> None:
+def test_logits_are_not_changed(sampler: Sampler) -> None:
     logits = random_logits(4, 300, 0)
     before = logits.copy()
-    sample(logits, [RowParams(t, None, p, 0.5, 5) for t in (0.5, 2.0) for p in (0.5, 1.0)])
+    sampler.sample(logits, [RowParams(t, None, p, 0.5, 5) for t in (0.5, 2.0) for p in (0.5, 1.0)])
     assert (logits == before).all()
 
 
-def test_rows_without_finite_logits_are_reported_and_others_sampled() -> None:
+def test_rows_without_finite_logits_are_reported_and_others_sampled(sampler: Sampler) -> None:
     logits = random_logits(5, 300, 0)
     logits[1, 7] = np.nan
     logits[2] = -np.inf
     logits[3, 5] = np.inf
     logits[4, 10:] = -np.inf  # a mask is no fault
     rows = [RowParams(1.0, None, p, 0.3) for p in (0.9, 0.9, 1.0, 1.0, 0.9)]
-    result = sample(logits, rows)
+    result = sampler.sample(logits, rows)
     assert result.invalid == (1, 2, 3)
     assert result.token_ids[4] < 10
-    assert sample_greedy(logits).invalid == (1, 2, 3)
+    assert sampler.sample_greedy(logits).invalid == (1, 2, 3)

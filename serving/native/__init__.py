@@ -1,0 +1,1 @@
+"""Sampling in native code: what `numpy_sampler` does, in one call a step."""

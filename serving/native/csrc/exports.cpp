@@ -1,0 +1,39 @@
+// The plain C entry points, for ctypes.
+#include <stddef.h>
+
+#include <new>
+
+#include "request.h"
+
+#define ONNXPORT_EXPORT extern "C" __attribute__((visibility("default")))
+
+using onnxport::Batch;
+using onnxport::Kernels;
+using onnxport::Request;
+
+// Sizes of the structures, so that a caller can check its own declarations of them.
+ONNXPORT_EXPORT size_t onnxport_sampling_request_size() { return sizeof(Request); }
+ONNXPORT_EXPORT size_t onnxport_sampling_batch_size() { return sizeof(Batch); }
+
+// The passes of an instruction set, "avx512", "avx2" or "portable", or of the best one for null;
+// null if this processor lacks it.
+ONNXPORT_EXPORT const Kernels* onnxport_sampling_kernels(const char* name) {
+  return onnxport::find_kernels(name);
+}
+
+ONNXPORT_EXPORT const char* onnxport_sampling_name(const Kernels* kernels) { return kernels->name; }
+
+// Does rows that no other thread has begun, until there are none left. Any number of threads may
+// call it with one batch; a row gets the same bits from any of them.
+ONNXPORT_EXPORT void onnxport_sampling_run(Batch* batch) {
+  for (;;) {
+    const int64_t row = __atomic_fetch_add(&batch->next, 1, __ATOMIC_RELAXED);
+    if (row >= batch->num_rows) return;
+    Request& request = batch->requests[row];
+    try {
+      onnxport::sample_row(*batch, batch->logits + row * batch->stride, request);
+    } catch (const std::bad_alloc&) {
+      request.status = onnxport::kOutOfMemory;
+    }
+  }
+}

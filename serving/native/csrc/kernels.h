@@ -1,0 +1,69 @@
+// What one instruction set offers to the code that decides: passes over long arrays. Each set is
+// compiled from kernels_impl.h with its own flags; all get the same bits.
+#pragma once
+
+#include <stdint.h>
+
+namespace onnxport {
+
+constexpr int64_t kChunk = 1024;       // floats that are summed up, or weighed, together
+constexpr int64_t kChunkGroups = 16;   // of each chunk: every 16th float is of one group
+constexpr int64_t kSlack = 16;         // floats behind a result that may be overwritten
+constexpr int32_t kBuckets = 1024;
+
+struct Range {
+  float maximum;  // -inf if all are, or are NaN
+  float minimum;  // +inf if all are +inf, or NaN
+  bool has_nan;
+};
+
+// weight(x) = exp((x - maximum) / temperature); `scale` is log2(e) / temperature.
+struct Weighing {
+  float maximum;
+  float scale;
+};
+
+// Numbers values from the largest, `top`, down: min((top - x) * per_unit, kBuckets - 1).
+struct Bucketing {
+  float top;
+  float per_unit;
+};
+
+struct Kernels {
+  const char* name;
+
+  // The range of values[count], and the maxima of their groups [chunks][kChunkGroups]; null: not
+  // wanted.
+  Range (*scan)(const float* values, int64_t count, float* group_maxima);
+
+  // The sums of the weights of each chunk, double [chunks].
+  void (*sums)(const float* values, int64_t count, Weighing weighing, double* sums);
+
+  // The weights; values and weights may be the same array.
+  void (*weigh)(const float* values, int64_t count, Weighing weighing, float* weights);
+
+  // Copies the values that are at least `least`, and their places, in their order; returns how
+  // many. Both arrays have room for kSlack more than there are.
+  int64_t (*gather)(const float* values, int64_t count, float least, float* found,
+                    int32_t* places);
+
+  // The bucket of each value.
+  void (*bucket)(const float* values, int64_t count, Bucketing bucketing, int32_t* buckets);
+
+  // As gather: the values of one bucket.
+  int64_t (*gather_bucket)(const float* values, int64_t count, Bucketing bucketing, int32_t bucket,
+                           float* found, int32_t* places);
+
+  // How many of the values are larger than `value`, and equal to it.
+  void (*rank)(const float* values, int64_t count, float value, int64_t* larger, int64_t* equal);
+};
+
+// Null where this build cannot run them.
+const Kernels* kernels_portable();
+const Kernels* kernels_avx2();
+const Kernels* kernels_avx512();
+
+// The best set that this processor runs, or the one of that name; null if it lacks it.
+const Kernels* find_kernels(const char* name);
+
+}  // namespace onnxport

@@ -1,0 +1,156 @@
+// The passes of kernels.h, for the instruction set of the file that includes this. Nothing here may
+// be shared with other objects, hence no templates of the standard library.
+#pragma once
+
+#include "kernels.h"
+#include "vec16.h"
+
+namespace {
+
+using onnxport::Bucketing;
+using onnxport::kBuckets;
+using onnxport::kChunk;
+using onnxport::Range;
+using onnxport::Weighing;
+
+// Calls f(values from `place` on, place) for 16 values at a time; behind the last come `other`.
+template <class F>
+static inline void sixteens(const float* values, int64_t begin, int64_t end, float other, F f) {
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) f(load(values + i), i);
+  if (i < end) f(load_some(values + i, end - i, other), i);
+}
+
+// Calls f with 16 values at a time, twice the same; behind the last come -inf, and +inf.
+template <class F>
+static inline void sixteens_of_both(const float* values, int64_t begin, int64_t end, F f) {
+  int64_t i = begin;
+  for (; i + kLanes <= end; i += kLanes) {
+    const Vec x = load(values + i);
+    f(x, x);
+  }
+  if (i < end) {
+    f(load_some(values + i, end - i, -INFINITY), load_some(values + i, end - i, INFINITY));
+  }
+}
+
+Range scan(const float* values, int64_t count, float* group_maxima) {
+  Vec all = splat(-INFINITY), least = splat(INFINITY);
+  Ints nan[kParts] = {};
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    Vec maximum = splat(-INFINITY);
+    sixteens_of_both(values, begin, end, [&](const Vec& x, const Vec& y) {
+      maximum = larger(maximum, x);
+      for (int p = 0; p < kParts; p++) {
+        least.part[p] = y.part[p] < least.part[p] ? y.part[p] : least.part[p];
+        nan[p] |= x.part[p] != x.part[p];
+      }
+    });
+    all = larger(all, maximum);
+    if (group_maxima) store(group_maxima + begin / kChunk * kLanes, maximum);
+  }
+  Range range{-INFINITY, INFINITY, false};
+  float high[kLanes], low[kLanes];
+  store(high, all);
+  store(low, least);
+  for (int i = 0; i < kLanes; i++) {
+    if (high[i] > range.maximum) range.maximum = high[i];
+    if (low[i] < range.minimum) range.minimum = low[i];
+    if (nan[i / kPartLanes][i % kPartLanes]) range.has_nan = true;
+  }
+  return range;
+}
+
+void sums(const float* values, int64_t count, Weighing by, double* sums) {
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    Vec sum = splat(0.f);
+    sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t) {
+      sum = add(sum, weight(x, by.maximum, by.scale));
+    });
+    float lanes[kLanes];
+    store(lanes, sum);
+    double total = 0.0;
+    for (int i = 0; i < kLanes; i++) total += lanes[i];
+    sums[begin / kChunk] = total;
+  }
+}
+
+void weigh(const float* values, int64_t count, Weighing by, float* weights) {
+  sixteens(values, 0, count, -INFINITY, [&](const Vec& x, int64_t place) {
+    const Vec w = weight(x, by.maximum, by.scale);
+    store_some(weights + place, w, count - place);
+  });
+}
+
+int64_t gather(const float* values, int64_t count, float least, float* found, int32_t* places) {
+  const Vec bound = splat(least);
+  int64_t size = 0, i = 0;
+  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
+    uint32_t bits[4];
+    for (int j = 0; j < 4; j++) bits[j] = at_least(load(values + i + j * kLanes), bound);
+    if (!(bits[0] | bits[1] | bits[2] | bits[3])) continue;
+    for (int j = 0; j < 4; j++) {
+      const int64_t place = i + j * kLanes;
+      if (bits[j]) size = append(bits[j], load(values + place), place, found, places, size);
+    }
+  }
+  for (; i < count; i++) {
+    if (!(values[i] >= least)) continue;
+    found[size] = values[i];
+    places[size++] = static_cast<int32_t>(i);
+  }
+  return size;
+}
+
+static inline Ints part_bucket(Floats x, Bucketing by) {
+  const Floats last = Floats{} + static_cast<float>(kBuckets - 1);
+  const Floats place = (by.top - x) * by.per_unit;
+  return __builtin_convertvector(place < last ? place : last, Ints);
+}
+
+void bucket(const float* values, int64_t count, Bucketing by, int32_t* buckets) {
+  sixteens(values, 0, count, by.top, [&](const Vec& x, int64_t place) {
+    const Vec numbers = each([&](int p) {
+      return reinterpret_cast<Floats>(part_bucket(x.part[p], by));
+    });
+    store_some(buckets + place, numbers, count - place);
+  });
+}
+
+int64_t gather_bucket(const float* values, int64_t count, Bucketing by, int32_t bucket,
+                      float* found, int32_t* places) {
+  int64_t size = 0;
+  const Floats one = Floats{} + 1.f;
+  sixteens(values, 0, count, by.top, [&](const Vec& x, int64_t place) {
+    uint32_t bits = 0;
+    for (int p = 0; p < kParts; p++) {
+      const Floats yes = part_bucket(x.part[p], by) == bucket ? one : Floats{};
+      bits |= part_at_least(yes, one) << (p * kPartLanes);
+    }
+    if (count - place < kLanes) bits &= (1u << (count - place)) - 1;
+    if (bits) size = append(bits, x, place, found, places, size);
+  });
+  return size;
+}
+
+void rank(const float* values, int64_t count, float value, int64_t* larger, int64_t* equal) {
+  const Vec bound = splat(value);
+  int64_t above = 0, same = 0;
+  sixteens(values, 0, count, -INFINITY, [&](const Vec& x, int64_t place) {
+    uint32_t bits = at_least(x, bound);
+    if (!bits) return;
+    if (count - place < kLanes) bits &= (1u << (count - place)) - 1;
+    const uint32_t equals = bits & at_least(bound, x);
+    same += __builtin_popcount(equals);
+    above += __builtin_popcount(bits) - __builtin_popcount(equals);
+  });
+  *larger = above;
+  *equal = same;
+}
+
+constexpr onnxport::Kernels kKernels{
+    ONNXPORT_KERNELS_NAME, scan, sums, weigh, gather, bucket, gather_bucket, rank};
+
+}  // namespace

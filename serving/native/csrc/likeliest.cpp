@@ -1,0 +1,206 @@
+#include "likeliest.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+namespace onnxport {
+namespace {
+
+constexpr int64_t kFew = 64;      // candidates that are sorted rather than counted out
+constexpr int64_t kSelect = 4096;  // candidates of which a few are selected without counting first
+
+// Sorts as (largest value, first place): the bits of floats sort like integers once the negative
+// ones are inverted and the others get the highest bit; all of it inverted sorts the largest first.
+uint64_t key_of(float value, int64_t index) {
+  value += 0.f;  // -0 becomes 0, which it equals
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  const uint32_t descending = bits >> 31 ? bits : bits ^ 0x7fffffffu;
+  return static_cast<uint64_t>(descending) << 32 | static_cast<uint64_t>(index);
+}
+
+void make_keys(const Candidates& all, std::vector<uint64_t>& keys) {
+  keys.resize(static_cast<size_t>(all.size));
+  for (int64_t i = 0; i < all.size; i++) keys[static_cast<size_t>(i)] = key_of(all.values[i], i);
+}
+
+// Whether a range can be divided into buckets: its length and what that is divided by are finite.
+bool is_divisible(Range range) {
+  const float length = range.maximum - range.minimum;
+  return length > 1e-30f && length < INFINITY;
+}
+
+Bucketing divide(Range range) {
+  return {range.maximum, static_cast<float>(kBuckets) / (range.maximum - range.minimum)};
+}
+
+// The key of the `size`-th largest.
+uint64_t last_key(const Kernels& kernels, const Candidates& all, int64_t size, Scratch& scratch) {
+  std::vector<uint64_t>& keys = scratch.keys;
+  const Range range = kernels.scan(all.values, all.size, nullptr);
+  if (all.size <= kSelect || !is_divisible(range)) {
+    make_keys(all, keys);
+  } else {
+    const Bucketing by = divide(range);
+    int64_t counts[kBuckets] = {};
+    int32_t buckets[kChunk];
+    for (int64_t begin = 0; begin < all.size; begin += kChunk) {
+      const int64_t count = std::min(kChunk, all.size - begin);
+      kernels.bucket(all.values + begin, count, by, buckets);
+      for (int64_t i = 0; i < count; i++) counts[buckets[i]]++;
+    }
+    int32_t bucket = 0;
+    for (; size > counts[bucket]; bucket++) size -= counts[bucket];
+    Shelf& few = scratch.members[0];
+    few.make_room(all.size);
+    const int64_t count = kernels.gather_bucket(all.values, all.size, by, bucket,
+                                                few.values.data(), few.places.data());
+    keys.clear();
+    for (int64_t i = 0; i < count; i++) {
+      const size_t at = static_cast<size_t>(i);
+      keys.push_back(key_of(few.values[at], few.places[at]));
+    }
+  }
+  const auto last = keys.begin() + (size - 1);
+  std::nth_element(keys.begin(), last, keys.end());
+  return *last;
+}
+
+}  // namespace
+
+float reached_by(const Row& row, int64_t size, Scratch& scratch) {
+  const int64_t groups = num_chunks(row.count) * kChunkGroups;
+  if (size > groups / 2) return -INFINITY;
+  // Each group holds a value as large as its maximum.
+  scratch.bounds.assign(row.group_maxima, row.group_maxima + groups);
+  const auto place = scratch.bounds.begin() + (size - 1);
+  std::nth_element(scratch.bounds.begin(), place, scratch.bounds.end(), std::greater<float>());
+  return *place;
+}
+
+Candidates gather(const Kernels& kernels, const Row& row, float least, Scratch& scratch) {
+  if (row.range.minimum >= least) return {row.values, nullptr, row.count};
+  Shelf& head = scratch.head;
+  head.make_room(row.count);
+  return head.first(
+      kernels.gather(row.values, row.count, least, head.values.data(), head.places.data()));
+}
+
+Candidates largest(const Kernels& kernels, const Candidates& all, int64_t size, Scratch& scratch) {
+  if (size >= all.size) return all;
+  const uint64_t last = last_key(kernels, all, size, scratch);
+  Shelf& kept = scratch.kept;
+  kept.make_room(size);
+  int64_t count = 0;
+  for (int64_t i = 0; i < all.size; i++) {
+    kept.values[static_cast<size_t>(count)] = all.values[i];
+    kept.places[static_cast<size_t>(count)] = all.place(i);
+    count += key_of(all.values[i], i) <= last;
+  }
+  return kept.first(size);
+}
+
+Candidates sorted(const Candidates& all, Scratch& scratch) {
+  make_keys(all, scratch.keys);
+  std::sort(scratch.keys.begin(), scratch.keys.end());
+  Shelf& sorted = scratch.sorted;
+  sorted.make_room(all.size);
+  for (size_t i = 0; i < scratch.keys.size(); i++) {
+    const uint32_t from = static_cast<uint32_t>(scratch.keys[i]);
+    sorted.values[i] = all.values[from];
+    sorted.places[i] = all.place(from);
+  }
+  return sorted.first(all.size);
+}
+
+Descent::Descent(const Kernels& kernels, const Candidates& all, Weighing weighing,
+                 Scratch& scratch, int level)
+    : kernels_(kernels), all_(all), weighing_(weighing), scratch_(scratch), level_(level) {
+  const Range range = kernels.scan(all.values, all.size, nullptr);
+  if (range.maximum == range.minimum) {
+    order_ = Order::kEqual;
+    float weight;
+    kernels.weigh(all.values, 1, weighing, &weight);
+    total_ = static_cast<double>(weight) * static_cast<double>(all.size);
+  } else if (all.size <= kFew || !is_divisible(range)) {
+    order_ = Order::kSorted;
+    weigh_sorted();
+  } else {
+    order_ = Order::kBuckets;
+    bucketing_ = divide(range);
+    weigh_buckets();
+  }
+}
+
+void Descent::weigh_sorted() {
+  all_ = sorted(all_, scratch_);
+  scratch_.weights.resize(static_cast<size_t>(all_.size));
+  kernels_.weigh(all_.values, all_.size, weighing_, scratch_.weights.data());
+  for (int64_t i = 0; i < all_.size; i++) total_ += scratch_.weights[static_cast<size_t>(i)];
+}
+
+void Descent::weigh_buckets() {
+  memset(masses_, 0, sizeof masses_);
+  int32_t buckets[kChunk];
+  float weights[kChunk];
+  for (int64_t begin = 0; begin < all_.size; begin += kChunk) {
+    const int64_t count = std::min(kChunk, all_.size - begin);
+    kernels_.bucket(all_.values + begin, count, bucketing_, buckets);
+    kernels_.weigh(all_.values + begin, count, weighing_, weights);
+    for (int64_t i = 0; i < count; i++) masses_[i % kCopies][buckets[i]] += weights[i];
+  }
+  for (int32_t i = 0; i < kBuckets; i++) total_ += masses_[0][i] + masses_[1][i];
+}
+
+Descent::Stop Descent::find(double target) const {
+  switch (order_) {
+    case Order::kSorted: return find_sorted(target);
+    case Order::kEqual: return find_equal(target);
+    default: return find_in_bucket(target);
+  }
+}
+
+Descent::Stop Descent::find_sorted(double target) const {
+  double sum = 0.0;
+  for (int64_t i = 0; i < all_.size; i++) {
+    sum += scratch_.weights[static_cast<size_t>(i)];
+    if (sum > target) return {all_.place(i), sum};
+  }
+  return {all_.place(all_.size - 1), total_};
+}
+
+Descent::Stop Descent::find_equal(double target) const {
+  const double weight = total_ / static_cast<double>(all_.size);
+  const double passed = std::max(0.0, std::floor(target / weight));
+  const int64_t index = std::min(all_.size - 1, static_cast<int64_t>(passed));
+  return {all_.place(index), weight * static_cast<double>(index + 1)};
+}
+
+Descent::Stop Descent::find_in_bucket(double target) const {
+  double before = 0.0, sum = 0.0;
+  int32_t bucket = 0;
+  for (int32_t i = 0; i < kBuckets && sum <= target; i++) {
+    const double mass = masses_[0][i] + masses_[1][i];
+    if (mass == 0.0) continue;
+    bucket = i;
+    before = sum;
+    sum += mass;
+  }
+  Shelf& shelf = scratch_.members[level_ % 2];
+  shelf.make_room(all_.size);
+  const Candidates members =
+      shelf.first(kernels_.gather_bucket(all_.values, all_.size, bucketing_, bucket,
+                                         shelf.values.data(), shelf.places.data()));
+  for (int64_t i = 0; i < members.size; i++) {
+    int32_t& place = shelf.places[static_cast<size_t>(i)];
+    place = all_.place(place);
+  }
+  const Descent descent(kernels_, members, weighing_, scratch_, level_ + 1);
+  const Stop stop = descent.find(target - before);
+  return {stop.place, before + stop.sum};
+}
+
+}  // namespace onnxport

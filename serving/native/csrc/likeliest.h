@@ -1,0 +1,71 @@
+// The likeliest of a row's tokens, without sorting the others.
+#pragma once
+
+#include "scratch.h"
+
+namespace onnxport {
+
+// A row to choose from: values[count], the largest of them finite, none NaN.
+struct Row {
+  const float* values;
+  int64_t count;
+  Range range;
+  const float* group_maxima;
+};
+
+inline int64_t num_chunks(int64_t count) { return (count + kChunk - 1) / kChunk; }
+
+// A value that at least `size` values of the row reach; -inf if there is no cheap one.
+float reached_by(const Row& row, int64_t size, Scratch& scratch);
+
+// Those of a row that are at least `least`, in scratch.head.
+Candidates gather(const Kernels& kernels, const Row& row, float least, Scratch& scratch);
+
+// The `size` largest, of equals the first ones, in their order; in scratch.kept, if not all.
+Candidates largest(const Kernels& kernels, const Candidates& all, int64_t size, Scratch& scratch);
+
+// The largest first, equals in their order; in scratch.sorted.
+Candidates sorted(const Candidates& all, Scratch& scratch);
+
+// Candidates looked at from the largest down, with the sum of their weights on the way. Many are
+// not sorted but counted out into buckets by value, and the one bucket that matters looked into.
+class Descent {
+ public:
+  // A candidate, and the sum of the weights of all down to it.
+  struct Stop {
+    int32_t place;
+    double sum;
+  };
+
+  // Takes at least one candidate, all of weight.
+  Descent(const Kernels& kernels, const Candidates& all, Weighing weighing, Scratch& scratch,
+          int level = 0);
+
+  // The sum of all weights.
+  double total() const { return total_; }
+
+  // The first candidate with which the sum passes `target`; the last one if that is never.
+  Stop find(double target) const;
+
+ private:
+  enum class Order { kSorted, kEqual, kBuckets };
+  static constexpr int kCopies = 2;  // so that neighbours in one bucket do not wait for each other
+
+  void weigh_sorted();
+  void weigh_buckets();
+  Stop find_sorted(double target) const;
+  Stop find_equal(double target) const;
+  Stop find_in_bucket(double target) const;
+
+  const Kernels& kernels_;
+  Candidates all_;
+  Weighing weighing_;
+  Scratch& scratch_;
+  int level_;
+  Order order_;
+  Bucketing bucketing_{0.f, 0.f};
+  double total_ = 0.0;
+  double masses_[kCopies][kBuckets];
+};
+
+}  // namespace onnxport

@@ -1,0 +1,55 @@
+// What is asked for, as the caller lays it out in memory.
+#pragma once
+
+#include <stdint.h>
+
+#include "kernels.h"
+
+namespace onnxport {
+
+enum Status : int32_t {
+  kDrawn = 0,
+  kNotFinite = 1,   // NaN, or no finite maximum
+  kBadToken = 2,    // an id that the vocabulary does not have
+  kOutOfMemory = 3,
+};
+
+// How one row is sampled, and what came of it. Pointers may be null where their number is 0.
+struct Request {
+  const int64_t* bias_ids;
+  const float* bias;
+  const int64_t* banned;
+  const int64_t* seen;
+  const float* counts;
+  const int64_t* allowed;  // ascending; null: all
+  const uint32_t* mask;    // bit i % 32 of word i / 32 allows token i; null: all
+  int64_t num_biased, num_banned, num_seen, num_allowed;
+  int64_t top_k;   // if has_top_k
+  int64_t token;   // in if has_token, out otherwise
+  double temperature, min_p, top_p, uniform;
+  float repetition, frequency, presence;
+  int32_t greedy, has_top_k;
+  int32_t has_token;     // nothing is drawn
+  int32_t has_logprobs;  // those of `token` are asked for
+  int64_t num_top;    // how many of the likeliest tokens are reported, at most the vocabulary
+  int64_t top_begin;  // where they begin in the batch's top_ids and top_logprobs
+  // Results.
+  int64_t rank;
+  double logprob;
+  int32_t status;
+};
+
+struct Batch {
+  const Kernels* kernels;
+  float* logits;       // [num_rows][stride]
+  Request* requests;   // [num_rows]
+  int64_t* top_ids;
+  double* top_logprobs;
+  int64_t num_rows, stride, vocab;
+  int64_t next;  // the first row that no thread has begun, counted up by all of them
+};
+
+// Does one row. Changes its logits meanwhile, if it is asked to, and puts them back.
+void sample_row(const Batch& batch, float* logits, Request& request);
+
+}  // namespace onnxport

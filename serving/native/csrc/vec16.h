@@ -1,0 +1,148 @@
+// Sixteen floats in as many registers as the instruction set needs, with GCC's and Clang's vector
+// types. All sets do the same IEEE operations in the same order, and none contracts a product and
+// a sum, so that they all get the same bits.
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int kLanes = 16;
+#if defined(__AVX512F__)
+constexpr int kBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kBytes = 32;
+#else
+constexpr int kBytes = 16;
+#endif
+constexpr int kParts = kLanes * 4 / kBytes;
+constexpr int kPartLanes = kLanes / kParts;
+
+typedef float Floats __attribute__((vector_size(kBytes)));
+typedef int32_t Ints __attribute__((vector_size(kBytes)));
+
+// Bit i is set where lane i of `a` is at least that of `b`.
+static inline uint32_t part_at_least(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), _CMP_GE_OQ);
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(a >= b)));
+#elif defined(__x86_64__)
+  return static_cast<uint32_t>(_mm_movemask_ps(reinterpret_cast<__m128>(a >= b)));
+#else
+  const Ints yes = a >= b;
+  uint32_t bits = 0;
+  for (int i = 0; i < kPartLanes; i++) bits |= (static_cast<uint32_t>(yes[i]) & 1u) << i;
+  return bits;
+#endif
+}
+
+struct Vec {
+  Floats part[kParts];
+};
+
+template <class F>
+static inline Vec each(F f) {
+  Vec r;
+  for (int i = 0; i < kParts; i++) r.part[i] = f(i);
+  return r;
+}
+
+static inline Vec splat(float x) {
+  return each([&](int) { return Floats{} + x; });
+}
+// Part by part: of the whole, GCC makes a copy through memory.
+static inline Vec load(const float* p) {
+  return each([&](int i) {
+    Floats part;
+    memcpy(&part, p + i * kPartLanes, sizeof part);
+    return part;
+  });
+}
+
+// The first `count` lanes, or all if there are fewer.
+template <class T>
+static inline void store_some(T* p, const Vec& a, int64_t count) {
+  static_assert(sizeof(T) == sizeof(float), "a lane is as wide");
+  if (count >= kLanes) {
+    for (int i = 0; i < kParts; i++) memcpy(p + i * kPartLanes, &a.part[i], sizeof a.part[i]);
+  } else {
+    memcpy(p, &a, static_cast<size_t>(count) * sizeof(T));
+  }
+}
+
+static inline void store(float* p, const Vec& a) { store_some(p, a, kLanes); }
+
+// The first `count` floats, and `other` behind them; none beyond them is read.
+static inline Vec load_some(const float* p, int64_t count, float other) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; i++) lanes[i] = i < count ? p[i] : other;
+  return load(lanes);
+}
+
+static inline Vec add(const Vec& a, const Vec& b) {
+  return each([&](int i) { return a.part[i] + b.part[i]; });
+}
+
+// A NaN of `b` leaves `a`.
+static inline Vec larger(const Vec& a, const Vec& b) {
+  return each([&](int i) { return b.part[i] > a.part[i] ? b.part[i] : a.part[i]; });
+}
+
+static inline uint32_t at_least(const Vec& a, const Vec& b) {
+  uint32_t bits = 0;
+  for (int i = 0; i < kParts; i++) bits |= part_at_least(a.part[i], b.part[i]) << (i * kPartLanes);
+  return bits;
+}
+
+// exp2 of t <= 0, relative error 2e-7; 0 below -126; exactly 1 at 0.
+static inline Floats part_exp2(Floats t) {
+  const Floats least = Floats{} - 127.f;
+  const Floats x = t > least ? t : least;
+  const Floats rounded = x + 12582912.f;  // 1.5 * 2^23: the low bits are now the nearest integer
+  const Floats f = x - (rounded - 12582912.f);
+  Floats p = f * 1.326472707e-3f + 9.671512649e-3f;  // minimax of degree 5 on [-0.5, 0.5]
+  p = p * f + 5.550733744e-2f;
+  p = p * f + 2.402224209e-1f;
+  p = p * f + 6.931469776e-1f;
+  p = p * f + 1.f;
+  const Ints bits = reinterpret_cast<Ints>(p) + (reinterpret_cast<Ints>(rounded) << 23);
+  return t < -126.f ? Floats{} : reinterpret_cast<Floats>(bits);
+}
+
+// exp2((x - maximum) * scale), for x up to the maximum.
+static inline Vec weight(const Vec& x, float maximum, float scale) {
+  return each([&](int i) { return part_exp2((x.part[i] - maximum) * scale); });
+}
+
+// Stores the lanes whose bit is set, and where they are, at `count`; returns the new count. Up to
+// 16 places behind it are overwritten.
+static inline int64_t append(uint32_t bits, const Vec& x, int64_t place, float* values,
+                             int32_t* places, int64_t count) {
+#if defined(__AVX512F__)
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i at = _mm512_add_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(place)));
+  const __mmask16 mask = static_cast<__mmask16>(bits);
+  const __m512 lanes = reinterpret_cast<__m512>(x.part[0]);
+  _mm512_storeu_ps(values + count, _mm512_maskz_compress_ps(mask, lanes));
+  _mm512_storeu_si512(places + count, _mm512_maskz_compress_epi32(mask, at));
+  return count + __builtin_popcount(bits);
+#else
+  float lanes[kLanes];
+  store(lanes, x);
+  for (; bits; bits &= bits - 1) {
+    const int lane = __builtin_ctz(bits);
+    values[count] = lanes[lane];
+    places[count++] = static_cast<int32_t>(place + lane);
+  }
+  return count;
+#endif
+}
+
+}  // namespace

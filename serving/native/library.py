@@ -1,0 +1,88 @@
+"""Finds the sampling library and declares what it takes."""
+
+from __future__ import annotations
+
+import ctypes
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+
+_PACKAGE = "onnxport.serving.native"
+_NAMES = ("onnxport_sampling.so", "onnxport_sampling.dylib", "onnxport_sampling.dll")
+
+DRAWN, NOT_FINITE, BAD_TOKEN, OUT_OF_MEMORY = range(4)  # the status of a row
+
+# How one row is sampled, and what came of it; csrc/request.h says what the fields mean.
+REQUEST = np.dtype(
+    [
+        *[(name, np.uintp) for name in ("bias_ids", "bias", "banned", "seen", "counts")],
+        *[(name, np.uintp) for name in ("allowed", "mask")],
+        *[(name, np.int64) for name in ("num_biased", "num_banned", "num_seen", "num_allowed")],
+        *[(name, np.int64) for name in ("top_k", "token")],
+        *[(name, np.float64) for name in ("temperature", "min_p", "top_p", "uniform")],
+        *[(name, np.float32) for name in ("repetition", "frequency", "presence")],
+        *[(name, np.int32) for name in ("greedy", "has_top_k", "has_token", "has_logprobs")],
+        ("num_top", np.int64),
+        ("top_begin", np.int64),
+        ("rank", np.int64),
+        ("logprob", np.float64),
+        ("status", np.int32),
+    ],
+    align=True,
+)
+
+
+class Batch(ctypes.Structure):
+    """The rows of a step; all arrays are the caller's."""
+
+    _fields_ = (
+        ("kernels", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),  # float32 [num_rows, stride]
+        ("requests", ctypes.c_void_p),  # REQUEST [num_rows]
+        ("top_ids", ctypes.c_void_p),  # int64
+        ("top_logprobs", ctypes.c_void_p),  # float64
+        ("num_rows", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("vocab", ctypes.c_int64),
+        ("next", ctypes.c_int64),  # 0; counted up by the threads that run the batch
+    )
+
+
+def find_library() -> Path | None:
+    """Return the library's path, or None where it was not built.
+
+    It is missing where `onnxport` was installed without a C++17 compiler of GCC's kind.
+    """
+    for name in _NAMES:
+        file = resources.files(_PACKAGE).joinpath(name)
+        if file.is_file():
+            return Path(str(file))
+    return None
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Load the library and declare the signatures of its functions.
+
+    Raises:
+        ImportError: it was built from other sources.
+    """
+    library = ctypes.CDLL(str(path))
+    library.onnxport_sampling_request_size.restype = ctypes.c_size_t
+    library.onnxport_sampling_request_size.argtypes = []
+    library.onnxport_sampling_batch_size.restype = ctypes.c_size_t
+    library.onnxport_sampling_batch_size.argtypes = []
+    library.onnxport_sampling_kernels.restype = ctypes.c_void_p
+    library.onnxport_sampling_kernels.argtypes = [ctypes.c_char_p]
+    library.onnxport_sampling_name.restype = ctypes.c_char_p
+    library.onnxport_sampling_name.argtypes = [ctypes.c_void_p]
+    library.onnxport_sampling_run.restype = None
+    library.onnxport_sampling_run.argtypes = [ctypes.POINTER(Batch)]
+    sizes = (library.onnxport_sampling_request_size(), library.onnxport_sampling_batch_size())
+    expected = (REQUEST.itemsize, ctypes.sizeof(Batch))
+    if sizes != expected:
+        raise ImportError(
+            f"{path} lays out requests and batches in {sizes} bytes, this version of onnxport in "
+            f"{expected}; build it again (scripts/build_kernels.py, or reinstall)"
+        )
+    return library

@@ -1,0 +1,220 @@
+"""The library's sampler: the same interface and meaning as `numpy_sampler`.
+
+A row's result has the same bits whatever else is in the batch, however many threads there are, and
+whichever instruction set is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.serving.drawing import RowParams
+from onnxport.serving.edits import Floats, RowEdits
+from onnxport.serving.native.library import (
+    BAD_TOKEN,
+    NOT_FINITE,
+    OUT_OF_MEMORY,
+    REQUEST,
+    Batch,
+    load_library,
+)
+from onnxport.serving.sampled import RowLogprobs, Sampled
+
+MAX_THREADS = 4
+LOGITS_PER_THREAD = 1 << 18  # to wake a thread for fewer costs more than it saves
+
+Requests = NDArray[np.void]  # REQUEST [num_rows]
+
+
+class NativeSampler:
+    """Samples the rows of a step on a few threads."""
+
+    def __init__(self, path: Path, isa: str | None = None, num_threads: int | None = None) -> None:
+        """Load the library.
+
+        Args:
+            path: of the library.
+            isa: the instruction set, "avx512", "avx2" or "portable"; None: the best there is.
+            num_threads: most threads that work at once; None: as many as there are processors, at
+                most MAX_THREADS.
+
+        Raises:
+            ValueError: this processor lacks the instruction set.
+        """
+        self._library = load_library(path)
+        self._kernels = self._library.onnxport_sampling_kernels(isa and isa.encode())
+        if self._kernels is None:
+            raise ValueError(f"this processor cannot run {isa!r}; leave the instruction set out")
+        self.isa: str = self._library.onnxport_sampling_name(self._kernels).decode()
+        self.num_threads = num_threads or min(MAX_THREADS, _num_processors())
+        self._helpers = ThreadPoolExecutor(max(1, self.num_threads - 1), "sampling")
+
+    def sample_greedy(self, logits: Floats) -> Sampled:
+        """See `sampler.sample_greedy`."""
+        requests = np.zeros(len(logits), REQUEST)
+        requests["greedy"] = 1
+        self._run(logits, requests)
+        return Sampled(requests["token"].tolist(), None, _invalid(requests))
+
+    def sample(self, logits: Floats, rows: Sequence[RowParams]) -> Sampled:
+        """See `sampler.sample`."""
+        vocab = logits.shape[1]
+        requests = np.zeros(len(rows), REQUEST)
+        for name in ("temperature", "min_p", "top_p", "uniform", "greedy"):
+            requests[name] = [getattr(row, name) for row in rows]
+        kept: list[NDArray[Any]] = []  # what the requests point to
+        changes = False
+        for request, row in zip(requests, rows, strict=True):
+            if row.top_k is not None:
+                request["has_top_k"], request["top_k"] = 1, min(row.top_k, vocab)
+            if row.num_logprobs is not None:
+                request["has_logprobs"], request["num_top"] = 1, min(row.num_logprobs, vocab)
+            if row.mask is not None:
+                request["mask"] = _pointer(_checked_mask(row.mask, vocab), np.uint32, kept)
+            if row.edits is not None:
+                changes = True
+                _set_edits(request, row.edits, kept)
+        if changes and not logits.flags.writeable:
+            logits = logits.copy()
+        tops = self._run(logits, requests)
+        logprobs = None
+        if requests["has_logprobs"].any():
+            logprobs = [
+                _row_logprobs(request, *tops)
+                if request["has_logprobs"] and not request["status"]
+                else None
+                for request in requests
+            ]
+        return Sampled(requests["token"].tolist(), logprobs, _invalid(requests))
+
+    def logprobs(
+        self, logits: Floats, token_ids: Sequence[int], counts: Sequence[int]
+    ) -> list[RowLogprobs]:
+        """See `sampler.logprobs`."""
+        requests = np.zeros(len(token_ids), REQUEST)
+        requests["has_token"] = requests["has_logprobs"] = 1
+        requests["token"] = token_ids
+        requests["num_top"] = np.minimum(counts, logits.shape[1])
+        tops = self._run(logits, requests)
+        if invalid := _invalid(requests):
+            raise FloatingPointError(f"the logits of row {invalid[0]} are not finite numbers")
+        return [_row_logprobs(request, *tops) for request in requests]
+
+    def _run(self, logits: Floats, requests: Requests) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """Do all rows.
+
+        Returns:
+            The likeliest tokens and their log probabilities, of all rows one behind the other.
+
+        Raises:
+            IndexError: the vocabulary lacks a token that a row names.
+            MemoryError: there is none left.
+        """
+        if logits.dtype != np.float32 or logits.strides[1] != 4 or logits.strides[0] % 4:
+            logits = np.ascontiguousarray(logits, np.float32)
+        assert len(logits) == len(requests)
+        ends = np.cumsum(requests["num_top"])
+        requests["top_begin"] = ends - requests["num_top"]
+        size = int(ends[-1]) if len(ends) else 0
+        top_ids, top_logprobs = np.empty(size, np.int64), np.empty(size)
+        batch = Batch(
+            kernels=self._kernels,
+            logits=logits.ctypes.data,
+            requests=requests.ctypes.data,
+            top_ids=top_ids.ctypes.data,
+            top_logprobs=top_logprobs.ctypes.data,
+            num_rows=len(requests),
+            stride=logits.strides[0] // 4,
+            vocab=logits.shape[1],
+        )
+        self._share(batch, min(self.num_threads, len(requests), logits.size // LOGITS_PER_THREAD))
+        worst = int(requests["status"].max(initial=0))
+        if worst == OUT_OF_MEMORY:
+            raise MemoryError("no memory is left to sample with")
+        if worst == BAD_TOKEN:
+            raise IndexError(
+                f"row {int(requests['status'].argmax())} names a token that the vocabulary of "
+                f"{logits.shape[1]} lacks"
+            )
+        return top_ids, top_logprobs
+
+    def _share(self, batch: Batch, num_threads: int) -> None:
+        """Run a batch, together with threads that have nothing else to do."""
+        run, argument = self._library.onnxport_sampling_run, ctypes.byref(batch)
+        helpers = [self._helpers.submit(run, argument) for _ in range(num_threads - 1)]
+        try:
+            run(argument)
+        finally:
+            for helper in helpers:
+                if not helper.cancel():  # it has begun, and works on rows of the batch
+                    helper.result()
+
+
+def _num_processors() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _pointer(array: NDArray[Any], dtype: type, kept: list[NDArray[Any]]) -> int:
+    """Return the address of an array, contiguous and of that type, which is kept alive."""
+    array = np.ascontiguousarray(array, dtype)
+    kept.append(array)
+    return array.ctypes.data
+
+
+def _checked_mask(mask: NDArray[np.uint32], vocab: int) -> NDArray[np.uint32]:
+    """Return a mask; raises ValueError if it is too short for the vocabulary."""
+    if len(mask) * 32 < vocab:
+        raise ValueError(f"a mask has {len(mask)} words; {vocab} tokens need {-(-vocab // 32)}")
+    return mask
+
+
+def _set_edits(request: Any, edits: RowEdits, kept: list[NDArray[Any]]) -> None:
+    """Point to what changes in a row."""
+    if len(edits.bias_ids):
+        request["num_biased"] = len(edits.bias_ids)
+        request["bias_ids"] = _pointer(edits.bias_ids, np.int64, kept)
+        request["bias"] = _pointer(edits.bias, np.float32, kept)
+    if len(edits.banned):
+        request["num_banned"] = len(edits.banned)
+        request["banned"] = _pointer(edits.banned, np.int64, kept)
+    if len(edits.seen):
+        request["num_seen"] = len(edits.seen)
+        request["seen"] = _pointer(edits.seen, np.int64, kept)
+        request["counts"] = _pointer(edits.counts, np.float32, kept)
+        request["repetition"] = edits.repetition
+        request["frequency"] = edits.frequency
+        request["presence"] = edits.presence
+    if edits.allowed is not None:
+        request["num_allowed"] = len(edits.allowed)
+        request["allowed"] = _pointer(edits.allowed, np.int64, kept)
+
+
+def _invalid(requests: Requests) -> tuple[int, ...]:
+    """Return the rows that could not be drawn from."""
+    return tuple(np.flatnonzero(requests["status"] == NOT_FINITE).tolist())
+
+
+def _row_logprobs(
+    request: Any, top_ids: NDArray[np.int64], top_logprobs: NDArray[np.float64]
+) -> RowLogprobs:
+    """Return the log probabilities that a row asked for and got."""
+    begin = int(request["top_begin"])
+    top = slice(begin, begin + int(request["num_top"]))
+    return RowLogprobs(
+        int(request["token"]),
+        float(request["logprob"]),
+        int(request["rank"]),
+        tuple(top_ids[top].tolist()),
+        tuple(top_logprobs[top].tolist()),
+    )

@@ -1,0 +1,26 @@
+"""What sampling a step gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log probabilities of one row, by the model's own softmax."""
+
+    token_id: int  # the sampled token
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top_ids: tuple[int, ...]  # the likeliest tokens, the likeliest first
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step sampled."""
+
+    token_ids: list[int]  # one a row
+    logprobs: list[RowLogprobs | None] | None  # one a row; None when no row asked
+    invalid: tuple[int, ...]  # rows with NaN or no finite maximum, as changed, or as given where
+    # logprobs are asked for; their token is void, and they have no logprobs

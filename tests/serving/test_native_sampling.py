@@ -1,0 +1,352 @@
+"""The native sampler against plain loops, against NumPy's, and against itself in other batches."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from onnxport.serving import numpy_sampler
+from onnxport.serving.drawing import RowParams
+from onnxport.serving.edits import RowEdits, edited, no_ids, no_values
+from onnxport.serving.native.library import REQUEST, Batch
+from onnxport.serving.native.sampler import NativeSampler
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.sampled import Sampled
+from onnxport.serving.sampler import native_sampler, sample
+from tests.serving.samplers import ISAS, native
+from tests.serving.slow_sampling import possible
+
+Floats = NDArray[np.float32]
+VOCABS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 1000, 1023, 1025, 2049, 5003)
+NUDGE = 1e-6  # how far rounding may move the end of what is kept
+KINDS = ("normal", "ties", "equal", "scales", "holes", "peaks", "huge")
+
+
+def make_logits(kind: str, vocab: int, seed: int) -> Floats:
+    """A row of one of KINDS, whose largest value is finite."""
+    rng = np.random.default_rng(seed)
+    values = rng.normal(0, 3, vocab)
+    if kind == "ties":
+        values = np.round(values)
+    elif kind == "equal":
+        values[:] = values[0]
+    elif kind == "scales":  # most of them so close together that one bucket holds them
+        values = -(10.0 ** rng.uniform(-4, 2, vocab))
+    elif kind == "holes":
+        values[rng.random(vocab) < 0.5] = -np.inf
+        values[rng.integers(vocab)] = 0.0
+    elif kind == "peaks":
+        values[rng.integers(0, vocab, 5)] += 20
+    elif kind == "huge":
+        values = values * 1e30
+    return values.astype(np.float32)
+
+
+def make_mask(vocab: int, seed: int, share: float) -> NDArray[np.uint32]:
+    """Allow a share of the tokens, at least one; bits behind the vocabulary are set."""
+    rng = np.random.default_rng(seed)
+    bits = np.ones(-(-vocab // 32) * 32, np.uint8)
+    bits[:vocab] = rng.random(vocab) < share
+    bits[rng.integers(vocab)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def make_edits(vocab: int, seed: int) -> RowEdits:
+    rng = np.random.default_rng(seed)
+
+    def some(most: int) -> NDArray[np.int64]:
+        return rng.permutation(vocab)[: rng.integers(0, min(most, vocab) + 1)].astype(np.int64)
+
+    biased, seen = some(9), some(40)
+    banned = np.concatenate((some(5), some(5))) if vocab > 40 else no_ids()
+    return RowEdits(
+        biased,
+        rng.normal(0, 5, len(biased)).astype(np.float32),
+        banned,
+        seen,
+        rng.integers(0, 4, len(seen)).astype(np.float32),
+        float(rng.choice([1.0, 0.7, 1.3])),
+        float(rng.choice([0.0, 0.5, -0.5])),
+        float(rng.choice([0.0, 0.3])),
+        np.sort(rng.permutation(vocab)[: max(1, vocab // 3)]) if rng.random() < 0.3 else None,
+    )
+
+
+@st.composite
+def rows(draw: st.DrawFn, vocab: int) -> RowParams:
+    edits = draw(st.none() | st.builds(make_edits, st.just(vocab), st.integers(0, 99)))
+    mask = draw(
+        st.none()
+        | st.builds(
+            make_mask, st.just(vocab), st.integers(0, 99), st.sampled_from([0.0, 0.1, 0.9, 1.0])
+        )
+    )
+    return RowParams(
+        temperature=draw(st.sampled_from([0.0, 1e-3, 0.4, 1.0, 2.5, 100.0])),
+        top_k=draw(st.sampled_from([None, None, 1, 2, 40, 700, 100_000, 1 << 70])),
+        top_p=draw(st.sampled_from([1e-6, 0.3, 0.5, 0.9, 0.9999, 1.0, 1.0])),
+        uniform=draw(st.floats(0, 1, exclude_max=True)),
+        num_logprobs=draw(st.sampled_from([None, 0, 1, 5, 20, 3000])),
+        min_p=draw(st.sampled_from([0.0, 0.0, 1e-4, 0.07, 1.0])),
+        edits=edits,
+        mask=mask,
+    )
+
+
+def allowed_logits(logits: Floats, row: RowParams) -> list[float]:
+    """The logits after all changes; -inf where the row forbids a token."""
+    changed = logits[None].copy()
+    if row.edits is not None:
+        with edited(changed, [(0, row.edits)]) as values:
+            changed = values.copy()
+    for token_id in range(len(logits)):
+        allowed = row.edits is None or row.edits.allowed is None
+        allowed = allowed or token_id in row.edits.allowed
+        if row.mask is not None:
+            allowed = allowed and bool(int(row.mask[token_id // 32]) >> token_id % 32 & 1)
+        if not allowed:
+            changed[0, token_id] = -np.inf
+    return [float(value) for value in changed[0]]
+
+
+def slowly(logits: Floats, row: RowParams) -> set[int]:
+    """The tokens that plain loops allow; none: the row cannot be drawn from."""
+    values = allowed_logits(logits, row)
+    if not np.isfinite(max(values)):
+        return set()
+    found: set[int] = set()
+    for nudge in (1.0, 1 - NUDGE, 1 + NUDGE):
+        top_p, min_p = min(1.0, row.top_p * nudge), min(1.0, row.min_p * nudge)
+        params = SamplingParams(row.temperature, top_p, row.top_k, min_p=min_p)
+        found |= possible(values, params, row.uniform)
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.data(), st.sampled_from(VOCABS), st.sampled_from(KINDS), st.integers(0, 99), st.booleans()
+)
+def test_what_is_drawn_is_what_plain_loops_allow(
+    data: st.DataObject, vocab: int, kind: str, seed: int, writeable: bool
+) -> None:
+    """And NumPy's, whatever the row; only where rounding decides the two may differ."""
+    logits = make_logits(kind, vocab, seed)[None]
+    row = data.draw(rows(vocab))
+    before = logits.copy()
+    logits.flags.writeable = writeable
+    with np.errstate(over="ignore"):  # huge ones
+        expected = numpy_sampler.sample(logits, [row])
+    found = native().sample(logits, [row])
+    assert (logits == before).all()
+    choice = slowly(logits[0], row)
+    assert found.invalid == expected.invalid == (() if choice else (0,))
+    if choice:
+        assert {*found.token_ids, *expected.token_ids} <= choice
+        if found.token_ids == expected.token_ids:
+            same_logprobs(found, expected)
+
+
+def same_logprobs(found: Sampled, expected: Sampled) -> None:
+    """Assert that two samplers report the same, but for rounding."""
+    assert (found.logprobs is None) == (expected.logprobs is None)
+    for one, other in zip(found.logprobs or (), expected.logprobs or (), strict=True):
+        assert (one is None) == (other is None)
+        if one is None or other is None:
+            continue
+        assert (one.token_id, one.rank, one.top_ids) == (other.token_id, other.rank, other.top_ids)
+        assert one.logprob == pytest.approx(other.logprob, rel=1e-6, abs=3e-6)
+        assert one.top_logprobs == pytest.approx(other.top_logprobs, rel=1e-6, abs=3e-6)
+
+
+def mixed_batch(num_rows: int, vocab: int) -> tuple[Floats, list[RowParams]]:
+    """Rows of every kind, with parameters of every kind."""
+    logits = np.stack([make_logits(KINDS[i % 7], vocab, i) for i in range(num_rows)])
+    choices = [
+        RowParams(),
+        RowParams(1.0),
+        RowParams(1.0, None, 0.9),
+        RowParams(0.7, 50, 0.95),
+        RowParams(1.0, 3000),
+        RowParams(1.0, min_p=0.01),
+        RowParams(1.3, 70, 0.8, min_p=0.02),
+        RowParams(9.0, None, 0.99),
+    ]
+    params = []
+    for i in range(num_rows):
+        row = replace(choices[i % 8], uniform=(i * 0.618) % 1, num_logprobs=(None, 0, 3)[i % 3])
+        if i % 4 == 1:
+            row = replace(row, edits=make_edits(vocab, i))
+        if i % 5 == 2:
+            row = replace(row, mask=make_mask(vocab, i, 0.7))
+        params.append(row)
+    return logits, params
+
+
+def test_a_row_has_the_same_bits_in_any_batch_with_any_threads_and_instruction_set() -> None:
+    logits, params = mixed_batch(56, 20_011)
+    expected = native("portable").sample(logits, params)
+    assert expected.logprobs is not None
+    single = native()
+    for index, row in enumerate(params):
+        alone = single.sample(logits[index : index + 1], [row])
+        assert alone.token_ids == expected.token_ids[index : index + 1]
+        assert bool(alone.invalid) == (index in expected.invalid)
+        if row.num_logprobs is not None:
+            assert alone.logprobs == expected.logprobs[index : index + 1]
+    backwards = single.sample(logits[::-1].copy(), params[::-1])
+    assert backwards.token_ids == expected.token_ids[::-1]
+    assert backwards.logprobs == expected.logprobs[::-1]
+    for _ in range(20):
+        assert native(num_threads=3).sample(logits, params) == expected
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_instruction_sets_agree_on_every_bit(isa: str) -> None:
+    logits, params = mixed_batch(56, 3001)
+    sampler = native(isa)
+    assert sampler.isa == isa
+    assert sampler.sample(logits, params) == native("portable").sample(logits, params)
+
+
+def test_the_vocabulary_of_a_model_with_peaked_and_flat_logits() -> None:
+    vocab = 151_936
+    logits = np.random.default_rng(0).normal(0, 1, (9, vocab)).astype(np.float32)
+    logits[3:6, ::5000] += 14
+    logits[6:] *= 0.01
+    choices = [RowParams(1.0), RowParams(1.0, None, 0.9), RowParams(1.0, 50, num_logprobs=5)]
+    params = [replace(choices[i % 3], uniform=0.1 + 0.09 * i) for i in range(9)]
+    found = native(num_threads=2).sample(logits, params)
+    expected = numpy_sampler.sample(logits, params)
+    assert found.token_ids == expected.token_ids
+    same_logprobs(found, expected)
+
+
+def test_columns_and_rows_that_are_not_side_by_side() -> None:
+    wide = np.random.default_rng(0).normal(0, 1, (8, 300)).astype(np.float32)
+    params = [RowParams(1.0, None, 0.9, 0.1 * i) for i in range(4)]
+    for view in (wide[::2], wide[4:, 100:], wide[:4, ::3], wide[3::-1], wide.T[:4]):
+        found = native().sample(view, params)
+        assert found == native().sample(view.copy(), params)
+
+
+def test_nan_and_infinity_matter_where_they_can_be_drawn_or_reported() -> None:
+    logits = np.zeros((6, 100), np.float32)
+    logits[:, 7] = [np.nan, np.nan, np.inf, -np.inf, np.nan, np.nan]
+    ban = RowEdits(banned=np.array([7]))
+    no_seven = np.full(4, ~np.uint32(0))
+    no_seven[0] ^= 1 << 7
+    params = [
+        RowParams(1.0),
+        RowParams(1.0, edits=ban),
+        RowParams(1.0, edits=ban),
+        RowParams(1.0),
+        RowParams(1.0, mask=no_seven),
+        RowParams(1.0, mask=no_seven, num_logprobs=1),
+    ]
+    for sampler in (native(), numpy_sampler):
+        found = sampler.sample(logits, params)
+        assert found.invalid == (0, 5)
+        assert found.logprobs == [None] * 6
+        for row in (0, 2):
+            with pytest.raises(FloatingPointError):
+                sampler.logprobs(logits[row : row + 1], [0], [1])
+
+
+def test_nothing_allowed_is_invalid() -> None:
+    logits = np.zeros((3, 40), np.float32)
+    nothing = np.zeros(2, np.uint32)
+    params = [
+        RowParams(1.0, mask=nothing),
+        RowParams(edits=RowEdits(allowed=no_ids())),
+        RowParams(edits=RowEdits(allowed=np.array([3, 5])), mask=np.array([32, 0], np.uint32)),
+    ]
+    for sampler in (native(), numpy_sampler):
+        found = sampler.sample(logits, params)
+        assert found.invalid == (0, 1)
+        assert found.token_ids[2] == 5
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        RowEdits(banned=np.array([40])),
+        RowEdits(bias_ids=np.array([-1]), bias=np.ones(1, np.float32)),
+        RowEdits(allowed=np.array([3, 40])),
+        RowEdits(seen=np.array([1 << 40]), counts=np.ones(1, np.float32)),
+    ],
+)
+def test_tokens_beyond_the_vocabulary_are_refused(edits: RowEdits) -> None:
+    logits = np.zeros((2, 40), np.float32)
+    with pytest.raises(IndexError, match="row 1 names a token that the vocabulary of 40 lacks"):
+        native().sample(logits, [RowParams(), RowParams(edits=edits)])
+    assert not logits.any()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    logits = np.zeros((1, 40), np.float32)
+    with pytest.raises(ValueError, match="a mask has 1 words; 40 tokens need 2"):
+        native().sample(logits, [RowParams(mask=np.ones(1, np.uint32))])
+    with pytest.raises(IndexError):
+        native().logprobs(logits, [40], [0])
+    with pytest.raises(ValueError, match="cannot run 'sse9'"):
+        NativeSampler(Path(native()._library._name), "sse9")
+
+
+def test_the_structures_have_the_size_that_the_library_expects() -> None:
+    library = native()._library
+    assert library.onnxport_sampling_request_size() == REQUEST.itemsize
+    assert library.onnxport_sampling_batch_size() == ctypes.sizeof(Batch)
+
+
+def test_the_engine_s_sampler_is_the_native_one_where_it_was_built() -> None:
+    best = native()
+    chosen = native_sampler()
+    assert chosen is not None
+    assert chosen.isa == best.isa
+    logits = np.random.default_rng(1).normal(0, 1, (3, 50)).astype(np.float32)
+    row = RowParams(1.0, None, 0.7, 0.4, 2)
+    assert sample(logits, [row] * 3) == best.sample(logits, [row] * 3)
+
+
+def test_greedy_rows_and_empty_batches() -> None:
+    logits = make_logits("ties", 3001, 3).reshape(1, -1).repeat(4, axis=0)
+    logits[2, 17] = np.nan
+    for sampler in (native(), numpy_sampler):
+        found = sampler.sample_greedy(logits)
+        assert found.invalid == (2,)
+        assert [found.token_ids[i] for i in (0, 1, 3)] == [int(logits[0].argmax())] * 3
+        assert sampler.sample(logits[:0], []) == Sampled([], None, ())
+
+
+def even_draws(row: RowParams, logits: Floats, number: int) -> NDArray[np.int64]:
+    """How often each token is drawn by evenly spread numbers."""
+    params = [replace(row, uniform=(i + 0.5) / number) for i in range(number)]
+    drawn = native().sample(np.repeat(logits[None], number, axis=0), params).token_ids
+    return np.bincount(drawn, minlength=len(logits))
+
+
+@pytest.mark.parametrize("order", ["full", "sorted"])
+def test_many_candidates_are_drawn_with_their_probabilities(order: str) -> None:
+    """More candidates than are sorted, in buckets of their own and in common ones."""
+    logits = np.concatenate([make_logits(kind, 300, 1) for kind in ("normal", "ties", "scales")])
+    row = RowParams(3.0) if order == "full" else RowParams(3.0, 800)
+    kept: Sequence[int] = sorted(range(900), key=lambda i: (-logits[i], i))[: row.top_k]
+    weights = np.zeros(900)
+    weights[kept] = np.exp((logits[kept].astype(np.float64) - logits.max()) / 3.0)
+    expected = weights / weights.sum() * 20_000
+    assert np.abs(even_draws(row, logits, 20_000) - expected).max() <= 1.1
+
+
+def test_no_values_are_no_edits() -> None:
+    logits = make_logits("normal", 500, 0)[None]
+    row = RowParams(1.0, uniform=0.3)
+    empty = replace(row, edits=RowEdits(no_ids(), no_values()))
+    assert native().sample(logits, [empty]) == native().sample(logits, [row])
