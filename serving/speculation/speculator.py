@@ -7,13 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median_low
 
 from onnxport.errors import DeviceLostError
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.acceptance import Acceptance
 from onnxport.serving.speculation.config import SpeculationConfig
-from onnxport.serving.speculation.costs import StepCosts
+from onnxport.serving.speculation.costs import MOST_SAMPLES, StepCosts
 from onnxport.serving.speculation.drafter import Drafter
 from onnxport.serving.speculation.ledger import Ledger
 from onnxport.serving.speculation.lengths import Choice, choose_lengths
@@ -33,14 +32,12 @@ ROUND_GUESS = 0.25  # of a step: what guessing one place is taken to cost before
 
 @dataclass(slots=True)
 class _Step:
-    """A step that guesses were made for, or considered."""
+    """What was guessed for a step, and what came of it."""
 
     num_rows: int
-    num_drafted: int  # as it was proposed
-    drafting_s: float
-    catching_up: bool  # whether the drafter computed what it was behind, which is paid for apart
+    num_drafted: int = 0
+    guessing_s: float = 0.0  # as it is expected to take
     num_accepted: int = 0
-    elapsed_s: float | None = None  # None: not known, it had other things to do too
 
 
 class Speculator:
@@ -69,8 +66,8 @@ class Speculator:
         self._acceptance = Acceptance()
         self._costs = StepCosts()
         self._ledger = Ledger()
-        self._round_s: deque[float] = deque(maxlen=7)  # a place, over all rows
-        self._behind_s: deque[float] = deque(maxlen=7)  # a token that the drafter was behind
+        self._place_s: deque[float] = deque(maxlen=MOST_SAMPLES)  # one place, over all rows
+        self._behind_s: deque[float] = deque(maxlen=MOST_SAMPLES)  # one token that was missing
         self._mean_output = float(FIRST_OUTPUT)
         self._last: _Step | None = None
         self._began_s: float | None = None  # when the step in hand was left to the engine
@@ -100,8 +97,10 @@ class Speculator:
         Returns:
             The guesses of some requests; of none where it does not pay.
         """
+        start_s = self._clock()
         found = self._propose(requests, budget)
-        self._began_s = self._clock()
+        cheap = self._drafter is not None and self._drafter.is_cheap
+        self._began_s = start_s if cheap else self._clock()
         return found
 
     def _propose(self, requests: Sequence[Request], budget: int) -> dict[Request, Sequence[int]]:
@@ -141,11 +140,9 @@ class Speculator:
         if self._began_s is not None:
             elapsed_s = max(elapsed_s, self._clock() - self._began_s)
             self._began_s = None
-        elapsed_s = max(elapsed_s, SHORTEST_S)
-        self._costs.note(num_tokens, elapsed_s)
+        self._costs.note(num_tokens, max(elapsed_s, SHORTEST_S))
         if self._last is None:
-            self._last = _Step(num_rows, 0, 0.0, False)
-        self._last.elapsed_s = elapsed_s
+            self._last = _Step(num_rows)
         self._last.num_drafted = num_tokens - num_rows
 
     def forget(self, request: Request) -> None:
@@ -166,20 +163,14 @@ class Speculator:
     # What the step before has shown.
 
     def _settle(self) -> None:
-        """Enter what the last step saved or cost."""
+        """Enter what the last step saved or cost, by what such steps are known to take."""
         step, self._last = self._last, None
         if step is None or not self._costs.knows(step.num_rows):
             return
         plain_s = self._costs.seconds(step.num_rows)
-        elapsed_s = step.elapsed_s
-        if elapsed_s is None:
-            elapsed_s = self._costs.seconds(step.num_rows + step.num_drafted)
-        saved_s = 0.0
-        if step.num_drafted:
-            saved_s = step.num_accepted * plain_s / step.num_rows - (elapsed_s - plain_s)
-        if not step.catching_up:
-            saved_s -= step.drafting_s
-        self._ledger.note(elapsed_s + step.drafting_s, saved_s, plain_s)
+        taken_s = self._costs.seconds(step.num_rows + step.num_drafted) + step.guessing_s
+        saved_s = step.num_accepted * plain_s / step.num_rows - (taken_s - plain_s)
+        self._ledger.note(taken_s, saved_s, plain_s)
 
     # What the next one does.
 
@@ -201,30 +192,25 @@ class Speculator:
         """Choose lengths and guess."""
         most = self._config.num_speculative_tokens
         limits = [max(0, min(most, one.max_total_tokens - len(one.tokens) - 1)) for one in requests]
-        start_s = self._clock()
         proposals: list[Sequence[int]] = []
         if drafter.is_cheap:
             proposals = self._ask(drafter, requests, limits)
             limits = list(map(len, proposals))
             if not any(limits):
-                self._note_drafting(len(requests), 0, self._clock() - start_s)
                 return {}
         lengths = self._choose(drafter, requests, limits, budget)
-        chosen = [row for row, length in enumerate(lengths) if length]
-        if not chosen:
+        if not any(lengths):
             self._idle, self._idle_rows = IDLE_STEPS, len(requests)
-            if proposals:
-                self._note_drafting(len(requests), 0, self._clock() - start_s)
             return {}
+        self._last = _Step(len(requests))
         if not drafter.is_cheap:
-            proposals = self._ask_model(drafter, requests, lengths)
-        found = {requests[row]: proposals[row][: lengths[row]] for row in chosen if proposals[row]}
-        num_drafted = sum(map(len, found.values()))
-        if drafter.is_cheap:
-            self._note_drafting(len(requests), num_drafted, self._clock() - start_s)
-        else:
-            assert self._last is not None
-            self._last.num_drafted = num_drafted
+            proposals = self._ask_model(drafter, requests, lengths, self._last)
+        found = {
+            request: proposal[:length]
+            for request, proposal, length in zip(requests, proposals, lengths, strict=True)
+            if length and proposal
+        }
+        self._last.num_drafted = sum(map(len, found.values()))
         return found
 
     def _choose(
@@ -233,7 +219,7 @@ class Speculator:
         """Return how far to guess for each request; nowhere if it does not pay."""
         rows = len(requests)
         rates = [self._acceptance.rate(one) for one in requests]
-        round_s = 0.0 if drafter.is_cheap else self._place_s(rows)
+        round_s = 0.0 if drafter.is_cheap else self._seconds_a_place(rows)
         choice = choose_lengths(rates, limits, budget, self._costs.seconds, round_s)
         plain_s = self._costs.seconds(rows)
         if choice.speedup >= LEAST_SPEEDUP:
@@ -249,7 +235,7 @@ class Speculator:
         rows = len(requests)
         lengths = [0] * rows
         cost_s = self._costs.seconds(rows + 1) - self._costs.seconds(rows) + round_s
-        behind_s = median_low(self._behind_s) if self._behind_s else round_s
+        behind_s = min(self._behind_s) if self._behind_s else round_s
         prices = {}
         for row in range(rows):
             if limits[row]:
@@ -275,7 +261,7 @@ class Speculator:
             token_s: seconds that a token takes without guesses.
         """
         lengths = list(choice.lengths)
-        behind_s = median_low(self._behind_s) if self._behind_s else 0.0
+        behind_s = min(self._behind_s) if self._behind_s else 0.0
         saved_s = token_s * (1 - 1 / choice.speedup)  # a token
         for row, request in enumerate(requests):
             late = drafter.num_behind(request) if lengths[row] else 0
@@ -291,30 +277,32 @@ class Speculator:
         """Tokens that a drafter may be behind in the ordinary course."""
         return self._config.num_speculative_tokens + 1
 
-    def _place_s(self, rows: int) -> float:
-        """Return the seconds that guessing one place takes."""
-        if len(self._round_s) > 1:  # the first may be slow: memory is touched
-            return median_low(self._round_s)
+    def _seconds_a_place(self, rows: int) -> float:
+        """Return what guessing one place takes, over all rows."""
+        if len(self._place_s) > 1:  # the first may be slow: memory is touched
+            return min(self._place_s)
         return ROUND_GUESS * self._costs.seconds(rows)
 
     # Asking.
 
     def _ask_model(
-        self, drafter: Drafter, requests: Sequence[Request], lengths: Sequence[int]
+        self, drafter: Drafter, requests: Sequence[Request], lengths: Sequence[int], step: _Step
     ) -> list[Sequence[int]]:
         """Ask for the guesses of requests with a length, and note what that takes."""
         chosen = [row for row, length in enumerate(lengths) if length]
         some = [requests[row] for row in chosen]
         late = [drafter.num_behind(one) for one in some]
-        catching_up = max(late) > self._short
+        catches_up = max(late) > self._short  # which was weighed, and is no part of what comes
         start_s = self._clock()
         found = self._ask(drafter, some, [lengths[row] for row in chosen])
         elapsed_s = self._clock() - start_s
-        if catching_up:
-            self._behind_s.append(elapsed_s / sum(late))
-        elif any(found):
-            self._round_s.append(elapsed_s / max(map(len, found)))
-        self._note_drafting(len(requests), 0, elapsed_s, catching_up)
+        longest = max(map(len, found))
+        if catches_up and self._drafter is not None:
+            computed = sum(late) - sum(drafter.num_behind(one) for one in some)
+            self._behind_s.append(elapsed_s / max(1, computed))
+        elif longest:
+            self._place_s.append(elapsed_s / longest)
+            step.guessing_s = longest * self._seconds_a_place(len(requests))
         proposals: list[Sequence[int]] = [()] * len(requests)
         for row, proposal in zip(chosen, found, strict=True):
             proposals[row] = proposal
@@ -345,8 +333,3 @@ class Speculator:
             self.close()
         except Exception as error:
             logger.warning("closing the drafter failed too, and may leak memory: %s", error)
-
-    def _note_drafting(
-        self, rows: int, num_drafted: int, drafting_s: float, catching_up: bool = False
-    ) -> None:
-        self._last = _Step(rows, num_drafted, drafting_s, catching_up)
