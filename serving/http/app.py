@@ -10,7 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from onnxport.serving.chat import ChatTemplate
-from onnxport.serving.http import chat_completions, completions, errors
+from onnxport.serving.http import adapters, chat_completions, completions, errors
 from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.generation import DisconnectedError, Engine, Service
 from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
@@ -33,12 +33,14 @@ class AppOptions:
             names the tenant.
         request_timeout_s: deadline of requests that give none; None: no deadline.
         max_body_bytes: larger bodies are refused.
+        allow_runtime_lora: whether requests may load LoRA adapters from folders of this machine.
     """
 
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     request_timeout_s: float | None = None
     max_body_bytes: int = MAX_BODY_BYTES
+    allow_runtime_lora: bool = False
 
 
 def create_app(
@@ -48,7 +50,7 @@ def create_app(
 
     Args:
         engine: runs the requests; it must have a tokenizer. The server's metrics listen to it.
-        model_name: the name that requests have to give.
+        model_name: the name that requests have to give, or that of an adapter.
         template: renders chats; an empty one makes chat requests fail with a reason.
         options: see `AppOptions`; None for the defaults.
     """
@@ -64,6 +66,7 @@ def create_app(
         app.add_middleware(ApiKeyMiddleware, api_keys=options.api_keys)
     _add_generation(app, service)
     _add_information(app, service, metrics)
+    adapters.add_routes(app, service, allowed=options.allow_runtime_lora)
     return app
 
 
@@ -84,12 +87,12 @@ def _add_information(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service)]}
+        return {"object": "list", "data": adapters.models(service)}
 
     @app.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> dict[str, Any]:
-        service.check_model(model)
-        return _model(service)
+        service.adapter_of(model)
+        return next(each for each in adapters.models(service) if each["id"] == model)
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
@@ -103,17 +106,6 @@ def _add_information(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
-
-
-def _model(service: Service) -> dict[str, Any]:
-    """Return OpenAI's model object, with the context length as vLLM adds it."""
-    return {
-        "id": service.model_name,
-        "object": "model",
-        "created": service.started_s,
-        "owned_by": "onnxport",
-        "max_model_len": service.engine.capabilities.max_model_len,
-    }
 
 
 def _health(service: Service) -> dict[str, Any]:

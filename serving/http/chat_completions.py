@@ -32,14 +32,14 @@ from onnxport.serving.outputs import CompletionDelta, Logprob, TokenLogprobs
 
 async def respond(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer one request, as a whole or as a stream."""
-    service.check_model(body.model)
+    adapter = service.adapter_of(body.model)
     params = body.sampling_params(service.defaults)
-    options = body.options(key_tenant(request), service.request_timeout_s)
+    options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     tools = body.offered_tools()
     names = {tool["function"]["name"] for tool in tools}
     prompt = await asyncio.to_thread(_encode, service, body, tools)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    header = Header.new("chatcmpl", kind, service.model_name)
+    header = Header.new("chatcmpl", kind, body.model)
     job = Job([prompt], params, options, header.id)
     if body.stream:
         return await sse.respond(request, _chunks(service, job, header, names, body.include_usage))

@@ -32,12 +32,12 @@ LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # O
 
 async def respond(service: Service, request: Request, body: CompletionRequest) -> Response:
     """Answer one request, as a whole or as a stream."""
-    service.check_model(body.model)
+    adapter = service.adapter_of(body.model)
     params = body.sampling_params(service.defaults)
-    options = body.options(key_tenant(request), service.request_timeout_s)
+    options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     given = body.prompts()
     prompts = await asyncio.to_thread(_encode, service, given, body.add_special_tokens)
-    header = Header.new("cmpl", "text_completion", service.model_name)
+    header = Header.new("cmpl", "text_completion", body.model)
     job = Job(prompts, params, options, header.id)
     echoes = [""] * len(prompts) * params.n
     if body.echo:

@@ -20,6 +20,7 @@ from onnxport.errors import (
     OnnxportError,
     OverloadedError,
     RequestError,
+    UnknownAdapterError,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ def to_api_error(error: BaseException) -> ApiError:
     match error:
         case ApiError():
             return error
+        case UnknownAdapterError():
+            return ApiError(404, str(error), "model", "model_not_found")
         case RequestError():
             return ApiError(400, str(error), error.param)
         case CapacityError():

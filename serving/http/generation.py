@@ -8,12 +8,14 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 
 from onnxport.errors import RequestError
 from onnxport.providers.base import Capabilities
+from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.collect import mean_logprob
 from onnxport.serving.events import Listener
@@ -76,6 +78,19 @@ class Engine(Protocol):
         """Most requests that one client can have waiting, when nobody else has any."""
         ...
 
+    @property
+    def adapters(self) -> Sequence[Adapter]:
+        """The LoRA adapters that requests may pick."""
+        ...
+
+    async def load_adapter(self, name: str, path: Path, *, in_place: bool = False) -> Adapter:
+        """Load an adapter from a folder of this machine."""
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let no more requests find an adapter."""
+        ...
+
     def stats(self) -> EngineStats:
         """Return the engine's counters."""
         ...
@@ -116,15 +131,22 @@ class Service:
         assert tokenizer is not None, "a server needs a model with a tokenizer"
         return tokenizer
 
-    def check_model(self, name: str) -> None:
-        """Raise a 404 unless `name` is the model that is served."""
-        if name != self.model_name:
+    def adapter_of(self, model: str) -> str | None:
+        """Return the adapter that a request picks by its model; None for the model itself.
+
+        Raises:
+            ApiError: a 404, neither has this name.
+        """
+        names = [adapter.name for adapter in self.engine.adapters]
+        if model != self.model_name and model not in names:
+            served = ", ".join(repr(name) for name in (self.model_name, *names))
             raise ApiError(
                 404,
-                f"the model {name!r} is not served here; this server has {self.model_name!r}",
+                f"the model {model!r} is not served here; this server has {served}",
                 "model",
                 "model_not_found",
             )
+        return None if model == self.model_name else model
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,12 +140,15 @@ class _Request(_Strict):
             )
         return self
 
-    def options(self, tenant: str | None, timeout_s: float | None) -> RequestOptions:
+    def options(
+        self, tenant: str | None, timeout_s: float | None, adapter: str | None
+    ) -> RequestOptions:
         """Return how the request is treated.
 
         Args:
             tenant: of the API key; None leaves it to the field `user`.
             timeout_s: where the request gives none.
+            adapter: what its model names; None: the model itself.
 
         Raises:
             RequestError: a value is out of its range.
@@ -154,6 +157,7 @@ class _Request(_Strict):
             priority=self.priority or 0,
             tenant=(self.user or "") if tenant is None else tenant,
             cache_salt=self.cache_salt,
+            adapter=adapter,
             timeout_s=timeout_s if self.timeout_s is None else self.timeout_s,
         )
 

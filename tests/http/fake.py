@@ -11,8 +11,10 @@ from typing import Any
 
 import httpx
 
+from onnxport.errors import AdapterError, UnknownAdapterError
 from onnxport.providers.base import Capabilities
 from onnxport.providers.null import NullModel
+from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
@@ -58,6 +60,7 @@ class FakeEngine:
     healthy: bool = True
     failure: str | None = None
     losses: Sequence[Loss] = ()
+    adapters: list[Adapter] = field(default_factory=list)
 
     @property
     def most_prompts(self) -> int:
@@ -65,6 +68,18 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         return STATS
+
+    async def load_adapter(self, name: str, path: Path, *, in_place: bool = False) -> Adapter:
+        if any(each.name == name for each in self.adapters) and not in_place:
+            raise AdapterError(f"{name} is loaded already")
+        self.adapters.append(Adapter(name, len(self.adapters) + 1, "", 4, path, None))
+        return self.adapters[-1]
+
+    async def unload_adapter(self, name: str) -> None:
+        found = [each for each in self.adapters if each.name == name]
+        if not found:
+            raise UnknownAdapterError(f"no adapter {name}")
+        self.adapters.remove(found[0])
 
     def add_listener(self, listener: Listener) -> None:
         self.listeners.append(listener)
