@@ -39,6 +39,7 @@ Values = Mapping[str, Any]  # the same where a session reads it; not to be chang
 _Key = tuple[int, Projection]  # layer, projection
 Place = Callable[[Arrays], Values]
 
+IDLE_STEPS: Final = 256  # after which an adapter that no step used leaves the stack
 SMALLEST_STACK: Final = 8  # rows, on devices that compile a graph for each shape
 
 
@@ -256,8 +257,9 @@ class _Stack:
 class AdapterStacks:
     """What standard operators read: the adapters in use, one below the other.
 
-    A stack keeps the adapters of earlier steps, so that it is built anew only when a step uses one
-    that it has not. Steps without any adapter read an empty one, which is kept beside it.
+    A stack keeps the adapters of earlier steps for a while, so that it is built anew only when a
+    step uses one that it has not, or when it has had one for long that none uses. Steps without any
+    adapter read an empty one, which is kept beside it.
     """
 
     def __init__(
@@ -284,6 +286,8 @@ class AdapterStacks:
         self._place = place
         self._few_shapes = few_shapes
         self._adapters: dict[int, Mapping[_Key, LoraDelta]] = {}
+        self._step = 0  # of those with adapters
+        self._last_used: dict[int, int] = {}  # slot -> step
         self._empty = self._build(frozenset())
         self._stack = self._empty
 
@@ -301,8 +305,12 @@ class AdapterStacks:
         """See `Storage`."""
         if not used:
             return self._empty.values
-        if not self._stack.slots.issuperset(used):
-            self._stack = self._build(self._stack.slots.union(used))
+        self._step += 1
+        self._last_used.update(dict.fromkeys(used, self._step))
+        recent = self._step - IDLE_STEPS
+        kept = {slot for slot in self._stack.slots if self._last_used[slot] > recent}
+        if not self._stack.slots.issuperset(used) or len(kept) < len(self._stack.slots):
+            self._stack = self._build(frozenset(kept.union(used)))
         return self._stack.values
 
     def _build(self, slots: frozenset[int]) -> _Stack:
