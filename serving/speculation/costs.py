@@ -17,7 +17,8 @@ EXACT_TOKENS = 16  # up to here each number of tokens is measured by itself
 class StepCosts:
     """Seconds of a decode step by how many tokens it computes.
 
-    Between measurements they are interpolated, beyond the largest they go on with the mean slope.
+    Between measurements they are interpolated, beyond the largest they go on with the mean slope,
+    or a flat one, so that longer steps are tried at all.
     They never fall with more tokens: where measurements say so, their mean counts.
     """
 
@@ -62,9 +63,9 @@ class StepCosts:
         if num_tokens <= first[0]:
             return first[1]
         if num_tokens >= last[0]:
-            slope = GUESSED_SLOPE * last[1]
+            slope = GUESSED_SLOPE * last[1]  # what is too good to be true will be found out
             if last[0] > first[0]:
-                slope = (last[1] - first[1]) / (last[0] - first[0])
+                slope = min(slope, (last[1] - first[1]) / (last[0] - first[0]))
             return last[1] + slope * (num_tokens - last[0])
         for (left, low), (right, high) in pairwise(curve):
             if num_tokens <= right:

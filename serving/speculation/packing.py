@@ -23,23 +23,24 @@ class DraftRow:
 
 def pack(rows: Sequence[DraftRow], block_size: int) -> StepInputs:
     """Return the arrays of a run; logits are asked for after the last token of each row."""
-    ids = array("q")
-    for row in rows:
+    ids: array[int] = array("q")
+    ends, past, total = [0], [], []
+    for row in rows:  # of which there are few: lists are faster than arrays
         ids.extend(row.tokens)
-    past = np.array([row.num_past for row in rows], np.int32)
-    new = np.array([len(row.tokens) for row in rows], np.int32)
-    total = past + new
-    cumulative = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(new, out=cumulative[1:])
-    used = [blocks_for(int(length), block_size) for length in total]
-    table = np.zeros((len(rows), max(used)), np.int32)
-    for line, (row, count) in enumerate(zip(rows, used, strict=True)):
-        table[line, :count] = row.blocks[:count]
+        ends.append(len(ids))
+        past.append(row.num_past)
+        total.append(row.num_past + len(row.tokens))
+    width = blocks_for(max(total), block_size)
+    table = np.zeros((len(rows), width), np.int32)
+    for line, row in enumerate(rows):
+        used = blocks_for(total[line], block_size)
+        table[line, :used] = row.blocks[:used]
+    longest = max(len(row.tokens) for row in rows)
     return StepInputs(
         input_ids=np.array(ids, np.int64),
         block_table=table,
-        cumulative_sequence_lengths=cumulative,
-        past_sequence_lengths=past,
-        attention_metadata=np.array([new.max(), total.max(), total.min()], np.int32),
-        logits_indices=cumulative[1:] - 1,
+        cumulative_sequence_lengths=np.array(ends, np.int32),
+        past_sequence_lengths=np.array(past, np.int32),
+        attention_metadata=np.array([longest, max(total), min(total)], np.int32),
+        logits_indices=np.array(ends[1:], np.int32) - 1,
     )
