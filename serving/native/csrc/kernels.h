@@ -54,6 +54,9 @@ struct Kernels {
   int64_t (*gather_bucket)(const float* values, int64_t count, Bucketing bucketing, int32_t bucket,
                            float* found, int32_t* places);
 
+  // Copies the values whose bit is set, bit i % 32 of mask[i / 32], and -inf for the others.
+  void (*copy_allowed)(const float* values, int64_t count, const uint32_t* mask, float* out);
+
   // How many of the values are larger than `value`, and equal to it.
   void (*rank)(const float* values, int64_t count, float value, int64_t* larger, int64_t* equal);
 };

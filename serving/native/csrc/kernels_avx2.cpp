@@ -1,5 +1,5 @@
-// The passes for AVX2. Compiled with that set's flags: nothing here may run before the processor has
-// been asked, and nothing here may be shared with other objects.
+// The passes for AVX2. Compiled with that set's flags: nothing here may run before the processor
+// has been asked, and nothing here may be shared with other objects.
 #if defined(__AVX2__)
 
 #define ONNXPORT_KERNELS_NAME "avx2"

@@ -135,6 +135,21 @@ int64_t gather_bucket(const float* values, int64_t count, Bucketing by, int32_t 
   return size;
 }
 
+void copy_allowed(const float* values, int64_t count, const uint32_t* mask, float* out) {
+  int32_t bits[kLanes];
+  for (int i = 0; i < kLanes; i++) bits[i] = 1 << i;
+  Ints lane[kParts];
+  memcpy(lane, bits, sizeof lane);
+  sixteens(values, 0, count, -INFINITY, [&](const Vec& x, int64_t place) {
+    const int32_t half = static_cast<int32_t>(mask[place / 32] >> (place % 32));
+    const Vec kept = each([&](int p) {
+      const Ints allowed = (Ints{} + half) & lane[p];
+      return allowed != 0 ? x.part[p] : Floats{} - INFINITY;
+    });
+    store_some(out + place, kept, count - place);
+  });
+}
+
 void rank(const float* values, int64_t count, float value, int64_t* larger, int64_t* equal) {
   const Vec bound = splat(value);
   int64_t above = 0, same = 0;
@@ -151,6 +166,6 @@ void rank(const float* values, int64_t count, float value, int64_t* larger, int6
 }
 
 constexpr onnxport::Kernels kKernels{
-    ONNXPORT_KERNELS_NAME, scan, sums, weigh, gather, bucket, gather_bucket, rank};
+    ONNXPORT_KERNELS_NAME, scan, sums, weigh, gather, bucket, gather_bucket, copy_allowed, rank};
 
 }  // namespace

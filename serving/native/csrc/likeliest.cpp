@@ -116,10 +116,9 @@ Candidates sorted(const Candidates& all, Scratch& scratch) {
   return sorted.first(all.size);
 }
 
-Descent::Descent(const Kernels& kernels, const Candidates& all, Weighing weighing,
+Descent::Descent(const Kernels& kernels, const Candidates& all, Range range, Weighing weighing,
                  Scratch& scratch, int level)
     : kernels_(kernels), all_(all), weighing_(weighing), scratch_(scratch), level_(level) {
-  const Range range = kernels.scan(all.values, all.size, nullptr);
   if (range.maximum == range.minimum) {
     order_ = Order::kEqual;
     float weight;
@@ -198,7 +197,8 @@ Descent::Stop Descent::find_in_bucket(double target) const {
     int32_t& place = shelf.places[static_cast<size_t>(i)];
     place = all_.place(place);
   }
-  const Descent descent(kernels_, members, weighing_, scratch_, level_ + 1);
+  const Range range = kernels_.scan(members.values, members.size, nullptr);
+  const Descent descent(kernels_, members, range, weighing_, scratch_, level_ + 1);
   const Stop stop = descent.find(target - before);
   return {stop.place, before + stop.sum};
 }

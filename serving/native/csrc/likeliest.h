@@ -37,9 +37,9 @@ class Descent {
     double sum;
   };
 
-  // Takes at least one candidate, all of weight.
-  Descent(const Kernels& kernels, const Candidates& all, Weighing weighing, Scratch& scratch,
-          int level = 0);
+  // Takes at least one candidate, all of weight, and their range.
+  Descent(const Kernels& kernels, const Candidates& all, Range range, Weighing weighing,
+          Scratch& scratch, int level = 0);
 
   // The sum of all weights.
   double total() const { return total_; }

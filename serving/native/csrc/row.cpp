@@ -12,6 +12,7 @@ namespace {
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLeastTemperature = 1e-20;  // a smaller one has no inverse in float32
 constexpr double kHead = 10.0;   // exp(-10): tokens that are looked at first for a nucleus
+constexpr int64_t kNarrow = 16;  // narrowed down to where no more than this part is allowed
 constexpr double kReach = 87.0;  // exp(-87) is about the least weight above 0
 
 Scratch& scratch() {
@@ -72,37 +73,54 @@ class Changed {
   std::vector<Undo>& undo_;
 };
 
-// The logits of the tokens that are allowed, ascending.
-Candidates narrow(const Request& request, const float* logits, int64_t vocab, Shelf& shelf) {
-  shelf.make_room(request.allowed ? request.num_allowed : vocab);
-  float* values = shelf.values.data();
-  int32_t* places = shelf.places.data();
-  const auto take = [&](int64_t token) {
-    *values++ = logits[token];
-    *places++ = static_cast<int32_t>(token);
-  };
+// Few of a row's tokens, ascending, and their logits.
+class Narrowed {
+ public:
+  Narrowed(const float* logits, int64_t most, Shelf& shelf) : logits_(logits), shelf_(shelf) {
+    shelf.make_room(most);
+  }
+  void take(int64_t token) {
+    shelf_.values[size_] = logits_[token];
+    shelf_.places[size_++] = static_cast<int32_t>(token);
+  }
+  Candidates all() const { return shelf_.first(static_cast<int64_t>(size_)); }
+
+ private:
+  const float* logits_;
+  Shelf& shelf_;
+  size_t size_ = 0;
+};
+
+// The logits of the tokens that are allowed. They are narrowed down to few of them; of many, those
+// that are not allowed become -inf in a copy.
+Candidates allowed(const Kernels& kernels, const Request& request, const float* logits,
+                   int64_t vocab, Shelf& shelf) {
+  const uint32_t* mask = request.mask;
   if (request.allowed) {
+    Narrowed few(logits, request.num_allowed, shelf);
     for (int64_t i = 0; i < request.num_allowed; i++) {
       const int64_t token = request.allowed[i];
-      if (!request.mask || request.mask[token / 32] >> (token % 32) & 1) take(token);
+      if (!mask || mask[token / 32] >> (token % 32) & 1) few.take(token);
     }
-    return shelf.first(values - shelf.values.data());
+    return few.all();
   }
-  for (int64_t first = 0; first < vocab; first += 32) {
-    const int64_t count = std::min<int64_t>(32, vocab - first);
-    uint32_t bits = request.mask[first / 32];
-    if (bits == 0xffffffffu) {
-      values = std::copy_n(logits + first, count, values);
-      std::iota(places, places + count, static_cast<int32_t>(first));
-      places += count;
-      continue;
-    }
-    for (; bits; bits &= bits - 1) {
-      const int64_t token = first + __builtin_ctz(bits);
-      if (token < vocab) take(token);
+  if (!mask) return {logits, nullptr, vocab};
+  const int64_t words = (vocab + 31) / 32;
+  int64_t count = 0;
+  for (int64_t word = 0; word < words; word++) count += __builtin_popcount(mask[word]);
+  if (count > vocab / kNarrow) {
+    shelf.make_room(vocab);
+    kernels.copy_allowed(logits, vocab, mask, shelf.values.data());
+    return {shelf.values.data(), nullptr, vocab};
+  }
+  Narrowed few(logits, count, shelf);
+  for (int64_t word = 0; word < words; word++) {
+    for (uint32_t bits = mask[word]; bits; bits &= bits - 1) {
+      const int64_t token = word * 32 + __builtin_ctz(bits);
+      if (token < vocab) few.take(token);
     }
   }
-  return shelf.first(values - shelf.values.data());
+  return few.all();
 }
 
 Row look_at(const Kernels& kernels, const float* values, int64_t count, Scratch& s) {
@@ -156,17 +174,31 @@ int64_t draw_full(const Kernels& kernels, const Row& row, Weighing by, double un
   return first + last;
 }
 
-int64_t draw_among(const Descent& descent, const Request& request, double total) {
-  double kept = descent.total();
-  int32_t last = -1;
-  if (request.top_p < 1.0) {
-    // A token is kept if what comes before it has not reached top_p, so "passes" includes equality.
-    const Descent::Stop cut = descent.find(std::nextafter(request.top_p * total, 0.0));
-    kept = cut.sum;
-    last = cut.place;
+Descent descend(const Kernels& kernels, const Candidates& all, Weighing by, Scratch& s) {
+  return Descent(kernels, all, kernels.scan(all.values, all.size, nullptr), by, s);
+}
+
+// What top_p leaves, where the weights of all that it chooses from add up to `total`.
+int64_t draw_nucleus(const Descent& descent, const Request& request, double total) {
+  if (request.top_p == 1.0) return descent.find(request.uniform * descent.total()).place;
+  // A token is kept if what comes before it has not reached top_p, so "passes" includes equality.
+  const Descent::Stop last = descent.find(std::nextafter(request.top_p * total, 0.0));
+  const Descent::Stop stop = descent.find(request.uniform * last.sum);
+  return stop.sum > last.sum ? last.place : stop.place;
+}
+
+// From what top_p leaves of the whole row.
+int64_t draw_open(const Kernels& kernels, const Row& row, float reach, Weighing by,
+                  const Request& request, Scratch& s) {
+  const double head = kHead * kLog2E / static_cast<double>(by.scale);
+  const float near = std::max(reach, static_cast<float>(row.range.maximum - head));
+  if (near > row.range.minimum) {
+    const double total = total_of(kernels, row, by, s);
+    const Descent first = descend(kernels, gather(kernels, row, near, s), by, s);
+    if (first.total() >= request.top_p * total) return draw_nucleus(first, request, total);
   }
-  const Descent::Stop stop = descent.find(request.uniform * kept);
-  return request.top_p < 1.0 && stop.sum > kept ? last : stop.place;
+  const Descent all = descend(kernels, gather(kernels, row, reach, s), by, s);
+  return draw_nucleus(all, request, all.total());
 }
 
 // From what min_p, top_k and top_p leave, the largest first.
@@ -175,27 +207,24 @@ int64_t draw_truncated(const Kernels& kernels, const Row& row, Weighing by, cons
   const double maximum = row.range.maximum;
   const double temperature = std::max(request.temperature, kLeastTemperature);
   const float reach = static_cast<float>(maximum - kReach * temperature);
+  if (!request.has_top_k && request.min_p == 0.0) {
+    return draw_open(kernels, row, reach, by, request, s);
+  }
   float floor = reach;
   if (request.min_p > 0.0) {
     // p >= min_p * p_max, with the softmax taken away on both sides (Nguyen et al., Min-p, 2024).
     const double least = maximum + request.temperature * std::log(request.min_p);
     floor = std::max(floor, static_cast<float>(least));
   }
+  Candidates kept;
   if (request.has_top_k) {
     floor = std::max(floor, reached_by(row, std::min(request.top_k, row.count), s));
-    const Candidates head = gather(kernels, row, floor, s);
-    const Descent descent(kernels, largest(kernels, head, request.top_k, s), by, s);
-    return draw_among(descent, request, descent.total());
+    kept = largest(kernels, gather(kernels, row, floor, s), request.top_k, s);
+  } else {
+    kept = gather(kernels, row, floor, s);
   }
-  if (request.min_p > 0.0) {
-    const Descent descent(kernels, gather(kernels, row, floor, s), by, s);
-    return draw_among(descent, request, descent.total());
-  }
-  const double total = total_of(kernels, row, by, s);
-  const float near = std::max(reach, static_cast<float>(maximum - kHead * temperature));
-  const Descent first(kernels, gather(kernels, row, near, s), by, s);
-  if (first.total() >= request.top_p * total) return draw_among(first, request, total);
-  return draw_among(Descent(kernels, gather(kernels, row, reach, s), by, s), request, total);
+  const Descent descent = descend(kernels, kept, by, s);
+  return draw_nucleus(descent, request, descent.total());
 }
 
 int64_t draw(const Kernels& kernels, const Row& row, const Request& request, Scratch& s) {
@@ -210,11 +239,11 @@ int64_t draw(const Kernels& kernels, const Row& row, const Request& request, Scr
 // Changes, draws and puts back; false: there is nothing finite to draw from.
 bool draw_changed(const Batch& batch, float* logits, Request& request, Scratch& s) {
   const Changed changed(request, logits, s.undo);
-  Candidates few{logits, nullptr, batch.vocab};
-  if (request.allowed || request.mask) few = narrow(request, logits, batch.vocab, s.allowed);
-  const Row row = look_at(*batch.kernels, few.values, few.size, s);
+  const Kernels& kernels = *batch.kernels;
+  const Candidates all = allowed(kernels, request, logits, batch.vocab, s.allowed);
+  const Row row = look_at(kernels, all.values, all.size, s);
   if (!is_finite(row.range)) return false;
-  request.token = few.place(draw(*batch.kernels, row, request, s));
+  request.token = all.place(draw(kernels, row, request, s));
   return true;
 }
 
