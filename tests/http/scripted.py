@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.chat import ChatTemplate
@@ -110,6 +111,7 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     end = SPECIAL.index("<|im_end|>") - len(SPECIAL)
     tokenizer = ServingTokenizer.from_folder(folder, frozenset())
     tokenizer.eos_token_ids = frozenset({tokenizer.vocab_size + end})
+    base = settings.pop("base", None)  # what adapters have to fit, an ArchSpec
     fallback = settings.pop("fallback", None)
     lost_at = settings.pop("lost_at", None)
     if lost_at is not None:
@@ -120,7 +122,9 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     if fallback is not None:
         spare = ScriptedModel(NullOptions(**given | fallback), tokenizer)
         standby = Standby((Fallback("spare", lambda: spare),))
-    engine = AsyncEngine(Engine(model, tokenizer, EngineConfig(**config), standby=standby))
+    spec = None if base is None else ArchSpec.from_json(base)
+    started = Engine(model, tokenizer, EngineConfig(**config), standby=standby, base=spec)
+    engine = AsyncEngine(started)
     app = create_app(engine, MODEL, ChatTemplate.read(folder), AppOptions(**app_options))
     sock = bind("127.0.0.1", 0)
     address = url("127.0.0.1", sock)

@@ -1,0 +1,158 @@
+"""Adapters over HTTP: a real server over the null model, whose K/V depend on the adapter."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.graphs.artifacts import SPEC
+from tests.serving.adapting import random_tensors, write_adapter
+
+from .conftest import RunningServer, StartServer
+from .scripted import MODEL
+
+ASK: Any = {"prompt": "the sea is wide", "temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return [write_adapter(root / str(i), random_tensors(seed=i)) for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def _server(_start: StartServer) -> RunningServer:
+    return _start(base=SPEC.to_json(), max_adapters=2, allow_runtime_lora=True, latency_s=0.002)
+
+
+@pytest.fixture
+def lora_server(_server: RunningServer) -> Iterator[RunningServer]:
+    """A server without adapters."""
+    yield _server
+    for model in _models(_server)[1:]:
+        assert unload(_server, model["id"]).status_code == 200
+
+
+@pytest.fixture
+def client(lora_server: RunningServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{lora_server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def post(server: RunningServer, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{path}", json=body)
+
+
+def load(server: RunningServer, name: str, folder: Path, **more: Any) -> httpx.Response:
+    return post(server, "load_lora_adapter", lora_name=name, lora_path=str(folder), **more)
+
+
+def unload(server: RunningServer, name: str) -> httpx.Response:
+    return post(server, "unload_lora_adapter", lora_name=name)
+
+
+def test_requests_pick_an_adapter_by_model(
+    lora_server: RunningServer, client: OpenAI, folders: list[Path]
+) -> None:
+    assert load(lora_server, "one", folders[0]).status_code == 200
+    assert load(lora_server, "two", folders[1]).status_code == 200
+    base, *adapters = client.models.list().data
+    assert (base.id, base.parent, base.root) == (MODEL, None, MODEL)  # type: ignore[attr-defined]
+    found = [(each.id, each.parent, each.root) for each in adapters]  # type: ignore[attr-defined]
+    assert found == [("one", MODEL, str(folders[0])), ("two", MODEL, str(folders[1]))]
+    assert client.models.retrieve("two") == adapters[1]
+    texts = {}
+    for model in (MODEL, "one", "two"):
+        done = client.completions.create(model=model, **ASK)
+        assert done.model == model
+        assert done.usage is not None
+        assert done.usage.prompt_tokens_details is not None
+        assert not done.usage.prompt_tokens_details.cached_tokens  # no other's K/V
+        texts[model] = done.choices[0].text
+    assert len(set(texts.values())) == 3
+    for model, text in texts.items():  # in one batch with others
+        chunks = client.completions.create(model=model, stream=True, n=2, **ASK)
+        pieces = [(each.model, each.choices[0].index, each.choices[0].text) for each in chunks]
+        assert {name for name, _, _ in pieces} == {model}
+        for index in range(2):
+            assert "".join(piece for _, at, piece in pieces if at == index) == text
+        chat = client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "hello"}], max_tokens=3
+        )
+        assert chat.model == model
+    metrics = httpx.get(f"{lora_server.url}/metrics").text
+    assert 'onnxport:lora_requests{lora_name="two",model_name="null"} 0.0' in metrics
+    assert lora_server.health()["engine"]["adapter_requests"] == {"one": 0, "two": 0}
+
+
+def test_an_unloaded_adapter_is_unknown_at_once_and_its_requests_end_in_order(
+    lora_server: RunningServer, client: OpenAI, folders: list[Path]
+) -> None:
+    long: Any = {**ASK, "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+    load(lora_server, "one", folders[0])
+    expected = client.completions.create(model="one", **long).choices[0].text
+    texts: list[str] = []
+    started = threading.Event()
+
+    def ask() -> None:
+        for chunk in client.completions.create(model="one", stream=True, **long):
+            started.set()
+            texts.append(chunk.choices[0].text)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert started.wait(10)
+    assert load(lora_server, "one", folders[1], load_inplace=True).status_code == 200
+    other = client.completions.create(model="one", **ASK).choices[0].text
+    assert not expected.startswith(other)
+    assert unload(lora_server, "one").status_code == 200
+    with pytest.raises(openai.NotFoundError, match=r"'one' is not served here.*'null'"):
+        client.completions.create(model="one", **ASK)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("one")
+    assert thread.is_alive()
+    thread.join()
+    assert "".join(texts) == expected
+
+
+def test_what_is_refused(lora_server: RunningServer, folders: list[Path], tmp_path: Path) -> None:
+    def refused(answer: httpx.Response, status: int) -> str:
+        assert answer.status_code == status, answer.text
+        message: str = answer.json()["error"]["message"]
+        return message
+
+    assert "not a folder here" in refused(load(lora_server, "a", tmp_path / "none"), 400)
+    big = write_adapter(tmp_path / "big", random_tensors(rank=17), r=17)
+    assert "up to 16" in refused(load(lora_server, "a", big), 400)
+    assert "name of the model itself" in refused(load(lora_server, MODEL, folders[0]), 400)
+    assert "no adapter 'a' is loaded" in refused(unload(lora_server, "a"), 404)
+    assert load(lora_server, "a", folders[0]).status_code == 200
+    assert "is loaded already" in refused(load(lora_server, "a", folders[1]), 400)
+    assert load(lora_server, "b", folders[1]).status_code == 200
+    assert "all 2 slots" in refused(load(lora_server, "c", folders[2]), 400)
+    assert "lora_name" in refused(post(lora_server, "load_lora_adapter", lora_path="x"), 400)
+    assert "lora_path" in refused(post(lora_server, "load_lora_adapter", lora_name="x"), 400)
+    assert "lora_name" in refused(unload(lora_server, ""), 400)
+    assert "unknown field" in refused(load(lora_server, "c", folders[2], rank=8), 400)
+    assert [each["id"] for each in _models(lora_server)] == [MODEL, "a", "b"]
+
+
+def test_a_server_that_was_not_told_to_reads_no_folders(
+    server: RunningServer, folders: list[Path]
+) -> None:
+    for answer in (load(server, "a", folders[0]), unload(server, "a")):
+        assert answer.status_code == 403
+        assert "--allow-runtime-lora" in answer.json()["error"]["message"]
+    assert [each["id"] for each in _models(server)] == [MODEL]
+
+
+def _models(server: RunningServer) -> list[dict[str, Any]]:
+    models: list[dict[str, Any]] = httpx.get(f"{server.url}/v1/models").json()["data"]
+    return models
