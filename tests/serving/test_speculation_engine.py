@@ -295,7 +295,6 @@ class Stubborn:
         pass
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["stubborn", "model", "ngram"])
 def test_samples_have_the_distribution_of_the_target(drafter: str) -> None:
     number = 3000
