@@ -1,0 +1,92 @@
+"""LoRA adapters for the tiny models, and what a model with one of them means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.exporter.reference import Array, forward
+from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.lora import (
+    KINDS,
+    PROJECTIONS,
+    LoraAdapter,
+    LoraDelta,
+    Projection,
+    projection_shapes,
+)
+from onnxport.graphs.spec import ArchSpec
+from tests.conformance.reference import ArtifactWeights
+
+# Rank and projections of the adapters, by their seed; what PEFT takes by default comes first.
+SHAPES: Final[dict[int, tuple[int, tuple[Projection, ...]]]] = {
+    1: (8, ("q_proj", "v_proj")),
+    2: (4, PROJECTIONS),
+    3: (1, ("k_proj", "o_proj", "up_proj")),
+}
+MAX_RANK: Final = 8
+
+
+def make_adapter(spec: ArchSpec, seed: int) -> LoraAdapter:
+    """A random adapter with one of SHAPES; its rank is one less in odd layers."""
+    random = np.random.default_rng(seed)
+    rank, projections = SHAPES[seed]
+    deltas = {}
+    for layer in range(spec.num_layers):
+        own = max(1, rank - layer % 2)
+        for projection in projections:
+            outputs, inputs = projection_shapes(spec)[projection]
+            a = random.standard_normal((own, inputs)) / inputs**0.5
+            b = random.standard_normal((outputs, own)) * 0.3
+            deltas[layer, projection] = LoraDelta(a.astype(np.float32), b.astype(np.float32))
+    return LoraAdapter(deltas)
+
+
+class AdaptedWeights(ArtifactWeights):
+    """A `WeightSource` that reads an artifact and adds an adapter to its products."""
+
+    def __init__(self, artifact: Artifact, adapter: LoraAdapter) -> None:
+        super().__init__(artifact)
+        self._adapter = adapter
+        self._shapes = projection_shapes(artifact.manifest.model)
+
+    def linear(self, role: str, x: Array) -> Array:
+        """See `WeightSource`."""
+        product = super().linear(role, x)
+        if not role.startswith("layers."):
+            return product
+        _, layer, kind = role.split(".")
+        added = [self._delta(int(layer), projection, x) for projection in KINDS[kind]]  # type: ignore[index]
+        result: Array = product + np.concatenate(added, axis=-1)
+        return result
+
+    def _delta(self, layer: int, projection: Projection, x: Array) -> Array:
+        delta = self._adapter.deltas.get((layer, projection))
+        if delta is None:
+            return np.zeros((len(x), self._shapes[projection][0]), np.float32)
+        result: Array = (x @ delta.a.T) @ delta.b.T
+        return result
+
+
+class AdaptedReference:
+    """Logits of any sequence with any of the adapters; 0 is the model without one."""
+
+    def __init__(self, path: Path) -> None:
+        self._artifact = Artifact.read(path)
+        self.spec = self._artifact.manifest.model
+        self.adapters = {seed: make_adapter(self.spec, seed) for seed in SHAPES}
+        self._cached = cache(self._compute)
+
+    def logits(self, token_ids: Sequence[int], seed: int) -> NDArray[np.float32]:
+        """The logits after each token, float32 [len(token_ids), vocab]."""
+        return self._cached(tuple(token_ids), seed)
+
+    def _compute(self, token_ids: tuple[int, ...], seed: int) -> NDArray[np.float32]:
+        rows = np.arange(len(token_ids), dtype=np.int32)
+        weights = AdaptedWeights(self._artifact, self.adapters.get(seed, LoraAdapter({})))
+        return forward(self.spec, weights, np.array(token_ids, np.int64), rows)

@@ -1,0 +1,164 @@
+"""LoRA adapters: each row gets its own, whatever else is in the batch and was loaded before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from onnxport.errors import ProviderError
+from onnxport.providers.base import Model
+from tests.conformance.adapting import MAX_RANK, SHAPES, AdaptedReference
+from tests.conformance.conftest import FAST, Combination, chosen_lanes, combinations
+from tests.conformance.lanes import Lane
+from tests.conformance.make import DIAGONAL
+from tests.conformance.models import step
+from tests.conformance.rules import Rule, check_logits, rule_of
+from tests.conformance.workload import PROMPTS
+
+WHOLE = ("cpu-custom", "cpu-decomposed", "openvino")  # lanes of every family in every precision
+ROWS = (0, 2, 1, 3, 1)  # the adapter of each prompt, as a slot; 0: none
+TOKENS = [prompt[:19] for prompt in PROMPTS[: len(ROWS)]]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """A combination that was loaded with slots for adapters."""
+
+    lane: Lane
+    model: Model
+    rule: Rule
+    reference: AdaptedReference
+
+    def tables(self, lengths: list[int]) -> list[list[int]]:
+        """Blocks for rows of so many tokens, each its own."""
+        tables, first = [], 0
+        for length in lengths:
+            count = -(-length // self.model.capabilities.block_size)
+            tables.append(list(range(first, first + count)))
+            first += count
+        return tables
+
+    def run(self, rows: list[tuple[list[int], int]]) -> NDArray[np.float32]:
+        """Logits of every token of prompts with their slots, computed whole."""
+        tables = self.tables([len(tokens) for tokens, _ in rows])
+        slots = np.array([slot for _, slot in rows], np.int32)
+        batch = [(tokens, 0, table) for (tokens, _), table in zip(rows, tables, strict=True)]
+        return self.model.run(step(batch, adapter_slots=slots)).copy()
+
+    def wanted(self, rows: list[tuple[list[int], int]]) -> NDArray[np.float32]:
+        """What `run` should return where slot n holds adapter n."""
+        return np.concatenate([self.reference.logits(tokens, slot) for tokens, slot in rows])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Some lanes run everything, the others each family and precision once."""
+    params = []
+    for lane in chosen_lanes(metafunc.config):
+        for one in combinations(lane):
+            pair = (one.family, one.precision)
+            if lane.name not in WHOLE and pair not in DIAGONAL:
+                continue
+            slow = [] if pair in FAST else [pytest.mark.slow]
+            name = f"{lane.name}-{one.family}-{one.precision}"
+            params.append(pytest.param(one, marks=slow, id=name))
+    metafunc.parametrize("adapted", params, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def adapted_reference(
+    artifact: Callable[[str, str], Path],
+) -> Callable[[str, str], AdaptedReference]:
+    """Returns `find(family, precision) -> reference`, which all lanes share."""
+    return cache(lambda family, precision: AdaptedReference(artifact(family, precision)))
+
+
+@pytest.fixture(scope="module")
+def adapted(
+    request: pytest.FixtureRequest,
+    artifact: Callable[[str, str], Path],
+    adapted_reference: Callable[[str, str], AdaptedReference],
+) -> Iterator[Adapted]:
+    """One combination at a time, with an adapter in each slot."""
+    one: Combination = request.param
+    path = artifact(one.family, one.precision)
+    model = one.lane.open(path, max_adapters=len(SHAPES), max_adapter_rank=MAX_RANK)
+    rule = one.lane.rule or rule_of(model.capabilities)
+    found = Adapted(one.lane, model, rule, adapted_reference(one.family, one.precision))
+    for slot, adapter in found.reference.adapters.items():
+        model.set_adapter(slot, adapter)
+    yield found
+    model.close()
+
+
+def test_a_batch_of_several_and_none(adapted: Adapted) -> None:
+    rows = list(zip(TOKENS, ROWS, strict=True))
+    wanted = adapted.wanted(rows)
+    base = adapted.wanted([(tokens, 0) for tokens in TOKENS])
+    far = np.abs(wanted - base).max() / wanted.std()
+    assert far > 3 * adapted.rule.max_diff, "the adapters change too little to be seen"
+    found = adapted.run(rows)
+    check_logits(adapted.rule, wanted, found, "a mixed batch")
+    begin = 0
+    for tokens, slot in rows:
+        alone = adapted.run([(tokens, slot)])
+        own = found[begin : begin + len(tokens)]
+        begin += len(tokens)
+        check_logits(adapted.rule, own, alone, f"adapter {slot} alone")
+        if adapted.lane.name.startswith("cpu-custom"):
+            np.testing.assert_array_equal(own, alone)
+
+
+def test_decoding_behind_a_prompt_and_chunks_beside(adapted: Adapted) -> None:
+    """Rows of one token and of more in one step, and logits of few of them."""
+    new = [1, 5, 1, 7, 2]
+    tables = adapted.tables([len(tokens) for tokens in TOKENS])
+    cases = list(zip(TOKENS, new, tables, strict=True))
+    slots = np.array(ROWS, np.int32)
+    before = [(tokens[:-count], 0, table) for tokens, count, table in cases]
+    adapted.model.run(step(before, adapter_slots=slots))
+    after = [(tokens[-count:], len(tokens) - count, table) for tokens, count, table in cases]
+    last = (np.cumsum(new) - 1).astype(np.int32)
+    found = adapted.model.run(step(after, adapter_slots=slots, logits_indices=last))
+    wanted = [adapted.reference.logits(t, slot)[-1] for t, slot in zip(TOKENS, ROWS, strict=True)]
+    check_logits(adapted.rule, np.array(wanted), found, "the last tokens")
+
+
+def test_without_any_adapter_it_is_the_model(adapted: Adapted) -> None:
+    rows = [(TOKENS[0], 0), (TOKENS[1], 0)]
+    expected = adapted.run(rows)
+    check_logits(adapted.rule, adapted.wanted(rows), expected, "slots of none")
+    tables = adapted.tables([len(tokens) for tokens, _ in rows])
+    batch = [(tokens, 0, table) for (tokens, _), table in zip(rows, tables, strict=True)]
+    np.testing.assert_array_equal(adapted.model.run(step(batch)), expected)
+
+
+def test_slots_are_filled_and_emptied_between_steps(adapted: Adapted) -> None:
+    tokens, adapters = TOKENS[2], adapted.reference.adapters
+    try:
+        adapted.model.set_adapter(1, adapters[2])  # more projections, in place of fewer
+        check_logits(adapted.rule, adapted.wanted([(tokens, 2)]), adapted.run([(tokens, 1)]), "new")
+        adapted.model.set_adapter(2, adapters[3])  # fewer, in place of more
+        rows = [(tokens, 2), (tokens, 1), (tokens, 0)]
+        wanted = adapted.wanted([(tokens, 3), (tokens, 2), (tokens, 0)])
+        check_logits(adapted.rule, wanted, adapted.run(rows), "both changed")
+        adapted.model.set_adapter(2, None)
+        with pytest.raises(ProviderError, match=r"slots 2, and there is none; filled are 1, 3"):
+            adapted.run(rows)
+        wanted = adapted.wanted([(tokens, 2), (tokens, 0), (tokens, 3)])
+        rows = [(tokens, 1), (tokens, 0), (tokens, 3)]
+        check_logits(adapted.rule, wanted, adapted.run(rows), "one gone")
+    finally:
+        for slot, adapter in adapters.items():
+            adapted.model.set_adapter(slot, adapter)
+    check_logits(adapted.rule, adapted.wanted([(tokens, 2)]), adapted.run([(tokens, 2)]), "back")
+
+
+def test_what_was_loaded(adapted: Adapted) -> None:
+    found = adapted.model.capabilities
+    assert (found.max_adapters, found.max_adapter_rank) == (len(SHAPES), MAX_RANK)
