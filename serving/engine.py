@@ -36,6 +36,7 @@ from onnxport.serving.retries import Retries
 from onnxport.serving.runtime import Runtime
 from onnxport.serving.sampling import Drawn, with_siblings
 from onnxport.serving.stats import EngineStats
+from onnxport.serving.structured.compiler import GrammarCompiler
 from onnxport.serving.tally import Tally
 from onnxport.serving.tokenizer import Tokenizer
 
@@ -112,6 +113,11 @@ class Engine:
     def failure(self) -> str | None:
         """Why there is no model any more, and so no request is taken; None while there is one."""
         return self._runtime.failure
+
+    @property
+    def grammars(self) -> GrammarCompiler | None:
+        """Compiles what requests ask of their output; None without a tokenizer."""
+        return self._intake.grammars
 
     @property
     def has_work(self) -> bool:
@@ -249,6 +255,8 @@ class Engine:
         if not self._closed:
             self._closed = True
             self._masks.close()
+            if self.grammars is not None:
+                self.grammars.close()
             try:
                 if self._speculator:
                     self._speculator.close()

@@ -15,6 +15,8 @@ from onnxport.serving.limits import max_total_tokens, token_array
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.rules import logit_rules
+from onnxport.serving.structured.compiler import CompiledGrammar, GrammarCompiler
+from onnxport.serving.structured.vocabulary import Vocabulary
 from onnxport.serving.text import Pieces, TextStream
 from onnxport.serving.tokenizer import Tokenizer
 
@@ -22,7 +24,11 @@ SEED_STEP = 0x9E3779B97F4A7C15  # odd and wild: completions of one request draw 
 
 
 class Intake:
-    """Makes requests that the engine can run. Safe to use from any thread."""
+    """Makes requests that the engine can run. Safe to use from any thread.
+
+    Attributes:
+        grammars: compiles what requests ask of their output; None without a tokenizer.
+    """
 
     def __init__(
         self,
@@ -49,6 +55,10 @@ class Intake:
         self._eos_token_ids = eos_token_ids
         self._adapters = adapters
         self._seeds = random.Random(config.seed)
+        self.grammars: GrammarCompiler | None = None
+        if tokenizer is not None:
+            read = partial(Vocabulary.build, tokenizer, limits.vocab_size, eos_token_ids)
+            self.grammars = GrammarCompiler(read)
 
     def move_to(self, limits: Capabilities, max_num_seqs: int) -> None:
         """Check requests against the limits of another model from now on."""
@@ -82,6 +92,7 @@ class Intake:
         if self._config.enable_prefix_caching and params.prompt_logprobs is None:
             keys = _keys(adapter, options, limits)
             keys.extend(tokens)
+        grammar = self._grammar(params)
         arrival_s = clock()
 
         def sequence(index: int) -> Request:
@@ -99,6 +110,7 @@ class Intake:
                 arrival_time_s=arrival_s,
                 keys=None if index else keys,
                 rules=rules,
+                grammar=grammar.sequence(len(tokens)) if grammar else None,
                 adapter=adapter,
                 text=_text_stream(pieces, params) if pieces else None,
             )
@@ -106,6 +118,16 @@ class Intake:
         first = sequence(0)
         first.siblings = tuple(map(sequence, range(1, params.num_sequences)))
         return first
+
+    def _grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+        """Return what the output has to follow; waits for it to be compiled."""
+        if params.structured_outputs is None:
+            return None
+        if self.grammars is None:
+            raise RequestError(
+                "structured_outputs need a tokenizer and this engine has none", "structured_outputs"
+            )
+        return self.grammars.compile(params.structured_outputs)
 
     def renew_adapter(self, request: Request) -> None:
         """Give a request the adapter that has the name it asked for now; in the engine's thread.

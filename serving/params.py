@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnxport.errors import RequestError
+from onnxport.serving.structured.spec import StructuredOutputs
 
 MAX_LOGPROBS = 20
 MAX_COMPLETIONS = 128  # OpenAI's limit of n
@@ -61,6 +62,8 @@ class SamplingParams:
         min_tokens: end tokens, `stop_token_ids` and `stop` do not end the text before there are
             this many tokens.
         include_stop_str_in_output: keep the stop string, or the text of the stop token.
+        structured_outputs: the form that the text has to have; None: any. The text ends where the
+            form is complete, whatever `ignore_eos` says.
 
     Raises:
         RequestError: a value is out of its range; names the parameter.
@@ -87,6 +90,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     prompt_logprobs: int | None = None
     best_of: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts("stop", self.stop))
@@ -118,6 +122,12 @@ class SamplingParams:
                 _check_token(name, token_id)
         self._check_penalties()
         self._check_choices()
+        form = self.structured_outputs
+        if form is not None and not isinstance(form, StructuredOutputs):
+            raise RequestError(
+                f"structured_outputs is {repr(form)[:80]}; give a StructuredOutputs",
+                "structured_outputs",
+            )
 
     def _check_penalties(self) -> None:
         """Check what changes logits, and bring `logit_bias` into its form."""

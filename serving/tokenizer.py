@@ -52,6 +52,11 @@ class Tokenizer:
             raise ArtifactError(f"{path} is not a valid tokenizer: {error}") from error
         return cls(fast, eos_token_ids)
 
+    def to_json(self) -> str:
+        """Return the content of `tokenizer.json`, without truncation and padding."""
+        text: str = self._fast.to_str()
+        return text
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of `text`; special tokens that `text` spells out are recognized.
 

@@ -23,6 +23,7 @@ from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.stats import EngineStats
+from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -141,6 +142,19 @@ class AsyncEngine:
         with self._wakeup:
             self._commands.append(lambda: self._engine.add_listener(listener))
             self._wakeup.notify()
+
+    async def compile(self, form: StructuredOutputs) -> None:
+        """Have the grammar of a request compiled off the event loop, so that `stream` finds it.
+
+        Raises:
+            RequestError: it cannot be compiled, or not in time, or there is no tokenizer.
+            OverloadedError: other grammars are being compiled.
+        """
+        if self._engine.grammars is None:
+            raise RequestError(
+                "structured_outputs need a tokenizer and this engine has none", "structured_outputs"
+            )
+        await self._engine.grammars.prepare(form)
 
     def stream(
         self,

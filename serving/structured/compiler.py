@@ -1,0 +1,213 @@
+"""Compiling grammars: once each, in threads of their own, within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from llguidance import LLMatcher, LLParserLimits
+
+from onnxport.errors import OnnxportError, OverloadedError, RequestError
+from onnxport.serving.structured.sequence import GrammarError, SequenceGrammar
+from onnxport.serving.structured.source import grammar_of
+from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.structured.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+NO_TOKENS = array("q")
+
+
+@dataclass(frozen=True, slots=True)
+class CompileLimits:
+    """What compiling may take.
+
+    Attributes:
+        timeout_s: how long a request waits for its grammar.
+        num_threads: grammars that are compiled at once.
+        max_entries: grammars that are kept.
+        max_cached_chars: characters of their texts, all together.
+        max_grammar_size: symbols of one grammar.
+        max_lexer_states: states of the automaton of one sequence, 1 to 2 kB each.
+        max_step_items: parser's items of one position.
+    """
+
+    timeout_s: float = 10.0
+    num_threads: int = 2
+    max_entries: int = 128
+    max_cached_chars: int = 1 << 22
+    max_grammar_size: int = 200_000
+    max_lexer_states: int = 50_000
+    max_step_items: int = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar that any number of sequences can follow."""
+
+    vocabulary: Vocabulary
+    template: LLMatcher  # at the beginning; never moved
+
+    def sequence(self, num_prompt_tokens: int) -> SequenceGrammar:
+        """Return the grammar of a sequence that begins with a prompt of so many tokens."""
+        return SequenceGrammar(self.template.deep_copy(), self.vocabulary, num_prompt_tokens)
+
+
+class GrammarCompiler:
+    """Compiles grammars, and keeps those that were used last. Safe to use from any thread."""
+
+    def __init__(
+        self, vocabulary: Callable[[], Vocabulary], limits: CompileLimits | None = None
+    ) -> None:
+        """Compile nothing yet.
+
+        Args:
+            vocabulary: reads the model's tokens; called once, when they are first needed.
+            limits: None for the defaults.
+        """
+        self._limits = limits or CompileLimits()
+        self._read_vocabulary = vocabulary
+        self._threads = ThreadPoolExecutor(self._limits.num_threads, "onnxport-grammar")
+        self._lock = threading.Lock()
+        self._reading = threading.Lock()
+        # All below is guarded by _lock, but for _vocabulary, which is by _reading.
+        self._cache: OrderedDict[StructuredOutputs, Future[CompiledGrammar]] = OrderedDict()
+        self._num_chars = 0
+        self._closed = False
+        self._vocabulary: Vocabulary | None = None
+
+    def compile(self, spec: StructuredOutputs) -> CompiledGrammar:
+        """Return a compiled grammar; waits for it.
+
+        Raises:
+            RequestError: it cannot be compiled, or not in time.
+            OverloadedError: others were compiled all the time.
+        """
+        future = self._submit(spec)
+        try:
+            return future.result(self._limits.timeout_s)
+        except TimeoutError:
+            raise self._late(spec, future) from None
+
+    async def prepare(self, spec: StructuredOutputs) -> None:
+        """Have a grammar compiled, so that `compile` need not wait; blocks no event loop.
+
+        Raises:
+            RequestError, OverloadedError: as `compile`.
+        """
+        future = self._submit(spec)
+        loop, compiled = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell(_: Future[CompiledGrammar]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(compiled.set)
+
+        future.add_done_callback(tell)
+        try:
+            await asyncio.wait_for(compiled.wait(), self._limits.timeout_s)
+        except TimeoutError:
+            raise self._late(spec, future) from None
+        future.result()
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        with self._lock:
+            self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, spec: StructuredOutputs) -> Future[CompiledGrammar]:
+        """Return what is compiled, or will be."""
+        with self._lock:
+            future = self._cache.get(spec)
+            if future is None:
+                if self._closed:
+                    raise OnnxportError("the engine is closed and takes no more requests")
+                future = self._threads.submit(self._build, spec)
+                self._cache[spec] = future
+                self._num_chars += len(spec.text)
+                self._evict()
+            self._cache.move_to_end(spec)
+            return future
+
+    def _evict(self) -> None:
+        """Forget what was not used for longest; what is still compiled is let go of too."""
+        limits = self._limits
+        while len(self._cache) > 1 and (
+            len(self._cache) > limits.max_entries or self._num_chars > limits.max_cached_chars
+        ):
+            spec, _ = self._cache.popitem(last=False)
+            self._num_chars -= len(spec.text)
+
+    def _late(
+        self, spec: StructuredOutputs, future: Future[CompiledGrammar]
+    ) -> RequestError | OverloadedError:
+        """Return the error of a grammar that was not compiled in time."""
+        timeout_s = self._limits.timeout_s
+        if not (future.running() or future.done()):
+            return OverloadedError(
+                f"{self._limits.num_threads} other grammars were being compiled for {timeout_s} s; "
+                "send the request again later",
+                timeout_s,
+            )
+        return RequestError(
+            f"structured_outputs.{spec.kind} took more than {timeout_s} s to compile; make it "
+            "smaller",
+            f"structured_outputs.{spec.kind}",
+        )
+
+    def _build(self, spec: StructuredOutputs) -> CompiledGrammar:
+        """Compile a grammar, in one of the threads."""
+        start_s = time.monotonic()
+        with self._reading:
+            if self._vocabulary is None:
+                self._vocabulary = self._read_vocabulary()
+        vocabulary = self._vocabulary
+        compiled = compile_grammar(spec, vocabulary, self._limits)
+        logger.debug("compiled a %s in %.3f s", spec.kind, time.monotonic() - start_s)
+        return compiled
+
+
+def compile_grammar(
+    spec: StructuredOutputs, vocabulary: Vocabulary, limits: CompileLimits
+) -> CompiledGrammar:
+    """Compile a grammar, now and here.
+
+    Raises:
+        RequestError: it is not valid, too large, or nothing fits it.
+    """
+    param = f"structured_outputs.{spec.kind}"
+    grammar = grammar_of(spec)
+    parser_limits = LLParserLimits(
+        step_max_items=limits.max_step_items,
+        max_lexer_states=limits.max_lexer_states,
+        max_grammar_size=limits.max_grammar_size,
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(vocabulary.tokens, grammar, log_level=0, limits=parser_limits)
+    reason = (
+        matcher.get_error() if matcher.is_error() else "; ".join(matcher.get_grammar_warnings())
+    )
+    if reason:
+        raise RequestError(f"{param} cannot be compiled: {_short(reason)}", param)
+    compiled = CompiledGrammar(vocabulary, matcher)
+    first = compiled.sequence(0)
+    try:
+        possible = first.masks(NO_TOKENS).any() or first.is_complete(NO_TOKENS)
+    except GrammarError as error:
+        raise RequestError(f"{param} is too complex: {_short(str(error))}", param) from error
+    if not possible:
+        raise RequestError(f"no text fits {param}; correct it", param)
+    return compiled
+
+
+def _short(reason: str) -> str:
+    """Return a message of llguidance in one line."""
+    return " ".join(reason.split())[:400]

@@ -1,0 +1,40 @@
+"""What the compiler's formats of dates and times leave open, closed by patterns.
+
+llguidance's `date` has a 29 February every year, and its `time` a second 60 in every minute.
+RFC 3339 (sections 5.7 and appendix C) has neither; its leap seconds are left out altogether, and
+so is the year 0000, which many calendars do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from onnxport.serving.structured.schema import ONE_SCHEMA, SCHEMA_LISTS, SCHEMA_MAPS
+
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DAY = f"^(?:[0-9]{{4}}-(?:02-(?:[01]|2[0-8])|0[13-9]|1)|{_LEAP_YEAR}-02-29)"
+_YEAR = "^[0-9]{0,3}[1-9]"
+_SECONDS = "^[^:]*:[^:]*:[0-5]"
+PATTERNS: Mapping[str, tuple[str, ...]] = {
+    "date": (_DAY, _YEAR),
+    "date-time": (_DAY, _YEAR, _SECONDS),
+    "time": (_SECONDS,),
+}
+
+
+def tightened(schema: Any) -> Any:
+    """Return a checked schema with patterns beside its formats of dates and times."""
+    if not isinstance(schema, dict):
+        return schema
+    result = dict(schema)
+    for name in set(ONE_SCHEMA) & result.keys():
+        result[name] = tightened(result[name])
+    for name in set(SCHEMA_LISTS) & result.keys():
+        result[name] = [tightened(one) for one in result[name]]
+    for name in set(SCHEMA_MAPS) & result.keys():
+        result[name] = {key: tightened(one) for key, one in result[name].items()}
+    if patterns := PATTERNS.get(result.get("format", "")):
+        more = [{"pattern": pattern} for pattern in patterns]
+        result["allOf"] = [*result.get("allOf", ()), *more]
+    return result

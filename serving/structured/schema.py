@@ -1,0 +1,220 @@
+"""Which JSON schemas are supported: every keyword is enforced, is an annotation, or is refused.
+
+A grammar compiler that skips what it does not know would give output that only looks right, so
+each keyword of each schema is looked at here first. What is left the compiler enforces; the tests
+prove it keyword by keyword. The keywords are those of JSON Schema 2020-12 (json-schema.org).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+from urllib.parse import unquote
+
+from onnxport.errors import RequestError
+
+MAX_DEPTH = 64  # schemas inside schemas
+MAX_MULTIPLE = 10_000  # of multipleOf without its point: each remainder is a state of the grammar
+MAX_EXACT = 2**53  # beyond, the compiler's floating point numbers skip integers
+TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+FORMATS = (
+    "date",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "time",
+    "uri",
+    "uuid",
+)
+DIALECTS = (
+    "http://json-schema.org/draft-06/schema",
+    "http://json-schema.org/draft-07/schema",
+    "https://json-schema.org/draft/2019-09/schema",
+    "https://json-schema.org/draft/2020-12/schema",
+)
+ANNOTATIONS = (
+    "$comment",
+    "default",
+    "deprecated",
+    "description",
+    "discriminator",
+    "examples",
+    "readOnly",
+    "title",
+    "writeOnly",
+)
+ROOT_ONLY = ("$id", "$schema")
+HINTS = {
+    "additionalItems": "write items and prefixItems as JSON Schema 2020-12 has them",
+    "nullable": 'write a list of types, such as ["string", "null"]',
+    "id": "remove it",
+}
+Check = Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a number is exact as a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and abs(value) <= MAX_EXACT
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_multiple(value: Any) -> bool:
+    if not _is_number(value) or value <= 0:
+        return False
+    number = Decimal(repr(value))
+    places = max(0, -int(number.as_tuple().exponent))
+    return number.scaleb(places) <= MAX_MULTIPLE
+
+
+def _is_type(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and all(isinstance(one, str) and one in TYPES for one in names)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value can be written: whole numbers up to 2^53, no odd control characters."""
+    if isinstance(value, dict):
+        return all(map(_is_constant, value)) and all(map(_is_constant, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_constant, value))
+    if isinstance(value, str):
+        return all(char >= " " or char in "\b\f\n\r\t" for char in value)
+    return isinstance(value, bool | None) or _is_number(value)
+
+
+def _is_list(value: Any, check: Check) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(check, value))
+
+
+_COUNT: tuple[Check, str] = (_is_count, "a whole number from 0 on")
+_NUMBER: tuple[Check, str] = (_is_number, "a number, at most 2^53 in size")
+_WRITABLE = "without numbers beyond 2^53 and control characters other than \\b \\f \\n \\r \\t"
+ASSERTIONS: Mapping[str, tuple[Check, str]] = {
+    "$ref": (
+        lambda value: isinstance(value, str) and (value == "#" or value.startswith("#/")),
+        "a JSON pointer into the schema itself, such as #/$defs/name",
+    ),
+    "const": (_is_constant, f"a value {_WRITABLE}"),
+    "enum": (lambda value: _is_list(value, _is_constant), f"a list of values {_WRITABLE}"),
+    "exclusiveMaximum": _NUMBER,
+    "exclusiveMinimum": _NUMBER,
+    "format": (
+        lambda value: isinstance(value, str) and value in FORMATS,
+        "one of " + ", ".join(FORMATS),
+    ),
+    "maxItems": _COUNT,
+    "maxLength": _COUNT,
+    "maxProperties": _COUNT,
+    "maximum": _NUMBER,
+    "minItems": _COUNT,
+    "minLength": _COUNT,
+    "minProperties": _COUNT,
+    "minimum": _NUMBER,
+    "multipleOf": (_is_multiple, f"a number above 0, without its point at most {MAX_MULTIPLE}"),
+    "pattern": (lambda value: isinstance(value, str), "a regular expression"),
+    "required": (
+        lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+        "a list of names",
+    ),
+    "type": (_is_type, "one of " + ", ".join(TYPES) + ", or a list of these"),
+}
+ONE_SCHEMA = ("additionalProperties", "items")
+SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+SCHEMA_MAPS = ("$defs", "definitions", "patternProperties", "properties")
+ENFORCED = tuple(sorted({*ASSERTIONS, *ONE_SCHEMA, *SCHEMA_LISTS, *SCHEMA_MAPS}))
+
+
+def check_schema(schema: Any, param: str = "structured_outputs.json") -> None:
+    """Refuse a schema that would not be enforced in every word.
+
+    Args:
+        schema: as JSON is read.
+        param: the request's field that errors name.
+
+    Raises:
+        RequestError: says where, what was found and what is supported.
+    """
+    schemas: dict[str, Any] = {}
+    pending: list[tuple[str, Any, int]] = [("#", schema, 0)]
+    try:
+        while pending:
+            where, one, depth = pending.pop()
+            if depth > MAX_DEPTH:
+                raise ValueError(f"{where[:80]}… is more than {MAX_DEPTH} schemas deep; flatten it")
+            schemas[where] = one
+            if isinstance(one, dict):
+                _check_keywords(where, one)
+                pending += [(path, inner, depth + 1) for path, inner in _inner(where, one)]
+            elif not isinstance(one, bool):
+                raise ValueError(f"{where} is {repr(one)[:80]}; a schema is an object, or true")
+        for where, one in schemas.items():
+            if isinstance(one, dict) and "$ref" in one and unquote(one["$ref"]) not in schemas:
+                raise ValueError(
+                    f"{where} refers to {one['$ref']!r}, where there is no schema; define it there"
+                )
+    except ValueError as error:
+        raise RequestError(f"the JSON schema cannot be enforced: {error}", param) from error
+
+
+def _check_keywords(where: str, schema: Mapping[str, Any]) -> None:
+    """Raise ValueError for a keyword of one schema that would not be enforced."""
+    for name, value in schema.items():
+        if name in ASSERTIONS:
+            check, wanted = ASSERTIONS[name]
+            if not check(value):
+                raise ValueError(f"{where}/{name} is {repr(value)[:80]}; it must be {wanted}")
+        elif name == "$schema" and where == "#":
+            if not isinstance(value, str) or value.removesuffix("#") not in DIALECTS:
+                raise ValueError(f"{where}/$schema is {value!r}; use one of {', '.join(DIALECTS)}")
+        elif name in ROOT_ONLY and where != "#":
+            raise ValueError(f"{where} has {name!r}, which only the whole schema may have")
+        elif name not in (*ANNOTATIONS, *ROOT_ONLY, *ENFORCED):
+            hint = HINTS.get(name, f"what is supported: {', '.join(ENFORCED)}")
+            raise ValueError(f"{where} has the keyword {name!r}, which is not supported; {hint}")
+    _check_count_of_properties(where, schema)
+
+
+def _check_count_of_properties(where: str, schema: Mapping[str, Any]) -> None:
+    """Refuse `minProperties` where a name that comes twice would be counted twice."""
+    least = schema.get("minProperties", 0)
+    closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    if least > 1 and not closed and least > len(set(schema.get("required", ()))):
+        raise ValueError(
+            f"{where}/minProperties is {least}, with names that the schema does not list; set "
+            "additionalProperties to false without patternProperties, or use required"
+        )
+
+
+def _inner(where: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas directly inside a schema, and the JSON pointer of each.
+
+    Raises:
+        ValueError: there is something else where schemas should be.
+    """
+    for name in ONE_SCHEMA:
+        if name in schema:
+            if isinstance(schema[name], list):
+                raise ValueError(f"{where}/{name} is a list; write prefixItems instead")
+            yield f"{where}/{name}", schema[name]
+    for name in SCHEMA_LISTS:
+        if name in schema:
+            if not isinstance(schema[name], list) or not schema[name]:
+                raise ValueError(f"{where}/{name} must be a list of schemas, not empty")
+            yield from ((f"{where}/{name}/{index}", one) for index, one in enumerate(schema[name]))
+    for name in SCHEMA_MAPS:
+        if name in schema:
+            if not isinstance(schema[name], dict):
+                raise ValueError(f"{where}/{name} must be an object of schemas")
+            for key, one in schema[name].items():
+                escaped = key.replace("~", "~0").replace("/", "~1")
+                yield f"{where}/{name}/{escaped}", one

@@ -1,0 +1,120 @@
+"""Where one sequence stands in its grammar: the `Grammar` of `serving/grammar.py`."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import takewhile
+
+import numpy as np
+from llguidance import LLMatcher
+from llguidance.numpy import fill_next_token_bitmask
+from numpy.typing import NDArray
+
+from onnxport.errors import OnnxportError
+from onnxport.serving.structured.vocabulary import Vocabulary
+
+
+class GrammarError(OnnxportError):
+    """A grammar reached a limit in the middle of a text, or got a token that it forbids."""
+
+
+class SequenceGrammar:
+    """The grammar of one sequence; reads each token of its output once. One thread at a time."""
+
+    __slots__ = ("_matcher", "_memory", "_num_read", "_vocabulary")
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, num_prompt_tokens: int) -> None:
+        """Begin after the prompt.
+
+        Args:
+            matcher: at the beginning of the grammar; nobody else's.
+            vocabulary: of the model.
+            num_prompt_tokens: how many tokens of the sequence the grammar does not look at.
+        """
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._num_read = num_prompt_tokens
+        self._memory: NDArray[np.int32] = np.empty((0, vocabulary.num_all_words), np.int32)
+
+    def masks(self, tokens: array[int], draft: Sequence[int] = ()) -> NDArray[np.uint32]:
+        """Return which tokens may come next; see `Grammar.masks`.
+
+        Raises:
+            GrammarError: a limit is reached, or a token came that may not.
+        """
+        self._read(tokens)
+        if len(self._memory) <= len(draft):
+            shape = (len(draft) + 1, self._vocabulary.num_all_words)
+            self._memory = np.zeros(shape, np.int32)
+        rows = self._memory[: len(draft) + 1]
+        num_taken = 0
+        for number, token_id in enumerate(draft):
+            self._fill(number)
+            num_taken += self._take([token_id])
+        self._fill(len(draft))
+        if num_taken:
+            self._matcher.rollback(num_taken)
+        self._check()
+        masks = rows[:, : self._vocabulary.num_words].view(np.uint32)
+        if spare := self._vocabulary.vocab_size % 32:
+            masks[:, -1] &= np.uint32((1 << spare) - 1)
+        return masks
+
+    def num_possible(self, tokens: array[int], draft: Sequence[int]) -> int:
+        """Return how many of the first tokens of `draft` may follow `tokens`.
+
+        None, when the grammar has failed: `masks` tells why.
+        """
+        try:
+            self._read(tokens)
+        except GrammarError:
+            return 0
+        size = self._vocabulary.tokens.vocab_size
+        known = list(takewhile(lambda token_id: token_id < size, draft))
+        num_taken = self._matcher.try_consume_tokens(known)
+        ends = self._is_end(known[num_taken : num_taken + 1])
+        if num_taken:
+            self._matcher.rollback(num_taken)
+        return num_taken + ends
+
+    def is_complete(self, tokens: array[int]) -> bool:
+        """Whether the output is whole and nothing may follow it but an end token.
+
+        Raises:
+            GrammarError: as `masks`.
+        """
+        self._read(tokens)
+        self._check()
+        if self._matcher.is_stopped():
+            return True
+        if self._vocabulary.has_end or not self._matcher.is_accepting():
+            return False
+        return not self.masks(tokens).any()  # nothing but an end that the model cannot write
+
+    def _read(self, tokens: array[int]) -> None:
+        """Take the tokens that are new."""
+        self._take(tokens[self._num_read :].tolist())
+        self._num_read = len(tokens)
+
+    def _take(self, token_ids: list[int]) -> int:
+        """Move on; returns how many tokens the matcher took, which knows no end after the end."""
+        num_taken = self._matcher.try_consume_tokens(token_ids)
+        if num_taken < len(token_ids):
+            self._check()
+            if not self._is_end(token_ids[num_taken:]):
+                raise GrammarError(f"token {token_ids[num_taken]} came, which the grammar forbids")
+        return num_taken
+
+    def _is_end(self, token_ids: list[int]) -> bool:
+        """Whether a list is an end token, where nothing else may come."""
+        one = len(token_ids) == 1 and token_ids[0] in self._vocabulary.tokens.eos_tokens
+        return one and self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def _fill(self, row: int) -> None:
+        """Write what may come next into a row of the memory."""
+        fill_next_token_bitmask(self._matcher, self._memory, row)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(" ".join(self._matcher.get_error().split())[:300])

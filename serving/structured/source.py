@@ -1,0 +1,113 @@
+"""From what a request asks to a grammar that llguidance compiles."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from onnxport.errors import RequestError
+from onnxport.serving.structured.formats import tightened
+from onnxport.serving.structured.schema import check_schema
+from onnxport.serving.structured.spec import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+# Whitespace between the parts of JSON has an end, or a model may write it for ever. There is no \u,
+# so that each name has one spelling, and no name comes disguised.
+JSON_OPTIONS: JsonCompileOptions = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": r"[ \t\r\n]{1,32}",
+    "lenient": False,
+    "coerce_one_of": False,
+    "json_allowed_escapes": 'bfnrt"\\',
+}
+LARK_PARAM = "structured_outputs.grammar"
+_EMBEDDED = re.compile(r"%json\s*(?=\{)")
+_TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
+_OPTIONS = re.compile(r"^\s*%llguidance\b", re.MULTILINE)
+
+
+def grammar_of(spec: StructuredOutputs) -> str:
+    """Return the grammar that llguidance compiles.
+
+    Raises:
+        RequestError: the grammar has what would not be obeyed.
+    """
+    if spec.kind == "json":
+        return _json(spec)
+    if spec.kind == "regex":
+        return LLMatcher.grammar_from_regex(spec.text)
+    if spec.choice is not None:
+        return LLMatcher.grammar_from_regex("|".join(map(_literally, spec.choice)))
+    return LLMatcher.grammar_from_lark(_lark(spec.text))
+
+
+def _json(spec: StructuredOutputs) -> str:
+    options = JSON_OPTIONS
+    if spec.disable_any_whitespace:
+        options = {**JSON_OPTIONS, "whitespace_flexible": False, "whitespace_pattern": None}
+    elif spec.whitespace_pattern is not None:
+        options = {**JSON_OPTIONS, "whitespace_pattern": spec.whitespace_pattern}
+    schema = tightened(json.loads(spec.text))
+    if isinstance(schema, bool):  # which options cannot be applied to
+        schema = {"allOf": [schema]}
+    text = json.dumps(schema, ensure_ascii=False)
+    return LLMatcher.grammar_from_json_schema(text, overrides=options)
+
+
+def _literally(text: str) -> str:
+    """Return a regular expression of one text."""
+    return "".join(
+        char if char.isascii() and char.isalnum() else f"\\u{{{ord(char):x}}}" for char in text
+    )
+
+
+def _lark(text: str) -> str:
+    """Return a checked grammar in Lark's syntax; that of llama.cpp (GBNF) is translated.
+
+    Raises:
+        RequestError: it asks for what would be ignored.
+    """
+    if _OPTIONS.search(text):
+        raise RequestError("the grammar has %llguidance options; remove them", LARK_PARAM)
+    if "::=" in text:
+        try:
+            text = any_to_lark(text)
+        except Exception as error:  # the library raises bare Exception
+            raise RequestError(f"the grammar is not valid GBNF: {error}", LARK_PARAM) from error
+    if _TEMPERATURE.search(text):
+        raise RequestError(
+            "the grammar sets a temperature, which is not supported there; remove it and set the "
+            "request's temperature",
+            LARK_PARAM,
+        )
+    return _with_checked_schemas(text)
+
+
+def _with_checked_schemas(text: str) -> str:
+    """Return a grammar whose JSON schemas are checked, and compiled as others are.
+
+    Raises:
+        RequestError: one is no JSON, or would not be enforced.
+    """
+    parts: list[str] = []
+    done = 0
+    for found in _EMBEDDED.finditer(text):
+        if found.start() < done:  # inside a schema
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError) as error:
+            raise RequestError(
+                f"the grammar has %json without a schema: {error}", LARK_PARAM
+            ) from error
+        check_schema(schema, LARK_PARAM)
+        schema = {**tightened(schema), "x-guidance": JSON_OPTIONS}
+        parts += [text[done : found.end()], json.dumps(schema, ensure_ascii=False)]
+        done = end
+    return "".join([*parts, text[done:]])

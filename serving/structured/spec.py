@@ -1,0 +1,168 @@
+"""What a request asks of the form of its output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from onnxport.errors import RequestError
+from onnxport.serving.structured.schema import check_schema
+
+Kind = Literal["json", "regex", "choice", "grammar"]
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+MAX_CHARS = 1 << 18  # of a schema, regex, grammar, or all choices: what one request may compile
+MAX_CHOICES = 10_000
+ANY_OBJECT = '{"type":"object"}'
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The form that the output of a request has to have; exactly one kind, by vLLM's names.
+
+    Attributes:
+        json: a JSON schema, as a mapping or as JSON text; kept as text, in the order of its keys.
+        regex: a regular expression that the whole output matches, in the syntax of Rust's `regex`.
+        choice: texts, of which the output is one.
+        grammar: a context-free grammar, in Lark's syntax as llguidance knows it.
+        json_object: any JSON object.
+        whitespace_pattern: regular expression of the whitespace between the parts of JSON; None:
+            up to 32 spaces, tabs and ends of lines.
+        disable_any_whitespace: write JSON without any whitespace.
+
+    Raises:
+        RequestError: not exactly one kind is given, or one has not the right form; names it.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs has {' and '.join(given) or 'nothing'}; give exactly one of "
+                f"{', '.join(KINDS)}",
+                "structured_outputs",
+            )
+        for name in ("json_object", "disable_any_whitespace"):
+            _check_type(name, getattr(self, name), bool, "true or false")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            if getattr(self, name) is not None:
+                _check_type(name, getattr(self, name), str, "a text")
+                if not getattr(self, name).strip() and name != "whitespace_pattern":
+                    raise RequestError(
+                        f"structured_outputs.{name} is empty; write it, or leave it out",
+                        f"structured_outputs.{name}",
+                    )
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        self._check_whitespace()
+        size = len(self.text)
+        if size > MAX_CHARS:
+            raise RequestError(
+                f"structured_outputs.{self.kind} has {size} characters; at most {MAX_CHARS} are "
+                "compiled. Make it smaller",
+                f"structured_outputs.{self.kind}",
+            )
+
+    @property
+    def kind(self) -> Kind:
+        """Which kind is given; an object is a schema too."""
+        if self.json is not None or self.json_object:
+            return "json"
+        if self.regex is not None:
+            return "regex"
+        return "grammar" if self.grammar is not None else "choice"
+
+    @property
+    def text(self) -> str:
+        """The schema, the regex, the grammar, or the choices as a list in JSON."""
+        if self.json_object:
+            return ANY_OBJECT
+        if self.choice is not None:
+            return json.dumps(self.choice)
+        text = self.json if self.json is not None else self.regex or self.grammar or ""
+        assert isinstance(text, str)
+        return text
+
+    def _check_whitespace(self) -> None:
+        """Refuse a word about whitespace where there is no JSON, or two words."""
+        both = self.whitespace_pattern is not None and self.disable_any_whitespace
+        told = self.whitespace_pattern is not None or self.disable_any_whitespace
+        if both or (told and self.kind != "json"):
+            raise RequestError(
+                "whitespace_pattern and disable_any_whitespace are for json and json_object, and "
+                "only one of the two; remove what does not fit",
+                "structured_outputs.whitespace_pattern"
+                if self.whitespace_pattern is not None
+                else "structured_outputs.disable_any_whitespace",
+            )
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> StructuredOutputs:
+        """Return what a mapping with the names of the fields says.
+
+        Raises:
+            RequestError: a name is not known, or as the constructor.
+        """
+        known = [field.name for field in fields(cls)]
+        if unknown := [name for name in given if name not in known]:
+            raise RequestError(
+                f"structured_outputs has {unknown[0]!r}, which is not supported; it takes "
+                f"{', '.join(known)}",
+                f"structured_outputs.{unknown[0]}",
+            )
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def _schema_text(given: Any) -> str:
+    """Return a checked JSON schema as text.
+
+    Raises:
+        RequestError: it is no JSON, or a schema that is not supported.
+    """
+    param = "structured_outputs.json"
+    if not isinstance(given, str | Mapping | bool):
+        _check_type("json", given, Mapping, "a JSON schema, or its text")
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RequestError(f"the schema is not valid JSON: {error}; correct it", param) from error
+    if len(text) <= MAX_CHARS:  # a larger one is refused anyway
+        check_schema(schema)
+    return text
+
+
+def _choices(given: Any) -> tuple[str, ...]:
+    """Return checked choices.
+
+    Raises:
+        RequestError: there are none, too many, or one is no text or empty.
+    """
+    right = isinstance(given, list | tuple) and all(isinstance(one, str) and one for one in given)
+    if not right or not given or len(given) > MAX_CHOICES:
+        what = f"{len(given)} choices" if right else repr(given)[:80]
+        raise RequestError(
+            f"structured_outputs.choice is {what}; give 1 to {MAX_CHOICES} texts, none of them "
+            "empty",
+            "structured_outputs.choice",
+        )
+    return tuple(given)
+
+
+def _check_type(name: str, value: Any, kind: type, what: str) -> None:
+    if not isinstance(value, kind):
+        raise RequestError(
+            f"structured_outputs.{name} is {repr(value)[:80]}; it must be {what}",
+            f"structured_outputs.{name}",
+        )

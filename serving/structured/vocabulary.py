@@ -1,0 +1,80 @@
+"""The model's tokens as the grammar compiler knows them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from llguidance import LLTokenizer
+
+from onnxport.errors import RequestError
+from onnxport.serving.tokenizer import Tokenizer
+
+END = "<|end of the grammar|>"  # stands for the end of a model that has no end token
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a grammar has to know of the model and its tokenizer.
+
+    Attributes:
+        tokens: the tokenizer's tokens, those that the model has beyond them included; these are
+            never allowed.
+        vocab_size: of the model.
+        has_end: whether a token of the model ends a text; otherwise END does, beyond them all.
+    """
+
+    tokens: LLTokenizer
+    vocab_size: int
+    has_end: bool
+
+    @property
+    def num_words(self) -> int:
+        """Words of 32 tokens that a mask of the model's tokens has."""
+        return -(-self.vocab_size // 32)
+
+    @property
+    def num_all_words(self) -> int:
+        """Words of 32 tokens that a mask of the tokenizer's tokens has, at least those above."""
+        return max(self.num_words, -(-self.tokens.vocab_size // 32))
+
+    @classmethod
+    def build(
+        cls, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Collection[int]
+    ) -> Vocabulary:
+        """Read a tokenizer; takes a second for the largest.
+
+        Args:
+            tokenizer: of the model.
+            vocab_size: tokens of the model's logits.
+            end_token_ids: each of them ends a text.
+
+        Raises:
+            RequestError: grammars cannot be made of this tokenizer's tokens.
+        """
+        text, size = tokenizer.to_json(), vocab_size
+        ends = sorted(one for one in end_token_ids if one < vocab_size)
+        has_end = bool(ends)
+        if not has_end:
+            described = json.loads(text)
+            ids = [token["id"] for token in described["added_tokens"]]
+            last = max([vocab_size, tokenizer.vocab_size, *(one + 1 for one in ids)])
+            described["added_tokens"].append(_special(last, END))
+            text, ends, size = json.dumps(described), [last], last + 1
+        size = max(size, tokenizer.vocab_size)
+        try:
+            tokens = LLTokenizer(text, n_vocab=size, eos_token=list(ends))
+        except ValueError as error:
+            raise RequestError(
+                f"this model's tokenizer does not allow structured outputs: {error}; leave them "
+                "out, or serve another model",
+                "structured_outputs",
+            ) from error
+        return cls(tokens, vocab_size, has_end)
+
+
+def _special(token_id: int, content: str) -> dict[str, object]:
+    """Return a special token as tokenizer.json describes it."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": token_id, "content": content, "special": True, **flags}

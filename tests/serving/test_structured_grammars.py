@@ -1,0 +1,265 @@
+"""Regular expressions, choices and grammars; what is refused; compiling within limits."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from onnxport.errors import OverloadedError, RequestError
+from onnxport.serving.structured import compiler
+from onnxport.serving.structured.compiler import CompiledGrammar, CompileLimits, GrammarCompiler
+from onnxport.serving.structured.spec import MAX_CHARS, MAX_CHOICES, StructuredOutputs
+from onnxport.serving.structured.vocabulary import Vocabulary
+
+from .structured import accepts, compiled, vocabulary, write
+
+REGEXES = (
+    r"\d{3}-\d{4}",
+    r"(red|green|blue)( (light|dark))?",
+    r"^[a-z]{2,8}@[a-z]{1,5}\.(org|com)$",
+    r"[^a-z ]{4}",
+    r"(?i)yes|no",
+    "é+ü?",
+    r"\{\"a\": [0-9]+\}",
+    "x{2,4}.y",
+)
+SUM = (
+    'start: term ("+" term)*\nterm: NUMBER | "(" start ")"\nNUMBER: /[0-9]{1,3}/\n%ignore / {1,2}/'
+)
+GBNF = 'root ::= item ("," item)*\nitem ::= "a" | "b" | [0-9]'
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_regex(regex: str) -> None:
+    grammar = compiled(StructuredOutputs(regex=regex))
+    for seed in range(12):
+        text = write(grammar.sequence(3), seed, patience=10)
+        if text is not None:
+            assert re.fullmatch(regex, text), text
+    assert text is not None or regex == "é+ü?"
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ("yes", "no"),
+        ("a", "ab", "abc"),
+        ("naïve café", "日本語", "🙂", "\n", 'quo"te', "back\\slash", "(a|b)*", " "),
+        tuple(f"choice {number}" for number in range(500)),
+    ],
+)
+def test_choice(choices: tuple[str, ...]) -> None:
+    grammar = compiled(StructuredOutputs(choice=choices))
+    texts = {write(grammar.sequence(3), seed) for seed in range(30)}
+    assert texts <= set(choices)
+    assert len(texts) > 1
+    assert all(accepts(grammar, text) for text in choices)
+    assert not accepts(grammar, choices[0] + "!")
+    assert not accepts(grammar, choices[0][:-1])
+
+
+def test_lark() -> None:
+    grammar = compiled(StructuredOutputs(grammar=SUM))
+    for seed in range(12):
+        text = write(grammar.sequence(3), seed, patience=10)
+        if text is not None:
+            names: dict[str, Any] = {"__builtins__": {}}
+            assert eval(re.sub(r"\b0+(?=\d)", "", text), names) >= 0
+    assert accepts(grammar, "1 + (22 +3)")
+    assert not accepts(grammar, "1 +")
+
+
+def test_gbnf_is_translated() -> None:
+    grammar = compiled(StructuredOutputs(grammar=GBNF))
+    assert accepts(grammar, "a,b,7")
+    assert not accepts(grammar, "a,,b")
+
+
+def test_schemas_inside_a_grammar_are_as_strict_as_others() -> None:
+    text = 'start: "<" json ">"\njson: %json {"format": "date", "type": "string"}'
+    grammar = compiled(StructuredOutputs(grammar=text))
+    assert accepts(grammar, '<"2024-02-29">')
+    assert not accepts(grammar, '<"2023-02-29">')
+    named = '{"type": "object", "properties": {"a": {"type": "null"}}}'
+    grammar = compiled(StructuredOutputs(grammar=f"start: json\njson: %json {named}"))
+    assert accepts(grammar, '{"a":null}')
+    assert not accepts(grammar, '{"\\u0061":1}')
+    assert not accepts(grammar, "{" + " " * 40 + "}")
+
+
+@pytest.mark.parametrize(
+    ("form", "param", "found"),
+    [
+        ({"regex": "["}, "regex", "unclosed"),
+        ({"regex": r"(a)\1"}, "regex", "backreferences"),
+        ({"regex": "a(?!b)"}, "regex", "look-around"),
+        ({"regex": r"[^\x00-\x{10FFFF}]"}, "regex", ""),
+        ({"grammar": 'first: "a"'}, "grammar", "no start rule"),
+        ({"grammar": 'start: "a" B'}, "grammar", 'unknown name: "B"'),
+        ({"grammar": 'start: x\nx[temperature=0.5]: "a"'}, "grammar", "temperature"),
+        ({"grammar": '%llguidance {"no_forcing": true}\nstart: "a"'}, "grammar", "options"),
+        ({"grammar": 'start: %json {"uniqueItems": true}'}, "grammar", "uniqueItems"),
+        ({"grammar": 'start: %json {"x-guidance": {"lenient": true}}'}, "grammar", "x-guidance"),
+        ({"grammar": "start: %json {"}, "grammar", "%json"),
+        ({"grammar": "root ::= ("}, "grammar", ""),
+        ({"grammar": "x" * (MAX_CHARS + 1)}, "grammar", "characters"),
+        ({"regex": ""}, "regex", "empty"),
+        ({"grammar": " "}, "grammar", "empty"),
+        ({"regex": 3}, "regex", "must be a text"),
+        ({"json": [1]}, "json", "must be a JSON schema"),
+        ({"json": "{"}, "json", "not valid JSON"),
+        ({"json": {"const": float("inf")}}, "json", "not valid JSON"),
+        ({"json_object": 1}, "json_object", "true or false"),
+        ({"choice": []}, "choice", "1 to"),
+        ({"choice": [""]}, "choice", "empty"),
+        ({"choice": ["a", 1]}, "choice", "texts"),
+        ({"choice": "ab"}, "choice", "texts"),
+        ({"choice": ["a"] * (MAX_CHOICES + 1)}, "choice", "1 to"),
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern", "only"),
+        ({"json_object": True, "whitespace_pattern": "["}, "json", "unclosed"),
+    ],
+)
+def test_what_is_refused(form: dict[str, Any], param: str, found: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        compiled(StructuredOutputs(**form))
+    assert found in str(caught.value)
+    assert caught.value.param == f"structured_outputs.{param}"
+    assert "\n" not in str(caught.value)
+
+
+def test_exactly_one_kind() -> None:
+    for form in ({}, {"regex": "a", "choice": ["b"]}, {"json": {}, "json_object": True}):
+        with pytest.raises(RequestError, match="exactly one") as caught:
+            StructuredOutputs(**form)  # type: ignore[arg-type]
+        assert caught.value.param == "structured_outputs"
+    with pytest.raises(RequestError, match="'structural_tag', which is not supported"):
+        StructuredOutputs.from_mapping({"structural_tag": "x"})
+    same = StructuredOutputs.from_mapping({"choice": ["a"], "regex": None})
+    assert same == StructuredOutputs(choice=("a",))
+
+
+# Compiling.
+
+
+class Builds:
+    """Counts what is compiled, and may hold it up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.texts: list[str] = []
+        self.go = threading.Event()
+        self.go.set()
+        really: Callable[..., CompiledGrammar] = compiler.compile_grammar
+
+        def build(spec: StructuredOutputs, *rest: Any) -> CompiledGrammar:
+            self.texts.append(spec.text)
+            assert self.go.wait(20)
+            return really(spec, *rest)
+
+        monkeypatch.setattr(compiler, "compile_grammar", build)
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> Builds:
+    return Builds(monkeypatch)
+
+
+def regex(text: str) -> StructuredOutputs:
+    return StructuredOutputs(regex=text)
+
+
+def test_a_grammar_is_compiled_once(builds: Builds) -> None:
+    made = GrammarCompiler(vocabulary)
+    first = made.compile(StructuredOutputs(json={"type": "object"}))
+    assert made.compile(StructuredOutputs(json='{"type":"object"}')) is first
+    asyncio.run(made.prepare(StructuredOutputs(json='{"type":  "object"}')))
+    assert len(builds.texts) == 1
+    other = StructuredOutputs(json={"type": "object"}, disable_any_whitespace=True)
+    assert made.compile(other) is not first
+
+
+def test_those_used_last_are_kept(builds: Builds) -> None:
+    made = GrammarCompiler(vocabulary, CompileLimits(max_entries=2))
+    for text in ("a", "b", "a", "c", "a", "b"):
+        made.compile(regex(text))
+    assert builds.texts == ["a", "b", "c", "b"]
+    small = GrammarCompiler(vocabulary, CompileLimits(max_cached_chars=5))
+    del builds.texts[:]
+    for text in ("aaa", "bb", "aaa", "cc", "bb", "dddddddd", "dddddddd", "cc"):
+        small.compile(regex(text))
+    assert builds.texts == ["aaa", "bb", "cc", "bb", "dddddddd", "cc"]
+
+
+def test_errors_are_kept_too(builds: Builds) -> None:
+    made = GrammarCompiler(vocabulary)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="unclosed"):
+            made.compile(regex("["))
+        with pytest.raises(RequestError, match="unclosed"):
+            asyncio.run(made.prepare(regex("[")))
+    assert builds.texts == ["["]
+
+
+def test_too_slow(builds: Builds) -> None:
+    """A slow one is a client's mistake; who only waits behind slow ones may come again."""
+    made = GrammarCompiler(vocabulary, CompileLimits(timeout_s=0.05, num_threads=1))
+    builds.go.clear()
+    with pytest.raises(RequestError, match=r"took more than 0\.05 s"):
+        made.compile(regex("slow"))
+    with pytest.raises(OverloadedError, match="1 other grammars"):
+        made.compile(regex("waits"))
+    with pytest.raises(RequestError, match=r"took more than 0\.05 s"):
+        asyncio.run(made.prepare(regex("slow")))
+    builds.go.set()
+    patient = CompileLimits(timeout_s=20, num_threads=1)
+    made._limits = patient
+    assert accepts(made.compile(regex("slow")), "slow")
+    assert accepts(made.compile(regex("waits")), "waits")
+    assert builds.texts == ["slow", "waits"]
+
+
+def test_the_event_loop_goes_on(builds: Builds) -> None:
+    made = GrammarCompiler(vocabulary)
+    builds.go.clear()
+
+    async def both() -> None:
+        waiting = asyncio.create_task(made.prepare(regex("a")))
+        gone = asyncio.create_task(made.prepare(regex("a")))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        gone.cancel()  # one client goes away; the other gets its grammar
+        builds.go.set()
+        await waiting
+
+    asyncio.run(both())
+    assert accepts(made.compile(regex("a")), "a")
+    assert builds.texts == ["a"]
+
+
+def test_limits_of_size() -> None:
+    limits = CompileLimits(max_grammar_size=50)
+    many = StructuredOutputs(json={"properties": {f"p{n}": {"type": "null"} for n in range(50)}})
+    with pytest.raises(RequestError, match="too big"):
+        compiler.compile_grammar(many, vocabulary(), limits)
+    compiled(many)
+
+
+def test_the_vocabulary_is_read_once_and_when_needed() -> None:
+    read: list[int] = []
+
+    def slowly() -> Vocabulary:
+        read.append(1)
+        return vocabulary()
+
+    made = GrammarCompiler(slowly)
+    assert not read
+    threads = [threading.Thread(target=made.compile, args=(regex(text),)) for text in "abcd"]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert read == [1]

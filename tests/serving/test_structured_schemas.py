@@ -1,0 +1,298 @@
+"""A random model under a JSON schema writes what it allows; what is not enforced is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from onnxport.errors import RequestError
+from onnxport.serving.structured.schema import (
+    ANNOTATIONS,
+    DIALECTS,
+    ENFORCED,
+    FORMATS,
+    MAX_DEPTH,
+    check_schema,
+)
+from onnxport.serving.structured.spec import StructuredOutputs
+
+from .schemas import Schemas
+from .structured import accepts, assert_valid, compiled, write
+
+SHARE_WITHOUT_END = 0.05  # of texts; a random model may go on for long
+SHARE_UNSATISFIABLE = 0.05  # of random schemas
+
+
+def keywords(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        yield from schema
+        yield from (f"format {schema['format']}" for _ in [0] if "format" in schema)
+        for value in schema.values():
+            yield from keywords(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from keywords(value)
+
+
+def check_random(seeds: range) -> set[str]:
+    """Let a random model write two texts of each random schema; returns the keywords that were."""
+    unsatisfiable = unfinished = finished = 0
+    used: set[str] = set()
+    for seed in seeds:
+        schema = Schemas(seed).schema()
+        used |= set(keywords(schema))
+        try:
+            grammar = compiled(StructuredOutputs(json=schema))
+        except RequestError as error:
+            if "Unsatisfiable" not in str(error):
+                raise  # random parts may exclude each other, but nothing may be missing
+            unsatisfiable += 1
+            continue
+        for number, patience in enumerate((5, 50)):
+            text = write(grammar.sequence(3), seed * 2 + number, patience=patience)
+            if text is None:
+                unfinished += 1
+            else:
+                finished += 1
+                assert_valid(schema, text)
+    assert unsatisfiable <= SHARE_UNSATISFIABLE * len(seeds)
+    assert unfinished <= SHARE_WITHOUT_END * finished
+    return used
+
+
+def test_random_schemas() -> None:
+    assert {*ENFORCED} <= check_random(range(120))
+
+
+@pytest.mark.slow
+def test_many_random_schemas() -> None:
+    used = check_random(range(1000, 2500))
+    assert {*ENFORCED, *(f"format {name}" for name in FORMATS)} <= used
+
+
+def test_the_check_can_fail() -> None:
+    """The other implementation knows all formats and keywords."""
+    assert set(FORMATS) <= set(Draft202012Validator.FORMAT_CHECKER.checkers)
+    for schema, text in (
+        ({"type": "integer"}, '"a"'),
+        ({"format": "date"}, '"2023-02-29"'),
+        ({"multipleOf": 0.1}, "0.35"),
+        ({"minLength": 2}, '"a"'),
+    ):
+        with pytest.raises(Exception, match=r"is not|too short"):
+            assert_valid(schema, text)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name: str) -> None:
+    grammar = compiled(StructuredOutputs(json={"type": "string", "format": name}))
+    schema = {"format": name}
+    texts = [write(grammar.sequence(3), seed, patience=seed % 20) for seed in range(30)]
+    ended = [text for text in texts if text is not None]
+    assert len(ended) >= 3  # an e-mail address may go on for ever
+    for text in ended:
+        assert_valid(schema, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("date", "2024-02-29", "2023-02-29"),
+        ("date", "2000-02-29", "1900-02-29"),
+        ("date", "2023-02-28", "2023-02-30"),
+        ("date", "2023-12-31", "2023-13-01"),
+        ("date", "0001-01-10", "0000-01-10"),
+        ("date-time", "2024-02-29T23:59:59Z", "2023-02-29T23:59:59Z"),
+        ("date-time", "2024-02-29T23:59:59Z", "2024-02-29T23:59:60Z"),
+        ("time", "20:20:39+08:00", "20:20:60+08:00"),
+        ("uuid", "2eb8aa08-aa98-11ea-b4aa-73b441d16380", "2eb8aa08-aa98-11ea-b4aa-73b441d1638"),
+        ("ipv4", "127.0.0.1", "256.0.0.1"),
+        ("ipv6", "::ffff:0:1", "1:1:1"),
+    ],
+)
+def test_formats_by_example(name: str, right: str, wrong: str) -> None:
+    for schema in ({"type": "string", "format": name}, {"anyOf": [{"format": name}]}):
+        grammar = compiled(StructuredOutputs(json=schema))
+        assert accepts(grammar, json.dumps(right))
+        assert not accepts(grammar, json.dumps(wrong))
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (
+            {"type": "object", "properties": {"a": {"type": "integer"}}},
+            '{"a":1}',
+            '{"\\u0061":"x"}',
+        ),
+        ({"type": "object", "properties": {"a/b": {"const": 1}}}, '{"a/b":1}', '{"a\\/b":2}'),
+        ({"type": "object", "properties": {"a": {}, "b": {}}}, '{"a":1,"b":1}', '{"b":1,"b":1}'),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "string"}}, "minLength": 2}, '"ab"', '"a"'),
+        ({"allOf": [{"minimum": 3}, {"type": "integer"}]}, "3", "2"),
+        ({"properties": {"a": False}}, '{"b":1}', '{"a":1}'),
+        ({"const": 1e15}, "1000000000000000", "1"),
+        ({"type": "string", "pattern": "b"}, '"abc"', '"ac"'),
+        (True, "[1]", "[1"),
+        ({"type": ["null", "boolean"]}, "null", "0"),
+        ({"$defs": {"a/b": {"const": 1}}, "$ref": "#/$defs/a~1b"}, "1", "2"),
+        ({"$defs": {"a b": {"const": 1}}, "$ref": "#/$defs/a%20b"}, "1", "2"),
+        (
+            {"properties": {"a": {"const": 1}, "b": {"$ref": "#/properties/a"}}},
+            '{"b":1}',
+            '{"b":2}',
+        ),
+        ({"type": "array", "items": {"$ref": "#"}}, "[[],[[]]]", "[1]"),
+    ],
+)
+def test_corners(schema: Any, right: str, wrong: str) -> None:
+    grammar = compiled(StructuredOutputs(json=json.dumps(schema)))
+    assert accepts(grammar, right)
+    assert not accepts(grammar, wrong)
+
+
+@pytest.mark.parametrize(
+    ("schema", "found"),
+    [
+        *(
+            ({name: value}, repr(name))
+            for name, value in {
+                "not": {},
+                "if": {},
+                "then": {},
+                "else": {},
+                "uniqueItems": True,
+                "contains": {},
+                "minContains": 1,
+                "maxContains": 1,
+                "propertyNames": {},
+                "dependentRequired": {},
+                "dependentSchemas": {},
+                "dependencies": {},
+                "unevaluatedItems": False,
+                "unevaluatedProperties": False,
+                "additionalItems": False,
+                "$anchor": "x",
+                "$dynamicRef": "#x",
+                "$dynamicAnchor": "x",
+                "$recursiveRef": "#",
+                "$vocabulary": {},
+                "contentEncoding": "base64",
+                "contentMediaType": "text/html",
+                "contentSchema": {},
+                "nullable": True,
+                "id": "x",
+                "x-guidance": {"lenient": True},
+                "minlength": 3,
+                "anything": 1,
+            }.items()
+        ),
+        ({"items": [{}]}, "prefixItems"),
+        ({"type": "text"}, "#/type"),
+        ({"type": []}, "#/type"),
+        ({"enum": []}, "#/enum"),
+        ({"enum": [2**53 + 1]}, "#/enum"),
+        ({"const": "\x01"}, "#/const"),
+        ({"const": {"a": ["\x7f", "\x00"]}}, "#/const"),
+        ({"minimum": 2**53 + 1}, "#/minimum"),
+        ({"minimum": True}, "#/minimum"),
+        ({"minimum": 1, "exclusiveMinimum": True}, "#/exclusiveMinimum"),
+        ({"multipleOf": 0}, "#/multipleOf"),
+        ({"multipleOf": 100_003}, "#/multipleOf"),
+        ({"multipleOf": 0.12345}, "#/multipleOf"),
+        ({"minLength": -1}, "#/minLength"),
+        ({"minLength": 2.5}, "#/minLength"),
+        ({"minItems": True}, "#/minItems"),
+        ({"format": "iri"}, "#/format"),
+        ({"type": "integer", "format": "int32"}, "#/format"),
+        ({"$ref": "https://example.com/schema"}, "#/$ref"),
+        ({"$ref": "#anchor"}, "#/$ref"),
+        ({"$ref": "#/$defs/missing"}, "no schema"),
+        ({"$ref": "#/title", "title": "x"}, "no schema"),
+        ({"$ref": "#/properties", "properties": {}}, "no schema"),
+        ({"$schema": "http://json-schema.org/draft-04/schema#"}, "$schema"),
+        ({"items": {"$id": "x"}}, "'$id'"),
+        ({"items": {"$schema": DIALECTS[0]}}, "'$schema'"),
+        ({"anyOf": []}, "#/anyOf"),
+        ({"properties": []}, "#/properties"),
+        ({"required": "a"}, "#/required"),
+        ({"items": 1}, "#/items"),
+        ({"properties": {"not": {"not": {}}}}, "#/properties/not has"),
+        ({"allOf": [{}, {"items": {"uniqueItems": True}}]}, "#/allOf/1/items has"),
+        ({"patternProperties": {"a/b": {"if": {}}}}, "#/patternProperties/a~1b has"),
+        ({"$defs": {"unused": {"not": {}}}}, "#/$defs/unused has"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        (
+            {"minProperties": 2, "additionalProperties": False, "patternProperties": {"a": {}}},
+            "min",
+        ),
+    ],
+)
+def test_what_is_refused(schema: Any, found: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        StructuredOutputs(json=schema)
+    assert found in str(caught.value)
+    assert caught.value.param == "structured_outputs.json"
+
+
+def test_names_of_properties_are_no_keywords() -> None:
+    names = ["not", "if", "$ref", "uniqueItems", "x-guidance", "$id", "enum"]
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "null"} for name in names},
+        "required": names,
+        "additionalProperties": False,
+        "default": {"not": 1},
+        "examples": [{"if": 1}],
+    }
+    text = json.dumps(dict.fromkeys(names))
+    assert accepts(compiled(StructuredOutputs(json=schema)), text)
+
+
+@pytest.mark.parametrize("name", ANNOTATIONS)
+def test_annotations_change_nothing(name: str) -> None:
+    grammar = compiled(StructuredOutputs(json={"type": "integer", name: "$ref"}))
+    assert accepts(grammar, "12")
+    assert not accepts(grammar, '"a"')
+
+
+def test_compiler_refuses_what_excludes_itself() -> None:
+    for schema, reason in (
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "greater than maximum"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        (False, "schema is false"),
+    ):
+        with pytest.raises(RequestError, match="cannot be compiled: .*" + reason):
+            compiled(StructuredOutputs(json=json.dumps(schema)))
+
+
+def test_depth() -> None:
+    schema: Any = {}
+    for _ in range(MAX_DEPTH):
+        schema = {"items": schema}
+    check_schema(schema)
+    with pytest.raises(RequestError, match="deep"):
+        check_schema({"items": schema})
+    with pytest.raises(RequestError, match="not valid JSON"):
+        StructuredOutputs(json='{"items":' * 100_000)
+    with pytest.raises(RequestError, match=r"deep|not valid JSON"):
+        StructuredOutputs(json='{"items":' * 900 + "{}" + "}" * 900)
+
+
+def test_whitespace() -> None:
+    schema = {"type": "object", "properties": {"a": {}}}
+    usual = compiled(StructuredOutputs(json=schema))
+    assert accepts(usual, '{\n  "a" : [ 1,\t2 ]\r\n}')
+    assert accepts(usual, "{" + " " * 32 + "}")
+    assert not accepts(usual, "{" + " " * 33 + "}")
+    none = compiled(StructuredOutputs(json=schema, disable_any_whitespace=True))
+    assert accepts(none, '{"a":[1,2]}')
+    assert not accepts(none, '{"a": 1}')
+    own = compiled(StructuredOutputs(json=schema, whitespace_pattern=" ?"))
+    assert accepts(own, '{ "a": 1}')
+    assert not accepts(own, '{  "a": 1}')
+    assert not accepts(own, '{\n"a":1}')
