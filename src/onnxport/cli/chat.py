@@ -8,6 +8,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onnxport.cli.adapters import add_adapter_option, request_options
 from onnxport.cli.arguments import (
     Commands,
     add_cache_options,
@@ -25,7 +26,7 @@ from onnxport.errors import CapacityError, RequestError
 if TYPE_CHECKING:
     from onnxport.serving.chat import ChatTemplate
     from onnxport.serving.engine import Engine
-    from onnxport.serving.params import SamplingParams
+    from onnxport.serving.params import RequestOptions, SamplingParams
 
 PROMPT = "> "
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
@@ -44,6 +45,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_choice_options(parser)
     add_cache_options(parser)
     add_speculation_options(parser)
+    add_adapter_option(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,7 +62,8 @@ def run(options: argparse.Namespace) -> int:
         import readline  # noqa: F401 - gives `input` its history and editing
     with open_session(options.artifact, options) as engine:
         _tell(HELP)
-        _talk(Conversation(engine, template, params, options.system))
+        treated = request_options(options)
+        _talk(Conversation(engine, template, params, options.system, treated))
     return 0
 
 
@@ -68,12 +71,18 @@ class Conversation:
     """The messages so far, and how they are answered."""
 
     def __init__(
-        self, engine: Engine, template: ChatTemplate, params: SamplingParams, system: str | None
+        self,
+        engine: Engine,
+        template: ChatTemplate,
+        params: SamplingParams,
+        system: str | None,
+        options: RequestOptions | None = None,
     ) -> None:
         self._engine = engine
         self._template = template
         self._params = params
         self._system = system
+        self._options = options
         self._turns = 0
         self.reset()
 
@@ -94,7 +103,7 @@ class Conversation:
         assert tokenizer is not None
         ids = tokenizer.encode(self._template.render(messages), add_special_tokens=False)
         self._turns += 1
-        request = self._engine.prepare(f"turn-{self._turns}", ids, self._params)
+        request = self._engine.prepare(f"turn-{self._turns}", ids, self._params, self._options)
         said = ""
         with interruptible() as interruption, closing(deltas(self._engine, [request])) as answer:
             for delta in answer:

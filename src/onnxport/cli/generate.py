@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from onnxport.cli.adapters import add_adapter_option, request_options
 from onnxport.cli.arguments import (
     Commands,
     add_cache_options,
@@ -43,6 +44,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_engine_options(parser)
     add_cache_options(parser)
     add_speculation_options(parser)
+    add_adapter_option(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     params = replace(sampling_params(options), ignore_eos=options.ignore_eos)
     with open_session(options.artifact, options) as engine:
         requests = [
-            engine.prepare(str(index), prompt, params)
+            engine.prepare(str(index), prompt, params, request_options(options))
             for index, prompt in enumerate(options.prompts)
         ]
         if len(requests) == 1 and not options.json:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from socket import socket
 
+from onnxport.cli.adapters import add_adapter_options
 from onnxport.cli.arguments import (
     EXPORT_OPTIONS,
     Commands,
@@ -77,6 +78,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_queue_options(parser)
     add_cache_options(parser)
     add_speculation_options(parser)
+    add_adapter_options(parser)
     add_export_options(parser)
 
 
@@ -136,6 +138,11 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
     from onnxport.serving.http.server import ServerOptions, serve, url
     from onnxport.serving.worker import AsyncEngine
 
+    if any(adapter == name for adapter, _ in options.lora_modules):
+        raise RequestError(
+            f"--lora-modules calls an adapter {name!r}, as the model itself is called; choose "
+            "another name, or another --served-model-name"
+        )
     keys = api_keys(options.api_key)
     template, defaults = ChatTemplate.read(artifact), SamplingDefaults()
     if options.generation_config == "auto":
@@ -154,7 +161,12 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
         )
 
     try:
-        choices = AppOptions(defaults, keys, options.request_timeout)
+        choices = AppOptions(
+            defaults,
+            keys,
+            options.request_timeout,
+            allow_runtime_lora=options.allow_runtime_lora,
+        )
         app = create_app(engine, name, template, choices)
         server = ServerOptions(options.shutdown_timeout, options.access_log)
         serve(app, sock, engine.close, ready, server)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from onnxport.cli.adapters import read_adapters, with_slots
 from onnxport.cli.arguments import engine_config, load_options, trials_folder
 from onnxport.errors import ProviderError
 
@@ -22,17 +23,25 @@ if TYPE_CHECKING:
 
 
 def load_engine(artifact: Path, options: argparse.Namespace) -> Engine:
-    """Load the artifact as the options say."""
+    """Load the artifact as the options say, and its adapters, which are read first."""
     from onnxport.serving.loading import open_engine
 
-    return open_engine(
+    adapters = read_adapters(artifact, options)
+    engine = open_engine(
         artifact,
         options.provider,
-        load_options(options),
+        with_slots(load_options(options), options, adapters),
         engine_config(options),
         fallback=options.fallback,
         trials=trials_folder(options),
     )
+    try:
+        for name, content in adapters:
+            engine.adapters.load(name, content)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 @contextmanager

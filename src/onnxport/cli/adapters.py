@@ -1,0 +1,138 @@
+"""LoRA adapters on the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onnxport.cli.arguments import positive
+from onnxport.errors import AdapterError, CapacityError
+
+if TYPE_CHECKING:
+    from onnxport.providers.base import LoadOptions
+    from onnxport.serving.adapters.peft import AdapterContent
+    from onnxport.serving.params import RequestOptions
+
+DEFAULT_LORAS = 8
+DEFAULT_LORA_RANK = 16
+LORA = "lora"  # what the only adapter of a command is called
+
+
+def lora_module(text: str) -> tuple[str, Path]:
+    """Parse the name and the folder of an adapter."""
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIR, as in sql=adapters/sql")
+    return name, Path(path)
+
+
+def add_adapter_options(parser: argparse.ArgumentParser) -> None:
+    """Add which LoRA adapters a server has."""
+    group = parser.add_argument_group("LoRA adapters")
+    group.add_argument(
+        "--lora-modules",
+        type=lora_module,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=DIR",
+        help="adapters to load, folders as PEFT writes them; requests pick one as their model",
+    )
+    group.add_argument(
+        "--enable-lora", action="store_true", help=f"room for {DEFAULT_LORAS} adapters"
+    )
+    group.add_argument(
+        "--max-loras",
+        type=positive,
+        metavar="N",
+        help="most adapters at once (as many as --lora-modules names)",
+    )
+    group.add_argument(
+        "--max-lora-rank",
+        type=positive,
+        metavar="R",
+        help=f"largest rank of an adapter ({DEFAULT_LORA_RANK}, or that of --lora-modules)",
+    )
+    group.add_argument(
+        "--allow-runtime-lora",
+        action="store_true",
+        help="let requests load adapters from folders of this machine (/v1/load_lora_adapter); "
+        "for clients that are trusted",
+    )
+
+
+def add_adapter_option(parser: argparse.ArgumentParser) -> None:
+    """Add the one LoRA adapter of a command that answers by itself."""
+    parser.add_argument(
+        "--lora", type=Path, metavar="DIR", help="answer with this LoRA adapter, a folder of PEFT"
+    )
+
+
+def request_options(options: argparse.Namespace) -> RequestOptions:
+    """Return how the requests of a command that answers by itself are treated."""
+    from onnxport.serving.params import RequestOptions
+
+    return RequestOptions(adapter=None if options.lora is None else LORA)
+
+
+def read_adapters(artifact: Path, options: argparse.Namespace) -> list[tuple[str, AdapterContent]]:
+    """Return the adapters that were asked for, by name.
+
+    Raises:
+        AdapterError: one cannot be read, does not fit the model, or two have one name.
+    """
+    named: list[tuple[str, Path]] = list(getattr(options, "lora_modules", ()))
+    if getattr(options, "lora", None) is not None:
+        named.append((LORA, options.lora))
+    if not named:
+        return []
+    names = [name for name, _ in named]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise AdapterError(f"--lora-modules names {', '.join(twice)} twice; choose another name")
+    from onnxport.graphs.artifact import Artifact
+    from onnxport.serving.adapters.peft import read_adapter
+
+    base = Artifact.read(artifact).manifest.model
+    return [(name, read_adapter(path, base)) for name, path in named]
+
+
+def with_slots(
+    load: LoadOptions, options: argparse.Namespace, adapters: Sequence[tuple[str, AdapterContent]]
+) -> LoadOptions:
+    """Return the provider's options with slots for adapters: how many, and of what rank.
+
+    Raises:
+        CapacityError: two options contradict each other.
+    """
+    most, rank = getattr(options, "max_loras", None), getattr(options, "max_lora_rank", None)
+    later = any(getattr(options, name, False) for name in ("enable_lora", "allow_runtime_lora"))
+    if not (adapters or later or most):
+        if rank is not None:
+            raise CapacityError(
+                f"--max-lora-rank {rank} was given without adapters; add --enable-lora or "
+                "--lora-modules, or leave it out"
+            )
+        return load
+    if most is not None and most < len(adapters):
+        raise CapacityError(
+            f"--max-loras is {most}, and --lora-modules names {len(adapters)} adapters; raise it, "
+            "or leave it out"
+        )
+    for name, content in adapters:
+        if rank is not None and content.adapter.rank > rank:
+            raise CapacityError(
+                f"--max-lora-rank is {rank}, and the adapter {name} has rank "
+                f"{content.adapter.rank}; raise it, or leave it out"
+            )
+    ranks = [content.adapter.rank for _, content in adapters]
+    if later or most:  # others may come
+        ranks.append(DEFAULT_LORA_RANK)
+    fewest = DEFAULT_LORAS if later else 1
+    return replace(
+        load,
+        max_adapters=most or max(fewest, len(adapters)),
+        max_adapter_rank=rank or max(ranks),
+    )
