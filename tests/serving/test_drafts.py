@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from onnxport.serving import draft
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
@@ -112,6 +113,34 @@ def test_drafts_get_what_others_leave_of_the_blocks(num_blocks: int, drafted: in
     # a has room for one more token in its block; b takes its second one with its last two tokens.
     assert [one[2] for one in rows(plan)] == [1 + min(drafted, 5), 2]
     assert plan.num_new_blocks[0] == -(-(3 + 1 + min(drafted, 5)) // 4) - 1
+
+
+def test_drafts_share_the_budget() -> None:
+    bench = Bench(num_blocks=20, budget=8)
+    bench.submit("a", 3)
+    bench.submit("b", 3)
+    bench.step()
+    plan = bench.scheduler.plan(drafts=dict.fromkeys(bench.requests.values(), [7] * 5))
+    assert rows(plan) == [("a", 3, 6), ("b", 3, 2)]
+    assert plan.drafts == {0: (7,) * 5, 1: (7,)}
+
+
+def test_drafts_leave_blocks_to_a_prompt_that_needs_them_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draft, "MOST_SCORED", 4)
+    bench = Bench(num_blocks=5, budget=32)
+    bench.submit("a", 3)
+    bench.step()
+    bench.submit("b", 11)
+    bench.requests["b"].scores = []
+    bench.requests["b"].params = SamplingParams(prompt_logprobs=0)
+    plan = bench.step()
+    assert rows(plan) == [("a", 3, 1), ("b", 0, 4)]
+    # Both take their second block; the last one that is free is b's third.
+    plan = bench.scheduler.plan(drafts={bench.requests["a"]: [7] * 6})
+    assert plan.num_new == (4, 4)
+    assert plan.num_new_blocks == (1, 1)
 
 
 def test_a_draft_never_preempts() -> None:

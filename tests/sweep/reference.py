@@ -1,0 +1,68 @@
+"""What a request gets, computed as slowly and simply as possible.
+
+For every token the whole sequence is computed anew, from its first token and in one row, in blocks
+that nobody else uses; the request is made anew too, so that rules and grammars start from nothing.
+There is no batch, no cache, no draft and no scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.kv.table import blocks_for
+from onnxport.providers.base import Model, StepInputs
+from onnxport.serving.request import Request
+from onnxport.serving.sampler import sample
+from onnxport.serving.sampling import Position, row_params
+
+
+def logits_after(model: Model, token_ids: list[int], slot: int) -> NDArray[np.float32]:
+    """Return the logits after the last token, float32 [1, vocab]."""
+    length = len(token_ids)
+    blocks = blocks_for(length, model.capabilities.block_size)
+    inputs = StepInputs(
+        np.array(token_ids, np.int64),
+        np.arange(blocks, dtype=np.int32)[None],
+        np.array([0, length], np.int32),
+        np.zeros(1, np.int32),
+        np.array([length] * 3, np.int32),
+        np.array([length - 1], np.int32),
+        np.array([slot], np.int32) if slot else None,
+    )
+    return model.run(inputs).copy()
+
+
+def completions(model: Model, make: Callable[[], Request]) -> list[list[int]]:
+    """Return the tokens of all completions of a request.
+
+    Args:
+        model: whose whole cache may be overwritten.
+        make: makes the request; called for every token.
+    """
+    number = len([make(), *make().siblings])
+    return [_completion(model, make, index) for index in range(number)]
+
+
+def _completion(model: Model, make: Callable[[], Request], index: int) -> list[int]:
+    output: list[int] = []
+    while True:
+        first = make()
+        request = [first, *first.siblings][index]
+        request.tokens.extend(output)
+        if output and _ended(request, output[-1]):
+            return output
+        slot = request.adapter.slot if request.adapter else 0
+        logits = logits_after(model, request.tokens.tolist(), slot)
+        mask = request.grammar.masks(request.tokens)[0] if request.grammar else None
+        sampled = sample(logits, [row_params(Position(request, (), mask))])
+        assert not sampled.invalid
+        output += sampled.token_ids
+
+
+def _ended(request: Request, last: int) -> bool:
+    if len(request.tokens) >= request.max_total_tokens or last in request.stop_token_ids:
+        return True
+    return request.grammar is not None and request.grammar.is_complete(request.tokens)

@@ -1,0 +1,303 @@
+"""Every two features together: a batch of requests gets the tokens of the slow reference."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
+from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.spec import ArchSpec
+from onnxport.providers.base import LoadOptions, Model
+from onnxport.providers.registry import get_provider
+from onnxport.serving.config import EngineConfig
+from onnxport.serving.engine import Engine
+from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.request import Request
+from onnxport.serving.speculation.draft_model import ModelDrafter
+from onnxport.serving.speculation.drafter import Drafter
+from onnxport.serving.speculation.ngram import NgramDrafter
+from onnxport.serving.stats import SpeculationCounters
+from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.tokenizer import Tokenizer
+from onnxport.serving.verify.decoding import LentModel
+from tests.serving.adapting import random_tensors, write_adapter
+from tests.sweep.pairs import Case, covering_cases, pairs_of
+from tests.sweep.reference import completions
+
+DEMO = Path(__file__).parents[2] / "demo"
+MAX_TOKENS = 14
+POOL_TOKENS = 4096
+HOST_BYTES = 64 << 20
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "is": {"enum": [1, 2, None]}},
+    "required": ["name", "is"],
+    "additionalProperties": False,
+}
+
+AXES: Mapping[str, Sequence[str]] = {
+    "sampling": (
+        *("greedy", "drawn", "thinned", "penalized", "biased", "early", "scored", "best"),
+        "stopped",
+    ),
+    "structure": ("none", "json", "regex", "choice", "grammar"),
+    "speculation": ("none", "ngram", "draft"),
+    "adapter": ("none", "one", "mixed"),
+    "blocks": ("cold", "warm", "uncached", "recompute", "recompute-uncached", "swap"),
+    "chunks": ("whole", "small"),
+    "lane": ("cpu", "cpu-int8", "decomposed", "openvino"),
+}
+SAMPLING: Mapping[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 1.0, "seed": 11},
+    "thinned": {"temperature": 1.2, "seed": 12, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    "penalized": {
+        **{"temperature": 0.7, "seed": 13, "repetition_penalty": 1.3},
+        **{"presence_penalty": 0.6, "frequency_penalty": 0.4},
+    },
+    "biased": {"temperature": 0.0, "logit_bias": {70: 3.0, 71: -5.0}, "bad_words": ("the", "e")},
+    "early": {"temperature": 0.0, "min_tokens": 9},
+    "scored": {"temperature": 1.0, "seed": 14, "n": 2, "logprobs": 2, "prompt_logprobs": 1},
+    "best": {"temperature": 1.1, "seed": 15, "best_of": 3},
+    "stopped": {"temperature": 0.0, "stop": ("a", "is"), "include_stop_str_in_output": True},
+}
+STRUCTURE: Mapping[str, dict[str, Any]] = {
+    "none": {},
+    "json": {"json": SCHEMA, "disable_any_whitespace": True},
+    "regex": {"regex": r"[a-f]{3,6}( [0-9]{2}){1,4}"},
+    "choice": {"choice": ("the first answer", "the second answer", "neither")},
+    "grammar": {"grammar": 'start: "(" start ")" | /[xyz]{1,3}/'},
+}
+LANES: Mapping[str, tuple[str, LoadOptions]] = {
+    "cpu": ("cpu", LoadOptions()),
+    "cpu-int8": ("cpu", LoadOptions(kv_cache_dtype="int8")),
+    "decomposed": ("cpu", LoadOptions(attention="decomposed", matmul_accuracy_level=1)),
+    "openvino": ("openvino", LoadOptions(kv_cache_dtype="float32", matmul_accuracy_level=1)),
+}
+CASES = covering_cases(AXES)
+# In `make fast` a few cases on the CPU; one of each structure and kind of guessing.
+FAST = 6
+
+
+def test_every_pair_is_in_a_case() -> None:
+    found = {pair for case in CASES for pair in pairs_of(case)}
+    for one, other in combinations(AXES, 2):
+        for left in AXES[one]:
+            for right in AXES[other]:
+                assert ((one, left), (other, right)) in found
+    most = max(len(AXES[one]) * len(AXES[other]) for one, other in combinations(AXES, 2))
+    assert len(CASES) < 1.7 * most
+
+
+class Always:
+    """Lets a drafter guess in every step, whatever it costs."""
+
+    def __init__(self, drafter: Drafter | None, length: int = 3) -> None:
+        self.drafter, self.length = drafter, length
+        self.accepted: Counter[bool] = Counter()
+
+    @property
+    def counters(self) -> SpeculationCounters:
+        return SpeculationCounters(0, 0, 0, ())
+
+    def propose(self, requests: Sequence[Request], budget: int) -> Mapping[Request, Sequence[int]]:
+        if self.drafter is None:
+            return {}
+        lengths = [min(self.length, budget // len(requests))] * len(requests)
+        if not lengths[0]:
+            return {}
+        guesses = self.drafter.propose(requests, lengths)
+        return {one: guess for one, guess in zip(requests, guesses, strict=True) if guess}
+
+    def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        self.accepted[True] += num_accepted
+        self.accepted[False] += num_drafted - num_accepted
+
+    def note_step(self, num_rows: int, num_tokens: int, elapsed_s: float) -> None:
+        pass
+
+    def forget(self, request: Request) -> None:
+        if self.drafter is not None:
+            self.drafter.forget(request)
+
+    def close(self) -> None:
+        pass
+
+
+class World:
+    """The demo models, loaded once for each lane, and two adapters."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.target = export_model(
+            DEMO / "model", folder / "target", ExportOptions(precision="int4")
+        )
+        self.draft = export_model(DEMO / "draft", folder / "draft", ExportOptions(precision="int4"))
+        self.models: list[Model] = []
+        self.num_preemptions: Counter[str] = Counter()
+        self.num_accepted: Counter[str] = Counter()
+        artifact = Artifact.read(self.target)
+        self.spec: ArchSpec = artifact.manifest.model
+        self.eos = frozenset(artifact.manifest.eos_token_ids)
+        self.tokenizer = Tokenizer.from_folder(self.target, self.eos)
+        for seed, targets in enumerate((["q_proj", "v_proj"], ["o_proj", "gate_proj"])):
+            tensors = random_tensors(self.spec, rank=4, targets=targets, seed=seed)
+            write_adapter(folder / f"adapter{seed}", tensors, target_modules=targets, lora_alpha=2)
+
+    @cache  # noqa: B019
+    def model(self, lane: str) -> Model:
+        provider, options = LANES[lane]
+        return self._load(
+            self.target, provider, replace(options, max_adapters=2, kv_cache_tokens=POOL_TOKENS)
+        )
+
+    @cache  # noqa: B019
+    def drafter(self, method: str) -> Drafter | None:
+        """The draft model is on the CPU, wherever its target is."""
+        if method == "none":
+            return None
+        if method == "ngram":
+            return NgramDrafter(3, 1)
+        model = self._load(self.draft, "cpu", LoadOptions(kv_cache_tokens=1024))
+        return ModelDrafter(model, 64, self.spec.vocab_size)
+
+    def _load(self, path: Path, provider: str, options: LoadOptions) -> Model:
+        model = get_provider(provider).load(Artifact.read(path), replace(options, threads=1))
+        self.models.append(model)
+        return model
+
+    def engine(self, case: Case, model: Model) -> tuple[Engine, Always]:
+        """An engine of a case's own on a loaded model."""
+        blocks = case["blocks"]
+        block_size = model.capabilities.block_size
+        tight = blocks.startswith("recompute") or blocks == "swap"
+        speculator = Always(self.drafter(case["speculation"]))
+        engine = Engine(
+            LentModel(model, 160 // block_size if tight else None),
+            self.tokenizer,
+            EngineConfig(
+                max_num_seqs=16,
+                max_num_batched_tokens=24 if case["chunks"] == "small" else 256,
+                seed=0,
+                enable_prefix_caching=not blocks.endswith("uncached"),
+                preemption="swap" if blocks == "swap" else "recompute",
+                kv_host_memory=HOST_BYTES if blocks == "swap" else 0,
+            ),
+            self.eos,
+            speculator=speculator,
+            base=self.spec,
+        )
+        for number in range(2):
+            content = engine.adapters.read(self.folder / f"adapter{number}")
+            engine.adapters.load(f"adapter{number}", content)
+        return engine, speculator
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = World(tmp_path_factory.mktemp("sweep"))
+    yield made
+    for model in made.models:
+        model.close()
+
+
+def prompt(question: str) -> str:
+    return (
+        "<|im_start|>system\nYou are a helpful assistant of few words, few words.<|im_end|>\n"
+        f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def requests_of(case: Case) -> dict[str, tuple[str, SamplingParams, RequestOptions]]:
+    """Two requests with all that the case has, one with its sampling alone, and a plain one."""
+    sampling = {"max_tokens": MAX_TOKENS, **SAMPLING[case["sampling"]]}
+    structure = STRUCTURE[case["structure"]]
+    whole = SamplingParams(
+        **sampling, structured_outputs=StructuredOutputs(**structure) if structure else None
+    )
+    adapters = {"none": (None, None), "one": ("adapter0",) * 2, "mixed": ("adapter0", "adapter1")}
+    first, second = (RequestOptions(adapter=one) for one in adapters[case["adapter"]])
+    return {
+        "a": (prompt("What is onnxport?"), whole, first),
+        "b": (prompt("Who is the person in the story, who is it?"), whole, second),
+        "c": (prompt("Once upon a time, once upon a time"), SamplingParams(**sampling), first),
+        "d": (
+            prompt("What is onnxport?"),
+            SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
+            RequestOptions(),
+        ),
+    }
+
+
+def marks(number: int) -> tuple[pytest.MarkDecorator, ...]:
+    return () if number < FAST else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id="-".join(case.values()), marks=marks(number))
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_a_batch_gets_the_tokens_of_the_slow_reference(world: World, case: Case) -> None:
+    model = world.model(case["lane"])
+    engine, speculator = world.engine(case, model)
+    requests = requests_of(case)
+    expected = {
+        name: completions(model, partial(engine.prepare, name, *given))
+        for name, given in requests.items()
+    }
+    if case["blocks"] == "warm":
+        for name, (text, _, options) in requests.items():
+            params = SamplingParams(temperature=0.0, max_tokens=1)
+            engine.submit(engine.prepare(f"warm-{name}", text, params, options))
+        drain(engine)
+    for name, given in requests.items():
+        engine.submit(engine.prepare(name, *given))
+    found, reasons = drain(engine)
+    for name, each in expected.items():
+        reached = [found[name, index] for index in range(len(each))]
+        if requests[name][1].stop:  # which the reference does not know
+            each = [one[: len(got)] for one, got in zip(each, reached, strict=True)]
+        assert reached == each, f"{name} of {case}"
+    assert set(reasons) <= {"stop", "length"}
+    if case["blocks"] == "warm" and case["sampling"] != "scored":
+        assert engine.stats().prefix_cache_hits > 0
+    world.num_preemptions[case["blocks"]] += engine.stats().num_preemptions
+    world.num_accepted[case["speculation"]] += speculator.accepted[True]
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    engine.close()
+
+
+@pytest.mark.slow
+def test_what_was_swept_did_happen(world: World) -> None:
+    """Requests yielded, and guesses were right, in some of the cases above."""
+    for blocks in ("recompute", "recompute-uncached", "swap"):
+        assert world.num_preemptions[blocks] > 0, world.num_preemptions
+    for method in ("ngram", "draft"):
+        assert world.num_accepted[method] > 0, world.num_accepted
+
+
+def drain(engine: Engine) -> tuple[dict[tuple[str, int], list[int]], list[str]]:
+    """Step until nothing is left; returns the tokens of all completions, and all reasons."""
+    found: dict[tuple[str, int], list[int]] = {}
+    reasons: list[str] = []
+    while engine.has_work:
+        for delta in engine.step():
+            assert delta.error is None, delta.error
+            found.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+            if delta.finish_reason is not None:
+                reasons.append(delta.finish_reason)
+            assert delta.logprobs is None or len(delta.logprobs) == len(delta.token_ids)
+        engine.check()
+    return found, reasons
