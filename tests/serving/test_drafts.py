@@ -294,6 +294,11 @@ def test_logits_that_are_no_numbers_end_a_sequence_after_its_good_tokens() -> No
     assert tokens(deltas) == expected[:4]
     assert reasons(deltas) == ["error"]
     assert "not finite" in (deltas[-1].error or "")
+    void = Prophet(lambda one: [*expected[:4], 0, 0, 0])  # the first of NaNs is token 0
+    engine = null_engine(speculator=void)
+    NotFinite(engine, expected[3])
+    submit(engine, "a", PROMPTS["a"], params["a"])
+    assert tokens(run(engine)["a"]) == expected[:4]
     engine, prophet = guessing_engine(params)
     prophet.errs = 2
     NotFinite(engine, expected[3] + 1)  # which is only guessed

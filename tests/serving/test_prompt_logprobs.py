@@ -86,12 +86,14 @@ def test_a_cached_prompt_is_computed_again(expected: Entries) -> None:
 
 
 def test_preemption_makes_no_difference(expected: Entries) -> None:
-    engine = null_engine(num_blocks=7, max_num_batched_tokens=9, scheduling_policy="priority")
+    engine = null_engine(num_blocks=6, max_num_batched_tokens=9, scheduling_policy="priority")
     submit(engine, "a", PROMPT, PARAMS, priority=1)
     engine.step()  # a chunk of it
-    submit(engine, "urgent", list(range(16)), priority=0)
+    urgent = SamplingParams(temperature=0.0, max_tokens=4)
+    submit(engine, "urgent", list(range(16)), urgent, priority=0)
+    assert engine.step() == []
+    assert engine.stats().num_preemptions == 1
     deltas = run(engine)
-    assert engine.stats().num_preemptions > 0
     [entries] = [one for delta in deltas["a"] if (one := delta.prompt_logprobs) is not None]
     assert entries == expected
     assert tokens(deltas["a"]) == alone(PROMPT, PARAMS)
