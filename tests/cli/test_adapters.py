@@ -1,0 +1,206 @@
+"""Adapters on the command line, up to a server whose tokens are those of merged weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from openai import OpenAI
+from safetensors.numpy import load_file, save_file
+
+from onnxport.cli import adapters as cli
+from onnxport.cli import build_parser
+from onnxport.errors import AdapterError, CapacityError
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
+from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.lora import PROJECTIONS
+from onnxport.providers.base import LoadOptions
+from onnxport.serving.adapters.peft import read_adapter
+from onnxport.serving.llm import LLM
+from onnxport.serving.params import RequestOptions, SamplingParams
+from tests.serving.adapting import content, module_name, random_tensors, write_adapter
+
+from .conftest import onnxport, serving
+
+DEMO = Path(__file__).parents[2] / "demo" / "model"
+FEW = ("--provider", "cpu", "--threads", "1", "--kv-cache-tokens", "1024", "--no-trial")
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    return build_parser().parse_args(["serve", "m", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "expected"),
+    [
+        ("", (), (0, 16)),
+        ("--lora-modules a=x b=y", (2, 4), (2, 4)),
+        ("--lora-modules a=x --lora-modules b=y", (2, 64), (2, 64)),
+        ("--lora-modules a=x --max-loras 3", (2,), (3, 16)),
+        ("--lora-modules a=x --max-lora-rank 32", (2,), (1, 32)),
+        ("--lora-modules a=x --allow-runtime-lora", (64,), (8, 64)),
+        ("--enable-lora", (), (8, 16)),
+        ("--enable-lora --max-loras 2 --max-lora-rank 4", (), (2, 4)),
+        ("--allow-runtime-lora", (), (8, 16)),
+        ("--max-loras 5", (), (5, 16)),
+    ],
+)
+def test_slots(arguments: str, ranks: tuple[int, ...], expected: tuple[int, int]) -> None:
+    options = parse(*arguments.split())
+    found = [(str(rank), content(0, rank)) for rank in ranks]
+    load = cli.with_slots(LoadOptions(threads=3), options, found)
+    assert (load.max_adapters, load.max_adapter_rank) == expected
+    assert load.threads == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--max-lora-rank 8", "--max-lora-rank 8 was given without adapters"),
+        ("--lora-modules a=x b=y --max-loras 1", "--max-loras is 1, and --lora-modules names 2"),
+        ("--lora-modules a=x --max-lora-rank 8", "is 8, and the adapter 0 has rank 9"),
+    ],
+)
+def test_contradictions(arguments: str, words: str) -> None:
+    options = parse(*arguments.split())
+    found = [(str(index), content(0, 9)) for index in range(len(options.lora_modules))]
+    with pytest.raises(CapacityError, match=words):
+        cli.with_slots(LoadOptions(), options, found)
+
+
+def test_names_and_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert parse("--lora-modules", "a=x=y").lora_modules == [("a", Path("x=y"))]
+    for wrong in ("a", "=x", "a="):
+        with pytest.raises(SystemExit, match="2"):
+            parse("--lora-modules", wrong)
+        assert "is not NAME=DIR" in capsys.readouterr().err
+    with pytest.raises(AdapterError, match="names a twice"):
+        cli.read_adapters(tmp_path, parse("--lora-modules", "a=x", "b=x", "a=y"))
+
+
+@pytest.fixture(scope="module")
+def folder(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the tiny model."""
+    spec = Artifact.read(artifact).manifest.model
+    tensors = random_tensors(spec, targets=PROJECTIONS, seed=3)
+    return write_adapter(
+        tmp_path_factory.mktemp("adapters") / "tiny", tensors, target_modules=[*PROJECTIONS]
+    )
+
+
+@pytest.mark.timeout(120)
+def test_an_answer_with_an_adapter(artifact: Path, folder: Path, tmp_path: Path) -> None:
+    ask = ("generate", artifact, "ab", "--max-tokens", "12", "--ignore-eos", "--json", *FEW)
+    texts = []
+    for more in ((), ("--lora", folder)):
+        done = onnxport(*ask, *more)
+        assert done.returncode == 0, done.stderr
+        texts.append(json.loads(done.stdout)[0]["text"])
+    assert texts[0] != texts[1]
+    done = onnxport("chat", artifact, "--lora", folder, "--max-tokens", "4", *FEW, stdin="hi\n")
+    assert done.returncode == 0, done.stderr
+    done = onnxport(*ask, "--lora", write_adapter(tmp_path / "other"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "was made for another model" in done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_a_server_with_an_adapter(artifact: Path, folder: Path) -> None:
+    more = ("--lora-modules", f"mine={folder}", "--provider", "cpu")
+    with serving(artifact, *more) as (address, said):
+        assert any("loaded the adapter mine" in line for line in said)
+        models = httpx.get(f"{address}/v1/models").json()["data"]
+        assert [model["id"] for model in models] == ["tiny", "mine"]
+        body = {"lora_name": "x", "lora_path": str(folder)}
+        assert httpx.post(f"{address}/v1/load_lora_adapter", json=body).status_code == 403
+        health = httpx.get(f"{address}/health").json()["capabilities"]
+        assert (health["max_adapters"], health["max_adapter_rank"]) == (1, 4)
+    done = onnxport("serve", artifact, "--lora-modules", f"tiny={folder}", "--port", "0", *FEW)
+    assert done.returncode == 1
+    assert "as the model itself is called" in done.stderr
+
+
+# The demo model, with adapters and with weights into which they were merged.
+
+
+def merged(folder: Path, target: Path) -> Path:
+    """Export the demo model with an adapter in its weights; in float32, as computed by NumPy."""
+    checkpoint = target / "checkpoint"
+    shutil.copytree(DEMO, checkpoint)
+    weights = {name: value.astype(np.float32) for name, value in load_demo().items()}
+    spec = Artifact.read(target.parent / "base").manifest.model
+    for (layer, name), delta in read_adapter(folder, spec).adapter.deltas.items():
+        weights[f"{module_name(layer, name)}.weight"] += delta.b @ delta.a
+    save_file(weights, checkpoint / "model.safetensors")
+    return export_model(checkpoint, target / "artifact", ExportOptions(precision="fp32"))
+
+
+def load_demo() -> dict[str, Any]:
+    import ml_dtypes  # noqa: F401 - lets safetensors read bfloat16
+
+    found: dict[str, Any] = load_file(DEMO / "model.safetensors")
+    return found
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[Path], list[Path]]]:
+    """The demo model in float32, adapters of it, and the models that they make of it."""
+    root = tmp_path_factory.mktemp("demo")
+    base = export_model(DEMO, root / "base", ExportOptions(precision="fp32"))
+    spec = Artifact.read(base).manifest.model
+    folders, models = [], []
+    for index, (rank, targets) in enumerate([(8, PROJECTIONS), (4, PROJECTIONS[:4])]):
+        tensors = random_tensors(spec, rank=rank, targets=targets, seed=index)
+        config = {"r": rank, "lora_alpha": rank / 2, "target_modules": [*targets]}
+        folders.append(write_adapter(root / f"adapter-{index}", tensors, **config))
+        models.append(merged(folders[-1], root / f"merged-{index}"))
+    yield base, folders, models
+    shutil.rmtree(root)
+
+
+PROMPTS = ("Once upon a time", "The capital of", "2 + 3 =", "A list of words:")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_tokens_are_those_of_merged_weights(demo: tuple[Path, list[Path], list[Path]]) -> None:
+    base, folders, models = demo
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    options: Any = {"provider": "cpu", "threads": 1, "kv_cache_tokens": 4096}
+    expected = {}
+    for name, model in zip(("base", "0", "1"), (base, *models), strict=True):
+        with LLM(model, **options) as llm:
+            outputs = llm.generate(PROMPTS, params)
+            expected[name] = [output.outputs[0].text for output in outputs]
+    assert all(len(set(texts)) == 3 for texts in zip(*expected.values(), strict=True))
+    with LLM(base, max_adapters=2, **options) as llm:
+        for index, folder in enumerate(folders):
+            llm.load_adapter(str(index), folder)
+        prompts = [prompt for prompt in PROMPTS for _ in expected]
+        picked = [RequestOptions(adapter=None if n == "base" else n) for n in expected] * 4
+        outputs = llm.generate(prompts, params, options=picked)
+        found = [output.outputs[0].text for output in outputs]
+    assert found == [expected[name][i] for i in range(len(PROMPTS)) for name in expected]
+    modules = [f"{index}={folder}" for index, folder in enumerate(folders)]
+    more = ("--lora-modules", *modules, "--provider", "cpu")
+    with (
+        serving(base, *more, "--served-model-name", "base") as (address, _),
+        OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for name, texts in expected.items():
+            done = client.completions.create(
+                model=name,
+                prompt=[*PROMPTS],
+                temperature=0,
+                max_tokens=24,
+                extra_body={"ignore_eos": True},
+            )
+            assert [choice.text for choice in done.choices] == texts
