@@ -92,6 +92,11 @@ class LoadOptions:
                     f"{name} is {value}; it must be at least 1, or be left out to let the "
                     "provider choose"
                 )
+        if self.max_adapters < 0 or self.max_adapter_rank < 1:
+            raise ProviderError(
+                f"max_adapters is {self.max_adapters} and max_adapter_rank is "
+                f"{self.max_adapter_rank}; they must be at least 0 and 1"
+            )
         if self.kv_memory is not None and not _is_memory(self.kv_memory):
             raise ProviderError(
                 f"kv_memory is {self.kv_memory!r}; it must be bytes (an integer of at least 1) or "

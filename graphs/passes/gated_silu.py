@@ -62,7 +62,8 @@ def fuse_gated_silu(model: onnx.ModelProto) -> PassResult:
     kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del copy.graph.node[:]
     copy.graph.node.extend(kept)
-    copy.opset_import.append(onnx.helper.make_opsetid(DOMAIN, OPSET))
+    if DOMAIN not in {opset.domain for opset in copy.opset_import}:
+        copy.opset_import.append(onnx.helper.make_opsetid(DOMAIN, OPSET))
     return PassResult("gated_silu", copy, {"gated SiLUs fused": len(gates)})
 
 

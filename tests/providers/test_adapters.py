@@ -1,0 +1,350 @@
+"""LoRA adapters of loaded models: parity with merged weights, and what is refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from onnxport.errors import CapacityError, ProviderError
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
+from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.lora import KINDS, LoraAdapter, LoraDelta, LoraProduct, Projection
+from onnxport.graphs.spec import ArchSpec
+from onnxport.providers import adapters as module
+from onnxport.providers import cuda
+from onnxport.providers.adapters import AdapterSlots, AdapterStacks, slots_bytes, stack_bytes
+from onnxport.providers.base import LoadOptions, Model
+from onnxport.providers.cpu.library import find_library
+from onnxport.providers.device_arrays import DeviceArrays
+from onnxport.providers.ort import CPU, Target
+from onnxport.providers.registry import get_provider
+from tests.conformance.adapting import make_adapter
+from tests.conformance.models import step
+from tests.exporter import checkpoints
+from tests.providers.conftest import ArtifactMaker
+from tests.providers.models import opened
+
+FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3")
+KERNEL = pytest.mark.skipif(find_library() is None, reason="the C++ kernel was not built")
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """Returns `make(family)`: an artifact in float32, and one with adapter 2 in its weights."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def make(family: str) -> tuple[Path, Path]:
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            model = checkpoints.make(checkpoints.CASES[family], folder / "base")
+            options = ExportOptions(precision="fp32")
+            base = export_model(folder / "base", folder / "base-artifact", options)
+            merge(model, make_adapter(Artifact.read(base).manifest.model, 2))
+            model.save_pretrained(folder / "merged")
+            model.generation_config.save_pretrained(folder / "merged")
+            made[family] = base, export_model(folder / "merged", folder / "artifact", options)
+        return made[family]
+
+    return make
+
+
+def merge(model: Any, adapter: LoraAdapter) -> None:
+    """Add an adapter to the weights of a checkpoint, as PEFT's `merge_and_unload` does."""
+    weights = dict(model.named_parameters())
+    for (layer, projection), delta in adapter.deltas.items():
+        parent = "self_attn" if projection in (*KINDS["qkv"], "o_proj") else "mlp"
+        weight = weights[f"model.layers.{layer}.{parent}.{projection}.weight"]
+        with torch.no_grad():
+            weight += torch.from_numpy(delta.b @ delta.a)
+
+
+def logits(model: Model, slot: int) -> NDArray[np.float32]:
+    """Of every position of a prompt."""
+    tokens = checkpoints.tokens(3, 24).tolist()
+    blocks = list(range(-(-len(tokens) // model.capabilities.block_size)))
+    slots = np.array([slot], np.int32) if slot else None
+    return model.run(step([(tokens, 0, blocks)], adapter_slots=slots)).copy()
+
+
+@pytest.mark.parametrize("attention", [pytest.param("custom", marks=KERNEL), "decomposed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_does_what_merging_it_would(
+    merged: Callable[[str], tuple[Path, Path]], family: str, attention: Any
+) -> None:
+    base, whole = merged(family)
+    with opened(whole, attention) as model:
+        expected = logits(model, 0)
+    with opened(base, attention, max_adapters=1) as model:
+        model.set_adapter(1, make_adapter(Artifact.read(base).manifest.model, 2))
+        np.testing.assert_allclose(logits(model, 1), expected, rtol=0, atol=1e-4)
+        assert np.abs(logits(model, 0) - expected).max() > 1
+
+
+@KERNEL
+def test_adapters_of_16_bit_artifacts_are_kept_in_float16(tiny_artifact: ArtifactMaker) -> None:
+    """Rounded ones are the same to the last bit, but where float32 products were asked for."""
+    path = tiny_artifact("qwen3", "int4")
+    adapter = make_adapter(Artifact.read(path).manifest.model, 2)
+    rounded = LoraAdapter(
+        {
+            key: LoraDelta(*(x.astype(np.float16).astype(np.float32) for x in (d.a, d.b)))
+            for key, d in adapter.deltas.items()
+        }
+    )
+    for level, same in ((None, True), (1, False)):
+        found = []
+        with opened(path, "custom", max_adapters=1, matmul_accuracy_level=level) as model:
+            for one in (adapter, rounded):
+                model.set_adapter(1, one)
+                found.append(logits(model, 1))
+        assert np.array_equal(*found) == same
+
+
+@pytest.fixture
+def model(tiny_artifact: ArtifactMaker) -> Any:
+    with opened(tiny_artifact("llama", "fp32"), None, max_adapters=2, max_adapter_rank=4) as model:
+        yield model
+
+
+@pytest.fixture
+def spec(tiny_artifact: ArtifactMaker) -> ArchSpec:
+    return Artifact.read(tiny_artifact("llama", "fp32")).manifest.model
+
+
+@pytest.mark.parametrize("slot", [0, 3, -1])
+def test_a_slot_that_is_not_there(model: Model, slot: int) -> None:
+    with pytest.raises(ProviderError, match=r"slots 1 to 2, load it with a higher max_adapters"):
+        model.set_adapter(slot, None)
+
+
+def test_a_rank_that_is_too_large(model: Model, spec: ArchSpec) -> None:
+    with pytest.raises(CapacityError, match=r"has rank 8; .* ranks up to 4, .*max_adapter_rank 8"):
+        model.set_adapter(1, make_adapter(spec, 1))
+
+
+def one_delta(projection: str, a: tuple[int, int], b: tuple[int, int], layer: int = 1) -> Any:
+    delta = LoraDelta(np.ones(a, np.float32), np.ones(b, np.float32))
+    return LoraAdapter({(layer, projection): delta})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        (one_delta("q_proj", (4, 65), (64, 4)), r"A \(4, 65\) and B \(64, 4\) for q_proj of layer"),
+        (one_delta("k_proj", (4, 64), (64, 4)), r"takes A \(4, 64\) and B \(32, 4\), so it was"),
+        (one_delta("down_proj", (4, 96), (64, 3)), r"B \(64, 3\) for down_proj"),
+        (one_delta("o_proj", (4, 64), (64, 4), layer=2), r"layer 2; the model has layers 0 to 1"),
+        (one_delta("head", (4, 64), (64, 4)), r"changes head of layer 1; .* with q_proj, k_proj"),
+    ],
+)
+def test_an_adapter_of_another_model(model: Model, adapter: LoraAdapter, said: str) -> None:
+    with pytest.raises(ProviderError, match=said):
+        model.set_adapter(1, adapter)
+    assert np.isfinite(logits(model, 0)).all()
+
+
+def test_what_is_refused_leaves_the_slot_as_it_was(model: Model, spec: ArchSpec) -> None:
+    model.set_adapter(1, make_adapter(spec, 2))
+    before = logits(model, 1)
+    with pytest.raises(CapacityError):
+        model.set_adapter(1, make_adapter(spec, 1))
+    np.testing.assert_array_equal(logits(model, 1), before)
+
+
+def test_a_row_with_an_empty_slot(model: Model) -> None:
+    with pytest.raises(ProviderError, match=r"slots 2, and there is none; filled are none"):
+        logits(model, 2)
+
+
+def test_a_model_without_slots(tiny_artifact: ArtifactMaker) -> None:
+    for provider in ("cpu", "openvino"):
+        with opened(tiny_artifact("llama", "fp32"), None, provider=provider) as model:
+            assert model.capabilities.max_adapters == model.capabilities.max_adapter_rank == 0
+            with pytest.raises(ProviderError, match="load it with max_adapters"):
+                model.set_adapter(1, None)
+            with pytest.raises(ProviderError, match="load it with max_adapters"):
+                logits(model, 1)
+
+
+@pytest.mark.parametrize("provider", ["cpu", "openvino"])
+def test_a_closed_model(tiny_artifact: ArtifactMaker, provider: str) -> None:
+    with opened(tiny_artifact("llama", "fp32"), None, provider=provider, max_adapters=1) as model:
+        model.close()
+        with pytest.raises(ProviderError, match="closed"):
+            model.set_adapter(1, None)
+
+
+@pytest.mark.parametrize("numbers", [{"max_adapters": -1}, {"max_adapter_rank": 0}])
+def test_options_that_mean_nothing(numbers: dict[str, int]) -> None:
+    with pytest.raises(ProviderError, match="must be at least 0 and 1"):
+        LoadOptions(**numbers)
+
+
+def test_numbers_that_float16_cannot_hold(tiny_artifact: ArtifactMaker) -> None:
+    artifact = Artifact.read(tiny_artifact("llama", "fp16"))
+    options = LoadOptions(kv_cache_tokens=1024, max_adapters=1)
+    model = get_provider("cuda", emulate=True).load(artifact, options)
+    adapter = one_delta("q_proj", (1, 64), (64, 1))
+    next(iter(adapter.deltas.values())).b[3] = 1e5
+    with pytest.raises(ProviderError, match=r"'B of q_proj' holds 100000, .* too large for float1"):
+        model.set_adapter(1, adapter)
+    with pytest.raises(ProviderError, match="slots 1, and there is none"):
+        logits(model, 1)
+    model.close()
+
+
+def test_replay_and_adapters_exclude_one_another(tiny_artifact: ArtifactMaker) -> None:
+    options = LoadOptions(max_adapters=1, capture_graphs=True, kv_cache_tokens=1024)
+    with pytest.raises(ProviderError, match="those of LoRA adapters change: leave one out"):
+        cuda.CudaProvider(emulate=True).load(Artifact.read(tiny_artifact("llama", "fp16")), options)
+
+
+def test_memory_for_adapters_is_set_aside(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of what is free goes to the pool after the adapters, not before."""
+    monkeypatch.setattr("onnxport.providers.memory.available_bytes", lambda: 50 << 20)
+    blocks = []
+    for most in (0, 8):
+        with opened(
+            tiny_artifact("llama", "fp32"), None, kv_memory=0.5, max_adapters=most
+        ) as model:
+            found = model.capabilities
+            blocks.append(found.num_blocks * found.kv_block_bytes)
+    spec = Artifact.read(tiny_artifact("llama", "fp32")).manifest.model
+    products = [LoraProduct(n, k) for n in (0, 1) for k in ("qkv", "o", "gate_up", "down")]  # type: ignore[arg-type]
+    asked = LoadOptions(max_adapters=8)
+    count = slots_bytes if find_library() else stack_bytes
+    assert blocks[0] - blocks[1] == pytest.approx(count(products, spec, asked, 4) / 2, abs=8192)
+
+
+class Placed:
+    """Counts the stacks that are made."""
+
+    def __init__(self) -> None:
+        self.stacks: list[dict[str, NDArray[Any]]] = []
+
+    def __call__(self, arrays: Any) -> Any:
+        self.stacks.append(dict(arrays))
+        return arrays
+
+
+def stacks(spec: ArchSpec, place: Placed, **options: Any) -> AdapterStacks:
+    products = [LoraProduct(layer, "qkv") for layer in range(spec.num_layers)]
+    found = AdapterStacks(products, spec, np.dtype(np.float32), place, **options)
+    for slot, seed in ((1, 1), (2, 2), (3, 3)):
+        found.put(slot, make_adapter(spec, seed))
+    return found
+
+
+def owners(values: Any) -> list[int]:
+    found: list[int] = values["lora.qkv.owners"].tolist()
+    return found
+
+
+def test_a_stack_is_built_only_where_an_adapter_is_missing(spec: ArchSpec) -> None:
+    place = Placed()
+    found = stacks(spec, place)
+    empty = found.values(())
+    assert owners(empty) == [0]
+    first = found.values({1})
+    assert owners(first) == [1] * 16  # ranks of q_proj and v_proj
+    both = found.values({2})
+    assert owners(both) == [1] * 16 + [2] * 12
+    used: list[Collection[int]] = [{1}, {1, 2}, {2}]
+    assert all(found.values(slots) is both for slots in used)
+    assert found.values(()) is empty
+    assert len(place.stacks) == 3
+    found.remove(1)
+    assert owners(found.values({2})) == [2] * 12
+    assert owners(found.values({3})) == [2] * 12 + [3]
+
+
+def test_an_adapter_that_no_step_uses_leaves_the_stack(
+    spec: ArchSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "IDLE_STEPS", 3)
+    found = stacks(spec, Placed())
+    found.values({1, 3})
+    assert [len(owners(found.values({3}))) for _ in range(3)] == [17, 17, 1]
+    assert owners(found.values({1})) == [1] * 16 + [3]
+
+
+def test_few_shapes_are_powers_of_two(spec: ArchSpec) -> None:
+    found = stacks(spec, Placed(), few_shapes=True)
+    heights = [len(owners(found.values(slots))) for slots in ((), {3}, {1}, {2})]
+    assert heights == [8, 8, 32, 32]
+    values = found.values({1})
+    assert values["lora.layers.0.qkv.a"].shape == (32, spec.hidden_size)
+    assert not values["lora.layers.0.qkv.a"][29:].any()
+
+
+def test_rows_of_a_projection_are_zero_beside_it(spec: ArchSpec) -> None:
+    values = stacks(spec, Placed()).values({1})
+    b = values["lora.layers.0.qkv.b"]
+    assert b[:8, : spec.q_size].any()
+    assert not b[:8, spec.q_size :].any()
+    assert not b[8:, : -spec.kv_size].any()
+
+
+def test_a_slot_is_filled_as_its_layout_says(spec: ArchSpec) -> None:
+    products = [LoraProduct(1, "qkv"), LoraProduct(1, "down")]
+    options = LoadOptions(max_adapters=2, max_adapter_rank=4)
+    place = Placed()
+    found = AdapterSlots(products, spec, options, np.dtype(np.float16), place)
+    adapter = make_adapter(spec, 2)
+    found.put(2, adapter)
+    ranks, weights = place.stacks[0]["lora.ranks"], place.stacks[0]["lora.weights"]
+    assert weights.dtype == np.float16
+    assert ranks[2, 1].tolist() == [3, 3, 3, 0, 0, 0, 3]
+    assert not ranks[[0, 1]].any()
+    key: tuple[int, Projection] = (1, "k_proj")
+    rows = weights[1].reshape(-1)[4 * spec.hidden_size :][: 3 * spec.hidden_size]
+    np.testing.assert_array_equal(rows.reshape(3, -1), adapter.deltas[key].a.astype(np.float16))
+    found.remove(2)
+    assert not ranks.any()
+
+
+class Elsewhere(Target):
+    """A device that is the CPU after all, but does not say so."""
+
+    @property
+    def is_host(self) -> bool:
+        return False
+
+
+def test_arrays_reach_a_device_by_name() -> None:
+    place = DeviceArrays(Elsewhere(CPU.execution_provider))
+    for size in (3, 5):
+        arrays = {
+            "b": np.arange(size, dtype=np.int32),
+            "a": np.full((size, 2), size, np.float16),
+        }
+        found = place(arrays)
+        assert list(found) == ["b", "a"]
+        for name, value in found.items():
+            np.testing.assert_array_equal(value.numpy(), arrays[name])
+
+
+def test_openvino_keeps_what_it_reads() -> None:
+    pytest.importorskip("openvino")
+    from onnxport.providers.openvino.model import tensors_of
+
+    array = np.ones(1 << 20, np.float32)
+    alive = weakref.ref(array)
+    tensors = tensors_of({"a": array})
+    del array
+    gc.collect()
+    assert alive() is not None
+    del tensors
+    gc.collect()
+    assert alive() is None
