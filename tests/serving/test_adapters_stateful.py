@@ -1,0 +1,147 @@
+"""Adapters come and go in any order: requests keep theirs, and no slot is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from onnxport.errors import AdapterError, CapacityError, UnknownAdapterError
+from onnxport.providers.null import NullModel
+from onnxport.serving.outputs import CompletionDelta
+from onnxport.serving.params import RequestOptions, SamplingParams
+from tests.serving.adapting import adapter_engine, alone_with, content, null_options
+from tests.serving.helpers import checked_step, null_model, tokens
+
+NAMES, SEEDS, SLOTS = ["a", "b", "c"], [0, 1, 2, 3], 2
+PROMPTS = [[7], list(range(9)), list(range(26)), [*range(8), *range(100, 115)]]
+
+
+class Adapters(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losing = False
+        spare = null_options(num_blocks=30, max_adapters=SLOTS, lost_at=self.lost)
+        spares = [NullModel(spare) for _ in range(2)]
+        self.num_spares = len(spares)
+        self.engine = adapter_engine(
+            num_blocks=20,
+            max_num_seqs=4,
+            max_num_batched_tokens=9,
+            max_adapters=SLOTS,
+            fallbacks=spares,
+            lost_at=self.lost,
+        )
+        self.loaded: dict[str, tuple[int, int]] = {}  # name -> (seed, number of the load)
+        self.running: dict[str, tuple[int, int] | None] = {}  # unfinished -> what it uses
+        self.expected: dict[str, list[int]] = {}
+        self.deltas: dict[str, list[CompletionDelta]] = {}
+        self.number = 0
+
+    def lost(self, operation: int) -> bool:
+        """Whether the device is lost now: once whenever `losing` was set."""
+        lost, self.losing = self.losing, False
+        return lost
+
+    def used(self) -> set[tuple[int, int]]:
+        """The loads that hold a slot."""
+        return {*self.loaded.values(), *(one for one in self.running.values() if one is not None)}
+
+    @rule(name=st.sampled_from(NAMES), seed=st.sampled_from(SEEDS), in_place=st.booleans())
+    def load(self, name: str, seed: int, in_place: bool) -> None:
+        previous = self.loaded.get(name)
+        idle = previous is not None and previous not in self.running.values()
+        error: Any = None
+        if previous is not None and not in_place:
+            error = AdapterError
+        elif len(self.used()) == SLOTS and not (previous is not None and idle):
+            error = CapacityError
+        if error is not None:
+            with pytest.raises(error):
+                self.engine.adapters.load(name, content(seed), in_place=in_place)
+            return
+        self.engine.adapters.load(name, content(seed), in_place=in_place)
+        self.number += 1
+        self.loaded[name] = (seed, self.number)
+
+    @rule(name=st.sampled_from(NAMES))
+    def unload(self, name: str) -> None:
+        if name in self.loaded:
+            self.engine.adapters.unload(name)
+            del self.loaded[name]
+        else:
+            with pytest.raises(UnknownAdapterError):
+                self.engine.adapters.unload(name)
+
+    @rule(
+        name=st.sampled_from([None, *NAMES]),
+        prompt=st.sampled_from(PROMPTS),
+        max_tokens=st.integers(1, 9),
+    )
+    def submit(self, name: str | None, prompt: list[int], max_tokens: int) -> None:
+        self.number += 1
+        request_id = str(self.number)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        if name is not None and name not in self.loaded:
+            with pytest.raises(UnknownAdapterError):
+                self.engine.prepare(request_id, prompt, params, RequestOptions(adapter=name))
+            return
+        request = self.engine.prepare(request_id, prompt, params, RequestOptions(adapter=name))
+        self.engine.submit(request)
+        self.running[request_id] = self.loaded[name] if name is not None else None
+        seed = None if name is None else self.loaded[name][0]
+        self.expected[request_id] = alone_with(seed, prompt, params)
+        self.deltas[request_id] = []
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.note(self.engine.abort(data.draw(st.sampled_from(sorted(self.running)))))
+
+    @rule()
+    def step(self) -> None:
+        self.note(checked_step(self.engine))
+
+    @precondition(lambda self: self.running and self.num_spares)
+    @rule()
+    def lose(self) -> None:
+        self.losing = True
+        before = null_model(self.engine)
+        while null_model(self.engine) is before and self.running:
+            self.note(self.engine.step())
+        self.num_spares -= null_model(self.engine) is not before
+
+    def note(self, deltas: list[CompletionDelta]) -> None:
+        for delta in deltas:
+            self.deltas[delta.request_id].append(delta)
+            if delta.finish_reason is not None:
+                del self.running[delta.request_id]
+                found, expected = self.deltas[delta.request_id], self.expected[delta.request_id]
+                if delta.finish_reason == "abort":
+                    assert tokens(found) == expected[: len(tokens(found))]
+                else:
+                    assert (tokens(found), delta.finish_reason) == (expected, "length")
+
+    @invariant()
+    def slots_hold_what_is_used(self) -> None:
+        self.engine.check()
+        assert {each.name for each in self.engine.adapters.loaded} == set(self.loaded)
+        assert len(null_model(self.engine)._adapters) == len(self.used())
+        assert self.engine.stats().adapter_requests == {
+            name: sum(one == load for one in self.running.values())
+            for name, load in self.loaded.items()
+        }
+
+    def teardown(self) -> None:
+        while self.running:
+            self.note(checked_step(self.engine))
+        for name in [*self.loaded]:
+            self.unload(name)
+        assert not null_model(self.engine)._adapters
+
+
+Adapters.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestAdapters = Adapters.TestCase
