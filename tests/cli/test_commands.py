@@ -23,7 +23,7 @@ from onnxport.cli import main
 from .conftest import command, onnxport
 
 pytestmark = pytest.mark.timeout(120)
-COMMANDS = ["export", "generate", "chat", "serve", "verify", "devices", "version"]
+COMMANDS = ["export", "generate", "chat", "serve", "verify", "bench", "devices", "version"]
 
 
 def test_help_lists_the_commands_and_is_fast() -> None:

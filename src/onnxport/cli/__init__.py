@@ -18,7 +18,7 @@ from typing import NoReturn
 from onnxport.errors import OnnxportError
 from onnxport.version import __version__
 
-COMMANDS = ("export", "generate", "chat", "serve", "verify", "devices")
+COMMANDS = ("export", "generate", "chat", "serve", "verify", "bench", "devices")
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 BROKEN_PIPE = 141
 TERMINATED = 143

@@ -1,0 +1,1 @@
+"""`onnxport bench`: loads, what is measured under them, and reports."""

@@ -1,0 +1,160 @@
+"""`onnxport bench` as a process: what it reports, never how fast it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import SMALL, onnxport, serving
+
+pytestmark = pytest.mark.timeout(120)
+FEW = (*SMALL[2:], "--provider", "cpu")
+SUMMARY = {"num_requests", "num_completed", "num_failed", "errors", "output_tokens", "ttft_s"}
+
+
+def bench(kind: str, *arguments: str | Path, **environment: str) -> tuple[dict[str, Any], str]:
+    """Run a benchmark that ends well; return its report and what it printed."""
+    path = Path(str(arguments[-1]))
+    done = onnxport("bench", kind, *arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(path.read_text())
+    assert report["kind"] == kind
+    assert report["schema"] == 1
+    assert report["summary"].keys() > SUMMARY
+    assert report["machine"]["processor"]
+    assert done.stdout.startswith(f"$ onnxport bench {kind}")
+    return report, done.stdout
+
+
+def test_latency(artifact: Path, tmp_path: Path) -> None:
+    path, plot = tmp_path / "out.json", tmp_path / "out.png"
+    load = ("--batch-size", "2", "--input-len", "9", "--output-len", "5", "--num-iters", "3")
+    report, printed = bench("latency", artifact, *load, *FEW, "--plot", plot, "--json", path)
+    summary = report["summary"]
+    assert (summary["num_completed"], summary["num_failed"]) == (6, 0)
+    assert (summary["prompt_tokens"], summary["output_tokens"]) == (6 * 9, 6 * 5)
+    assert summary["cached_tokens"] == 0  # every iteration has prompts of its own
+    assert summary["most_at_once"] == 2
+    counts = [summary[name]["count"] for name in ("ttft_s", "itl_s", "tpot_s", "e2e_s")]
+    assert counts == [6, 24, 6, 6]
+    assert report["batch_s"]["count"] == 3
+    assert report["setup"]["capabilities"]["provider"] == "cpu"
+    assert report["setup"]["threads"] == 1
+    assert report["setup"]["artifact"]["precision"] == "int4"
+    assert report["setup"]["versions"]["onnxruntime"]
+    assert report["setup"]["peak_memory_bytes"] > 2**20
+    assert report["command"].startswith("onnxport bench latency tiny --batch-size 2 --input-len 9")
+    assert "--json out.json" in report["command"]
+    assert str(tmp_path) not in json.dumps(report)
+    assert all(word in printed for word in ("whole batch", "inter-token latency", "p99"))
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_throughput_of_random_prompts_and_of_a_dataset(artifact: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    load = ("--num-prompts", "5", "--input-len", "3:8", "--output-len", "2:4", "--prefix-len", "32")
+    report, printed = bench("throughput", artifact, *load, *FEW, "--json", path)
+    summary = report["summary"]
+    assert summary["num_completed"] == 5
+    assert summary["cached_tokens"] == 4 * 32
+    assert summary["prompt_tokens"] == sum(one["num_prompt_tokens"] for one in report["requests"])
+    rate = summary["output_tokens"] / summary["duration_s"]
+    assert summary["output_tokens_per_s"] == pytest.approx(rate)
+    assert "output tokens/s" in printed
+    again, _ = bench("throughput", artifact, *load, *FEW, "--json", path)
+    lengths = [(one["num_prompt_tokens"], one["num_output_tokens"]) for one in report["requests"]]
+    assert len(set(lengths)) > 1
+    assert lengths == [
+        (one["num_prompt_tokens"], one["num_output_tokens"]) for one in again["requests"]
+    ]
+    dataset = tmp_path / "set.jsonl"
+    dataset.write_text('{"prompt": "abc", "max_tokens": 3}\n{"prompt": [5, 6]}\n')
+    load = ("--dataset-path", str(dataset), "--output-len", "4")
+    report, _ = bench("throughput", artifact, *load, *FEW, "--json", path)
+    assert [one["num_output_tokens"] for one in report["requests"]] == [3, 4]
+    assert [one["num_prompt_tokens"] for one in report["requests"]] == [3, 2]
+
+
+def test_serve(artifact: Path, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    load = ("--num-prompts", "6", "--input-len", "4:9", "--output-len", "5", "--seed", "3")
+    with serving(artifact, "--provider", "cpu", ONNXPORT_API_KEY="sesame") as (address, _):
+        to = ("--base-url", f"{address}/v1", "--api-key", "sesame")
+        goals = ("--goodput", "ttft:60000", "itl:60000")
+        report, printed = bench("serve", *to, *load, "--request-rate", "50", *goals, "--json", path)
+        chats = ("--endpoint", "/v1/chat/completions", "--max-concurrency", "1", *load)
+        chat, _ = bench("serve", *to[:2], *chats, "--json", path, ONNXPORT_API_KEY="sesame")
+        closed = onnxport("bench", "serve", *to[:2], "--model", "tiny", *load)
+        long = ("--num-prompts", "3", "--input-len", "4", "--output-len", "900")
+        refused = onnxport("bench", "serve", *to, *long, "--json", path)
+    summary = report["summary"]
+    assert (summary["num_completed"], summary["output_tokens"]) == (6, 30)
+    assert (summary["num_good"], summary["num_requests"]) == (6, 6)
+    assert 4 * 6 <= summary["prompt_tokens"] <= 9 * 6
+    assert summary["delay_s"]["count"] == 6
+    assert report["setup"]["request_rate_per_s"] == 50
+    assert report["setup"]["model"] == "tiny"
+    arrivals = [one["arrival_s"] for one in report["requests"]]
+    assert arrivals[0] == 0
+    assert len(set(arrivals)) == 6
+    assert "6 of 6 kept the goals" in printed
+    assert "sesame" not in json.dumps(report) + printed
+    assert chat["summary"]["most_at_once"] == 1
+    assert chat["setup"]["request_rate_per_s"] is None
+    assert closed.returncode == 1
+    assert "HTTP 401" in closed.stderr
+    assert refused.returncode == 1
+    assert "failed, 3 times: HTTP 400" in refused.stdout
+    found = json.loads(path.read_text())["summary"]
+    assert (found["num_completed"], found["num_failed"]) == (0, 3)
+    assert found["ttft_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["throughput", "ARTIFACT", "--input-len", "9:3"], "--input-len: '9:3' is no length"),
+        (["throughput", "ARTIFACT", "--prefix-len", "-1"], "--prefix-len is -1"),
+        (["throughput", "ARTIFACT", "--plot", "out.doc"], "end it in .png"),
+        (["throughput", "ARTIFACT", "--json", "missing/out.json"], "is no folder"),
+        (["throughput", "ARTIFACT", "--input-len", "900"], "shorten the prompt"),
+        (
+            ["throughput", "ARTIFACT", "--prefix-len", "9", "--dataset-path", "set"],
+            "give one of them",
+        ),
+        (["latency", "ARTIFACT", "--num-iters-warmup", "-1"], "--num-iters-warmup is -1"),
+        (["serve", "--request-rate", "0"], "--request-rate is 0"),
+        (["serve", "--goodput", "p99:3"], "a goal is 'p99:3'"),
+        (["serve", "--base-url", "http://127.0.0.1:9"], "did not answer"),
+    ],
+)
+def test_errors_say_what_to_do(
+    artifact: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    from onnxport.cli import main
+
+    few = FEW if "ARTIFACT" in arguments else ()
+    given = [str(artifact) if one == "ARTIFACT" else one for one in arguments]
+    assert main(["bench", *given, *few]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert says in err
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [("httpx", ["serve"]), ("matplotlib", ["latency", "nothing", "--plot", "out.png"])],
+)
+def test_without_the_extra(module: str, arguments: list[str]) -> None:
+    code = f"import sys; sys.modules[{module!r}] = None; from onnxport.cli import main; "
+    code += f"sys.exit(main(['bench', *{arguments!r}]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"{module} is not installed" in done.stderr
+    assert 'pip install "onnxport[bench]"' in done.stderr
