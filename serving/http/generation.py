@@ -25,6 +25,7 @@ from onnxport.serving.http.errors import FINAL, SERVER_ERROR, ApiError
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.stats import EngineStats
+from onnxport.serving.structured.spec import StructuredOutputs
 
 T = TypeVar("T")
 
@@ -93,6 +94,10 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """Return the engine's counters."""
+        ...
+
+    async def compile(self, form: StructuredOutputs) -> None:
+        """Have the grammar of requests compiled, so that `stream` need not wait for it."""
         ...
 
     def stream(
@@ -261,6 +266,8 @@ async def generate(engine: Engine, job: Job) -> AsyncGenerator[tuple[int, Comple
             f"{engine.most_prompts} wait; send them in several requests",
             "prompt",
         )
+    if job.params.structured_outputs is not None:
+        await engine.compile(job.params.structured_outputs)
     async with AsyncExitStack() as stack:
         streams = []
         for number, prompt in enumerate(job.prompts):

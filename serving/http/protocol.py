@@ -33,7 +33,9 @@ from onnxport.serving.http.fields import (
     check_json,
     check_neutral,
 )
+from onnxport.serving.http.forms import FormFields, calls
 from onnxport.serving.params import MAX_LOGPROBS, RequestOptions, SamplingParams
+from onnxport.serving.structured.spec import StructuredOutputs
 
 TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each token id
 MAX_STOP_STRINGS = 64  # each is looked for in every piece of text
@@ -66,7 +68,7 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class _Request(_Strict):
+class _Request(FormFields):
     """What both endpoints share."""
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
@@ -198,6 +200,7 @@ class _Request(_Strict):
             prompt_logprobs=self.prompt_logprobs,
             best_of=self.best_of,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            structured_outputs=self.form(),
         )
 
 
@@ -378,12 +381,7 @@ class ChatRequest(_Request):
             raise RequestError(
                 "top_logprobs was given without logprobs; set logprobs to true", "top_logprobs"
             )
-        if self.tool_choice not in (None, "auto", "none"):
-            raise RequestError(
-                f"tool_choice is {self.tool_choice!r}; forced calls are not supported yet. "
-                'Use "auto" or "none".',
-                "tool_choice",
-            )
+        self._check_tool_choice()
         if reserved := RESERVED & (self.chat_template_kwargs or {}).keys():
             raise RequestError(
                 f"chat_template_kwargs sets {sorted(reserved)}, which the request itself sets; "
@@ -398,6 +396,46 @@ class ChatRequest(_Request):
                 "max_completion_tokens",
             )
         return self
+
+    def _check_tool_choice(self) -> None:
+        choice = self.tool_choice
+        if choice in (None, "auto", "none"):
+            return
+        names = [tool.function.name for tool in self.tools or ()]
+        if choice != "required" and self._forced_name not in names:
+            raise RequestError(
+                f'tool_choice is {repr(choice)[:80]}; use "auto", "none", "required", or '
+                '{"type": "function", "function": {"name": …}} with the name of one of the tools',
+                "tool_choice",
+            )
+        if not names:
+            raise RequestError(
+                'tool_choice is "required", and there are no tools; send some', "tool_choice"
+            )
+        if super().form() is not None:
+            raise RequestError(
+                "tool_choice forces a call of a tool, and another field asks for another form of "
+                "the text; send one of them",
+                "tool_choice",
+            )
+
+    @property
+    def _forced_name(self) -> str | None:
+        """The function that `tool_choice` names."""
+        match self.tool_choice:
+            case {"type": "function", "function": {"name": str(name)}, **more} if not more:
+                return name
+        return None
+
+    def form(self) -> StructuredOutputs | None:
+        """Return the form of the text; that of calls where `tool_choice` forces them."""
+        if self.tool_choice in (None, "auto", "none"):
+            return super().form()
+        name = self._forced_name
+        tools = self.offered_tools()
+        if name is not None:
+            tools = [tool for tool in tools if tool["function"]["name"] == name]
+        return calls(tools, several=name is None)
 
     def offered_tools(self) -> list[dict[str, Any]]:
         """Return the tools the model is told of; none when `tool_choice` is "none"."""

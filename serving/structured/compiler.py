@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits
 from onnxport.errors import OnnxportError, OverloadedError, RequestError
 from onnxport.serving.structured.sequence import GrammarError, SequenceGrammar
 from onnxport.serving.structured.source import grammar_of
-from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.structured.spec import NAMES, StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,8 @@ class GrammarCompiler:
             return future.result(self._limits.timeout_s)
         except TimeoutError:
             raise self._late(spec, future) from None
+        except RequestError as error:  # which another request may have had first
+            raise RequestError(str(error), spec.where) from error
 
     async def prepare(self, spec: StructuredOutputs) -> None:
         """Have a grammar compiled, so that `compile` need not wait; blocks no event loop.
@@ -115,7 +117,7 @@ class GrammarCompiler:
             await asyncio.wait_for(compiled.wait(), self._limits.timeout_s)
         except TimeoutError:
             raise self._late(spec, future) from None
-        future.result()
+        self.compile(spec)
 
     def close(self) -> None:
         """Compile nothing more."""
@@ -158,9 +160,8 @@ class GrammarCompiler:
                 timeout_s,
             )
         return RequestError(
-            f"structured_outputs.{spec.kind} took more than {timeout_s} s to compile; make it "
-            "smaller",
-            f"structured_outputs.{spec.kind}",
+            f"{NAMES[spec.kind]} took more than {timeout_s} s to compile; make it smaller",
+            spec.where,
         )
 
     def _build(self, spec: StructuredOutputs) -> CompiledGrammar:
@@ -183,7 +184,7 @@ def compile_grammar(
     Raises:
         RequestError: it is not valid, too large, or nothing fits it.
     """
-    param = f"structured_outputs.{spec.kind}"
+    name, param = NAMES[spec.kind], spec.where
     grammar = grammar_of(spec)
     parser_limits = LLParserLimits(
         step_max_items=limits.max_step_items,
@@ -196,15 +197,15 @@ def compile_grammar(
         matcher.get_error() if matcher.is_error() else "; ".join(matcher.get_grammar_warnings())
     )
     if reason:
-        raise RequestError(f"{param} cannot be compiled: {_short(reason)}", param)
+        raise RequestError(f"{name} cannot be compiled: {_short(reason)}", param)
     compiled = CompiledGrammar(vocabulary, matcher)
     first = compiled.sequence(0)
     try:
         possible = first.masks(NO_TOKENS).any() or first.is_complete(NO_TOKENS)
     except GrammarError as error:
-        raise RequestError(f"{param} is too complex: {_short(str(error))}", param) from error
+        raise RequestError(f"{name} is too complex: {_short(str(error))}", param) from error
     if not possible:
-        raise RequestError(f"no text fits {param}; correct it", param)
+        raise RequestError(f"no text fits {name}; correct it", param)
     return compiled
 
 

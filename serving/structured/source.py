@@ -26,7 +26,6 @@ JSON_OPTIONS: JsonCompileOptions = {
     "coerce_one_of": False,
     "json_allowed_escapes": 'bfnrt"\\',
 }
-LARK_PARAM = "structured_outputs.grammar"
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
 _TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
 _OPTIONS = re.compile(r"^\s*%llguidance\b", re.MULTILINE)
@@ -44,7 +43,7 @@ def grammar_of(spec: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_regex(spec.text)
     if spec.choice is not None:
         return LLMatcher.grammar_from_regex("|".join(map(_literally, spec.choice)))
-    return LLMatcher.grammar_from_lark(_lark(spec.text))
+    return LLMatcher.grammar_from_lark(_lark(spec.text, spec.where))
 
 
 def _json(spec: StructuredOutputs) -> str:
@@ -67,29 +66,29 @@ def _literally(text: str) -> str:
     )
 
 
-def _lark(text: str) -> str:
+def _lark(text: str, param: str) -> str:
     """Return a checked grammar in Lark's syntax; that of llama.cpp (GBNF) is translated.
 
     Raises:
         RequestError: it asks for what would be ignored.
     """
     if _OPTIONS.search(text):
-        raise RequestError("the grammar has %llguidance options; remove them", LARK_PARAM)
+        raise RequestError("the grammar has %llguidance options; remove them", param)
     if "::=" in text:
         try:
             text = any_to_lark(text)
         except Exception as error:  # the library raises bare Exception
-            raise RequestError(f"the grammar is not valid GBNF: {error}", LARK_PARAM) from error
+            raise RequestError(f"the grammar is not valid GBNF: {error}", param) from error
     if _TEMPERATURE.search(text):
         raise RequestError(
             "the grammar sets a temperature, which is not supported there; remove it and set the "
             "request's temperature",
-            LARK_PARAM,
+            param,
         )
-    return _with_checked_schemas(text)
+    return _with_checked_schemas(text, param)
 
 
-def _with_checked_schemas(text: str) -> str:
+def _with_checked_schemas(text: str, param: str) -> str:
     """Return a grammar whose JSON schemas are checked, and compiled as others are.
 
     Raises:
@@ -103,10 +102,8 @@ def _with_checked_schemas(text: str) -> str:
         try:
             schema, end = json.JSONDecoder().raw_decode(text, found.end())
         except (ValueError, RecursionError) as error:
-            raise RequestError(
-                f"the grammar has %json without a schema: {error}", LARK_PARAM
-            ) from error
-        check_schema(schema, LARK_PARAM)
+            raise RequestError(f"the grammar has %json without a schema: {error}", param) from error
+        check_schema(schema, param)
         schema = {**tightened(schema), "x-guidance": JSON_OPTIONS}
         parts += [text[done : found.end()], json.dumps(schema, ensure_ascii=False)]
         done = end

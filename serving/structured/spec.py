@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from onnxport.errors import RequestError
@@ -14,6 +14,12 @@ Kind = Literal["json", "regex", "choice", "grammar"]
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 MAX_CHARS = 1 << 18  # of a schema, regex, grammar, or all choices: what one request may compile
 MAX_CHOICES = 10_000
+NAMES: Mapping[Kind, str] = {
+    "json": "the JSON schema",
+    "regex": "the regex",
+    "choice": "the list of choices",
+    "grammar": "the grammar",
+}
 ANY_OBJECT = '{"type":"object"}'
 
 
@@ -30,6 +36,7 @@ class StructuredOutputs:
         whitespace_pattern: regular expression of the whitespace between the parts of JSON; None:
             up to 32 spaces, tabs and ends of lines.
         disable_any_whitespace: write JSON without any whitespace.
+        param: the field of a request that asked for it, which errors name; None: these fields.
 
     Raises:
         RequestError: not exactly one kind is given, or one has not the right form; names it.
@@ -42,6 +49,7 @@ class StructuredOutputs:
     json_object: bool = False
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
+    param: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -49,29 +57,27 @@ class StructuredOutputs:
             raise RequestError(
                 f"structured_outputs has {' and '.join(given) or 'nothing'}; give exactly one of "
                 f"{', '.join(KINDS)}",
-                "structured_outputs",
+                self.param or "structured_outputs",
             )
         for name in ("json_object", "disable_any_whitespace"):
-            _check_type(name, getattr(self, name), bool, "true or false")
+            self._check_type(name, bool, "true or false")
         for name in ("regex", "grammar", "whitespace_pattern"):
             if getattr(self, name) is not None:
-                _check_type(name, getattr(self, name), str, "a text")
+                self._check_type(name, str, "a text")
                 if not getattr(self, name).strip() and name != "whitespace_pattern":
                     raise RequestError(
-                        f"structured_outputs.{name} is empty; write it, or leave it out",
-                        f"structured_outputs.{name}",
+                        f"the {name} is empty; write it, or leave it out", self._at(name)
                     )
         if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
+            object.__setattr__(self, "json", self._schema_text())
         if self.choice is not None:
-            object.__setattr__(self, "choice", _choices(self.choice))
+            object.__setattr__(self, "choice", self._choices())
         self._check_whitespace()
-        size = len(self.text)
-        if size > MAX_CHARS:
+        if len(self.text) > MAX_CHARS:
             raise RequestError(
-                f"structured_outputs.{self.kind} has {size} characters; at most {MAX_CHARS} are "
-                "compiled. Make it smaller",
-                f"structured_outputs.{self.kind}",
+                f"{NAMES[self.kind]} of {len(self.text)} characters cannot be compiled, at most "
+                f"{MAX_CHARS} are; make it smaller",
+                self.where,
             )
 
     @property
@@ -94,6 +100,19 @@ class StructuredOutputs:
         assert isinstance(text, str)
         return text
 
+    @property
+    def where(self) -> str:
+        """The field of a request that errors name."""
+        return self._at("json_object" if self.json_object else self.kind)
+
+    def _at(self, name: str) -> str:
+        return self.param or f"structured_outputs.{name}"
+
+    def _check_type(self, name: str, kind: type, what: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, kind):
+            raise RequestError(f"{name} is {repr(value)[:80]}; it must be {what}", self._at(name))
+
     def _check_whitespace(self) -> None:
         """Refuse a word about whitespace where there is no JSON, or two words."""
         both = self.whitespace_pattern is not None and self.disable_any_whitespace
@@ -102,67 +121,68 @@ class StructuredOutputs:
             raise RequestError(
                 "whitespace_pattern and disable_any_whitespace are for json and json_object, and "
                 "only one of the two; remove what does not fit",
-                "structured_outputs.whitespace_pattern"
-                if self.whitespace_pattern is not None
-                else "structured_outputs.disable_any_whitespace",
+                self._at(
+                    "disable_any_whitespace"
+                    if self.whitespace_pattern is None
+                    else "whitespace_pattern"
+                ),
             )
 
     @classmethod
-    def from_mapping(cls, given: Mapping[str, Any]) -> StructuredOutputs:
+    def from_mapping(cls, given: Mapping[str, Any], param: str | None = None) -> StructuredOutputs:
         """Return what a mapping with the names of the fields says.
+
+        Args:
+            given: members that are None count as left out.
+            param: see the attribute.
 
         Raises:
             RequestError: a name is not known, or as the constructor.
         """
-        known = [field.name for field in fields(cls)]
+        known = [each.name for each in fields(cls) if each.name != "param"]
         if unknown := [name for name in given if name not in known]:
             raise RequestError(
                 f"structured_outputs has {unknown[0]!r}, which is not supported; it takes "
                 f"{', '.join(known)}",
-                f"structured_outputs.{unknown[0]}",
+                param or f"structured_outputs.{unknown[0]}",
             )
-        return cls(**{name: value for name, value in given.items() if value is not None})
+        told = {name: value for name, value in given.items() if value is not None}
+        return cls(**told, param=param)
 
+    def _schema_text(self) -> str:
+        """Return the checked JSON schema as text.
 
-def _schema_text(given: Any) -> str:
-    """Return a checked JSON schema as text.
+        Raises:
+            RequestError: it is no JSON, or a schema that is not supported.
+        """
+        given: Any = self.json
+        if not isinstance(given, str | bool):
+            self._check_type("json", Mapping, "a JSON schema, or its text")
+        try:
+            schema = json.loads(given) if isinstance(given, str) else given
+            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RequestError(
+                f"the schema is not valid JSON: {error}; correct it", self._at("json")
+            ) from error
+        if len(text) <= MAX_CHARS:  # a larger one is refused anyway
+            check_schema(schema, self._at("json"))
+        return text
 
-    Raises:
-        RequestError: it is no JSON, or a schema that is not supported.
-    """
-    param = "structured_outputs.json"
-    if not isinstance(given, str | Mapping | bool):
-        _check_type("json", given, Mapping, "a JSON schema, or its text")
-    try:
-        schema = json.loads(given) if isinstance(given, str) else given
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise RequestError(f"the schema is not valid JSON: {error}; correct it", param) from error
-    if len(text) <= MAX_CHARS:  # a larger one is refused anyway
-        check_schema(schema)
-    return text
+    def _choices(self) -> tuple[str, ...]:
+        """Return the checked choices.
 
-
-def _choices(given: Any) -> tuple[str, ...]:
-    """Return checked choices.
-
-    Raises:
-        RequestError: there are none, too many, or one is no text or empty.
-    """
-    right = isinstance(given, list | tuple) and all(isinstance(one, str) and one for one in given)
-    if not right or not given or len(given) > MAX_CHOICES:
-        what = f"{len(given)} choices" if right else repr(given)[:80]
-        raise RequestError(
-            f"structured_outputs.choice is {what}; give 1 to {MAX_CHOICES} texts, none of them "
-            "empty",
-            "structured_outputs.choice",
+        Raises:
+            RequestError: there are none, too many, or one is no text or empty.
+        """
+        given: Any = self.choice
+        right = isinstance(given, list | tuple) and all(
+            isinstance(one, str) and one for one in given
         )
-    return tuple(given)
-
-
-def _check_type(name: str, value: Any, kind: type, what: str) -> None:
-    if not isinstance(value, kind):
-        raise RequestError(
-            f"structured_outputs.{name} is {repr(value)[:80]}; it must be {what}",
-            f"structured_outputs.{name}",
-        )
+        if not right or not given or len(given) > MAX_CHOICES:
+            what = f"of {len(given)} texts" if right else repr(given)[:80]
+            raise RequestError(
+                f"choice is {what}; give 1 to {MAX_CHOICES} texts, none of them empty",
+                self._at("choice"),
+            )
+        return tuple(given)

@@ -22,6 +22,7 @@ from onnxport.serving.http.app import AppOptions, create_app
 from onnxport.serving.outputs import CompletionDelta, FinishReason, Logprob
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.stats import EngineStats
+from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
 
 MODEL = "fake"
@@ -61,6 +62,7 @@ class FakeEngine:
     failure: str | None = None
     losses: Sequence[Loss] = ()
     adapters: list[Adapter] = field(default_factory=list)
+    compiled: list[StructuredOutputs] = field(default_factory=list)
 
     @property
     def most_prompts(self) -> int:
@@ -83,6 +85,9 @@ class FakeEngine:
 
     def add_listener(self, listener: Listener) -> None:
         self.listeners.append(listener)
+
+    async def compile(self, form: StructuredOutputs) -> None:
+        self.compiled.append(form)
 
     def stream(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from onnxport.errors import OverloadedError, RequestError
+from onnxport.errors import OnnxportError, OverloadedError, RequestError
 from onnxport.serving.structured import compiler
 from onnxport.serving.structured.compiler import CompiledGrammar, CompileLimits, GrammarCompiler
 from onnxport.serving.structured.spec import MAX_CHARS, MAX_CHOICES, StructuredOutputs
@@ -121,7 +121,7 @@ def test_schemas_inside_a_grammar_are_as_strict_as_others() -> None:
         ({"choice": "ab"}, "choice", "texts"),
         ({"choice": ["a"] * (MAX_CHOICES + 1)}, "choice", "1 to"),
         ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern", "only"),
-        ({"json_object": True, "whitespace_pattern": "["}, "json", "unclosed"),
+        ({"json_object": True, "whitespace_pattern": "["}, "json_object", "unclosed"),
     ],
 )
 def test_what_is_refused(form: dict[str, Any], param: str, found: str) -> None:
@@ -192,6 +192,22 @@ def test_those_used_last_are_kept(builds: Builds) -> None:
     for text in ("aaa", "bb", "aaa", "cc", "bb", "dddddddd", "dddddddd", "cc"):
         small.compile(regex(text))
     assert builds.texts == ["aaa", "bb", "cc", "bb", "dddddddd", "cc"]
+
+
+def test_errors_name_the_field_of_each_request(builds: Builds) -> None:
+    made = GrammarCompiler(vocabulary)
+    for param in ("guided_regex", "elsewhere", None):
+        with pytest.raises(RequestError, match="the regex cannot") as caught:
+            made.compile(StructuredOutputs(regex="[", param=param))
+        assert caught.value.param == (param or "structured_outputs.regex")
+    assert len(builds.texts) == 1
+
+
+def test_nothing_is_compiled_after_the_end() -> None:
+    made = GrammarCompiler(vocabulary)
+    made.close()
+    with pytest.raises(OnnxportError, match="closed"):
+        made.compile(regex("a"))
 
 
 def test_errors_are_kept_too(builds: Builds) -> None:

@@ -1,0 +1,124 @@
+"""The fields that say what form a text is to have: OpenAI's, vLLM's, and vLLM's older ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from onnxport.errors import RequestError
+from onnxport.serving.http.tool_calls import CLOSE, OPEN
+from onnxport.serving.structured.schema import ROOT_ONLY, check_schema
+from onnxport.serving.structured.spec import StructuredOutputs
+
+STRUCTURED = "structured_outputs"
+OLDER = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class JsonSchema(_Part):
+    """A named schema. It is enforced whatever `strict` says."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    content: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Part):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            found = "without" if self.json_schema is None else "with"
+            raise RequestError(
+                f"response_format has the type {self.type!r} {found} json_schema; the type "
+                "'json_schema' has one, and no other",
+                "response_format.json_schema",
+            )
+        return self
+
+
+class FormFields(_Part):
+    """The fields of a request that say what form its text is to have; at most one does."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+
+    def form(self) -> StructuredOutputs | None:
+        """Return the form; None: any text.
+
+        Raises:
+            RequestError: two fields name one, or it is not valid; names the field.
+        """
+        given = [name for name in (STRUCTURED, *OLDER) if getattr(self, name) is not None]
+        asked = self.response_format
+        if asked is not None and asked.type != "text":
+            given.append("response_format")
+        if len(given) > 1:
+            raise RequestError(
+                f"{' and '.join(given)} each ask for a form of the text; send one of them", given[1]
+            )
+        if self.guided_whitespace_pattern is not None and given != ["guided_json"]:
+            raise RequestError(
+                "guided_whitespace_pattern goes with guided_json; send both, or leave it out",
+                "guided_whitespace_pattern",
+            )
+        return self._form(given[0]) if given else None
+
+    def _form(self, name: str) -> StructuredOutputs:
+        """Return the form that one field asks for."""
+        if name == STRUCTURED:
+            return StructuredOutputs.from_mapping(self.structured_outputs or {})
+        if name != "response_format":
+            pattern = self.guided_whitespace_pattern
+            given = {OLDER[name]: getattr(self, name), "whitespace_pattern": pattern}
+            return StructuredOutputs.from_mapping(given, name)
+        asked = self.response_format
+        if asked is None or asked.json_schema is None:
+            return StructuredOutputs(json_object=True, param=name)
+        param = "response_format.json_schema.schema"
+        return StructuredOutputs(json=asked.json_schema.content, param=param)
+
+
+def calls(tools: Sequence[Mapping[str, Any]], *, several: bool) -> StructuredOutputs:
+    """Return the form of a text that is calls of tools and nothing else.
+
+    Args:
+        tools: which may be called, in OpenAI's shape.
+        several: whether there may be more than one call.
+
+    Raises:
+        RequestError: the parameters of a tool cannot be enforced.
+    """
+    start = 'call ("\\n" call)*' if several else "call"
+    shapes = " | ".join(f"shape_{index}" for index in range(len(tools)))
+    rules = [f"start: {start}", f'call: "{OPEN}\\n" ({shapes}) "\\n{CLOSE}"']
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        given = function.get("parameters") or {"type": "object", "properties": {}}
+        parameters = {key: each for key, each in given.items() if key not in ROOT_ONLY}
+        check_schema(parameters, f"tools.{index}.function.parameters")
+        before = f'{{"name": {json.dumps(function["name"])}, "arguments": '
+        rules.append(f'shape_{index}: {json.dumps(before)} arguments_{index} "}}"')
+        rules.append(f"arguments_{index}: %json {json.dumps(parameters)}")
+    return StructuredOutputs(grammar="\n".join(rules), param="tools")

@@ -1,0 +1,283 @@
+"""The fields that ask for a form of the text, over HTTP; forced calls of tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel
+
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.structured.spec import StructuredOutputs
+
+from .conftest import RunningServer
+from .fake import Client, FakeEngine, events
+from .scripted import MODEL, say
+
+pytestmark = pytest.mark.timeout(60)
+COLOR = {
+    "type": "object",
+    "properties": {"name": {"enum": ["red", "blue"]}, "depth": {"type": "integer", "maximum": 99}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "color", "schema": COLOR, "strict": True}}
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "paint",
+            "parameters": {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "type": "object",
+                "properties": {"color": {"$ref": "#/$defs/color"}},
+                "required": ["color"],
+                "additionalProperties": False,
+                "$defs": {"color": {"enum": ["red", "blue"]}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "wash", "parameters": {"const": {"warm": True}}}},
+]
+FORMS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": None, "structured_outputs": None, "guided_json": None}, None),
+    ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    ({"response_format": NAMED}, {"json": COLOR}),
+    ({"structured_outputs": {"json": COLOR}}, {"json": COLOR}),
+    ({"structured_outputs": {"json": json.dumps(COLOR), "regex": None}}, {"json": COLOR}),
+    ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ("a", "b")}),
+    ({"structured_outputs": {"grammar": 'start: "a"'}}, {"grammar": 'start: "a"'}),
+    ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+    (
+        {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+        {"json": {}, "disable_any_whitespace": True},
+    ),
+    ({"guided_json": COLOR, "response_format": {"type": "text"}}, {"json": COLOR}),
+    (
+        {"guided_json": json.dumps(COLOR), "guided_whitespace_pattern": " ?"},
+        {"json": COLOR, "whitespace_pattern": " ?"},
+    ),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["a"]}, {"choice": ("a",)}),
+    (
+        {"guided_grammar": 'start: "a"', "guided_decoding_backend": "auto"},
+        {"grammar": 'start: "a"'},
+    ),
+]
+
+
+def form_of(folder: Path, chat: bool, **fields: Any) -> StructuredOutputs | None:
+    """Return what the engine is asked for; checks that it is compiled before."""
+    from onnxport.serving.tokenizer import Tokenizer
+
+    engine = FakeEngine(Tokenizer.from_folder(folder, frozenset()))
+    client = Client(engine, folder)
+    response = asyncio.run((client.chat if chat else client.complete)(**fields))
+    assert response.status_code == 200, response.text
+    params: SamplingParams = engine.asked[0].params
+    assert engine.compiled == ([params.structured_outputs] if params.structured_outputs else [])
+    return params.structured_outputs
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(("fields", "wanted"), FORMS)
+def test_fields(
+    model_folder: Path, fields: dict[str, Any], wanted: dict[str, Any] | None, chat: bool
+) -> None:
+    found = form_of(model_folder, chat, **fields)
+    assert found == (None if wanted is None else StructuredOutputs(**wanted))
+
+
+UNSUPPORTED = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+SCHEMA = "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": UNSUPPORTED}, SCHEMA, "keyword 'not'"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}
+            | {"stream": True, "structured_outputs": {"regex": "a"}},
+            "response_format",
+            "send one of them",
+        ),
+        (
+            {
+                "response_format": {
+                    **NAMED,
+                    "json_schema": {"name": "x", "schema": {"oneOf": [{}, {}]}},
+                }
+            },
+            SCHEMA,
+            "oneOf",
+        ),
+        ({"response_format": {"type": "json_object", "json_schema": {}}}, None, ""),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+        (
+            {"response_format": {**NAMED, "json_schema": {"schema": {}}}},
+            "response_format.json_schema.name",
+            "missing",
+        ),
+        (
+            {"response_format": {**NAMED, "json_schema": {"name": "a b", "schema": {}}}},
+            "response_format.json_schema.name",
+            "pattern",
+        ),
+        (
+            {"response_format": {**NAMED, "json_schema": {"name": "x"}}},
+            SCHEMA,
+            "missing",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
+        ({"structured_outputs": {"param": "x"}}, "structured_outputs.param", "not supported"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", ""),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
+        ({"structured_outputs": {"regex": "(", "choice": ["a"]}}, "structured_outputs", "exactly"),
+        ({"guided_regex": "("}, "guided_regex", "unclosed group"),
+        ({"guided_regex": "(", "stream": True}, "guided_regex", "unclosed group"),
+        ({"guided_grammar": "x"}, "guided_grammar", "cannot be compiled"),
+        ({"guided_choice": []}, "guided_choice", "1 to"),
+        ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
+        ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend", "'guidance'"),
+    ],
+)
+def test_what_is_refused(
+    server: RunningServer, fields: dict[str, Any], param: str | None, words: str, chat: bool
+) -> None:
+    text = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
+    path = "chat/completions" if chat else "completions"
+    response = httpx.post(f"{server.url}/v1/{path}", json={"model": MODEL, **text, **fields})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert words in error["message"]
+    if param is not None:
+        assert error["param"] == param
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Any:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as opened:
+        yield opened
+
+
+def test_the_text_has_the_form(client: OpenAI) -> None:
+    for seed in range(4):
+        more: Any = {"model": MODEL, "max_tokens": 300, "seed": seed, "n": 2}
+        messages: Any = [{"role": "user", "content": f"{seed}"}]
+        chat = client.chat.completions.create(
+            messages=messages,
+            response_format=NAMED,
+            **more,  # type: ignore[arg-type]
+        )
+        for choice in chat.choices:
+            assert choice.finish_reason == "stop"
+            found = json.loads(choice.message.content or "")
+            assert found["name"] in ("red", "blue")
+            assert found.keys() <= {"name", "depth"}
+        extra = {"structured_outputs": {"regex": "[a-f]{4}-[0-9]{2}"}}
+        plain = client.completions.create(prompt=f"{seed}", extra_body=extra, **more)
+        assert all(re.fullmatch("[a-f]{4}-[0-9]{2}", choice.text) for choice in plain.choices)
+
+
+def test_openai_parses_into_a_class(client: OpenAI) -> None:
+    class Answer(BaseModel):
+        done: bool
+        steps: list[int] | None
+
+    messages: Any = [{"role": "user", "content": say('{"done": true, "steps": [3, 4]}')}]
+    chat = client.chat.completions.parse(
+        model=MODEL, messages=messages, response_format=Answer, temperature=0
+    )
+    assert chat.choices[0].message.parsed == Answer(done=True, steps=[3, 4])
+
+
+def test_streams(server: RunningServer) -> None:
+    body = {
+        "model": MODEL,
+        "prompt": "x",
+        "stream": True,
+        "n": 2,
+        "max_tokens": 200,
+        "seed": 1,
+        "structured_outputs": {"choice": ["naïve", "日本"]},
+    }
+    texts = {0: "", 1: ""}
+    for event in events(httpx.post(f"{server.url}/v1/completions", json=body)):
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert set(texts.values()) <= {"naïve", "日本"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_required_calls(client: OpenAI, stream: bool) -> None:
+    for seed in range(4):
+        more: Any = {"model": MODEL, "max_tokens": 300, "seed": seed, "tools": TOOLS}
+        messages: Any = [{"role": "user", "content": f"{seed}"}]
+        for choice, names in (
+            ("required", {"paint", "wash"}),
+            ({"type": "function", "function": {"name": "wash"}}, {"wash"}),
+        ):
+            asked = client.chat.completions.create(
+                messages=messages, tool_choice=choice, stream=stream, **more
+            )
+            calls = [call.function for call in calls_of(asked, stream)]
+            assert calls
+            assert names != {"wash"} or len(calls) == 1
+            for call in calls:
+                assert call.name in names
+                arguments = json.loads(call.arguments)
+                if call.name == "wash":
+                    assert arguments == {"warm": True}
+                else:
+                    assert arguments["color"] in ("red", "blue")
+
+
+def calls_of(asked: Any, stream: bool) -> list[Any]:
+    """Return the calls of an answer whose text is nothing else; checks its end."""
+    if not stream:
+        [choice] = asked.choices
+        assert choice.finish_reason in ("tool_calls", "length")
+        assert not (choice.message.content or "").strip() or choice.finish_reason == "length"
+        return list(choice.message.tool_calls)
+    choices = [chunk.choices[0] for chunk in asked]
+    assert choices[-1].finish_reason == "tool_calls"
+    return [call for choice in choices for call in choice.delta.tool_calls or ()]
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "words"),
+    [
+        ({"tool_choice": "required", "response_format": NAMED}, "tool_choice", "another form"),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"if": True}}}
+                ],
+            },
+            "tools.0.function.parameters",
+            "'if'",
+        ),
+    ],
+)
+def test_forced_calls_that_are_refused(
+    server: RunningServer, more: dict[str, Any], param: str, words: str
+) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
+    response = httpx.post(f"{server.url}/v1/chat/completions", json={**body, **more})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
