@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 MASK_64 = (1 << 64) - 1
+WIDE = 1 << 19  # logits that are worth a second thread
 
 
 def uniform(seed: int, position: int) -> float:
@@ -63,7 +64,8 @@ def sample_greedy(logits: Floats) -> Sampled:
     Args:
         logits: float32 [num_rows, vocab], not changed.
     """
-    return (native_sampler() or numpy_sampler).sample_greedy(logits)
+    wide = logits.size >= WIDE  # below, NumPy's own native code has the result earlier
+    return ((wide and native_sampler()) or numpy_sampler).sample_greedy(logits)
 
 
 def sample(logits: Floats, rows: Sequence[RowParams]) -> Sampled:

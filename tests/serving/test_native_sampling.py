@@ -154,6 +154,53 @@ def test_what_is_drawn_is_what_plain_loops_allow(
             same_logprobs(found, expected)
 
 
+def quickly(logits: Floats, row: RowParams) -> set[int]:
+    """As `slowly`, for wide rows without changes: the tokens that may be drawn."""
+    order = np.lexsort((np.arange(len(logits)), -logits))
+    weights = np.exp((logits[order].astype(np.float64) - logits.max()) / row.temperature)
+    kept = (weights >= row.min_p * (1 - 1e-9)) & (np.arange(len(logits)) < (row.top_k or 1 << 62))
+    weights[~kept] = 0.0
+    if row.top_k is None and row.min_p == 0.0 and row.top_p == 1.0:
+        weights, order = weights[np.argsort(order)], np.arange(len(logits))
+    found: set[int] = set()
+    for nudge in (1.0, 1 - NUDGE, 1 + NUDGE):
+        sums = np.cumsum(weights)
+        left = weights.copy()
+        if row.top_p < 1.0:
+            left[sums - weights >= row.top_p * nudge * sums[-1]] = 0.0
+        ends = np.cumsum(left) / left.sum()
+        first, last = np.searchsorted(ends, [row.uniform - NUDGE, row.uniform + NUDGE])
+        found |= {*order[first : last + 1].tolist()}
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 9),
+    row=st.builds(
+        RowParams,
+        temperature=st.sampled_from([0.05, 0.5, 1.0, 2.5, 40.0]),
+        top_k=st.sampled_from([None, None, 50, 9000]),
+        top_p=st.sampled_from([0.01, 0.3, 0.9, 0.9999, 1.0]),
+        uniform=st.floats(0, 1, exclude_max=True),
+        min_p=st.sampled_from([0.0, 0.0, 1e-9, 0.01]),
+    ),
+    masked=st.booleans(),
+)
+def test_many_candidates_that_a_sample_is_taken_of(
+    kind: str, seed: int, row: RowParams, masked: bool
+) -> None:
+    logits = make_logits(kind, 40_009, seed)
+    if masked:
+        row = replace(row, mask=make_mask(40_009, seed, 0.9))
+        allowed = np.unpackbits(row.mask.view(np.uint8), bitorder="little")[:40_009] == 1
+        choice = quickly(np.where(allowed, logits, -np.inf).astype(np.float32), row)
+    else:
+        choice = quickly(logits, row)
+    assert {*native().sample(logits[None], [row]).token_ids} <= choice
+
+
 def same_logprobs(found: Sampled, expected: Sampled) -> None:
     """Assert that two samplers report the same, but for rounding."""
     assert (found.logprobs is None) == (expected.logprobs is None)
@@ -191,7 +238,7 @@ def mixed_batch(num_rows: int, vocab: int) -> tuple[Floats, list[RowParams]]:
 
 
 def test_a_row_has_the_same_bits_in_any_batch_with_any_threads_and_instruction_set() -> None:
-    logits, params = mixed_batch(56, 20_011)
+    logits, params = mixed_batch(56, 20_011)  # wide enough to be sampled and shared
     expected = native("portable").sample(logits, params)
     assert expected.logprobs is not None
     single = native()

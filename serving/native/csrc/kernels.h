@@ -29,6 +29,20 @@ struct Bucketing {
   float per_unit;
 };
 
+// Values from `lower` up to, and without, `upper`.
+struct Bracket {
+  float lower;
+  float upper;
+};
+
+// What lies above a bracket, and inside.
+struct Split {
+  double above;     // the sum of the weights
+  int64_t size;     // how many are inside
+  float* found;     // them, as gather does
+  int32_t* places;
+};
+
 struct Kernels {
   const char* name;
 
@@ -53,6 +67,11 @@ struct Kernels {
   // As gather: the values of one bucket.
   int64_t (*gather_bucket)(const float* values, int64_t count, Bucketing bucketing, int32_t bucket,
                            float* found, int32_t* places);
+
+  // Splits the values by each of two brackets; returns the sum of the weights of all that are at
+  // least `least`.
+  double (*split)(const float* values, int64_t count, Weighing weighing, float least,
+                  const Bracket* brackets, Split* splits);
 
   // Copies the values whose bit is set, bit i % 32 of mask[i / 32], and -inf for the others.
   void (*copy_allowed)(const float* values, int64_t count, const uint32_t* mask, float* out);

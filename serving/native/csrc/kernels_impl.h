@@ -62,6 +62,14 @@ Range scan(const float* values, int64_t count, float* group_maxima) {
   return range;
 }
 
+static inline double sum_of(const Vec& x) {
+  float lanes[kLanes];
+  store(lanes, x);
+  double total = 0.0;
+  for (int i = 0; i < kLanes; i++) total += lanes[i];
+  return total;
+}
+
 void sums(const float* values, int64_t count, Weighing by, double* sums) {
   for (int64_t begin = 0; begin < count; begin += kChunk) {
     const int64_t end = begin + kChunk < count ? begin + kChunk : count;
@@ -69,11 +77,7 @@ void sums(const float* values, int64_t count, Weighing by, double* sums) {
     sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t) {
       sum = add(sum, weight(x, by.maximum, by.scale));
     });
-    float lanes[kLanes];
-    store(lanes, sum);
-    double total = 0.0;
-    for (int i = 0; i < kLanes; i++) total += lanes[i];
-    sums[begin / kChunk] = total;
+    sums[begin / kChunk] = sum_of(sum);
   }
 }
 
@@ -135,6 +139,40 @@ int64_t gather_bucket(const float* values, int64_t count, Bucketing by, int32_t 
   return size;
 }
 
+// The lanes of `w` where x is at least `bound`, 0 in the others.
+static inline Vec where_at_least(const Vec& x, const Vec& bound, const Vec& w) {
+  return each([&](int p) { return x.part[p] >= bound.part[p] ? w.part[p] : Floats{}; });
+}
+
+double split(const float* values, int64_t count, Weighing by, float least,
+             const onnxport::Bracket* brackets, onnxport::Split* splits) {
+  const Vec floor = splat(least);
+  const Vec lower[2] = {splat(brackets[0].lower), splat(brackets[1].lower)};
+  const Vec upper[2] = {splat(brackets[0].upper), splat(brackets[1].upper)};
+  double total = 0.0, above[2] = {0.0, 0.0};
+  int64_t size[2] = {0, 0};
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    Vec sum = splat(0.f), high[2] = {sum, sum};
+    sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t place) {
+      const Vec w = weight(x, by.maximum, by.scale);
+      sum = add(sum, where_at_least(x, floor, w));
+      for (int i = 0; i < 2; i++) {
+        high[i] = add(high[i], where_at_least(x, upper[i], w));
+        const uint32_t bits = at_least(x, lower[i]) & ~at_least(x, upper[i]);
+        if (bits) size[i] = append(bits, x, place, splits[i].found, splits[i].places, size[i]);
+      }
+    });
+    total += sum_of(sum);
+    for (int i = 0; i < 2; i++) above[i] += sum_of(high[i]);
+  }
+  for (int i = 0; i < 2; i++) {
+    splits[i].above = above[i];
+    splits[i].size = size[i];
+  }
+  return total;
+}
+
 void copy_allowed(const float* values, int64_t count, const uint32_t* mask, float* out) {
   int32_t bits[kLanes];
   for (int i = 0; i < kLanes; i++) bits[i] = 1 << i;
@@ -166,6 +204,7 @@ void rank(const float* values, int64_t count, float value, int64_t* larger, int6
 }
 
 constexpr onnxport::Kernels kKernels{
-    ONNXPORT_KERNELS_NAME, scan, sums, weigh, gather, bucket, gather_bucket, copy_allowed, rank};
+    ONNXPORT_KERNELS_NAME, scan, sums, weigh, gather, bucket, gather_bucket, split,
+    copy_allowed, rank};
 
 }  // namespace

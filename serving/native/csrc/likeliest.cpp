@@ -71,6 +71,14 @@ uint64_t last_key(const Kernels& kernels, const Candidates& all, int64_t size, S
 
 }  // namespace
 
+double total_of(const Kernels& kernels, const Row& row, Weighing weighing, Scratch& scratch) {
+  scratch.sums.resize(static_cast<size_t>(num_chunks(row.count)));
+  kernels.sums(row.values, row.count, weighing, scratch.sums.data());
+  double total = 0.0;
+  for (const double sum : scratch.sums) total += sum;
+  return total;
+}
+
 float reached_by(const Row& row, int64_t size, Scratch& scratch) {
   const int64_t groups = num_chunks(row.count) * kChunkGroups;
   if (size > groups / 2) return -INFINITY;
@@ -178,8 +186,8 @@ Descent::Stop Descent::find_equal(double target) const {
   return {all_.place(index), weight * static_cast<double>(index + 1)};
 }
 
-Descent::Stop Descent::find_in_bucket(double target) const {
-  double before = 0.0, sum = 0.0;
+int32_t Descent::bucket_of(double target, double& before) const {
+  double sum = 0.0;
   int32_t bucket = 0;
   for (int32_t i = 0; i < kBuckets && sum <= target; i++) {
     const double mass = masses_[0][i] + masses_[1][i];
@@ -188,6 +196,20 @@ Descent::Stop Descent::find_in_bucket(double target) const {
     before = sum;
     sum += mass;
   }
+  return bucket;
+}
+
+Bracket Descent::bucket_around(double target) const {
+  double before = 0.0;
+  const float bucket = static_cast<float>(bucket_of(target, before));
+  const Bucketing by = bucketing_;
+  const float upper = bucket > 0.f ? by.top - bucket / by.per_unit : INFINITY;
+  return {by.top - (bucket + 1.f) / by.per_unit, upper};
+}
+
+Descent::Stop Descent::find_in_bucket(double target) const {
+  double before = 0.0;
+  const int32_t bucket = bucket_of(target, before);
   Shelf& shelf = scratch_.members[level_ % 2];
   shelf.make_room(all_.size);
   const Candidates members =

@@ -15,6 +15,9 @@ struct Row {
 
 inline int64_t num_chunks(int64_t count) { return (count + kChunk - 1) / kChunk; }
 
+// The sum of all weights; those of the chunks stay in scratch.sums.
+double total_of(const Kernels& kernels, const Row& row, Weighing weighing, Scratch& scratch);
+
 // A value that at least `size` values of the row reach; -inf if there is no cheap one.
 float reached_by(const Row& row, int64_t size, Scratch& scratch);
 
@@ -47,10 +50,16 @@ class Descent {
   // The first candidate with which the sum passes `target`; the last one if that is never.
   Stop find(double target) const;
 
+  // Whether the candidates are in buckets, and between which values that bucket is in which the
+  // sum passes `target`; the first one has no upper end.
+  bool has_buckets() const { return order_ == Order::kBuckets; }
+  Bracket bucket_around(double target) const;
+
  private:
   enum class Order { kSorted, kEqual, kBuckets };
   static constexpr int kCopies = 2;  // so that neighbours in one bucket do not wait for each other
 
+  int32_t bucket_of(double target, double& before) const;
   void weigh_sorted();
   void weigh_buckets();
   Stop find_sorted(double target) const;

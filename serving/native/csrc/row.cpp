@@ -3,15 +3,13 @@
 #include <cmath>
 #include <numeric>
 
-#include "likeliest.h"
-#include "request.h"
+#include "nucleus.h"
 
 namespace onnxport {
 namespace {
 
 constexpr double kLog2E = 1.4426950408889634;
 constexpr double kLeastTemperature = 1e-20;  // a smaller one has no inverse in float32
-constexpr double kHead = 10.0;   // exp(-10): tokens that are looked at first for a nucleus
 constexpr int64_t kNarrow = 16;  // narrowed down to where no more than this part is allowed
 constexpr double kReach = 87.0;  // exp(-87) is about the least weight above 0
 
@@ -140,15 +138,6 @@ int64_t first_of(const Row& row, float value) {
   return place;
 }
 
-// The sum of all weights; those of the chunks stay in sums.
-double total_of(const Kernels& kernels, const Row& row, Weighing by, Scratch& s) {
-  s.sums.resize(static_cast<size_t>(num_chunks(row.count)));
-  kernels.sums(row.values, row.count, by, s.sums.data());
-  double total = 0.0;
-  for (const double mass : s.sums) total += mass;
-  return total;
-}
-
 // From the whole row, in its order: the chunk at which the sum passes the number, then the place.
 int64_t draw_full(const Kernels& kernels, const Row& row, Weighing by, double uniform, Scratch& s) {
   const double target = uniform * total_of(kernels, row, by, s);
@@ -174,56 +163,23 @@ int64_t draw_full(const Kernels& kernels, const Row& row, Weighing by, double un
   return first + last;
 }
 
-Descent descend(const Kernels& kernels, const Candidates& all, Weighing by, Scratch& s) {
-  return Descent(kernels, all, kernels.scan(all.values, all.size, nullptr), by, s);
-}
-
-// What top_p leaves, where the weights of all that it chooses from add up to `total`.
-int64_t draw_nucleus(const Descent& descent, const Request& request, double total) {
-  if (request.top_p == 1.0) return descent.find(request.uniform * descent.total()).place;
-  // A token is kept if what comes before it has not reached top_p, so "passes" includes equality.
-  const Descent::Stop last = descent.find(std::nextafter(request.top_p * total, 0.0));
-  const Descent::Stop stop = descent.find(request.uniform * last.sum);
-  return stop.sum > last.sum ? last.place : stop.place;
-}
-
-// From what top_p leaves of the whole row.
-int64_t draw_open(const Kernels& kernels, const Row& row, float reach, Weighing by,
-                  const Request& request, Scratch& s) {
-  const double head = kHead * kLog2E / static_cast<double>(by.scale);
-  const float near = std::max(reach, static_cast<float>(row.range.maximum - head));
-  if (near > row.range.minimum) {
-    const double total = total_of(kernels, row, by, s);
-    const Descent first = descend(kernels, gather(kernels, row, near, s), by, s);
-    if (first.total() >= request.top_p * total) return draw_nucleus(first, request, total);
-  }
-  const Descent all = descend(kernels, gather(kernels, row, reach, s), by, s);
-  return draw_nucleus(all, request, all.total());
-}
-
 // From what min_p, top_k and top_p leave, the largest first.
 int64_t draw_truncated(const Kernels& kernels, const Row& row, Weighing by, const Request& request,
                        Scratch& s) {
   const double maximum = row.range.maximum;
   const double temperature = std::max(request.temperature, kLeastTemperature);
   const float reach = static_cast<float>(maximum - kReach * temperature);
-  if (!request.has_top_k && request.min_p == 0.0) {
-    return draw_open(kernels, row, reach, by, request, s);
-  }
-  float floor = reach;
+  float least = reach;
   if (request.min_p > 0.0) {
     // p >= min_p * p_max, with the softmax taken away on both sides (Nguyen et al., Min-p, 2024).
-    const double least = maximum + request.temperature * std::log(request.min_p);
-    floor = std::max(floor, static_cast<float>(least));
+    const double floor = maximum + request.temperature * std::log(request.min_p);
+    least = std::max(reach, static_cast<float>(floor));
   }
-  Candidates kept;
-  if (request.has_top_k) {
-    floor = std::max(floor, reached_by(row, std::min(request.top_k, row.count), s));
-    kept = largest(kernels, gather(kernels, row, floor, s), request.top_k, s);
-  } else {
-    kept = gather(kernels, row, floor, s);
-  }
-  const Descent descent = descend(kernels, kept, by, s);
+  if (!request.has_top_k) return draw_above(kernels, row, least, by, request, s);
+  least = std::max(least, reached_by(row, std::min(request.top_k, row.count), s));
+  const Candidates kept = largest(kernels, gather(kernels, row, least, s), request.top_k, s);
+  const Range range = kernels.scan(kept.values, kept.size, nullptr);
+  const Descent descent(kernels, kept, range, by, s);
   return draw_nucleus(descent, request, descent.total());
 }
 

@@ -41,8 +41,8 @@ struct Undo {
 };
 
 struct Scratch {
-  Shelf allowed, head, kept, sorted, members[2];
-  std::vector<float> group_maxima, bounds, weights;
+  Shelf allowed, head, kept, sorted, members[2], bracketed[2];
+  std::vector<float> group_maxima, bounds, weights, sample;
   std::vector<double> sums;
   std::vector<uint64_t> keys;
   std::vector<Undo> undo;

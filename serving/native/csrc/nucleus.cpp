@@ -1,0 +1,144 @@
+#include "nucleus.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace onnxport {
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634;
+constexpr double kHead = 10.0;         // exp(-10): tokens that are looked at first
+constexpr int64_t kMany = 16384;       // candidates that are worth a look at a sample before
+constexpr int64_t kEvery = 16;         // of so many runs of 16 values one is in the sample
+constexpr int64_t kLeastSample = 512;  // values; fewer say nothing
+constexpr double kDeviations = 4.0;    // how far a sample may be wrong
+constexpr double kWidest = 0.25;       // a bracket of a larger part of all saves nothing
+
+// Takes every kEvery-th run of 16 values.
+void take_sample(const Row& row, Scratch& s) {
+  constexpr int64_t kRun = 16;
+  s.sample.clear();
+  for (int64_t i = 0; i + kRun <= row.count; i += kEvery * kRun) {
+    s.sample.insert(s.sample.end(), row.values + i, row.values + i + kRun);
+  }
+}
+
+// Those of the sample that are at least `least`, in scratch.head.
+Candidates sampled(const Kernels& kernels, float least, Scratch& s) {
+  const int64_t size = static_cast<int64_t>(s.sample.size());
+  s.head.make_room(size);
+  return s.head.first(kernels.gather(s.sample.data(), size, least, s.head.values.data(),
+                                     s.head.places.data()));
+}
+
+Descent descend(const Kernels& kernels, const Candidates& all, Weighing by, Scratch& s) {
+  return Descent(kernels, all, kernels.scan(all.values, all.size, nullptr), by, s);
+}
+
+// Draws from many candidates, of which a sample tells about where the nucleus ends and where the
+// number leads. Only what is there is looked at; of the rest, the sums of weights say that it is
+// the right place.
+class Bracketed {
+ public:
+  Bracketed(const Kernels& kernels, const Row& row, float least, Weighing by, Scratch& s)
+      : kernels_(kernels), row_(row), least_(least), by_(by), s_(s) {}
+
+  // False if the sample was of no use.
+  bool draw(const Request& request, int32_t& place) {
+    const bool whole = request.top_p == 1.0;
+    if (!choose(request.top_p, request.uniform * request.top_p)) return false;
+    Split splits[2];
+    for (int i = 0; i < 2; i++) {
+      Shelf& shelf = s_.bracketed[i];
+      shelf.make_room(row_.count);
+      splits[i] = {0.0, 0, shelf.values.data(), shelf.places.data()};
+    }
+    const double total = kernels_.split(row_.values, row_.count, by_, least_, brackets_, splits);
+    // A token is kept if what comes before it has not reached top_p: "passes" includes equality.
+    Descent::Stop last{-1, total};
+    if (!whole && !find(splits[0], std::nextafter(request.top_p * total, 0.0), last)) return false;
+    Descent::Stop stop;
+    if (!find(splits[1], request.uniform * last.sum, stop)) return false;
+    place = !whole && stop.sum > last.sum ? last.place : stop.place;
+    return true;
+  }
+
+ private:
+  // Chooses where to look for two parts of the sum of all weights.
+  bool choose(double end, double number) {
+    const Candidates sample = sampled(kernels_, least_, s_);
+    if (sample.size < kLeastSample) return false;
+    s_.sums.resize(static_cast<size_t>(num_chunks(sample.size)));
+    const Descent descent = descend(kernels_, sample, by_, s_);
+    if (!descent.has_buckets()) return false;
+    kernels_.sums(sample.values, sample.size, {by_.maximum, 2.f * by_.scale}, s_.sums.data());
+    double squares = 0.0;
+    for (const double sum : s_.sums) squares += sum;
+    // The variance of a weighted share, by the effective size of a sample (Kish, Survey Sampling).
+    const double effective = descent.total() * descent.total() / squares;
+    const double parts[2] = {end, number};
+    for (int i = 0; i < 2; i++) {
+      const double margin = kDeviations * std::sqrt(parts[i] * (1.0 - parts[i]) / effective);
+      if (2.0 * margin > kWidest) return false;
+      const double low = (parts[i] - margin) * descent.total();
+      const double high = (parts[i] + margin) * descent.total();
+      brackets_[i].upper = low > 0.0 ? descent.bucket_around(low).upper : INFINITY;
+      brackets_[i].lower = least_;
+      if (high < descent.total()) {
+        brackets_[i].lower = std::max(least_, descent.bucket_around(high).lower);
+      }
+    }
+    return true;
+  }
+
+  // Finds where the sum passes `target`; false if that is not in the bracket.
+  bool find(const Split& split, double target, Descent::Stop& stop) const {
+    if (split.above > target || split.size == 0) return false;
+    const Candidates inside{split.found, split.places, split.size};
+    const Descent descent = descend(kernels_, inside, by_, s_);
+    if (split.above + descent.total() <= target) return false;
+    stop = descent.find(target - split.above);
+    stop.sum += split.above;
+    return true;
+  }
+
+  const Kernels& kernels_;
+  const Row& row_;
+  float least_;
+  Weighing by_;
+  Scratch& s_;
+  Bracket brackets_[2];
+};
+
+}  // namespace
+
+int32_t draw_nucleus(const Descent& descent, const Request& request, double total) {
+  if (request.top_p == 1.0) return descent.find(request.uniform * descent.total()).place;
+  const Descent::Stop last = descent.find(std::nextafter(request.top_p * total, 0.0));
+  const Descent::Stop stop = descent.find(request.uniform * last.sum);
+  return stop.sum > last.sum ? last.place : stop.place;
+}
+
+int32_t draw_above(const Kernels& kernels, const Row& row, float least, Weighing by,
+                   const Request& request, Scratch& s) {
+  float near = least;
+  if (request.min_p == 0.0) {
+    const double head = kHead * kLog2E / static_cast<double>(by.scale);
+    near = std::max(least, static_cast<float>(row.range.maximum - head));
+  }
+  const bool many = row.count > kMany;
+  if (many) take_sample(row, s);
+  if (!many || kEvery * sampled(kernels, near, s).size <= kMany) {
+    const Descent first = descend(kernels, gather(kernels, row, near, s), by, s);
+    const double total = near > least ? total_of(kernels, row, by, s) : first.total();
+    if (near == least || first.total() >= request.top_p * total) {
+      return draw_nucleus(first, request, total);
+    }
+  }
+  int32_t place;
+  if (many && Bracketed(kernels, row, least, by, s).draw(request, place)) return place;
+  const Descent all = descend(kernels, gather(kernels, row, least, s), by, s);
+  return draw_nucleus(all, request, all.total());
+}
+
+}  // namespace onnxport
