@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
-from llguidance import LLMatcher
+from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from onnxport.errors import RequestError
@@ -14,12 +15,12 @@ from onnxport.serving.structured.formats import tightened
 from onnxport.serving.structured.schema import check_schema
 from onnxport.serving.structured.spec import StructuredOutputs
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
+# Where only one text is possible, llguidance would allow only the tokens that the tokenizer makes
+# of it alone. A model chooses how to write it, and the tokenizer is not asked.
+HEAD = '%llguidance {"no_forcing": true}\n'
 # Whitespace between the parts of JSON has an end, or a model may write it for ever. There is no \u,
 # so that each name has one spelling, and no name comes disguised.
-JSON_OPTIONS: JsonCompileOptions = {
+JSON_OPTIONS: Mapping[str, str | bool | None] = {
     "whitespace_flexible": True,
     "whitespace_pattern": r"[ \t\r\n]{1,32}",
     "lenient": False,
@@ -28,22 +29,22 @@ JSON_OPTIONS: JsonCompileOptions = {
 }
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
 _TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
-_OPTIONS = re.compile(r"^\s*%llguidance\b", re.MULTILINE)
+_OPTIONS = re.compile(r"^\s*%llguidance\b.*", re.MULTILINE)
 
 
 def grammar_of(spec: StructuredOutputs) -> str:
-    """Return the grammar that llguidance compiles.
+    """Return the grammar that llguidance compiles, in its own syntax, which extends Lark's.
 
     Raises:
         RequestError: the grammar has what would not be obeyed.
     """
     if spec.kind == "json":
-        return _json(spec)
+        return f"{HEAD}start: %json {_json(spec)}"
     if spec.kind == "regex":
-        return LLMatcher.grammar_from_regex(spec.text)
+        return f"{HEAD}start: {_regex(spec.text)}"
     if spec.choice is not None:
-        return LLMatcher.grammar_from_regex("|".join(map(_literally, spec.choice)))
-    return LLMatcher.grammar_from_lark(_lark(spec.text, spec.where))
+        return f"{HEAD}start: {_regex('|'.join(map(_literally, spec.choice)))}"
+    return HEAD + _lark(spec.text, spec.where)
 
 
 def _json(spec: StructuredOutputs) -> str:
@@ -52,11 +53,20 @@ def _json(spec: StructuredOutputs) -> str:
         options = {**JSON_OPTIONS, "whitespace_flexible": False, "whitespace_pattern": None}
     elif spec.whitespace_pattern is not None:
         options = {**JSON_OPTIONS, "whitespace_pattern": spec.whitespace_pattern}
-    schema = tightened(json.loads(spec.text))
-    if isinstance(schema, bool):  # which options cannot be applied to
-        schema = {"allOf": [schema]}
-    text = json.dumps(schema, ensure_ascii=False)
-    return LLMatcher.grammar_from_json_schema(text, overrides=options)
+    return _with_options(json.loads(spec.text), options)
+
+
+def _with_options(schema: Any, options: Mapping[str, Any] = JSON_OPTIONS) -> str:
+    """Return the text of a checked schema as it is compiled."""
+    strict = tightened(schema)
+    if isinstance(strict, bool):
+        strict = {"allOf": [strict]}
+    return json.dumps({**strict, "x-guidance": options}, ensure_ascii=False)
+
+
+def _regex(text: str) -> str:
+    """Return a regular expression as it stands in a grammar."""
+    return f"/{regex_to_lark(text, '')}/"
 
 
 def _literally(text: str) -> str:
@@ -76,7 +86,7 @@ def _lark(text: str, param: str) -> str:
         raise RequestError("the grammar has %llguidance options; remove them", param)
     if "::=" in text:
         try:
-            text = any_to_lark(text)
+            text = _OPTIONS.sub("", any_to_lark(text))
         except Exception as error:  # the library raises bare Exception
             raise RequestError(f"the grammar is not valid GBNF: {error}", param) from error
     if _TEMPERATURE.search(text):
@@ -104,7 +114,6 @@ def _with_checked_schemas(text: str, param: str) -> str:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the grammar has %json without a schema: {error}", param) from error
         check_schema(schema, param)
-        schema = {**tightened(schema), "x-guidance": JSON_OPTIONS}
-        parts += [text[done : found.end()], json.dumps(schema, ensure_ascii=False)]
+        parts += [text[done : found.end()], _with_options(schema)]
         done = end
     return "".join([*parts, text[done:]])

@@ -11,8 +11,6 @@ from llguidance import LLTokenizer
 from onnxport.errors import RequestError
 from onnxport.serving.tokenizer import Tokenizer
 
-END = "<|end of the grammar|>"  # stands for the end of a model that has no end token
-
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
@@ -22,7 +20,8 @@ class Vocabulary:
         tokens: the tokenizer's tokens, those that the model has beyond them included; these are
             never allowed.
         vocab_size: of the model.
-        has_end: whether a token of the model ends a text; otherwise END does, beyond them all.
+        has_end: whether a token of the model ends a text; otherwise one beyond
+            them all stands for the end.
     """
 
     tokens: LLTokenizer
@@ -53,18 +52,17 @@ class Vocabulary:
         Raises:
             RequestError: grammars cannot be made of this tokenizer's tokens.
         """
-        text, size = tokenizer.to_json(), vocab_size
         ends = sorted(one for one in end_token_ids if one < vocab_size)
+        size = max(vocab_size, tokenizer.vocab_size)
         has_end = bool(ends)
         if not has_end:
-            described = json.loads(text)
-            ids = [token["id"] for token in described["added_tokens"]]
-            last = max([vocab_size, tokenizer.vocab_size, *(one + 1 for one in ids)])
-            described["added_tokens"].append(_special(last, END))
-            text, ends, size = json.dumps(described), [last], last + 1
-        size = max(size, tokenizer.vocab_size)
+            ends, size = [size], size + 1
+        described = json.loads(tokenizer.to_json())
+        missing = set(range(ends[-1] + 1)).difference(tokenizer.vocabulary().values())
+        described["added_tokens"] += map(_special, sorted(missing))
+        text = json.dumps(described)
         try:
-            tokens = LLTokenizer(text, n_vocab=size, eos_token=list(ends))
+            tokens = LLTokenizer(text, n_vocab=size, eos_token=ends)
         except ValueError as error:
             raise RequestError(
                 f"this model's tokenizer does not allow structured outputs: {error}; leave them "
@@ -74,7 +72,7 @@ class Vocabulary:
         return cls(tokens, vocab_size, has_end)
 
 
-def _special(token_id: int, content: str) -> dict[str, object]:
-    """Return a special token as tokenizer.json describes it."""
+def _special(token_id: int) -> dict[str, object]:
+    """Return a token that the tokenizer does not have, as tokenizer.json describes one."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"id": token_id, "content": content, "special": True, **flags}
+    return {"id": token_id, "content": f"<|{token_id}|>", "special": True, **flags}
