@@ -1,0 +1,246 @@
+"""Measure what speculation brings, and what it costs where it cannot help.
+
+    python -m benchmarks.speculation --artifact MODEL --draft DRAFT
+
+The same requests with and without, alternating, in one process; the first round warms both up.
+Figures are tokens a second after the first token of each request, and the ratio within a round.
+Each pair of outputs is compared: any difference ends the run.
+
+* `text`: the model's own text, greedy. Guesses by the draft model and by n-grams.
+* `repetition`: the same after a prompt that repeats itself.
+* `random`: tokens drawn nearly at random, which no n-gram foretells.
+* `wrong`: a drafter whose guesses are always there and never right: the worst that can be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+
+from onnxport import LLM, SamplingParams
+from onnxport.serving.outputs import RequestOutput
+from onnxport.serving.request import Request
+from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.serving.speculation.drafter import Drafter
+from onnxport.serving.verify.machine import this_machine
+
+TEXTS = (
+    "The harbour was quiet when the last boat came in, and",
+    "To make soup for four, begin with two onions and",
+    "What is a paged KV cache?",
+    "Count from one to fifty: one, two, three,",
+)
+REPEATED = "name: Ada, age: 36, city: London; name: Alan, age: 41, city: London; "
+PROMPT_TOKENS = 64
+HOT = 8.0  # a temperature at which hardly any token is likelier than another
+
+
+class Wrong:
+    """A drafter that spoils the guesses of another one, and makes up those that it has not."""
+
+    def __init__(self, inner: Drafter, vocab_size: int) -> None:
+        self._inner = inner
+        self._vocab_size = vocab_size
+        self.is_cheap = inner.is_cheap
+        self.num_behind = inner.num_behind
+        self.forget = inner.forget
+        self.close = inner.close
+
+    def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Sequence[int]]:
+        """Ask, and change every guess."""
+        found = self._inner.propose(requests, lengths)
+        if self.is_cheap:
+            found = [tokens or [7] * length for tokens, length in zip(found, lengths, strict=True)]
+        return [[(token_id + 1) % self._vocab_size for token_id in tokens] for tokens in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured."""
+
+    name: str
+    method: str  # ngram, draft_model
+    rows: int
+
+    @property
+    def label(self) -> str:
+        """The case in one word."""
+        return f"{self.name}, {self.method}, {self.rows} rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What was measured; tokens a second are medians over the rounds."""
+
+    case: str
+    plain_tokens_per_s: float
+    tokens_per_s: float
+    ratio: float
+    lowest_ratio: float
+    highest_ratio: float
+    drafted_per_token: float  # guesses for each token that came out
+    accepted_share: float  # of the guesses
+
+
+def prompts(case: Case, llm: LLM, number: int) -> list[list[int]]:
+    """Return as many prompts, of token ids."""
+    tokenizer = llm.get_tokenizer()
+    if case.name == "random" or tokenizer is None:
+        dice = random.Random(0)
+        vocab = llm.capabilities.vocab_size
+        return [[dice.randrange(vocab) for _ in range(PROMPT_TOKENS)] for _ in range(number)]
+    if case.name == "repetition":
+        ids = tokenizer.encode(REPEATED * 12)
+        return [ids[start % 7 :][: 3 * PROMPT_TOKENS] for start in range(number)]
+    return [tokenizer.encode(text) for text in islice(cycle(TEXTS), number)]
+
+
+def decode_speed(outputs: Sequence[RequestOutput]) -> float:
+    """Return tokens a second from the first token of any request to the last one of all."""
+    tokens = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
+    starts = [output.metrics.first_token_time_s for output in outputs]
+    ends = [output.metrics.last_token_time_s for output in outputs]
+    assert None not in starts
+    assert None not in ends
+    return tokens / (max(filter(None, ends)) - min(filter(None, starts)))
+
+
+def once(llm: LLM, case: Case, tokens: int, streams: int) -> tuple[float, list[tuple[int, ...]]]:
+    """Run a case; returns the mean speed of its batches and all tokens."""
+    temperature = HOT if case.name == "random" else 0.0
+    ids = prompts(case, llm, streams * case.rows)
+    params = [
+        SamplingParams(temperature=temperature, seed=number, max_tokens=tokens, ignore_eos=True)
+        for number in range(len(ids))
+    ]
+    speeds, texts = [], []
+    for start in range(0, len(ids), case.rows):
+        batch = slice(start, start + case.rows)
+        given = [{"prompt_token_ids": one} for one in ids[batch]]
+        outputs = llm.generate(given, params[batch])  # type: ignore[arg-type]
+        speeds.append(decode_speed(outputs))
+        texts += [tuple(output.outputs[0].token_ids) for output in outputs]
+    return len(speeds) / sum(1 / speed for speed in speeds), texts
+
+
+def measure(case: Case, options: argparse.Namespace) -> Figures:
+    """Run a case with and without speculation, in turns."""
+    config = SpeculationConfig(
+        "ngram", options.num_speculative_tokens, disable_by_batch_size=options.most_rows
+    )
+    if case.method == "draft_model":
+        config = SpeculationConfig(
+            "draft_model",
+            options.num_speculative_tokens,
+            model=options.draft,
+            provider=options.draft_provider,
+            threads=options.threads,
+            kv_cache_tokens=16_384,
+            disable_by_batch_size=options.most_rows,
+        )
+    with ExitStack() as stack:
+        plain, guessing = (
+            stack.enter_context(
+                LLM(
+                    options.artifact,
+                    provider=options.provider,
+                    threads=options.threads,
+                    kv_cache_tokens=16_384,
+                    max_num_seqs=max(8, case.rows),
+                    speculation=speculation,
+                )
+            )
+            for speculation in (None, config)
+        )
+        if case.name == "wrong":
+            speculator = guessing._engine._speculator
+            inner = speculator._drafter  # type: ignore[union-attr]
+            speculator._drafter = Wrong(inner, plain.capabilities.vocab_size)  # type: ignore
+        return compare(case, plain, guessing, options)
+
+
+def compare(case: Case, plain: LLM, guessing: LLM, options: argparse.Namespace) -> Figures:
+    """Alternate between two models and return the figures."""
+    without, having = [], []
+    before = guessing.stats()
+    for number in range(options.rounds + 1):
+        slow, expected = once(plain, case, options.tokens, options.streams)
+        fast, found = once(guessing, case, options.tokens, options.streams)
+        if found != expected:
+            raise SystemExit(f"{case.label}: speculation has changed the output")
+        if number:
+            without.append(slow)
+            having.append(fast)
+        else:
+            before = guessing.stats()
+    after = guessing.stats()
+    assert before.speculation is not None
+    assert after.speculation is not None
+    drafted = after.speculation.num_draft_tokens - before.speculation.num_draft_tokens
+    accepted = after.speculation.num_accepted_tokens - before.speculation.num_accepted_tokens
+    ratios = [fast / slow for slow, fast in zip(without, having, strict=True)]
+    return Figures(
+        case.label,
+        median(without),
+        median(having),
+        median(ratios),
+        min(ratios),
+        max(ratios),
+        drafted / (after.generation_tokens - before.generation_tokens),
+        accepted / max(1, drafted),
+    )
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """Return what to measure."""
+    methods = ("ngram", "draft_model") if options.draft else ("ngram",)
+    for rows in options.rows:
+        for method in methods:
+            yield Case("text", method, rows)
+            yield Case("wrong", method, rows)
+        yield Case("repetition", "ngram", rows)
+        yield Case("random", "ngram", rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--artifact", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, help="a draft model's artifact")
+    parser.add_argument("--provider", default="cpu")
+    parser.add_argument("--draft-provider", default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=256, help="generated a request")
+    parser.add_argument("--streams", type=int, default=4, help="batches a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--num-speculative-tokens", type=int, default=5)
+    parser.add_argument("--most-rows", type=int, help="disable_by_batch_size")
+    parser.add_argument("--only", help="the cases whose name has this in it")
+    options = parser.parse_args()
+    print(json.dumps(asdict(this_machine())))
+    print(
+        "| case | without, tok/s | with, tok/s | ratio (low–high) | guesses a token | right |\n"
+        "|---|---|---|---|---|---|",
+        flush=True,
+    )
+    for case in cases(options):
+        if options.only and options.only not in case.label:
+            continue
+        one = measure(case, options)
+        print(
+            f"| {one.case} | {one.plain_tokens_per_s:.4g} | {one.tokens_per_s:.4g} "
+            f"| {one.ratio:.2f} ({one.lowest_ratio:.2f}–{one.highest_ratio:.2f}) "
+            f"| {one.drafted_per_token:.2f} | {one.accepted_share:.0%} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
