@@ -137,10 +137,11 @@ class OrtModel(Transfers):
 
     def close(self) -> None:
         """See `providers.base.Model.close`."""
+        # Memory of a device goes before the last session that runs on it.
         self._binding = None
+        self._bound = None
+        self._adapters = None
         self._session = None
         self._replay = None
         self._blocks = None
-        self._adapters = None
-        self._bound = None
         self._attached = {}
