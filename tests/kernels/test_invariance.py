@@ -63,7 +63,14 @@ def tokens_of(case: Case, s: int, first: int, last: int) -> Case:
     )
 
 
-KINDS = [("float", True), ("float", False), ("float16", True), ("bfloat16", False), ("int8", True)]
+KINDS = [
+    ("float", True),
+    ("float", False),
+    ("float16", True),
+    ("bfloat16", True),
+    ("bfloat16", False),
+    ("int8", True),
+]
 
 
 @pytest.mark.parametrize(("cache_type", "tiled"), KINDS)

@@ -123,10 +123,14 @@ using AttendKeys = void (*)(const Rows&, int64_t, int64_t, const State&, const T
 static inline AttendKeys attend_keys_for(const Problem& p, int64_t rows) {
   const bool tiled = p.cache_layout == kTiled;
   // Converting ahead pays where several groups of rows share what was converted.
-  const bool direct = rows <= Vec::kMaxRows;
+  const bool direct = tiled && rows <= Vec::kMaxRows && whole_vectors(p);
   switch (p.cache_type) {
-    case kFloat16: return tiled ? attend_keys<Float16, true> : attend_keys<Float16, false>;
-    case kBFloat16: return tiled ? attend_keys<BFloat16, true> : attend_keys<BFloat16, false>;
+    case kFloat16:
+      if (direct) return attend_keys<Float16, true, Float16>;
+      return tiled ? attend_keys<Float16, true> : attend_keys<Float16, false>;
+    case kBFloat16:
+      if (direct) return attend_keys<BFloat16, true, BFloat16>;
+      return tiled ? attend_keys<BFloat16, true> : attend_keys<BFloat16, false>;
     case kInt8: return direct ? attend_keys<Int8, true, Int8> : attend_keys<Int8, true>;
     default: return tiled ? attend_keys<Float32, true> : attend_keys<Float32, false>;
   }

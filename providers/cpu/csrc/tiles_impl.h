@@ -33,12 +33,8 @@ struct TileScratch {
   float* row;    // [16][padded head size]
 };
 
-// Vectors of a value may be read whole, without running into what does not belong to the cache:
-// behind the values of an int8 tile there are scales.
-template <class Type>
-static inline bool whole_vectors(const Problem& p) {
-  return has_scales<Type>() || p.head_size % Vec::kWidth == 0;
-}
+// Vectors of a value may be read whole, without running into what follows.
+static inline bool whole_vectors(const Problem& p) { return p.head_size % Vec::kWidth == 0; }
 
 template <class Type>
 constexpr bool is_float32() {
@@ -73,7 +69,7 @@ struct TileSource<Type, true> {
     }
     if constexpr (kDirect) {
       out.key[i] = key;
-      if (whole_vectors<Type>(p)) {
+      if (whole_vectors(p)) {
         out.value[i] = value;
         out.value_stride[i] = p.head_size;
         return;
@@ -83,7 +79,7 @@ struct TileSource<Type, true> {
       decode(Type{}, key, p.head_size * kTile, keys);
       out.key[i] = keys;
     }
-    // Values that are not whole vectors are converted always, which only Float32 may be here.
+    // Without whole vectors, Out is Float32: see attend_keys_for.
     if constexpr (is_float32<Out>()) {
       float* values = scratch.value + i * kTile * row;
       for (int64_t t = first - base; t < last - base; t++)
@@ -120,7 +116,7 @@ struct TileSource<Type, false> {
     const Element* keys = static_cast<const Element*>(p.key_cache);
     const Element* values = static_cast<const Element*>(p.value_cache);
     const int64_t base = first / kTile * kTile, row = padded(p.head_size);
-    const bool direct = is_float32<Type>() && whole_vectors<Type>(p);
+    const bool direct = is_float32<Type>() && whole_vectors(p);
     const bool one_block = first / p.block_size == (last - 1) / p.block_size;
 
     const float* rows[kTile];
