@@ -27,6 +27,7 @@ class Graph:
 
     compiled: Any  # openvino.CompiledModel
     most_tokens: int | None  # that one run of it should have; None: any number
+    adapted: bool = False  # it has inputs for LoRA adapters, which cost time when none is used
 
 
 class OpenVinoModel(Transfers):
@@ -44,17 +45,16 @@ class OpenVinoModel(Transfers):
         """Bind the caches.
 
         Args:
-            graphs: with caches of one format; a batch runs on the first that it fits.
+            graphs: with caches of one format; a batch runs on the first that it fits, and on one
+                with adapters only if it uses some or there is no other.
             capabilities: what was loaded.
             pairs: the caches of each layer.
             blocks: the same memory, for transfers.
             memory: what the weights point to; kept as long as the compiled model.
-            adapters: the slots for LoRA adapters, made of `tensors_of`; None: the graphs have none.
+            adapters: the slots for LoRA adapters, made of `tensors_of`; None: no graph has any.
         """
         super().__init__(blocks, capabilities.kv_block_bytes, capabilities.device)
-        self._requests = [
-            (graph.most_tokens, graph.compiled.create_infer_request()) for graph in graphs
-        ]
+        self._requests = [(graph, graph.compiled.create_infer_request()) for graph in graphs]
         self._capabilities = capabilities
         self._adapters = adapters
         self._bound: dict[int, Values] = {}  # weights of adapters, by the request's number
@@ -77,11 +77,8 @@ class OpenVinoModel(Transfers):
         if self._adapters is None:
             refuse_slots(inputs)
         num_tokens = len(inputs.input_ids)
-        number, request = next(
-            (number, request)
-            for number, (most, request) in enumerate(self._requests)
-            if most is None or num_tokens <= most
-        )
+        number = self._choose(inputs)
+        graph, request = self._requests[number]
         rows = len(inputs.logits_indices)
         if len(self._logits) < rows:
             self._logits = np.empty((rows, self._capabilities.vocab_size), np.float32)
@@ -89,7 +86,7 @@ class OpenVinoModel(Transfers):
         try:
             for name, array in flat_inputs(inputs, self._capabilities.block_size).items():
                 request.set_tensor(name, ov.Tensor(array))
-            if self._adapters is not None:
+            if self._adapters is not None and graph.adapted:
                 self._bind_adapters(self._adapters, number, inputs)
             request.set_tensor(contract.LOGITS, ov.Tensor(logits, shared_memory=True))
             request.infer()
@@ -99,6 +96,16 @@ class OpenVinoModel(Transfers):
             doing = f"running a batch of {num_tokens} tokens with OpenVINO"
             raise device_error(error, doing, self._device) from error
         return logits
+
+    def _choose(self, inputs: StepInputs) -> int:
+        """The number of the graph that a batch runs on."""
+        adapted = inputs.adapter_slots is not None and bool(inputs.adapter_slots.any())
+        return next(
+            number
+            for number, (graph, _) in enumerate(self._requests)
+            if (graph.most_tokens is None or len(inputs.input_ids) <= graph.most_tokens)
+            and (graph.adapted or not adapted)
+        )
 
     def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
         """See `providers.base.Model.set_adapter`."""

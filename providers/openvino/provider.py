@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +16,7 @@ import onnx
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import attribute_int
+from onnxport.graphs.passes.flat_paged import flatten_paged
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.lora import lora_products
 from onnxport.providers import memory
@@ -51,6 +52,14 @@ NEVER_RUN: Final = (
     "it computes rightly"
 )
 DRIVER: Final = "an Intel GPU needs its OpenCL driver, which Debian calls intel-opencl-icd"
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """A lowered graph: with LoRA adapters, or without."""
+
+    model: onnx.ModelProto
+    adapted: bool
 
 
 class OpenVinoProvider:
@@ -110,9 +119,20 @@ class OpenVinoProvider:
         attached = {name: value for step in lowered for name, value in step.attached.items()}
         products = lora_products(model, spec) if options.max_adapters else []
         weights = collect_weights(artifact, model, attached)
-        room = plugin.room(core, sum(value.nbytes for value in weights.values()), len(builds))
-        converted = convert(model, weights)
-        graphs = [_compile(core, plugin, converted.model, build) for build in builds]
+        weight_bytes = sum(value.nbytes for value in weights.values())
+        room = plugin.room(core, weight_bytes, len(builds))
+        variants = [_Variant(model, adapted=options.max_adapters > 0)]
+        if options.max_adapters:
+            both = plugin.room(core, weight_bytes, 2 * len(builds))
+            if both.free_bytes is not None and 2 * both.weight_bytes <= both.free_bytes:
+                plain = flatten_paged(lowered[-3].model)  # before adapters were added
+                room, variants = both, [_Variant(plain.model, adapted=False), *variants]
+        converted = [convert(variant.model, weights) for variant in variants]
+        graphs = [
+            replace(_compile(core, plugin, one.model, build), adapted=variant.adapted)
+            for variant, one in zip(variants, converted, strict=True)
+            for build in builds
+        ]
         _check_precision(graphs[-1].compiled, plugin, options)
         form = _check_caches(graphs, plugin, (spec.num_kv_heads, spec.head_size), options)
         token_bytes = form.layer_bytes / form.block_size
@@ -136,7 +156,8 @@ class OpenVinoProvider:
         if options.max_adapters:
             stacks = AdapterStacks(products, spec, np.dtype(np.float32), tensors_of)
             adapters = Adapters(spec, options, stacks)
-        return OpenVinoModel(graphs, capabilities, pairs, blocks, converted.memory, adapters)
+        held = [tensor for one in converted for tensor in one.memory]
+        return OpenVinoModel(graphs, capabilities, pairs, blocks, held, adapters)
 
 
 def _with_adapters(capabilities: Capabilities, options: LoadOptions) -> Capabilities:

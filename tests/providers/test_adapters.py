@@ -25,6 +25,7 @@ from onnxport.providers.adapters import AdapterSlots, AdapterStacks, slots_bytes
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
 from onnxport.providers.device_arrays import DeviceArrays
+from onnxport.providers.openvino.model import OpenVinoModel
 from onnxport.providers.ort import CPU, Target
 from onnxport.providers.registry import get_provider
 from tests.conformance.adapting import make_adapter
@@ -333,6 +334,27 @@ def test_arrays_reach_a_device_by_name() -> None:
         assert list(found) == ["b", "a"]
         for name, value in found.items():
             np.testing.assert_array_equal(value.numpy(), arrays[name])
+
+
+@pytest.mark.parametrize("free_bytes", [1 << 40, 1 << 20])
+def test_openvino_has_a_graph_without_adapters_where_memory_allows(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch, free_bytes: int
+) -> None:
+    pytest.importorskip("openvino")
+    monkeypatch.setattr("onnxport.providers.memory.available_bytes", lambda: free_bytes)
+    path = tiny_artifact("llama", "fp32")
+    options: dict[str, Any] = {"provider": "openvino", "max_adapters": 1, "kv_cache_tokens": 128}
+    with opened(path, None, **options) as model:
+        assert isinstance(model, OpenVinoModel)
+        adapter = make_adapter(Artifact.read(path).manifest.model, 2)
+        model.set_adapter(1, adapter)
+        adapted = [graph.adapted for graph, _ in model._requests]
+        assert adapted == ([False, True] if free_bytes > 1 << 30 else [True])
+        without, of_it = logits(model, 0), logits(model, 1)
+        assert list(model._bound) == ([1] if free_bytes > 1 << 30 else [0])
+        assert np.abs(of_it - without).max() > 0.1
+    with opened(path, None, provider="openvino", kv_cache_tokens=128) as model:
+        np.testing.assert_allclose(logits(model, 0), without, rtol=1e-4, atol=1e-4)
 
 
 def test_openvino_keeps_what_it_reads() -> None:

@@ -16,7 +16,7 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.openvino import convert
 from onnxport.providers.openvino.cpu import FEW_TOKENS, builds
-from onnxport.providers.openvino.model import OpenVinoModel
+from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.openvino.provider import OpenVinoProvider, _accuracy_level
 from onnxport.providers.registry import get_provider, open_model
 from onnxport.serving.config import EngineConfig
@@ -249,8 +249,8 @@ def test_a_batch_runs_on_the_first_graph_that_it_fits(tiny_artifact: ArtifactMak
             pytest.skip("on this processor OpenVINO computes in float32: one graph does for all")
         used: list[int] = []
         model._requests = [
-            (most, Counting(request, at, used))
-            for at, (most, request) in enumerate(model._requests)
+            (graph, Counting(request, at, used))
+            for at, (graph, request) in enumerate(model._requests)
         ]
         whole = run_rows(model, [(prompt, 0, [3, 8])])
         run_rows(model, [(prompt[:FEW_TOKENS], 0, [5, 6])])
@@ -291,7 +291,7 @@ def test_a_failing_run_is_our_error(
             raise RuntimeError("device lost")
 
     with opened(tiny_artifact("llama", "fp32")) as model:
-        monkeypatch.setattr(model, "_requests", [(None, Failing())])
+        monkeypatch.setattr(model, "_requests", [(Graph(None, None), Failing())])
         with pytest.raises(DeviceLostError, match="a batch of 3 tokens with OpenVINO: device lost"):
             run_rows(model, [([5, 6, 7], 0, [0])])
 
