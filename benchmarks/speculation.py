@@ -6,7 +6,7 @@ The same requests with and without, alternating, in one process; the first round
 Figures are tokens a second after the first token of each request, and the ratio within a round.
 Each pair of outputs is compared: any difference ends the run.
 
-* `text`: the model's own text, greedy. Guesses by the draft model and by n-grams.
+* `text`: the model's own answers, greedy. Guesses by the draft model and by n-grams.
 * `repetition`: the same after a prompt that repeats itself.
 * `random`: tokens drawn nearly at random, which no n-gram foretells.
 * `wrong`: a drafter whose guesses are always there and never right: the worst that can be.
@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import median
 
 from onnxport import LLM, SamplingParams
+from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.config import SpeculationConfig
@@ -32,10 +33,14 @@ from onnxport.serving.speculation.drafter import Drafter
 from onnxport.serving.verify.machine import this_machine
 
 TEXTS = (
-    "The harbour was quiet when the last boat came in, and",
-    "To make soup for four, begin with two onions and",
+    "What is onnxport?",
     "What is a paged KV cache?",
-    "Count from one to fifty: one, two, three,",
+    "Count from 3 to 20.",
+    "Tell me a story.",
+    "Name the colours of the rainbow.",
+    "How do I serve a model?",
+    "What can you do?",
+    "Who are you?",
 )
 REPEATED = "name: Ada, age: 36, city: London; name: Alan, age: 41, city: London; "
 PROMPT_TOKENS = 64
@@ -89,7 +94,7 @@ class Figures:
     accepted_share: float  # of the guesses
 
 
-def prompts(case: Case, llm: LLM, number: int) -> list[list[int]]:
+def prompts(case: Case, llm: LLM, folder: Path, number: int) -> list[list[int]]:
     """Return as many prompts, of token ids."""
     tokenizer = llm.get_tokenizer()
     if case.name == "random" or tokenizer is None:
@@ -99,35 +104,47 @@ def prompts(case: Case, llm: LLM, number: int) -> list[list[int]]:
     if case.name == "repetition":
         ids = tokenizer.encode(REPEATED * 12)
         return [ids[start % 7 :][: 3 * PROMPT_TOKENS] for start in range(number)]
-    return [tokenizer.encode(text) for text in islice(cycle(TEXTS), number)]
+    template = ChatTemplate.read(folder)
+    if not template:
+        return [tokenizer.encode(text) for text in islice(cycle(TEXTS), number)]
+    texts = [template.render([{"role": "user", "content": text}], None, True) for text in TEXTS]
+    ids_of_all = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return list(islice(cycle(ids_of_all), number))
 
 
-def decode_speed(outputs: Sequence[RequestOutput]) -> float:
-    """Return tokens a second from the first token of any request to the last one of all."""
+def decoded(outputs: Sequence[RequestOutput]) -> tuple[int, float]:
+    """Return tokens, and seconds from the first token of any request to the last one of all."""
     tokens = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
     starts = [output.metrics.first_token_time_s for output in outputs]
     ends = [output.metrics.last_token_time_s for output in outputs]
     assert None not in starts
     assert None not in ends
-    return tokens / (max(filter(None, ends)) - min(filter(None, starts)))
+    return tokens, max(filter(None, ends)) - min(filter(None, starts))
 
 
-def once(llm: LLM, case: Case, tokens: int, streams: int) -> tuple[float, list[tuple[int, ...]]]:
-    """Run a case; returns the mean speed of its batches and all tokens."""
+def once(llm: LLM, case: Case, options: argparse.Namespace) -> tuple[float, list[tuple[int, ...]]]:
+    """Run a case; returns tokens a second over its batches, and all tokens."""
     temperature = HOT if case.name == "random" else 0.0
-    ids = prompts(case, llm, streams * case.rows)
+    ids = prompts(case, llm, options.artifact, options.streams * case.rows)
     params = [
-        SamplingParams(temperature=temperature, seed=number, max_tokens=tokens, ignore_eos=True)
+        SamplingParams(
+            temperature=temperature,
+            seed=number,
+            max_tokens=options.tokens,
+            ignore_eos=case.name in ("random", "repetition"),
+        )
         for number in range(len(ids))
     ]
-    speeds, texts = [], []
+    tokens, seconds = 0, 0.0
+    texts = []
     for start in range(0, len(ids), case.rows):
         batch = slice(start, start + case.rows)
         given = [{"prompt_token_ids": one} for one in ids[batch]]
         outputs = llm.generate(given, params[batch])  # type: ignore[arg-type]
-        speeds.append(decode_speed(outputs))
+        more, taken_s = decoded(outputs)
+        tokens, seconds = tokens + more, seconds + taken_s
         texts += [tuple(output.outputs[0].token_ids) for output in outputs]
-    return len(speeds) / sum(1 / speed for speed in speeds), texts
+    return tokens / seconds, texts
 
 
 def measure(case: Case, options: argparse.Namespace) -> Figures:
@@ -171,8 +188,8 @@ def compare(case: Case, plain: LLM, guessing: LLM, options: argparse.Namespace) 
     without, having = [], []
     before = guessing.stats()
     for number in range(options.rounds + 1):
-        slow, expected = once(plain, case, options.tokens, options.streams)
-        fast, found = once(guessing, case, options.tokens, options.streams)
+        slow, expected = once(plain, case, options)
+        fast, found = once(guessing, case, options)
         if found != expected:
             raise SystemExit(f"{case.label}: speculation has changed the output")
         if number:
@@ -217,7 +234,7 @@ def main() -> None:
     parser.add_argument("--draft-provider", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=256, help="generated a request")
-    parser.add_argument("--streams", type=int, default=4, help="batches a round")
+    parser.add_argument("--streams", type=int, default=8, help="batches a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num-speculative-tokens", type=int, default=5)

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 LEAST_SPEEDUP = 1.02  # below that guessing is not worth the doubt
 IDLE_STEPS = 8  # without guesses, before they are thought of again
+MISSES_A_PAUSE = 8  # steps in a row without a guess to be had, for each step that nobody asks
+MOST_PAUSE = 4  # steps that nobody asks
 PLAIN_EVERY = 64  # steps: one without guesses shows what they are compared with
 MOST_FAILURES = 3  # of the drafter in a row, before it is given up
 FIRST_OUTPUT = 128  # tokens that an answer is taken to have, before some have ended
@@ -74,6 +76,7 @@ class Speculator:
         self._streak = 0  # steps in a row with guesses
         self._idle = 0  # steps in which guesses are not thought of
         self._idle_rows = 0
+        self._misses = 0  # times in a row that a cheap drafter had no guess
         self._num_failures = 0
         self._num_drafts = 0
         self._accepted_at = [0] * config.num_speculative_tokens
@@ -197,7 +200,11 @@ class Speculator:
             proposals = self._ask(drafter, requests, limits)
             limits = list(map(len, proposals))
             if not any(limits):
+                self._misses += 1
+                pause = min(MOST_PAUSE, self._misses // MISSES_A_PAUSE)
+                self._idle, self._idle_rows = pause, len(requests)
                 return {}
+            self._misses = 0
         lengths = self._choose(drafter, requests, limits, budget)
         if not any(lengths):
             self._idle, self._idle_rows = IDLE_STEPS, len(requests)
