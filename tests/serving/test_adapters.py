@@ -313,6 +313,21 @@ def test_a_load_that_fails_changes_nothing(slots: int, failure: Exception) -> No
     assert tokens(run(engine)["b"]) == alone_with(1, PROMPT)
 
 
+def test_what_cannot_be_put_back_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    engine = adapter_engine(adapters=[0], max_adapters=1, model_type=Stubborn)
+    model = null_model(engine)
+    assert isinstance(model, Stubborn)
+    model.failure, model.attempts, model.failures = ProviderError("device"), 0, 3
+    with pytest.raises(ProviderError, match="device"):
+        engine.adapters.load("0", content(1), in_place=True)
+    assert "slot 1 for adapters could not be restored" in caplog.text
+    assert engine.adapters.loaded == ()  # rather than with weights that nobody knows
+    engine.check()
+    engine.adapters.load("0", content(1))
+    submit(engine, "b", PROMPT, adapter="0")
+    assert tokens(run(engine)["b"]) == alone_with(1, PROMPT)
+
+
 def test_a_slot_that_cannot_be_emptied_is_used_again(caplog: pytest.LogCaptureFixture) -> None:
     engine = adapter_engine(adapters=[0], max_adapters=1, model_type=Stubborn)
     model = null_model(engine)
