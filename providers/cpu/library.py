@@ -47,10 +47,10 @@ def isa() -> str | None:
 
 
 def matmul_isa() -> str | None:
-    """Returns the instruction set of `onnxport.MatMulNBits`: `amx` or `avx512vnni`.
+    """Returns the instruction set of `onnxport.MatMulNBits`.
 
-    None where the library was not built or the processor has neither: ONNX Runtime's own kernel
-    computes such products then.
+    One of `amx`, `avx512vnni`, `avxvnni`, `avx2`, `i8mm`, `dotprod`. None where the library was not
+    built or the processor has none of them: ONNX Runtime's own kernel computes such products then.
     """
     path = find_library()
     if path is None:

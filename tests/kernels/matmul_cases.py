@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 Floats = NDArray[np.float32]
 
 BITS = (4, 8)
-BLOCK_SIZES = (32, 64, 128)
+BLOCK_SIZES = (16, 32, 64, 128, 256)
 # One feature, less than a panel of 32, ragged ones, whole ones, several tasks.
 WIDTHS = (1, 7, 31, 32, 33, 64, 96, 129, 1200)
 DEPTHS = (1, 5, 31, 32, 64, 100, 128, 257, 384, 896)
@@ -65,7 +65,7 @@ class MatMulCase:
 
 def random_case(seed: int) -> MatMulCase:
     rng = np.random.default_rng(seed)
-    bits, block_size = BITS[seed % 2], BLOCK_SIZES[seed // 2 % 3]
+    bits, block_size = BITS[seed % 2], BLOCK_SIZES[seed // 2 % 5]
     n, k, rows = int(rng.choice(WIDTHS)), int(rng.choice(DEPTHS)), int(rng.choice(ROWS))
     return make_case(seed, bits, block_size, k, n, rows)
 

@@ -23,7 +23,11 @@ CORE = (
     "kernels_avx512",
     "kernels_neon",
     "matmul_amx",
+    "matmul_avx2",
     "matmul_avx512vnni",
+    "matmul_avxvnni",
+    "matmul_dotprod",
+    "matmul_i8mm",
 )
 
 

@@ -19,8 +19,8 @@ ONNXPORT_EXPORT const char* onnxport_cpu_isa() { return onnxport::active_kernels
 // the name is unknown or this processor lacks it.
 ONNXPORT_EXPORT int onnxport_cpu_set_isa(const char* name) { return onnxport::set_isa(name); }
 
-// The instruction set of products with quantized weights, "amx" or "avx512vnni"; null if this
-// processor has neither, and onnxport.MatMulNBits cannot run.
+// The instruction set of products with quantized weights, "amx", "avx512vnni", "avxvnni", "avx2",
+// "i8mm" or "dotprod"; null if this processor has none, and onnxport.MatMulNBits cannot run.
 ONNXPORT_EXPORT const char* onnxport_cpu_matmul_isa() {
   const onnxport::MatMulKernels* kernels = onnxport::active_matmul();
   return kernels ? kernels->name : nullptr;

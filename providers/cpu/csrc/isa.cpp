@@ -16,24 +16,31 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace onnxport {
 namespace {
 
 struct Features {
-  bool avx2 = false;    // with FMA and F16C
-  bool avx512 = false;  // F, BW, DQ, VL
-  bool vnni = false;    // AVX-512 with VNNI
-  bool amx = false;     // with tiles of int8
+  bool avx2 = false;     // with FMA and F16C
+  bool avxvnni = false;  // AVX2 with VNNI
+  bool avx512 = false;   // F, BW, DQ, VL
+  bool vnni = false;     // AVX-512 with VNNI
+  bool amx = false;      // with tiles of int8
+  bool dotprod = false;  // Arm's dot products of int8
+  bool i8mm = false;     // and its products of matrices of int8
 };
 
 #ifdef ONNXPORT_X86
-void cpuid(unsigned leaf, unsigned out[4]) {
+void cpuid(unsigned leaf, unsigned out[4], unsigned part = 0) {
 #if defined(_MSC_VER)
-  __cpuidex(reinterpret_cast<int*>(out), static_cast<int>(leaf), 0);
+  __cpuidex(reinterpret_cast<int*>(out), static_cast<int>(leaf), static_cast<int>(part));
 #else
-  __cpuid_count(leaf, 0, out[0], out[1], out[2], out[3]);
+  __cpuid_count(leaf, part, out[0], out[1], out[2], out[3]);
 #endif
 }
 
@@ -71,12 +78,36 @@ Features detect() {
   if (!osxsave || !avx) return found;
   const unsigned long long state = enabled_state();
   cpuid(7, r);
-  const unsigned b = r[1], c = r[2], d = r[3];
+  const unsigned last_part = r[0], b = r[1], c = r[2], d = r[3];
   found.avx2 = (state & 0x6) == 0x6 && fma && f16c && (b >> 5 & 1);
   found.avx512 = found.avx2 && (state & 0xe6) == 0xe6 && (b >> 16 & 1) && (b >> 17 & 1) &&
                  (b >> 30 & 1) && (b >> 31 & 1);
   found.vnni = found.avx512 && (c >> 11 & 1);
   found.amx = found.vnni && (d >> 24 & 1) && (d >> 25 & 1) && may_use_tiles(state);
+  if (last_part >= 1) cpuid(7, r, 1);
+  found.avxvnni = found.avx2 && last_part >= 1 && (r[0] >> 4 & 1);
+  return found;
+}
+#elif defined(__aarch64__) && defined(__linux__)
+// The kernel's numbers, which older headers lack.
+Features detect() {
+  constexpr unsigned long kDotProducts = 1ul << 20, kMatrixProducts = 1ul << 13;
+  Features found;
+  found.dotprod = getauxval(AT_HWCAP) & kDotProducts;
+  found.i8mm = found.dotprod && (getauxval(AT_HWCAP2) & kMatrixProducts);
+  return found;
+}
+#elif defined(__aarch64__) && defined(__APPLE__)
+bool has(const char* name) {
+  int value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+
+Features detect() {
+  Features found;
+  found.dotprod = has("hw.optional.arm.FEAT_DotProd");
+  found.i8mm = found.dotprod && has("hw.optional.arm.FEAT_I8MM");
   return found;
 }
 #else
@@ -110,14 +141,23 @@ std::atomic<const Kernels*>& active() {
 }
 
 // Best first.
+constexpr int kMatMulSets = 6;
+
 const MatMulKernels* supported_matmul(int i) {
-  if (i == 0) return features().amx ? matmul_amx() : nullptr;
-  return features().vnni ? matmul_avx512vnni() : nullptr;
+  switch (i) {
+    case 0: return features().amx ? matmul_amx() : nullptr;
+    case 1: return features().vnni ? matmul_avx512vnni() : nullptr;
+    case 2: return features().avxvnni ? matmul_avxvnni() : nullptr;
+    case 3: return features().avx2 ? matmul_avx2() : nullptr;
+    case 4: return features().i8mm ? matmul_i8mm() : nullptr;
+    default: return features().dotprod ? matmul_dotprod() : nullptr;
+  }
 }
 
 const MatMulKernels* best_matmul() {
-  const MatMulKernels* first = supported_matmul(0);
-  return first ? first : supported_matmul(1);
+  for (int i = 0; i < kMatMulSets; i++)
+    if (const MatMulKernels* kernels = supported_matmul(i)) return kernels;
+  return nullptr;
 }
 
 std::atomic<const MatMulKernels*>& active_matmul_slot() {
@@ -152,7 +192,7 @@ bool set_matmul_isa(const char* name) {
     active_matmul_slot().store(best_matmul(), std::memory_order_release);
     return true;
   }
-  for (int i = 0; i < 2; i++) {
+  for (int i = 0; i < kMatMulSets; i++) {
     const MatMulKernels* kernels = supported_matmul(i);
     if (!kernels || std::strcmp(kernels->name, name) != 0) continue;
     active_matmul_slot().store(kernels, std::memory_order_release);

@@ -21,6 +21,7 @@ namespace onnxport {
 
 constexpr int64_t kPanel = 32;    // output features that are stored together
 constexpr int64_t kRowTile = 16;  // rows that are quantized into one tile, at most
+constexpr int64_t kLargestBlock = 256;
 
 // Packed weights: one panel after the other; of each panel one block after the other:
 //   quants [block_size * bits / 32][2][16] of 32 bits, scales [kPanel] of float
@@ -31,7 +32,7 @@ struct MatMul {
   int64_t k;           // input features
   int64_t n;           // output features
   int64_t bits;        // 4 or 8
-  int64_t block_size;  // 32, 64 or 128
+  int64_t block_size;  // 16, 32, 64, 128 or 256
   const uint8_t* weights;
 
   int64_t rows;
@@ -40,7 +41,7 @@ struct MatMul {
 
   // Quantized activations, [blocks][tiles][tile_rows] of each: block_size quants, inputs beyond k
   // zero, and at 4 bits four even ones ahead of four odd ones; their scale; and what takes the
-  // weights' zero point out of a sum over unsigned weights, -zero_point * sum of quants.
+  // weights' zero point out of a sum over weights that still have one, -zero_point * sum of quants.
   int64_t tile_rows;
   int8_t* quants;
   float* scales;
@@ -62,8 +63,12 @@ struct MatMulKernels {
 };
 
 // Null where this build or this processor cannot run them.
-const MatMulKernels* matmul_avx512vnni();
 const MatMulKernels* matmul_amx();
+const MatMulKernels* matmul_avx512vnni();
+const MatMulKernels* matmul_avxvnni();
+const MatMulKernels* matmul_avx2();
+const MatMulKernels* matmul_i8mm();
+const MatMulKernels* matmul_dotprod();
 
 // The set in use, null for none: the best one, unless set_matmul_isa chose. set_matmul_isa(null)
 // returns to the best one; an unknown or unsupported name returns false and changes nothing.

@@ -5,13 +5,16 @@
 
 #if defined(__AMX_INT8__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 
-#include "matmul_vnni_impl.h"
+#include "matmul_vec_avx512.h"
+
+#include "matmul_impl.h"
 
 namespace onnxport {
 namespace {
 
-constexpr int64_t kFewRows = 8;      // up to so many, VNNI is faster
-constexpr int64_t kChunkRows = 256;  // whose totals stay in the L1 cache
+constexpr int64_t kFewRows = 8;        // up to so many, VNNI is faster
+constexpr int64_t kMostInputs = 128;   // of a block, for which there are tile registers
+constexpr int64_t kAmxChunkRows = 256;  // whose totals stay in the L1 cache
 constexpr int kLanes = 16;
 
 // Sums start from here: a tile register that is loaded does not wait for its last use, as one that
@@ -24,7 +27,7 @@ struct alignas(64) TileConfiguration {
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
 
-  // inputs: those that one instruction multiplies, 64 or 32.
+  // inputs: those that one instruction multiplies, 64 or fewer.
   explicit TileConfiguration(int64_t inputs) {
     for (int t = 0; t < 8; t++) {
       rows[t] = kLanes;
@@ -63,12 +66,12 @@ ONNXPORT_INLINE void prefetch(const uint8_t* weights, int64_t bytes) {
 
 // Nibbles to signed bytes, in the order of the 8-bit format.
 ONNXPORT_INLINE void unpack(const uint8_t* weights, int64_t bytes, uint8_t* out) {
-  const __m512i nibble = _mm512_set1_epi8(15), zero_point = _mm512_set1_epi8(8);
+  const __m512i zero_point = _mm512_set1_epi8(8);
   for (int64_t i = 0; i < bytes; i += 128, out += 256) {
     for (int c = 0; c < 128; c += 64) {
-      const __m512i packed = load_weights(weights + i + c);
-      const __m512i low = _mm512_and_si512(packed, nibble);
-      const __m512i high = _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble);
+      Vec::prefetch(weights + i + c + 2048);
+      const __m512i packed = Vec::load_bytes(weights + i + c);
+      const __m512i low = Vec::low_nibbles(packed), high = Vec::high_nibbles(packed);
       _mm512_store_si512(out + c, _mm512_sub_epi8(low, zero_point));
       _mm512_store_si512(out + 128 + c, _mm512_sub_epi8(high, zero_point));
     }
@@ -77,10 +80,10 @@ ONNXPORT_INLINE void unpack(const uint8_t* weights, int64_t bytes, uint8_t* out)
 
 // kParts: instructions for a block, 1 or 2.
 template <int kParts>
-void multiply_panel(const MatMul& m, int64_t panel, int64_t row_begin, int64_t row_end) {
-  alignas(64) float totals[kChunkRows * kPanel];
+void multiply_tiles(const MatMul& m, int64_t panel, int64_t row_begin, int64_t row_end) {
+  alignas(64) float totals[kAmxChunkRows * kPanel];
   alignas(64) int32_t sums[2][2 * kLanes * kLanes];
-  alignas(64) uint8_t unpacked[kPanel * 128];
+  alignas(64) uint8_t unpacked[kPanel * kMostInputs];
   const int64_t blocks = num_blocks(m), tiles = ceil_div(row_end - row_begin, kRowTile);
   const uint8_t* weights = m.weights + panel * panel_bytes(m);
   for (int64_t i = 0; i < tiles * kRowTile * kPanel; i += kLanes)
@@ -125,29 +128,26 @@ void multiply_panel(const MatMul& m, int64_t panel, int64_t row_begin, int64_t r
     }
   }
   add(pending);
-  for (int64_t row = row_begin; row < row_end; row++) {
-    const float* total = totals + (row - row_begin) * kPanel;
-    store_panel(m, panel, m.output + row * m.n + panel * kPanel, _mm512_load_ps(total),
-                _mm512_load_ps(total + 16));
-  }
+  store_panel(m, panel, row_begin, row_end, totals);
 }
 
 void multiply(const MatMul& m, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
               int64_t row_end) {
-  if (m.rows <= kFewRows) return multiply_vnni(m, panel_begin, panel_end, row_begin, row_end);
+  if (m.rows <= kFewRows || m.block_size > kMostInputs)
+    return multiply_dots<Dot>(m, panel_begin, panel_end, row_begin, row_end);
   const TileConfiguration configuration(m.block_size < 64 ? m.block_size : 64);
   _tile_loadconfig(&configuration);
   for (int64_t panel = panel_begin; panel < panel_end; panel++) {
     if (m.block_size == 128)
-      multiply_panel<2>(m, panel, row_begin, row_end);
+      multiply_tiles<2>(m, panel, row_begin, row_end);
     else
-      multiply_panel<1>(m, panel, row_begin, row_end);
+      multiply_tiles<1>(m, panel, row_begin, row_end);
   }
   _tile_release();
 }
 
 constexpr MatMulKernels kKernels = {
-    "amx", kChunkRows, [](int64_t rows) { return rows <= kFewRows ? rows : kRowTile; }, quantize,
+    "amx", kAmxChunkRows, [](int64_t rows) { return rows <= kFewRows ? rows : kRowTile; }, quantize,
     multiply};
 
 }  // namespace

@@ -4,15 +4,14 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 
-#include "matmul_vnni_impl.h"
+#include "matmul_vec_avx512.h"
+
+#include "matmul_impl.h"
 
 namespace onnxport {
 namespace {
-
-constexpr MatMulKernels kKernels = {
-    "avx512vnni", 128, [](int64_t rows) { return rows < kRowTile ? rows : kRowTile; }, quantize,
-    multiply_vnni};
-
+constexpr MatMulKernels kKernels = {"avx512vnni", 2 * kChunkRows, rows_of_tile<1>, quantize,
+                                    multiply_dots<Dot>};
 }  // namespace
 
 const MatMulKernels* matmul_avx512vnni() { return &kKernels; }

@@ -51,17 +51,17 @@ void expect_elements(const Api& api, const char* name, const Tensor& tensor, int
 
 std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
   if (!active_matmul())
-    fail(api, ort::kNotImplemented, "MatMulNBits: this processor has no AVX-512 VNNI");
+    fail(api, ort::kNotImplemented, "MatMulNBits: this processor has no AVX2 or dot products of int8");
   MatMul m{};
   m.k = read_attribute(api, info, "K");
   m.n = read_attribute(api, info, "N");
   m.bits = read_attribute(api, info, "bits");
   m.block_size = read_attribute(api, info, "block_size");
-  const bool known = (m.bits == 4 || m.bits == 8) &&
-                     (m.block_size == 32 || m.block_size == 64 || m.block_size == 128);
+  const bool known = (m.bits == 4 || m.bits == 8) && m.block_size >= 16 &&
+                     m.block_size <= kLargestBlock && (m.block_size & (m.block_size - 1)) == 0;
   if (!known || m.k < 1 || m.n < 1)
     fail(api, ort::kNotImplemented,
-         "MatMulNBits takes 4 or 8 bits in blocks of 32, 64 or 128, found K %lld, N %lld, "
+         "MatMulNBits takes 4 or 8 bits in blocks of 16, 32, 64, 128 or 256, found K %lld, N %lld, "
          "bits %lld, block_size %lld",
          static_cast<long long>(m.k), static_cast<long long>(m.n), static_cast<long long>(m.bits),
          static_cast<long long>(m.block_size));

@@ -1,0 +1,27 @@
+// Products for AVX2. Compiled with that set's flags: nothing
+// here may run before the processor has been asked, and nothing here may be shared with other
+// objects.
+#include "matmul.h"
+
+#if defined(__AVX2__) && defined(__FMA__)
+
+#include "matmul_vec_avx2.h"
+
+#include "matmul_impl.h"
+
+namespace onnxport {
+namespace {
+constexpr MatMulKernels kKernels = {"avx2", 2 * kChunkRows, rows_of_tile<1>, quantize,
+                                    multiply_dots<Dot>};
+}  // namespace
+
+const MatMulKernels* matmul_avx2() { return &kKernels; }
+}  // namespace onnxport
+
+#else
+
+namespace onnxport {
+const MatMulKernels* matmul_avx2() { return nullptr; }
+}  // namespace onnxport
+
+#endif

@@ -1,0 +1,37 @@
+// Products for AArch64 processors that multiply matrices of int8, two rows by two outputs at once; a
+// single row goes by dot products. Compiled with that set's flags: nothing here may run before the
+// processor has been asked, and nothing here may be shared with other objects.
+#include "matmul.h"
+
+#if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD) && defined(__ARM_FEATURE_MATMUL_INT8)
+
+#include "matmul_vec_neon.h"
+
+#include "matmul_impl.h"
+
+namespace onnxport {
+namespace {
+
+void multiply(const MatMul& m, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
+              int64_t row_end) {
+  if (m.rows == 1)
+    multiply_dots<Dot>(m, panel_begin, panel_end, row_begin, row_end);
+  else
+    multiply_dots<PairDot>(m, panel_begin, panel_end, row_begin, row_end);
+}
+
+constexpr MatMulKernels kKernels = {"i8mm", 2 * kChunkRows, rows_of_tile<PairDot<4>::kRows>,
+                                    quantize, multiply};
+
+}  // namespace
+
+const MatMulKernels* matmul_i8mm() { return &kKernels; }
+}  // namespace onnxport
+
+#else
+
+namespace onnxport {
+const MatMulKernels* matmul_i8mm() { return nullptr; }
+}  // namespace onnxport
+
+#endif

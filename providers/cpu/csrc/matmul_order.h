@@ -1,0 +1,17 @@
+// The order of a row's quants beside weights of four bits.
+#pragma once
+
+#include <stdint.h>
+
+namespace onnxport {
+namespace {
+
+// A byte of MatMulNBits' four-bit weights holds an even input in its low half and the odd one after
+// it in its high half. So of each eight inputs the even ones come first.
+alignas(16) constexpr int8_t kEvenFirst[16] = {0, 2,  4,  6,  1, 3,  5,  7,
+                                               8, 10, 12, 14, 9, 11, 13, 15};
+alignas(16) constexpr int8_t kInOrder[16] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                             8, 9, 10, 11, 12, 13, 14, 15};
+
+}  // namespace
+}  // namespace onnxport

@@ -1,0 +1,90 @@
+// Sixteen lanes of 32 bits of AVX-512 VNNI. The contract is in matmul_impl.h.
+#pragma once
+
+#include <immintrin.h>
+#include <string.h>
+
+#include "matmul_order.h"
+
+namespace onnxport {
+namespace {
+
+struct Vec {
+  static constexpr int kLanes = 16;
+  static constexpr int64_t kZeroPoint8 = 128;  // one factor must be unsigned
+  using Floats = __m512;
+  using Ints = __m512i;
+
+  static inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
+  static inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a); }
+  static inline Floats set1(float x) { return _mm512_set1_ps(x); }
+  static inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  static inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+  static inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
+
+  static inline Ints load_bytes(const uint8_t* p) { return _mm512_load_si512(p); }
+  static inline Ints low_nibbles(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+  static inline Ints high_nibbles(Ints a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
+  static inline void prefetch(const uint8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+  }
+
+  static inline float largest_magnitude(const float* x, int64_t count) {
+    const Ints no_sign = _mm512_set1_epi32(0x7fffffff);
+    Ints largest = _mm512_setzero_si512();
+    for (int64_t i = 0; i < count; i += 16)
+      largest = _mm512_max_epi32(largest,
+                                 _mm512_and_si512(_mm512_castps_si512(load(x + i)), no_sign));
+    const int bits = _mm512_reduce_max_epi32(largest);
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(bits)));
+  }
+  static inline int32_t round(const float* x, int64_t count, float factor, const int8_t* order,
+                              int8_t* out) {
+    const __m128i shuffle = _mm_load_si128(reinterpret_cast<const __m128i*>(order));
+    Ints sum = _mm512_setzero_si512();
+    for (int64_t i = 0; i < count; i += 16) {
+      const Ints quants = _mm512_cvtps_epi32(mul(load(x + i), set1(factor)));
+      sum = _mm512_add_epi32(sum, quants);
+      _mm_store_si128(reinterpret_cast<__m128i*>(out + i),
+                      _mm_shuffle_epi8(_mm512_cvtepi32_epi8(quants), shuffle));
+    }
+    return _mm512_reduce_add_epi32(sum);
+  }
+};
+
+template <int kBitsOfWeights>
+struct Dot {
+  static constexpr int kBits = kBitsOfWeights;
+  static constexpr int kRows = 1;
+  static constexpr int kMostUnits = 8;
+  static constexpr int kGroup = 0;
+  static constexpr int columns(int) { return 2; }
+  using Sum = Vec::Ints;
+  using Partial = Sum;
+  struct Weights {
+    Vec::Ints first, second;
+  };
+  struct Inputs {
+    Vec::Ints first, second;
+  };
+
+  static inline Weights prepare(Vec::Ints first, Vec::Ints second) {
+    const Vec::Ints flip = _mm512_set1_epi8(kBits == 8 ? -128 : 0);
+    return {_mm512_xor_si512(first, flip), _mm512_xor_si512(second, flip)};
+  }
+  static inline Inputs inputs(const int8_t* quants, int64_t) {
+    int32_t first, second;
+    memcpy(&first, quants, 4);
+    memcpy(&second, quants + 4, 4);
+    return {_mm512_set1_epi32(first), _mm512_set1_epi32(second)};
+  }
+  static inline Sum start(const int32_t* corrections) { return _mm512_set1_epi32(*corrections); }
+  static inline void add(Sum& sum, const Weights& w, const Inputs& x) {
+    sum = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, w.first, x.first), w.second, x.second);
+  }
+  static inline void widen(Sum&, Partial) {}
+  static inline void rows(Sum sum, Vec::Ints* out) { out[0] = sum; }
+};
+
+}  // namespace
+}  // namespace onnxport
