@@ -105,8 +105,10 @@ PARTICULAR = LoadOptions(
     kv_cache_dtype="int8",
     matmul_accuracy_level=4,
     allowed_on_host=("Gather",),
+    max_adapters=3,
+    max_adapter_rank=8,
 )
-SUITED = LoadOptions(threads=2, kv_cache_tokens=99)
+SUITED = LoadOptions(threads=2, kv_cache_tokens=99, max_adapters=3, max_adapter_rank=8)
 
 
 def open_null(tmp_path: Path, provider: str, *fallback: str, **more: Any) -> Engine:
