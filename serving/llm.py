@@ -113,7 +113,7 @@ class LLM:
             fallback: the providers that may take over, in order, when this one cannot load or
                 its device is lost; see `open_engine`.
             max_adapters: LoRA adapters that can be loaded at once, see `load_adapter`; memory for
-                all of them is taken now.
+                all of them is set aside now.
             max_adapter_rank: the largest rank of an adapter.
             limits: more limits of the engine, by the names of `EngineConfig`.
 
