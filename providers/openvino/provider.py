@@ -16,9 +16,12 @@ import onnx
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import attribute_int
+from onnxport.graphs.lora import LoraProduct
 from onnxport.graphs.passes.flat_paged import flatten_paged
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.lora import lora_products
+from onnxport.graphs.passes.result import PassResult
+from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
 from onnxport.providers.adapters import Adapters, AdapterStacks, stack_bytes
 from onnxport.providers.base import (
@@ -120,13 +123,11 @@ class OpenVinoProvider:
         products = lora_products(model, spec) if options.max_adapters else []
         weights = collect_weights(artifact, model, attached)
         weight_bytes = sum(value.nbytes for value in weights.values())
-        room = plugin.room(core, weight_bytes, len(builds))
-        variants = [_Variant(model, adapted=options.max_adapters > 0)]
-        if options.max_adapters:
-            both = plugin.room(core, weight_bytes, 2 * len(builds))
-            if both.free_bytes is not None and 2 * both.weight_bytes <= both.free_bytes:
-                plain = flatten_paged(lowered[-3].model)  # before adapters were added
-                room, variants = both, [_Variant(plain.model, adapted=False), *variants]
+        variants = _variants(lowered, adapted=options.max_adapters > 0)
+        room = plugin.room(core, weight_bytes, len(variants) * len(builds))
+        if len(variants) > 1 and (room.free_bytes or 0) < 2 * room.weight_bytes:
+            variants = variants[-1:]
+            room = plugin.room(core, weight_bytes, len(builds))
         converted = [convert(variant.model, weights) for variant in variants]
         graphs = [
             replace(_compile(core, plugin, one.model, build), adapted=variant.adapted)
@@ -152,12 +153,27 @@ class OpenVinoProvider:
         except Exception as error:  # OpenVINO's own classes derive from Exception alone
             doing = f"making a KV cache of {pool.num_blocks * pool.block_bytes} bytes"
             raise device_error(error, doing, capabilities.device) from error
-        adapters = None
-        if options.max_adapters:
-            stacks = AdapterStacks(products, spec, np.dtype(np.float32), tensors_of)
-            adapters = Adapters(spec, options, stacks)
+        adapters = _adapters(products, spec, options) if options.max_adapters else None
         held = [tensor for one in converted for tensor in one.memory]
         return OpenVinoModel(graphs, capabilities, pairs, blocks, held, adapters)
+
+
+def _variants(lowered: Sequence[PassResult], *, adapted: bool) -> list[_Variant]:
+    """The graphs to compile, of which the last one takes every batch.
+
+    Adapters cost time where none is used, so another graph is without them.
+    """
+    last = _Variant(lowered[-1].model, adapted)
+    if not adapted:
+        return [last]
+    before = lowered[-3].model  # adapters are added, and then it is flattened
+    return [_Variant(flatten_paged(before).model, adapted=False), last]
+
+
+def _adapters(products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOptions) -> Adapters:
+    """Empty slots for LoRA adapters."""
+    stacks = AdapterStacks(products, spec, np.dtype(np.float32), tensors_of)
+    return Adapters(spec, options, stacks)
 
 
 def _with_adapters(capabilities: Capabilities, options: LoadOptions) -> Capabilities:
