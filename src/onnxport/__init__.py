@@ -9,10 +9,15 @@ from onnxport.version import __version__
 if TYPE_CHECKING:
     from onnxport.serving.llm import LLM
     from onnxport.serving.params import SamplingParams
+    from onnxport.serving.structured.spec import StructuredOutputs
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
-_LAZY = {"LLM": "onnxport.serving.llm", "SamplingParams": "onnxport.serving.params"}
+_LAZY = {
+    "LLM": "onnxport.serving.llm",
+    "SamplingParams": "onnxport.serving.params",
+    "StructuredOutputs": "onnxport.serving.structured.spec",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,43 @@
+"""The page about structured output says what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from onnxport.serving.structured.compiler import CompileLimits
+from onnxport.serving.structured.schema import (
+    ANNOTATIONS,
+    ENFORCED,
+    FORMATS,
+    MAX_MULTIPLE,
+    ROOT_ONLY,
+)
+from onnxport.serving.structured.spec import MAX_CHARS, MAX_CHOICES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "structured_output.md").read_text()
+
+
+def listed(heading: str) -> list[str]:
+    """Return the names in the paragraph after a heading."""
+    [paragraph] = re.findall(rf"^{heading}.*:\n((?:.+\n)+)", PAGE, re.MULTILINE)
+    return re.findall(r"`([^`]+)`", paragraph)
+
+
+def test_keywords_and_formats() -> None:
+    assert listed("Enforced") == list(ENFORCED)
+    assert listed("Formats") == list(FORMATS)
+    assert listed("Annotations") == [*ANNOTATIONS, *ROOT_ONLY]
+
+
+def test_limits() -> None:
+    limits = CompileLimits()
+    for number in (
+        MAX_CHARS,
+        MAX_CHOICES,
+        MAX_MULTIPLE,
+        limits.max_entries,
+        limits.max_cached_chars,
+        limits.timeout_s,
+    ):
+        assert re.search(rf"\b{number}\b", PAGE), number
