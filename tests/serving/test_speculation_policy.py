@@ -35,6 +35,7 @@ def test_costs_are_interpolated_between_measurements() -> None:
     for num_tokens, seconds in [(1, 1.0), (3, 2.0), (9, 5.0)]:
         assert not costs.knows(num_tokens)
         costs.note(num_tokens, 9.0)  # the first may be slow
+        assert not costs.knows(num_tokens)
         costs.note(num_tokens, seconds)
         assert costs.knows(num_tokens)
     found = [costs.seconds(tokens) for tokens in (1, 2, 3, 6, 9, 11)]
