@@ -136,7 +136,9 @@ def test_what_is_refused(lora_server: RunningServer, folders: list[Path], tmp_pa
     assert load(lora_server, "a", folders[0]).status_code == 200
     assert "is loaded already" in refused(load(lora_server, "a", folders[1]), 400)
     assert load(lora_server, "b", folders[1]).status_code == 200
-    assert "all 2 slots" in refused(load(lora_server, "c", folders[2]), 400)
+    full = load(lora_server, "c", folders[2])
+    assert "all 2 slots" in refused(full, 400)
+    assert full.json()["error"]["code"] is None  # not that of a context that is too long
     assert "lora_name" in refused(post(lora_server, "load_lora_adapter", lora_path="x"), 400)
     assert "lora_path" in refused(post(lora_server, "load_lora_adapter", lora_name="x"), 400)
     assert "lora_name" in refused(unload(lora_server, ""), 400)
