@@ -6,9 +6,11 @@ WEBGPU_VENV ?= .venv-webgpu
 WEBGPU_BIN := $(WEBGPU_VENV)/bin
 PLUGIN_VENV ?= .venv-webgpu-plugin
 CONFORMANCE := build/conformance
+BENCH_FOLDER ?= build/bench
+BENCH_OPTIONS ?=
 SOURCES := exporter graphs kv providers serving src
 
-.PHONY: demo test fast lint types dev clean artifacts webgpu webgpu-native openvino-gpu
+.PHONY: demo test fast lint types dev clean artifacts webgpu webgpu-native openvino-gpu bench
 
 demo: $(VENV)/demo-installed  ## export the bundled checkpoint, check it, serve it, ask it one thing
 	$(BIN)/python scripts/demo.py
@@ -27,6 +29,9 @@ webgpu-native: $(PLUGIN_VENV)/installed artifacts  ## likewise with 16-bit float
 
 openvino-gpu: $(VENV)/test-installed  ## what Intel's GPU plugin compiles; see scripts/intel_driver.sh
 	scripts/intel_driver.sh $(BIN)/pytest tests/providers/test_openvino_gpu.py
+
+bench: $(VENV)/test-installed  ## every peer, its environment included; see docs/benchmarks.md
+	$(BIN)/python -m benchmarks.run_all $(BENCH_FOLDER) --install $(BENCH_OPTIONS)
 
 fast: dev  ## what to run while working: no install step after the first, under three minutes
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

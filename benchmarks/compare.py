@@ -4,7 +4,8 @@
         --a "python -m benchmarks.run_onnxport ARTIFACT --workloads W1,W2" \
         --b "PEER_PYTHON -m benchmarks.peers.openvino_genai MODEL_IR --workloads W1,W2"
 
-Each round starts both afresh, so that a change of the machine's mood hits both.
+Each round starts both afresh, so that a change of the machine's mood hits both. For all peers and
+workloads at once there is `benchmarks.run_all`; this is for two variants of one of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import shlex
 import statistics
 import subprocess
+import sys
 from collections import defaultdict
 
 Figures = dict[tuple[str, str], list[float]]  # (workload, figure) -> one value a run
@@ -26,6 +28,9 @@ def collect(command: str, into: Figures) -> None:
         if line.startswith("{"):
             values = json.loads(line)
             workload = values.pop("workload")
+            if "skipped" in values:
+                print(f"{workload} is skipped: {values['skipped']}", file=sys.stderr)
+                continue
             for figure, value in values.items():
                 into[workload, figure].append(value)
 

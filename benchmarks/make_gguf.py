@@ -1,0 +1,125 @@
+"""Turn a checkpoint of the Qwen2 or Llama shape into a GGUF file, for llama.cpp as a peer.
+
+    PEER_PYTHON -m benchmarks.make_gguf CHECKPOINT MODEL.gguf --head q8_0
+
+It needs the `gguf` package from PyPI. Matrices become Q4_0; embedding and head Q8_0, like those of
+an onnxport artifact in int4, or Q4_0 if asked for. There is no tokenizer in it: the workloads are
+token ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+TYPES = {
+    "q4_0": gguf.GGMLQuantizationType.Q4_0,
+    "q8_0": gguf.GGMLQuantizationType.Q8_0,
+    "f16": gguf.GGMLQuantizationType.F16,
+}
+NAMES = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    **{
+        f"self_attn.{name}_proj.{kind}": f"attn_{name}.{kind}"
+        for name in "qkv"
+        for kind in ("weight", "bias")
+    },
+}
+WHOLE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+HEADS = {"token_embd.weight", "output.weight"}
+
+
+def tensors(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """Yield the tensors of a safetensors file in bfloat16, as float32."""
+    mapped = np.memmap(path, np.uint8, "r")
+    (length,) = struct.unpack("<Q", mapped[:8].tobytes())
+    header = json.loads(mapped[8 : 8 + length].tobytes())
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if entry["dtype"] != "BF16":
+            raise SystemExit(f"{name} is {entry['dtype']}; make_checkpoint.py writes BF16")
+        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        bits = mapped[start:end].view("<u2").astype(np.uint32) << 16
+        yield name, bits.view(np.float32).reshape(entry["shape"])
+
+
+def gguf_name(name: str) -> str:
+    """What llama.cpp calls a tensor."""
+    if name in WHOLE:
+        return WHOLE[name]
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}"
+
+
+def rotated(name: str, values: NDArray[np.float32], config: dict[str, Any]) -> NDArray[np.float32]:
+    """Reorder the rows of Llama's queries and keys: llama.cpp rotates neighbours, not halves."""
+    kind = name.rpartition("self_attn.")[2].partition("_proj")[0]
+    if config["model_type"] != "llama" or kind not in ("q", "k"):
+        return values
+    heads = config["num_attention_heads" if kind == "q" else "num_key_value_heads"]
+    split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return split.swapaxes(1, 2).reshape(values.shape)
+
+
+def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Write what llama.cpp wants to know of the model."""
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--matrices", choices=TYPES, default="q4_0")
+    parser.add_argument("--head", choices=TYPES, default="q8_0")
+    arguments = parser.parse_args()
+    config = json.loads((arguments.checkpoint / "config.json").read_text())
+    if config["model_type"] not in ("qwen2", "llama"):
+        raise SystemExit(f"{config['model_type']} is not supported; qwen2 and llama are")
+    writer = gguf.GGUFWriter(arguments.output, config["model_type"])
+    add_config(writer, config)
+    for path in sorted(arguments.checkpoint.glob("*.safetensors")):
+        for name, values in tensors(path):
+            target = gguf_name(name)
+            if values.ndim == 1:
+                writer.add_tensor(target, values)
+                continue
+            kind = TYPES[arguments.head if target in HEADS else arguments.matrices]
+            packed = gguf.quants.quantize(rotated(name, values, config), kind)
+            writer.add_tensor(target, packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Runs that belong together, kept in a file, so that an interrupted comparison goes on later.
+
+A pair is onnxport and one peer on one group of workloads in one round, each in a process of its
+own, one right after the other. Only a whole pair counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+OURS = "onnxport"
+ROOT = Path(__file__).parents[1]
+FAILED_LINES = 3
+FOLDERS = re.compile(r"(?<![\w.])/(?:[^\s/:'\"]+/)+")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What is compared once."""
+
+    round: int  # from 0
+    peer: str
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One side of a pair."""
+
+    pair: Pair
+    side: str  # OURS, or the peer
+    workloads: tuple[str, ...]
+    figures: Mapping[str, Mapping[str, float]]  # by workload, "cold" among them
+    skipped: Mapping[str, str] = field(default_factory=dict)  # workload -> why
+    failed: str | None = None  # why it ended early
+
+    def line(self) -> str:
+        """As it is kept."""
+        pair = {"round": self.pair.round, "peer": self.pair.peer, "group": self.pair.group}
+        own = {"side": self.side, "workloads": self.workloads, "figures": self.figures}
+        return json.dumps(pair | own | {"skipped": self.skipped, "failed": self.failed})
+
+    @classmethod
+    def read(cls, line: str) -> Run:
+        """Read what `line` wrote."""
+        found: dict[str, Any] = json.loads(line)
+        pair = Pair(found.pop("round"), found.pop("peer"), found.pop("group"))
+        return cls(pair, found.pop("side"), tuple(found.pop("workloads")), **found)
+
+
+class Store:
+    """The runs so far, one a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.runs = [Run.read(line) for line in lines if line]
+
+    def whole(self, pair: Pair, workloads: Sequence[str], *, retry: bool) -> bool:
+        """Whether both sides of a pair are there, for all these workloads.
+
+        Args:
+            pair: which.
+            workloads: that they have to have run.
+            retry: a run that failed does not count.
+        """
+        sides = {
+            run.side
+            for run in self.runs
+            if run.pair == pair
+            and set(workloads) <= set(run.workloads)
+            and not (retry and run.failed)
+        }
+        return sides == {OURS, pair.peer}
+
+    def replace(self, pair: Pair, runs: Sequence[Run]) -> None:
+        """Keep the runs of a pair instead of older ones."""
+        self.runs = [run for run in self.runs if run.pair != pair] + list(runs)
+        partial = self._path.with_suffix(".partial")
+        partial.write_text("".join(run.line() + "\n" for run in self.runs))
+        partial.replace(self._path)
+
+
+def run(
+    pair: Pair, side: str, command: Sequence[str], workloads: Sequence[str], timeout_s: float
+) -> Run:
+    """Start a runner afresh and read what it prints; what it printed before a failure stays."""
+    given = [*command, "--workloads", ",".join(workloads)]
+    failed: str | None = None
+    try:
+        done = subprocess.run(
+            given, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT
+        )
+        out = done.stdout
+        if done.returncode:
+            last = [line for line in done.stderr.splitlines() if line.strip()][-FAILED_LINES:]
+            failed = FOLDERS.sub("", f"exit code {done.returncode}: {' | '.join(last)}")
+    except subprocess.TimeoutExpired as error:
+        out = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        failed = f"not done within {timeout_s:g} s"
+    figures: dict[str, dict[str, float]] = {}
+    skipped: dict[str, str] = {}
+    for line in out.splitlines():
+        if line.startswith('{"workload"'):
+            found = json.loads(line)
+            workload = found.pop("workload")
+            if "skipped" in found:
+                skipped[workload] = found["skipped"]
+            else:
+                figures[workload] = found
+    return Run(pair, side, tuple(workloads), figures, skipped, failed)

@@ -1,0 +1,66 @@
+"""Measure transformers in bfloat16 (PyTorch on the CPU) on the shared workloads.
+
+    PEER_PYTHON -m benchmarks.peers.transformers_peer CHECKPOINT --workloads W1,W2
+
+It batches statically: prompts are padded on the left to the longest, and the batch decodes until
+its longest answer is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks import runner
+from benchmarks.workloads import Request
+
+
+class Transformers:
+    """A greedy loop over the model."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        torch.set_num_threads(arguments.threads)
+        self._model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
+        self._model.eval()
+
+    @torch.inference_mode()
+    def run(self, requests: Sequence[Request]) -> runner.Times:
+        """See `runner.Runner`."""
+        watch = runner.Stopwatch(len(requests))
+        longest = max(len(request.prompt) for request in requests)
+        pads = [longest - len(request.prompt) for request in requests]
+        ids = torch.tensor(
+            [[0] * pad + request.prompt for pad, request in zip(pads, requests, strict=True)]
+        )
+        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads])
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        cache = None
+        for step in range(max(request.new_tokens for request in requests)):
+            found = self._model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = found.past_key_values
+            ids = found.logits[:, -1:].argmax(-1)
+            mask = torch.cat([mask, torch.ones_like(ids)], 1)
+            positions = positions[:, -1:] + 1
+            for index, request in enumerate(requests):
+                if step < request.new_tokens:
+                    watch.note(index)
+        return watch.times
+
+
+def main() -> None:
+    arguments = runner.parser(__doc__).parse_args()
+    runner.main(arguments, lambda: Transformers(arguments))
+
+
+if __name__ == "__main__":
+    main()

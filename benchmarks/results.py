@@ -1,0 +1,125 @@
+"""Runs as tables: medians, and ratios of the two sides of each pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from benchmarks.pairs import OURS, Run
+
+BEGIN, END = "<!-- benchmarks.run_all begins -->", "<!-- benchmarks.run_all ends -->"
+LESS_IS_BETTER = {"ttft_s", "wall_s", "itl_ms", "itl_p99_ms", "peak_rss_mib", "first_token_s"}
+TITLES = {
+    "decode_tok_s": "decode tok/s",
+    "prefill_tok_s": "prefill tok/s",
+    "output_tok_s": "output tok/s",
+    "itl_ms": "inter-token ms",
+    "ttft_s": "first token s",
+    "wall_s": "wall s",
+    "peak_rss_mib": "peak resident MiB",
+    "first_token_s": "cold start to first token s",
+}
+HEADLINES = {
+    "cold": ("first_token_s", "peak_rss_mib"),
+    "W1": ("decode_tok_s", "prefill_tok_s", "peak_rss_mib"),
+    "W2": ("output_tok_s", "decode_tok_s", "prefill_tok_s", "peak_rss_mib"),
+    "W3": ("output_tok_s", "itl_ms", "peak_rss_mib"),
+    "W4": ("ttft_s", "peak_rss_mib"),
+    "W5": ("wall_s", "ttft_s", "peak_rss_mib"),
+    "S": ("output_tok_s", "itl_ms", "peak_rss_mib"),
+    "C": ("decode_tok_s", "prefill_tok_s", "peak_rss_mib"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One figure of one workload against one peer."""
+
+    workload: str
+    figure: str
+    peer: str
+    ours: tuple[float, ...]  # one a round
+    theirs: tuple[float, ...]
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """How many times better onnxport was, a round; above 1 it was better."""
+        pairs = zip(self.ours, self.theirs, strict=True)
+        if self.figure in LESS_IS_BETTER:
+            return tuple(theirs / ours for ours, theirs in pairs)
+        return tuple(ours / theirs for ours, theirs in pairs)
+
+
+def compare(runs: Sequence[Run]) -> list[Comparison]:
+    """Compare what both sides of pairs have, in the order of the headlines."""
+    found: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    sides = {(run.pair, run.side): run for run in runs}
+    for (pair, side), ours in sides.items():
+        theirs = sides.get((pair, pair.peer))
+        if side != OURS or theirs is None:
+            continue
+        for workload in ours.figures.keys() & theirs.figures.keys():
+            for figure in headlines(workload):
+                values = ours.figures[workload][figure], theirs.figures[workload][figure]
+                found.setdefault((workload, figure, pair.peer), []).append(values)
+    keys = sorted(found, key=lambda key: (_order(key[0]), headlines(key[0]).index(key[1]), key[2]))
+    return [Comparison(*key, *zip(*found[key], strict=True)) for key in keys]
+
+
+def headlines(workload: str) -> tuple[str, ...]:
+    """The figures of a workload that are told."""
+    return HEADLINES.get(workload) or HEADLINES.get(workload[0], ())
+
+
+def _order(workload: str) -> tuple[int, str, int]:
+    if workload == "cold":
+        return 0, "", 0
+    return 1 + "WSC".index(workload[0]), workload[0], int(workload[1:])
+
+
+def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown."""
+    yield "| workload | figure | peer | onnxport | the peer | times better |"
+    yield "|---|---|---|---|---|---|"
+    for one in comparisons:
+        yield (
+            f"| {one.workload} | {TITLES[one.figure]} | {one.peer} | {_spread(one.ours)} "
+            f"| {_spread(one.theirs)} | {_spread(one.ratios, 2)} |"
+        )
+
+
+def _spread(values: Sequence[float], decimals: int | None = None) -> str:
+    """The median and, of several, the range."""
+
+    def text(value: float) -> str:
+        return f"{value:.4g}" if decimals is None else f"{value:.{decimals}f}"
+
+    span = f" ({text(min(values))}–{text(max(values))})" if len(values) > 1 else ""
+    return text(median(values)) + span
+
+
+def gaps(runs: Iterable[Run]) -> Iterator[str]:
+    """Yield what did not run, and why, each once."""
+    told = set()
+    for run in runs:
+        found = [f"{run.side} skips {name}: {why}" for name, why in run.skipped.items()]
+        if run.failed:
+            found.append(f"{run.side} on {', '.join(run.workloads)}: {run.failed}")
+        for text in found:
+            if text not in told:
+                told.add(text)
+                yield f"- {text}"
+
+
+def write_section(path: Path, lines: Iterable[str]) -> None:
+    """Put lines between the marks in a file, or at its end where there are no marks yet."""
+    text = path.read_text() if path.exists() else "# Results\n"
+    section = "\n".join([BEGIN, "", *lines, "", END])
+    if BEGIN in text and END in text:
+        before, _, rest = text.partition(BEGIN)
+        text = before + section + rest.partition(END)[2]
+    else:
+        text = text.rstrip("\n") + "\n\n" + section + "\n"
+    path.write_text(text)

@@ -1,0 +1,255 @@
+"""Compare onnxport with every peer that is installed: make the models, run, write the results.
+
+    python -m benchmarks.run_all /tmp/bench --install          # peers get environments of their own
+    python -m benchmarks.run_all /tmp/bench --quick            # what is there, once
+
+The folder keeps checkpoint, models, environments (venvs/PEER), logs, results.jsonl. Started again,
+it goes on where it was interrupted; with more rounds it adds them. In every round each peer has a
+turn on each group of workloads, and onnxport one right before it: A B, A C, A B, A C.
+
+It writes a section of benchmarks/RESULTS.md and benchmarks/plots/*.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from benchmarks import pairs, results
+from benchmarks.curves import draw
+from benchmarks.make_checkpoint import SHAPES
+from benchmarks.pairs import OURS, Pair, Store
+from benchmarks.peers.registry import CHECKPOINT, PEERS, Command, Peer
+from benchmarks.workloads import CONTEXTS, HIGHEST_ID, STREAMS, WORKLOADS
+from onnxport.serving.verify.machine import Machine, this_machine
+from onnxport.version import __version__
+
+HERE = Path(__file__).parent
+GIB = 1024**3
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "core": ("W1", "W2", "W3", "W4", "W5"),
+    "streams": tuple(f"S{n}" for n in STREAMS),
+    "contexts": tuple(f"C{n}" for n in CONTEXTS),
+}
+QUICK = {"W1", "W2", "W3", "W4", "W5", "S1", "S8", "S32", "C128", "C2048", "C8192"}
+DEFAULT_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One that is measured."""
+
+    name: str
+    python: Path
+    runner: str
+    model: Path
+
+    def command(self, arguments: argparse.Namespace) -> Command:
+        """How it is run, but for the workloads."""
+        command = [str(self.python), "-m", self.runner, str(self.model)]
+        command += ["--threads", str(arguments.threads)]
+        if arguments.highest_id != HIGHEST_ID:
+            command += ["--highest-id", str(arguments.highest_id)]
+        return command
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="for all that is large")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
+    parser.add_argument("--peers", default=",".join(PEERS), help="names with commas (all)")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PYTHON",
+        help="the Python of a peer's environment (FOLDER/venvs/NAME/bin/python)",
+    )
+    parser.add_argument("--install", action="store_true", help="make the environments not there")
+    parser.add_argument(
+        "--workloads", default=",".join(GROUPS), help="groups or names with commas (all groups)"
+    )
+    parser.add_argument("--rounds", type=int, help=f"({DEFAULT_ROUNDS}; 1 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="one round, fewer points")
+    parser.add_argument("--threads", type=int, help="compute threads (the physical cores)")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="of one process, s (3600)")
+    parser.add_argument("--retry", action="store_true", help="run again what failed before")
+    parser.add_argument("--results", type=Path, default=HERE / "RESULTS.md")
+    parser.add_argument("--highest-id", type=int, default=HIGHEST_ID, help=argparse.SUPPRESS)
+    return parser
+
+
+def groups(given: str, quick: bool) -> dict[str, list[str]]:
+    """The workloads that were asked for, by group."""
+    names: list[str] = []
+    for one in given.split(","):
+        names += GROUPS.get(one, (one,))
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        allowed = f"{', '.join(GROUPS)}, {', '.join(WORKLOADS)}"
+        sys.exit(f"no such workloads: {', '.join(unknown)}; there are {allowed}")
+    wanted = [name for name in names if not quick or name in QUICK]
+    found = {group: [n for n in wanted if n[0] == own[0][0]] for group, own in GROUPS.items()}
+    return {group: own for group, own in found.items() if own}
+
+
+def pythons(arguments: argparse.Namespace) -> dict[str, Path]:
+    """The Python of each peer, there or not."""
+    given = {}
+    for text in arguments.peer:
+        name, found, python = text.partition("=")
+        if name not in PEERS or not found:
+            sys.exit(f"--peer {text}: give NAME=PYTHON; names are {', '.join(PEERS)}")
+        given[name] = Path(python)
+    venvs = arguments.folder / "venvs"
+    return {name: given.get(name, venvs / name / "bin" / "python") for name in PEERS}
+
+
+def install(peer: Peer, python: Path, log: Path) -> None:
+    """Make an environment and install the peer there."""
+    if not python.exists():
+        call([sys.executable, "-m", "venv", str(python.parent.parent)], log)
+    call([str(python), "-m", "pip", "install", "--quiet", *peer.requirements], log)
+
+
+def call(command: Sequence[str], log: Path) -> None:
+    """Run a command that has to succeed, and say so; what it says goes to the end of `log`."""
+    print(f"$ {shlex.join(command)}", flush=True)
+    with log.open("a") as file:
+        subprocess.run(command, check=True, cwd=pairs.ROOT, stdout=file, stderr=file)
+
+
+def make(path: Path, command: Callable[[Path], Command], log: Path) -> None:
+    """Make what is not there, under another name until it is whole."""
+    if path.exists():
+        return
+    unfinished = path.with_name(path.name + ".partial")
+    if unfinished.is_dir():
+        shutil.rmtree(unfinished)
+    unfinished.unlink(missing_ok=True)
+    call(command(unfinished), log)
+    unfinished.rename(path)
+
+
+def ours(arguments: argparse.Namespace) -> Side:
+    """Make checkpoint and artifact, if they are not there."""
+    checkpoint, artifact = arguments.folder / CHECKPOINT, arguments.folder / "artifact"
+    python, log = [sys.executable, "-m"], arguments.folder / "logs" / "onnxport.log"
+    shape = ["--shape", arguments.shape]
+    make(checkpoint, lambda to: [*python, "benchmarks.make_checkpoint", str(to), *shape], log)
+    make(artifact, lambda to: [*python, "onnxport", "export", str(checkpoint), str(to)], log)
+    return Side(OURS, Path(sys.executable), "benchmarks.run_onnxport", artifact)
+
+
+def peers(arguments: argparse.Namespace) -> Iterator[tuple[Side, str]]:
+    """Yield the peers that can run, with a line that describes each; say why others cannot."""
+    wanted = arguments.peers.split(",")
+    if unknown := [name for name in wanted if name not in PEERS]:
+        sys.exit(f"no such peers: {', '.join(unknown)}; there are {', '.join(PEERS)}")
+    found = pythons(arguments)
+    for name in wanted:
+        peer, python = PEERS[name], found[name]
+        log = arguments.folder / "logs" / f"{name}.log"
+        try:
+            if arguments.install and peer.why_missing(python):
+                install(peer, python, log)
+            if why := peer.why_missing(python):
+                print(f"{name} is left out: {why}", flush=True)
+                continue
+            model = arguments.folder / peer.model
+            if peer.make is not None:
+                make(model, partial(peer.make, python, arguments.folder / CHECKPOINT), log)
+        except subprocess.CalledProcessError as error:
+            print(f"{name} is left out: {error}; see {log}", flush=True)
+            continue
+        yield Side(name, python, peer.runner, model), f"{peer.versions(python)}: {peer.weights}"
+
+
+def measure(
+    arguments: argparse.Namespace, store: Store, side: Side, others: Sequence[Side]
+) -> None:
+    """Run every pair that is not there yet."""
+    wanted = groups(arguments.workloads, arguments.quick)
+    for number in range(arguments.rounds):
+        for group, workloads in wanted.items():
+            for other in others:
+                pair = Pair(number, other.name, group)
+                if store.whole(pair, workloads, retry=arguments.retry):
+                    continue
+                print(f"round {number + 1}, {group}: {OURS}, {other.name}", flush=True)
+                done = [
+                    pairs.run(pair, one.name, one.command(arguments), workloads, arguments.timeout)
+                    for one in (side, other)
+                ]
+                for one in done:
+                    if one.failed:
+                        print(f"  {one.side} failed: {one.failed}", flush=True)
+                store.replace(pair, done)
+
+
+def told(arguments: argparse.Namespace) -> list[str]:
+    """The options that decide what was measured; environments and folders are not among them."""
+    names = ("shape", "peers", "workloads", "rounds", "threads")
+    words = [text for name in names for text in (f"--{name}", str(getattr(arguments, name)))]
+    return [*words, *(["--quick"] if arguments.quick else [])]
+
+
+def report(
+    arguments: argparse.Namespace, store: Store, machine: Machine, about: Mapping[str, str]
+) -> None:
+    """Print the ratios; write them and the plots."""
+    comparisons = results.compare(store.runs)
+    table = list(results.table(comparisons))
+    print("\n".join(table))
+    plots = draw(store.runs, arguments.results.parent / "plots")
+    date = datetime.now(UTC).date().isoformat()
+    lines = [
+        f"## {arguments.shape}'s shape, random weights, against every peer",
+        "",
+        f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / GIB:.1f} GiB, "
+        f"{machine.system}; {arguments.threads} threads; {date}. Medians of the rounds, with their "
+        "range; of the ratios too, each within one pair of runs. Above 1 onnxport was better.",
+        "",
+        f"    python -m benchmarks.run_all FOLDER {shlex.join(told(arguments))}",
+        "",
+        *(f"- {name}: {text}" for name, text in about.items()),
+        "",
+        *table,
+        "",
+        *(f"![{plot.stem}](plots/{plot.name})" for plot in plots),
+    ]
+    if missing := list(results.gaps(store.runs)):
+        lines += ["", "What did not run:", "", *missing]
+    results.write_section(arguments.results, lines)
+    print(f"Wrote {arguments.results}.")
+
+
+def main() -> None:
+    arguments = options().parse_args()
+    machine = this_machine()
+    arguments.threads = arguments.threads or machine.cores
+    arguments.rounds = arguments.rounds or (1 if arguments.quick else DEFAULT_ROUNDS)
+    arguments.folder = arguments.folder.resolve()
+    (arguments.folder / "logs").mkdir(parents=True, exist_ok=True)
+    side = ours(arguments)
+    found = list(peers(arguments))
+    if not found:
+        sys.exit("there is nobody to compare with; see --install and --peer")
+    store = Store(arguments.folder / "results.jsonl")
+    measure(arguments, store, side, [other for other, _ in found])
+    about = {OURS: f"{__version__}, int4 in groups of 128, head and embedding int8"}
+    about |= {other.name: text for other, text in found}
+    report(arguments, store, machine, about)
+
+
+if __name__ == "__main__":
+    main()

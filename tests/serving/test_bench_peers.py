@@ -1,0 +1,241 @@
+"""What benchmarks/ makes of runs: workloads, figures, pairs, tables, curves. Nothing is timed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compare, curves, pairs, results, run_all, runner
+from benchmarks.pairs import OURS, Pair, Run, Store
+from benchmarks.peers.registry import PEERS
+from benchmarks.workloads import WORKLOADS, Request, Workload, seed_of, summary
+
+ROOT = Path(__file__).parents[2]
+PAIR = Pair(0, "peer", "core")
+
+
+def figures(value: float) -> dict[str, float]:
+    return dict.fromkeys(results.TITLES, value)
+
+
+def both(number: int, ours: float, theirs: float, workload: str = "W1") -> list[Run]:
+    pair = Pair(number, "peer", "core")
+    return [
+        Run(pair, side, (workload,), {workload: figures(value)})
+        for side, value in ((OURS, ours), ("peer", theirs))
+    ]
+
+
+# Workloads.
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_workload_is_as_it_says(name: str) -> None:
+    workload = WORKLOADS[name]
+    requests = workload.requests(seed_of(name, 0))
+    assert len(requests) == workload.streams
+    shared = {tuple(request.prompt[: workload.shared_tokens]) for request in requests}
+    assert len(shared) == 1
+    ends = {tuple(request.prompt[workload.shared_tokens :]) for request in requests}
+    assert len(ends) == workload.streams
+    for request in requests:
+        low, high = (
+            workload.prompt_tokens
+            if isinstance(workload.prompt_tokens, tuple)
+            else (workload.prompt_tokens,) * 2
+        )
+        assert low <= len(request.prompt) <= high
+    assert requests == workload.requests(seed_of(name, 0))
+    assert requests[0].prompt != workload.requests(seed_of(name, 1))[0].prompt
+
+
+def test_ragged_lengths_fill_their_ranges() -> None:
+    requests = WORKLOADS["W3"].requests(0)
+    lengths = [len(request.prompt) for request in requests]
+    answers = [request.new_tokens for request in requests]
+    assert min(lengths) < 96 < 448 < max(lengths)
+    assert min(answers) < 48 < 224 < max(answers)
+
+
+def test_ids_below_a_small_vocabulary() -> None:
+    [request] = Workload(1, 500, 1).requests(0, highest_id=9)
+    assert max(request.prompt) == 9
+
+
+def test_the_summary() -> None:
+    requests = [Request([1] * 10, 3), Request([1] * 20, 2)]
+    found = summary(requests, [[1.0, 2.0, 5.0], [2.0, 4.0]])
+    assert found["prefill_tok_s"] == 30 / 2.0
+    assert found["decode_tok_s"] == 3 / 3.0
+    assert found["output_tok_s"] == 5 / 5.0
+    assert (found["ttft_s"], found["wall_s"]) == (2.0, 5.0)
+    assert found["itl_ms"] == 2000.0
+    assert found["itl_p99_ms"] == pytest.approx(2980.0)
+    with pytest.raises(AssertionError, match="asked for"):
+        summary(requests, [[1.0, 2.0], [2.0, 4.0]])
+
+
+def test_cache_and_length_suffice() -> None:
+    arguments = runner.parser(None).parse_args(["m", "--workloads", "W3,C512", "--repeat", "3"])
+    for repetition in range(3):
+        requests = WORKLOADS["W3"].requests(seed_of("W3", repetition))
+        assert runner.cache_tokens(arguments, 32) >= sum(one.total_tokens for one in requests)
+        assert runner.longest(arguments) >= max(one.total_tokens for one in requests)
+    assert runner.longest(arguments) == 512 + 256
+
+
+def test_groups() -> None:
+    found = run_all.groups("core,S1,contexts", quick=False)
+    assert list(found) == ["core", "streams", "contexts"]
+    assert found["streams"] == ["S1"]
+    assert run_all.groups("streams", quick=True) == {"streams": ["S1", "S8", "S32"]}
+    assert set(run_all.GROUPS["core"]) < set(WORKLOADS)
+    with pytest.raises(SystemExit, match="no such workloads: W9"):
+        run_all.groups("W9", quick=False)
+
+
+# Pairs.
+
+
+def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    store = Store(path)
+    assert not store.whole(PAIR, ["W1"], retry=False)
+    store.replace(PAIR, both(0, 2.0, 1.0))
+    again = Store(path)
+    assert again.runs == store.runs
+    assert again.whole(PAIR, ["W1"], retry=False)
+    assert not again.whole(PAIR, ["W1", "W2"], retry=False)
+    assert not again.whole(Pair(1, "peer", "core"), ["W1"], retry=False)
+    again.replace(PAIR, both(0, 3.0, 1.0))
+    assert [run.figures["W1"]["wall_s"] for run in Store(path).runs] == [3.0, 1.0]
+    again.replace(PAIR, both(0, 3.0, 1.0)[:1])
+    assert not again.whole(PAIR, ["W1"], retry=False)
+
+
+def test_a_failed_run_counts_unless_it_is_to_be_tried_again(tmp_path: Path) -> None:
+    store = Store(tmp_path / "results.jsonl")
+    store.replace(PAIR, [both(0, 1, 1)[0], Run(PAIR, "peer", ("W1",), {}, failed="killed")])
+    assert store.whole(PAIR, ["W1"], retry=False)
+    assert not store.whole(PAIR, ["W1"], retry=True)
+
+
+def script(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_a_run_that_fails_keeps_what_it_printed() -> None:
+    line = json.dumps({"workload": "W1", "wall_s": 1.0})
+    skip = json.dumps({"workload": "W3", "skipped": "no"})
+    code = f"print({line!r}); print('noise'); print({skip!r}); open('/no/such/folder/file')"
+    found = pairs.run(PAIR, "peer", script(code), ["W1", "W2", "W3"], 60)
+    assert found.figures == {"W1": {"wall_s": 1.0}}
+    assert found.skipped == {"W3": "no"}
+    assert found.failed is not None
+    assert found.failed.startswith("exit code 1: ")
+    assert "'file'" in found.failed
+    assert "/no/such" not in found.failed
+
+
+def test_a_run_that_does_not_end() -> None:
+    line = json.dumps({"workload": "W1", "wall_s": 1.0})
+    code = f"import time; print({line!r}, flush=True); time.sleep(60)"
+    found = pairs.run(PAIR, "peer", script(code), ["W1"], 2)
+    assert found.failed == "not done within 2 s"
+    assert found.figures == {"W1": {"wall_s": 1.0}}
+
+
+# Tables and curves.
+
+
+def test_ratios_are_of_pairs_and_above_1_where_onnxport_is_better() -> None:
+    found = results.compare([*both(0, 2.0, 1.0), *both(1, 9.0, 3.0), *both(2, 4.0, 4.0)])
+    by_figure = {one.figure: one for one in found}
+    assert set(by_figure) == set(results.HEADLINES["W1"])
+    decode = by_figure["decode_tok_s"]
+    assert (decode.ours, decode.theirs) == ((2.0, 9.0, 4.0), (1.0, 3.0, 4.0))
+    assert decode.ratios == (2.0, 3.0, 1.0)
+    assert by_figure["peak_rss_mib"].ratios == (0.5, 1 / 3, 1.0)
+    text = "\n".join(results.table(found))
+    assert "| W1 | decode tok/s | peer | 4 (2–9) | 3 (1–4) | 2.00 (1.00–3.00) |" in text
+
+
+def test_what_one_side_lacks_is_not_compared() -> None:
+    ours, theirs = both(0, 2.0, 1.0)
+    assert results.compare([ours]) == results.compare([theirs]) == []
+    other = Run(PAIR, "peer", ("W1",), {"W2": figures(1.0)})
+    assert results.compare([ours, other]) == []
+
+
+def test_tables_are_in_order() -> None:
+    names = ["C128", "S64", "W2", "cold", "S8", "W1", "C16384"]
+    runs = [run for n, name in enumerate(names) for run in both(n, 1.0, 1.0, name)]
+    found = list(dict.fromkeys(one.workload for one in results.compare(runs)))
+    assert found == ["cold", "W1", "W2", "S8", "S64", "C128", "C16384"]
+
+
+def test_gaps_are_told_once() -> None:
+    failed = Run(PAIR, "peer", ("W1", "W2"), {}, {"W3": "ragged"}, "killed")
+    assert list(results.gaps([failed, failed, *both(0, 1, 1)])) == [
+        "- peer skips W3: ragged",
+        "- peer on W1, W2: killed",
+    ]
+
+
+def test_the_section_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:
+    path = tmp_path / "RESULTS.md"
+    path.write_text("# Results\n\nBy hand.\n")
+    results.write_section(path, ["first"])
+    path.write_text(path.read_text() + "\nAfter.\n")
+    results.write_section(path, ["second"])
+    text = path.read_text()
+    assert "first" not in text
+    assert text.index("By hand.") < text.index("second") < text.index("After.")
+    assert text.count(results.BEGIN) == text.count(results.END) == 1
+
+
+def test_curves(tmp_path: Path) -> None:
+    runs = [*both(0, 2.0, 1.0, "S8"), *both(1, 4.0, 1.0, "S8"), *both(2, 5.0, 1.0, "S1")]
+    streams = curves.FIGURES[0]
+    found = curves.points(runs, streams, "output_tok_s")
+    assert found == {OURS: {1: 5.0, 8: 3.0}, "peer": {1: 1.0, 8: 1.0}}
+    assert list(found[OURS]) == [1, 8]
+    [path] = curves.draw(runs, tmp_path)
+    assert path.name == "streams.svg"
+    assert path.read_text().count("inter-token ms") == 1
+    assert curves.draw(both(0, 1, 1, "W1"), tmp_path) == []
+
+
+# Peers, and the runner of our own.
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_peer_has_a_runner_and_a_line_why_it_is_missing(name: str, tmp_path: Path) -> None:
+    peer = PEERS[name]
+    assert (ROOT / (peer.runner.replace(".", "/") + ".py")).is_file()
+    assert peer.why_missing(tmp_path / "bin" / "python") == "no environment for it"
+
+
+def test_our_runner(tmp_path: Path) -> None:
+    checkpoint, artifact = tmp_path / "checkpoint", tmp_path / "artifact"
+    for command in (
+        ["benchmarks.make_checkpoint", str(checkpoint), "--shape", "tiny"],
+        ["onnxport", "export", str(checkpoint), str(artifact)],
+    ):
+        subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=True, capture_output=True)
+    command = [sys.executable, "-m", "benchmarks.run_onnxport", str(artifact)]
+    options = ["--threads", "1", "--highest-id", "500", "--repeat", "2"]
+    found = pairs.run(PAIR, OURS, [*command, *options], ["S2", "W5"], 120)
+    assert found.failed is None
+    assert set(found.figures) == {"cold", "S2", "W5"}
+    assert set(found.figures["cold"]) == {"first_token_s", "peak_rss_mib"}
+    assert set(results.headlines("S2")) < set(found.figures["S2"])
+    assert found.figures["W5"]["peak_rss_mib"] > 10
+    into: compare.Figures = defaultdict(list)
+    compare.collect(" ".join([*command, *options, "--workloads", "S1"]), into)
+    assert len(into["S1", "wall_s"]) == 2
