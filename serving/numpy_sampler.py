@@ -121,7 +121,7 @@ def row_logprobs(logits: Floats, token_id: int, count: int) -> RowLogprobs:
     """Return the log probabilities of one row, float32 [vocab]; see `sampler.logprobs`."""
     maximum = logits.max()
     if not np.isfinite(maximum):
-        raise FloatingPointError("the logits are not finite numbers")
+        raise FloatingPointError("the model's logits are not finite numbers")
     weights = logits - maximum
     log_sum = float(maximum) + float(np.log(np.exp(weights, out=weights).sum()))
     value = logits[token_id]

@@ -24,7 +24,6 @@ __all__ = [
     "RowLogprobs",
     "Sampled",
     "logprobs",
-    "row_logprobs",
     "sample",
     "sample_greedy",
     "uniform",
@@ -94,8 +93,3 @@ def logprobs(logits: Floats, token_ids: Sequence[int], counts: Sequence[int]) ->
         FloatingPointError: a row has NaN or no finite maximum.
     """
     return (native_sampler() or numpy_sampler).logprobs(logits, token_ids, counts)
-
-
-def row_logprobs(logits: Floats, token_id: int, count: int) -> RowLogprobs:
-    """Return the log probabilities of one row, float32 [vocab]; see `logprobs`."""
-    return logprobs(logits[None], [token_id], [count])[0]

@@ -241,14 +241,11 @@ def score_prompts(
                 min(past + plan.num_new[row] + 1, request.num_prompt_tokens),
             )
             first = start + following.start - 1 - past
-            entries = logprobs(
+            scores = logprobs(
                 logits[first : first + len(following)],
                 [request.tokens[index] for index in following],
                 [request.params.prompt_logprobs] * len(following),
             )
-            scores = [one for one in entries if one is not None]
-            if len(scores) < len(entries):
-                raise FloatingPointError(NOT_FINITE)
             found.append((request, scores))
         start += plan.num_logits[row]
     return found

@@ -105,7 +105,9 @@ class NativeSampler:
         requests["num_top"] = np.minimum(counts, logits.shape[1])
         tops = self._run(logits, requests)
         if invalid := _invalid(requests):
-            raise FloatingPointError(f"the logits of row {invalid[0]} are not finite numbers")
+            raise FloatingPointError(
+                f"the model's logits of row {invalid[0]} are not finite numbers"
+            )
         return [_row_logprobs(request, *tops) for request in requests]
 
     def _run(self, logits: Floats, requests: Requests) -> tuple[NDArray[np.int64], NDArray[Any]]:

@@ -201,6 +201,66 @@ def test_many_candidates_that_a_sample_is_taken_of(
     assert {*native().sample(logits[None], [row]).token_ids} <= choice
 
 
+@pytest.mark.parametrize("others", [-2.0, 2.0])
+@pytest.mark.parametrize("top_p", [0.2, 0.6, 0.95, 1.0])
+def test_a_sample_that_deceives_is_not_trusted(others: float, top_p: float) -> None:
+    """What is sampled, 16 of 256 values, differs from all the others."""
+    logits = np.random.default_rng(3).normal(0, 1, 40_960).astype(np.float32)
+    logits[np.arange(40_960) % 256 >= 16] += others
+    row = RowParams(1.0, None, top_p, min_p=1e-9)
+    for number in (0.0, 0.05, 0.4, 0.6, 0.9, 0.999):
+        row = replace(row, uniform=number, min_p=row.min_p if top_p == 1.0 else 0.0)
+        assert {*native().sample(logits[None], [row]).token_ids} <= quickly(logits, row)
+
+
+def test_tokens_beyond_the_first_look_are_part_of_the_nucleus() -> None:
+    """5000 tokens of a probability of exp(-11) each have 8 % together."""
+    logits = np.full((1, 5001), -11.0, np.float32)
+    logits[0, 700] = 0.0
+    for top_p, kept in ((0.9, False), (0.99, True)):
+        row = RowParams(1.0, None, top_p, 0.97)
+        token = native().sample(logits, [row]).token_ids[0]
+        assert (token != 700) == kept
+        assert token in quickly(logits[0], row)
+
+
+@pytest.mark.parametrize("count", [4, 400, 40_000])
+def test_a_token_is_left_out_once_those_before_it_have_reached_top_p(count: int) -> None:
+    logits = np.zeros((1, count), np.float32)
+    last = RowParams(1.0, None, 0.5, 1 - 2**-53)
+    for sampler in (native(), numpy_sampler):
+        assert sampler.sample(logits, [last]).token_ids == [count // 2 - 1]
+
+
+def seen(token_id: int, count: float, **penalties: float) -> RowEdits:
+    return RowEdits(seen=np.array([token_id]), counts=np.array([count], np.float32), **penalties)
+
+
+@pytest.mark.parametrize(
+    ("edits", "token"),
+    [
+        (RowEdits(), 0),
+        (RowEdits(bias_ids=np.array([2]), bias=np.array([3.5], np.float32)), 2),
+        (RowEdits(banned=np.array([0, 1, 0])), 2),
+        (RowEdits(allowed=np.array([1, 3])), 1),
+        (seen(0, 0.0, presence=1.5), 0),  # of the prompt alone
+        (seen(0, 1.0, presence=1.5), 1),
+        (seen(0, 0.0, frequency=0.6), 0),
+        (seen(0, 1.0, frequency=0.6), 0),
+        (seen(0, 2.0, frequency=0.6), 1),
+        (seen(0, 0.0, repetition=1.4), 0),
+        (seen(0, 0.0, repetition=1.6), 1),
+        (seen(3, 0.0, repetition=0.5), 0),
+        (seen(3, 1.0, presence=-5.5), 3),
+    ],
+)
+def test_changes_by_hand(edits: RowEdits, token: int) -> None:
+    logits = np.array([[3, 2, 1, -2]], np.float32)
+    for sampler in (native(), numpy_sampler):
+        assert sampler.sample(logits, [RowParams(edits=edits)]).token_ids == [token]
+        assert logits.tolist() == [[3, 2, 1, -2]]
+
+
 def same_logprobs(found: Sampled, expected: Sampled) -> None:
     """Assert that two samplers report the same, but for rounding."""
     assert (found.logprobs is None) == (expected.logprobs is None)
