@@ -10,10 +10,10 @@
 
 namespace {
 
-constexpr int kLoraTokens = 4;                             // that share the loaded A and B
-constexpr int kLoraRanks = 16;                             // whose factors are held at once
-constexpr int kLoraRows = Vec::kMaxRows >= 8 ? 4 : 2;      // of A in registers, beside the tokens
-constexpr int kLoraColumns = Vec::kMaxRows >= 8 ? 4 : 2;   // vectors of the output in registers
+constexpr int kLoraTokens = 4;                            // that share the loaded A and B
+constexpr int kLoraRanks = 16;                            // whose factors are held at once
+constexpr int kLoraRows = Vec::kMaxRows >= 8 ? 4 : 2;     // of A in registers, beside the tokens
+constexpr int kLoraColumns = Vec::kMaxRows >= 8 ? 4 : 2;  // vectors of the output in registers
 
 // How an adapter is stored.
 struct LoraFloat {
@@ -146,6 +146,8 @@ static void add_lora_of(const Lora& l) {
   for (; token < l.tokens; token++) lora_tokens<Type, 1>(l, token);
 }
 
-static void add_lora(const Lora& l) { l.is_half ? add_lora_of<LoraHalf>(l) : add_lora_of<LoraFloat>(l); }
+static void add_lora(const Lora& l) {
+  l.is_half ? add_lora_of<LoraHalf>(l) : add_lora_of<LoraFloat>(l);
+}
 
 }  // namespace

@@ -14,19 +14,19 @@ namespace {
 
 enum LoraInput : size_t { kProduct, kActivations, kSlots, kRanks, kWeights, kLoraInputs };
 
-constexpr size_t kMaxParts = 3;       // projections that one product computes
-constexpr int64_t kTaskTokens = 4;    // of one adapter
+constexpr size_t kMaxParts = 3;          // projections that one product computes
+constexpr int64_t kTaskTokens = 4;       // of one adapter
 constexpr int64_t kAloneWork = 1 << 16;  // multiplications that are not worth waking a thread for
 
 struct LoraKernel {
   Api api;
-  ort::ElementType stored;  // of adapters: kFloat or kFloat16
-  int64_t a, b;             // in a slot
-  int64_t max_rank;         // rows of each projection in a slot
-  int64_t ranks;            // of its first projection, from the start of a slot's ranks
-  int64_t parts;            // projections
+  ort::ElementType stored;     // of adapters: kFloat or kFloat16
+  int64_t a, b;                // in a slot
+  int64_t max_rank;            // rows of each projection in a slot
+  int64_t ranks;               // of its first projection, from the start of a slot's ranks
+  int64_t parts;               // projections
   int64_t columns[kMaxParts];  // of each
-  int64_t width;            // of all
+  int64_t width;               // of all
 };
 
 // Tokens [first, first + count) of one adapter.
@@ -121,9 +121,9 @@ void check_shapes(const LoraKernel& k, const Tensor* in) {
   equal("the number of token slots", in[kSlots].dims[0], rows);
   equal("the slots with ranks", in[kRanks].dims[0], in[kWeights].dims[0] + 1);
   const int64_t ends[] = {k.a + k.parts * k.max_rank * depth, k.b + k.max_rank * k.width};
+  const int64_t numbers = in[kWeights].dims[1];
   for (int64_t end : ends)
-    expect(api, end <= in[kWeights].dims[1], "the numbers of a slot, at least,", in[kWeights].dims[1],
-           end);
+    expect(api, end <= numbers, "the numbers of a slot, at least,", numbers, end);
   const int64_t ranks = in[kRanks].dims[1] * in[kRanks].dims[2];
   expect(api, k.ranks + k.parts <= ranks, "the ranks of a slot, at least,", ranks,
          k.ranks + k.parts);
