@@ -128,7 +128,11 @@ void multiply_tiles(const MatMul& m, int64_t panel, int64_t row_begin, int64_t r
     }
   }
   add(pending);
-  store_panel(m, panel, row_begin, row_end, totals);
+  for (int64_t row = row_begin; row < row_end; row++) {
+    const float* total = totals + (row - row_begin) * kPanel;
+    const __m512 values[2] = {_mm512_load_ps(total), _mm512_load_ps(total + kLanes)};
+    store_outputs<2>(m.output + row * m.n + panel * kPanel, m.n - panel * kPanel, values);
+  }
 }
 
 void multiply(const MatMul& m, int64_t panel_begin, int64_t panel_end, int64_t row_begin,

@@ -11,7 +11,7 @@
 
 namespace onnxport {
 namespace {
-constexpr MatMulKernels kKernels = {"avx2", 2 * kChunkRows, rows_of_tile<1>, quantize,
+constexpr MatMulKernels kKernels = {"avx2", kChunkRows, rows_of_tile<1>, quantize,
                                     multiply_dots<Dot>};
 }  // namespace
 

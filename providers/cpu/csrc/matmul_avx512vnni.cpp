@@ -10,7 +10,7 @@
 
 namespace onnxport {
 namespace {
-constexpr MatMulKernels kKernels = {"avx512vnni", 2 * kChunkRows, rows_of_tile<1>, quantize,
+constexpr MatMulKernels kKernels = {"avx512vnni", kChunkRows, rows_of_tile<1>, quantize,
                                     multiply_dots<Dot>};
 }  // namespace
 

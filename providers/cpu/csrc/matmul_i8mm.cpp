@@ -20,7 +20,7 @@ void multiply(const MatMul& m, int64_t panel_begin, int64_t panel_end, int64_t r
     multiply_dots<PairDot>(m, panel_begin, panel_end, row_begin, row_end);
 }
 
-constexpr MatMulKernels kKernels = {"i8mm", 2 * kChunkRows, rows_of_tile<PairDot<4>::kRows>,
+constexpr MatMulKernels kKernels = {"i8mm", kChunkRows, rows_of_tile<PairDot<4>::kRows>,
                                     quantize, multiply};
 
 }  // namespace

@@ -19,14 +19,6 @@
 
 #include "matmul.h"
 
-#if defined(_MSC_VER)
-#define ONNXPORT_INLINE static __forceinline
-#define ONNXPORT_ALONE static __declspec(noinline)
-#else
-#define ONNXPORT_INLINE static inline __attribute__((always_inline))
-#define ONNXPORT_ALONE static __attribute__((noinline))
-#endif
-
 // Sums only stay in registers if every loop over them is gone.
 #if defined(__clang__)
 #define ONNXPORT_UNROLL _Pragma("clang loop unroll(full)")
@@ -41,8 +33,7 @@ namespace {
 
 // Below it a block counts as zero: 127 over the largest magnitude must not overflow.
 constexpr float kSmallest = 1e-36f;
-constexpr int kVectors = kPanel / Vec::kLanes;
-constexpr int64_t kChunkRows = 64;  // whose totals and quants of a strip stay in the L1 cache
+constexpr int64_t kChunkRows = 128;  // whose quants stay in the L2 cache
 
 // One block of one row.
 ONNXPORT_INLINE void quantize_block(const MatMul& m, const float* x, int64_t at) {
@@ -84,19 +75,11 @@ ONNXPORT_INLINE Vec::Floats accumulate(Vec::Floats total, Vec::Ints sum, Vec::Fl
   return Vec::fma(Vec::mul(Vec::to_floats(sum), row_scale), scales, total);
 }
 
-// Weights of consecutive blocks of a panel: as they are packed, or Dot's Weights already.
-struct Strip {
-  int64_t begin, end;      // blocks
-  const uint8_t* weights;  // of the first one
-  const uint8_t* scales;
-  int64_t weights_stride, scales_stride;  // bytes from block to block
-};
-
 // Reads eight inputs' packed weights of outputs from vector c on. Asks for those half a block or
 // more ahead: the processor's own prefetching stops at the end of each page, and at the end of what
 // it finds room to run ahead.
 template <class Dot>
-ONNXPORT_INLINE typename Dot::Weights read_packed(const uint8_t* weights, int c) {
+ONNXPORT_INLINE typename Dot::Weights read_weights(const uint8_t* weights, int c) {
   const uint8_t* first = weights + c * Vec::kLanes * 4;
   const bool is_line = c * Vec::kLanes % 16 == 0;
   if (is_line) Vec::prefetch(first + 2048);
@@ -107,27 +90,12 @@ ONNXPORT_INLINE typename Dot::Weights read_packed(const uint8_t* weights, int c)
   return Dot::prepare(low, Vec::load_bytes(second));
 }
 
-template <class Dot, bool kPrepared>
-struct Source {
-  using Weights = typename Dot::Weights;
-  // Bytes from one vector of outputs to the next, and from eight inputs to the next.
-  static constexpr int64_t kVector = kPrepared ? sizeof(Weights) : Vec::kLanes * 4;
-  static constexpr int64_t kStep = kPrepared ? kVectors * sizeof(Weights) : kPanel * Dot::kBits;
-
-  static inline Weights read(const uint8_t* weights, int c) {
-    if constexpr (kPrepared)
-      return reinterpret_cast<const Weights*>(weights)[c];
-    else
-      return read_packed<Dot>(weights, c);
-  }
-};
-
 // Adds the products of `count` inputs. Few units keep their inputs in registers, many the weights.
-template <class Dot, bool kPrepared, int kUnits, int kColumns, class Sum>
+template <class Dot, int kUnits, int kColumns, class Sum>
 ONNXPORT_INLINE void add_products(const uint8_t* weights, const int8_t* quants, int64_t block_size,
                                   int64_t count, Sum (&sums)[kUnits][kColumns]) {
-  using From = Source<Dot, kPrepared>;
-  for (int64_t i = 0; i < count; i += 8, weights += From::kStep) {
+  int64_t i = 0;
+  do {
     if constexpr (kUnits < kColumns) {
       typename Dot::Inputs x[kUnits];
       ONNXPORT_UNROLL
@@ -135,14 +103,14 @@ ONNXPORT_INLINE void add_products(const uint8_t* weights, const int8_t* quants, 
         x[u] = Dot::inputs(quants + u * Dot::kRows * block_size + i, block_size);
       ONNXPORT_UNROLL
       for (int c = 0; c < kColumns; c++) {
-        const auto w = From::read(weights, c);
+        const auto w = read_weights<Dot>(weights, c);
         ONNXPORT_UNROLL
         for (int u = 0; u < kUnits; u++) Dot::add(sums[u][c], w, x[u]);
       }
     } else {
       typename Dot::Weights w[kColumns];
       ONNXPORT_UNROLL
-      for (int c = 0; c < kColumns; c++) w[c] = From::read(weights, c);
+      for (int c = 0; c < kColumns; c++) w[c] = read_weights<Dot>(weights, c);
       ONNXPORT_UNROLL
       for (int u = 0; u < kUnits; u++) {
         const auto x = Dot::inputs(quants + u * Dot::kRows * block_size + i, block_size);
@@ -150,20 +118,22 @@ ONNXPORT_INLINE void add_products(const uint8_t* weights, const int8_t* quants, 
         for (int c = 0; c < kColumns; c++) Dot::add(sums[u][c], w[c], x);
       }
     }
-  }
+    i += 8;
+    weights += kPanel * Dot::kBits;
+  } while (i < count);  // not at the top: sums would be copied for the case of no input at all
 }
 
-template <class Dot, bool kPrepared, int kUnits, int kColumns>
+template <class Dot, int kUnits, int kColumns>
 ONNXPORT_INLINE void add_block(const uint8_t* weights, const int8_t* quants, int64_t block_size,
                                typename Dot::Sum (&sums)[kUnits][kColumns]) {
   if constexpr (Dot::kGroup == 0) {
-    add_products<Dot, kPrepared>(weights, quants, block_size, block_size, sums);
+    add_products<Dot>(weights, quants, block_size, block_size, sums);
   } else {
     const int64_t group = block_size < Dot::kGroup ? block_size : Dot::kGroup;
     for (int64_t i = 0; i < block_size; i += group) {
       typename Dot::Partial parts[kUnits][kColumns] = {};
-      add_products<Dot, kPrepared>(weights, quants + i, block_size, group, parts);
-      weights += group / 8 * Source<Dot, kPrepared>::kStep;
+      add_products<Dot>(weights, quants + i, block_size, group, parts);
+      weights += group / 8 * kPanel * Dot::kBits;
       ONNXPORT_UNROLL
       for (int u = 0; u < kUnits; u++) {
         ONNXPORT_UNROLL
@@ -173,20 +143,32 @@ ONNXPORT_INLINE void add_block(const uint8_t* weights, const int8_t* quants, int
   }
 }
 
-// Adds a strip's share to the totals [rows][kPanel] of kUnits units of rows, from a vector on.
-template <class Dot, bool kPrepared, int kUnits, int kColumns>
-ONNXPORT_ALONE void add_strip(const MatMul& m, const Strip& strip, int64_t row, int64_t vector, float* totals) {
+// Stores a row's vectors, or those of their outputs that there are.
+template <int kColumns>
+ONNXPORT_INLINE void store_outputs(float* output, int64_t left, const Vec::Floats* totals) {
+  if (left >= kColumns * Vec::kLanes) {
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kColumns; c++) Vec::store(output + c * Vec::kLanes, totals[c]);
+  } else if (left > 0) {
+    float values[kPanel];
+    for (int c = 0; c < kColumns; c++) Vec::store(values + c * Vec::kLanes, totals[c]);
+    memcpy(output, values, static_cast<size_t>(left) * sizeof(float));
+  }
+}
+
+// A panel's outputs of kUnits units of rows, from a vector on.
+template <class Dot, int kUnits, int kColumns>
+ONNXPORT_ALONE void multiply_units(const MatMul& m, int64_t panel, int64_t row, int64_t vector) {
   constexpr int kRows = kUnits * Dot::kRows;
-  Vec::Floats total[kRows][kColumns];
+  Vec::Floats totals[kRows][kColumns];
   ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++) {
     ONNXPORT_UNROLL
-    for (int c = 0; c < kColumns; c++)
-      total[r][c] = Vec::load(totals + r * kPanel + (vector + c) * Vec::kLanes);
+    for (int c = 0; c < kColumns; c++) totals[r][c] = Vec::set1(0.f);
   }
-  const uint8_t* weights = strip.weights + vector * Source<Dot, kPrepared>::kVector;
-  const uint8_t* block_scales = strip.scales;
-  for (int64_t block = strip.begin; block < strip.end; block++) {
+  const int64_t offset = vector * Vec::kLanes, blocks = num_blocks(m);
+  const uint8_t* weights = m.weights + panel * panel_bytes(m);
+  for (int64_t block = 0; block < blocks; block++, weights += block_bytes(m)) {
     const int64_t at = row_block(m, row, block);
     typename Dot::Sum sums[kUnits][kColumns];
     ONNXPORT_UNROLL
@@ -195,8 +177,8 @@ ONNXPORT_ALONE void add_strip(const MatMul& m, const Strip& strip, int64_t row, 
       for (int c = 0; c < kColumns; c++)
         sums[u][c] = Dot::start(m.corrections + at + u * Dot::kRows);
     }
-    add_block<Dot, kPrepared>(weights, m.quants + at * m.block_size, m.block_size, sums);
-    const float* scales = reinterpret_cast<const float*>(block_scales) + vector * Vec::kLanes;
+    add_block<Dot>(weights + offset * 4, m.quants + at * m.block_size, m.block_size, sums);
+    const float* scales = reinterpret_cast<const float*>(weights + quant_bytes(m)) + offset;
     ONNXPORT_UNROLL
     for (int u = 0; u < kUnits; u++) {
       ONNXPORT_UNROLL
@@ -206,117 +188,48 @@ ONNXPORT_ALONE void add_strip(const MatMul& m, const Strip& strip, int64_t row, 
         ONNXPORT_UNROLL
         for (int i = 0; i < Dot::kRows; i++) {
           const int r = u * Dot::kRows + i;
-          total[r][c] = accumulate(total[r][c], rows[i], Vec::set1(m.scales[at + r]),
-                                   Vec::load(scales + c * Vec::kLanes));
+          totals[r][c] = accumulate(totals[r][c], rows[i], Vec::set1(m.scales[at + r]),
+                                    Vec::load(scales + c * Vec::kLanes));
         }
       }
     }
-    weights += strip.weights_stride;
-    block_scales += strip.scales_stride;
   }
+  const int64_t first = panel * kPanel + offset;
   ONNXPORT_UNROLL
-  for (int r = 0; r < kRows; r++) {
-    ONNXPORT_UNROLL
-    for (int c = 0; c < kColumns; c++)
-      Vec::store(totals + r * kPanel + (vector + c) * Vec::kLanes, total[r][c]);
-  }
+  for (int r = 0; r < kRows; r++)
+    if (row + r < m.rows)
+      store_outputs<kColumns>(m.output + (row + r) * m.n + first, m.n - first, totals[r]);
 }
 
-template <class Dot, bool kPrepared, int kUnits = Dot::kMostUnits>
-ONNXPORT_INLINE void add_units(const MatMul& m, const Strip& strip, int64_t row, int64_t units,
-                               float* totals) {
+// A panel's outputs of up to kUnits units of rows.
+template <class Dot, int kUnits = Dot::kMostUnits>
+ONNXPORT_INLINE void multiply_group(const MatMul& m, int64_t panel, int64_t row, int64_t units) {
   if constexpr (kUnits > 1) {
-    if (units < kUnits) return add_units<Dot, kPrepared, kUnits - 1>(m, strip, row, units, totals);
+    if (units < kUnits) return multiply_group<Dot, kUnits - 1>(m, panel, row, units);
   }
-  constexpr int kColumns = Dot::columns(kPrepared ? Dot::kMostUnits : kUnits);
-  for (int64_t vector = 0; vector < kVectors; vector += kColumns)
-    add_strip<Dot, kPrepared, kUnits, kColumns>(m, strip, row, vector, totals);
+  constexpr int kColumns = Dot::columns(kUnits);
+  for (int64_t vector = 0; vector < kPanel / Vec::kLanes; vector += kColumns)
+    multiply_units<Dot, kUnits, kColumns>(m, panel, row, vector);
 }
 
-// Adds a strip's share to the totals of rows, group by group; no group is part of two tiles.
-template <class Dot, bool kPrepared>
-void add_rows(const MatMul& m, const Strip& strip, int64_t row_begin, int64_t row_end,
-              float* totals) {
-  for (int64_t tile = row_begin; tile < row_end; tile += kRowTile) {
-    const int64_t end = tile + kRowTile < row_end ? tile + kRowTile : row_end;
-    int64_t units = ceil_div(end - tile, Dot::kRows);
-    for (int64_t row = tile; units > 0; units -= Dot::kMostUnits) {
-      add_units<Dot, kPrepared>(m, strip, row, units < Dot::kMostUnits ? units : Dot::kMostUnits,
-                                totals + (row - row_begin) * kPanel);
-      row += Dot::kMostUnits * Dot::kRows;
-    }
-  }
-}
-
-ONNXPORT_INLINE void store_panel(const MatMul& m, int64_t panel, int64_t row_begin,
-                                 int64_t row_end, const float* totals) {
-  const int64_t left = m.n - panel * kPanel;
-  float* output = m.output + row_begin * m.n + panel * kPanel;
-  for (int64_t row = row_begin; row < row_end; row++, output += m.n, totals += kPanel) {
-    if (left >= kPanel)
-      for (int v = 0; v < kVectors; v++)
-        Vec::store(output + v * Vec::kLanes, Vec::load(totals + v * Vec::kLanes));
-    else
-      memcpy(output, totals, static_cast<size_t>(left) * sizeof(float));
-  }
-}
-
-// Inputs whose weights are prepared at once.
-constexpr int64_t kStripInputs = 128;
-
+// These panels' outputs, group by group of rows; no group is part of two tiles.
 template <class Dot>
-struct Prepared {
-  typename Dot::Weights weights[kLargestBlock / 8 * kVectors];
-
-  void fill(const MatMul& m, Strip& strip) {
-    typename Dot::Weights* to = weights;
-    for (int64_t block = strip.begin; block < strip.end; block++) {
-      const uint8_t* from = strip.weights;
-      for (int64_t i = 0; i < m.block_size; i += 8, from += Source<Dot, false>::kStep)
-        for (int c = 0; c < kVectors; c++) *to++ = read_packed<Dot>(from, c);
-      strip.weights += strip.weights_stride;
-    }
-    strip.weights = reinterpret_cast<const uint8_t*>(weights);
-    strip.weights_stride = m.block_size / 8 * Source<Dot, true>::kStep;
-  }
-};
-
-// One panel's outputs. Many rows prepare the weights once, a strip at a time.
-template <class Dot>
-void multiply_panel(const MatMul& m, int64_t panel, int64_t row_begin, int64_t row_end) {
-  alignas(64) float totals[kChunkRows * kPanel];
-  const int64_t blocks = num_blocks(m), rows = row_end - row_begin;
-  const uint8_t* weights = m.weights + panel * panel_bytes(m);
-  memset(totals, 0, static_cast<size_t>(ceil_div(rows, Dot::kRows) * Dot::kRows * kPanel) * 4);
-  Strip strip{0, blocks, weights, weights + quant_bytes(m), block_bytes(m), block_bytes(m)};
-  if (rows <= 2 * Dot::kMostUnits * Dot::kRows) {
-    add_rows<Dot, false>(m, strip, row_begin, row_end, totals);
-  } else {
-    Prepared<Dot> prepared;
-    const int64_t step = m.block_size < kStripInputs ? kStripInputs / m.block_size : 1;
-    for (int64_t begin = 0; begin < blocks; begin += step) {
-      const uint8_t* first = weights + begin * block_bytes(m);
-      strip = {begin, begin + step < blocks ? begin + step : blocks, first,
-               first + quant_bytes(m), block_bytes(m), block_bytes(m)};
-      prepared.fill(m, strip);
-      add_rows<Dot, true>(m, strip, row_begin, row_end, totals);
+void multiply_panels(const MatMul& m, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
+                     int64_t row_end) {
+  constexpr int64_t kGroupRows = Dot::kMostUnits * Dot::kRows;
+  static_assert(kRowTile % kGroupRows == 0, "a group must not cross a tile's end");
+  for (int64_t panel = panel_begin; panel < panel_end; panel++) {
+    for (int64_t row = row_begin; row < row_end; row += kGroupRows) {
+      const int64_t units = ceil_div(row_end - row, Dot::kRows);
+      multiply_group<Dot>(m, panel, row, units < Dot::kMostUnits ? units : Dot::kMostUnits);
     }
   }
-  store_panel(m, panel, row_begin, row_end, totals);
 }
 
 // How many rows a tile has: those of whole units, but a single row stays alone.
 template <int kRows>
 int64_t rows_of_tile(int64_t rows) {
   return rows == 1 ? 1 : rows < kRowTile ? ceil_div(rows, kRows) * kRows : kRowTile;
-}
-
-template <class Dot>
-void multiply_panels(const MatMul& m, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
-                     int64_t row_end) {
-  for (int64_t panel = panel_begin; panel < panel_end; panel++)
-    for (int64_t row = row_begin; row < row_end; row += kChunkRows)
-      multiply_panel<Dot>(m, panel, row, row + kChunkRows < row_end ? row + kChunkRows : row_end);
 }
 
 template <template <int> class Dots>

@@ -4,7 +4,7 @@
 #include <immintrin.h>
 #include <string.h>
 
-#include "matmul_order.h"
+#include "matmul_vec.h"
 
 namespace onnxport {
 namespace {
@@ -31,7 +31,7 @@ struct Vec {
   }
   static inline Ints low_nibbles(Ints a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
   static inline Ints high_nibbles(Ints a) { return low_nibbles(_mm256_srli_epi16(a, 4)); }
-  static inline void prefetch(const uint8_t* p) {
+  ONNXPORT_INLINE void prefetch(const uint8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
   }
 

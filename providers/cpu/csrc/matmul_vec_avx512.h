@@ -4,7 +4,7 @@
 #include <immintrin.h>
 #include <string.h>
 
-#include "matmul_order.h"
+#include "matmul_vec.h"
 
 namespace onnxport {
 namespace {
@@ -25,7 +25,7 @@ struct Vec {
   static inline Ints load_bytes(const uint8_t* p) { return _mm512_load_si512(p); }
   static inline Ints low_nibbles(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
   static inline Ints high_nibbles(Ints a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
-  static inline void prefetch(const uint8_t* p) {
+  ONNXPORT_INLINE void prefetch(const uint8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
   }
 

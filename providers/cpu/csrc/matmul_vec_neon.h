@@ -5,7 +5,7 @@
 #include <arm_neon.h>
 #include <string.h>
 
-#include "matmul_order.h"
+#include "matmul_vec.h"
 
 namespace onnxport {
 namespace {
@@ -30,7 +30,7 @@ struct Vec {
   static inline Ints high_nibbles(Ints a) {
     return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4));
   }
-  static inline void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
+  ONNXPORT_INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
 
   static inline float largest_magnitude(const float* x, int64_t count) {
     const uint32x4_t no_sign = vdupq_n_u32(0x7fffffff);

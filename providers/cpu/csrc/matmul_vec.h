@@ -1,11 +1,22 @@
-// The order of a row's quants beside weights of four bits.
+// What the vectors of all instruction sets need.
 #pragma once
 
 #include <stdint.h>
 
+// Not plain inline: GCC takes a function that only prefetches for one without effect, and drops it.
+#if defined(_MSC_VER)
+#define ONNXPORT_INLINE static __forceinline
+#define ONNXPORT_ALONE static __declspec(noinline)
+#else
+#define ONNXPORT_INLINE static inline __attribute__((always_inline))
+#define ONNXPORT_ALONE static __attribute__((noinline))
+#endif
+
 namespace onnxport {
 namespace {
 
+// The order of a row's quants.
+//
 // A byte of MatMulNBits' four-bit weights holds an even input in its low half and the odd one after
 // it in its high half. So of each eight inputs the even ones come first.
 alignas(16) constexpr int8_t kEvenFirst[16] = {0, 2,  4,  6,  1, 3,  5,  7,
