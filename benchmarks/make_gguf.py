@@ -78,6 +78,15 @@ def rotated(name: str, values: NDArray[np.float32], config: dict[str, Any]) -> N
     return split.swapaxes(1, 2).reshape(values.shape)
 
 
+def rope_theta(config: dict[str, Any]) -> float:
+    """The base of the rotation, wherever the writer of the checkpoint put it."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", "default")
+    if kind != "default":
+        raise SystemExit(f"rope_type is {kind}; only the default is supported")
+    return float(rope.get("rope_theta") or config["rope_theta"])
+
+
 def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """Write what llama.cpp wants to know of the model."""
     writer.add_context_length(config["max_position_embeddings"])
@@ -87,7 +96,7 @@ def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_freq_base(rope_theta(config))
     writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("none")

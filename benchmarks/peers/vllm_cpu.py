@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from benchmarks import runner
 from benchmarks.workloads import Request
 
-BLOCK_SIZE = 128
 MIN_CACHE_GIB = 1
 
 

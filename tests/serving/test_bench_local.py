@@ -1,5 +1,7 @@
 """A load on an engine, by a clock that the test winds."""
 
+from dataclasses import replace
+
 import pytest
 
 from onnxport.errors import CapacityError
@@ -9,6 +11,7 @@ from onnxport.serving.bench.records import summarize
 from onnxport.serving.params import SamplingParams
 
 from .helpers import Clock, null_engine
+from .prophet import Prophet
 
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -41,6 +44,21 @@ def test_a_prefix_that_all_share_is_found_in_the_cache() -> None:
     engine = null_engine(block_size=4)
     asks = RandomPrompts(Lengths(3, 3), Lengths(2, 2), prefix_len=8, highest_id=500).draw(4, 0)
     assert summarize(run_local(engine, asks, PARAMS)).cached_tokens == 3 * 8
+    engine.close()
+
+
+def test_a_step_may_bring_several_tokens() -> None:
+    engine = null_engine()
+    prompt, future = [5, 6, 7], []
+    engine.submit(engine.prepare("before", prompt, replace(PARAMS, max_tokens=9)))
+    while engine.has_work:
+        future += [token for delta in engine.step() for token in delta.token_ids]
+    engine.close()
+    engine = null_engine(speculator=Prophet(lambda request: future, length=3))
+    [one] = run_local(engine, [Ask(tuple(prompt), 9)], PARAMS, Clock(tick_s=1.0))
+    assert one.output_s == (1.0, 2.0, 3.0)  # 1, 4 and 4 tokens
+    assert one.num_output_tokens == 9
+    assert one.tpot_s == 2 / 8
     engine.close()
 
 
