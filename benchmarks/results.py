@@ -79,25 +79,28 @@ def _order(workload: str) -> tuple[int, str, int]:
     return 1 + "WSC".index(workload[0]), workload[0], int(workload[1:])
 
 
-def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
-    """Yield the lines of a table in Markdown."""
-    yield "| workload | figure | peer | onnxport | the peer | times better |"
-    yield "|---|---|---|---|---|---|"
+def table(comparisons: Sequence[Comparison]) -> Iterator[str]:
+    """Yield the lines of a table in Markdown: a row a figure, a column a side.
+
+    A peer's column has its median, and how many times better onnxport was: the median of the
+    pairs' ratios and, of several, their range.
+    """
+    peers = sorted({one.peer for one in comparisons})
+    rows: dict[tuple[str, str], dict[str, Comparison]] = {}
     for one in comparisons:
-        yield (
-            f"| {one.workload} | {TITLES[one.figure]} | {one.peer} | {_spread(one.ours)} "
-            f"| {_spread(one.theirs)} | {_spread(one.ratios, 2)} |"
-        )
+        rows.setdefault((one.workload, one.figure), {})[one.peer] = one
+    yield f"| workload | figure | {OURS} | {' | '.join(peers)} |"
+    yield "|---" * (3 + len(peers)) + "|"
+    for (workload, figure), row in rows.items():
+        ours = median(value for one in row.values() for value in one.ours)
+        cells = [_cell(row[peer]) if peer in row else "–" for peer in peers]
+        yield f"| {workload} | {TITLES[figure]} | {ours:.4g} | {' | '.join(cells)} |"
 
 
-def _spread(values: Sequence[float], decimals: int | None = None) -> str:
-    """The median and, of several, the range."""
-
-    def text(value: float) -> str:
-        return f"{value:.4g}" if decimals is None else f"{value:.{decimals}f}"
-
-    span = f" ({text(min(values))}–{text(max(values))})" if len(values) > 1 else ""
-    return text(median(values)) + span
+def _cell(one: Comparison) -> str:
+    ratios = one.ratios
+    span = f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
+    return f"{median(one.theirs):.4g}: {median(ratios):.2f}×{span}"
 
 
 def gaps(runs: Iterable[Run]) -> Iterator[str]:

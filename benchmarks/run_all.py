@@ -216,8 +216,9 @@ def report(
         f"## {arguments.shape}'s shape, random weights, against every peer",
         "",
         f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / GIB:.1f} GiB, "
-        f"{machine.system}; {arguments.threads} threads; {date}. Medians of the rounds, with their "
-        "range; of the ratios too, each within one pair of runs. Above 1 onnxport was better.",
+        f"{machine.system}; {arguments.threads} threads; {date}. Medians of the rounds. × is how "
+        "many times better onnxport was than the peer, within each pair of runs; in brackets the "
+        "range over the rounds.",
         "",
         f"    python -m benchmarks.run_all FOLDER {shlex.join(told(arguments))}",
         "",

@@ -26,9 +26,11 @@ class OnnxRuntimeGenAI:
     """One generator a batch."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        options = {"session_options": {"intra_op_num_threads": arguments.threads}}
+        decoder = {"session_options": {"intra_op_num_threads": arguments.threads}}
+        # Random checkpoints may have no end token, and `min_length` keeps this one from coming.
+        ends = {"eos_token_id": 0, "pad_token_id": 0}
         config = genai.Config(arguments.model)
-        config.overlay(json.dumps({"model": {"decoder": options}}))
+        config.overlay(json.dumps({"model": {"decoder": decoder, **ends}}))
         self._model = genai.Model(config)
         text = (Path(arguments.model) / "genai_config.json").read_text()
         self._context = json.loads(text)["model"]["context_length"]

@@ -162,7 +162,8 @@ def test_ratios_are_of_pairs_and_above_1_where_onnxport_is_better() -> None:
     assert decode.ratios == (2.0, 3.0, 1.0)
     assert by_figure["peak_rss_mib"].ratios == (0.5, 1 / 3, 1.0)
     text = "\n".join(results.table(found))
-    assert "| W1 | decode tok/s | peer | 4 (2–9) | 3 (1–4) | 2.00 (1.00–3.00) |" in text
+    assert "| W1 | decode tok/s | 4 | 3: 2.00× (1.00–3.00) |" in text
+    assert "| W1 | peak resident MiB | 4 | 3: 0.50× (0.33–1.00) |" in text
 
 
 def test_what_one_side_lacks_is_not_compared() -> None:
@@ -177,6 +178,16 @@ def test_tables_are_in_order() -> None:
     runs = [run for n, name in enumerate(names) for run in both(n, 1.0, 1.0, name)]
     found = list(dict.fromkeys(one.workload for one in results.compare(runs)))
     assert found == ["cold", "W1", "W2", "S8", "S64", "C128", "C16384"]
+
+
+def test_a_column_a_peer() -> None:
+    other = Pair(0, "other", "core")
+    more = [Run(other, side, ("W2",), {"W2": figures(3.0)}) for side in (OURS, "other")]
+    lines = list(results.table(results.compare([*both(0, 2.0, 1.0), *more])))
+    assert lines[0] == "| workload | figure | onnxport | other | peer |"
+    assert lines[1] == "|---|---|---|---|---|"
+    assert "| W1 | decode tok/s | 2 | – | 1: 2.00× |" in lines
+    assert "| W2 | decode tok/s | 3 | 3: 1.00× | – |" in lines
 
 
 def test_gaps_are_told_once() -> None:
