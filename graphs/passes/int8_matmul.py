@@ -22,15 +22,15 @@ from onnxport.graphs.passes.result import PassResult, copy_model
 MATMUL_NBITS: Final = "MatMulNBits"  # [..., K] -> [..., N]
 INT8_LEVEL: Final = 4  # accuracy_level, see graphs.passes.accuracy
 BITS: Final = (4, 8)
-BLOCK_SIZES: Final = (32, 64, 128)
+BLOCK_SIZES: Final = (16, 32, 64, 128, 256)
 _DEFAULTS: Final = {"K": 0, "N": 0, "bits": 4, "block_size": 0}  # the schema requires all but bits
 
 
 def use_int8_matmul(model: onnx.ModelProto) -> PassResult:
     """Replace every MatMulNBits that the operator can compute.
 
-    That is: accuracy level 4; 4 or 8 bits in blocks of 32, 64 or 128; weights and float32 scales
-    that are initializers, which makes activations float32; no zero points, order of inputs or
+    That is: accuracy level 4; 4 or 8 bits in blocks of 16 to 256; weights and float32 scales that
+    are initializers, which makes activations float32; no zero points, order of inputs or
     bias. Level 1 asks for float32 arithmetic and stays as it is.
     """
     copy = copy_model(model)

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import os
+import platform
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,7 +65,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(
         two, one = (cases.session(library_path, serialized, threads) for threads in (2, 1))
         whole = two.run(["y"], {"x": case.x})[0]
         assert one.run(["y"], {"x": case.x})[0].tobytes() == whole.tobytes()
-        for count in (1, 16, *rng.integers(1, 300, 12)):
+        for count in (1, 16, *rng.integers(1, 70, 8), *rng.integers(70, 300, 6)):
             rows = rng.permutation(len(case.x))[:count]
             part = two.run(["y"], {"x": case.x[rows]})[0]
             assert part.tobytes() == whole[rows].tobytes(), (isa, count)
@@ -118,6 +124,58 @@ def test_extremes(
             found = serialized.run(["y"], {"x": spoilt})[0]
             assert np.isnan(found[-1]).all()
             assert found[:-1].tobytes() == plain[:-1].tobytes()
+
+
+@pytest.mark.parametrize("block_size", cases.BLOCK_SIZES)
+def test_the_largest_sums_are_exact(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], block_size: int
+) -> None:
+    """All weights and inputs at an end of their range: nothing saturates or wraps around."""
+    signs = np.where(np.random.default_rng(4).integers(0, 2, (4, 512)), 1, -1)
+    signs[0], signs[1] = 1, -1
+    for bits, byte in itertools.product(cases.BITS, (0x00, 0x0F, 0x80, 0xF0, 0xFF)):
+        case = cases.make_case(4, bits, block_size, 512, 40, 4)
+        case.quants[:] = byte
+        case.scales[:] = 1
+        case.scales[7] = 0
+        case = case.replace(x=(127 * signs).astype(np.float32))
+        wanted = cases.expected(case)
+        for isa in available_isas:
+            library.onnxport_cpu_set_matmul_isa(isa.encode())
+            # 127 is its own quant, and these integers are float32's, too.
+            assert np.array_equal(cases.run(library_path, case), wanted), (isa, bits, byte)
+
+
+@pytest.mark.skipif(
+    platform.system() != "Linux" or platform.machine() != "x86_64", reason="masks CPUID"
+)
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs cc")
+@pytest.mark.parametrize(("vnni", "best"), [(0, "avx2"), (1, "avxvnni")])
+def test_an_older_processor_gets_what_it_runs(
+    library_path: Path, library: ctypes.CDLL, tmp_path: Path, vnni: int, best: str
+) -> None:
+    if not library.onnxport_cpu_set_matmul_isa(best.encode()):
+        pytest.skip(f"this processor has no {best} either")
+    library.onnxport_cpu_set_matmul_isa(None)
+    mask = tmp_path / "older_cpu.so"
+    source = Path(__file__).parents[2] / "benchmarks/older_cpu.c"
+    options = ["-shared", "-fPIC", "-O2", "-Wall", "-Wextra", "-Werror", f"-DAVXVNNI={vnni}"]
+    subprocess.run(["cc", *options, str(source), "-o", str(mask)], check=True)
+    program = (
+        "import ctypes, sys; library = ctypes.CDLL(sys.argv[1]); "
+        "library.onnxport_cpu_matmul_isa.restype = ctypes.c_char_p; "
+        "print(library.onnxport_cpu_matmul_isa().decode())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(library_path)],
+        env=os.environ | {"LD_PRELOAD": str(mask)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if "cannot let CPUID fault" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.stdout == f"{best}\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,76 @@
+"""Products on Arm, cross-compiled and run by an emulator where this is no Arm machine."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from onnxport.providers.cpu.library import find_library, load_library
+from tests.kernels import matmul_cases, matmul_standalone
+from tests.kernels.test_neon import COMPILER, EMULATOR, ON_ARM
+
+SETS = {
+    "matmul_dotprod": "-march=armv8.2-a+dotprod",
+    "matmul_i8mm": "-march=armv8.2-a+dotprod+i8mm",
+}
+NUM_CASES = 60
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(platform.system() != "Linux", reason="links the driver statically"),
+    pytest.mark.skipif(not shutil.which(COMPILER), reason=f"needs {COMPILER}"),
+    pytest.mark.skipif(not ON_ARM and EMULATOR is None, reason="needs qemu-aarch64 (qemu-user)"),
+]
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return matmul_standalone.build(COMPILER, tmp_path_factory.mktemp("driver"), SETS, "-static")
+
+
+@pytest.fixture
+def library() -> ctypes.CDLL | None:
+    """This machine's own kernels, if it has any."""
+    path = find_library()
+    return None if path is None else load_library(path)
+
+
+def command(driver: Path, processor: str = "max") -> list[str]:
+    return [str(driver)] if EMULATOR is None else [EMULATOR, "-cpu", processor, str(driver)]
+
+
+@pytest.mark.parametrize("isa", ["dotprod", "i8mm"])
+def test_random_cases(driver: Path, library: ctypes.CDLL | None, isa: str) -> None:
+    """Right, and where this is another machine, the same bits as its instruction set's."""
+    cases = [matmul_cases.random_case(seed) for seed in range(NUM_CASES)]
+    path = find_library()
+    native = library is not None and library.onnxport_cpu_matmul_isa() is not None
+    for case, found in zip(cases, matmul_standalone.run(command(driver), isa, cases), strict=True):
+        matmul_cases.check(case, found)
+        if native and path is not None:
+            assert matmul_cases.run(path, case).tobytes() == found.tobytes()
+
+
+@pytest.mark.parametrize("isa", ["dotprod", "i8mm"])
+@pytest.mark.parametrize("bits", matmul_cases.BITS)
+def test_a_row_is_the_same_alone_and_in_any_batch(driver: Path, isa: str, bits: int) -> None:
+    whole = matmul_cases.make_case(bits, bits, 32, 100, 40, 37)
+    parts = [slice(0, 1), slice(36, 37), slice(3, 5), slice(1, 4), slice(5, 22), slice(2, 37)]
+    cases = [whole, *(whole.replace(x=whole.x[part]) for part in parts)]
+    everything, *found = matmul_standalone.run(command(driver), isa, cases)
+    for part, rows in zip(parts, found, strict=True):
+        assert rows.tobytes() == everything[part].tobytes()
+
+
+@pytest.mark.skipif(ON_ARM, reason="asks for an emulator's processors")
+@pytest.mark.parametrize(
+    ("processor", "best"), [("max", "i8mm"), ("neoverse-n1", "dotprod"), ("cortex-a72", "none")]
+)
+def test_each_processor_gets_the_best_that_it_runs(driver: Path, processor: str, best: str) -> None:
+    done = subprocess.run(command(driver, processor), capture_output=True, text=True, check=True)
+    assert done.stdout == f"{best}\n"
