@@ -25,11 +25,12 @@ from onnxport.serving.deadlines import Deadlines
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.events import Listener, StepRecord
 from onnxport.serving.fallback import Loss, Standby
-from onnxport.serving.guesses import Guesses
+from onnxport.serving.growth import Growth, grow, prompt_logprobs
+from onnxport.serving.guesses import Guesses, accept, guess
 from onnxport.serving.intake import Intake
 from onnxport.serving.limits import remaining_total
 from onnxport.serving.masks import MaskThread
-from onnxport.serving.outputs import CompletionDelta, FinishReason, TokenLogprobs
+from onnxport.serving.outputs import CompletionDelta, FinishReason
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.retries import Retries
@@ -41,6 +42,8 @@ from onnxport.serving.tally import Tally
 from onnxport.serving.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+NOTHING = Growth()
 
 
 class Engine:
@@ -278,18 +281,8 @@ class Engine:
         """Return tokens that may follow those of requests that decode, for the step to check."""
         if self._speculator is None or self._retries.careful:
             return {}
-        decoding = [
-            request
-            for request in self._scheduler.running
-            if len(request.tokens) - request.num_computed_tokens == 1
-            and request.num_output_tokens
-            and request.max_total_tokens - len(request.tokens) > 1
-        ]
         budget = self._runtime.tokens - self._scheduler.num_running
-        if not decoding or budget < 1:
-            return {}
-        guesses = self._speculator.propose(decoding, budget)
-        return {request: _possible(request, guess) for request, guess in guesses.items()}
+        return guess(self._speculator, self._scheduler.running, budget)
 
     def _execute(self, plan: StepPlan) -> list[CompletionDelta]:
         start_s = self._clock()
@@ -327,14 +320,8 @@ class Engine:
         if not plan.drafts:
             self._scheduler.commit(plan, reservation)
             return
-        tokens = {one.request: one.token_ids for one in drawn}
-        accepted = {}
-        for row, draft in plan.drafts.items():
-            request = plan.requests[row]
-            right = _num_equal(tokens[request], draft)
-            accepted[row] = draft[:right]
-            assert self._speculator is not None
-            self._speculator.note_verified(request, len(draft), right)
+        assert self._speculator is not None
+        accepted = accept(self._speculator, plan, drawn)
         self._scheduler.commit(plan, reservation, accepted)
 
     def _note_costs(self, plan: StepPlan, elapsed_s: float) -> None:
@@ -368,7 +355,7 @@ class Engine:
             )
             return []
         logger.error("request %s failed", requests[0].request_id, exc_info=error)
-        return self._end(requests[0], "error", error=f"{type(error).__name__}: {error}")
+        return self._end(requests[0], "error", Growth(error=f"{type(error).__name__}: {error}"))
 
     def _fall_back(self, error: DeviceLostError) -> list[CompletionDelta]:
         """The device is gone: go on with another provider, or end every request."""
@@ -382,12 +369,12 @@ class Engine:
         deltas: list[CompletionDelta] = []
         for request in list(self._scheduler.requests()):
             if self.failure is not None:
-                deltas += self._end(request, "error", error=self.failure)
+                deltas += self._end(request, "error", Growth(error=self.failure))
                 continue
             try:
                 self._fit(request)
             except CapacityError as reason:
-                deltas += self._end(request, "error", error=str(reason))
+                deltas += self._end(request, "error", Growth(error=str(reason)))
         return deltas
 
     def _fit(self, request: Request) -> None:
@@ -424,86 +411,42 @@ class Engine:
         gaps: list[float] = []
         for one in drawn:
             request = one.request
-            if one.token_ids and request.times.last_token_s is not None:
-                gaps.append(now_s - request.times.last_token_s)
+            if one.token_ids:
+                gaps += self._note_token(request, now_s)
             if one.failure is not None:
                 self._scheduler.distrust(request)
             try:
-                deltas += self._append(one, now_s)
+                growth = grow(one, self._eos_token_ids, self._name)
             except Exception as error:
                 logger.error("request %s failed", request.request_id, exc_info=error)
-                deltas += self._end(request, "error", error=f"{type(error).__name__}: {error}")
+                growth = Growth(reason="error", error=f"{type(error).__name__}: {error}")
+            self._tally.generation_tokens += len(growth.token_ids)
+            if growth.reason is not None:
+                deltas += self._end(request, growth.reason, growth)
+                continue
+            deltas.append(
+                CompletionDelta(
+                    request.request_id,
+                    request.index,
+                    growth.text,
+                    growth.token_ids,
+                    growth.logprobs,
+                    None,
+                    num_cached_tokens=request.num_cached_tokens,
+                    prompt_logprobs=prompt_logprobs(request, self._name),
+                )
+            )
         return deltas, gaps
 
-    def _append(self, drawn: Drawn, now_s: float) -> list[CompletionDelta]:
-        """Give a sequence its next tokens, up to one that ends it."""
-        request = drawn.request
-        if drawn.token_ids:
-            request.times.last_token_s = now_s
-            if request.times.first_token_s is None:
-                request.times.first_token_s = now_s
-                self._tally.tell("first_token", request, now_s)
-        text = ""
-        for count, token_id in enumerate(drawn.token_ids, 1):
-            request.tokens.append(token_id)
-            self._tally.generation_tokens += 1
-            ends = token_id in request.stop_token_ids
-            stop: str | None = None
-            if request.text and (not ends or request.params.include_stop_str_in_output):
-                piece, stop = request.text.add(token_id)
-                text += piece
-            reason = self._end_reason(request, token_id, stop)
-            if reason is not None:
-                stop_reason: int | str | None = stop
-                if stop is None and ends and token_id not in self._eos_token_ids:
-                    stop_reason = token_id
-                return self._end(
-                    request,
-                    reason,
-                    drawn.token_ids[:count],
-                    self._entries(drawn, count),
-                    text=text,
-                    stop_reason=stop_reason,
-                )
-        count = len(drawn.token_ids)
-        if drawn.failure is not None:
-            entries = self._entries(drawn, count)
-            return self._end(
-                request, "error", drawn.token_ids, entries, text=text, error=drawn.failure
-            )
-        return [
-            CompletionDelta(
-                request.request_id,
-                request.index,
-                text,
-                drawn.token_ids,
-                self._entries(drawn, count),
-                None,
-                num_cached_tokens=request.num_cached_tokens,
-                prompt_logprobs=self._prompt_entries(request),
-            )
-        ]
-
-    def _end_reason(self, request: Request, token_id: int, stop: str | None) -> FinishReason | None:
-        """Return why a sequence ends with its last token, if it does."""
-        if stop is not None or token_id in request.stop_token_ids:
-            return "stop"
-        if request.grammar is not None and request.grammar.is_complete(request.tokens):
-            return "stop"
-        return "length" if len(request.tokens) >= request.max_total_tokens else None
-
-    def _entries(self, drawn: Drawn, count: int) -> tuple[TokenLogprobs, ...] | None:
-        """Return the logprobs of the first `count` tokens, if they were asked for."""
-        if drawn.logprobs is None:
-            return None
-        return tuple(sampling.token_logprobs(one, self._name) for one in drawn.logprobs[:count])
-
-    def _prompt_entries(self, request: Request) -> tuple[TokenLogprobs | None, ...] | None:
-        """Return the logprobs of the prompt, once, when all are there."""
-        if request.scores is None or request.scores_missing:
-            return None
-        scores, request.scores = request.scores, None
-        return (None, *(sampling.token_logprobs(one, self._name) for one in scores))
+    def _note_token(self, request: Request, now_s: float) -> list[float]:
+        """Note when a sequence got tokens; returns how long after the last ones, if there were."""
+        times = request.times
+        gaps = [] if times.last_token_s is None else [now_s - times.last_token_s]
+        times.last_token_s = now_s
+        if times.first_token_s is None:
+            times.first_token_s = now_s
+            self._tally.tell("first_token", request, now_s)
+        return gaps
 
     def _name(self, token_id: int) -> str:
         return self.tokenizer.token_text(token_id) if self.tokenizer else ""
@@ -519,18 +462,11 @@ class Engine:
         return deltas
 
     def _end(
-        self,
-        request: Request,
-        reason: FinishReason,
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[TokenLogprobs, ...] | None = None,
-        *,
-        text: str = "",
-        stop_reason: int | str | None = None,
-        error: str | None = None,
+        self, request: Request, reason: FinishReason, last: Growth = NOTHING
     ) -> list[CompletionDelta]:
         """End a sequence, and siblings that still wait for it; the one place where they end."""
-        prompt_entries = self._prompt_entries(request)
+        entries = prompt_logprobs(request, self._name)
+        text, stop_reason = last.text, last.stop_reason
         cut = isinstance(stop_reason, str) or reason == "error"
         if request.text is not None and not cut:
             rest, stop = request.text.finish()
@@ -547,13 +483,13 @@ class Engine:
                     request_id=one.request_id,
                     index=one.index,
                     text=text if first else "",
-                    token_ids=token_ids if first else (),
-                    logprobs=logprobs if first else None,
+                    token_ids=last.token_ids if first else (),
+                    logprobs=last.logprobs if first else None,
                     finish_reason=reason,
                     stop_reason=stop_reason if first else None,
                     num_cached_tokens=one.num_cached_tokens,
-                    error=error,
-                    prompt_logprobs=prompt_entries if first else None,
+                    error=last.error,
+                    prompt_logprobs=entries if first else None,
                 )
             )
             self._forget(one, reason, now)
@@ -572,21 +508,3 @@ class Engine:
             if request.adapter is not None:
                 self.adapters.release(request.adapter)
         self._tally.note_end(request, reason, now_s)
-
-
-def _possible(request: Request, guess: Sequence[int]) -> Sequence[int]:
-    """Return the first tokens of a guess that may follow: they fit its length and its grammar."""
-    guess = guess[: request.max_total_tokens - len(request.tokens) - 1]
-    if request.grammar is not None and guess:
-        guess = guess[: request.grammar.num_possible(request.tokens, guess)]
-    return guess
-
-
-def _num_equal(tokens: Sequence[int], draft: Sequence[int]) -> int:
-    """Return how many of the first tokens are those of the draft."""
-    count = 0
-    for token_id, guess in zip(tokens, draft, strict=False):
-        if token_id != guess:
-            break
-        count += 1
-    return count

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from onnxport.serving.draft import StepPlan
 from onnxport.serving.request import Request
+from onnxport.serving.sampling import Drawn
 from onnxport.serving.stats import SpeculationCounters
 
 
@@ -44,3 +46,62 @@ class Guesses(Protocol):
     def close(self) -> None:
         """Free what it holds. Idempotent."""
         ...
+
+
+def guess(
+    guesses: Guesses, running: Iterable[Request], budget: int
+) -> Mapping[Request, Sequence[int]]:
+    """Return tokens that may follow those of the requests that decode.
+
+    Args:
+        guesses: who guesses.
+        running: the requests that hold a row.
+        budget: most tokens in all.
+    """
+    decoding = [
+        request
+        for request in running
+        if len(request.tokens) - request.num_computed_tokens == 1
+        and request.num_output_tokens
+        and request.max_total_tokens - len(request.tokens) > 1
+    ]
+    if not decoding or budget < 1:
+        return {}
+    found = guesses.propose(decoding, budget)
+    return {request: _possible(request, tokens) for request, tokens in found.items()}
+
+
+def accept(guesses: Guesses, plan: StepPlan, drawn: Iterable[Drawn]) -> dict[int, Sequence[int]]:
+    """Return by row the tokens of its draft that were right, and tell who guessed them.
+
+    Args:
+        guesses: who guessed.
+        plan: of the step that checked the drafts.
+        drawn: what its sequences got.
+    """
+    tokens = {one.request: one.token_ids for one in drawn}
+    accepted: dict[int, Sequence[int]] = {}
+    for row, draft in plan.drafts.items():
+        request = plan.requests[row]
+        right = _num_equal(tokens[request], draft)
+        accepted[row] = draft[:right]
+        guesses.note_verified(request, len(draft), right)
+    return accepted
+
+
+def _possible(request: Request, tokens: Sequence[int]) -> Sequence[int]:
+    """Return the first tokens of a guess that may follow: they fit its length and its grammar."""
+    tokens = tokens[: request.max_total_tokens - len(request.tokens) - 1]
+    if request.grammar is not None and tokens:
+        tokens = tokens[: request.grammar.num_possible(request.tokens, tokens)]
+    return tokens
+
+
+def _num_equal(tokens: Sequence[int], draft: Sequence[int]) -> int:
+    """Return how many of the first tokens are those of the draft."""
+    count = 0
+    for token_id, guessed in zip(tokens, draft, strict=False):
+        if token_id != guessed:
+            break
+        count += 1
+    return count
