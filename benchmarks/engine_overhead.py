@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from onnxport.providers.null import NullModel, NullOptions
+from onnxport.serving import sampling
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
@@ -98,12 +99,13 @@ def measure(rows: int, params: SamplingParams, vocab: int, steps: int) -> dict[s
     while engine.stats().generation_tokens < rows:
         engine.step()
     clock = Clock()
+    sample_step = sampling.sample_step
     for name, owner, method in (
         ("plan", engine._scheduler, "plan"),
         ("reserve", engine._scheduler, "reserve"),
         ("pack", engine._runtime.packer, "pack"),
         ("model", engine._runtime.model, "run"),
-        ("sample", engine, "_sample"),
+        ("sample", sampling, "sample_step"),
         ("commit", engine._scheduler, "commit"),
         ("deliver", engine, "_deliver"),
     ):
@@ -117,6 +119,7 @@ def measure(rows: int, params: SamplingParams, vocab: int, steps: int) -> dict[s
         clock.spent["total"] = time.thread_time() - start - clock.spent.pop("model")
         for name, seconds in clock.spent.items():
             samples.setdefault(name, []).append(1e6 * seconds)
+    sampling.sample_step = sample_step
     return {name: median(values) for name, values in samples.items()}
 
 

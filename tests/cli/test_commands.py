@@ -89,6 +89,9 @@ def test_errors_are_one_paragraph(
         ["generate", artifact, "x", "--provider", "cuda"],
         ["generate", artifact, "x", "--temperature", "-1"],
         ["generate", artifact, "x" * 200],
+        ["generate", artifact, "x", "--json-schema", tmp_path / "missing.json"],
+        ["generate", artifact, "x", "--json-schema", '{"type": 5}'],
+        ["generate", artifact, "x", "--regex", "("],
         ["chat", tmp_path],
         ["verify", checkpoint],
         ["serve", tmp_path / "missing", "--port", "0"],
@@ -102,6 +105,24 @@ def test_errors_are_one_paragraph(
     assert not (tmp_path / "out").exists()
     done = onnxport("generate", tmp_path, "x")
     assert (done.returncode, done.stderr[:7]) == (1, "error: ")
+
+
+def test_generate_in_a_form(artifact: Path, tmp_path: Path) -> None:
+    """The model is random: what fits does so by the grammar alone."""
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"enum": ["aa", "bb"]}')
+    grammar = tmp_path / "form.lark"
+    grammar.write_text('start: "<" /[ab]{2}/ ">"')
+    for form, expected in (
+        (["--json-schema", schema], '"(aa|bb)"'),
+        (["--json-schema", '{"enum": [true, null]}'], "true|null"),
+        (["--regex", "[a-c]{3}"], "[a-c]{3}"),
+        (["--choice", "ab", "--choice", "ba"], "ab|ba"),
+        (["--grammar", grammar], "<[ab]{2}>"),
+    ):
+        done = onnxport("generate", artifact, "hello", "--no-trial", *form)
+        assert done.returncode == 0, done.stderr
+        assert re.fullmatch(expected, done.stdout.strip()), done.stdout
 
 
 def test_verify_finds_a_changed_file(artifact: Path, tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from onnxport.errors import CapacityError
+from onnxport.errors import CapacityError, RequestError
 from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
 from onnxport.serving.speculation.config import SpeculationConfig
 
 if TYPE_CHECKING:
     from onnxport.providers.base import LoadOptions
     from onnxport.serving.params import SamplingParams
+    from onnxport.serving.structured.spec import StructuredOutputs
 
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns; it has no public name
 SIZE = re.compile(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?B?)|B)?", re.IGNORECASE)
@@ -314,6 +315,51 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable"
     )
+
+
+def add_structure_options(parser: argparse.ArgumentParser) -> None:
+    """Add what form the text has to have."""
+    group = parser.add_argument_group("structured output").add_mutually_exclusive_group()
+    group.add_argument(
+        "--json-schema", metavar="FILE|JSON", help="the text is JSON that this schema describes"
+    )
+    group.add_argument("--regex", help="the text matches this regular expression")
+    group.add_argument(
+        "--choice", action="append", metavar="TEXT", help="the text is one of these; repeatable"
+    )
+    group.add_argument(
+        "--grammar", type=Path, metavar="FILE", help="the text follows this grammar, in Lark's form"
+    )
+
+
+def structured_outputs(options: argparse.Namespace) -> StructuredOutputs | None:
+    """Return the form that the text has to have; None: any.
+
+    Raises:
+        RequestError: the form is not valid, or its file cannot be read.
+    """
+    from onnxport.serving.structured.spec import StructuredOutputs
+
+    if (schema := options.json_schema) is not None:
+        is_text = schema.lstrip().startswith("{") or schema.strip() in ("true", "false")
+        return StructuredOutputs(
+            json=schema if is_text else _text_of("--json-schema", Path(schema))
+        )
+    if options.regex is not None:
+        return StructuredOutputs(regex=options.regex)
+    if options.choice is not None:
+        return StructuredOutputs(choice=tuple(options.choice))
+    if options.grammar is not None:
+        return StructuredOutputs(grammar=_text_of("--grammar", options.grammar))
+    return None
+
+
+def _text_of(option: str, path: Path) -> str:
+    """Return the text of a file. Raises RequestError if it cannot be read."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{option} names {path}, which cannot be read: {error}") from error
 
 
 def load_options(options: argparse.Namespace) -> LoadOptions:

@@ -17,9 +17,11 @@ from onnxport.cli.arguments import (
     add_load_options,
     add_sampling_options,
     add_speculation_options,
+    add_structure_options,
     command,
     positive,
     sampling_params,
+    structured_outputs,
 )
 from onnxport.cli.session import deltas, open_session
 
@@ -39,6 +41,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end token")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_sampling_options(parser)
+    add_structure_options(parser)
     add_load_options(parser)
     add_choice_options(parser)
     add_engine_options(parser)
@@ -51,7 +54,11 @@ def run(options: argparse.Namespace) -> int:
     """Run all prompts at once; one prompt's text is printed as it comes."""
     from dataclasses import replace
 
-    params = replace(sampling_params(options), ignore_eos=options.ignore_eos)
+    params = replace(
+        sampling_params(options),
+        ignore_eos=options.ignore_eos,
+        structured_outputs=structured_outputs(options),
+    )
     with open_session(options.artifact, options) as engine:
         requests = [
             engine.prepare(str(index), prompt, params, request_options(options))

@@ -1,0 +1,143 @@
+"""Measure what structured output costs: steps with a grammar for every row against steps without.
+
+    python -m benchmarks.structured --artifact DIR [--rows 1,8,32] [--rounds 3]
+
+The artifact's weights are used with a made-up byte-level tokenizer that fills its vocabulary, so
+that an artifact of random weights, which has no tokenizer worth its name, can be measured with as
+many tokens as the real model has. Rounds alternate between with and without; "beside" is how long
+the masks of a step take by themselves, in a thread that runs while the model does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from onnxport.graphs.artifact import Artifact
+from onnxport.providers.base import LoadOptions
+from onnxport.providers.registry import open_model
+from onnxport.serving import sampling
+from onnxport.serving.config import EngineConfig
+from onnxport.serving.draft import StepPlan
+from onnxport.serving.engine import Engine
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.tokenizer import Tokenizer
+
+STEPS = 40
+WARM_UP = 8
+END = "<|end|>"
+RECORD = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "born": {"type": "string", "format": "date"},
+        "score": {"type": "number", "minimum": 0, "maximum": 100},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
+        "parent": {"anyOf": [{"type": "null"}, {"$ref": "#"}]},
+    },
+    "required": ["name", "born", "score", "tags", "parent"],
+    "additionalProperties": False,
+}
+FORMS = {
+    "json schema": StructuredOutputs(json={"type": "array", "items": RECORD, "minItems": 200}),
+    "json object": StructuredOutputs(json_object=True),
+    "regex": StructuredOutputs(regex=r"([a-z]{2,8} [0-9]{1,3}[,;] ){500}"),
+}
+
+
+def make_tokenizer(vocab_size: int) -> FastTokenizer:
+    """Return a byte-level tokenizer of as many tokens: bytes, words, punctuation, digits."""
+    dice = random.Random(0)
+    letters = "etaoinshrdlucmfwypvbgkjqxz"
+    weights = [12, 9, 8, 8, 7, 7, 6, 6, 6, 4, 4, 3, 3, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1]
+    ends = ["", "", "", '":', '",', ",", ".", "}", "]", '"', "\u010a", "()", ";"]
+    vocab = {
+        char: number for number, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
+    while len(vocab) < vocab_size - 1:
+        word = "".join(dice.choices(letters, weights, k=dice.randint(1, 9)))
+        if dice.random() < 0.1:
+            word = str(dice.randrange(10**5))
+        word = word.capitalize() if dice.random() < 0.2 else word
+        start = dice.choice(["", "\u0120", "\u0120", '"', '{"', "\u0120\u0120"])
+        vocab.setdefault(start + word + dice.choice(ends), len(vocab))
+    tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    return tokenizer
+
+
+def open_with_tokenizer(path: Path) -> Engine:
+    """Return an engine of the artifact's model and the tokenizer above."""
+    size = Artifact.read(path).manifest.model.vocab_size
+    with tempfile.TemporaryDirectory() as folder:
+        make_tokenizer(size).save(str(Path(folder) / "tokenizer.json"))
+        (Path(folder) / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+        tokenizer = Tokenizer.from_folder(Path(folder), frozenset({size - 1}))
+    model = open_model(path, "cpu", LoadOptions())
+    return Engine(model, tokenizer, EngineConfig(max_num_seqs=64))
+
+
+def step_ms(
+    engine: Engine, rows: int, form: StructuredOutputs | None, beside: list[float]
+) -> float:
+    """Return the median milliseconds of a step in which `rows` sequences decode."""
+    params = SamplingParams(
+        temperature=1.0, seed=1, max_tokens=STEPS + WARM_UP + 2, structured_outputs=form
+    )
+    for row in range(rows):
+        engine.submit(engine.prepare(str(row), [5 + row, 6, 7], params))
+    times = []
+    while engine.has_work:
+        start = time.perf_counter()
+        deltas = engine.step()
+        if len(deltas) == rows and not any(delta.finish_reason for delta in deltas):
+            times.append(time.perf_counter() - start)
+            if form is not None:
+                beside.append(masks_s(engine))
+    return 1e3 * median(times[WARM_UP:])
+
+
+def masks_s(engine: Engine) -> float:
+    """Return the seconds that the masks of the next step take, computed here and now."""
+    plan: StepPlan = engine._scheduler.plan()
+    start = time.perf_counter()
+    sampling.grammar_masks(plan)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--artifact", type=Path, required=True)
+    parser.add_argument("--rows", default="1,8,32")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    engine = open_with_tokenizer(arguments.artifact)
+    print("| form | rows | step ms without | with | ratio | masks beside ms |")
+    print("|---|---|---|---|---|---|")
+    for name, form in FORMS.items():
+        for rows in map(int, arguments.rows.split(",")):
+            without, with_form = [], []
+            beside: list[float] = []
+            for _ in range(arguments.rounds):
+                without.append(step_ms(engine, rows, None, beside))
+                with_form.append(step_ms(engine, rows, form, beside))
+            left, right = median(without), median(with_form)
+            ratio = median(b / a for a, b in zip(without, with_form, strict=True))
+            own = 1e3 * median(beside)
+            print(f"| {name} | {rows} | {left:.2f} | {right:.2f} | {ratio:.3f} | {own:.2f} |")
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
