@@ -120,7 +120,7 @@ def test_generate_in_a_form(artifact: Path, tmp_path: Path) -> None:
         (["--choice", "ab", "--choice", "ba"], "ab|ba"),
         (["--grammar", grammar], "<[ab]{2}>"),
     ):
-        done = onnxport("generate", artifact, "hello", "--no-trial", *form)
+        done = onnxport("generate", artifact, "hello", "--no-trial", "--max-tokens", "40", *form)
         assert done.returncode == 0, done.stderr
         assert re.fullmatch(expected, done.stdout.strip()), done.stdout
 

@@ -341,10 +341,9 @@ def structured_outputs(options: argparse.Namespace) -> StructuredOutputs | None:
     from onnxport.serving.structured.spec import StructuredOutputs
 
     if (schema := options.json_schema) is not None:
-        is_text = schema.lstrip().startswith("{") or schema.strip() in ("true", "false")
-        return StructuredOutputs(
-            json=schema if is_text else _text_of("--json-schema", Path(schema))
-        )
+        if not schema.lstrip().startswith("{"):
+            schema = _text_of("--json-schema", Path(schema))
+        return StructuredOutputs(json=schema)
     if options.regex is not None:
         return StructuredOutputs(regex=options.regex)
     if options.choice is not None:
