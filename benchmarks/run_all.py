@@ -13,6 +13,7 @@ It writes a section of benchmarks/RESULTS.md and benchmarks/plots/*.svg.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import subprocess
@@ -118,14 +119,18 @@ def install(peer: Peer, python: Path, log: Path) -> None:
     """Make an environment and install the peer there."""
     if not python.exists():
         call([sys.executable, "-m", "venv", str(python.parent.parent)], log)
-    call([str(python), "-m", "pip", "install", "--quiet", *peer.requirements], log)
+    command = [str(python), "-m", "pip", "install", "--quiet", *peer.requirements]
+    call(command, log, peer.environment)
 
 
-def call(command: Sequence[str], log: Path) -> None:
+def call(command: Sequence[str], log: Path, more: Mapping[str, str] | None = None) -> None:
     """Run a command that has to succeed, and say so; what it says goes to the end of `log`."""
     print(f"$ {shlex.join(command)}", flush=True)
+    environment = {**os.environ, **(more or {})}
     with log.open("a") as file:
-        subprocess.run(command, check=True, cwd=pairs.ROOT, stdout=file, stderr=file)
+        subprocess.run(
+            command, check=True, cwd=pairs.ROOT, stdout=file, stderr=file, env=environment
+        )
 
 
 def make(path: Path, command: Callable[[Path], Command], log: Path) -> None:

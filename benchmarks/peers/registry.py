@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 Command = list[str]
@@ -24,6 +24,7 @@ class Peer:
         model: what is given to the runner, inside the working folder.
         make: how `model` is made there: of the environment's Python, the checkpoint and a path.
             None: it is there already.
+        environment: variables that `pip install` gets.
     """
 
     runner: str
@@ -33,6 +34,7 @@ class Peer:
     weights: str
     model: str
     make: Callable[[Path, Path, Path], Command] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def why_missing(self, python: Path | None) -> str | None:
         """Why it cannot run with this Python; None if it can."""
@@ -95,6 +97,9 @@ PEERS: Mapping[str, Peer] = {
         weights="Q4_0 (int4 in groups of 32), head and embedding Q8_0",
         model="model.gguf",
         make=_gguf,
+        # GCC 12 drops stores to what `ldtilecfg` then loads, and llama.cpp's AMX kernels crash
+        # (ggml-org/llama.cpp issue 20824); without that pass they work.
+        environment={"CMAKE_ARGS": "-DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'"},
     ),
     "onnxruntime-genai": Peer(
         runner="benchmarks.peers.onnxruntime_genai",
