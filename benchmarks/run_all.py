@@ -13,6 +13,7 @@ It writes a section of benchmarks/RESULTS.md and benchmarks/plots/*.svg.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -133,6 +134,16 @@ def call(command: Sequence[str], log: Path, more: Mapping[str, str] | None = Non
         )
 
 
+def same_setup(arguments: argparse.Namespace) -> None:
+    """Note what a folder is for; leave if it is for something else."""
+    path = arguments.folder / "setup.json"
+    wanted = {"shape": arguments.shape, "threads": arguments.threads}
+    if not path.exists():
+        path.write_text(json.dumps(wanted))
+    elif (found := json.loads(path.read_text())) != wanted:
+        sys.exit(f"{arguments.folder} holds runs of {found}, not {wanted}; take another folder")
+
+
 def make(path: Path, command: Callable[[Path], Command], log: Path) -> None:
     """Make what is not there, under another name until it is whole."""
     if path.exists():
@@ -246,6 +257,7 @@ def main() -> None:
     arguments.rounds = arguments.rounds or (1 if arguments.quick else DEFAULT_ROUNDS)
     arguments.folder = arguments.folder.resolve()
     (arguments.folder / "logs").mkdir(parents=True, exist_ok=True)
+    same_setup(arguments)
     side = ours(arguments)
     found = list(peers(arguments))
     if not found:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,33 @@ def test_groups() -> None:
     assert set(run_all.GROUPS["core"]) < set(WORKLOADS)
     with pytest.raises(SystemExit, match="no such workloads: W9"):
         run_all.groups("W9", quick=False)
+
+
+def test_a_folder_is_for_one_shape_and_number_of_threads(tmp_path: Path) -> None:
+    def options(*more: str) -> argparse.Namespace:
+        return run_all.options().parse_args([str(tmp_path), "--threads", "2", *more])
+
+    run_all.same_setup(options())
+    run_all.same_setup(options("--workloads", "W1"))
+    with pytest.raises(SystemExit, match="take another folder"):
+        run_all.same_setup(options("--threads", "1"))
+    with pytest.raises(SystemExit, match="'shape': 'tiny'"):
+        run_all.same_setup(options("--shape", "tiny"))
+
+
+def test_what_was_not_finished_is_made_again(tmp_path: Path) -> None:
+    path, log = tmp_path / "model", tmp_path / "log"
+
+    def command(code: str) -> Callable[[Path], list[str]]:
+        return lambda to: script(f"import pathlib; path = pathlib.Path({str(to)!r}); {code}")
+
+    with pytest.raises(subprocess.CalledProcessError):
+        run_all.make(path, command("path.mkdir(); (path / 'a').touch(); 1 / 0"), log)
+    assert not path.exists()
+    assert "ZeroDivisionError" in log.read_text()
+    run_all.make(path, command("path.mkdir(); (path / 'b').touch()"), log)
+    assert [one.name for one in path.iterdir()] == ["b"]
+    run_all.make(path, command("1 / 0"), log)  # it is there
 
 
 # Pairs.
