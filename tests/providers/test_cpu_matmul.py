@@ -19,7 +19,7 @@ from tests.exporter.checkpoints import VOCAB
 from tests.providers.conftest import ArtifactMaker
 
 needs_kernel = pytest.mark.skipif(
-    matmul_isa() is None, reason="the kernel was not built, or this processor has no AVX-512 VNNI"
+    matmul_isa() is None, reason="the kernel was not built, or this processor lacks what it needs"
 )
 BLOCKS_EACH = 4  # of 16 tokens
 
