@@ -66,6 +66,7 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
                 )
             ax.set(title=TITLES[panel], xlabel=figure.axis)
             ax.set_xscale("log", base=2)
+            ax.xaxis.set_major_formatter("{x:.0f}")
             ax.set_yscale("log") if panel == "itl_ms" else ax.set_ylim(bottom=0)
             ax.spines[["top", "right"]].set_visible(False)
             ax.grid(axis="y", linewidth=0.3)

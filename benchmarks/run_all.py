@@ -144,6 +144,14 @@ def same_setup(arguments: argparse.Namespace) -> None:
         sys.exit(f"{arguments.folder} holds runs of {found}, not {wanted}; take another folder")
 
 
+def remembered(path: Path, about: Mapping[str, str]) -> dict[str, str]:
+    """Add who was compared before, whose runs are still told."""
+    before: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+    every = before | dict(about)
+    path.write_text(json.dumps(every, indent=1))
+    return every
+
+
 def make(path: Path, command: Callable[[Path], Command], log: Path) -> None:
     """Make what is not there, under another name until it is whole."""
     if path.exists():
@@ -266,7 +274,7 @@ def main() -> None:
     measure(arguments, store, side, [other for other, _ in found])
     about = {OURS: f"{__version__}, int4 in groups of 128, head and embedding int8"}
     about |= {other.name: text for other, text in found}
-    report(arguments, store, machine, about)
+    report(arguments, store, machine, remembered(arguments.folder / "about.json", about))
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ def test_throughput_of_random_prompts_and_of_a_dataset(artifact: Path, tmp_path:
     assert [one["num_prompt_tokens"] for one in report["requests"]] == [3, 2]
 
 
+@pytest.mark.slow
 def test_serve(artifact: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     load = ("--num-prompts", "6", "--input-len", "4:9", "--output-len", "5", "--seed", "3")

@@ -113,6 +113,12 @@ def test_a_folder_is_for_one_shape_and_number_of_threads(tmp_path: Path) -> None
         run_all.same_setup(options("--shape", "tiny"))
 
 
+def test_who_was_compared_before_is_still_described(tmp_path: Path) -> None:
+    path = tmp_path / "about.json"
+    assert run_all.remembered(path, {OURS: "1", "a": "2"}) == {OURS: "1", "a": "2"}
+    assert run_all.remembered(path, {OURS: "3", "b": "4"}) == {OURS: "3", "a": "2", "b": "4"}
+
+
 def test_what_was_not_finished_is_made_again(tmp_path: Path) -> None:
     path, log = tmp_path / "model", tmp_path / "log"
 
