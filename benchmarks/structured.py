@@ -49,7 +49,6 @@ RECORD = {
 }
 FORMS = {
     "json schema": StructuredOutputs(json={"type": "array", "items": RECORD, "minItems": 200}),
-    "json object": StructuredOutputs(json_object=True),
     "regex": StructuredOutputs(regex=r"([a-z]{2,8} [0-9]{1,3}[,;] ){500}"),
 }
 
