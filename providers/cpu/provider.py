@@ -211,7 +211,7 @@ def _session_options(options: LoadOptions, kernel: Path | None) -> Any:
     chosen = ort.SessionOptions()
     chosen.log_severity_level = 3
     chosen.intra_op_num_threads = options.threads or memory.physical_cores()
-    # Threads that spin after a run would take the processors from sampling and from grammars' masks.
+    # Threads that spin after a run would take the processors from sampling and grammars.
     chosen.add_session_config_entry("session.force_spinning_stop", "1")
     if kernel is not None:
         chosen.register_custom_ops_library(str(kernel))
