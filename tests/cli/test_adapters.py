@@ -97,6 +97,7 @@ def folder(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_an_answer_with_an_adapter(artifact: Path, folder: Path, tmp_path: Path) -> None:
     ask = ("generate", artifact, "ab", "--max-tokens", "12", "--ignore-eos", "--json", *FEW)
     texts = []
@@ -113,6 +114,7 @@ def test_an_answer_with_an_adapter(artifact: Path, folder: Path, tmp_path: Path)
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_server_with_an_adapter(artifact: Path, folder: Path) -> None:
     more = ("--lora-modules", f"mine={folder}", "--provider", "cpu")
     with serving(artifact, *more) as (address, said):

@@ -55,6 +55,7 @@ def test_latency(artifact: Path, tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_throughput_of_random_prompts_and_of_a_dataset(artifact: Path, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     load = ("--num-prompts", "5", "--input-len", "3:8", "--output-len", "2:4", "--prefix-len", "32")

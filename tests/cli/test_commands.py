@@ -107,6 +107,7 @@ def test_errors_are_one_paragraph(
     assert (done.returncode, done.stderr[:7]) == (1, "error: ")
 
 
+@pytest.mark.slow
 def test_generate_in_a_form(artifact: Path, tmp_path: Path) -> None:
     """The model is random: what fits does so by the grammar alone."""
     schema = tmp_path / "schema.json"
@@ -153,6 +154,7 @@ def test_generate(artifact: Path) -> None:
     assert several.stdout.startswith(f"> hello\n{results[0]['text']}\n\n> you\n")
 
 
+@pytest.mark.slow
 def test_providers_are_tried_once(artifact: Path, tmp_path: Path) -> None:
     pytest.importorskip("openvino", reason="a trial needs two providers")
     ask = ("generate", artifact, "hello", "--max-tokens", "8")
@@ -166,6 +168,7 @@ def test_providers_are_tried_once(artifact: Path, tmp_path: Path) -> None:
     assert (quiet.stdout, quiet.stderr) == (first.stdout, "")
 
 
+@pytest.mark.slow
 def test_the_cache_may_be_sized_in_memory(artifact: Path) -> None:
     ask = ("generate", artifact, "hello", "--max-tokens", "8", "--no-trial")
     by_tokens = onnxport(*ask, "--kv-cache-tokens", "1024")
@@ -194,6 +197,7 @@ def test_chat_says_when_the_conversation_is_too_long(artifact: Path) -> None:
     assert done.stdout  # the second line was answered
 
 
+@pytest.mark.slow
 def test_chat_in_a_terminal(artifact: Path) -> None:
     leader, follower = pty.openpty()
     chat = subprocess.Popen(

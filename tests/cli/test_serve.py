@@ -38,6 +38,7 @@ def test_an_artifact(artifact: Path) -> None:
         assert set(health["placement"]) == {"CPUExecutionProvider"}
 
 
+@pytest.mark.slow
 def test_a_provider_that_cannot_be_used_and_one_that_may_take_over(artifact: Path) -> None:
     missing = ("--provider", "openvino:nowhere")
     few = (*missing, *SMALL[2:], "--max-tokens", "8")
@@ -73,6 +74,7 @@ def test_name_key_and_limits(artifact: Path) -> None:
         client.close()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_once(checkpoint: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     options = ("--precision", "int8", "--group-size", "32")
@@ -100,6 +102,7 @@ def test_what_changes_the_export_changes_the_cache(
     assert all(is_artifact(str(folder)) for folder in (first, shorter, changed))
 
 
+@pytest.mark.slow
 def test_servers_that_start_together_export_once(checkpoint: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     exports: list[bool] = []
@@ -161,6 +164,7 @@ def test_a_deadline_for_all(artifact: Path) -> None:
         assert later.json()["usage"]["completion_tokens"] == 30
 
 
+@pytest.mark.slow
 def test_what_was_computed_is_found_again_in_another_run(artifact: Path, tmp_path: Path) -> None:
     options = ("--kv-disk", tmp_path / "kv", "--kv-disk-size", "64MiB", "--kv-host-memory", "8MiB")
     body = {"model": "tiny", "prompt": "The same prompt, over and over. " * 3, "max_tokens": 8}

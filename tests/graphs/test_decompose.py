@@ -314,6 +314,7 @@ def test_agrees_with_group_query_attention(new: list[int], changes: dict[str, ob
         )
 
 
+@pytest.mark.slow
 def test_a_cache_bound_as_input_and_output_is_not_copied() -> None:
     """64 MiB of cache: bound to itself it is written in place, much faster than a copy."""
     case = paged_case(0)

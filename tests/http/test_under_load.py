@@ -185,6 +185,7 @@ def test_more_prompts_than_the_queue_ever_holds(start_server: StartServer) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.slow
 def test_deadlines(start_server: StartServer, stream: bool) -> None:
     server = start_server(latency_s=0.02, request_timeout_s=0.5)
     with client_of(server, max_retries=2) as client:
@@ -233,6 +234,7 @@ def test_metrics_after_traffic(start_server: StartServer) -> None:
     server.stop()
 
 
+@pytest.mark.slow
 def test_two_tenants_share(start_server: StartServer) -> None:
     server = start_server(
         latency_s=0.01,

@@ -71,6 +71,7 @@ async def collect(
     return [delta async for delta in stream]
 
 
+@pytest.mark.slow
 async def test_adapters_come_and_go_while_requests_run(folders: list[Path]) -> None:
     async with AsyncEngine(adapter_engine(num_blocks=512, latency_s=0.001)) as worker:
         await worker.load_adapter("a", folders[0])

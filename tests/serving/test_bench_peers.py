@@ -177,6 +177,7 @@ def test_a_run_that_fails_keeps_what_it_printed() -> None:
     assert "/no/such" not in found.failed
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_end() -> None:
     line = json.dumps({"workload": "W1", "wall_s": 1.0})
     code = f"import time; print({line!r}, flush=True); time.sleep(60)"
@@ -245,6 +246,7 @@ def test_the_section_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:
     assert text.count(results.BEGIN) == text.count(results.END) == 1
 
 
+@pytest.mark.slow
 def test_curves(tmp_path: Path) -> None:
     runs = [*both(0, 2.0, 1.0, "S8"), *both(1, 4.0, 1.0, "S8"), *both(2, 5.0, 1.0, "S1")]
     streams = curves.FIGURES[0]
@@ -267,6 +269,7 @@ def test_every_peer_has_a_runner_and_a_line_why_it_is_missing(name: str, tmp_pat
     assert peer.why_missing(tmp_path / "bin" / "python") == "no environment for it"
 
 
+@pytest.mark.slow
 def test_our_runner(tmp_path: Path) -> None:
     checkpoint, artifact = tmp_path / "checkpoint", tmp_path / "artifact"
     for command in (
