@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "scratch.h"
+#include "product.h"
 
 namespace onnxport {
 namespace {
@@ -14,23 +14,6 @@ constexpr int64_t kSerialQuantize = 1 << 15;
 constexpr int64_t kQuantizeTask = 1 << 14;
 // Weights that a task reads: some ten microseconds from memory, so that threads finish together.
 constexpr int64_t kTaskBytes = 1 << 16;
-
-struct Run {
-  const MatMulKernels& kernels;
-  MatMul call;
-  int64_t padded_rows, rows_per_quantize, panels_per_task, panel_tasks;
-
-  void quantize(int64_t index) const {
-    const int64_t begin = index * rows_per_quantize;
-    kernels.quantize(call, begin, std::min(padded_rows, begin + rows_per_quantize));
-  }
-  void multiply(int64_t index) const {
-    const int64_t panel = index % panel_tasks * panels_per_task;
-    const int64_t row = index / panel_tasks * kernels.chunk_rows;
-    kernels.multiply(call, panel, std::min(num_panels(call), panel + panels_per_task), row,
-                     std::min(call.rows, row + kernels.chunk_rows));
-  }
-};
 
 }  // namespace
 
@@ -57,38 +40,62 @@ void pack_weights(const MatMul& call, const uint8_t* quants, const float* scales
   }
 }
 
+void Quantized::reserve(const MatMulKernels& kernels, MatMul& call) {
+  call.tile_rows = kernels.tile_rows(call.rows);
+  const size_t row_blocks = static_cast<size_t>(padded_rows(call) * num_blocks(call));
+  call.quants = quants_.reserve<int8_t>(row_blocks * static_cast<size_t>(call.block_size));
+  call.scales = scales_.reserve<float>(row_blocks);
+  call.corrections = corrections_.reserve<int32_t>(row_blocks);
+}
+
+Product::Product(const MatMulKernels& used, const MatMul& product)
+    : kernels(used), call(product), rows_per_quantize(padded_rows(product)) {
+  if (rows_per_quantize * call.k > kSerialQuantize)
+    rows_per_quantize = std::max<int64_t>(1, kQuantizeTask / call.k);
+  panels_per_task = std::max<int64_t>(1, kTaskBytes / panel_bytes(call));
+  panel_tasks = ceil_div(num_panels(call), panels_per_task);
+}
+
+void Product::quantize(int64_t index) const {
+  const int64_t begin = index * rows_per_quantize;
+  const int64_t end = std::min(padded_rows(call), begin + rows_per_quantize);
+  for (int64_t row = begin; row < end; row++) {
+    const float* x = row < call.rows ? call.input + row * call.k : nullptr;
+    kernels.quantize(call, x, row, 0, num_blocks(call));
+  }
+}
+
+void Product::multiply(int64_t index) const {
+  const int64_t panel = index % panel_tasks * panels_per_task;
+  const int64_t row = index / panel_tasks * kernels.chunk_rows;
+  kernels.multiply(call, {panel, std::min(num_panels(call), panel + panels_per_task), row,
+                          std::min(call.rows, row + kernels.chunk_rows),
+                          call.output + row * call.n + panel * kPanel, call.n});
+}
+
+int run_tasks(int64_t count, Task task, void* argument, ParallelFor parallel_for, void* context) {
+  if (count > 1) return parallel_for(context, static_cast<size_t>(count), task, argument);
+  task(argument, 0);
+  return 0;
+}
+
 int run_matmul(const MatMulKernels& kernels, MatMul call, ParallelFor parallel_for,
                void* context) {
   if (call.rows == 0) return 0;
   // The calling thread's; the others only use it until this call is over.
-  thread_local Buffer quants, scales, corrections;
-  call.tile_rows = kernels.tile_rows(call.rows);
-  const int64_t padded_rows = ceil_div(call.rows, kRowTile) * call.tile_rows;
-  const size_t row_blocks = static_cast<size_t>(padded_rows * num_blocks(call));
-  call.quants = quants.reserve<int8_t>(row_blocks * static_cast<size_t>(call.block_size));
-  call.scales = scales.reserve<float>(row_blocks);
-  call.corrections = corrections.reserve<int32_t>(row_blocks);
-
-  Run run{kernels, call, padded_rows, padded_rows, 0, 0};
-  const auto parallel = [&](int64_t tasks, Task task) {
-    if (tasks > 1) return parallel_for(context, static_cast<size_t>(tasks), task, &run);
-    task(&run, 0);
-    return 0;
+  thread_local Quantized quantized;
+  quantized.reserve(kernels, call);
+  Product product(kernels, call);
+  const auto quantize = [](void* argument, size_t index) {
+    static_cast<const Product*>(argument)->quantize(static_cast<int64_t>(index));
   };
-  if (padded_rows * call.k > kSerialQuantize)
-    run.rows_per_quantize = std::max<int64_t>(1, kQuantizeTask / call.k);
+  const auto multiply = [](void* argument, size_t index) {
+    static_cast<const Product*>(argument)->multiply(static_cast<int64_t>(index));
+  };
   const int result =
-      parallel(ceil_div(padded_rows, run.rows_per_quantize), [](void* argument, size_t index) {
-        static_cast<const Run*>(argument)->quantize(static_cast<int64_t>(index));
-      });
+      run_tasks(product.quantize_tasks(), quantize, &product, parallel_for, context);
   if (result != 0) return result;
-
-  run.panels_per_task = std::max<int64_t>(1, kTaskBytes / panel_bytes(call));
-  run.panel_tasks = ceil_div(num_panels(call), run.panels_per_task);
-  return parallel(run.panel_tasks * ceil_div(call.rows, kernels.chunk_rows),
-                  [](void* argument, size_t index) {
-                    static_cast<const Run*>(argument)->multiply(static_cast<int64_t>(index));
-                  });
+  return run_tasks(product.multiply_tasks(), multiply, &product, parallel_for, context);
 }
 
 }  // namespace onnxport

@@ -36,7 +36,7 @@ struct MatMul {
   const uint8_t* weights;
 
   int64_t rows;
-  const float* input;  // [rows][k]
+  const float* input;  // [rows][k]; run_matmul's, as is the output: kernels get theirs by argument
   float* output;       // [rows][n]
 
   // Quantized activations, [blocks][tiles][tile_rows] of each: block_size quants, inputs beyond k
@@ -48,18 +48,25 @@ struct MatMul {
   int32_t* corrections;
 };
 
+// The outputs of some panels and rows. row_begin starts a tile, and row_end ends one or all rows.
+struct Part {
+  int64_t panel_begin, panel_end;
+  int64_t row_begin, row_end;
+  float* output;   // where the first row's outputs of the first panel go
+  int64_t stride;  // from one row's to the next one's
+};
+
 struct MatMulKernels {
   const char* name;
 
-  int64_t chunk_rows;                  // rows that share one pass over the weights
+  int64_t chunk_rows;                  // rows that share one pass over the weights, at most
   int64_t (*tile_rows)(int64_t rows);  // how many rows a tile has; kRowTile if rows exceed it
 
-  // Quantizes rows [begin, end), which may go on to the end of the last tile: zeros there.
-  void (*quantize)(const MatMul& call, int64_t begin, int64_t end);
+  // Quantizes blocks [begin, end) of a row. x holds their inputs, or is null for a row that only
+  // fills up the last tile: zeros.
+  void (*quantize)(const MatMul& call, const float* x, int64_t row, int64_t begin, int64_t end);
 
-  // Computes these panels' outputs of these rows; row_begin starts a tile.
-  void (*multiply)(const MatMul& call, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
-                   int64_t row_end);
+  void (*multiply)(const MatMul& call, const Part& part);
 };
 
 // Null where this build or this processor cannot run them.

@@ -80,11 +80,11 @@ ONNXPORT_INLINE void unpack(const uint8_t* weights, int64_t bytes, uint8_t* out)
 
 // kParts: instructions for a block, 1 or 2.
 template <int kParts>
-void multiply_tiles(const MatMul& m, int64_t panel, int64_t row_begin, int64_t row_end) {
+void multiply_tiles(const MatMul& m, const Part& part, int64_t panel) {
   alignas(64) float totals[kAmxChunkRows * kPanel];
   alignas(64) int32_t sums[2][2 * kLanes * kLanes];
   alignas(64) uint8_t unpacked[kPanel * kMostInputs];
-  const int64_t blocks = num_blocks(m), tiles = ceil_div(row_end - row_begin, kRowTile);
+  const int64_t blocks = num_blocks(m), tiles = ceil_div(part.row_end - part.row_begin, kRowTile);
   const uint8_t* weights = m.weights + panel * panel_bytes(m);
   for (int64_t i = 0; i < tiles * kRowTile * kPanel; i += kLanes)
     _mm512_store_ps(totals + i, _mm512_setzero_ps());
@@ -106,7 +106,7 @@ void multiply_tiles(const MatMul& m, int64_t panel, int64_t row_begin, int64_t r
       _tile_loadd(7, columns + 2112, 128);
     }
     for (int64_t tile = 0; tile < tiles; tile++) {
-      const int64_t at = row_block(m, row_begin + tile * kRowTile, block);
+      const int64_t at = row_block(m, part.row_begin + tile * kRowTile, block);
       const int8_t* quants = m.quants + at * m.block_size;
       const auto stride = static_cast<size_t>(m.block_size);
       _tile_loadd(0, kZeros, 64);
@@ -128,24 +128,25 @@ void multiply_tiles(const MatMul& m, int64_t panel, int64_t row_begin, int64_t r
     }
   }
   add(pending);
-  for (int64_t row = row_begin; row < row_end; row++) {
-    const float* total = totals + (row - row_begin) * kPanel;
+  float* output = part.output + (panel - part.panel_begin) * kPanel;
+  const float* total = totals;
+  for (int64_t row = part.row_begin; row < part.row_end; row++) {
     const __m512 values[2] = {_mm512_load_ps(total), _mm512_load_ps(total + kLanes)};
-    store_outputs<2>(m.output + row * m.n + panel * kPanel, m.n - panel * kPanel, values);
+    store_outputs<2>(output, m.n - panel * kPanel, values);
+    output += part.stride;
+    total += kPanel;
   }
 }
 
-void multiply(const MatMul& m, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
-              int64_t row_end) {
-  if (m.rows <= kFewRows || m.block_size > kMostInputs)
-    return multiply_dots<Dot>(m, panel_begin, panel_end, row_begin, row_end);
+void multiply(const MatMul& m, const Part& part) {
+  if (m.rows <= kFewRows || m.block_size > kMostInputs) return multiply_dots<Dot>(m, part);
   const TileConfiguration configuration(m.block_size < 64 ? m.block_size : 64);
   _tile_loadconfig(&configuration);
-  for (int64_t panel = panel_begin; panel < panel_end; panel++) {
+  for (int64_t panel = part.panel_begin; panel < part.panel_end; panel++) {
     if (m.block_size == 128)
-      multiply_tiles<2>(m, panel, row_begin, row_end);
+      multiply_tiles<2>(m, part, panel);
     else
-      multiply_tiles<1>(m, panel, row_begin, row_end);
+      multiply_tiles<1>(m, part, panel);
   }
   _tile_release();
 }

@@ -12,12 +12,11 @@
 namespace onnxport {
 namespace {
 
-void multiply(const MatMul& m, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
-              int64_t row_end) {
+void multiply(const MatMul& m, const Part& part) {
   if (m.rows == 1)
-    multiply_dots<Dot>(m, panel_begin, panel_end, row_begin, row_end);
+    multiply_dots<Dot>(m, part);
   else
-    multiply_dots<PairDot>(m, panel_begin, panel_end, row_begin, row_end);
+    multiply_dots<PairDot>(m, part);
 }
 
 constexpr MatMulKernels kKernels = {"i8mm", kChunkRows, rows_of_tile<PairDot<4>::kRows>,

@@ -50,21 +50,17 @@ ONNXPORT_INLINE void quantize_block(const MatMul& m, const float* x, int64_t at)
   m.corrections[at] = -sum * static_cast<int32_t>(m.bits == 4 ? 8 : Vec::kZeroPoint8);
 }
 
-void quantize(const MatMul& m, int64_t begin, int64_t end) {
-  // What is beyond a row's last input, and the rows that fill up the last tile.
-  float filled[kLargestBlock];
-  for (int64_t row = begin; row < end; row++) {
-    for (int64_t block = 0; block < num_blocks(m); block++) {
-      const int64_t first = block * m.block_size, left = row < m.rows ? m.k - first : 0;
-      const float* x = filled;
-      if (left >= m.block_size) {
-        x = m.input + row * m.k + first;
-      } else {
-        memset(filled, 0, sizeof filled);
-        if (left > 0)
-          memcpy(filled, m.input + row * m.k + first, static_cast<size_t>(left) * sizeof(float));
-      }
-      quantize_block(m, x, row_block(m, row, block));
+void quantize(const MatMul& m, const float* x, int64_t row, int64_t begin, int64_t end) {
+  for (int64_t block = begin; block < end; block++) {
+    const int64_t left = x ? m.k - block * m.block_size : 0;
+    const int64_t at = row_block(m, row, block);
+    if (left >= m.block_size) {
+      quantize_block(m, x, at);
+      x += m.block_size;
+    } else {
+      float filled[kLargestBlock] = {};
+      if (left > 0) memcpy(filled, x, static_cast<size_t>(left) * sizeof(float));
+      quantize_block(m, filled, at);
     }
   }
 }
@@ -156,9 +152,16 @@ ONNXPORT_INLINE void store_outputs(float* output, int64_t left, const Vec::Float
   }
 }
 
+// Of the outputs of one panel and row on.
+struct Outputs {
+  int64_t panel, row;
+  float* first;
+  int64_t stride;
+};
+
 // A panel's outputs of kUnits units of rows, from a vector on.
 template <class Dot, int kUnits, int kColumns>
-ONNXPORT_ALONE void multiply_units(const MatMul& m, int64_t panel, int64_t row, int64_t vector) {
+ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t vector) {
   constexpr int kRows = kUnits * Dot::kRows;
   Vec::Floats totals[kRows][kColumns];
   ONNXPORT_UNROLL
@@ -167,9 +170,9 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, int64_t panel, int64_t row, 
     for (int c = 0; c < kColumns; c++) totals[r][c] = Vec::set1(0.f);
   }
   const int64_t offset = vector * Vec::kLanes, blocks = num_blocks(m);
-  const uint8_t* weights = m.weights + panel * panel_bytes(m);
+  const uint8_t* weights = m.weights + out.panel * panel_bytes(m);
   for (int64_t block = 0; block < blocks; block++, weights += block_bytes(m)) {
-    const int64_t at = row_block(m, row, block);
+    const int64_t at = row_block(m, out.row, block);
     typename Dot::Sum sums[kUnits][kColumns];
     ONNXPORT_UNROLL
     for (int u = 0; u < kUnits; u++) {
@@ -194,34 +197,35 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, int64_t panel, int64_t row, 
       }
     }
   }
-  const int64_t first = panel * kPanel + offset;
+  const int64_t left = m.n - out.panel * kPanel - offset;
   ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++)
-    if (row + r < m.rows)
-      store_outputs<kColumns>(m.output + (row + r) * m.n + first, m.n - first, totals[r]);
+    if (out.row + r < m.rows)
+      store_outputs<kColumns>(out.first + r * out.stride + offset, left, totals[r]);
 }
 
 // A panel's outputs of up to kUnits units of rows.
 template <class Dot, int kUnits = Dot::kMostUnits>
-ONNXPORT_INLINE void multiply_group(const MatMul& m, int64_t panel, int64_t row, int64_t units) {
+ONNXPORT_INLINE void multiply_group(const MatMul& m, const Outputs& out, int64_t units) {
   if constexpr (kUnits > 1) {
-    if (units < kUnits) return multiply_group<Dot, kUnits - 1>(m, panel, row, units);
+    if (units < kUnits) return multiply_group<Dot, kUnits - 1>(m, out, units);
   }
   constexpr int kColumns = Dot::columns(kUnits);
   for (int64_t vector = 0; vector < kPanel / Vec::kLanes; vector += kColumns)
-    multiply_units<Dot, kUnits, kColumns>(m, panel, row, vector);
+    multiply_units<Dot, kUnits, kColumns>(m, out, vector);
 }
 
-// These panels' outputs, group by group of rows; no group is part of two tiles.
+// A part's outputs, group by group of rows; no group is part of two tiles.
 template <class Dot>
-void multiply_panels(const MatMul& m, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
-                     int64_t row_end) {
+void multiply_panels(const MatMul& m, const Part& part) {
   constexpr int64_t kGroupRows = Dot::kMostUnits * Dot::kRows;
   static_assert(kRowTile % kGroupRows == 0, "a group must not cross a tile's end");
-  for (int64_t panel = panel_begin; panel < panel_end; panel++) {
-    for (int64_t row = row_begin; row < row_end; row += kGroupRows) {
-      const int64_t units = ceil_div(row_end - row, Dot::kRows);
-      multiply_group<Dot>(m, panel, row, units < Dot::kMostUnits ? units : Dot::kMostUnits);
+  for (int64_t panel = part.panel_begin; panel < part.panel_end; panel++) {
+    float* first = part.output + (panel - part.panel_begin) * kPanel;
+    for (int64_t row = part.row_begin; row < part.row_end; row += kGroupRows) {
+      const Outputs out{panel, row, first + (row - part.row_begin) * part.stride, part.stride};
+      const int64_t units = ceil_div(part.row_end - row, Dot::kRows);
+      multiply_group<Dot>(m, out, units < Dot::kMostUnits ? units : Dot::kMostUnits);
     }
   }
 }
@@ -233,12 +237,11 @@ int64_t rows_of_tile(int64_t rows) {
 }
 
 template <template <int> class Dots>
-void multiply_dots(const MatMul& m, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
-                   int64_t row_end) {
+void multiply_dots(const MatMul& m, const Part& part) {
   if (m.bits == 4)
-    multiply_panels<Dots<4>>(m, panel_begin, panel_end, row_begin, row_end);
+    multiply_panels<Dots<4>>(m, part);
   else
-    multiply_panels<Dots<8>>(m, panel_begin, panel_end, row_begin, row_end);
+    multiply_panels<Dots<8>>(m, part);
 }
 
 }  // namespace

@@ -1,0 +1,78 @@
+// What operators with quantized weights have in common: reading and checking them.
+#include "op_weights.h"
+
+#include "pages.h"
+
+namespace onnxport::op {
+namespace {
+
+Tensor constant(const Api& api, const ort::KernelInfo* info, const char* op, size_t input,
+                const char* name) {
+  int is_constant = 0;
+  const ort::Value* value = nullptr;
+  check(api.constant_input(info, input, &is_constant, &value));
+  if (!is_constant) fail(api, ort::kNotImplemented, "%s: %s must be an initializer", op, name);
+  return describe(api, name, value);
+}
+
+void expect_elements(const Api& api, const char* op, const char* name, const Tensor& tensor,
+                     int64_t wanted) {
+  if (elements(tensor) != wanted)
+    fail(api, ort::kInvalidArgument, "%s: %s must have %lld elements, found %lld", op, name,
+         static_cast<long long>(wanted), static_cast<long long>(elements(tensor)));
+}
+
+}  // namespace
+
+int64_t elements(const Tensor& tensor) {
+  int64_t count = 1;
+  for (size_t i = 0; i < tensor.rank; i++) count *= tensor.dims[i];
+  return count;
+}
+
+int64_t read_attribute(const Api& api, const ort::KernelInfo* info, const char* name) {
+  int64_t value = 0;
+  check(api.attribute(info, name, &value));
+  return value;
+}
+
+void check_product(const Api& api, const char* op, const MatMul& m) {
+  if (!active_matmul())
+    fail(api, ort::kNotImplemented, "%s: this processor has no AVX2 or dot products of int8", op);
+  const bool known = (m.bits == 4 || m.bits == 8) && m.block_size >= 16 &&
+                     m.block_size <= kLargestBlock && (m.block_size & (m.block_size - 1)) == 0;
+  if (!known || m.k < 1 || m.n < 1)
+    fail(api, ort::kNotImplemented,
+         "%s takes 4 or 8 bits in blocks of 16, 32, 64, 128 or 256, found K %lld, N %lld, "
+         "bits %lld, block_size %lld",
+         op, static_cast<long long>(m.k), static_cast<long long>(m.n),
+         static_cast<long long>(m.bits), static_cast<long long>(m.block_size));
+}
+
+Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op, const MatMul& m,
+                     const WeightInputs& inputs) {
+  const Tensor quants = constant(api, info, op, inputs.quants, inputs.quants_name);
+  const Tensor scales = constant(api, info, op, inputs.quants + 1, inputs.scales_name);
+  expect_elements(api, op, inputs.quants_name, quants,
+                  m.n * num_blocks(m) * m.block_size * m.bits / 8);
+  expect_elements(api, op, inputs.scales_name, scales, m.n * num_blocks(m));
+  return {quants, scales};
+}
+
+void forget_quants(const Weights& weights) {
+  forget_file_pages(weights.quants.data, static_cast<size_t>(elements(weights.quants)));
+}
+
+Tensor read_activations(const Api& api, const ort::KernelContext* context, const char* op,
+                        int64_t depth) {
+  const ort::Value* value = nullptr;
+  check(api.input(context, 0, &value));
+  const Tensor input = describe(api, "A", value);
+  const int64_t last = input.dims[input.rank - 1];
+  if (last != depth)
+    fail(api, ort::kInvalidArgument, "%s: A's last dimension must be %lld, found %lld", op,
+         static_cast<long long>(depth), static_cast<long long>(last));
+  return input;
+}
+
+}  // namespace onnxport::op

@@ -1,0 +1,40 @@
+// Quantized weights among an operator's inputs.
+#pragma once
+
+#include "matmul.h"
+#include "op.h"
+
+namespace onnxport::op {
+
+struct Weights {
+  Tensor quants;  // [n][blocks][block_size * bits / 8], uint8
+  Tensor scales;  // [n][blocks], float
+};
+
+// What the inputs are called in messages; the scales follow the quants.
+struct WeightInputs {
+  size_t quants;
+  const char* quants_name;
+  const char* scales_name;
+};
+
+int64_t read_attribute(const Api& api, const ort::KernelInfo* info, const char* name);
+
+// Throws a Failure for a product that our kernels cannot compute, whatever its weights.
+void check_product(const Api& api, const char* op, const MatMul& product);
+
+// The weights of a product. Throws a Failure where they are no initializers, or have another size.
+Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op,
+                     const MatMul& product, const WeightInputs& inputs);
+
+// The runtime keeps weights as they were for as long as the session lives. Where it mapped them
+// from the artifact, they need not stay in memory once they are packed.
+void forget_quants(const Weights& weights);
+
+// The node's activations, input 0, with `depth` numbers a row. Throws a Failure if they have not.
+Tensor read_activations(const Api& api, const ort::KernelContext* context, const char* op,
+                        int64_t depth);
+
+int64_t elements(const Tensor& tensor);
+
+}  // namespace onnxport::op

@@ -1,0 +1,45 @@
+// A product's steps, for computations that have other work between them. Not for the objects of an
+// instruction set: the members here are code.
+#pragma once
+
+#include "matmul.h"
+#include "scratch.h"
+
+namespace onnxport {
+
+// What a product's activations are quantized into, kept from call to call.
+class Quantized {
+ public:
+  // Makes room for the call's rows, and lets it point there.
+  void reserve(const MatMulKernels& kernels, MatMul& call);
+
+ private:
+  Buffer quants_, scales_, corrections_;
+};
+
+// Rows that are quantized, with those that fill up the last tile.
+static inline int64_t padded_rows(const MatMul& m) {
+  return ceil_div(m.rows, kRowTile) * m.tile_rows;
+}
+
+// A product in tasks that may run in any order, all of quantize before the first of multiply.
+struct Product {
+  const MatMulKernels& kernels;
+  MatMul call;
+  int64_t rows_per_quantize, panels_per_task, panel_tasks;
+
+  // The call has its memory for quantized activations.
+  Product(const MatMulKernels& kernels, const MatMul& call);
+
+  int64_t quantize_tasks() const { return ceil_div(padded_rows(call), rows_per_quantize); }
+  void quantize(int64_t index) const;
+  int64_t multiply_tasks() const {
+    return panel_tasks * ceil_div(call.rows, kernels.chunk_rows);
+  }
+  void multiply(int64_t index) const;
+};
+
+// Runs a step's tasks; a single one on this thread.
+int run_tasks(int64_t count, Task task, void* argument, ParallelFor parallel_for, void* context);
+
+}  // namespace onnxport
