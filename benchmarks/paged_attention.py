@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--heads", default="14,2,64", help="query heads, kv heads, head size")
     parser.add_argument("--cache", choices=TYPES, default="float32")
-    parser.add_argument("--layout", choices=("tiled", "canonical"), default="tiled")
+    parser.add_argument("--layout", choices=("tiled", "paired", "canonical"), default="tiled")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)

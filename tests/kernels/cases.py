@@ -7,6 +7,12 @@ import numpy as np
 from tests.kernels.reference import CACHE_TYPES, Case, quantize
 
 HEADS = [(1, 1), (4, 4), (4, 2), (8, 1), (14, 2), (6, 3), (9, 3), (12, 1)]
+LAYOUTS = {
+    "float": ("canonical", "tiled"),
+    "float16": ("canonical", "tiled"),
+    "bfloat16": ("canonical", "tiled", "paired"),
+    "int8": ("tiled",),
+}
 HEAD_SIZES = [32, 40, 64, 64, 72, 80, 96, 104, 112, 128, 256]
 
 
@@ -78,8 +84,9 @@ def random_case(seed: int) -> Case:
     num_heads, kv_heads = HEADS[rng.integers(len(HEADS))]
     head_size = int(rng.choice(HEAD_SIZES))
     cache_type = list(CACHE_TYPES)[seed % 4]
-    tiled = cache_type == "int8" or bool(seed // 4 % 2)
-    block_size = int(rng.choice([16, 32, 64] if tiled else [8, 16, 24, 32, 64]))
+    layout = LAYOUTS[cache_type][seed // 4 % len(LAYOUTS[cache_type])]
+    plain = layout == "canonical"
+    block_size = int(rng.choice([8, 16, 24, 32, 64] if plain else [16, 32, 64]))
     past, new = lengths(rng)
     num_blocks, table = blocks(rng, past, new, block_size)
     tokens, longest = sum(new), max(p + n for p, n in zip(past, new, strict=True))
@@ -123,7 +130,7 @@ def random_case(seed: int) -> Case:
         block_table=table,
         cache_type=cache_type,
         packed=bool(rng.integers(2)),
-        tiled=tiled,
+        layout=layout,
         **options,
     )
     return drop_blocks_left_of_window(case) if rng.integers(2) else case

@@ -1,8 +1,9 @@
 """A slow, obvious NumPy version of `com.microsoft.PagedAttention`, written from its schema.
 
 Everything is computed in float64 and one query row at a time; only what the cache stores is rounded
-to the cache's type. The window follows ONNX Runtime's CUDA kernel, which hands FlashAttention
-`local_window_size - 1` as the left window: the query's own position counts.
+to the cache's type, and in the paired layout the scaled query to bfloat16. The window follows ONNX
+Runtime's CUDA kernel, which hands FlashAttention `local_window_size - 1` as the left window: the
+query's own position counts.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Case:
     block_table: np.ndarray  # [batch, width] int32
     cache_type: str = "float"
     packed: bool = True  # one packed QKV input rather than three
-    tiled: bool = False
+    layout: str = "canonical"  # or tiled, or paired
     scale: float | None = None
     softcap: float = 0.0
     window: int | None = None
@@ -154,6 +155,12 @@ def write_cache(case: Case) -> tuple[np.ndarray, np.ndarray]:
     return key_cache, value_cache
 
 
+def round_query(case: Case, query: np.ndarray, scale: float) -> np.ndarray:
+    """Rounds what the operator multiplies keys with: ahead of a tanh, or for powers of two."""
+    factor = scale / case.softcap if case.softcap else scale * np.log2(np.e)
+    return (query * factor).astype(np.float32).astype(bfloat16).astype(float) / factor
+
+
 def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray) -> np.ndarray:
     """The float64 output [tokens, num_heads * head_size] that follows from the final caches."""
     output = np.empty((case.query.shape[0], case.num_heads, case.head_size))
@@ -173,6 +180,8 @@ def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray) -> np.nda
             token, position = starts[s] + i, case.past_lengths[s] + i
             query = rms_norm(case.query[token].astype(float), case.q_norm, case.epsilon)
             query = rotate(case, query, position)
+            if case.layout == "paired":
+                query = round_query(case, query, scale)
             seen = np.ones(total, bool)
             if case.causal:
                 seen &= positions <= position
@@ -189,6 +198,36 @@ def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray) -> np.nda
                 weights /= weights.sum() + np.exp(sink - top)
                 output[token, head] = weights @ values[seen, g]
     return output.reshape(len(output), -1)
+
+
+def to_layout(cache: np.ndarray, layout: str, key: bool) -> np.ndarray:
+    """The bytes of a layout, in the canonical shape that the graph declares."""
+    if layout == "canonical":
+        return cache.copy()
+    if layout == "tiled":
+        return to_tiled(cache, key)
+    blocks, size, heads, width = cache.shape
+    tiles = cache.reshape(blocks, size // 16, 16, heads, width).transpose(0, 3, 1, 2, 4)
+    if key:  # [..., channels / 2, 16, 2]
+        pairs = tiles.reshape(*tiles.shape[:4], width // 2, 2).swapaxes(3, 4)
+    else:  # [..., 8, channels, 2]
+        pairs = tiles.reshape(*tiles.shape[:3], 8, 2, width).swapaxes(4, 5)
+    return np.ascontiguousarray(pairs).reshape(cache.shape)
+
+
+def from_layout(cache: np.ndarray, layout: str, key: bool) -> np.ndarray:
+    """The inverse of `to_layout`."""
+    if layout == "canonical":
+        return cache
+    if layout == "tiled":
+        return from_tiled(cache, key)
+    blocks, size, heads, width = cache.shape
+    tiles = (blocks, heads, size // 16)
+    if key:
+        rows = cache.reshape(*tiles, width // 2, 16, 2).swapaxes(3, 4).reshape(*tiles, 16, width)
+    else:
+        rows = cache.reshape(*tiles, 8, width, 2).swapaxes(4, 5).reshape(*tiles, 16, width)
+    return rows.transpose(0, 2, 3, 1, 4).reshape(cache.shape)
 
 
 def to_tiled(cache: np.ndarray, key: bool) -> np.ndarray:

@@ -12,7 +12,7 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-from tests.kernels.reference import Case, from_tiled, to_tiled
+from tests.kernels.reference import Case, from_layout, to_layout
 
 ONNX_TYPES = {
     "float": TensorProto.FLOAT,
@@ -68,8 +68,8 @@ def attributes(case: Case) -> dict[str, object]:
         found["rotary_offset"] = case.rotary_offset
     if case.q_norm is not None:
         found["qk_norm_epsilon"] = case.epsilon
-    if case.tiled:
-        found["cache_layout"] = "tiled"
+    if case.layout != "canonical":
+        found["cache_layout"] = case.layout
     if case.cache_type == "int8":
         found |= {"k_quant_type": "PER_TOKEN", "v_quant_type": "PER_TOKEN"}
     return found
@@ -176,7 +176,7 @@ def run(
         binding.bind_cpu_input(name, array)
     arrays, held = {}, []
     for name, canonical in (("key_cache", case.key_cache), ("value_cache", case.value_cache)):
-        before = to_tiled(canonical, name == "key_cache") if case.tiled else canonical.copy()
+        before = to_layout(canonical, case.layout, name == "key_cache")
         after = before if in_place else np.zeros_like(before)
         held += [ort_value(before, case.cache_type), ort_value(after, case.cache_type)]
         binding.bind_ortvalue_input(name, held[-2])
@@ -184,6 +184,7 @@ def run(
         arrays[name] = after
     session_for(library, case, threads).run_with_iobinding(binding)
     output = binding.get_outputs()[0].numpy()
-    if case.tiled:
-        arrays = {name: from_tiled(array, name == "key_cache") for name, array in arrays.items()}
-    return output, arrays["key_cache"], arrays["value_cache"]
+    key_cache, value_cache = (
+        from_layout(array, case.layout, name == "key_cache") for name, array in arrays.items()
+    )
+    return output, key_cache, value_cache

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.kernels.reference import CACHE_TYPES, Case, from_tiled, to_tiled
+from tests.kernels.reference import CACHE_TYPES, Case, from_layout, to_layout
 
 ROOT = Path(__file__).parents[2]
 CORE = (
@@ -21,6 +21,7 @@ CORE = (
     "validate",
     "kernels_avx2",
     "kernels_avx512",
+    "kernels_avx512bf16",
     "kernels_neon",
     "matmul_amx",
     "matmul_avx2",
@@ -43,9 +44,10 @@ def build(compiler: str, executable: Path, *options: str) -> None:
 
 
 def caches(case: Case) -> list[np.ndarray]:
-    if not case.tiled:
-        return [case.key_cache, case.value_cache]
-    return [to_tiled(case.key_cache, True), to_tiled(case.value_cache, False)]
+    return [
+        to_layout(case.key_cache, case.layout, True),
+        to_layout(case.value_cache, case.layout, False),
+    ]
 
 
 def serialize(case: Case) -> bytes:
@@ -67,7 +69,7 @@ def serialize(case: Case) -> bytes:
         0 if case.cosine is None else case.cosine.shape[0],
         case.interleaved,
         list(CACHE_TYPES).index(case.cache_type),
-        case.tiled,
+        ("canonical", "tiled", "paired").index(case.layout),
         q_width,
         kv_width,
         kv_width,
@@ -113,8 +115,10 @@ def run(
             count = int(np.prod(shape))
             parts.append(np.frombuffer(done.stdout, dtype, count, at).reshape(shape))
             at += count * dtype.itemsize
-        if case.tiled:
-            parts[1:] = [from_tiled(parts[1], True), from_tiled(parts[2], False)]
-        found.append((parts[0], parts[1], parts[2]))
+        key_cache, value_cache = (
+            from_layout(part, case.layout, key)
+            for part, key in zip(parts[1:], (True, False), strict=True)
+        )
+        found.append((parts[0], key_cache, value_cache))
     assert at == len(done.stdout)
     return found

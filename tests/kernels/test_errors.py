@@ -132,7 +132,10 @@ def test_bad_head_size(library_path: Path, head_size: int) -> None:
 
 BAD_ATTRIBUTES = [
     ({"kv_cache_layout": "LATENT"}, "kv_cache_layout must be SEPARATE, found 'LATENT'"),
-    ({"cache_layout": "blocked"}, "cache_layout must be canonical or tiled, found 'blocked'"),
+    (
+        {"cache_layout": "blocked"},
+        "cache_layout must be canonical, tiled or paired, found 'blocked'",
+    ),
     ({"num_heads": 5}, "num_heads must be a positive multiple of kv_num_heads, found 5 and 2"),
     ({"kv_num_heads": 0}, "num_heads must be a positive multiple"),
     ({"num_heads": "4"}, "attribute num_heads has the wrong type"),
@@ -165,7 +168,7 @@ INT8 = {
     "cache_type": "int8",
     "key_cache": np.zeros((4, 16, 2, 36), np.int8),
     "value_cache": np.zeros((4, 16, 2, 36), np.int8),
-    "tiled": True,
+    "layout": "tiled",
 }
 
 
@@ -178,7 +181,7 @@ def test_int8_of_another_granularity(library_path: Path, granularity: str) -> No
 
 def test_int8_in_the_canonical_layout(library_path: Path) -> None:
     with pytest.raises(Exception, match="an int8 cache needs the tiled cache layout"):
-        run_ort.run(library_path, small_case(**INT8 | {"tiled": False}))
+        run_ort.run(library_path, small_case(**INT8 | {"layout": "canonical"}))
 
 
 def test_int8_without_room_for_scales(library_path: Path) -> None:
@@ -213,3 +216,8 @@ def test_no_tokens(library_path: Path) -> None:
     )
     output, _, _ = run_ort.run(library_path, case)
     assert output.shape == (0, 128)
+
+
+def test_paired_layout_of_another_type(library_path: Path) -> None:
+    with pytest.raises(Exception, match="the paired cache layout holds bfloat16 only"):
+        run_ort.run(library_path, small_case(layout="paired"))

@@ -37,7 +37,7 @@ def case_of(value: np.ndarray, new: list[int]) -> Case:
         new_lengths=new,
         block_table=table,
         cache_type="int8",
-        tiled=True,
+        layout="tiled",
     )
 
 

@@ -15,7 +15,7 @@ from tests.kernels.cases import cache_contents, random_case
 from tests.kernels.reference import Case
 
 
-def mixed_case(seed: int, cache_type: str, tiled: bool) -> Case:
+def mixed_case(seed: int, cache_type: str, layout: str) -> Case:
     """A long decode, a prefill, a chunk and a sequence without new tokens."""
     rng = np.random.default_rng(seed)
     past, new = [1400, 0, 530, 9], [1, 70, 40, 0]
@@ -44,7 +44,7 @@ def mixed_case(seed: int, cache_type: str, tiled: bool) -> Case:
         new_lengths=new,
         block_table=table,
         cache_type=cache_type,
-        tiled=tiled,
+        layout=layout,
         window=600 if seed % 2 else None,
     )
 
@@ -64,26 +64,27 @@ def tokens_of(case: Case, s: int, first: int, last: int) -> Case:
 
 
 KINDS = [
-    ("float", True),
-    ("float", False),
-    ("float16", True),
-    ("bfloat16", True),
-    ("bfloat16", False),
-    ("int8", True),
+    ("float", "tiled"),
+    ("float", "canonical"),
+    ("float16", "tiled"),
+    ("bfloat16", "tiled"),
+    ("bfloat16", "canonical"),
+    ("bfloat16", "paired"),
+    ("int8", "tiled"),
 ]
 
 
-@pytest.mark.parametrize(("cache_type", "tiled"), KINDS)
+@pytest.mark.parametrize(("cache_type", "layout"), KINDS)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_batch_chunks_and_threads(
     library_path: Path,
     library: ctypes.CDLL,
     available_isas: list[str],
     cache_type: str,
-    tiled: bool,
+    layout: str,
     seed: int,
 ) -> None:
-    case = mixed_case(seed, cache_type, tiled)
+    case = mixed_case(seed, cache_type, layout)
     starts = case.cumulative_lengths
     for isa in available_isas:
         library.onnxport_cpu_set_isa(isa.encode())

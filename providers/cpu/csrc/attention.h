@@ -17,7 +17,12 @@ enum CacheType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3 
 //   value [kv_heads][block_size / 16][16][head_size]
 // and in int8, after the sixteen tokens of each tile, their sixteen scales. A row of the cache
 // tensor is head_size + 4 bytes then, the layout's [num_blocks][block_size][kv_heads] of them.
-enum CacheLayout : int64_t { kCanonical = 0, kTiled = 1 };
+// kPaired, in bfloat16 only, tiles whose neighbours in a product lie side by side:
+//   key   [kv_heads][block_size / 16][head_size / 2][16][2], two channels of a token
+//   value [kv_heads][block_size / 16][8][head_size][2], two tokens of a channel
+// With it queries and softmax weights are rounded to bfloat16 too, and products of pairs are added
+// in float. So processors with instructions for that take half the time.
+enum CacheLayout : int64_t { kCanonical = 0, kTiled = 1, kPaired = 2 };
 
 // Tokens in one key tile. The tiled layout is built on it.
 constexpr int kTile = 16;

@@ -28,7 +28,7 @@ struct Rows {
         head_size(p.head_size),
         padded_size(padded(p.head_size)) {
     const int64_t first = block.kv_head * p.num_tokens + p.cumulative_lengths[block.sequence];
-    if (all_queries) queries = all_queries + (first * group + block.row_begin) * head_size;
+    if (all_queries) queries = all_queries + (first * group + block.row_begin) * query_floats(p);
     for (int64_t row = 0; row < count; row++)
       keys[row] = visible_keys(p, block.sequence, (block.row_begin + row) / group);
   }
@@ -59,11 +59,18 @@ static inline void attend_rows(const Rows& rows, int64_t row, int64_t base, int6
 
   float factor[kRows];
   float* value = state.value + row * rows.padded_size;
-  score_tiles<Type, kScaled, kRows>(rows.queries + row * rows.head_size, rows.head_size, tiles,
-                                    first_tile, last_tile, scores);
+  const float* queries = rows.queries + row * query_floats(rows.p);
+  score_tiles<Type, kScaled, kRows>(queries, rows.head_size, tiles, first_tile, last_tile, scores);
   softmax<kRows>(visible, first_tile * kTile, last_tile * kTile, rows.p.softcap,
                  kScaled ? tiles.value_scale : nullptr, scores, state.maximum + row,
                  state.sum + row * 16, factor);
+  if constexpr (is_paired<Type>()) {
+    // In place: what is written lies before what is still to be read.
+    const int begin = first_tile * kTile, count = last_tile * kTile - begin;
+    for (int r = 0; r < kRows; r++)
+      Vec::round_to_bfloat16(scores + r * kChunk + begin, count,
+                             scores + r * kChunk + begin / 2);
+  }
   add_values<Type, kRows>(scores, tiles, rows.head_size, first, last, factor, rows.padded_size,
                           value);
 }
@@ -121,6 +128,7 @@ using AttendKeys = void (*)(const Rows&, int64_t, int64_t, const State&, const T
                             float*);
 
 static inline AttendKeys attend_keys_for(const Problem& p, int64_t rows) {
+  if (p.cache_layout == kPaired) return attend_keys<PairedBFloat16, true, PairedBFloat16>;
   const bool tiled = p.cache_layout == kTiled;
   // Converting ahead pays where several groups of rows share what was converted.
   const bool direct = tiled && rows <= Vec::kMaxRows && whole_vectors(p);
@@ -268,6 +276,7 @@ static void prepare(const Problem& p, float* queries, int64_t begin, int64_t end
       break;
     case kBFloat16:
       run = tiled ? prepare_tokens<BFloat16, true> : prepare_tokens<BFloat16, false>;
+      if (p.cache_layout == kPaired) run = prepare_tokens<PairedBFloat16, true>;
       break;
     case kInt8: run = prepare_tokens<Int8, true>; break;
     default: run = tiled ? prepare_tokens<Float32, true> : prepare_tokens<Float32, false>;
@@ -275,7 +284,7 @@ static void prepare(const Problem& p, float* queries, int64_t begin, int64_t end
   run(p, queries, begin, end);
 }
 
-const Kernels kKernels = {ONNXPORT_KERNELS_NAME, prepare, attend, attend_segment, finish,
-                          gated_silu, add_lora};
+const Kernels kKernels = {ONNXPORT_KERNELS_NAME, Vec::kPrefersPairs, prepare,    attend,
+                          attend_segment,        finish,             gated_silu, add_lora};
 
 }  // namespace

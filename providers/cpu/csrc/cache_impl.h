@@ -36,6 +36,12 @@ struct BFloat16 {
   static inline float to_float(uint16_t x) { return float_from_bfloat16(x); }
 };
 
+// bfloat16 in the paired layout: a vector holds Vec::kWidth pairs.
+struct PairedBFloat16 {
+  using Element = uint16_t;
+  static constexpr int kScaleElements = 0;
+};
+
 // Scales are not applied here: the key's go into the logits, the value's into the weights.
 struct Int8 {
   using Element = int8_t;
@@ -47,6 +53,15 @@ struct Int8 {
 template <class Type>
 constexpr bool has_scales() {
   return Type::kScaleElements != 0;
+}
+
+template <class Type>
+constexpr bool is_paired() {
+  return false;
+}
+template <>
+constexpr bool is_paired<PairedBFloat16>() {
+  return true;
 }
 
 static inline void encode(Float32, const float* x, int64_t n, float* out) {

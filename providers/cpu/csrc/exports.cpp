@@ -12,8 +12,11 @@
 #define ONNXPORT_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-// The name of the instruction set in use: "avx512", "avx2", "neon" or "portable".
+// The name of the instruction set in use: "avx512bf16", "avx512", "avx2", "neon" or "portable".
 ONNXPORT_EXPORT const char* onnxport_cpu_isa() { return onnxport::active_kernels()->name; }
+
+// 1 if that set multiplies a cache of bfloat16 in the paired layout faster than one of float.
+ONNXPORT_EXPORT int onnxport_cpu_prefers_pairs() { return onnxport::active_kernels()->prefers_pairs; }
 
 // Uses another instruction set from the next call on, or the best one again for null. Returns 0 if
 // the name is unknown or this processor lacks it.

@@ -29,6 +29,14 @@ static inline uint16_t bfloat16_from_float(float x) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// Writes n bfloat16 to where n / 2 floats have room. Out may be x, or lie ahead of it.
+static inline void pack_bfloat16(const float* x, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += 2) {
+    const uint16_t pair[2] = {bfloat16_from_float(x[i]), bfloat16_from_float(x[i + 1])};
+    memcpy(out + i / 2, pair, sizeof pair);
+  }
+}
+
 static inline float float_from_half(uint16_t x) {
   const uint32_t sign = (x & 0x8000u) << 16;
   const uint32_t exponent = (x >> 10) & 0x1fu;

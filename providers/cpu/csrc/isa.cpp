@@ -29,6 +29,7 @@ struct Features {
   bool avx2 = false;     // with FMA and F16C
   bool avxvnni = false;  // AVX2 with VNNI
   bool avx512 = false;   // F, BW, DQ, VL
+  bool bf16 = false;     // AVX-512 with products of bfloat16
   bool vnni = false;     // AVX-512 with VNNI
   bool amx = false;      // with tiles of int8
   bool dotprod = false;  // Arm's dot products of int8
@@ -86,6 +87,7 @@ Features detect() {
   found.amx = found.vnni && (d >> 24 & 1) && (d >> 25 & 1) && may_use_tiles(state);
   if (last_part >= 1) cpuid(7, r, 1);
   found.avxvnni = found.avx2 && last_part >= 1 && (r[0] >> 4 & 1);
+  found.bf16 = found.avx512 && last_part >= 1 && (r[0] >> 5 & 1);
   return found;
 }
 #elif defined(__aarch64__) && defined(__linux__)
@@ -120,17 +122,20 @@ const Features& features() {
 }
 
 // Best first.
+constexpr int kSets = 5;
+
 const Kernels* supported(int i) {
   switch (i) {
-    case 0: return features().avx512 ? kernels_avx512() : nullptr;
-    case 1: return features().avx2 ? kernels_avx2() : nullptr;
-    case 2: return kernels_neon();
+    case 0: return features().bf16 ? kernels_avx512bf16() : nullptr;
+    case 1: return features().avx512 ? kernels_avx512() : nullptr;
+    case 2: return features().avx2 ? kernels_avx2() : nullptr;
+    case 3: return kernels_neon();
     default: return kernels_portable();
   }
 }
 
 const Kernels* best() {
-  for (int i = 0; i < 3; i++)
+  for (int i = 0; i < kSets; i++)
     if (const Kernels* kernels = supported(i)) return kernels;
   return kernels_portable();
 }
@@ -174,7 +179,7 @@ bool set_isa(const char* name) {
     active().store(best(), std::memory_order_release);
     return true;
   }
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < kSets; i++) {
     const Kernels* kernels = supported(i);
     if (!kernels || std::strcmp(kernels->name, name) != 0) continue;
     active().store(kernels, std::memory_order_release);

@@ -40,8 +40,12 @@ struct Lora {
 struct Kernels {
   const char* name;
 
+  // Whether the paired layout is multiplied faster than floats.
+  bool prefers_pairs;
+
   // Norm, rotation and scaling of the queries of tokens [begin, end) into queries
-  // [kv_heads][num_tokens * group][head_size]; their keys and values into the cache.
+  // [kv_heads][num_tokens * group][head_size], in bfloat16 for the paired layout; their keys and
+  // values into the cache.
   void (*prepare)(const Problem& problem, float* queries, int64_t begin, int64_t end);
 
   // Attends over all of the block's keys and writes the output.
@@ -65,6 +69,7 @@ struct Kernels {
 const Kernels* kernels_portable();
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
+const Kernels* kernels_avx512bf16();
 const Kernels* kernels_neon();
 
 // The set in use: the best one, unless set_isa chose. set_isa(null) returns to the best one and
@@ -74,6 +79,11 @@ bool set_isa(const char* name);
 
 // static, not inline alone: an instruction set's object must never provide code to another's.
 static inline int64_t padded(int64_t head_size) { return (head_size + 15) / 16 * 16; }
+
+// Floats of one prepared query.
+static inline int64_t query_floats(const Problem& p) {
+  return p.cache_layout == kPaired ? p.head_size / 2 : p.head_size;
+}
 
 // Floats of one State for so many rows.
 static inline int64_t state_floats(int64_t rows, int64_t head_size) {

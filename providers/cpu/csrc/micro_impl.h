@@ -57,6 +57,47 @@ static inline void score_block(const float* queries, int64_t head_size,
   }
 }
 
+// Likewise of pairs: queries [rows][head_size] in bfloat16.
+template <int kRows, int kCols>
+static inline void score_pairs(const float* queries, int64_t head_size,
+                               const KeyVectors<PairedBFloat16>& vectors, int column,
+                               float* scores) {
+  Vec::T sum[kRows][kCols];
+  ONNXPORT_UNROLL
+  for (int r = 0; r < kRows; r++) {
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kCols; c++) sum[r][c] = Vec::set1(0.f);
+  }
+  const int64_t pairs = head_size / 2;
+  for (int64_t d = 0; d < pairs; d++) {
+    Vec::Pairs key[kCols];
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kCols; c++)
+      key[c] = Vec::load_pairs(vectors.key[column + c] + d * 2 * kTile);
+    ONNXPORT_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      const Vec::Pairs query = Vec::set1_pair(queries + r * pairs + d);
+      ONNXPORT_UNROLL
+      for (int c = 0; c < kCols; c++) sum[r][c] = Vec::add_pairs(query, key[c], sum[r][c]);
+    }
+  }
+  ONNXPORT_UNROLL
+  for (int r = 0; r < kRows; r++) {
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kCols; c++)
+      Vec::store(scores + r * kChunk + (column + c) * Vec::kWidth, sum[r][c]);
+  }
+}
+
+template <class Type, bool kScaled, int kRows, int kCols>
+static inline void score_columns(const float* queries, int64_t head_size,
+                                 const KeyVectors<Type>& vectors, int column, float* scores) {
+  if constexpr (is_paired<Type>())
+    score_pairs<kRows, kCols>(queries, head_size, vectors, column, scores);
+  else
+    score_block<Type, kScaled, kRows, kCols>(queries, head_size, vectors, column, scores);
+}
+
 // Few rows leave registers for more columns, which hide the latency of the multiply-add.
 template <int kRows>
 constexpr int columns() {
@@ -69,20 +110,21 @@ static inline void score_tiles(const float* queries, int64_t head_size, const Ti
   KeyVectors<Type> vectors;
   for (int i = first; i < last; i++)
     for (int v = 0; v < kVecsPerTile; v++) {
-      vectors.key[i * kVecsPerTile + v] = tiles.key[i] + v * Vec::kWidth;
+      vectors.key[i * kVecsPerTile + v] =
+          tiles.key[i] + v * Vec::kWidth * (is_paired<Type>() ? 2 : 1);
       if (kScaled) vectors.scale[i * kVecsPerTile + v] = tiles.key_scale[i] + v * Vec::kWidth;
     }
   constexpr int kCols = columns<kRows>();
   int c = first * kVecsPerTile;
   const int end = last * kVecsPerTile;
   for (; c + kCols <= end; c += kCols)
-    score_block<Type, kScaled, kRows, kCols>(queries, head_size, vectors, c, scores);
+    score_columns<Type, kScaled, kRows, kCols>(queries, head_size, vectors, c, scores);
   if constexpr (kCols > 2) {
     for (; c + 2 <= end; c += 2)
-      score_block<Type, kScaled, kRows, 2>(queries, head_size, vectors, c, scores);
+      score_columns<Type, kScaled, kRows, 2>(queries, head_size, vectors, c, scores);
   }
   for (; c < end; c++)
-    score_block<Type, kScaled, kRows, 1>(queries, head_size, vectors, c, scores);
+    score_columns<Type, kScaled, kRows, 1>(queries, head_size, vectors, c, scores);
 }
 
 // sums[r][0 .. kCols * width) = factor[r] * sums + weights[r] x values over tokens [first, last).
@@ -123,6 +165,59 @@ static inline void value_block(const float* weights, const Tiles<Type>& tiles, i
   }
 }
 
+// Likewise of pairs: weights [rows][2 * kChunk] in bfloat16, zero for tokens of a tile outside
+// [first, last). There the values may be anything, so that they are left out of the products, too.
+template <int kRows, int kCols>
+static inline void value_pairs(const float* weights, const Tiles<PairedBFloat16>& tiles,
+                               int64_t channel, int first, int last, const float* factor,
+                               int64_t row, float* sums) {
+  Vec::T sum[kRows][kCols];
+  ONNXPORT_UNROLL
+  for (int r = 0; r < kRows; r++) {
+    const Vec::T f = Vec::set1(factor[r]);
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kCols; c++)
+      sum[r][c] = Vec::mul(f, Vec::load(sums + r * row + channel + c * Vec::kWidth));
+  }
+  for (int t = first / 2 * 2; t < last;) {
+    const int tile = t / kTile;
+    const int end = (tile + 1) * kTile < last ? (tile + 1) * kTile : last;
+    const int64_t stride = tiles.value_stride[tile];
+    const uint16_t* value = tiles.value[tile] + t % kTile / 2 * stride + 2 * channel;
+    for (; t < end; t += 2, value += stride) {
+      Vec::Pairs x[kCols];
+      ONNXPORT_UNROLL
+      for (int c = 0; c < kCols; c++) x[c] = Vec::load_pairs(value + c * 2 * Vec::kWidth);
+      if (t < first || t + 1 == last) {
+        ONNXPORT_UNROLL
+        for (int c = 0; c < kCols; c++) x[c] = Vec::one_of_pairs(x[c], t < first);
+      }
+      ONNXPORT_UNROLL
+      for (int r = 0; r < kRows; r++) {
+        const Vec::Pairs w = Vec::set1_pair(weights + r * kChunk + t / 2);
+        ONNXPORT_UNROLL
+        for (int c = 0; c < kCols; c++) sum[r][c] = Vec::add_pairs(w, x[c], sum[r][c]);
+      }
+    }
+  }
+  ONNXPORT_UNROLL
+  for (int r = 0; r < kRows; r++) {
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kCols; c++)
+      Vec::store(sums + r * row + channel + c * Vec::kWidth, sum[r][c]);
+  }
+}
+
+template <class Type, int kRows, int kCols>
+static inline void value_columns(const float* weights, const Tiles<Type>& tiles, int64_t channel,
+                                 int first, int last, const float* factor, int64_t row,
+                                 float* sums) {
+  if constexpr (is_paired<Type>())
+    value_pairs<kRows, kCols>(weights, tiles, channel, first, last, factor, row, sums);
+  else
+    value_block<Type, kRows, kCols>(weights, tiles, channel, first, last, factor, row, sums);
+}
+
 template <class Type, int kRows>
 static inline void add_values(const float* weights, const Tiles<Type>& tiles, int64_t head_size,
                               int first, int last, const float* factor, int64_t row, float* sums) {
@@ -130,13 +225,13 @@ static inline void add_values(const float* weights, const Tiles<Type>& tiles, in
   constexpr int W = Vec::kWidth;
   int64_t d = 0;
   for (; d + kCols * W <= head_size; d += kCols * W)
-    value_block<Type, kRows, kCols>(weights, tiles, d, first, last, factor, row, sums);
+    value_columns<Type, kRows, kCols>(weights, tiles, d, first, last, factor, row, sums);
   if constexpr (kCols > 2) {
     for (; d + 2 * W <= head_size; d += 2 * W)
-      value_block<Type, kRows, 2>(weights, tiles, d, first, last, factor, row, sums);
+      value_columns<Type, kRows, 2>(weights, tiles, d, first, last, factor, row, sums);
   }
   for (; d < head_size; d += W)
-    value_block<Type, kRows, 1>(weights, tiles, d, first, last, factor, row, sums);
+    value_columns<Type, kRows, 1>(weights, tiles, d, first, last, factor, row, sums);
 }
 
 // tanh to a few units in the last place: the exponential form cancels near zero, where the series

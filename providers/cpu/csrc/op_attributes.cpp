@@ -126,7 +126,8 @@ CacheLayout layout_of(const Api& api, const Attributes& attributes) {
   const std::string layout = attributes.get<std::string>("cache_layout", "canonical");
   if (layout == "canonical") return kCanonical;
   if (layout == "tiled") return kTiled;
-  fail(api, ort::kInvalidArgument, "cache_layout must be canonical or tiled, found '%s'",
+  if (layout == "paired") return kPaired;
+  fail(api, ort::kInvalidArgument, "cache_layout must be canonical, tiled or paired, found '%s'",
        layout.c_str());
 }
 

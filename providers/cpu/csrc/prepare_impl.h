@@ -80,10 +80,18 @@ static inline void prepare_query(const Problem& p, const TokenPlace& place, int6
   const int64_t group = p.num_heads / p.kv_heads;
   const float scale = query_scale(p);
   const float* source = p.query + token * p.query_stride;
+  const int64_t row = query_floats(p);
   for (int64_t kv_head = 0; kv_head < p.kv_heads; kv_head++) {
-    float* x = queries + (kv_head * p.num_tokens + token) * group * p.head_size;
-    for (int64_t i = 0; i < group; i++, x += p.head_size, source += p.head_size)
-      project(p, source, p.q_norm_weight, place.position, scale, x);
+    float* x = queries + (kv_head * p.num_tokens + token) * group * row;
+    for (int64_t i = 0; i < group; i++, x += row, source += p.head_size) {
+      if (p.cache_layout != kPaired) {
+        project(p, source, p.q_norm_weight, place.position, scale, x);
+        continue;
+      }
+      float projected[kMaxHeadSize];
+      project(p, source, p.q_norm_weight, place.position, scale, projected);
+      Vec::round_to_bfloat16(projected, p.head_size, x);
+    }
   }
 }
 
@@ -109,6 +117,20 @@ static inline void store_scaled(const Problem& p, const float* x, int64_t step, 
   memcpy(tile + kTile * p.head_size + token * kScaleBytes, &scale, sizeof scale);
 }
 
+// Likewise in a paired tile.
+static inline void store_paired(const Problem& p, const float* key, const float* value,
+                                int64_t token, uint16_t* keys, uint16_t* values) {
+  float rounded[kMaxHeadSize / 2];
+  Vec::round_to_bfloat16(key, p.head_size, rounded);
+  for (int64_t i = 0; i < p.head_size / 2; i++)
+    memcpy(keys + (i * kTile + token) * 2, rounded + i, sizeof rounded[i]);
+  Vec::round_to_bfloat16(value, p.head_size, rounded);
+  uint16_t numbers[kMaxHeadSize];
+  memcpy(numbers, rounded, static_cast<size_t>(p.head_size) * sizeof numbers[0]);
+  uint16_t* pairs = values + token / 2 * 2 * p.head_size + token % 2;
+  for (int64_t i = 0; i < p.head_size; i++) pairs[2 * i] = numbers[i];
+}
+
 template <class Type, bool kIsTiled>
 static void store_token(const Problem& p, const TokenPlace& place, int64_t token) {
   using Element = typename Type::Element;
@@ -124,7 +146,9 @@ static void store_token(const Problem& p, const TokenPlace& place, int64_t token
     Element* keys = static_cast<Element*>(p.key_cache) + at;
     Element* values = static_cast<Element*>(p.value_cache) + at;
     const int64_t i = kIsTiled ? offset % kTile : 0;  // in its tile
-    if constexpr (has_scales<Type>()) {
+    if constexpr (is_paired<Type>()) {
+      store_paired(p, x, value, i, keys, values);
+    } else if constexpr (has_scales<Type>()) {
       store_scaled(p, x, kTile, i, keys + i, keys);
       store_scaled(p, value, 1, i, values + i * p.head_size, values);
     } else {

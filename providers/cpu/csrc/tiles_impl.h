@@ -16,7 +16,8 @@ static inline void prefetch(const char* p) { __builtin_prefetch(p, 0, 3); }
 
 constexpr int kTilesPerChunk = kChunk / kTile;
 
-// The scales of an int8 cache are not applied: they are null for other types.
+// The scales of an int8 cache are not applied: they are null for other types. From one value to the
+// next, or in pairs from one pair of tokens to the next, it is value_stride elements.
 template <class Type>
 struct Tiles {
   using Element = typename Type::Element;
@@ -66,6 +67,19 @@ struct TileSource<Type, true> {
     if constexpr (has_scales<Type>()) {
       out.key_scale[i] = scales_of(p, key);
       out.value_scale[i] = scales_of(p, value);
+    }
+    if constexpr (is_paired<Type>()) {
+      out.key[i] = key;
+      out.value[i] = value;
+      out.value_stride[i] = 2 * p.head_size;
+      if (whole_vectors(p)) return;
+      uint16_t* values = reinterpret_cast<uint16_t*>(scratch.value + i * kTile * row);
+      for (int64_t t = 0; t < kTile / 2; t++)
+        memcpy(values + t * 2 * row, value + t * 2 * p.head_size,
+               static_cast<size_t>(p.head_size) * 4);
+      out.value[i] = values;
+      out.value_stride[i] = 2 * row;
+      return;
     }
     if constexpr (kDirect) {
       out.key[i] = key;

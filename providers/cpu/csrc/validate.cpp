@@ -38,11 +38,13 @@ bool validate_sizes(const Problem& p, const Report& fail) {
                 Long{p.num_tokens}, Long{p.num_heads});
   if (p.cache_type < kFloat32 || p.cache_type > kInt8)
     return fail("unknown cache type %lld", Long{p.cache_type});
-  if (p.cache_layout != kCanonical && p.cache_layout != kTiled)
+  if (p.cache_layout < kCanonical || p.cache_layout > kPaired)
     return fail("unknown cache layout %lld", Long{p.cache_layout});
-  if (p.cache_layout == kTiled && p.block_size % kTile != 0)
-    return fail("the tiled cache layout needs a block size that is a multiple of %d, found %lld",
-                kTile, Long{p.block_size});
+  if (p.cache_layout != kCanonical && p.block_size % kTile != 0)
+    return fail("the %s cache layout needs a block size that is a multiple of %d, found %lld",
+                p.cache_layout == kTiled ? "tiled" : "paired", kTile, Long{p.block_size});
+  if (p.cache_layout == kPaired && p.cache_type != kBFloat16)
+    return fail("the paired cache layout holds bfloat16 only");
   if (p.cache_type == kInt8 && p.cache_layout != kTiled)
     return fail("an int8 cache needs the tiled cache layout, which has room for its scales");
   if (!p.q_norm_weight != !p.k_norm_weight)

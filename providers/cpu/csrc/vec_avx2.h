@@ -4,6 +4,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "half.h"
+
 namespace {
 
 struct Vec {
@@ -74,6 +76,27 @@ struct Vec {
   static inline void store_half8(uint16_t* p, const float* x) {
     const __m128i y = _mm256_cvtps_ph(_mm256_loadu_ps(x), _MM_FROUND_TO_NEAREST_INT);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), y);
+  }
+
+  static constexpr bool kPrefersPairs = false;
+  using Pairs = __m256i;
+  static inline Pairs load_pairs(const uint16_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static inline Pairs set1_pair(const float* p) { return _mm256_castps_si256(set1(*p)); }
+  static inline T add_pairs(Pairs a, Pairs b, T c) {
+    c = fma(second(a), second(b), c);
+    return fma(first(a), first(b), c);
+  }
+  static inline Pairs one_of_pairs(Pairs a, bool is_second) {
+    return _mm256_and_si256(a, _mm256_set1_epi32(is_second ? ~0xffff : 0xffff));
+  }
+  static inline void round_to_bfloat16(const float* x, int64_t n, float* out) {
+    onnxport::pack_bfloat16(x, n, out);
+  }
+  static inline T first(Pairs a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
+  static inline T second(Pairs a) {
+    return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(~0xffff)));
   }
 
   static inline void transpose(const float* const* src, int64_t offset, float* dst) {

@@ -4,6 +4,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "half.h"
+
 namespace {
 
 struct Vec {
@@ -61,6 +63,42 @@ struct Vec {
   static inline void store_half8(uint16_t* p, const float* x) {
     const __m128i y = _mm256_cvtps_ph(_mm256_loadu_ps(x), _MM_FROUND_TO_NEAREST_INT);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), y);
+  }
+
+  // Pairs of bfloat16.
+#if defined(__AVX512BF16__)
+  static constexpr bool kPrefersPairs = true;
+#else
+  static constexpr bool kPrefersPairs = false;
+#endif
+  using Pairs = __m512i;
+  static inline Pairs load_pairs(const uint16_t* p) { return _mm512_loadu_si512(p); }
+  static inline Pairs set1_pair(const float* p) { return _mm512_castps_si512(set1(*p)); }
+  static inline T add_pairs(Pairs a, Pairs b, T c) {
+#if defined(__AVX512BF16__)
+    return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
+#else
+    c = fma(second(a), second(b), c);
+    return fma(first(a), first(b), c);
+#endif
+  }
+  static inline Pairs one_of_pairs(Pairs a, bool is_second) {
+    return _mm512_and_si512(a, _mm512_set1_epi32(is_second ? ~0xffff : 0xffff));
+  }
+  static inline void round_to_bfloat16(const float* x, int64_t n, float* out) {
+#if defined(__AVX512BF16__)
+    for (; n >= 16; n -= 16, x += 16, out += 8)
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), (__m256i)_mm512_cvtneps_pbh(load(x)));
+    if (n > 0)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
+                       (__m128i)_mm256_cvtneps_pbh(_mm256_loadu_ps(x)));
+#else
+    onnxport::pack_bfloat16(x, n, out);
+#endif
+  }
+  static inline T first(Pairs a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); }
+  static inline T second(Pairs a) {
+    return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(~0xffff)));
   }
 
   static inline void transpose(const float* const* src, int64_t offset, float* dst) {

@@ -67,6 +67,25 @@ struct Vec {
     vst1_u16(p + 4, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + 4))));
   }
 
+  static constexpr bool kPrefersPairs = false;
+  using Pairs = uint32x4_t;
+  static inline Pairs load_pairs(const uint16_t* p) { return vreinterpretq_u32_u16(vld1q_u16(p)); }
+  static inline Pairs set1_pair(const float* p) { return vreinterpretq_u32_f32(set1(*p)); }
+  static inline T add_pairs(Pairs a, Pairs b, T c) {
+    c = fma(second(a), second(b), c);
+    return fma(first(a), first(b), c);
+  }
+  static inline Pairs one_of_pairs(Pairs a, bool is_second) {
+    return vandq_u32(a, vdupq_n_u32(is_second ? 0xffff0000u : 0xffffu));
+  }
+  static inline void round_to_bfloat16(const float* x, int64_t n, float* out) {
+    onnxport::pack_bfloat16(x, n, out);
+  }
+  static inline T first(Pairs a) { return vreinterpretq_f32_u32(vshlq_n_u32(a, 16)); }
+  static inline T second(Pairs a) {
+    return vreinterpretq_f32_u32(vandq_u32(a, vdupq_n_u32(0xffff0000u)));
+  }
+
   static inline void transpose(const float* const* src, int64_t offset, float* dst) {
     const T a = load(src[0] + offset), b = load(src[1] + offset);
     const T c = load(src[2] + offset), d = load(src[3] + offset);

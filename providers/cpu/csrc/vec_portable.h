@@ -4,10 +4,17 @@
 //   exp2      relative error 2e-7; 0 from -127 down, or from -126; arguments above 127 are not expected
 //   keep      lane i keeps its value where first <= i < last, else takes `other`
 //   transpose dst[16 * i + j] = src[j][i] for i, j below kWidth
+//   Pairs     kWidth pairs of bfloat16, the first in the low half of 32 bits
+//   set1_pair the pair that lies in a float's place
+//   add_pairs c and both products of each pair, added in float
+//   one_of_pairs  makes the other one zero
+//   round_to_bfloat16  n numbers, a multiple of 8; out may be where they are, or ahead of it
+//   kPrefersPairs  whether add_pairs is faster than two times fma
 #pragma once
 
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "half.h"
 
@@ -79,6 +86,37 @@ struct Vec {
   static inline void store_half8(uint16_t* p, const float* x) {
     for (int i = 0; i < 8; i++) p[i] = onnxport::half_from_float(x[i]);
   }
+  static constexpr bool kPrefersPairs = false;
+  struct Pairs {
+    uint32_t v[4];
+  };
+  static inline Pairs load_pairs(const uint16_t* p) {
+    Pairs r;
+    memcpy(r.v, p, sizeof r.v);
+    return r;
+  }
+  static inline Pairs set1_pair(const float* p) {
+    const uint32_t pair = onnxport::float_bits(*p);
+    return {{pair, pair, pair, pair}};
+  }
+  static inline T add_pairs(Pairs a, Pairs b, T c) {
+    c = fma(second(a), second(b), c);
+    return fma(first(a), first(b), c);
+  }
+  static inline Pairs one_of_pairs(Pairs a, bool is_second) {
+    for (uint32_t& pair : a.v) pair &= is_second ? 0xffff0000u : 0xffffu;
+    return a;
+  }
+  static inline void round_to_bfloat16(const float* x, int64_t n, float* out) {
+    onnxport::pack_bfloat16(x, n, out);
+  }
+  static inline T first(Pairs a) {
+    return each([&](int i) { return onnxport::bits_float(a.v[i] << 16); });
+  }
+  static inline T second(Pairs a) {
+    return each([&](int i) { return onnxport::bits_float(a.v[i] & 0xffff0000u); });
+  }
+
   static inline void transpose(const float* const* src, int64_t offset, float* dst) {
     for (int i = 0; i < 4; i++)
       for (int j = 0; j < 4; j++) dst[16 * i + j] = src[j][offset + i];
