@@ -18,6 +18,7 @@ from onnxport.graphs import contract
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import decompose
+from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
@@ -240,6 +241,8 @@ def _lower(
         yield step
         if matmul_isa() is not None:
             step = use_int8_matmul(step.model)
+            yield step
+            step = fuse_gated_mlp(step.model)
             yield step
         step = set_kv_dtype(step.model, cache_dtype)
         yield step

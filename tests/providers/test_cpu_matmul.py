@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.passes.result import PassResult
 from onnxport.providers.base import LoadOptions, Model, StepInputs
 from onnxport.providers.cpu import provider as cpu
 from onnxport.providers.cpu.library import matmul_isa
@@ -68,6 +69,32 @@ def test_a_sequence_has_the_same_logits_to_the_bit(
     chunks += [step(one_thread, [(1, at, prompts[0][at : at + 1])]) for at in range(30, 40)]
     assert np.concatenate(chunks).tobytes() == alone[0].tobytes()
     one_thread.close()
+
+
+@needs_kernel
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_fused_feed_forward_layers_have_the_bits_of_their_parts(
+    tiny_artifact: ArtifactMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    family: str,
+    precision: str,
+) -> None:
+    caplog.set_level(logging.INFO)
+    path = tiny_artifact(family, precision)
+    rng = np.random.default_rng(1)
+    parts = [(i, 0, rng.integers(3, VOCAB, length).tolist()) for i, length in enumerate((33, 1, 9))]
+    fused = opened(path)
+    assert "2 gated feed-forward layers fused" in caplog.text
+    found = step(fused, parts), step(fused, [(0, 33, [7])])
+    fused.close()
+    monkeypatch.setattr(cpu, "fuse_gated_mlp", lambda model: PassResult("none", model, {}))
+    apart = opened(path)
+    wanted = step(apart, parts), step(apart, [(0, 33, [7])])
+    apart.close()
+    for one, other in zip(found, wanted, strict=True):
+        assert one.tobytes() == other.tobytes()
 
 
 @needs_kernel

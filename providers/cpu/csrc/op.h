@@ -90,6 +90,7 @@ ort::CustomOp gated_silu_operator();
 ort::CustomOp lora_operator();       // adapters in float32
 ort::CustomOp lora_half_operator();  // adapters in float16
 ort::CustomOp matmul_operator();
+ort::CustomOp mlp_operator();
 
 // A call's way to the session's threads; parallel_for takes it as its context and leaves the status
 // of a failure there.

@@ -1,0 +1,37 @@
+// The feed-forward layer of a decoder as one computation, free of ONNX Runtime:
+//
+//   output = down(silu(gate(x)) * up(x))
+//
+// with the bits of two products and a gated SiLU, one after the other. What gate and up give is as
+// large as all weights for a few hundred rows; here it lives in a thread's cache until it is
+// quantized for the next product, and never gets to memory.
+#pragma once
+
+#include "matmul.h"
+
+namespace onnxport {
+
+// Features between the two products that a task computes: whole panels, and whole blocks of down.
+static inline int64_t group_features(int64_t block_size) { return block_size < 64 ? 64 : block_size; }
+
+struct GatedMlp {
+  int64_t inner;   // features between the two products
+  MatMul gate_up;  // n: all packed features, a multiple of 2 * kPanel; see pack_gate_up
+  MatMul down;     // k is inner
+};
+
+// Sets what follows from the rest: n of gate_up and k of down.
+void complete(GatedMlp& mlp);
+
+// Fills gate_up's packed weights, num_panels * panel_bytes at a cache line: of each group of
+// features first those of gate, then those of up, each filled up with zeros to whole panels. quants
+// [2 * inner][blocks][block_size * bits / 8] and scales [2 * inner][blocks] have all of gate first.
+void pack_gate_up(const GatedMlp& mlp, const uint8_t* quants, const float* scales,
+                  uint8_t* packed);
+
+// Computes the output; rows, input and output are those of gate_up.rows, gate_up.input and
+// down.output. Returns zero or what parallel_for returned. Throws std::bad_alloc only.
+int run_mlp(const MatMulKernels& kernels, const GatedMlp& mlp, ParallelFor parallel_for,
+            void* context);
+
+}  // namespace onnxport
