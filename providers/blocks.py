@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Takes a cache, [num_blocks, block_size, kv_heads, head_size] as the graph declares it, and
-# returns a view of the same memory: [num_blocks, kv_heads, …, head_size], where the axes in the
-# middle make up the tokens of a block in their order.
+# returns a view of the same memory: [num_blocks, kv_heads, …, …], where the axes after the heads
+# make up the tokens of a block in their order, and then the channels of a token in theirs.
 CacheView = Callable[[NDArray[np.generic]], NDArray[np.generic]]
 
 
@@ -38,7 +38,7 @@ def plain_layout() -> CacheLayout:
 
 
 def tiled_layout(tile: int) -> CacheLayout:
-    """The layout of our CPU kernel (`Address<true>` in cpu/csrc/cache_impl.h).
+    """The layout of our CPU kernel (`kTiled` in cpu/csrc/attention.h).
 
     A block holds its heads in turn. A head's keys are [block_size / tile][head_size][tile], its
     values [block_size][head_size]. `tile` is in tokens and divides the block size.
@@ -53,6 +53,26 @@ def tiled_layout(tile: int) -> CacheLayout:
     def value(cache: NDArray[np.generic]) -> NDArray[np.generic]:
         num_blocks, block_size, kv_heads, head_size = cache.shape
         return cache.reshape(num_blocks, kv_heads, block_size, head_size)
+
+    return CacheLayout(key, value)
+
+
+def paired_layout(tile: int) -> CacheLayout:
+    """The layout of our CPU kernel for pairs of 16-bit numbers (`kPaired` in cpu/csrc/attention.h).
+
+    As the tiled one, but a head's keys are [block_size / tile][head_size / 2][tile][2], its values
+    [block_size / tile][tile / 2][head_size][2], two tokens of a channel side by side.
+    """
+
+    def key(cache: NDArray[np.generic]) -> NDArray[np.generic]:
+        num_blocks, block_size, kv_heads, head_size = cache.shape
+        assert block_size % tile == 0, f"blocks of {block_size} tokens, tiles of {tile}"
+        tiles = (num_blocks, kv_heads, block_size // tile, head_size // 2, tile, 2)
+        return cache.reshape(tiles).swapaxes(3, 4)
+
+    def value(cache: NDArray[np.generic]) -> NDArray[np.generic]:
+        num_blocks, block_size, kv_heads, head_size = cache.shape
+        return cache.reshape(num_blocks, kv_heads, block_size // 2, head_size, 2).swapaxes(3, 4)
 
     return CacheLayout(key, value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import onnx
@@ -27,11 +28,29 @@ def set_accuracy(model: onnx.ModelProto, level: int) -> PassResult:
     if level not in ACCURACY_LEVELS:
         raise ValueError(f"accuracy level {level} is not one of {ACCURACY_LEVELS}")
     copy = copy_model(model)
-    nodes = [
-        node
-        for node in copy.graph.node
-        if node.op_type == "MatMulNBits" and node.domain == contract.MICROSOFT
-    ]
+    nodes = list(_products(copy))
     for node in nodes:
         set_attribute(node, "accuracy_level", level)
     return PassResult("accuracy", copy, {f"MatMulNBits at level {level}": len(nodes)})
+
+
+def takes_int8(model: onnx.ModelProto, level: int | None = None) -> bool:
+    """Whether there is a MatMulNBits, and each may bring its activations to int8 (level 4).
+
+    Args:
+        model: Any model.
+        level: The level that they are going to get; None: they keep theirs.
+    """
+    levels = {
+        next((a.i for a in node.attribute if a.name == "accuracy_level"), 0)
+        if level is None
+        else level
+        for node in _products(model)
+    }
+    return levels == {4}
+
+
+def _products(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    for node in model.graph.node:
+        if node.op_type == "MatMulNBits" and node.domain == contract.MICROSOFT:
+            yield node

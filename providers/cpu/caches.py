@@ -1,15 +1,16 @@
 """The KV caches of the `cpu` provider: their types, their memory, and their canonical form.
 
 Our kernel stores float32, float16, bfloat16 or int8, tiled; the decomposed graph float32, as the
-graph contract lays it out. An int8 cache has a float32 scale for each token and KV head, of keys
-and of values: a 127th of the largest magnitude, so that nothing has to be calibrated and nothing
-is clipped. The bytes of a token depend on that token alone.
+graph contract lays it out. Where the processor multiplies pairs of bfloat16, and products may be
+less precise than float32 anyway, a bfloat16 cache lies in pairs. An int8 cache has a float32 scale
+for each token and KV head, of keys and of values: a 127th of the largest magnitude, so that nothing
+has to be calibrated and nothing is clipped. The bytes of a token depend on that token alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +23,7 @@ from onnxport.providers.blocks import (
     CacheLayout,
     CodedBlocks,
     HostBlocks,
+    paired_layout,
     plain_layout,
     tiled_layout,
 )
@@ -29,6 +31,7 @@ from onnxport.providers.memory import huge_page_zeros
 from onnxport.providers.pool import PoolPlan
 from onnxport.providers.transfers import Blocks
 
+Layout = Literal["plain", "tiled", "paired"]  # see csrc/attention.h; plain is the contract's
 CachePair = tuple[NDArray[Any], NDArray[Any]]  # of one layer: key, value
 TILE: Final = 16  # tokens that lie side by side, so that one register holds a channel of them
 INT8: Final = "int8"
@@ -62,7 +65,7 @@ def row_bytes(dtype: str, head_size: int) -> int:
 
 
 def allocate(
-    spec: ArchSpec, pool: PoolPlan, dtype: str, *, custom: bool
+    spec: ArchSpec, pool: PoolPlan, dtype: str, layout: Layout
 ) -> tuple[list[CachePair], Blocks]:
     """Zeroed caches of all layers, and what moves their blocks."""
     kind = CACHE_DTYPES[dtype]
@@ -73,7 +76,8 @@ def allocate(
     ]
     if dtype == INT8:
         return pairs, int8_blocks(pairs)
-    return pairs, HostBlocks(pairs, tiled_layout(TILE) if custom else plain_layout())
+    layouts = {"plain": plain_layout(), "tiled": tiled_layout(TILE), "paired": paired_layout(TILE)}
+    return pairs, HostBlocks(pairs, layouts[layout])
 
 
 def int8_blocks(pairs: Sequence[CachePair]) -> CodedBlocks:

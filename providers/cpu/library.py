@@ -30,6 +30,8 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.onnxport_cpu_isa.argtypes = []
     library.onnxport_cpu_set_isa.restype = ctypes.c_int
     library.onnxport_cpu_set_isa.argtypes = [ctypes.c_char_p]
+    library.onnxport_cpu_prefers_pairs.restype = ctypes.c_int
+    library.onnxport_cpu_prefers_pairs.argtypes = []
     library.onnxport_cpu_matmul_isa.restype = ctypes.c_char_p
     library.onnxport_cpu_matmul_isa.argtypes = []
     library.onnxport_cpu_set_matmul_isa.restype = ctypes.c_int
@@ -38,12 +40,21 @@ def load_library(path: Path) -> ctypes.CDLL:
 
 
 def isa() -> str | None:
-    """Returns the kernels' instruction set: `avx512`, `avx2`, `neon`, `portable`; None unbuilt."""
+    """Returns the kernels' instruction set; None where the library was not built.
+
+    One of `avx512bf16`, `avx512`, `avx2`, `neon`, `portable`.
+    """
     path = find_library()
     if path is None:
         return None
     name: bytes = load_library(path).onnxport_cpu_isa()
     return name.decode()
+
+
+def prefers_pairs() -> bool:
+    """Whether attention over a bfloat16 cache is faster in pairs than over float32."""
+    path = find_library()
+    return path is not None and bool(load_library(path).onnxport_cpu_prefers_pairs())
 
 
 def matmul_isa() -> str | None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
-from onnxport.graphs.passes.accuracy import set_accuracy
+from onnxport.graphs.passes.accuracy import set_accuracy, takes_int8
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
@@ -31,12 +34,13 @@ from onnxport.providers.cpu.caches import (
     CACHE_DTYPES,
     TILE,
     CachePair,
+    Layout,
     allocate,
     canonical_dtype,
     row_bytes,
     supported_dtypes,
 )
-from onnxport.providers.cpu.library import find_library, isa, matmul_isa
+from onnxport.providers.cpu.library import find_library, isa, matmul_isa, prefers_pairs
 from onnxport.providers.cpu.lora import HostLora
 from onnxport.providers.host_options import refuse_device_options
 from onnxport.providers.ort import (
@@ -58,7 +62,6 @@ KERNEL_LIMITS = NativeLimits(
     activation_dtypes=frozenset({"float32"}),
     cache_dtypes=frozenset(CACHE_DTYPES),
     max_head_size=256,
-    attributes={"cache_layout": "tiled"},
 )
 NO_KERNEL = (
     "the C++ attention kernel was not built (no C++17 compiler when onnxport was installed), so "
@@ -98,7 +101,9 @@ class CpuProvider:
         """See `providers.base.Provider.load`."""
         _check(options)
         kernel = _choose_kernel(options)
-        cache_dtype = _choose_cache_dtype(options, kernel)
+        graph = artifact.load_graph("paged")
+        is_exact = not takes_int8(graph, options.matmul_accuracy_level)
+        cache_dtype, layout = _choose_cache(options, kernel, is_exact=is_exact)
         spec = artifact.manifest.model
         plan = partial(
             plan_pool,
@@ -112,7 +117,8 @@ class CpuProvider:
         plan(weight_bytes=artifact.manifest.files[WEIGHTS_FILE].size)
         custom = kernel is not None
         lora = HostLora(artifact, options, custom=custom) if options.max_adapters else None
-        lowered = list(_lower(artifact, options, cache_dtype, lora, custom=custom))
+        choice = (cache_dtype, layout)
+        lowered = list(_lower(graph, artifact, options, choice, lora))
         for step in lowered:
             logger.info("%s: %s", artifact.path.name, step)
         converted = {name: value for step in lowered for name, value in step.attached.items()}
@@ -144,7 +150,7 @@ class CpuProvider:
             max_adapter_rank=options.max_adapter_rank if options.max_adapters else 0,
         )
         adapters = lora.adapters() if lora else None
-        pairs, blocks = allocate(spec, pool, cache_dtype, custom=custom)
+        pairs, blocks = allocate(spec, pool, cache_dtype, layout)
         caches = _cache_tensors(pairs)
         return OrtModel(session, capabilities, caches, blocks, attached, adapters=adapters)
 
@@ -184,16 +190,27 @@ def _choose_kernel(options: LoadOptions) -> Path | None:
     return kernel
 
 
-def _choose_cache_dtype(options: LoadOptions, kernel: Path | None) -> str:
-    if options.kv_cache_dtype == "auto":
-        return "float32"
+def _choose_cache(
+    options: LoadOptions, kernel: Path | None, *, is_exact: bool
+) -> tuple[str, Layout]:
+    """The type of the caches, and how they lie in memory.
+
+    Where weights are multiplied with int8, bfloat16 in attention is no loss of precision: if the
+    processor is faster at that, it is the automatic choice.
+    """
+    dtype = options.kv_cache_dtype
     allowed = supported_dtypes(custom=kernel is not None)
-    if options.kv_cache_dtype not in allowed:
+    if dtype not in ("auto", *allowed):
         raise ProviderError(
-            f"kv_cache_dtype is {options.kv_cache_dtype!r}; the cpu provider's "
+            f"kv_cache_dtype is {dtype!r}; the cpu provider's "
             f"{'custom' if kernel else 'decomposed'} attention stores {', '.join(allowed)} or auto"
         )
-    return options.kv_cache_dtype
+    if kernel is None:
+        return "float32", "plain"
+    in_pairs = not is_exact and prefers_pairs()
+    if dtype == "auto":
+        dtype = "bfloat16" if in_pairs else "float32"
+    return dtype, "paired" if in_pairs and dtype == "bfloat16" else "tiled"
 
 
 def _choose_block_size(options: LoadOptions, kernel: Path | None) -> int:
@@ -220,15 +237,15 @@ def _session_options(options: LoadOptions, kernel: Path | None) -> Any:
 
 
 def _lower(
+    graph: onnx.ModelProto,
     artifact: Artifact,
     options: LoadOptions,
-    cache_dtype: str,
+    cache: tuple[str, Layout],
     lora: HostLora | None,
-    *,
-    custom: bool,
 ) -> Iterator[PassResult]:
     """Apply the passes in turn; the last result holds the graph to run."""
-    step = retype(artifact.load_graph("paged"), artifact.read_tensor)
+    cache_dtype, layout = cache
+    step = retype(graph, artifact.read_tensor)
     yield step
     if options.matmul_accuracy_level is not None:
         step = set_accuracy(step.model, options.matmul_accuracy_level)
@@ -236,7 +253,7 @@ def _lower(
     if lora is not None:
         step = lora.lower(step.model)
         yield step
-    if custom:
+    if layout != "plain":
         step = fuse_gated_silu(step.model)
         yield step
         if matmul_isa() is not None:
@@ -246,7 +263,7 @@ def _lower(
             yield step
         step = set_kv_dtype(step.model, cache_dtype)
         yield step
-        yield keep_native(step.model, KERNEL_LIMITS)
+        yield keep_native(step.model, replace(KERNEL_LIMITS, attributes={"cache_layout": layout}))
     else:
         yield decompose(step.model)
 

@@ -11,13 +11,24 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from onnxport.providers.blocks import CacheLayout, HostBlocks, plain_layout, tiled_layout
+from onnxport.providers.blocks import (
+    CacheLayout,
+    HostBlocks,
+    paired_layout,
+    plain_layout,
+    tiled_layout,
+)
 
 NUM_BLOCKS, LAYERS, HEADS, CHANNELS, TILE = 7, 3, 2, 24, 16
-PLAIN, TILED = plain_layout(), tiled_layout(TILE)
+PLAIN, TILED, PAIRED = plain_layout(), tiled_layout(TILE), paired_layout(TILE)
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
-CASES = [(TILED, size) for size in (16, 32)] + [(PLAIN, size) for size in (3, 5, 16, 32)]
-NAMES = [f"{'tiled' if layout is TILED else 'plain'}-{size}" for layout, size in CASES]
+LAYOUTS = {
+    "tiled": (TILED, (16, 32)),
+    "paired": (PAIRED, (16, 32)),
+    "plain": (PLAIN, (3, 5, 16, 32)),
+}
+CASES = [(layout, size) for layout, sizes in LAYOUTS.values() for size in sizes]
+NAMES = [f"{name}-{size}" for name, (_, sizes) in LAYOUTS.items() for size in sizes]
 
 Pair = tuple[NDArray[Any], NDArray[Any]]
 
@@ -37,7 +48,7 @@ def bits(array: NDArray[Any]) -> bytes:
 
 
 def addresses(layout: CacheLayout, part: int, block_size: int) -> Callable[..., int]:
-    """The formulas of `Address` in csrc/cache_impl.h, as element offsets."""
+    """The formulas of csrc/attention.h, as element offsets."""
 
     def plain(block: int, head: int, slot: int, channel: int) -> int:
         return ((block * block_size + slot) * HEADS + head) * CHANNELS + channel
@@ -49,7 +60,17 @@ def addresses(layout: CacheLayout, part: int, block_size: int) -> Callable[..., 
     def tiled_value(block: int, head: int, slot: int, channel: int) -> int:
         return ((block * HEADS + head) * block_size + slot) * CHANNELS + channel
 
-    return plain if layout is PLAIN else (tiled_key, tiled_value)[part]
+    def paired_key(block: int, head: int, slot: int, channel: int) -> int:
+        row = (block * HEADS + head) * block_size + slot // TILE * TILE
+        return row * CHANNELS + channel // 2 * 2 * TILE + slot % TILE * 2 + channel % 2
+
+    def paired_value(block: int, head: int, slot: int, channel: int) -> int:
+        row = (block * HEADS + head) * block_size + slot // 2 * 2
+        return row * CHANNELS + channel * 2 + slot % 2
+
+    if layout is PLAIN:
+        return plain
+    return ((tiled_key, tiled_value) if layout is TILED else (paired_key, paired_value))[part]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,7 +97,7 @@ def test_blocks_move_between_pools_and_layouts_and_touch_no_other(
 ) -> None:
     source = HostBlocks(random_caches(block_size, dtype, 1), layout)
     content = source.read([6, 2, 3])
-    others = (PLAIN,) if block_size % TILE else (PLAIN, TILED)
+    others = (PLAIN,) if block_size % TILE else (PLAIN, TILED, PAIRED)
     for other in others:
         target = HostBlocks(random_caches(block_size, dtype, 2), other)
         before = target.read(range(NUM_BLOCKS))

@@ -33,6 +33,52 @@ def test_a_16_bit_cache_is_near_the_float32_one(
             assert 0 < np.abs(found - expected).max() < tolerance * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("has_pairs", [True, False])
+@pytest.mark.parametrize(
+    ("precision", "level", "is_exact"),
+    [("int4", None, False), ("int4", 1, True), ("fp32", 4, True)],
+)
+def test_bfloat16_is_chosen_where_it_is_faster_and_no_loss(
+    tiny_artifact: ArtifactMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
+    level: int | None,
+    has_pairs: bool,
+    is_exact: bool,
+) -> None:
+    monkeypatch.setattr(cpu, "prefers_pairs", lambda: has_pairs)
+    path, options = tiny_artifact("llama", precision), {"matmul_accuracy_level": level}
+    with (
+        opened(path, "custom", **options) as chosen,
+        opened(path, "custom", kv_cache_dtype="float32", **options) as exact,
+    ):
+        in_pairs = has_pairs and not is_exact
+        assert chosen.capabilities.kv_cache_dtype == ("bfloat16" if in_pairs else "float32")
+        for step in two_steps(PROMPT):
+            expected, found = exact.run(step).copy(), chosen.run(step)
+            largest = np.abs(found - expected).max()
+            assert (largest > 0) == in_pairs
+            assert largest < 0.1 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("level", "layout"), [(1, "tiled"), (4, "paired")])
+def test_a_bfloat16_cache_lies_in_pairs_where_products_may_be_rounded(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch, level: int, layout: str
+) -> None:
+    monkeypatch.setattr(cpu, "prefers_pairs", lambda: True)
+    layouts = []
+    allocate = cpu.allocate
+
+    def note(spec: object, pool: object, dtype: str, layout: str) -> object:
+        layouts.append((dtype, layout))
+        return allocate(spec, pool, dtype, layout)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cpu, "allocate", note)
+    path = tiny_artifact("llama", "int4")
+    with opened(path, "custom", kv_cache_dtype="bfloat16", matmul_accuracy_level=level):
+        assert layouts == [("bfloat16", layout)]
+
+
 def test_an_int8_cache_is_near_the_float32_one_and_counts_its_scales(
     tiny_artifact: ArtifactMaker,
 ) -> None:

@@ -16,7 +16,9 @@
 ONNXPORT_EXPORT const char* onnxport_cpu_isa() { return onnxport::active_kernels()->name; }
 
 // 1 if that set multiplies a cache of bfloat16 in the paired layout faster than one of float.
-ONNXPORT_EXPORT int onnxport_cpu_prefers_pairs() { return onnxport::active_kernels()->prefers_pairs; }
+ONNXPORT_EXPORT int onnxport_cpu_prefers_pairs() {
+  return onnxport::active_kernels()->prefers_pairs;
+}
 
 // Uses another instruction set from the next call on, or the best one again for null. Returns 0 if
 // the name is unknown or this processor lacks it.
