@@ -59,6 +59,7 @@ class Engine:
         standby: Standby | None = None,
         speculator: Guesses | None = None,
         base: ArchSpec | None = None,
+        sampling_threads: int | None = None,
     ) -> None:
         """Take over `model`; `close` closes it.
 
@@ -71,6 +72,7 @@ class Engine:
             standby: who takes over when the model's device is lost; None: nobody.
             speculator: guesses tokens ahead; None: nobody does. `close` closes it.
             base: what the model is, which LoRA adapters have to fit; None: none can be read.
+            sampling_threads: most that sample at once; None: as many as there are physical cores.
 
         Raises:
             OnnxportError: the folder for K/V blocks cannot be used.
@@ -95,6 +97,7 @@ class Engine:
         self._retries = Retries(runtime.tokens)
         self._speculator = speculator
         self._masks = MaskThread()
+        self._sampling_threads = sampling_threads
         self._closed = False
 
     @property
@@ -292,8 +295,9 @@ class Engine:
         try:
             with self._masks.of(plan) as masks:
                 logits = self._runtime.compute(plan, reservation)
-            drawn = sampling.sample_step(plan, logits, masks())
-            scores = sampling.score_prompts(plan, logits)
+            threads = self._sampling_threads
+            drawn = sampling.sample_step(plan, logits, masks(), threads)
+            scores = sampling.score_prompts(plan, logits, threads)
         except BaseException as error:
             self._scheduler.rollback(reservation)
             if isinstance(error, DeviceLostError) or not isinstance(error, Exception):

@@ -78,6 +78,7 @@ def open_engine(
             standby=standby,
             speculator=speculator,
             base=manifest.model,
+            sampling_threads=chosen.threads,
         )
 
     try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+from onnxport.providers.memory import physical_cores
 from onnxport.serving import numpy_sampler
 from onnxport.serving.drawing import RowParams
 from onnxport.serving.edits import Floats
@@ -51,23 +52,28 @@ def _mix64(value: int) -> int:
 
 
 @cache
-def native_sampler() -> NativeSampler | None:
-    """Return the process's native sampler; None where it was not built."""
+def native_sampler(num_threads: int | None = None) -> NativeSampler | None:
+    """Return the process's native sampler for so many threads; None where it was not built.
+
+    Args:
+        num_threads: most that work at once; None: as many as there are physical cores.
+    """
     path = find_library()
-    return None if path is None else NativeSampler(path)
+    return path and NativeSampler(path, num_threads=num_threads or physical_cores())
 
 
-def sample_greedy(logits: Floats) -> Sampled:
+def sample_greedy(logits: Floats, num_threads: int | None = None) -> Sampled:
     """Return the likeliest token of each row; of equals the one with the lowest id.
 
     Args:
         logits: float32 [num_rows, vocab], not changed.
+        num_threads: see `native_sampler`.
     """
     wide = logits.size >= WIDE  # below, NumPy's own native code has the result earlier
-    return ((wide and native_sampler()) or numpy_sampler).sample_greedy(logits)
+    return ((wide and native_sampler(num_threads)) or numpy_sampler).sample_greedy(logits)
 
 
-def sample(logits: Floats, rows: Sequence[RowParams]) -> Sampled:
+def sample(logits: Floats, rows: Sequence[RowParams], num_threads: int | None = None) -> Sampled:
     """Sample one token a row.
 
     The changes come first, then temperature, `min_p`, `top_k` over what is left, and `top_p` over
@@ -77,19 +83,26 @@ def sample(logits: Floats, rows: Sequence[RowParams]) -> Sampled:
     Args:
         logits: float32 [num_rows, vocab]; changed for the time of the call where rows ask for it.
         rows: the parameters of each row.
+        num_threads: see `native_sampler`.
     """
-    return (native_sampler() or numpy_sampler).sample(logits, rows)
+    return (native_sampler(num_threads) or numpy_sampler).sample(logits, rows)
 
 
-def logprobs(logits: Floats, token_ids: Sequence[int], counts: Sequence[int]) -> list[RowLogprobs]:
+def logprobs(
+    logits: Floats,
+    token_ids: Sequence[int],
+    counts: Sequence[int],
+    num_threads: int | None = None,
+) -> list[RowLogprobs]:
     """Return the log probabilities and ranks of one token a row, and of the likeliest tokens.
 
     Args:
         logits: float32 [num_rows, vocab], unscaled.
         token_ids: one a row.
         counts: how many of the likeliest tokens to report, 0 or more; one a row.
+        num_threads: see `native_sampler`.
 
     Raises:
         FloatingPointError: a row has NaN or no finite maximum.
     """
-    return (native_sampler() or numpy_sampler).logprobs(logits, token_ids, counts)
+    return (native_sampler(num_threads) or numpy_sampler).logprobs(logits, token_ids, counts)

@@ -85,13 +85,16 @@ def row_params(position: Position) -> RowParams:
     )
 
 
-def sample_step(plan: StepPlan, logits: NDArray[np.float32], masks: Masks) -> list[Drawn]:
+def sample_step(
+    plan: StepPlan, logits: NDArray[np.float32], masks: Masks, num_threads: int | None = None
+) -> list[Drawn]:
     """Draw the tokens of all sequences that reached their last one.
 
     Args:
         plan: of the step.
         logits: float32 [sum(plan.num_logits), vocab]; as it was at the end.
         masks: of the sequences that have a grammar, uint32 [1 + drafted, ceil(vocab / 32)].
+        num_threads: most that sample at once; None: as many as there are physical cores.
     """
     drawn: list[Drawn] = []
     positions: list[Position] = []
@@ -115,7 +118,7 @@ def sample_step(plan: StepPlan, logits: NDArray[np.float32], masks: Masks) -> li
         return drawn
     if lines != list(range(len(logits))):
         logits = logits[lines]
-    sampled, failed = _sample(positions, logits)
+    sampled, failed = _sample(positions, logits, num_threads)
     return drawn + _accept(positions, drafts, sampled, failed)
 
 
@@ -145,7 +148,7 @@ def _accept(
 
 
 def _sample(
-    positions: Sequence[Position], logits: NDArray[np.float32]
+    positions: Sequence[Position], logits: NDArray[np.float32], num_threads: int | None
 ) -> tuple[Sampled, dict[int, str]]:
     """Draw a token for each position.
 
@@ -153,23 +156,26 @@ def _sample(
         The tokens, and by number why some positions have none.
     """
     try:
-        sampled = sample_positions(positions, logits)
+        sampled = sample_positions(positions, logits, num_threads)
     except Exception as error:
         logger.error("sampling failed; its rows are tried one by one", exc_info=error)
-        return _sample_one_by_one(positions, logits)
+        return _sample_one_by_one(positions, logits, num_threads)
     return sampled, _failures(positions, logits, sampled)
 
 
-def sample_positions(positions: Sequence[Position], logits: NDArray[np.float32]) -> Sampled:
+def sample_positions(
+    positions: Sequence[Position], logits: NDArray[np.float32], num_threads: int | None = None
+) -> Sampled:
     """Draw a token for each position.
 
     Args:
         positions: in the order of the rows.
         logits: float32 [num_positions, vocab]; as it was at the end.
+        num_threads: see `sample_step`.
     """
     if all(one.request.plain for one in positions):
-        return sample_greedy(logits)
-    return sample(logits, [row_params(one) for one in positions])
+        return sample_greedy(logits, num_threads)
+    return sample(logits, [row_params(one) for one in positions], num_threads)
 
 
 def _failures(
@@ -194,7 +200,7 @@ def _reason(request: Request, logits: NDArray[np.float32]) -> str:
 
 
 def _sample_one_by_one(
-    positions: Sequence[Position], logits: NDArray[np.float32]
+    positions: Sequence[Position], logits: NDArray[np.float32], num_threads: int | None
 ) -> tuple[Sampled, dict[int, str]]:
     """Draw each token by itself, so that the one that cannot be drawn fails alone."""
     tokens: list[int] = []
@@ -203,7 +209,7 @@ def _sample_one_by_one(
     for index, position in enumerate(positions):
         row = logits[index : index + 1]
         try:
-            one = sample_positions([position], row)
+            one = sample_positions([position], row, num_threads)
         except Exception as error:
             one = Sampled([0], None, ())
             failed[index] = f"{type(error).__name__}: {error}"
@@ -215,13 +221,14 @@ def _sample_one_by_one(
 
 
 def score_prompts(
-    plan: StepPlan, logits: NDArray[np.float32]
+    plan: StepPlan, logits: NDArray[np.float32], num_threads: int | None = None
 ) -> list[tuple[Request, list[RowLogprobs]]]:
     """Return the log probabilities of the prompt tokens that the step's logits are about.
 
     Args:
         plan: of the step.
         logits: float32 [sum(plan.num_logits), vocab].
+        num_threads: see `sample_step`.
 
     Returns:
         By request those that it has not got yet, the first ones first.
@@ -245,6 +252,7 @@ def score_prompts(
                 logits[first : first + len(following)],
                 [request.tokens[index] for index in following],
                 [request.params.prompt_logprobs] * len(following),
+                num_threads,
             )
             found.append((request, scores))
         start += plan.num_logits[row]

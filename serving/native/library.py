@@ -77,7 +77,7 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.onnxport_sampling_name.restype = ctypes.c_char_p
     library.onnxport_sampling_name.argtypes = [ctypes.c_void_p]
     library.onnxport_sampling_run.restype = None
-    library.onnxport_sampling_run.argtypes = [ctypes.POINTER(Batch)]
+    library.onnxport_sampling_run.argtypes = [ctypes.POINTER(Batch), ctypes.c_int64]
     sizes = (library.onnxport_sampling_request_size(), library.onnxport_sampling_batch_size())
     expected = (REQUEST.itemsize, ctypes.sizeof(Batch))
     if sizes != expected:

@@ -7,9 +7,7 @@ whichever instruction set is used.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +26,25 @@ from onnxport.serving.native.library import (
 )
 from onnxport.serving.sampled import RowLogprobs, Sampled
 
-MAX_THREADS = 4
 LOGITS_PER_THREAD = 1 << 18  # to wake a thread for fewer costs more than it saves
 
 Requests = NDArray[np.void]  # REQUEST [num_rows]
 
 
 class NativeSampler:
-    """Samples the rows of a step on a few threads."""
+    """Samples the rows of a step on a few threads.
 
-    def __init__(self, path: Path, isa: str | None = None, num_threads: int | None = None) -> None:
+    The threads are the library's: it starts them when they are first needed, and all samplers of a
+    process share them.
+    """
+
+    def __init__(self, path: Path, isa: str | None = None, num_threads: int = 1) -> None:
         """Load the library.
 
         Args:
             path: of the library.
             isa: the instruction set, "avx512", "avx2" or "portable"; None: the best there is.
-            num_threads: most threads that work at once; None: as many as there are processors, at
-                most MAX_THREADS.
+            num_threads: most threads that work at once, the caller's among them.
 
         Raises:
             ValueError: this processor lacks the instruction set.
@@ -54,8 +54,7 @@ class NativeSampler:
         if self._kernels is None:
             raise ValueError(f"this processor cannot run {isa!r}; leave the instruction set out")
         self.isa: str = self._library.onnxport_sampling_name(self._kernels).decode()
-        self.num_threads = num_threads or min(MAX_THREADS, _num_processors())
-        self._helpers = ThreadPoolExecutor(max(1, self.num_threads - 1), "sampling")
+        self.num_threads = num_threads
 
     def sample_greedy(self, logits: Floats) -> Sampled:
         """See `sampler.sample_greedy`."""
@@ -137,7 +136,8 @@ class NativeSampler:
             stride=logits.strides[0] // 4,
             vocab=logits.shape[1],
         )
-        self._share(batch, min(self.num_threads, len(requests), logits.size // LOGITS_PER_THREAD))
+        threads = min(self.num_threads, len(requests), logits.size // LOGITS_PER_THREAD)
+        self._library.onnxport_sampling_run(ctypes.byref(batch), threads)
         worst = int(requests["status"].max(initial=0))
         if worst == OUT_OF_MEMORY:
             raise MemoryError("no memory is left to sample with")
@@ -147,24 +147,6 @@ class NativeSampler:
                 f"{logits.shape[1]} lacks"
             )
         return top_ids, top_logprobs
-
-    def _share(self, batch: Batch, num_threads: int) -> None:
-        """Run a batch, together with threads that have nothing else to do."""
-        run, argument = self._library.onnxport_sampling_run, ctypes.byref(batch)
-        helpers = [self._helpers.submit(run, argument) for _ in range(num_threads - 1)]
-        try:
-            run(argument)
-        finally:
-            for helper in helpers:
-                if not helper.cancel():  # it has begun, and works on rows of the batch
-                    helper.result()
-
-
-def _num_processors() -> int:
-    """Return how many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _pointer(array: NDArray[Any], dtype: type, kept: list[NDArray[Any]]) -> int:

@@ -43,8 +43,7 @@ def build_speculator(
         CapacityError: it does not fit the memory.
     """
     if config.model is None:
-        drafter = NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
-        return Speculator(drafter, config)
+        return Speculator(NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min), config)
     check_same_tokens(target, config.model)
     options = LoadOptions(
         threads=config.threads,
@@ -54,7 +53,8 @@ def build_speculator(
     model = open_model(config.model, config.provider or provider, options, trials)
     logger.info("loaded the draft model %s", describe(model.capabilities))
     vocab_size = Artifact.read(target).manifest.model.vocab_size
-    return Speculator(ModelDrafter(model, max_num_batched_tokens, vocab_size), config)
+    drafter = ModelDrafter(model, max_num_batched_tokens, vocab_size, config.threads)
+    return Speculator(drafter, config)
 
 
 def check_same_tokens(target: Path, draft: Path) -> None:

@@ -87,13 +87,20 @@ class ModelDrafter:
     that was not asked about for the longest time to another one when it runs out.
     """
 
-    def __init__(self, model: Model, max_num_batched_tokens: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        max_num_batched_tokens: int,
+        vocab_size: int,
+        num_threads: int | None = None,
+    ) -> None:
         """Take over `model`; `close` closes it.
 
         Args:
             model: the draft model.
             max_num_batched_tokens: most tokens that it computes in a call to catch up.
             vocab_size: of the model that it drafts for; tokens that only one has are not guessed.
+            num_threads: most that sample at once; None: as many as there are physical cores.
         """
         limits = model.capabilities
         self._model = model
@@ -103,6 +110,7 @@ class ModelDrafter:
         self._most_tokens = min(self._budget, limits.max_batch_tokens or self._budget)
         self._most_rows = min(limits.max_batch_rows or self._most_tokens, self._most_tokens)
         self._vocab_size = vocab_size
+        self._num_threads = num_threads
         self._sequences: OrderedDict[Request, _Sequence] = OrderedDict()  # latest use last
         self._closed = False
 
@@ -235,7 +243,7 @@ class ModelDrafter:
         """Draw the next token of each draft as the request would."""
         if all(draft.request.plain for draft in drafts):
             return numpy_sampler.sample_greedy(logits)  # the fastest for rows as few as these
-        return sample(logits, [_row_params(draft) for draft in drafts])
+        return sample(logits, [_row_params(draft) for draft in drafts], self._num_threads)
 
 
 def _goes_on(draft: _Draft) -> bool:

@@ -188,11 +188,13 @@ def test_suspects_may_be_aborted_and_time_out() -> None:
 def test_sampling_that_fails_for_one_ends_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = sampling_module.sample_positions
 
-    def fails(positions: list[Position], logits: NDArray[np.float32]) -> Sampled:
+    def fails(
+        positions: list[Position], logits: NDArray[np.float32], num_threads: int | None
+    ) -> Sampled:
         for request, _, _ in positions:
             if request.request_id == "bad" and request.index == 1:
                 raise ZeroDivisionError("sampling")
-        return sample(positions, logits)
+        return sample(positions, logits, num_threads)
 
     monkeypatch.setattr(sampling_module, "sample_positions", fails)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=12, n=3, logprobs=1)

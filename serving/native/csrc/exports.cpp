@@ -3,6 +3,7 @@
 
 #include <new>
 
+#include "pool.h"
 #include "request.h"
 
 #define ONNXPORT_EXPORT extern "C" __attribute__((visibility("default")))
@@ -10,6 +11,25 @@
 using onnxport::Batch;
 using onnxport::Kernels;
 using onnxport::Request;
+
+namespace {
+
+// Does rows that no other thread has begun, until there are none left.
+void run_rows(void* argument) {
+  Batch& batch = *static_cast<Batch*>(argument);
+  for (;;) {
+    const int64_t row = __atomic_fetch_add(&batch.next, 1, __ATOMIC_RELAXED);
+    if (row >= batch.num_rows) return;
+    Request& request = batch.requests[row];
+    try {
+      onnxport::sample_row(batch, batch.logits + row * batch.stride, request);
+    } catch (const std::bad_alloc&) {
+      request.status = onnxport::kOutOfMemory;
+    }
+  }
+}
+
+}  // namespace
 
 // Sizes of the structures, so that a caller can check its own declarations of them.
 ONNXPORT_EXPORT size_t onnxport_sampling_request_size() { return sizeof(Request); }
@@ -23,17 +43,8 @@ ONNXPORT_EXPORT const Kernels* onnxport_sampling_kernels(const char* name) {
 
 ONNXPORT_EXPORT const char* onnxport_sampling_name(const Kernels* kernels) { return kernels->name; }
 
-// Does rows that no other thread has begun, until there are none left. Any number of threads may
-// call it with one batch; a row gets the same bits from any of them.
-ONNXPORT_EXPORT void onnxport_sampling_run(Batch* batch) {
-  for (;;) {
-    const int64_t row = __atomic_fetch_add(&batch->next, 1, __ATOMIC_RELAXED);
-    if (row >= batch->num_rows) return;
-    Request& request = batch->requests[row];
-    try {
-      onnxport::sample_row(*batch, batch->logits + row * batch->stride, request);
-    } catch (const std::bad_alloc&) {
-      request.status = onnxport::kOutOfMemory;
-    }
-  }
+// Does the rows of a batch on this thread, and on up to `num_threads` in all; a row gets the same
+// bits on any of them.
+ONNXPORT_EXPORT void onnxport_sampling_run(Batch* batch, int64_t num_threads) {
+  onnxport::run_together(run_rows, batch, num_threads - 1);
 }
