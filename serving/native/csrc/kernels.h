@@ -35,9 +35,9 @@ struct Bracket {
   float upper;
 };
 
-// What lies above a bracket, and inside.
+// What lies above each of two brackets, and inside of either.
 struct Split {
-  double above;     // the sum of the weights
+  double above[2];  // the sums of the weights
   int64_t size;     // how many are inside
   float* found;     // them, as gather does
   int32_t* places;
@@ -50,6 +50,11 @@ struct Kernels {
   // wanted.
   Range (*scan)(const float* values, int64_t count, float* group_maxima);
 
+  // The same, and the sums of the weights of each chunk, double [chunks], for `scale` and the
+  // largest value so far, which is left in maxima[chunks]; 0 where that is not finite.
+  Range (*scan_weighing)(const float* values, int64_t count, float scale, float* group_maxima,
+                         float* maxima, double* sums);
+
   // The sums of the weights of each chunk, double [chunks].
   void (*sums)(const float* values, int64_t count, Weighing weighing, double* sums);
 
@@ -57,9 +62,10 @@ struct Kernels {
   void (*weigh)(const float* values, int64_t count, Weighing weighing, float* weights);
 
   // Copies the values that are at least `least`, and their places, in their order; returns how
-  // many. Both arrays have room for kSlack more than there are.
-  int64_t (*gather)(const float* values, int64_t count, float least, float* found,
-                    int32_t* places);
+  // many. Both arrays have room for kSlack more than there are. Chunks that cannot have any, by
+  // the maxima of their groups, are passed over; null: not known.
+  int64_t (*gather)(const float* values, int64_t count, const float* group_maxima, float least,
+                    float* found, int32_t* places);
 
   // The bucket of each value.
   void (*bucket)(const float* values, int64_t count, Bucketing bucketing, int32_t* buckets);
@@ -68,16 +74,24 @@ struct Kernels {
   int64_t (*gather_bucket)(const float* values, int64_t count, Bucketing bucketing, int32_t bucket,
                            float* found, int32_t* places);
 
-  // Splits the values by each of two brackets; returns the sum of the weights of all that are at
+  // Splits the values by two brackets; returns the sum of the weights of all that are at
   // least `least`.
   double (*split)(const float* values, int64_t count, Weighing weighing, float least,
-                  const Bracket* brackets, Split* splits);
+                  const Bracket* brackets, Split& split);
+
+  // As gather: the values of a bracket.
+  int64_t (*gather_between)(const float* values, int64_t count, Bracket bracket, float* found,
+                            int32_t* places);
 
   // Copies the values whose bit is set, bit i % 32 of mask[i / 32], and -inf for the others.
   void (*copy_allowed)(const float* values, int64_t count, const uint32_t* mask, float* out);
 
-  // How many of the values are larger than `value`, and equal to it.
-  void (*rank)(const float* values, int64_t count, float value, int64_t* larger, int64_t* equal);
+  // How many of the values are larger than that at `place`, or equal and before it; group_maxima
+  // as for gather.
+  int64_t (*before)(const float* values, int64_t count, const float* group_maxima, int64_t place);
+
+  // How many bits are set.
+  int64_t (*count_bits)(const uint32_t* mask, int64_t words);
 };
 
 // Null where this build cannot run them.

@@ -34,11 +34,20 @@ static inline void sixteens_of_both(const float* values, int64_t begin, int64_t 
   }
 }
 
-Range scan(const float* values, int64_t count, float* group_maxima) {
+static inline float largest_of(const Vec& x) {
+  float lanes[kLanes], largest = -INFINITY;
+  store(lanes, x);
+  for (int i = 0; i < kLanes; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+  return largest;
+}
+
+// What a row ranges over, chunk by chunk.
+struct Ranging {
   Vec all = splat(-INFINITY), least = splat(INFINITY);
   Ints nan[kParts] = {};
-  for (int64_t begin = 0; begin < count; begin += kChunk) {
-    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+
+  // Takes a chunk in; returns the maxima of its groups.
+  Vec take(const float* values, int64_t begin, int64_t end) {
     Vec maximum = splat(-INFINITY);
     sixteens_of_both(values, begin, end, [&](const Vec& x, const Vec& y) {
       maximum = larger(maximum, x);
@@ -48,18 +57,29 @@ Range scan(const float* values, int64_t count, float* group_maxima) {
       }
     });
     all = larger(all, maximum);
-    if (group_maxima) store(group_maxima + begin / kChunk * kLanes, maximum);
+    return maximum;
   }
-  Range range{-INFINITY, INFINITY, false};
-  float high[kLanes], low[kLanes];
-  store(high, all);
-  store(low, least);
-  for (int i = 0; i < kLanes; i++) {
-    if (high[i] > range.maximum) range.maximum = high[i];
-    if (low[i] < range.minimum) range.minimum = low[i];
-    if (nan[i / kPartLanes][i % kPartLanes]) range.has_nan = true;
+
+  Range range() const {
+    Range range{largest_of(all), INFINITY, false};
+    float low[kLanes];
+    store(low, least);
+    for (int i = 0; i < kLanes; i++) {
+      if (low[i] < range.minimum) range.minimum = low[i];
+      if (nan[i / kPartLanes][i % kPartLanes]) range.has_nan = true;
+    }
+    return range;
   }
-  return range;
+};
+
+Range scan(const float* values, int64_t count, float* group_maxima) {
+  Ranging ranging;
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    const Vec maxima = ranging.take(values, begin, end);
+    if (group_maxima) store(group_maxima + begin / kChunk * kLanes, maxima);
+  }
+  return ranging.range();
 }
 
 static inline double sum_of(const Vec& x) {
@@ -70,14 +90,32 @@ static inline double sum_of(const Vec& x) {
   return total;
 }
 
+static inline double sum_of_weights(const float* values, int64_t begin, int64_t end, Weighing by) {
+  Vec sum = splat(0.f);
+  sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t) {
+    sum = add(sum, weight(x, by.maximum, by.scale));
+  });
+  return sum_of(sum);
+}
+
+Range scan_weighing(const float* values, int64_t count, float scale, float* group_maxima,
+                    float* maxima, double* sums) {
+  Ranging ranging;
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    const int64_t chunk = begin / kChunk;
+    store(group_maxima + chunk * kLanes, ranging.take(values, begin, end));
+    const float maximum = maxima[chunk] = largest_of(ranging.all);
+    const bool weighs = maximum > -INFINITY && maximum < INFINITY;
+    sums[chunk] = weighs ? sum_of_weights(values, begin, end, {maximum, scale}) : 0.0;
+  }
+  return ranging.range();
+}
+
 void sums(const float* values, int64_t count, Weighing by, double* sums) {
   for (int64_t begin = 0; begin < count; begin += kChunk) {
     const int64_t end = begin + kChunk < count ? begin + kChunk : count;
-    Vec sum = splat(0.f);
-    sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t) {
-      sum = add(sum, weight(x, by.maximum, by.scale));
-    });
-    sums[begin / kChunk] = sum_of(sum);
+    sums[begin / kChunk] = sum_of_weights(values, begin, end, by);
   }
 }
 
@@ -88,22 +126,35 @@ void weigh(const float* values, int64_t count, Weighing by, float* weights) {
   });
 }
 
-int64_t gather(const float* values, int64_t count, float least, float* found, int32_t* places) {
+// Whether none of a chunk's values is at least `bound`, as the maxima of its groups say.
+static inline bool is_below(const float* group_maxima, int64_t begin, const Vec& bound) {
+  return group_maxima && !at_least(load(group_maxima + begin / kChunk * kLanes), bound);
+}
+
+// Once some of 64 values are found, the 16 of each vector are appended whether there are any or
+// not: which vectors have some cannot be predicted.
+int64_t gather(const float* values, int64_t count, const float* group_maxima, float least,
+               float* found, int32_t* places) {
   const Vec bound = splat(least);
-  int64_t size = 0, i = 0;
-  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
-    uint32_t bits[4];
-    for (int j = 0; j < 4; j++) bits[j] = at_least(load(values + i + j * kLanes), bound);
-    if (!(bits[0] | bits[1] | bits[2] | bits[3])) continue;
-    for (int j = 0; j < 4; j++) {
-      const int64_t place = i + j * kLanes;
-      if (bits[j]) size = append(bits[j], load(values + place), place, found, places, size);
+  int64_t size = 0;
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    if (is_below(group_maxima, begin, bound)) continue;
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    int64_t i = begin;
+    for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
+      uint32_t bits[4];
+      for (int j = 0; j < 4; j++) bits[j] = at_least(load(values + i + j * kLanes), bound);
+      if (!(bits[0] | bits[1] | bits[2] | bits[3])) continue;
+      for (int j = 0; j < 4; j++) {
+        const int64_t place = i + j * kLanes;
+        size = append(bits[j], load(values + place), place, found, places, size);
+      }
     }
-  }
-  for (; i < count; i++) {
-    if (!(values[i] >= least)) continue;
-    found[size] = values[i];
-    places[size++] = static_cast<int32_t>(i);
+    for (; i < end; i++) {
+      if (!(values[i] >= least)) continue;
+      found[size] = values[i];
+      places[size++] = static_cast<int32_t>(i);
+    }
   }
   return size;
 }
@@ -134,7 +185,7 @@ int64_t gather_bucket(const float* values, int64_t count, Bucketing by, int32_t 
       bits |= part_at_least(yes, one) << (p * kPartLanes);
     }
     if (count - place < kLanes) bits &= (1u << (count - place)) - 1;
-    if (bits) size = append(bits, x, place, found, places, size);
+    size = append(bits, x, place, found, places, size);
   });
   return size;
 }
@@ -145,32 +196,43 @@ static inline Vec where_at_least(const Vec& x, const Vec& bound, const Vec& w) {
 }
 
 double split(const float* values, int64_t count, Weighing by, float least,
-             const onnxport::Bracket* brackets, onnxport::Split* splits) {
+             const onnxport::Bracket* brackets, onnxport::Split& split) {
   const Vec floor = splat(least);
   const Vec lower[2] = {splat(brackets[0].lower), splat(brackets[1].lower)};
   const Vec upper[2] = {splat(brackets[0].upper), splat(brackets[1].upper)};
   double total = 0.0, above[2] = {0.0, 0.0};
-  int64_t size[2] = {0, 0};
+  int64_t size = 0;
   for (int64_t begin = 0; begin < count; begin += kChunk) {
     const int64_t end = begin + kChunk < count ? begin + kChunk : count;
     Vec sum = splat(0.f), high[2] = {sum, sum};
     sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t place) {
       const Vec w = weight(x, by.maximum, by.scale);
       sum = add(sum, where_at_least(x, floor, w));
+      uint32_t bits = 0;
       for (int i = 0; i < 2; i++) {
         high[i] = add(high[i], where_at_least(x, upper[i], w));
-        const uint32_t bits = at_least(x, lower[i]) & ~at_least(x, upper[i]);
-        if (bits) size[i] = append(bits, x, place, splits[i].found, splits[i].places, size[i]);
+        bits |= at_least(x, lower[i]) & ~at_least(x, upper[i]);
       }
+      size = append(bits, x, place, split.found, split.places, size);
     });
     total += sum_of(sum);
     for (int i = 0; i < 2; i++) above[i] += sum_of(high[i]);
   }
-  for (int i = 0; i < 2; i++) {
-    splits[i].above = above[i];
-    splits[i].size = size[i];
-  }
+  for (int i = 0; i < 2; i++) split.above[i] = above[i];
+  split.size = size;
   return total;
+}
+
+int64_t gather_between(const float* values, int64_t count, onnxport::Bracket bracket, float* found,
+                       int32_t* places) {
+  const Vec lower = splat(bracket.lower), upper = splat(bracket.upper);
+  int64_t size = 0;
+  sixteens(values, 0, count, -INFINITY, [&](const Vec& x, int64_t place) {
+    uint32_t bits = at_least(x, lower) & ~at_least(x, upper);
+    if (count - place < kLanes) bits &= (1u << (count - place)) - 1;
+    size = append(bits, x, place, found, places, size);
+  });
+  return size;
 }
 
 void copy_allowed(const float* values, int64_t count, const uint32_t* mask, float* out) {
@@ -188,23 +250,39 @@ void copy_allowed(const float* values, int64_t count, const uint32_t* mask, floa
   });
 }
 
-void rank(const float* values, int64_t count, float value, int64_t* larger, int64_t* equal) {
-  const Vec bound = splat(value);
-  int64_t above = 0, same = 0;
-  sixteens(values, 0, count, -INFINITY, [&](const Vec& x, int64_t place) {
-    uint32_t bits = at_least(x, bound);
-    if (!bits) return;
-    if (count - place < kLanes) bits &= (1u << (count - place)) - 1;
-    const uint32_t equals = bits & at_least(bound, x);
-    same += __builtin_popcount(equals);
-    above += __builtin_popcount(bits) - __builtin_popcount(equals);
+// How many of values[begin, end) are at least `bound`, or only those above it.
+static inline int64_t count_from(const float* values, int64_t begin, int64_t end, const Vec& bound,
+                                 bool or_equal) {
+  int64_t found = 0;
+  sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t place) {
+    uint32_t bits = or_equal ? at_least(x, bound) : at_least(x, bound) & ~at_least(bound, x);
+    if (end - place < kLanes) bits &= (1u << (end - place)) - 1;
+    found += __builtin_popcount(bits);
   });
-  *larger = above;
-  *equal = same;
+  return found;
+}
+
+int64_t before(const float* values, int64_t count, const float* group_maxima, int64_t place) {
+  const Vec bound = splat(values[place]);
+  int64_t found = 0;
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    if (is_below(group_maxima, begin, bound)) continue;
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    const int64_t middle = place < begin ? begin : place < end ? place : end;
+    found += count_from(values, begin, middle, bound, true);
+    found += count_from(values, middle, end, bound, false);
+  }
+  return found;
+}
+
+int64_t count_bits(const uint32_t* mask, int64_t words) {
+  int64_t found = 0;
+  for (int64_t i = 0; i < words; i++) found += __builtin_popcount(mask[i]);
+  return found;
 }
 
 constexpr onnxport::Kernels kKernels{
-    ONNXPORT_KERNELS_NAME, scan, sums, weigh, gather, bucket, gather_bucket, split,
-    copy_allowed, rank};
+    ONNXPORT_KERNELS_NAME, scan, scan_weighing, sums, weigh, gather, bucket, gather_bucket,
+    split, gather_between, copy_allowed, before, count_bits};
 
 }  // namespace

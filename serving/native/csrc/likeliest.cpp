@@ -69,6 +69,12 @@ uint64_t last_key(const Kernels& kernels, const Candidates& all, int64_t size, S
   return *last;
 }
 
+// The `size`-th largest of `count` values, which are put in another order.
+float select(float* values, int64_t count, int64_t size) {
+  std::nth_element(values, values + (size - 1), values + count, std::greater<float>());
+  return values[size - 1];
+}
+
 }  // namespace
 
 double total_of(const Kernels& kernels, const Row& row, Weighing weighing, Scratch& scratch) {
@@ -79,22 +85,32 @@ double total_of(const Kernels& kernels, const Row& row, Weighing weighing, Scrat
   return total;
 }
 
-float reached_by(const Row& row, int64_t size, Scratch& scratch) {
-  const int64_t groups = num_chunks(row.count) * kChunkGroups;
+float reached_by(const Kernels& kernels, const Row& row, int64_t size, Scratch& scratch) {
+  const int64_t chunks = num_chunks(row.count), groups = chunks * kChunkGroups;
   if (size > groups / 2) return -INFINITY;
-  // Each group holds a value as large as its maximum.
-  scratch.bounds.assign(row.group_maxima, row.group_maxima + groups);
-  const auto place = scratch.bounds.begin() + (size - 1);
-  std::nth_element(scratch.bounds.begin(), place, scratch.bounds.end(), std::greater<float>());
-  return *place;
+  // Each group holds a value as large as its maximum, and each chunk does. Of few values the
+  // chunks tell which groups to look at.
+  Shelf& bounds = scratch.bounds;
+  bounds.make_room(groups);
+  float least = -INFINITY;
+  if (size <= chunks / 2) {
+    for (int64_t i = 0; i < chunks; i++) {
+      const float* group = row.group_maxima + i * kChunkGroups;
+      bounds.values[static_cast<size_t>(i)] = *std::max_element(group, group + kChunkGroups);
+    }
+    least = select(bounds.values.data(), chunks, size);
+  }
+  const int64_t count = kernels.gather(row.group_maxima, groups, nullptr, least,
+                                       bounds.values.data(), bounds.places.data());
+  return select(bounds.values.data(), count, size);
 }
 
 Candidates gather(const Kernels& kernels, const Row& row, float least, Scratch& scratch) {
   if (row.range.minimum >= least) return {row.values, nullptr, row.count};
   Shelf& head = scratch.head;
   head.make_room(row.count);
-  return head.first(
-      kernels.gather(row.values, row.count, least, head.values.data(), head.places.data()));
+  return head.first(kernels.gather(row.values, row.count, row.group_maxima, least,
+                                   head.values.data(), head.places.data()));
 }
 
 Candidates largest(const Kernels& kernels, const Candidates& all, int64_t size, Scratch& scratch) {

@@ -19,7 +19,7 @@ inline int64_t num_chunks(int64_t count) { return (count + kChunk - 1) / kChunk;
 double total_of(const Kernels& kernels, const Row& row, Weighing weighing, Scratch& scratch);
 
 // A value that at least `size` values of the row reach; -inf if there is no cheap one.
-float reached_by(const Row& row, int64_t size, Scratch& scratch);
+float reached_by(const Kernels& kernels, const Row& row, int64_t size, Scratch& scratch);
 
 // Those of a row that are at least `least`, in scratch.head.
 Candidates gather(const Kernels& kernels, const Row& row, float least, Scratch& scratch);

@@ -11,7 +11,7 @@ constexpr double kHead = 10.0;         // exp(-10): tokens that are looked at fi
 constexpr int64_t kMany = 16384;       // candidates that are worth a look at a sample before
 constexpr int64_t kEvery = 16;         // of so many runs of 16 values one is in the sample
 constexpr int64_t kLeastSample = 512;  // values; fewer say nothing
-constexpr double kDeviations = 4.0;    // how far a sample may be wrong
+constexpr double kDeviations = 3.0;    // how far a sample may be wrong
 constexpr double kWidest = 0.25;       // a bracket of a larger part of all saves nothing
 
 // Takes every kEvery-th run of 16 values.
@@ -27,7 +27,7 @@ void take_sample(const Row& row, Scratch& s) {
 Candidates sampled(const Kernels& kernels, float least, Scratch& s) {
   const int64_t size = static_cast<int64_t>(s.sample.size());
   s.head.make_room(size);
-  return s.head.first(kernels.gather(s.sample.data(), size, least, s.head.values.data(),
+  return s.head.first(kernels.gather(s.sample.data(), size, nullptr, least, s.head.values.data(),
                                      s.head.places.data()));
 }
 
@@ -47,18 +47,14 @@ class Bracketed {
   bool draw(const Request& request, int32_t& place) {
     const bool whole = request.top_p == 1.0;
     if (!choose(request.top_p, request.uniform * request.top_p)) return false;
-    Split splits[2];
-    for (int i = 0; i < 2; i++) {
-      Shelf& shelf = s_.bracketed[i];
-      shelf.make_room(row_.count);
-      splits[i] = {0.0, 0, shelf.values.data(), shelf.places.data()};
-    }
-    const double total = kernels_.split(row_.values, row_.count, by_, least_, brackets_, splits);
+    s_.split.make_room(row_.count);
+    Split split{{0.0, 0.0}, 0, s_.split.values.data(), s_.split.places.data()};
+    const double total = kernels_.split(row_.values, row_.count, by_, least_, brackets_, split);
     // A token is kept if what comes before it has not reached top_p: "passes" includes equality.
     Descent::Stop last{-1, total};
-    if (!whole && !find(splits[0], std::nextafter(request.top_p * total, 0.0), last)) return false;
+    if (!whole && !find(split, 0, std::nextafter(request.top_p * total, 0.0), last)) return false;
     Descent::Stop stop;
-    if (!find(splits[1], request.uniform * last.sum, stop)) return false;
+    if (!find(split, 1, request.uniform * last.sum, stop)) return false;
     place = !whole && stop.sum > last.sum ? last.place : stop.place;
     return true;
   }
@@ -92,13 +88,19 @@ class Bracketed {
   }
 
   // Finds where the sum passes `target`; false if that is not in the bracket.
-  bool find(const Split& split, double target, Descent::Stop& stop) const {
-    if (split.above > target || split.size == 0) return false;
-    const Candidates inside{split.found, split.places, split.size};
-    const Descent descent = descend(kernels_, inside, by_, s_);
-    if (split.above + descent.total() <= target) return false;
-    stop = descent.find(target - split.above);
-    stop.sum += split.above;
+  bool find(const Split& split, int number, double target, Descent::Stop& stop) const {
+    const double above = split.above[number];
+    if (above > target) return false;
+    Shelf& shelf = s_.bracketed;
+    shelf.make_room(split.size);
+    const int64_t size = kernels_.gather_between(split.found, split.size, brackets_[number],
+                                                 shelf.values.data(), shelf.places.data());
+    if (size == 0) return false;
+    const Descent descent = descend(kernels_, shelf.first(size), by_, s_);
+    if (above + descent.total() <= target) return false;
+    stop = descent.find(target - above);
+    stop.sum += above;
+    stop.place = split.places[stop.place];
     return true;
   }
 

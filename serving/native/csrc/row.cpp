@@ -104,8 +104,7 @@ Candidates allowed(const Kernels& kernels, const Request& request, const float* 
   }
   if (!mask) return {logits, nullptr, vocab};
   const int64_t words = (vocab + 31) / 32;
-  int64_t count = 0;
-  for (int64_t word = 0; word < words; word++) count += __builtin_popcount(mask[word]);
+  const int64_t count = kernels.count_bits(mask, words);
   if (count > vocab / kNarrow) {
     shelf.make_room(vocab);
     kernels.copy_allowed(logits, vocab, mask, shelf.values.data());
@@ -121,10 +120,44 @@ Candidates allowed(const Kernels& kernels, const Request& request, const float* 
   return few.all();
 }
 
-Row look_at(const Kernels& kernels, const float* values, int64_t count, Scratch& s) {
-  s.group_maxima.resize(static_cast<size_t>(num_chunks(count) * kChunkGroups));
-  const Range range = kernels.scan(values, count, s.group_maxima.data());
-  return {values, count, range, s.group_maxima.data()};
+Row look_at(const Kernels& kernels, const Candidates& all, std::vector<float>& group_maxima) {
+  group_maxima.resize(static_cast<size_t>(num_chunks(all.size) * kChunkGroups));
+  const Range range = kernels.scan(all.values, all.size, group_maxima.data());
+  return {all.values, all.size, range, group_maxima.data()};
+}
+
+// The same, with the sums of the chunks' weights in scratch.sums, each for the largest value up to
+// there, in scratch.chunk_maxima: in one pass, while the values are in the nearest cache.
+Row look_weighing(const Kernels& kernels, const Candidates& all, float scale,
+                  std::vector<float>& group_maxima, Scratch& s) {
+  const size_t chunks = static_cast<size_t>(num_chunks(all.size));
+  group_maxima.resize(chunks * kChunkGroups);
+  s.chunk_maxima.resize(chunks);
+  s.sums.resize(chunks);
+  const Range range = kernels.scan_weighing(all.values, all.size, scale, group_maxima.data(),
+                                            s.chunk_maxima.data(), s.sums.data());
+  return {all.values, all.size, range, group_maxima.data()};
+}
+
+// What a weight for that maximum has to be multiplied by to be one for the row's.
+double rescaling(const Row& row, float maximum, float scale) {
+  const double difference = static_cast<double>(maximum) - static_cast<double>(row.range.maximum);
+  return std::exp2(difference * static_cast<double>(scale));
+}
+
+// Makes all sums those of weights for the row's maximum; returns their sum.
+double rescale(const Row& row, float scale, Scratch& s) {
+  float maximum = row.range.maximum;
+  double factor = 1.0, total = 0.0;
+  for (size_t i = 0; i < s.sums.size(); i++) {
+    if (s.chunk_maxima[i] != maximum) {
+      maximum = s.chunk_maxima[i];
+      factor = rescaling(row, maximum, scale);
+    }
+    s.sums[i] *= factor;
+    total += s.sums[i];
+  }
+  return total;
 }
 
 bool is_finite(const Range& range) { return !range.has_nan && std::isfinite(range.maximum); }
@@ -139,8 +172,9 @@ int64_t first_of(const Row& row, float value) {
 }
 
 // From the whole row, in its order: the chunk at which the sum passes the number, then the place.
-int64_t draw_full(const Kernels& kernels, const Row& row, Weighing by, double uniform, Scratch& s) {
-  const double target = uniform * total_of(kernels, row, by, s);
+int64_t draw_full(const Kernels& kernels, const Row& row, float scale, double uniform,
+                  Scratch& s) {
+  const double target = uniform * rescale(row, scale, s);
   double before = 0.0, sum = 0.0;
   int64_t chunk = 0;
   for (int64_t i = 0; i < num_chunks(row.count) && sum <= target; i++) {
@@ -150,14 +184,16 @@ int64_t draw_full(const Kernels& kernels, const Row& row, Weighing by, double un
     sum += s.sums[static_cast<size_t>(i)];
   }
   float weights[kChunk];
+  const float maximum = s.chunk_maxima[static_cast<size_t>(chunk)];
+  const double factor = rescaling(row, maximum, scale);
   const int64_t first = chunk * kChunk, count = std::min(kChunk, row.count - first);
-  kernels.weigh(row.values + first, count, by, weights);
+  kernels.weigh(row.values + first, count, {maximum, scale}, weights);
   int64_t last = 0;  // by rounding the sum may pass nowhere: then the last possible token is meant
   sum = before;
   for (int64_t i = 0; i < count; i++) {
     if (weights[i] == 0.f) continue;
     last = i;
-    sum += weights[i];
+    sum += weights[i] * factor;
     if (sum > target) break;
   }
   return first + last;
@@ -176,53 +212,84 @@ int64_t draw_truncated(const Kernels& kernels, const Row& row, Weighing by, cons
     least = std::max(reach, static_cast<float>(floor));
   }
   if (!request.has_top_k) return draw_above(kernels, row, least, by, request, s);
-  least = std::max(least, reached_by(row, std::min(request.top_k, row.count), s));
+  least = std::max(least, reached_by(kernels, row, std::min(request.top_k, row.count), s));
   const Candidates kept = largest(kernels, gather(kernels, row, least, s), request.top_k, s);
   const Range range = kernels.scan(kept.values, kept.size, nullptr);
   const Descent descent(kernels, kept, range, by, s);
   return draw_nucleus(descent, request, descent.total());
 }
 
-int64_t draw(const Kernels& kernels, const Row& row, const Request& request, Scratch& s) {
-  if (request.greedy) return first_of(row, row.range.maximum);
-  const double inverse = kLog2E / std::max(request.temperature, kLeastTemperature);
-  const Weighing by{row.range.maximum, static_cast<float>(inverse)};
-  const bool truncated = request.has_top_k || request.min_p > 0.0 || request.top_p < 1.0;
-  return truncated ? draw_truncated(kernels, row, by, request, s)
-                   : draw_full(kernels, row, by, request.uniform, s);
+float scale_of(const Request& request) {
+  return static_cast<float>(kLog2E / std::max(request.temperature, kLeastTemperature));
 }
 
-// Changes, draws and puts back; false: there is nothing finite to draw from.
-bool draw_changed(const Batch& batch, float* logits, Request& request, Scratch& s) {
-  const Changed changed(request, logits, s.undo);
-  const Kernels& kernels = *batch.kernels;
-  const Candidates all = allowed(kernels, request, logits, batch.vocab, s.allowed);
-  const Row row = look_at(kernels, all.values, all.size, s);
+bool is_full(const Request& request) {
+  return !request.greedy && !request.has_top_k && request.min_p == 0.0 && request.top_p == 1.0;
+}
+
+// From values that were looked at but not weighed; the result is a place in them.
+int64_t draw(const Kernels& kernels, const Row& row, const Request& request, Scratch& s) {
+  if (request.greedy) return first_of(row, row.range.maximum);
+  return draw_truncated(kernels, row, {row.range.maximum, scale_of(request)}, request, s);
+}
+
+// Draws from what is allowed; false: there is nothing finite among it.
+bool draw_allowed(const Kernels& kernels, const Candidates& all, Request& request, Scratch& s) {
+  const bool full = is_full(request);
+  const float scale = scale_of(request);
+  const Row row = full ? look_weighing(kernels, all, scale, s.group_maxima, s)
+                       : look_at(kernels, all, s.group_maxima);
   if (!is_finite(row.range)) return false;
-  request.token = all.place(draw(kernels, row, request, s));
+  request.token = all.place(full ? draw_full(kernels, row, scale, request.uniform, s)
+                                 : draw(kernels, row, request, s));
   return true;
 }
 
-// Log probabilities by the softmax of the row as given.
-bool report(const Batch& batch, const float* logits, Request& request, Scratch& s) {
+bool is_changed(const Request& request) {
+  return request.num_biased || request.num_banned || request.num_seen || request.allowed ||
+         request.mask;
+}
+
+// Changes, draws and puts back.
+bool draw_changed(const Batch& batch, float* logits, Request& request, Scratch& s) {
+  const Changed changed(request, logits, s.undo);
   const Kernels& kernels = *batch.kernels;
-  const Row row = look_at(kernels, logits, batch.vocab, s);
-  if (!is_finite(row.range)) return false;
-  const double total = total_of(kernels, row, {row.range.maximum, static_cast<float>(kLog2E)}, s);
-  const double log_sum = static_cast<double>(row.range.maximum) + std::log(total);
-  const float value = logits[request.token];
-  int64_t larger, equal, unused;
-  kernels.rank(logits, batch.vocab, value, &larger, &unused);
-  kernels.rank(logits, request.token, value, &unused, &equal);  // of equals, those of lower ids
-  request.rank = larger + equal + 1;
-  request.logprob = static_cast<double>(value) - log_sum;
-  if (!request.num_top) return true;
-  const Candidates head = gather(kernels, row, reached_by(row, request.num_top, s), s);
+  return draw_allowed(kernels, allowed(kernels, request, logits, batch.vocab, s.allowed), request,
+                      s);
+}
+
+// The likeliest tokens, by the softmax of the row as given.
+void report_top(const Batch& batch, const Row& row, double log_sum, const Request& request,
+                Scratch& s) {
+  const Kernels& kernels = *batch.kernels;
+  const float least = reached_by(kernels, row, request.num_top, s);
+  const Candidates head = gather(kernels, row, least, s);
   const Candidates top = sorted(largest(kernels, head, request.num_top, s), s);
   for (int64_t i = 0; i < top.size; i++) {
     batch.top_ids[request.top_begin + i] = top.places[i];
     batch.top_logprobs[request.top_begin + i] = static_cast<double>(top.values[i]) - log_sum;
   }
+}
+
+// Draws and reports. What the row says as it is given comes first: that pass brings it near.
+bool draw_reporting(const Batch& batch, float* logits, Request& request, Scratch& s) {
+  const Kernels& kernels = *batch.kernels;
+  const Candidates given{logits, nullptr, batch.vocab};
+  const float scale = static_cast<float>(kLog2E);
+  const Row row = look_weighing(kernels, given, scale, s.given_groups, s);
+  if (!is_finite(row.range)) return false;
+  const double total = rescale(row, scale, s);
+  const double log_sum = static_cast<double>(row.range.maximum) + std::log(total);
+  if (request.num_top) report_top(batch, row, log_sum, request, s);
+  if (request.has_token) {
+    // Nothing to draw.
+  } else if (is_changed(request) || is_full(request)) {
+    if (!draw_changed(batch, logits, request, s)) return false;
+  } else {
+    request.token = draw(kernels, row, request, s);
+  }
+  request.rank = kernels.before(logits, batch.vocab, row.group_maxima, request.token) + 1;
+  request.logprob = static_cast<double>(logits[request.token]) - log_sum;
   return true;
 }
 
@@ -234,8 +301,12 @@ void sample_row(const Batch& batch, float* logits, Request& request) {
     return;
   }
   Scratch& s = scratch();
-  bool finite = request.has_token || draw_changed(batch, logits, request, s);
-  if (finite && request.has_logprobs) finite = report(batch, logits, request, s);
+  bool finite = true;
+  if (request.has_logprobs) {
+    finite = draw_reporting(batch, logits, request, s);
+  } else if (!request.has_token) {
+    finite = draw_changed(batch, logits, request, s);
+  }
   request.status = finite ? kDrawn : kNotFinite;
 }
 

@@ -41,8 +41,8 @@ struct Undo {
 };
 
 struct Scratch {
-  Shelf allowed, head, kept, sorted, members[2], bracketed[2];
-  std::vector<float> group_maxima, bounds, weights, sample;
+  Shelf allowed, head, kept, sorted, bounds, split, bracketed, members[2];
+  std::vector<float> given_groups, group_maxima, chunk_maxima, weights, sample;
   std::vector<double> sums;
   std::vector<uint64_t> keys;
   std::vector<Undo> undo;
