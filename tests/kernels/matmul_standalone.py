@@ -1,7 +1,8 @@
-"""Builds matmul_driver.cpp and runs products through it.
+"""Builds matmul_driver.cpp and runs products and feed-forward layers through it.
 
-The input is a count, then for each product K, N, bits, block_size and rows as int64, and the
-activations, quants and scales. The answer is the bytes of each output.
+The input is the number of products and that of layers, then for each product K, N, bits, block_size
+and rows as int64, and the activations, quants and scales; a layer is two of them, the second one
+without rows. The answer is the bytes of each output.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from pathlib import Path
 import numpy as np
 
 from tests.kernels.matmul_cases import Floats, MatMulCase
+from tests.kernels.mlp_cases import MlpCase
 from tests.kernels.standalone import CORE, ROOT
 
 
 def build(compiler: str, folder: Path, set_flags: dict[str, str], *options: str) -> Path:
     """Compiles the driver; `set_flags` are those of the sources named, as CMake gives them."""
     csrc = ROOT / "providers/cpu/csrc"
-    sources = [csrc / f"{name}.cpp" for name in (*CORE, "kernels_portable", "matmul")]
+    sources = [
+        csrc / f"{name}.cpp" for name in (*CORE, "kernels_portable", "matmul", "mlp", "pack")
+    ]
     sources.append(Path(__file__).with_name("matmul_driver.cpp"))
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", *options]
     objects = []
@@ -39,17 +43,36 @@ def _run(command: list[str]) -> None:
 
 def run(command: list[str], isa: str, cases: list[MatMulCase]) -> list[Floats]:
     """Runs all cases in one process; each output is [rows, N]."""
-    parts = [struct.pack("q", len(cases))]
+    shapes = [(len(case.rows()), case.n) for case in cases]
+    return _run_driver([*command, isa], (len(cases), 0), cases, shapes)
+
+
+def run_layers(command: list[str], isas: list[str], cases: list[MlpCase]) -> list[Floats]:
+    """Runs all layers in one process; each output is [rows, N]."""
+    products = []
     for case in cases:
+        products += [case.gate_up, case.down.replace(x=case.down.x[:0])]
+    shapes = [(len(case.x), case.down.n) for case in cases]
+    return _run_driver([*command, *isas], (0, len(cases)), products, shapes)
+
+
+def _run_driver(
+    command: list[str],
+    counts: tuple[int, int],
+    products: list[MatMulCase],
+    shapes: list[tuple[int, int]],
+) -> list[Floats]:
+    parts = [struct.pack("2q", *counts)]
+    for case in products:
         rows = case.rows()
         parts.append(struct.pack("5q", case.k, case.n, case.bits, case.block_size, len(rows)))
         parts += [
             np.ascontiguousarray(array).tobytes() for array in (rows, case.quants, case.scales)
         ]
-    done = subprocess.run([*command, isa], input=b"".join(parts), capture_output=True, check=False)
+    done = subprocess.run(command, input=b"".join(parts), capture_output=True, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr)
     values = np.frombuffer(done.stdout, np.float32)
-    ends = np.cumsum([len(case.rows()) * case.n for case in cases])
+    ends = np.cumsum([rows * columns for rows, columns in shapes])
     assert ends[-1] == len(values)
     outputs = np.split(values, ends[:-1])
-    return [part.reshape(-1, case.n) for part, case in zip(outputs, cases, strict=True)]
+    return [part.reshape(shape) for part, shape in zip(outputs, shapes, strict=True)]

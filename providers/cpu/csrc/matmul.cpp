@@ -1,4 +1,4 @@
-// Packs weights, and divides a product into tasks: all activations to int8 first, then the panels.
+// Divides a product into tasks: all activations to int8 first, then the panels.
 #include "matmul.h"
 
 #include <algorithm>
@@ -16,29 +16,6 @@ constexpr int64_t kQuantizeTask = 1 << 14;
 constexpr int64_t kTaskBytes = 1 << 16;
 
 }  // namespace
-
-void pack_weights(const MatMul& call, const uint8_t* quants, const float* scales,
-                  uint8_t* packed) {
-  const int64_t blocks = num_blocks(call), words = call.block_size * call.bits / 32;
-  const uint32_t flip = call.bits == 8 ? 0x80808080u : 0;
-  for (int64_t panel = 0; panel < num_panels(call); panel++) {
-    const int64_t first = panel * kPanel, count = std::min(kPanel, call.n - first);
-    for (int64_t block = 0; block < blocks; block++, packed += block_bytes(call)) {
-      if (count < kPanel) std::memset(packed, 0, static_cast<size_t>(block_bytes(call)));
-      uint8_t* packed_scales = packed + quant_bytes(call);
-      for (int64_t j = 0; j < count; j++) {
-        const int64_t from = (first + j) * blocks + block;
-        for (int64_t i = 0; i < words; i++) {
-          uint32_t word;
-          std::memcpy(&word, quants + (from * words + i) * 4, 4);
-          word ^= flip;
-          std::memcpy(packed + (i * kPanel + j) * 4, &word, 4);
-        }
-        std::memcpy(packed_scales + j * 4, scales + from, 4);
-      }
-    }
-  }
-}
 
 void Quantized::reserve(const MatMulKernels& kernels, MatMul& call) {
   call.tile_rows = kernels.tile_rows(call.rows);

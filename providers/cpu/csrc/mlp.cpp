@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "kernels.h"
+#include "pack.h"
 #include "product.h"
 
 namespace onnxport {
@@ -77,17 +78,21 @@ void complete(GatedMlp& mlp) {
 
 void pack_gate_up(const GatedMlp& mlp, const uint8_t* quants, const float* scales,
                   uint8_t* packed) {
-  MatMul part = mlp.gate_up;
-  const int64_t features = group_features(mlp.down.block_size), blocks = num_blocks(part);
-  const int64_t row_bytes = blocks * part.block_size * part.bits / 8;
-  for (int64_t first = 0; first < mlp.inner; first += features) {
-    part.n = std::min(features, mlp.inner - first);
-    for (const int64_t half : {int64_t{0}, mlp.inner}) {
-      pack_weights(part, quants + (half + first) * row_bytes, scales + (half + first) * blocks,
-                   packed);
-      packed += num_panels(part) * panel_bytes(part);
+  const int64_t features = group_features(mlp.down.block_size), blocks = num_blocks(mlp.gate_up);
+  const int64_t row_bytes = blocks * mlp.gate_up.block_size * mlp.gate_up.bits / 8;
+  const int64_t half_bytes = features / kPanel * panel_bytes(mlp.gate_up);
+  in_parts(ceil_div(mlp.inner, features), 2 * half_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t group = begin; group < end; group++) {
+      const int64_t first = group * features;
+      uint8_t* to = packed + group * 2 * half_bytes;
+      MatMul part = mlp.gate_up;
+      part.n = std::min(features, mlp.inner - first);
+      for (const int64_t row : {first, mlp.inner + first}) {
+        pack_weights(part, quants + row * row_bytes, scales + row * blocks, to);
+        to += num_panels(part) * panel_bytes(part);
+      }
     }
-  }
+  });
 }
 
 int run_mlp(const MatMulKernels& kernels, const GatedMlp& mlp, ParallelFor parallel_for,

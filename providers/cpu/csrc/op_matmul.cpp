@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "op_weights.h"
+#include "pack.h"
 #include "pages.h"
 
 namespace onnxport::op {
@@ -32,8 +33,8 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   check_product(api, kName, m);
   const Weights weights = read_weights(api, info, kName, m, {kQuants, "B", "scales"});
   auto kernel = std::make_unique<MatMulKernel>(api, m);
-  pack_weights(m, weights.quants.as<const uint8_t>(), weights.scales.as<const float>(),
-               kernel->weights.data());
+  pack_weights_in_parts(m, weights.quants.as<const uint8_t>(), weights.scales.as<const float>(),
+                        kernel->weights.data());
   forget_quants(weights);
   return kernel;
 }

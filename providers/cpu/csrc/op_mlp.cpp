@@ -3,6 +3,7 @@
 
 #include "mlp.h"
 #include "op_weights.h"
+#include "pack.h"
 #include "pages.h"
 
 namespace onnxport::op {
@@ -53,8 +54,8 @@ std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* in
   pack_gate_up(mlp, first.quants.as<const uint8_t>(), first.scales.as<const float>(),
                kernel->gate_up.data());
   forget_quants(first);
-  pack_weights(mlp.down, second.quants.as<const uint8_t>(), second.scales.as<const float>(),
-               kernel->down.data());
+  pack_weights_in_parts(mlp.down, second.quants.as<const uint8_t>(),
+                        second.scales.as<const float>(), kernel->down.data());
   forget_quants(second);
   return kernel;
 }

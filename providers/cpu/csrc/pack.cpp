@@ -1,0 +1,135 @@
+// Packs weights: in each block, a transpose of 32-bit words from [kPanel][words] to [words][kPanel].
+#include "pack.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <thread>
+#include <vector>
+
+namespace onnxport {
+namespace {
+
+// Packing copies from memory to memory, which more threads than these do not make faster.
+constexpr int64_t kMostThreads = 4;
+// Packed bytes that are worth a thread: it takes some ten microseconds to start.
+constexpr int64_t kPartBytes = 1 << 20;
+
+// A side of the square tiles that are turned over in registers.
+constexpr int64_t kTile = 4;
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define ONNXPORT_VECTOR_PACK 1
+#endif
+#endif
+
+#if defined(ONNXPORT_VECTOR_PACK)
+
+typedef uint32_t Words __attribute__((vector_size(16)));
+
+Words load(const uint8_t* from) {
+  Words words;
+  std::memcpy(&words, from, sizeof words);
+  return words;
+}
+
+void store(uint8_t* to, Words words) { std::memcpy(to, &words, sizeof words); }
+
+// Turns over kTile words of kTile output features, which are row_bytes apart.
+void turn(const uint8_t* from, int64_t row_bytes, uint32_t flip, uint8_t* to) {
+  const Words a = load(from), b = load(from + row_bytes), c = load(from + 2 * row_bytes),
+              d = load(from + 3 * row_bytes);
+  const Words ab = __builtin_shufflevector(a, b, 0, 4, 1, 5);
+  const Words cd = __builtin_shufflevector(c, d, 0, 4, 1, 5);
+  const Words ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  const Words cd_high = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  store(to, __builtin_shufflevector(ab, cd, 0, 1, 4, 5) ^ flip);
+  store(to + kPanel * 4, __builtin_shufflevector(ab, cd, 2, 3, 6, 7) ^ flip);
+  store(to + 2 * kPanel * 4, __builtin_shufflevector(ab_high, cd_high, 0, 1, 4, 5) ^ flip);
+  store(to + 3 * kPanel * 4, __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7) ^ flip);
+}
+
+#else
+
+void turn(const uint8_t* from, int64_t row_bytes, uint32_t flip, uint8_t* to) {
+  for (int64_t j = 0; j < kTile; j++)
+    for (int64_t i = 0; i < kTile; i++) {
+      uint32_t word;
+      std::memcpy(&word, from + j * row_bytes + i * 4, 4);
+      word ^= flip;
+      std::memcpy(to + (i * kPanel + j) * 4, &word, 4);
+    }
+}
+
+#endif
+
+// The quants of a block of count output features, which are row_bytes apart.
+void pack_block(const uint8_t* from, int64_t row_bytes, int64_t words, int64_t count,
+                uint32_t flip, uint8_t* to) {
+  const int64_t tiled_words = words / kTile * kTile, tiled_count = count / kTile * kTile;
+  for (int64_t i = 0; i < tiled_words; i += kTile)
+    for (int64_t j = 0; j < tiled_count; j += kTile)
+      turn(from + j * row_bytes + i * 4, row_bytes, flip, to + (i * kPanel + j) * 4);
+  for (int64_t j = 0; j < count; j++)
+    for (int64_t i = j < tiled_count ? tiled_words : 0; i < words; i++) {
+      uint32_t word;
+      std::memcpy(&word, from + j * row_bytes + i * 4, 4);
+      word ^= flip;
+      std::memcpy(to + (i * kPanel + j) * 4, &word, 4);
+    }
+}
+
+}  // namespace
+
+void pack_weights(const MatMul& call, const uint8_t* quants, const float* scales,
+                  uint8_t* packed) {
+  const int64_t blocks = num_blocks(call), words = call.block_size * call.bits / 32;
+  const int64_t row_bytes = blocks * words * 4;
+  const uint32_t flip = call.bits == 8 ? 0x80808080u : 0;
+  for (int64_t panel = 0; panel < num_panels(call); panel++) {
+    const int64_t first = panel * kPanel, count = std::min(kPanel, call.n - first);
+    for (int64_t block = 0; block < blocks; block++, packed += block_bytes(call)) {
+      if (count < kPanel) std::memset(packed, 0, static_cast<size_t>(block_bytes(call)));
+      pack_block(quants + first * row_bytes + block * words * 4, row_bytes, words, count, flip,
+                 packed);
+      uint8_t* packed_scales = packed + quant_bytes(call);
+      for (int64_t j = 0; j < count; j++)
+        std::memcpy(packed_scales + j * 4, scales + (first + j) * blocks + block, 4);
+    }
+  }
+}
+
+void in_parts(int64_t count, int64_t bytes, const Range& pack) {
+  const int64_t size = std::max<int64_t>(1, kPartBytes / bytes), parts = ceil_div(count, size);
+  std::atomic<int64_t> next{0};
+  const auto take = [&] {
+    for (int64_t part = next++; part < parts; part = next++)
+      pack(part * size, std::min(count, (part + 1) * size));
+  };
+  const auto processors = static_cast<int64_t>(std::thread::hardware_concurrency());
+  std::vector<std::thread> others;
+  others.reserve(kMostThreads);
+  try {
+    while (static_cast<int64_t>(others.size()) < std::min({kMostThreads, processors, parts}) - 1)
+      others.emplace_back(take);
+  } catch (const std::exception&) {  // this process may have no more: those there are do it all
+  }
+  take();
+  for (std::thread& other : others) other.join();
+}
+
+void pack_weights_in_parts(const MatMul& call, const uint8_t* quants, const float* scales,
+                           uint8_t* packed) {
+  const int64_t blocks = num_blocks(call), row_bytes = blocks * call.block_size * call.bits / 8;
+  in_parts(num_panels(call), panel_bytes(call), [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * kPanel;
+    MatMul part = call;
+    part.n = std::min(call.n, end * kPanel) - first;
+    pack_weights(part, quants + first * row_bytes, scales + first * blocks,
+                 packed + begin * panel_bytes(call));
+  });
+}
+
+}  // namespace onnxport

@@ -1,0 +1,21 @@
+// Packing on several threads, while a session is made and the runtime's own have nothing to do.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "matmul.h"
+
+namespace onnxport {
+
+using Range = std::function<void(int64_t begin, int64_t end)>;
+
+// Calls pack for ranges of count things, each of which has so many packed bytes, on a few threads
+// at once; returns when all are done. pack must not throw.
+void in_parts(int64_t count, int64_t bytes, const Range& pack);
+
+// As pack_weights, to the byte.
+void pack_weights_in_parts(const MatMul& call, const uint8_t* quants, const float* scales,
+                           uint8_t* packed);
+
+}  // namespace onnxport

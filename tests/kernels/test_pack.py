@@ -1,0 +1,76 @@
+"""Packed weights, byte by byte, alone and in parts on several threads."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.kernels.matmul_cases import BITS, BLOCK_SIZES, MatMulCase, make_case
+from tests.kernels.standalone import ROOT
+
+COMPILER = "g++"
+PANEL = 32
+# Less than a tile of 4, less than a panel, whole ones and what is left over.
+WIDTHS = (1, 3, 5, 31, 32, 33, 70)
+DEPTHS = (1, 100, 384)
+
+pytestmark = [
+    pytest.mark.skipif(platform.system() != "Linux", reason="builds a driver as Linux does"),
+    pytest.mark.skipif(not shutil.which(COMPILER), reason=f"needs {COMPILER}"),
+]
+
+
+def packed(case: MatMulCase) -> NDArray[np.uint8]:
+    """The layout that matmul.h draws: panels, blocks, words of 32 outputs, then their scales."""
+    blocks = case.quants.shape[1]
+    flipped = case.quants ^ np.uint8(0x80 if case.bits == 8 else 0)
+    words = flipped.view(np.uint32)  # [N, blocks, words]
+    panels = -(-case.n // PANEL)
+    both = np.concatenate([words, case.scales.view(np.uint32)[:, :, None]], axis=2)
+    whole = np.zeros((panels * PANEL, blocks, both.shape[2]), np.uint32)
+    whole[: case.n] = both
+    by_panel = whole.reshape(panels, PANEL, blocks, -1).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(by_panel).reshape(-1).view(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    csrc, executable = ROOT / "providers/cpu/csrc", tmp_path_factory.mktemp("pack") / "driver"
+    sources = [csrc / "pack.cpp", Path(__file__).with_name("pack_driver.cpp")]
+    command = [COMPILER, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    subprocess.run([*command, f"-I{csrc}", *map(str, sources), "-o", str(executable)], check=True)
+    return executable
+
+
+def check(driver: Path, cases: list[MatMulCase]) -> None:
+    parts = [struct.pack("q", len(cases))]
+    for case in cases:
+        parts.append(struct.pack("4q", case.k, case.n, case.bits, case.block_size))
+        parts += [case.quants.tobytes(), case.scales.tobytes()]
+    done = subprocess.run([str(driver)], input=b"".join(parts), capture_output=True, check=True)
+    found = np.frombuffer(done.stdout, np.uint8)
+    for case in cases:
+        expected = packed(case)
+        for way in ("alone", "in parts"):
+            what = f"{way}: k {case.k}, n {case.n}, bits {case.bits}, block {case.block_size}"
+            assert np.array_equal(found[: expected.size], expected), what
+            found = found[expected.size :]
+    assert found.size == 0
+
+
+def test_every_size_of_block(driver: Path) -> None:
+    shapes = itertools.product(BITS, BLOCK_SIZES, DEPTHS, WIDTHS)
+    check(driver, [make_case(seed, *shape, rows=1) for seed, shape in enumerate(shapes)])
+
+
+def test_more_parts_than_threads(driver: Path) -> None:
+    """Packed, it has over 5 MB, and parts have 1 MB; the last panel is not whole."""
+    check(driver, [make_case(0, 4, 32, k=1024, n=9001, rows=1)])
