@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
 
@@ -46,6 +46,8 @@ class Artifact:
 
     path: Path  # absolute, symbolic links resolved
     manifest: Manifest
+    # Names that were found to be inside of the folder -> their real paths.
+    _real: dict[str, Path] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def read(
@@ -104,7 +106,7 @@ class Artifact:
         if math.prod(dims) == 0:
             return np.zeros(dims, dtype)
         raw: NDArray[np.uint8] = np.memmap(
-            self.path / location,
+            str(self.path / location),  # it would look a Path up again, for each of hundreds
             np.uint8,
             mode="r",
             offset=offset,
@@ -137,12 +139,15 @@ class Artifact:
 
     def _inside(self, name: str, where: str) -> Path:
         """The real path of a file that a manifest or graph names, if it is in the folder."""
+        if name in self._real:
+            return self._real[name]
         parts = PurePosixPath(name).parts
         absolute = PurePosixPath(name).is_absolute() or bool(PureWindowsPath(name).anchor)
         outside = absolute or not parts or ".." in parts or ".." in PureWindowsPath(name).parts
         if not outside and "\0" not in name:
             real = (self.path / name).resolve()
             if real.is_relative_to(self.path):
+                self._real[name] = real
                 return real
         raise ArtifactError(
             f"{where} in {self.path} names {name!r}, which is outside the folder; refused. An "

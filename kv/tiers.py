@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from onnxport.kv.disk_file import FLOATS, Entry
-from onnxport.kv.disk_tier import DiskTier
 from onnxport.kv.host_tier import HostTier
+
+if TYPE_CHECKING:
+    from onnxport.kv.disk_tier import DiskTier
 
 
 class TieredStore:

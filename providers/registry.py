@@ -9,7 +9,6 @@ from pathlib import Path
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions, Model, Probe, Provider
-from onnxport.providers.selection import choose
 
 AUTO = "auto"
 
@@ -67,7 +66,7 @@ def probe_all() -> list[tuple[str, Probe]]:
 
 
 def open_model(
-    path: Path,
+    path: Path | Artifact,
     provider: str = AUTO,
     options: LoadOptions | None = None,
     trials: Path | None = None,
@@ -77,7 +76,7 @@ def open_model(
     An explicit provider is final. `auto` chooses as `providers.selection` says, and logs why.
 
     Args:
-        path: the artifact folder.
+        path: the artifact folder, or what was read of it.
         provider: one of the providers, or "auto".
         options: what the provider may be told.
         trials: folder of the measured trials by which `auto` chooses between providers that can
@@ -89,9 +88,11 @@ def open_model(
         CapacityError: it does not fit the memory; for `auto`, that of at least one provider.
             For `auto`, an ExceptionGroup of all reasons is the cause of either.
     """
-    artifact = Artifact.read(path)
+    artifact = path if isinstance(path, Artifact) else Artifact.read(path)
     chosen = options or LoadOptions()
     if provider == AUTO:
+        from onnxport.providers.selection import choose
+
         # A GPU in software runs on the processor too, and comes after what is made for that.
         order = sorted(PROVIDERS, key=lambda name: name not in HOSTS)
         return choose(artifact, {name: get_provider(name) for name in order}, chosen, trials)

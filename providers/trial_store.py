@@ -14,8 +14,6 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from filelock import FileLock
-
 from onnxport.providers import memory
 from onnxport.providers.base import LoadOptions, Probe
 from onnxport.providers.trial import PROMPT_TOKENS, ROWS, Figures
@@ -93,6 +91,8 @@ class TrialStore:
 
         A folder that cannot be used is a warning, and so is one that stays locked.
         """
+        from filelock import FileLock
+
         lock = FileLock(self._folder / ".lock")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,6 @@
 """Chat templates: messages in, the model's prompt text out.
 
-A template is the Jinja text that a Hugging Face checkpoint carries. It is rendered in a sandbox, in
-the environment that `transformers` gives its templates, so that the prompt is the one the model was
-trained on, character by character.
+A template is the Jinja text that a Hugging Face checkpoint carries; `serving/jinja.py` compiles it.
 """
 
 from __future__ import annotations
@@ -10,17 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
-from typing import Any
-
-import jinja2
-import jinja2.ext
-from jinja2.nodes import Node, Scope
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import TYPE_CHECKING, Any
 
 from onnxport.errors import ArtifactError, RequestError
+
+if TYPE_CHECKING:
+    import jinja2
 
 Message = Mapping[str, Any]  # OpenAI's shape: role, content, and what the role adds
 Tool = Mapping[str, Any]  # OpenAI's shape: {"type": "function", "function": {…}}
@@ -130,65 +124,11 @@ class ChatTemplate:
                 "messages",
             )
         if name not in self._compiled:
-            try:
-                self._compiled[name] = _environment().from_string(self.sources[name])
-            except jinja2.TemplateSyntaxError as error:
-                raise RequestError(
-                    f"the model's chat template is not valid Jinja: {error.message}, line "
-                    f"{error.lineno}. Correct {TEMPLATE_FILE} in the model's folder.",
-                    "messages",
-                ) from error
+            # Jinja is imported with the first conversation: who sends plain prompts has none.
+            from onnxport.serving.jinja import compile_template
+
+            self._compiled[name] = compile_template(self.sources[name], TEMPLATE_FILE)
         return self._compiled[name]
-
-
-class _Generation(jinja2.ext.Extension):
-    """Accepts `{% generation %}…{% endgeneration %}`, which marks assistant text for training."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 reads it as a class attribute of this type
-
-    def parse(self, parser: Parser) -> Node | list[Node]:
-        """Return the body of the block in a scope of its own."""
-        scope = Scope(lineno=next(parser.stream).lineno)
-        scope.body = list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-        return scope
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment that `transformers` renders chat templates in."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Render JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
 
 
 def _plain_message(message: Message, knows_developer: bool) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from onnxport.providers.registry import AUTO, get_provider, open_model
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Loss, Standby
-from onnxport.serving.speculation.build import build_speculator
 from onnxport.serving.tokenizer import TOKENIZER_FILE, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -51,8 +50,8 @@ def open_engine(
         CapacityError: it does not fit the memory.
     """
     config = config or EngineConfig()
-    manifest = Artifact.read(path).manifest
-    eos_token_ids = frozenset(manifest.eos_token_ids)
+    artifact = Artifact.read(path)
+    eos_token_ids = frozenset(artifact.manifest.eos_token_ids)
     tokenizer = None
     if needs_tokenizer or (path / TOKENIZER_FILE).is_file():
         tokenizer = Tokenizer.from_folder(path, eos_token_ids)
@@ -61,11 +60,13 @@ def open_engine(
     for name in names:
         _check_fallback(name, provider)
 
-    first = Fallback(provider, lambda: open_model(path, provider, chosen, trials))
+    first = Fallback(provider, lambda: open_model(artifact, provider, chosen, trials))
     standby = Standby((first, *(_fallback(path, name, provider, chosen) for name in names)))
 
     speculator = None
     if config.speculation is not None:
+        from onnxport.serving.speculation.build import build_speculator
+
         tokens = config.max_num_batched_tokens
         speculator = build_speculator(config.speculation, path, provider, tokens, trials)
 
@@ -77,7 +78,7 @@ def open_engine(
             eos_token_ids,
             standby=standby,
             speculator=speculator,
-            base=manifest.model,
+            base=artifact.manifest.model,
             sampling_threads=chosen.threads,
         )
 

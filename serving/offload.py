@@ -23,7 +23,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from onnxport.errors import DeviceLostError, ProviderError
 from onnxport.kv.disk_file import DiskFormat
-from onnxport.kv.disk_tier import DiskTier
 from onnxport.kv.host_tier import HostTier
 from onnxport.kv.pool import BlockPool, Eviction
 from onnxport.kv.prefix import BlockKeys, unit_tokens
@@ -317,6 +316,8 @@ def open_store(config: EngineConfig, format_: DiskFormat) -> TieredStore:
     """
     disk = None
     if config.kv_disk is not None:
+        from onnxport.kv.disk_tier import DiskTier
+
         disk = DiskTier(config.kv_disk, config.kv_disk_bytes, format_)
     return TieredStore(HostTier(config.host_memory), disk, format_.dtype)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders
+from typing import TYPE_CHECKING
 
 from onnxport.errors import ArtifactError
 from onnxport.serving.detokenizer import ByteDetokenizer, WindowDetokenizer
 from onnxport.serving.text import Pieces
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -24,6 +25,8 @@ class Tokenizer:
     """
 
     def __init__(self, fast: FastTokenizer, eos_token_ids: frozenset[int] = frozenset()) -> None:
+        from tokenizers import decoders
+
         fast.no_truncation()
         fast.no_padding()
         self._fast = fast
@@ -40,6 +43,8 @@ class Tokenizer:
         Raises:
             ArtifactError: `tokenizer.json` is missing or not valid.
         """
+        from tokenizers import Tokenizer as FastTokenizer
+
         path = folder / TOKENIZER_FILE
         if not path.is_file():
             raise ArtifactError(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from onnxport.errors import (
     AdapterError,
@@ -18,7 +19,9 @@ from onnxport.errors import (
 from onnxport.graphs.lora import LoraAdapter
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import Model
-from onnxport.serving.adapters.peft import AdapterContent, read_adapter
+
+if TYPE_CHECKING:
+    from onnxport.serving.adapters.peft import AdapterContent
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +103,8 @@ class AdapterRegistry:
             raise AdapterError(
                 "this engine does not know its model's shapes, and reads no adapters"
             )
+        from onnxport.serving.adapters.peft import read_adapter
+
         return read_adapter(path, self._base)
 
     def load(self, name: str, content: AdapterContent, *, in_place: bool = False) -> Adapter:

@@ -1,0 +1,89 @@
+"""Jinja for chat templates.
+
+They are rendered in a sandbox, in the environment that `transformers` gives them, so that a prompt
+is the one that the model was trained on, character by character.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.nodes import Node, Scope
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from onnxport.errors import RequestError
+
+
+def compile_template(text: str, file: str) -> jinja2.Template:
+    """Compile a chat template.
+
+    Args:
+        text: in Jinja.
+        file: where a user corrects it.
+
+    Raises:
+        RequestError: it is not valid.
+    """
+    try:
+        return _environment().from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise RequestError(
+            f"the model's chat template is not valid Jinja: {error.message}, line "
+            f"{error.lineno}. Correct {file} in the model's folder.",
+            "messages",
+        ) from error
+
+
+class _Generation(jinja2.ext.Extension):
+    """Accepts `{% generation %}…{% endgeneration %}`, which marks assistant text for training."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 reads it as a class attribute of this type
+
+    def parse(self, parser: Parser) -> Node | list[Node]:
+        """Return the body of the block in a scope of its own."""
+        scope = Scope(lineno=next(parser.stream).lineno)
+        scope.body = list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+        return scope
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return the environment that `transformers` renders chat templates in."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Render JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
