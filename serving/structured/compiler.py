@@ -1,8 +1,10 @@
-"""Compiling grammars: once each, in threads of their own, within limits."""
+"""Compiling grammars: once each, in threads of their own, within limits.
+
+llguidance, and what is built on it, is imported with the first grammar: most processes see none.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import threading
@@ -12,14 +14,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-
-from llguidance import LLMatcher, LLParserLimits
+from typing import TYPE_CHECKING
 
 from onnxport.errors import OnnxportError, OverloadedError, RequestError
-from onnxport.serving.structured.sequence import GrammarError, SequenceGrammar
-from onnxport.serving.structured.source import grammar_of
 from onnxport.serving.structured.spec import NAMES, StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from onnxport.serving.structured.sequence import SequenceGrammar
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +62,8 @@ class CompiledGrammar:
 
     def sequence(self, num_prompt_tokens: int) -> SequenceGrammar:
         """Return the grammar of a sequence that begins with a prompt of so many tokens."""
+        from onnxport.serving.structured.sequence import SequenceGrammar
+
         return SequenceGrammar(self.template.deep_copy(), self.vocabulary, num_prompt_tokens)
 
 
@@ -105,6 +111,8 @@ class GrammarCompiler:
         Raises:
             RequestError, OverloadedError: as `compile`.
         """
+        import asyncio
+
         future = self._submit(spec)
         loop, compiled = asyncio.get_running_loop(), asyncio.Event()
 
@@ -184,6 +192,11 @@ def compile_grammar(
     Raises:
         RequestError: it is not valid, too large, or nothing fits it.
     """
+    from llguidance import LLMatcher, LLParserLimits
+
+    from onnxport.serving.structured.sequence import GrammarError
+    from onnxport.serving.structured.source import grammar_of
+
     name, param = NAMES[spec.kind], spec.where
     grammar = grammar_of(spec)
     parser_limits = LLParserLimits(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-
-from llguidance import LLTokenizer
+from typing import TYPE_CHECKING
 
 from onnxport.errors import RequestError
-from onnxport.serving.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+    from onnxport.serving.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Vocabulary:
         Raises:
             RequestError: grammars cannot be made of this tokenizer's tokens.
         """
+        from llguidance import LLTokenizer
+
         ends = sorted(one for one in end_token_ids if one < vocab_size)
         size = max(vocab_size, tokenizer.vocab_size)
         has_end = bool(ends)
