@@ -1,7 +1,7 @@
 """Measure what sampling costs: by itself, or as a share of an engine's steps.
 
-    python -m benchmarks.sampling [--vocab 151936] [--rows 1,8,32] [--no-numpy]
-    python -m benchmarks.sampling --artifact DIR [--rows 32] [--provider cpu]
+    python -m benchmarks.sampling [--vocab 151936] [--rows 1,8,32] [--threads 2] [--no-numpy]
+    python -m benchmarks.sampling --artifact DIR [--rows 32] [--threads 2] [--provider cpu]
 
 By itself: milliseconds of a call, the median of several, native and in NumPy, for logits as peaked
 as a language model's and as flat as a random model's. With `--artifact`: a real engine decodes with
@@ -110,7 +110,7 @@ def measure(sample: Callable[..., Any], logits: Floats, rows: list[RowParams]) -
 
 def measure_calls(options: argparse.Namespace) -> None:
     """Print the milliseconds of a call."""
-    native = native_sampler()
+    native = native_sampler(options.threads)
     samplers: dict[str, Any] = {"native": native} if native else {}
     if options.numpy or not native:
         samplers["NumPy"] = numpy_sampler
@@ -170,7 +170,7 @@ def measure_steps(options: argparse.Namespace) -> None:
     """Print the share that sampling has in the steps of an engine."""
     rows = max(options.rows)
     length = PROMPT_TOKENS + 3 * options.steps + 64
-    load = LoadOptions(max_model_len=length, kv_cache_tokens=2 * rows * length)
+    load = LoadOptions(options.threads, kv_cache_tokens=2 * rows * length, max_model_len=length)
     engine = open_engine(
         options.artifact, options.provider, load, EngineConfig(rows, max(512, rows))
     )
@@ -189,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--rows", type=lambda text: [int(one) for one in text.split(",")])
+    parser.add_argument("--threads", type=int, help="of the model too; else the physical cores")
     parser.add_argument("--no-numpy", dest="numpy", action="store_false")
     parser.add_argument("--artifact", type=Path, help="measure an engine's steps with this model")
     parser.add_argument("--provider", default="cpu")

@@ -18,6 +18,7 @@ from onnxport.serving.drawing import RowParams
 from onnxport.serving.edits import Floats, RowEdits
 from onnxport.serving.native.library import (
     BAD_TOKEN,
+    DRAWN,
     NOT_FINITE,
     OUT_OF_MEMORY,
     REQUEST,
@@ -65,33 +66,18 @@ class NativeSampler:
 
     def sample(self, logits: Floats, rows: Sequence[RowParams]) -> Sampled:
         """See `sampler.sample`."""
-        vocab = logits.shape[1]
-        requests = np.zeros(len(rows), REQUEST)
-        for name in ("temperature", "min_p", "top_p", "uniform", "greedy"):
-            requests[name] = [getattr(row, name) for row in rows]
-        kept: list[NDArray[Any]] = []  # what the requests point to
-        changes = False
-        for request, row in zip(requests, rows, strict=True):
-            if row.top_k is not None:
-                request["has_top_k"], request["top_k"] = 1, min(row.top_k, vocab)
-            if row.num_logprobs is not None:
-                request["has_logprobs"], request["num_top"] = 1, min(row.num_logprobs, vocab)
-            if row.mask is not None:
-                request["mask"] = _pointer(_checked_mask(row.mask, vocab), np.uint32, kept)
-            if row.edits is not None:
-                changes = True
-                _set_edits(request, row.edits, kept)
-        if changes and not logits.flags.writeable:
+        requests, kept = _requests(rows, logits.shape[1])
+        if any(row.edits is not None for row in rows) and not logits.flags.writeable:
             logits = logits.copy()
         tops = self._run(logits, requests)
-        logprobs = None
+        del kept  # until here the requests point to it
+        logprobs: list[RowLogprobs | None] | None = None
         if requests["has_logprobs"].any():
-            logprobs = [
-                _row_logprobs(request, *tops)
-                if request["has_logprobs"] and not request["status"]
-                else None
-                for request in requests
-            ]
+            reports = requests["has_logprobs"] & (requests["status"] == DRAWN)
+            places = np.flatnonzero(reports).tolist()
+            logprobs = [None] * len(rows)
+            for place, found in zip(places, _row_logprobs(requests[places], *tops), strict=True):
+                logprobs[place] = found
         return Sampled(requests["token"].tolist(), logprobs, _invalid(requests))
 
     def logprobs(
@@ -107,7 +93,7 @@ class NativeSampler:
             raise FloatingPointError(
                 f"the model's logits of row {invalid[0]} are not finite numbers"
             )
-        return [_row_logprobs(request, *tops) for request in requests]
+        return _row_logprobs(requests, *tops)
 
     def _run(self, logits: Floats, requests: Requests) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """Do all rows.
@@ -149,6 +135,64 @@ class NativeSampler:
         return top_ids, top_logprobs
 
 
+def _requests(rows: Sequence[RowParams], vocab: int) -> tuple[Requests, list[NDArray[Any]]]:
+    """Return what the rows ask for, and the arrays that it points to."""
+    requests = np.zeros(len(rows), REQUEST)
+    for name in ("temperature", "min_p", "top_p", "uniform", "greedy"):
+        requests[name] = [getattr(row, name) for row in rows]
+    for name, flag, numbers in (
+        ("top_k", "has_top_k", [row.top_k for row in rows]),
+        ("num_top", "has_logprobs", [row.num_logprobs for row in rows]),
+    ):
+        requests[flag] = [number is not None for number in numbers]
+        requests[name] = [0 if number is None else min(number, vocab) for number in numbers]
+    kept: list[NDArray[Any]] = []
+    for place, row in enumerate(rows):
+        if row.mask is not None:
+            requests["mask"][place] = _pointer(_checked_mask(row.mask, vocab), np.uint32, kept)
+    changed = [(place, row.edits) for place, row in enumerate(rows) if row.edits is not None]
+    if changed:
+        places, edits = zip(*changed, strict=True)
+        _set_edits(requests, list(places), edits, kept)
+    return requests, kept
+
+
+def _set_edits(
+    requests: Requests, places: list[int], edits: Sequence[RowEdits], kept: list[NDArray[Any]]
+) -> None:
+    """Point to what changes in the rows of some places."""
+    for size, columns in (
+        ("num_biased", {"bias_ids": np.int64, "bias": np.float32}),
+        ("num_banned", {"banned": np.int64}),
+        ("num_seen", {"seen": np.int64, "counts": np.float32}),
+    ):
+        for name, dtype in columns.items():
+            arrays = [getattr(edit, name) for edit in edits]
+            sizes = np.array([len(array) for array in arrays])
+            requests[size][places] = sizes
+            requests[name][places] = _pointers(arrays, sizes, dtype, kept)
+    for name in ("repetition", "frequency", "presence"):
+        requests[name][places] = [getattr(edit, name) for edit in edits]
+    for place, edit in zip(places, edits, strict=True):
+        if edit.allowed is not None:
+            requests["num_allowed"][place] = len(edit.allowed)
+            requests["allowed"][place] = _pointer(edit.allowed, np.int64, kept)
+
+
+def _pointers(
+    arrays: Sequence[NDArray[Any]], sizes: NDArray[Any], dtype: type, kept: list[NDArray[Any]]
+) -> NDArray[np.uintp]:
+    """Return the addresses of arrays in a common copy of that type, which is kept alive.
+
+    To ask for the address of an array costs more than to copy a thousand tokens.
+    """
+    joined = np.concatenate(arrays).astype(dtype, copy=False)
+    ends: NDArray[np.uintp] = np.cumsum(sizes).astype(np.uintp)
+    first = _pointer(joined, dtype, kept)
+    starts: NDArray[np.uintp] = first + (ends - sizes.astype(np.uintp)) * joined.itemsize
+    return starts
+
+
 def _pointer(array: NDArray[Any], dtype: type, kept: list[NDArray[Any]]) -> int:
     """Return the address of an array, contiguous and of that type, which is kept alive."""
     array = np.ascontiguousarray(array, dtype)
@@ -163,42 +207,19 @@ def _checked_mask(mask: NDArray[np.uint32], vocab: int) -> NDArray[np.uint32]:
     return mask
 
 
-def _set_edits(request: Any, edits: RowEdits, kept: list[NDArray[Any]]) -> None:
-    """Point to what changes in a row."""
-    if len(edits.bias_ids):
-        request["num_biased"] = len(edits.bias_ids)
-        request["bias_ids"] = _pointer(edits.bias_ids, np.int64, kept)
-        request["bias"] = _pointer(edits.bias, np.float32, kept)
-    if len(edits.banned):
-        request["num_banned"] = len(edits.banned)
-        request["banned"] = _pointer(edits.banned, np.int64, kept)
-    if len(edits.seen):
-        request["num_seen"] = len(edits.seen)
-        request["seen"] = _pointer(edits.seen, np.int64, kept)
-        request["counts"] = _pointer(edits.counts, np.float32, kept)
-        request["repetition"] = edits.repetition
-        request["frequency"] = edits.frequency
-        request["presence"] = edits.presence
-    if edits.allowed is not None:
-        request["num_allowed"] = len(edits.allowed)
-        request["allowed"] = _pointer(edits.allowed, np.int64, kept)
-
-
 def _invalid(requests: Requests) -> tuple[int, ...]:
     """Return the rows that could not be drawn from."""
     return tuple(np.flatnonzero(requests["status"] == NOT_FINITE).tolist())
 
 
 def _row_logprobs(
-    request: Any, top_ids: NDArray[np.int64], top_logprobs: NDArray[np.float64]
-) -> RowLogprobs:
-    """Return the log probabilities that a row asked for and got."""
-    begin = int(request["top_begin"])
-    top = slice(begin, begin + int(request["num_top"]))
-    return RowLogprobs(
-        int(request["token"]),
-        float(request["logprob"]),
-        int(request["rank"]),
-        tuple(top_ids[top].tolist()),
-        tuple(top_logprobs[top].tolist()),
-    )
+    requests: Requests, top_ids: NDArray[np.int64], top_logprobs: NDArray[np.float64]
+) -> list[RowLogprobs]:
+    """Return the log probabilities that rows asked for and got."""
+    ids, values = top_ids.tolist(), top_logprobs.tolist()
+    columns = [requests[name].tolist() for name in ("token", "logprob", "rank", "top_begin")]
+    ends = (requests["top_begin"] + requests["num_top"]).tolist()
+    return [
+        RowLogprobs(token, logprob, rank, tuple(ids[begin:end]), tuple(values[begin:end]))
+        for token, logprob, rank, begin, end in zip(*columns, ends, strict=True)
+    ]
