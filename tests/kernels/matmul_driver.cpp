@@ -1,4 +1,4 @@
-// Runs serialized products without ONNX Runtime or Python, for processors that have neither here.
+// Runs serialized products and feed-forward layers without ONNX Runtime or Python, for processors that have neither here.
 // matmul_standalone.py writes the input and reads the output; see there for the format.
 #include <atomic>
 #include <cstdio>
@@ -6,7 +6,8 @@
 #include <thread>
 #include <vector>
 
-#include "matmul.h"
+#include "kernels.h"
+#include "mlp.h"
 
 namespace {
 
@@ -37,32 +38,74 @@ int run_on_threads(void*, size_t count, onnxport::Task task, void* argument) {
   return 0;
 }
 
-void run_one() {
+struct Stored {
+  MatMul product{};
+  std::vector<float> x, scales;
+  std::vector<uint8_t> quants;
+};
+
+Stored read_product() {
   const std::vector<int64_t> sizes = read_array<int64_t>(5);
-  MatMul m{};
+  Stored stored;
+  MatMul& m = stored.product;
   m.k = sizes[0];
   m.n = sizes[1];
   m.bits = sizes[2];
   m.block_size = sizes[3];
   m.rows = sizes[4];
-  const auto x = read_array<float>(m.rows * m.k);
-  const auto quants = read_array<uint8_t>(m.n * num_blocks(m) * m.block_size * m.bits / 8);
-  const auto scales = read_array<float>(m.n * num_blocks(m));
-  const size_t bytes = static_cast<size_t>(num_panels(m) * panel_bytes(m));
-  auto* packed = static_cast<uint8_t*>(std::aligned_alloc(64, bytes));
-  pack_weights(m, quants.data(), scales.data(), packed);
-  std::vector<float> output(static_cast<size_t>(m.rows * m.n));
-  m.weights = packed;
-  m.input = x.data();
-  m.output = output.data();
-  if (run_matmul(*onnxport::active_matmul(), m, run_on_threads, nullptr) != 0) std::exit(4);
+  stored.x = read_array<float>(m.rows * m.k);
+  stored.quants = read_array<uint8_t>(m.n * num_blocks(m) * m.block_size * m.bits / 8);
+  stored.scales = read_array<float>(m.n * num_blocks(m));
+  return stored;
+}
+
+struct Packed {
+  explicit Packed(const MatMul& m)
+      : data(static_cast<uint8_t*>(std::aligned_alloc(
+            64, static_cast<size_t>(num_panels(m) * panel_bytes(m))))) {}
+  Packed(const Packed&) = delete;
+  Packed& operator=(const Packed&) = delete;
+  ~Packed() { std::free(data); }
+
+  uint8_t* data;
+};
+
+void write(const std::vector<float>& output, int result) {
+  if (result != 0) std::exit(4);
   std::fwrite(output.data(), sizeof(float), output.size(), stdout);
-  std::free(packed);
+}
+
+void run_product() {
+  const Stored stored = read_product();
+  MatMul m = stored.product;
+  const Packed packed(m);
+  pack_weights(m, stored.quants.data(), stored.scales.data(), packed.data);
+  std::vector<float> output(static_cast<size_t>(m.rows * m.n));
+  m.weights = packed.data;
+  m.input = stored.x.data();
+  m.output = output.data();
+  write(output, run_matmul(*onnxport::active_matmul(), m, run_on_threads, nullptr));
+}
+
+void run_layer() {
+  const Stored first = read_product(), second = read_product();
+  onnxport::GatedMlp mlp{second.product.k, first.product, second.product};
+  complete(mlp);
+  const Packed gate_up(mlp.gate_up), down(mlp.down);
+  pack_gate_up(mlp, first.quants.data(), first.scales.data(), gate_up.data);
+  pack_weights(mlp.down, second.quants.data(), second.scales.data(), down.data);
+  std::vector<float> output(static_cast<size_t>(mlp.gate_up.rows * mlp.down.n));
+  mlp.gate_up.weights = gate_up.data;
+  mlp.down.weights = down.data;
+  mlp.gate_up.input = first.x.data();
+  mlp.down.output = output.data();
+  write(output, run_mlp(*onnxport::active_matmul(), mlp, run_on_threads, nullptr));
 }
 
 }  // namespace
 
-// The argument is the instruction set to use, or none to print the best one's name.
+// The arguments are the instruction sets to use, of products and, if not the best, of the rest; or
+// none to print the name of the best of products.
 int main(int argc, char** argv) {
   if (argc == 1) {
     const onnxport::MatMulKernels* best = onnxport::active_matmul();
@@ -70,6 +113,9 @@ int main(int argc, char** argv) {
     return 0;
   }
   if (!onnxport::set_matmul_isa(argv[1])) return 2;
-  for (int64_t left = read_array<int64_t>(1)[0]; left > 0; left--) run_one();
+  if (argc > 2 && !onnxport::set_isa(argv[2])) return 2;
+  const std::vector<int64_t> counts = read_array<int64_t>(2);
+  for (int64_t left = counts[0]; left > 0; left--) run_product();
+  for (int64_t left = counts[1]; left > 0; left--) run_layer();
   return 0;
 }

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from onnxport.providers.cpu.library import load_library
-from tests.kernels import matmul_cases, run_ort
+from tests.kernels import matmul_cases, mlp_cases, run_ort
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
 from tests.kernels.conftest import ISAS
@@ -35,6 +35,12 @@ def main() -> None:
         for isa in matmul_isas:
             library.onnxport_cpu_set_matmul_isa(isa.encode())
             matmul_cases.check(product, matmul_cases.run(path, product))
+        layer = mlp_cases.random_case(seed)
+        for isa in matmul_isas:
+            library.onnxport_cpu_set_matmul_isa(isa.encode())
+            fused = mlp_cases.run(path, layer, mlp_cases.fused(layer))
+            apart = mlp_cases.run(path, layer, mlp_cases.separate(layer))
+            assert fused.tobytes() == apart.tobytes(), (seed, isa)
     for feeds in BAD_INPUTS.values():
         with contextlib.suppress(Exception):
             run_ort.run(path, small_case(rotary_offset=0), feeds=feeds)

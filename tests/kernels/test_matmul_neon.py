@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from onnxport.providers.cpu.library import find_library, load_library
-from tests.kernels import matmul_cases, matmul_standalone
+from tests.kernels import matmul_cases, matmul_standalone, mlp_cases
+from tests.kernels.mlp_cases import MlpCase
 from tests.kernels.test_neon import COMPILER, EMULATOR, ON_ARM
 
 SETS = {
@@ -64,6 +65,20 @@ def test_a_row_is_the_same_alone_and_in_any_batch(driver: Path, isa: str, bits: 
     cases = [whole, *(whole.replace(x=whole.x[part]) for part in parts)]
     everything, *found = matmul_standalone.run(command(driver), isa, cases)
     for part, rows in zip(parts, found, strict=True):
+        assert rows.tobytes() == everything[part].tobytes()
+
+
+@pytest.mark.parametrize("isa", ["dotprod", "i8mm"])
+def test_feed_forward_layers(driver: Path, isa: str) -> None:
+    cases = [mlp_cases.random_case(seed) for seed in range(NUM_CASES // 3)]
+    whole = mlp_cases.make_case(1, (4, 32), (8, 64), (100, 70, 40), 37)
+    parts = [slice(0, 1), slice(36, 37), slice(3, 5), slice(5, 22)]
+    cuts = [MlpCase(whole.gate_up.replace(x=whole.x[part]), whole.down) for part in parts]
+    found = matmul_standalone.run_layers(command(driver), [isa], [*cases, whole, *cuts])
+    for case, output in zip(cases, found, strict=False):
+        mlp_cases.check(case, output)
+    everything, *rest = found[len(cases) :]
+    for part, rows in zip(parts, rest, strict=True):
         assert rows.tobytes() == everything[part].tobytes()
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels import standalone
+from onnxport.providers.cpu.library import matmul_isa
+from tests.kernels import matmul_standalone, mlp_cases, standalone
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
 
@@ -51,6 +52,23 @@ def test_random_cases_sanitized(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{NUM_CASES} cases" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.system() != "Linux", reason="needs g++'s ThreadSanitizer")
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_feed_forward_threads_sanitized(tmp_path: Path) -> None:
+    """The same for products and the layers that are made of them."""
+    if not os.path.isabs(runtime("libtsan.so")):
+        pytest.skip("g++ has no ThreadSanitizer library")
+    if matmul_isa() is None or platform.machine() != "x86_64":
+        pytest.skip("needs an x86 processor with AVX2")
+    flags = {"matmul_avx2": "-mavx2 -mfma -mf16c"}
+    driver = matmul_standalone.build("g++", tmp_path, flags, "-fsanitize=thread", "-g1")
+    cases = [mlp_cases.random_case(seed) for seed in range(NUM_CASES // 4)]
+    outputs = matmul_standalone.run_layers([str(driver)], ["avx2", "portable"], cases)
+    for case, found in zip(cases, outputs, strict=True):
+        mlp_cases.check(case, found)
 
 
 @pytest.mark.slow
