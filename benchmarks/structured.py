@@ -4,8 +4,9 @@
 
 The artifact's weights are used with a made-up byte-level tokenizer that fills its vocabulary, so
 that an artifact of random weights, which has no tokenizer worth its name, can be measured with as
-many tokens as the real model has. Rounds alternate between with and without; "beside" is how long
-the masks of a step take, in the thread that computes them while the model runs.
+many tokens as the real model has. Rounds alternate between with and without, and each has a form of
+its own, so that it begins without any masks from before. "Beside" is how long the masks of a step
+take, in the thread that computes them while the model runs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,11 +51,16 @@ RECORD = {
     "required": ["name", "born", "score", "tags", "parent"],
     "additionalProperties": False,
 }
-FORMS = {
-    "json schema": StructuredOutputs(json={"type": "array", "items": RECORD, "minItems": 200}),
-    "regex": StructuredOutputs(regex=r"([a-z]{2,8} [0-9]{1,3}[,;] )+END"),
-    "regex that counts": StructuredOutputs(regex=r"([a-z]{2,8} [0-9]{1,3}[,;] ){500}"),
-}
+FORMS = ("json schema", "regex", "regex that counts")
+
+
+def form_of(name: str, number: int) -> StructuredOutputs:
+    """Return a form that no round before had, so that no masks of it are known yet."""
+    if name == "regex":
+        return StructuredOutputs(regex=rf"([a-z]{{2,8}} [0-9]{{1,3}}[,;] )+END{number}")
+    if name == "regex that counts":
+        return StructuredOutputs(regex=rf"([a-z]{{2,8}} [0-9]{{1,3}}[,;] ){{{500 + number}}}")
+    return StructuredOutputs(json={"type": "array", "items": RECORD, "minItems": 200 + number})
 
 
 def make_tokenizer(vocab_size: int) -> FastTokenizer:
@@ -90,10 +97,10 @@ def open_with_tokenizer(path: Path) -> Engine:
     return Engine(model, tokenizer, EngineConfig(max_num_seqs=64))
 
 
-def step_ms(engine: Engine, rows: int, form: StructuredOutputs | None) -> float:
+def step_ms(engine: Engine, rows: int, seed: int, form: StructuredOutputs | None) -> float:
     """Return the median milliseconds of a step in which `rows` sequences decode."""
     params = SamplingParams(
-        temperature=1.0, seed=1, max_tokens=STEPS + WARM_UP + 2, structured_outputs=form
+        temperature=1.0, seed=seed, max_tokens=STEPS + WARM_UP + 2, structured_outputs=form
     )
     for row in range(rows):
         engine.submit(engine.prepare(str(row), [5 + row, 6, 7], params))
@@ -126,16 +133,18 @@ def main() -> None:
     arguments = parser.parse_args()
     engine = open_with_tokenizer(arguments.artifact)
     grammar_masks = sampling.grammar_masks
+    numbers = count(1)
     print("| form | rows | step ms without | with | ratio | masks beside ms |")
     print("|---|---|---|---|---|---|")
-    for name, form in FORMS.items():
+    for name in FORMS:
         for rows in map(int, arguments.rows.split(",")):
             without, with_form = [], []
             beside: list[float] = []
             sampling.grammar_masks = timed(grammar_masks, beside)
             for _ in range(arguments.rounds):
-                without.append(step_ms(engine, rows, None))
-                with_form.append(step_ms(engine, rows, form))
+                number = next(numbers)
+                without.append(step_ms(engine, rows, number, None))
+                with_form.append(step_ms(engine, rows, number, form_of(name, number)))
             left, right = median(without), median(with_form)
             ratio = median(b / a for a, b in zip(without, with_form, strict=True))
             own = 1e3 * median(beside)

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from onnxport.errors import OnnxportError, OverloadedError, RequestError
+from onnxport.serving.structured.automaton import Automaton
+from onnxport.serving.structured.expression import UnknownSyntaxError
+from onnxport.serving.structured.kept import KeptMasks, MaskMemory
 from onnxport.serving.structured.spec import NAMES, StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
 
@@ -59,12 +62,14 @@ class CompiledGrammar:
 
     vocabulary: Vocabulary
     template: LLMatcher  # at the beginning; never moved
+    kept: MaskMemory | None = None
 
     def sequence(self, num_prompt_tokens: int) -> SequenceGrammar:
         """Return the grammar of a sequence that begins with a prompt of so many tokens."""
         from onnxport.serving.structured.sequence import SequenceGrammar
 
-        return SequenceGrammar(self.template.deep_copy(), self.vocabulary, num_prompt_tokens)
+        matcher = self.template.deep_copy()
+        return SequenceGrammar(matcher, self.vocabulary, num_prompt_tokens, self.kept)
 
 
 class GrammarCompiler:
@@ -84,6 +89,7 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(self._limits.num_threads, "onnxport-grammar")
         self._lock = threading.Lock()
         self._reading = threading.Lock()
+        self._masks = KeptMasks()
         # All below is guarded by _lock, but for _vocabulary, which is by _reading.
         self._cache: OrderedDict[StructuredOutputs, Future[CompiledGrammar]] = OrderedDict()
         self._num_chars = 0
@@ -179,15 +185,24 @@ class GrammarCompiler:
             if self._vocabulary is None:
                 self._vocabulary = self._read_vocabulary()
         vocabulary = self._vocabulary
-        compiled = compile_grammar(spec, vocabulary, self._limits)
+        compiled = compile_grammar(spec, vocabulary, self._limits, self._masks)
         logger.debug("compiled a %s in %.3f s", spec.kind, time.monotonic() - start_s)
         return compiled
 
 
 def compile_grammar(
-    spec: StructuredOutputs, vocabulary: Vocabulary, limits: CompileLimits
+    spec: StructuredOutputs,
+    vocabulary: Vocabulary,
+    limits: CompileLimits,
+    masks: KeptMasks | None = None,
 ) -> CompiledGrammar:
     """Compile a grammar, now and here.
+
+    Args:
+        spec: the grammar.
+        vocabulary: of the model.
+        limits: of what compiling may take.
+        masks: where masks of this vocabulary are kept; None: they are not.
 
     Raises:
         RequestError: it is not valid, too large, or nothing fits it.
@@ -211,7 +226,10 @@ def compile_grammar(
     )
     if reason:
         raise RequestError(f"{name} cannot be compiled: {_short(reason)}", param)
-    compiled = CompiledGrammar(vocabulary, matcher)
+    kept = None
+    if masks is not None and (automaton := _automaton_of(spec, vocabulary)):
+        kept = MaskMemory(automaton, vocabulary.tokens, masks)
+    compiled = CompiledGrammar(vocabulary, matcher, kept)
     first = compiled.sequence(0)
     try:
         possible = first.masks(NO_TOKENS).any() or first.is_complete(NO_TOKENS)
@@ -220,6 +238,17 @@ def compile_grammar(
     if not possible:
         raise RequestError(f"no text fits {name}; correct it", param)
     return compiled
+
+
+def _automaton_of(spec: StructuredOutputs, vocabulary: Vocabulary) -> Automaton | None:
+    """Return what tells the states of a grammar apart, where that is known."""
+    if spec.kind != "regex":
+        return None
+    try:
+        return Automaton(spec.text, vocabulary.longest_token)
+    except UnknownSyntaxError as error:
+        logger.debug("masks of a regular expression are not kept: %s", error)
+        return None
 
 
 def _short(reason: str) -> str:

@@ -12,6 +12,8 @@ from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from onnxport.errors import OnnxportError
+from onnxport.serving.structured.automaton import Places
+from onnxport.serving.structured.kept import MaskMemory
 from onnxport.serving.structured.vocabulary import Vocabulary
 
 
@@ -22,19 +24,28 @@ class GrammarError(OnnxportError):
 class SequenceGrammar:
     """The grammar of one sequence; reads each token of its output once. One thread at a time."""
 
-    __slots__ = ("_matcher", "_memory", "_num_read", "_vocabulary")
+    __slots__ = ("_kept", "_matcher", "_memory", "_num_read", "_places", "_vocabulary")
 
-    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, num_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocabulary: Vocabulary,
+        num_prompt_tokens: int,
+        kept: MaskMemory | None = None,
+    ) -> None:
         """Begin after the prompt.
 
         Args:
             matcher: at the beginning of the grammar; nobody else's.
             vocabulary: of the model.
             num_prompt_tokens: how many tokens of the sequence the grammar does not look at.
+            kept: masks of this grammar; None: it does not tell its states apart.
         """
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._num_read = num_prompt_tokens
+        self._kept = kept
+        self._places = kept.start if kept else None
         self._memory: NDArray[np.int32] = np.empty((0, vocabulary.num_all_words), np.int32)
 
     def masks(self, tokens: array[int], draft: Sequence[int] = ()) -> NDArray[np.uint32]:
@@ -49,10 +60,12 @@ class SequenceGrammar:
             self._memory = np.zeros(shape, np.int32)
         rows = self._memory[: len(draft) + 1]
         num_taken = 0
+        places = self._places
         for number, token_id in enumerate(draft):
-            self._fill(number)
+            self._fill(number, places)
             num_taken += self._take([token_id])
-        self._fill(len(draft))
+            places = self._after(places, [token_id])
+        self._fill(len(draft), places)
         if num_taken:
             self._matcher.rollback(num_taken)
         self._check()
@@ -94,8 +107,11 @@ class SequenceGrammar:
 
     def _read(self, tokens: array[int]) -> None:
         """Take the tokens that are new."""
-        self._take(tokens[self._num_read :].tolist())
-        self._num_read = len(tokens)
+        new = tokens[self._num_read :].tolist()
+        if new:
+            self._take(new)
+            self._num_read = len(tokens)
+            self._places = self._after(self._places, new)
 
     def _take(self, token_ids: list[int]) -> int:
         """Move on; returns how many tokens the matcher took, which knows no end after the end."""
@@ -111,9 +127,18 @@ class SequenceGrammar:
         one = len(token_ids) == 1 and token_ids[0] in self._vocabulary.tokens.eos_tokens
         return one and self._matcher.is_stopped() and not self._matcher.is_error()
 
-    def _fill(self, row: int) -> None:
+    def _after(self, places: Places | None, token_ids: list[int]) -> Places | None:
+        """Return where the text ends after more tokens, which the matcher has taken."""
+        return self._kept.after(places, token_ids) if self._kept else None
+
+    def _fill(self, number: int, places: Places | None) -> None:
         """Write what may come next into a row of the memory."""
-        fill_next_token_bitmask(self._matcher, self._memory, row)
+        row = self._memory[number]
+        if self._kept and self._kept.read(places, row):
+            return
+        fill_next_token_bitmask(self._matcher, self._memory, number)
+        if self._kept and not self._matcher.is_error():
+            self._kept.write(places, row)
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -25,11 +25,13 @@ class Vocabulary:
         vocab_size: of the model.
         has_end: whether a token of the model ends a text; otherwise one beyond
             them all stands for the end.
+        longest_token: no token's text has more characters.
     """
 
     tokens: LLTokenizer
     vocab_size: int
     has_end: bool
+    longest_token: int
 
     @property
     def num_words(self) -> int:
@@ -63,7 +65,8 @@ class Vocabulary:
         if not has_end:
             ends, size = [size], size + 1
         described = json.loads(tokenizer.to_json())
-        missing = set(range(ends[-1] + 1)).difference(tokenizer.vocabulary().values())
+        names = tokenizer.vocabulary()
+        missing = set(range(ends[-1] + 1)).difference(names.values())
         described["added_tokens"] += map(_special, sorted(missing))
         text = json.dumps(described)
         try:
@@ -74,7 +77,8 @@ class Vocabulary:
                 "out, or serve another model",
                 "structured_outputs",
             ) from error
-        return cls(tokens, vocab_size, has_end)
+        # A character of a token's name stands for a byte or a character of its text.
+        return cls(tokens, vocab_size, has_end, max(map(len, names)))
 
 
 def _special(token_id: int) -> dict[str, object]:
