@@ -44,7 +44,7 @@ static inline void clear(const State& state, int64_t count, int64_t padded_size)
 }
 
 // Rows [row, row + kRows) over the chunk that starts at key `base` and holds keys up to `end`.
-template <class Type, bool kScaled, int kRows>
+template <class Type, bool kScaled, bool kAhead, int kRows>
 static inline void attend_rows(const Rows& rows, int64_t row, int64_t base, int64_t end,
                                const Tiles<Type>& tiles, const State& state, float* scores) {
   Visible visible;
@@ -60,7 +60,8 @@ static inline void attend_rows(const Rows& rows, int64_t row, int64_t base, int6
   float factor[kRows];
   float* value = state.value + row * rows.padded_size;
   const float* queries = rows.queries + row * query_floats(rows.p);
-  score_tiles<Type, kScaled, kRows>(queries, rows.head_size, tiles, first_tile, last_tile, scores);
+  score_tiles<Type, kScaled, kAhead, kRows>(queries, rows.head_size, tiles, first_tile, last_tile,
+                                            scores);
   softmax<kRows>(visible, first_tile * kTile, last_tile * kTile, rows.p.softcap,
                  kScaled ? tiles.value_scale : nullptr, scores, state.maximum + row,
                  state.sum + row * 16, factor);
@@ -71,28 +72,28 @@ static inline void attend_rows(const Rows& rows, int64_t row, int64_t base, int6
       Vec::round_to_bfloat16(scores + r * kChunk + begin, count,
                              scores + r * kChunk + begin / 2);
   }
-  add_values<Type, kRows>(scores, tiles, rows.head_size, first, last, factor, rows.padded_size,
-                          value);
+  add_values<Type, kAhead, kRows>(scores, tiles, rows.head_size, first, last, factor,
+                                  rows.padded_size, value);
 }
 
 // Calls the instance for a run-time number of rows, at most kRows.
-template <class Type, bool kScaled, int kRows>
+template <class Type, bool kScaled, bool kAhead, int kRows>
 static inline void dispatch_rows(int64_t count, const Rows& rows, int64_t row, int64_t base,
                                  int64_t end, const Tiles<Type>& tiles, const State& state,
                                  float* scores) {
   if (count == kRows) {
-    attend_rows<Type, kScaled, kRows>(rows, row, base, end, tiles, state, scores);
+    attend_rows<Type, kScaled, kAhead, kRows>(rows, row, base, end, tiles, state, scores);
     return;
   }
   if constexpr (kRows > 1)
-    dispatch_rows<Type, kScaled, kRows - 1>(count, rows, row, base, end, tiles, state, scores);
+    dispatch_rows<Type, kScaled, kAhead, kRows - 1>(count, rows, row, base, end, tiles, state,
+                                                    scores);
 }
 
-constexpr int64_t kPrefetchRows = 32;
-
 // Adds keys [first, last), inside one segment, to the state. Out is what the micro-kernels read:
-// the cache's type or, converted, Float32; both give the same bits.
-template <class Type, bool kIsTiled, class Out = Float32>
+// the cache's type or, converted, Float32; both give the same bits. kAhead: where few rows share
+// what is read in the cache, the next chunk is asked for meanwhile.
+template <class Type, bool kIsTiled, class Out = Float32, bool kAhead = false>
 static void attend_keys(const Rows& rows, int64_t first, int64_t last, const State& state,
                         const TileScratch& scratch, float* scores) {
   const Problem& p = rows.p;
@@ -107,19 +108,13 @@ static void attend_keys(const Rows& rows, int64_t first, int64_t last, const Sta
                                        static_cast<int>((token - base) / kTile), scratch, tiles);
       token = next;
     }
-    if constexpr (kIsTiled) {
-      if (rows.count <= kPrefetchRows) {
-        const int64_t ahead = min_of(last, base + 2 * kChunk);
-        for (int64_t token = base + kChunk; token < ahead; token += kTile)
-          prefetch_tile<Type>(p, table, rows.block.kv_head, token);
-      }
-    }
+    if constexpr (kAhead) look_ahead<Out>(p, table, rows.block.kv_head, base, last, tiles);
     // Groups of even size: seven rows are 4 + 3 where six fit, rather than 6 + 1.
     for (int64_t g = 0; g < groups; g++) {
       const int64_t row = rows.count * g / groups;
       const int64_t count = rows.count * (g + 1) / groups - row;
-      dispatch_rows<Out, has_scales<Type>(), Vec::kMaxRows>(count, rows, row, base, end, tiles,
-                                                            state, scores);
+      dispatch_rows<Out, has_scales<Type>(), kAhead, Vec::kMaxRows>(count, rows, row, base, end,
+                                                                    tiles, state, scores);
     }
   }
 }
@@ -128,19 +123,24 @@ using AttendKeys = void (*)(const Rows&, int64_t, int64_t, const State&, const T
                             float*);
 
 static inline AttendKeys attend_keys_for(const Problem& p, int64_t rows) {
-  if (p.cache_layout == kPaired) return attend_keys<PairedBFloat16, true, PairedBFloat16>;
-  const bool tiled = p.cache_layout == kTiled;
+  const bool tiled = p.cache_layout == kTiled, few = rows <= Vec::kMaxRows && whole_vectors(p);
+  if (p.cache_layout == kPaired)
+    return few ? attend_keys<PairedBFloat16, true, PairedBFloat16, true>
+               : attend_keys<PairedBFloat16, true, PairedBFloat16>;
   // Converting ahead pays where several groups of rows share what was converted.
-  const bool direct = tiled && rows <= Vec::kMaxRows && whole_vectors(p);
+  const bool direct = tiled && few;
   switch (p.cache_type) {
     case kFloat16:
-      if (direct) return attend_keys<Float16, true, Float16>;
+      if (direct) return attend_keys<Float16, true, Float16, true>;
       return tiled ? attend_keys<Float16, true> : attend_keys<Float16, false>;
     case kBFloat16:
-      if (direct) return attend_keys<BFloat16, true, BFloat16>;
+      if (direct) return attend_keys<BFloat16, true, BFloat16, true>;
       return tiled ? attend_keys<BFloat16, true> : attend_keys<BFloat16, false>;
-    case kInt8: return direct ? attend_keys<Int8, true, Int8> : attend_keys<Int8, true>;
-    default: return tiled ? attend_keys<Float32, true> : attend_keys<Float32, false>;
+    case kInt8:
+      return direct ? attend_keys<Int8, true, Int8, true> : attend_keys<Int8, true>;
+    default:
+      if (direct) return attend_keys<Float32, true, Float32, true>;
+      return tiled ? attend_keys<Float32, true> : attend_keys<Float32, false>;
   }
 }
 

@@ -23,11 +23,17 @@ template <class Type>
 struct KeyVectors {
   const typename Type::Element* key[kTilesPerChunk * kVecsPerTile];
   const float* scale[kTilesPerChunk * kVecsPerTile];
+  int64_t ahead[kTilesPerChunk * kVecsPerTile];  // see Tiles
 };
+
+template <class Element>
+static inline void prefetch_ahead(const Element* here, int64_t ahead) {
+  prefetch(reinterpret_cast<const char*>(here) + ahead);
+}
 
 // kRows queries against kCols vectors of keys from `column` on: scores[r][column * width ...] for
 // rows kChunk apart.
-template <class Type, bool kScaled, int kRows, int kCols>
+template <class Type, bool kScaled, bool kAhead, int kRows, int kCols>
 static inline void score_block(const float* queries, int64_t head_size,
                                const KeyVectors<Type>& vectors, int column, float* scores) {
   Vec::T sum[kRows][kCols];
@@ -39,7 +45,10 @@ static inline void score_block(const float* queries, int64_t head_size,
   for (int64_t d = 0; d < head_size; d++) {
     Vec::T key[kCols];
     ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++) key[c] = Type::load(vectors.key[column + c] + d * kTile);
+    for (int c = 0; c < kCols; c++) {
+      key[c] = Type::load(vectors.key[column + c] + d * kTile);
+      if (kAhead) prefetch_ahead(vectors.key[column + c] + d * kTile, vectors.ahead[column + c]);
+    }
     ONNXPORT_UNROLL
     for (int r = 0; r < kRows; r++) {
       const Vec::T query = Vec::set1(queries[r * head_size + d]);
@@ -58,7 +67,7 @@ static inline void score_block(const float* queries, int64_t head_size,
 }
 
 // Likewise of pairs: queries [rows][head_size] in bfloat16.
-template <int kRows, int kCols>
+template <bool kAhead, int kRows, int kCols>
 static inline void score_pairs(const float* queries, int64_t head_size,
                                const KeyVectors<PairedBFloat16>& vectors, int column,
                                float* scores) {
@@ -72,8 +81,11 @@ static inline void score_pairs(const float* queries, int64_t head_size,
   for (int64_t d = 0; d < pairs; d++) {
     Vec::Pairs key[kCols];
     ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++)
-      key[c] = Vec::load_pairs(vectors.key[column + c] + d * 2 * kTile);
+    for (int c = 0; c < kCols; c++) {
+      const uint16_t* from = vectors.key[column + c] + d * 2 * kTile;
+      key[c] = Vec::load_pairs(from);
+      if (kAhead) prefetch_ahead(from, vectors.ahead[column + c]);
+    }
     ONNXPORT_UNROLL
     for (int r = 0; r < kRows; r++) {
       const Vec::Pairs query = Vec::set1_pair(queries + r * pairs + d);
@@ -89,13 +101,13 @@ static inline void score_pairs(const float* queries, int64_t head_size,
   }
 }
 
-template <class Type, bool kScaled, int kRows, int kCols>
+template <class Type, bool kScaled, bool kAhead, int kRows, int kCols>
 static inline void score_columns(const float* queries, int64_t head_size,
                                  const KeyVectors<Type>& vectors, int column, float* scores) {
   if constexpr (is_paired<Type>())
-    score_pairs<kRows, kCols>(queries, head_size, vectors, column, scores);
+    score_pairs<kAhead, kRows, kCols>(queries, head_size, vectors, column, scores);
   else
-    score_block<Type, kScaled, kRows, kCols>(queries, head_size, vectors, column, scores);
+    score_block<Type, kScaled, kAhead, kRows, kCols>(queries, head_size, vectors, column, scores);
 }
 
 // Few rows leave registers for more columns, which hide the latency of the multiply-add.
@@ -104,7 +116,7 @@ constexpr int columns() {
   return kRows * 2 <= Vec::kMaxRows ? 2 * Vec::kColumns : Vec::kColumns;
 }
 
-template <class Type, bool kScaled, int kRows>
+template <class Type, bool kScaled, bool kAhead, int kRows>
 static inline void score_tiles(const float* queries, int64_t head_size, const Tiles<Type>& tiles,
                                int first, int last, float* scores) {
   KeyVectors<Type> vectors;
@@ -113,22 +125,23 @@ static inline void score_tiles(const float* queries, int64_t head_size, const Ti
       vectors.key[i * kVecsPerTile + v] =
           tiles.key[i] + v * Vec::kWidth * (is_paired<Type>() ? 2 : 1);
       if (kScaled) vectors.scale[i * kVecsPerTile + v] = tiles.key_scale[i] + v * Vec::kWidth;
+      if (kAhead) vectors.ahead[i * kVecsPerTile + v] = tiles.ahead[i];
     }
   constexpr int kCols = columns<kRows>();
   int c = first * kVecsPerTile;
   const int end = last * kVecsPerTile;
   for (; c + kCols <= end; c += kCols)
-    score_columns<Type, kScaled, kRows, kCols>(queries, head_size, vectors, c, scores);
+    score_columns<Type, kScaled, kAhead, kRows, kCols>(queries, head_size, vectors, c, scores);
   if constexpr (kCols > 2) {
     for (; c + 2 <= end; c += 2)
-      score_columns<Type, kScaled, kRows, 2>(queries, head_size, vectors, c, scores);
+      score_columns<Type, kScaled, kAhead, kRows, 2>(queries, head_size, vectors, c, scores);
   }
   for (; c < end; c++)
-    score_columns<Type, kScaled, kRows, 1>(queries, head_size, vectors, c, scores);
+    score_columns<Type, kScaled, kAhead, kRows, 1>(queries, head_size, vectors, c, scores);
 }
 
 // sums[r][0 .. kCols * width) = factor[r] * sums + weights[r] x values over tokens [first, last).
-template <class Type, int kRows, int kCols>
+template <class Type, bool kAhead, int kRows, int kCols>
 static inline void value_block(const float* weights, const Tiles<Type>& tiles, int64_t channel,
                                int first, int last, const float* factor, int64_t row,
                                float* sums) {
@@ -148,7 +161,10 @@ static inline void value_block(const float* weights, const Tiles<Type>& tiles, i
     for (; t < end; t++, value += stride) {
       Vec::T x[kCols];
       ONNXPORT_UNROLL
-      for (int c = 0; c < kCols; c++) x[c] = Type::load(value + c * Vec::kWidth);
+      for (int c = 0; c < kCols; c++) {
+        x[c] = Type::load(value + c * Vec::kWidth);
+        if (kAhead) prefetch_ahead(value + c * Vec::kWidth, tiles.ahead[tile]);
+      }
       ONNXPORT_UNROLL
       for (int r = 0; r < kRows; r++) {
         const Vec::T w = Vec::set1(weights[r * kChunk + t]);
@@ -167,7 +183,7 @@ static inline void value_block(const float* weights, const Tiles<Type>& tiles, i
 
 // Likewise of pairs: weights [rows][2 * kChunk] in bfloat16, zero for tokens of a tile outside
 // [first, last). There the values may be anything, so that they are left out of the products, too.
-template <int kRows, int kCols>
+template <bool kAhead, int kRows, int kCols>
 static inline void value_pairs(const float* weights, const Tiles<PairedBFloat16>& tiles,
                                int64_t channel, int first, int last, const float* factor,
                                int64_t row, float* sums) {
@@ -187,7 +203,10 @@ static inline void value_pairs(const float* weights, const Tiles<PairedBFloat16>
     for (; t < end; t += 2, value += stride) {
       Vec::Pairs x[kCols];
       ONNXPORT_UNROLL
-      for (int c = 0; c < kCols; c++) x[c] = Vec::load_pairs(value + c * 2 * Vec::kWidth);
+      for (int c = 0; c < kCols; c++) {
+        x[c] = Vec::load_pairs(value + c * 2 * Vec::kWidth);
+        if (kAhead) prefetch_ahead(value + c * 2 * Vec::kWidth, tiles.ahead[tile]);
+      }
       if (t < first || t + 1 == last) {
         ONNXPORT_UNROLL
         for (int c = 0; c < kCols; c++) x[c] = Vec::one_of_pairs(x[c], t < first);
@@ -208,30 +227,30 @@ static inline void value_pairs(const float* weights, const Tiles<PairedBFloat16>
   }
 }
 
-template <class Type, int kRows, int kCols>
+template <class Type, bool kAhead, int kRows, int kCols>
 static inline void value_columns(const float* weights, const Tiles<Type>& tiles, int64_t channel,
                                  int first, int last, const float* factor, int64_t row,
                                  float* sums) {
   if constexpr (is_paired<Type>())
-    value_pairs<kRows, kCols>(weights, tiles, channel, first, last, factor, row, sums);
+    value_pairs<kAhead, kRows, kCols>(weights, tiles, channel, first, last, factor, row, sums);
   else
-    value_block<Type, kRows, kCols>(weights, tiles, channel, first, last, factor, row, sums);
+    value_block<Type, kAhead, kRows, kCols>(weights, tiles, channel, first, last, factor, row, sums);
 }
 
-template <class Type, int kRows>
+template <class Type, bool kAhead, int kRows>
 static inline void add_values(const float* weights, const Tiles<Type>& tiles, int64_t head_size,
                               int first, int last, const float* factor, int64_t row, float* sums) {
   constexpr int kCols = columns<kRows>();
   constexpr int W = Vec::kWidth;
   int64_t d = 0;
   for (; d + kCols * W <= head_size; d += kCols * W)
-    value_columns<Type, kRows, kCols>(weights, tiles, d, first, last, factor, row, sums);
+    value_columns<Type, kAhead, kRows, kCols>(weights, tiles, d, first, last, factor, row, sums);
   if constexpr (kCols > 2) {
     for (; d + 2 * W <= head_size; d += 2 * W)
-      value_columns<Type, kRows, 2>(weights, tiles, d, first, last, factor, row, sums);
+      value_columns<Type, kAhead, kRows, 2>(weights, tiles, d, first, last, factor, row, sums);
   }
   for (; d < head_size; d += W)
-    value_columns<Type, kRows, 1>(weights, tiles, d, first, last, factor, row, sums);
+    value_columns<Type, kAhead, kRows, 1>(weights, tiles, d, first, last, factor, row, sums);
 }
 
 // tanh to a few units in the last place: the exponential form cancels near zero, where the series

@@ -26,6 +26,9 @@ struct Tiles {
   int64_t value_stride[kTilesPerChunk];
   const float* key_scale[kTilesPerChunk];  // [16] each
   const float* value_scale[kTilesPerChunk];
+  // Bytes from a tile, of keys as of values, to the one in its place in the next chunk, which is
+  // asked for meanwhile: a block table leads anywhere, so the processor's own prefetching ends here.
+  int64_t ahead[kTilesPerChunk];
 };
 
 struct TileScratch {
@@ -104,21 +107,18 @@ struct TileSource<Type, true> {
   }
 };
 
-// Asks for one tile's keys and values ahead of their use. A block table leads anywhere, so the
-// processor's own prefetching ends with each tile. Only worth it where few rows share a tile.
+// Sets `ahead` where tiles are used in the cache. Where no chunk follows it is zero, and what is
+// there already is asked for.
 template <class Type>
-static inline void prefetch_tile(const Problem& p, const int32_t* table, int64_t head,
-                                 int64_t token) {
-  using Element = typename Type::Element;
-  const int64_t at = tile_at<Type>(p, table[token / p.block_size], token % p.block_size, head);
-  const char* key = reinterpret_cast<const char*>(static_cast<const Element*>(p.key_cache) + at);
-  const char* value =
-      reinterpret_cast<const char*>(static_cast<const Element*>(p.value_cache) + at);
-  const int64_t bytes =
-      kTile * (p.head_size + Type::kScaleElements) * static_cast<int64_t>(sizeof(Element));
-  for (int64_t i = 0; i < bytes; i += 64) {
-    prefetch(key + i);
-    prefetch(value + i);
+static inline void look_ahead(const Problem& p, const int32_t* table, int64_t head, int64_t base,
+                              int64_t last, Tiles<Type>& tiles) {
+  for (int i = 0; i < kTilesPerChunk; i++) {
+    const int64_t token = base + i * kTile, next = token + kChunk;
+    tiles.ahead[i] = 0;
+    if (next >= last) continue;
+    const int64_t here = tile_at<Type>(p, table[token / p.block_size], token % p.block_size, head);
+    const int64_t there = tile_at<Type>(p, table[next / p.block_size], next % p.block_size, head);
+    tiles.ahead[i] = (there - here) * static_cast<int64_t>(sizeof(typename Type::Element));
   }
 }
 
