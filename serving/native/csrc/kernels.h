@@ -74,10 +74,10 @@ struct Kernels {
   int64_t (*gather_bucket)(const float* values, int64_t count, Bucketing bucketing, int32_t bucket,
                            float* found, int32_t* places);
 
-  // Splits the values by two brackets; returns the sum of the weights of all that are at
-  // least `least`.
-  double (*split)(const float* values, int64_t count, Weighing weighing, float least,
-                  const Bracket* brackets, Split& split);
+  // Splits the values by two brackets, whose lower ends are above -inf; returns the sum of all
+  // weights.
+  double (*split)(const float* values, int64_t count, Weighing weighing, const Bracket* brackets,
+                  Split& split);
 
   // As gather: the values of a bracket.
   int64_t (*gather_between)(const float* values, int64_t count, Bracket bracket, float* found,

@@ -190,14 +190,8 @@ int64_t gather_bucket(const float* values, int64_t count, Bucketing by, int32_t 
   return size;
 }
 
-// The lanes of `w` where x is at least `bound`, 0 in the others.
-static inline Vec where_at_least(const Vec& x, const Vec& bound, const Vec& w) {
-  return each([&](int p) { return x.part[p] >= bound.part[p] ? w.part[p] : Floats{}; });
-}
-
-double split(const float* values, int64_t count, Weighing by, float least,
-             const onnxport::Bracket* brackets, onnxport::Split& split) {
-  const Vec floor = splat(least);
+double split(const float* values, int64_t count, Weighing by, const onnxport::Bracket* brackets,
+             onnxport::Split& split) {
   const Vec lower[2] = {splat(brackets[0].lower), splat(brackets[1].lower)};
   const Vec upper[2] = {splat(brackets[0].upper), splat(brackets[1].upper)};
   double total = 0.0, above[2] = {0.0, 0.0};
@@ -207,11 +201,12 @@ double split(const float* values, int64_t count, Weighing by, float least,
     Vec sum = splat(0.f), high[2] = {sum, sum};
     sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t place) {
       const Vec w = weight(x, by.maximum, by.scale);
-      sum = add(sum, where_at_least(x, floor, w));
+      sum = add(sum, w);
       uint32_t bits = 0;
       for (int i = 0; i < 2; i++) {
-        high[i] = add(high[i], where_at_least(x, upper[i], w));
-        bits |= at_least(x, lower[i]) & ~at_least(x, upper[i]);
+        uint32_t over;
+        high[i] = add_where_at_least(high[i], x, upper[i], w, over);
+        bits |= at_least(x, lower[i]) & ~over;
       }
       size = append(bits, x, place, split.found, split.places, size);
     });

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace onnxport {
 namespace {
@@ -12,6 +13,7 @@ constexpr int64_t kMany = 16384;       // candidates that are worth a look at a 
 constexpr int64_t kEvery = 16;         // of so many runs of 16 values one is in the sample
 constexpr int64_t kLeastSample = 512;  // values; fewer say nothing
 constexpr double kDeviations = 3.0;    // how far a sample may be wrong
+constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr double kWidest = 0.25;       // a bracket of a larger part of all saves nothing
 
 // Takes every kEvery-th run of 16 values.
@@ -23,12 +25,13 @@ void take_sample(const Row& row, Scratch& s) {
   }
 }
 
-// Those of the sample that are at least `least`, in scratch.head.
+// Those of the sample that are at least `least`, in scratch.bracketed.
 Candidates sampled(const Kernels& kernels, float least, Scratch& s) {
   const int64_t size = static_cast<int64_t>(s.sample.size());
-  s.head.make_room(size);
-  return s.head.first(kernels.gather(s.sample.data(), size, nullptr, least, s.head.values.data(),
-                                     s.head.places.data()));
+  Shelf& shelf = s.bracketed;
+  shelf.make_room(size);
+  return shelf.first(kernels.gather(s.sample.data(), size, nullptr, least, shelf.values.data(),
+                                    shelf.places.data()));
 }
 
 Descent descend(const Kernels& kernels, const Candidates& all, Weighing by, Scratch& s) {
@@ -40,16 +43,17 @@ Descent descend(const Kernels& kernels, const Candidates& all, Weighing by, Scra
 // the right place.
 class Bracketed {
  public:
-  Bracketed(const Kernels& kernels, const Row& row, float least, Weighing by, Scratch& s)
-      : kernels_(kernels), row_(row), least_(least), by_(by), s_(s) {}
+  // `all` may hold values below `least`, if these weigh next to nothing.
+  Bracketed(const Kernels& kernels, const Candidates& all, float least, Weighing by, Scratch& s)
+      : kernels_(kernels), all_(all), least_(std::max(least, kLowest)), by_(by), s_(s) {}
 
   // False if the sample was of no use.
   bool draw(const Request& request, int32_t& place) {
     const bool whole = request.top_p == 1.0;
     if (!choose(request.top_p, request.uniform * request.top_p)) return false;
-    s_.split.make_room(row_.count);
+    s_.split.make_room(all_.size);
     Split split{{0.0, 0.0}, 0, s_.split.values.data(), s_.split.places.data()};
-    const double total = kernels_.split(row_.values, row_.count, by_, least_, brackets_, split);
+    const double total = kernels_.split(all_.values, all_.size, by_, brackets_, split);
     // A token is kept if what comes before it has not reached top_p: "passes" includes equality.
     Descent::Stop last{-1, total};
     if (!whole && !find(split, 0, std::nextafter(request.top_p * total, 0.0), last)) return false;
@@ -100,12 +104,12 @@ class Bracketed {
     if (above + descent.total() <= target) return false;
     stop = descent.find(target - above);
     stop.sum += above;
-    stop.place = split.places[stop.place];
+    stop.place = all_.place(split.places[stop.place]);
     return true;
   }
 
   const Kernels& kernels_;
-  const Row& row_;
+  const Candidates all_;
   float least_;
   Weighing by_;
   Scratch& s_;
@@ -137,10 +141,15 @@ int32_t draw_above(const Kernels& kernels, const Row& row, float least, Weighing
       return draw_nucleus(first, request, total);
     }
   }
-  int32_t place;
-  if (many && Bracketed(kernels, row, least, by, s).draw(request, place)) return place;
-  const Descent all = descend(kernels, gather(kernels, row, least, s), by, s);
-  return draw_nucleus(all, request, all.total());
+  if (many) {
+    // Without min_p, what is left out weighs next to nothing: then the row itself will do.
+    const Candidates all = request.min_p > 0.0 ? gather(kernels, row, least, s)
+                                               : Candidates{row.values, nullptr, row.count};
+    int32_t place;
+    if (Bracketed(kernels, all, least, by, s).draw(request, place)) return place;
+  }
+  const Descent descent = descend(kernels, gather(kernels, row, least, s), by, s);
+  return draw_nucleus(descent, request, descent.total());
 }
 
 }  // namespace onnxport

@@ -101,6 +101,23 @@ static inline uint32_t at_least(const Vec& a, const Vec& b) {
   return bits;
 }
 
+// Adds the lanes of `w` where x is at least `bound`; `bits` says where.
+static inline Vec add_where_at_least(const Vec& sum, const Vec& x, const Vec& bound, const Vec& w,
+                                     uint32_t& bits) {
+#if defined(__AVX512F__)
+  bits = part_at_least(x.part[0], bound.part[0]);
+  const __m512 old = reinterpret_cast<__m512>(sum.part[0]);
+  const __m512 more = reinterpret_cast<__m512>(w.part[0]);
+  const __m512 both = _mm512_mask_add_ps(old, static_cast<__mmask16>(bits), old, more);
+  return {{reinterpret_cast<Floats>(both)}};
+#else
+  bits = at_least(x, bound);
+  return each([&](int i) {
+    return sum.part[i] + (x.part[i] >= bound.part[i] ? w.part[i] : Floats{});
+  });
+#endif
+}
+
 // exp2 of t <= 0, relative error 2e-7; 0 below -126; exactly 1 at 0.
 static inline Floats part_exp2(Floats t) {
   const Floats least = Floats{} - 127.f;
