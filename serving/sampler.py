@@ -5,7 +5,7 @@ its own random number, never on what else is in the batch. The random number is 
 request's seed and the position, so nothing has to be kept between steps, and a request that is
 preempted, or moved to another row, goes on as if nothing had happened.
 
-Native code does it, on a few threads; NumPy where that was not built.
+Native code does it, on as many threads as the caller says; NumPy where that was not built.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def native_sampler(num_threads: int | None = None) -> NativeSampler | None:
         num_threads: most that work at once; None: as many as there are physical cores.
     """
     path = find_library()
-    return path and NativeSampler(path, num_threads=num_threads or physical_cores())
+    if path is None:
+        return None
+    return NativeSampler(path, num_threads=num_threads or physical_cores())
 
 
 def sample_greedy(logits: Floats, num_threads: int | None = None) -> Sampled:

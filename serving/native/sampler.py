@@ -186,7 +186,7 @@ def _pointers(
 
     To ask for the address of an array costs more than to copy a thousand tokens.
     """
-    joined = np.concatenate(arrays).astype(dtype, copy=False)
+    joined: NDArray[Any] = np.concatenate(arrays).astype(dtype, copy=False)
     ends: NDArray[np.uintp] = np.cumsum(sizes).astype(np.uintp)
     first = _pointer(joined, dtype, kept)
     starts: NDArray[np.uintp] = first + (ends - sizes.astype(np.uintp)) * joined.itemsize
