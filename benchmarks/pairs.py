@@ -7,6 +7,7 @@ own, one right after the other. Only a whole pair counts.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 OURS = "onnxport"
 ROOT = Path(__file__).parents[1]
 FAILED_LINES = 3
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 FOLDERS = re.compile(r"(?<![\w.])/(?:[^\s/:'\"]+/)+")
 
 
@@ -90,12 +92,23 @@ class Store:
 def run(
     pair: Pair, side: str, command: Sequence[str], workloads: Sequence[str], timeout_s: float
 ) -> Run:
-    """Start a runner afresh and read what it prints; what it printed before a failure stays."""
+    """Start a runner afresh and read what it prints; what it printed before a failure stays.
+
+    It may use the bytecode of a checkout, whatever the caller's environment says: an installed
+    package has its own, and compiling every module would be a part of each cold start.
+    """
     given = [*command, "--workloads", ",".join(workloads)]
+    environment = {name: value for name, value in os.environ.items() if name != NO_BYTECODE}
     failed: str | None = None
     try:
         done = subprocess.run(
-            given, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT
+            given,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            cwd=ROOT,
+            env=environment,
         )
         out = done.stdout
         if done.returncode:

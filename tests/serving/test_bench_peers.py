@@ -177,6 +177,13 @@ def test_a_run_that_fails_keeps_what_it_printed() -> None:
     assert "/no/such" not in found.failed
 
 
+def test_a_run_may_use_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    line = '{"workload": "W1", "kept": ' + str(int(not sys.dont_write_bytecode)) + '}'
+    found = pairs.run(PAIR, "peer", script(f"import sys; print('{line}')"), ["W1"], 60)
+    assert found.figures == {"W1": {"kept": 1}}
+
+
 @pytest.mark.slow
 def test_a_run_that_does_not_end() -> None:
     line = json.dumps({"workload": "W1", "wall_s": 1.0})

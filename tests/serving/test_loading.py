@@ -1,5 +1,6 @@
 """From a folder to an engine; the artifact and the model are stand-ins."""
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,14 +26,14 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, LoadOptions
     calls = []
 
     def open_model(
-        path: Path, provider: str, options: LoadOptions, trials: Path | None = None
+        given: Any, provider: str, options: LoadOptions, trials: Path | None = None
     ) -> Model:
         model = NullModel()
-        calls.append((path, provider, options, model))
+        calls.append((getattr(given, "path", given), provider, options, model))
         return model
 
     manifest = SimpleNamespace(eos_token_ids=(0, 5), model=SPEC)
-    artifact = SimpleNamespace(read=lambda path: SimpleNamespace(manifest=manifest))
+    artifact = SimpleNamespace(read=lambda path: SimpleNamespace(path=path, manifest=manifest))
     monkeypatch.setattr(loading, "Artifact", artifact)
     monkeypatch.setattr(loading, "open_model", open_model)
     return calls
@@ -74,6 +75,25 @@ def test_a_model_is_closed_when_the_engine_cannot_start(
     assert opened[0][3].closed
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collecting_is_put_off_while_a_model_is_loaded(
+    loads: dict[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    during = []
+    monkeypatch.setattr(loading, "Engine", lambda *args, **more: during.append(gc.isenabled()))
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        loads["cpu"] = [NullModel(), ProviderError("too old")]
+        open_null(tmp_path, "cpu")
+        assert (during, gc.isenabled()) == ([False], enabled)
+        with pytest.raises(ProviderError):
+            open_null(tmp_path, "cpu")
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
 # Fallbacks.
 
 
@@ -90,7 +110,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[NullModel | Excepti
         return found
 
     manifest = SimpleNamespace(eos_token_ids=(), model=SPEC)
-    artifact = SimpleNamespace(read=lambda path: SimpleNamespace(manifest=manifest))
+    artifact = SimpleNamespace(read=lambda path: SimpleNamespace(path=path, manifest=manifest))
     monkeypatch.setattr(loading, "Artifact", artifact)
     monkeypatch.setattr(loading, "open_model", open_model)
     return gives
