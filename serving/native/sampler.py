@@ -153,12 +153,15 @@ def _requests(rows: Sequence[RowParams], vocab: int) -> tuple[Requests, list[NDA
     changed = [(place, row.edits) for place, row in enumerate(rows) if row.edits is not None]
     if changed:
         places, edits = zip(*changed, strict=True)
-        _set_edits(requests, list(places), edits, kept)
+        _set_edits(requests, np.array(places), edits, kept)
     return requests, kept
 
 
 def _set_edits(
-    requests: Requests, places: list[int], edits: Sequence[RowEdits], kept: list[NDArray[Any]]
+    requests: Requests,
+    places: NDArray[np.int64],
+    edits: Sequence[RowEdits],
+    kept: list[NDArray[Any]],
 ) -> None:
     """Point to what changes in the rows of some places."""
     for size, columns in (

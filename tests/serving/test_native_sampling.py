@@ -151,6 +151,20 @@ def test_many_candidates_that_a_sample_is_taken_of(
     assert {*native().sample(logits[None], [row]).token_ids} <= choice
 
 
+@pytest.mark.parametrize("first", [0, 1024, 5000, 19_999])
+def test_rows_that_begin_with_tokens_that_cannot_be_drawn(first: int) -> None:
+    """And whose largest values so far grow from one end to the other."""
+    logits = np.linspace(-90, 3, 20_000, dtype=np.float32)
+    logits[:first] = -np.inf
+    for number in (0.0, 1e-9, 0.3, 0.99999):
+        row = RowParams(1.0, uniform=number, num_logprobs=2)
+        found = native().sample(logits[None], [row])
+        assert {*found.token_ids} <= quickly(logits, row)
+        assert found.token_ids[0] >= first
+        reported = numpy_sampler.row_logprobs(logits, found.token_ids[0], 2)
+        same_logprobs(found, Sampled(found.token_ids, [reported], ()))
+
+
 @pytest.mark.parametrize("others", [-2.0, 2.0])
 @pytest.mark.parametrize("top_p", [0.2, 0.6, 0.95, 1.0])
 def test_a_sample_that_deceives_is_not_trusted(others: float, top_p: float) -> None:
