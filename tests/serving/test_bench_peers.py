@@ -179,9 +179,10 @@ def test_a_run_that_fails_keeps_what_it_printed() -> None:
 
 def test_a_run_may_use_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    line = '{"workload": "W1", "kept": ' + str(int(not sys.dont_write_bytecode)) + '}'
-    found = pairs.run(PAIR, "peer", script(f"import sys; print('{line}')"), ["W1"], 60)
-    assert found.figures == {"W1": {"kept": 1}}
+    found = "dict(workload='W1', refused=int(sys.dont_write_bytecode))"
+    code = f"import json, sys; print(json.dumps({found}))"
+    run = pairs.run(PAIR, "peer", script(code), ["W1"], 60)
+    assert run.figures == {"W1": {"refused": 0}}
 
 
 @pytest.mark.slow
