@@ -14,6 +14,7 @@ constexpr int kLoraTokens = 4;                            // that share the load
 constexpr int kLoraRanks = 16;                            // whose factors are held at once
 constexpr int kLoraRows = Vec::kMaxRows >= 8 ? 4 : 2;     // of A in registers, beside the tokens
 constexpr int kLoraColumns = Vec::kMaxRows >= 8 ? 4 : 2;  // vectors of the output in registers
+constexpr int kLoraAlone = 2 * Vec::kMaxRows;             // likewise, of a token alone
 
 // How an adapter is stored.
 struct LoraFloat {
@@ -57,6 +58,9 @@ static inline void lora_factors(const Lora& l, int64_t token, int64_t row, float
     for (int t = 0; t < kTokens; t++) x[t] = Vec::load(input + t * l.depth + d);
     ONNXPORT_UNROLL
     for (int r = 0; r < kRows; r++) {
+      // What the next rows need: each row is a short stretch, at whose end the processor's own
+      // prefetching has to start again.
+      if (kTokens == 1) prefetch_ahead(a + (kRows + r) * l.depth + d, 0);
       const Vec::T w = Type::load(a + r * l.depth + d);
       ONNXPORT_UNROLL
       for (int t = 0; t < kTokens; t++) sum[t][r] = Vec::fma(x[t], w, sum[t][r]);
@@ -88,7 +92,10 @@ static inline void lora_columns(const Lora& l, int64_t token, int64_t row, int64
   for (int64_t r = 0; r < ranks; r++, b += l.stride) {
     Vec::T w[kCols];
     ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++) w[c] = Type::load(b + c * Vec::kWidth);
+    for (int c = 0; c < kCols; c++) {
+      if (kTokens == 1) prefetch_ahead(b + (kCols + c) * Vec::kWidth, 0);
+      w[c] = Type::load(b + c * Vec::kWidth);
+    }
     ONNXPORT_UNROLL
     for (int t = 0; t < kTokens; t++) {
       const Vec::T factor = Vec::set1(factors[t * kLoraRanks + r]);
@@ -128,6 +135,10 @@ static inline void lora_tokens(const Lora& l, int64_t token) {
       lora_factors<Type, kTokens, kLoraRows>(l, token, row + r, factors + r);
     for (; r < ranks; r++) lora_factors<Type, kTokens, 1>(l, token, row + r, factors + r);
     int64_t c = 0;
+    if constexpr (kTokens == 1) {
+      for (; c + kLoraAlone * W <= l.columns; c += kLoraAlone * W)
+        lora_columns<Type, 1, kLoraAlone>(l, token, row, ranks, factors, c);
+    }
     for (; c + kLoraColumns * W <= l.columns; c += kLoraColumns * W)
       lora_columns<Type, kTokens, kLoraColumns>(l, token, row, ranks, factors, c);
     for (; c + W <= l.columns; c += W)
