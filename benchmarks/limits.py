@@ -1,0 +1,112 @@
+"""How much of what the processor can do at most is reached: reading weights, multiplying int8.
+
+    python -m benchmarks.limits ARTIFACT --rounds 5
+
+Each round measures the limits (limits.cpp, compiled for this processor), and then runs a fresh
+process of `benchmarks.run_onnxport`, so that both meet the machine in one mood. A decode step reads
+all weights once; a prefill multiplies each with every token's activations, attention not counted.
+AMX tiles are not among the limits, so that prefill can come out above 1 where they exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import onnx
+
+from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.inspect import attribute_int
+from onnxport.serving.verify.machine import this_machine
+
+SOURCE = Path(__file__).with_name("limits.cpp")
+ROOT = SOURCE.parents[1]
+HEAD = "head"  # the product whose outputs are logits; prefill needs it once
+
+
+def build(folder: Path) -> Path:
+    """Compile the program that measures the limits."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        sys.exit("there is no C++ compiler; install g++ or clang++")
+    program = folder / "limits"
+    flags = ["-O3", "-march=native", "-pthread"]
+    subprocess.run([compiler, *flags, str(SOURCE), "-o", str(program)], check=True)
+    return program
+
+
+def products(artifact: Path) -> Iterator[tuple[str, int, int, int, int]]:
+    """Name, inputs, outputs, bits and block size of each product with quantized weights."""
+    graph: onnx.ModelProto = Artifact.read(artifact).load_graph("paged")
+    for node in graph.graph.node:
+        if node.op_type == "MatMulNBits":
+            values = (attribute_int(node, name, 4) for name in ("K", "N", "bits", "block_size"))
+            yield (node.output[0], *values)
+
+
+def read_bytes(artifact: Path) -> int:
+    """What a step reads: quantized weights, and a float32 scale for each block of them."""
+    return sum(
+        n * k * bits // 8 + n * -(-k // size) * 4 for _, k, n, bits, size in products(artifact)
+    )
+
+
+def token_operations(artifact: Path) -> int:
+    """Multiplications and additions of a token in all products but the head's."""
+    return sum(2 * k * n for name, k, n, _, _ in products(artifact) if not name.startswith(HEAD))
+
+
+def run(command: list[str]) -> list[dict[str, float]]:
+    """The JSON lines that a command prints."""
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    artifact = arguments.artifact.resolve()
+    weights, operations = read_bytes(artifact), token_operations(artifact)
+    runner = [sys.executable, "-m", "benchmarks.run_onnxport", str(artifact)]
+    runner += ["--workloads", "W1,W4", "--threads", str(arguments.threads)]
+    shares: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        program = build(Path(folder))
+        for _ in range(arguments.rounds):
+            limits = run([str(program), str(arguments.threads)])[0]
+            runs = run(runner)
+            found = {str(one.pop("workload")): one for one in runs}
+            rate = found["W1"]["decode_tok_s"] * weights / 1e9
+            note(shares, "W1 decode, GB/s", rate, limits["read_gb_s"])
+            for name in ("W1", "W4") if "int8" in limits else ():
+                rate = found[name]["prefill_tok_s"] * operations / 1e9
+                note(shares, f"{name} prefill, 10^9 int8 operations/s", rate, limits["int8"])
+    machine = this_machine()
+    print(f"{machine.processor}, {arguments.threads} threads; medians of {arguments.rounds} rounds")
+    print(
+        f"weights of a step {weights / 1e6:.0f} MB, operations of a token {operations / 1e9:.2f}e9"
+    )
+    for name, values in shares.items():
+        print(f"{name:45} {median(values):.2f}")
+
+
+def note(shares: dict[str, list[float]], name: str, reached: float, limit: float) -> None:
+    """Keep a share, and say what it is made of."""
+    print(f"  {name}: {reached:.1f} of {limit:.1f}", flush=True)
+    shares.setdefault(f"{name}: share of the limit", []).append(reached / limit)
+
+
+if __name__ == "__main__":
+    main()
