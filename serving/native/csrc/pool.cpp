@@ -1,7 +1,9 @@
 #include "pool.h"
 
+#if !defined(_WIN32)
 #include <pthread.h>
 #include <signal.h>
+#endif
 
 #include <atomic>
 #include <condition_variable>
@@ -32,6 +34,7 @@ struct Job {
   Job* next = nullptr;
 };
 
+#if !defined(_WIN32)
 // A thread that starts blocks all signals, which are the program's.
 class SignalsBlocked {
  public:
@@ -47,6 +50,9 @@ class SignalsBlocked {
  private:
   sigset_t before_;
 };
+#else
+struct SignalsBlocked {};
+#endif
 
 class Pool {
  public:
@@ -73,7 +79,7 @@ class Pool {
   // Where the system has no more threads, the caller does what nobody helps with.
   void start_threads(int64_t wanted) {
     if (num_threads_ >= wanted) return;
-    const SignalsBlocked blocked;
+    [[maybe_unused]] const SignalsBlocked blocked{};
     try {
       for (; num_threads_ < wanted; num_threads_++) std::thread([this] { help(); }).detach();
     } catch (const std::system_error&) {
@@ -116,12 +122,16 @@ class Pool {
 // Never destroyed: at the end of the process its threads still wait in it.
 alignas(Pool) unsigned char memory[sizeof(Pool)];
 
+#if !defined(_WIN32)
 // In a forked child no helper is left, and whoever held the lock is gone.
 void begin_anew() { new (memory) Pool; }
+#endif
 
 Pool& make_pool() {
   Pool* const made = new (memory) Pool;
+#if !defined(_WIN32)
   pthread_atfork(nullptr, nullptr, begin_anew);
+#endif
   return *made;
 }
 
