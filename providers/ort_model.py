@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,13 @@ from onnxport.graphs import contract
 from onnxport.graphs.lora import TOKEN_SLOTS, LoraAdapter
 from onnxport.providers.adapters import Adapters, Values, refuse_slots
 from onnxport.providers.base import Capabilities, StepInputs
-from onnxport.providers.buckets import Buckets, PaddedStep, pad
 from onnxport.providers.failures import device_error
 from onnxport.providers.ort import CacheTensor
-from onnxport.providers.replay import NO_GRAPH, DecodeReplay, run_options
 from onnxport.providers.transfers import CLOSED, Blocks, Transfers
+
+if TYPE_CHECKING:
+    from onnxport.providers.buckets import Buckets, PaddedStep
+    from onnxport.providers.replay import DecodeReplay
 
 
 class OrtModel(Transfers):
@@ -58,7 +60,11 @@ class OrtModel(Transfers):
         self._replay = replay
         self._adapters = adapters
         self._bound: Values | None = None  # weights of adapters
-        self._run_options = None if replay is None else run_options(NO_GRAPH)
+        self._run_options = None
+        if replay is not None:
+            from onnxport.providers.replay import NO_GRAPH, run_options
+
+            self._run_options = run_options(NO_GRAPH)
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
@@ -99,6 +105,9 @@ class OrtModel(Transfers):
         self._adapters.put(slot, adapter)
 
     def _padded(self, inputs: StepInputs) -> PaddedStep:
+        # A device's: what pads, and the graphs it pads for, are not imported on a processor.
+        from onnxport.providers.buckets import pad
+
         assert self._buckets is not None
         return pad(inputs, self._buckets, self._capabilities.num_blocks)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
@@ -20,7 +20,6 @@ from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
 from onnxport.graphs.passes.accuracy import set_accuracy, takes_int8
-from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
@@ -41,7 +40,6 @@ from onnxport.providers.cpu.caches import (
     supported_dtypes,
 )
 from onnxport.providers.cpu.library import find_library, isa, matmul_isa, prefers_pairs
-from onnxport.providers.cpu.lora import HostLora
 from onnxport.providers.host_options import refuse_device_options
 from onnxport.providers.ort import (
     CPU_EXECUTION_PROVIDER,
@@ -53,6 +51,9 @@ from onnxport.providers.ort import (
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.placement import placement
 from onnxport.providers.pool import plan_pool
+
+if TYPE_CHECKING:
+    from onnxport.providers.cpu.lora import HostLora
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,11 @@ class CpuProvider:
         # What cannot fit at all is refused before the lowering reads and converts weights.
         plan(weight_bytes=artifact.manifest.files[WEIGHTS_FILE].size)
         custom = kernel is not None
-        lora = HostLora(artifact, options, custom=custom) if options.max_adapters else None
+        lora = None
+        if options.max_adapters:
+            from onnxport.providers.cpu.lora import HostLora
+
+            lora = HostLora(artifact, options, custom=custom)
         choice = (cache_dtype, layout)
         lowered = list(_lower(graph, artifact, options, choice, lora))
         for step in lowered:
@@ -265,6 +270,8 @@ def _lower(
         yield step
         yield keep_native(step.model, replace(KERNEL_LIMITS, attributes={"cache_layout": layout}))
     else:
+        from onnxport.graphs.passes.decompose import decompose
+
         yield decompose(step.model)
 
 

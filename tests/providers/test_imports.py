@@ -27,7 +27,9 @@ SLOW = {"asyncio", "ssl", "http", "multiprocessing", "xml", "unittest"}
 LATER = {
     "cli",
     "exporter",
+    "graphs.passes.decompose",
     "kv.disk_tier",
+    "providers.cpu.lora",
     "providers.openvino",
     "providers.selection",
     "providers.trial",
