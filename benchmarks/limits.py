@@ -64,8 +64,8 @@ def token_operations(artifact: Path) -> int:
 
 
 def run(command: list[str]) -> list[dict[str, float]]:
-    """The JSON lines that a command prints."""
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    """The JSON lines that a command prints; its errors go to ours."""
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
