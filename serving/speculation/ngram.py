@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from onnxport.serving.request import Request
 
+MOST_LOOKED_AT = 64  # occurrences of the shortest n-gram, for a longer one that ends there
+
 
 class NgramDrafter:
     """Looks up the end of a sequence in the sequence itself, prompt and output.
@@ -51,15 +53,18 @@ class NgramDrafter:
 
 
 class NgramIndex:
-    """Where the n-grams of one sequence end; grows with it."""
+    """Where the shortest n-grams of one sequence end, with the one before each; grows with it.
 
-    __slots__ = ("_ends", "_num_read", "_sizes")
+    Longer ones are found among these, so that little is done for a token that is only read.
+    """
+
+    __slots__ = ("_before", "_ends", "_longest", "_shortest")
 
     def __init__(self, sizes: Sequence[int]) -> None:
         """Begin with an empty sequence; `sizes` are those of the n-grams, the longest first."""
-        self._sizes = sizes
+        self._longest, self._shortest = sizes[0], sizes[-1]
         self._ends: dict[tuple[int, ...], int] = {}  # n-gram -> end of its latest occurrence
-        self._num_read = 0  # n-grams that end at or before it are known
+        self._before: list[int | None] = [None] * self._shortest  # end -> that of the one before
 
     def following(self, tokens: array[int], length: int) -> Sequence[int]:
         """Return `length` tokens that may follow `tokens`, or none.
@@ -69,21 +74,33 @@ class NgramIndex:
             length: how many.
         """
         self._read(tokens)
-        for size in self._sizes:
-            if size < len(tokens):
-                end = self._ends.get(tuple(tokens[-size:]))
-                if end is not None:
-                    return _copied(tokens, end, length)
-        return ()
+        if len(tokens) <= self._shortest:
+            return ()
+        last = tuple(tokens[-self._longest :])
+        end = self._ends.get(last[-self._shortest :])
+        best, size = end, self._shortest
+        for _ in range(MOST_LOOKED_AT):
+            if end is None or size >= len(last):
+                break
+            # Of matches of one length the latest counts, which came first here.
+            while size < min(len(last), end) and _ends_with(tokens, end, last[-size - 1 :]):
+                best, size = end, size + 1
+            end = self._before[end]
+        return () if best is None else _copied(tokens, best, length)
 
     def _read(self, tokens: array[int]) -> None:
         """Note the n-grams that something follows: all but those at the very end."""
-        ends = self._ends
-        for end in range(self._num_read + 1, len(tokens)):
-            for size in self._sizes:
-                if size <= end:
-                    ends[tuple(tokens[end - size : end])] = end
-        self._num_read = max(self._num_read, len(tokens) - 1)
+        size, known = self._shortest, len(self._before)
+        new = tokens[known - size : len(tokens) - 1].tolist()
+        for end, gram in enumerate(
+            zip(*(new[place:] for place in range(size)), strict=False), known
+        ):
+            self._before.append(self._ends.get(gram))
+            self._ends[gram] = end
+
+
+def _ends_with(tokens: array[int], end: int, gram: tuple[int, ...]) -> bool:
+    return tuple(tokens[end - len(gram) : end]) == gram
 
 
 def _copied(tokens: array[int], start: int, length: int) -> Sequence[int]:

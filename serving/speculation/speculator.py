@@ -14,16 +14,17 @@ from onnxport.serving.speculation.acceptance import Acceptance
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.costs import MOST_SAMPLES, StepCosts
 from onnxport.serving.speculation.drafter import Drafter
-from onnxport.serving.speculation.ledger import Ledger
+from onnxport.serving.speculation.ledger import FREE_SHARE, Ledger
 from onnxport.serving.speculation.lengths import Choice, choose_lengths
 from onnxport.serving.stats import SpeculationCounters
 
 logger = logging.getLogger(__name__)
 
 LEAST_SPEEDUP = 1.02  # below that guessing is not worth the doubt
-IDLE_STEPS = 8  # without guesses, before they are thought of again
-MISSES_A_PAUSE = 8  # steps in a row without a guess to be had, for each step that nobody asks
-MOST_PAUSE = 4  # steps that nobody asks
+IDLE_STEPS = 8  # without guesses, where they do not pay, before they are thought of again
+FEW_PAUSE = 4  # steps that nobody asks, where there was nothing to guess for a while
+MOST_PAUSE = 64  # likewise and at most, where asking takes more than `FREE_SHARE` of the time
+VAIN_A_PAUSE = 8  # times in a row that asking was in vain, before the pause doubles
 PLAIN_EVERY = 64  # steps: one without guesses shows what they are compared with
 MOST_FAILURES = 3  # of the drafter in a row, before it is given up
 FIRST_OUTPUT = 128  # tokens that an answer is taken to have, before some have ended
@@ -75,10 +76,10 @@ class Speculator:
         self._began_s: float | None = None  # when the step in hand was left to the engine
         self._streak = 0  # steps in a row with guesses
         self._idle = 0  # steps to come in which guesses are not thought of
-        self._idle_rows = 0
         self._skips = False  # whether the step in hand is one of these
         self._num_skipped = 0  # how many there were since the last other one
-        self._misses = 0  # times in a row that a cheap drafter had no guess
+        self._vain = 0  # times in a row that it was asked and nothing was guessed that may pay
+        self._vain_s: deque[float] = deque(maxlen=MOST_SAMPLES)  # what that took
         self._num_failures = 0
         self._num_drafts = 0
         self._accepted_at = [0] * config.num_speculative_tokens
@@ -102,7 +103,7 @@ class Speculator:
         Returns:
             The guesses of some requests; of none where it does not pay.
         """
-        self._skips = self._idle > 0 and len(requests) == self._idle_rows
+        self._skips = self._idle > 0
         if self._skips:  # as fast as can be: small models make thousands of steps a second
             self._idle -= 1
             self._num_skipped += 1
@@ -110,7 +111,9 @@ class Speculator:
         start_s = self._clock()
         found = self._propose(requests, budget)
         cheap = self._drafter is not None and self._drafter.is_cheap
-        self._began_s = start_s if cheap else self._clock()
+        # What is thought in vain is no part of a step without guesses, or guesses would seem to
+        # cost less than they do.
+        self._began_s = start_s if cheap and found else self._clock()
         return found
 
     def _propose(self, requests: Sequence[Request], budget: int) -> dict[Request, Sequence[int]]:
@@ -122,8 +125,11 @@ class Speculator:
         if self._rests(rows):
             return {}
         self._ledger.open(self._costs.seconds(rows))
+        start_s = self._clock()
         found = self._guess(self._drafter, requests, budget)
         self._streak = self._streak + 1 if found else 0
+        if not found:
+            self._vain_s.append(self._clock() - start_s)
         return found
 
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
@@ -207,14 +213,11 @@ class Speculator:
             proposals = self._ask(drafter, requests, limits)
             limits = list(map(len, proposals))
             if not any(limits):
-                self._misses += 1
-                pause = min(MOST_PAUSE, self._misses // MISSES_A_PAUSE)
-                self._idle, self._idle_rows = pause, len(requests)
+                self._pause(len(requests), 0, FEW_PAUSE)
                 return {}
-            self._misses = 0
         lengths = self._choose(drafter, requests, limits, budget)
         if not any(lengths):
-            self._idle, self._idle_rows = IDLE_STEPS, len(requests)
+            self._pause(len(requests), IDLE_STEPS, IDLE_STEPS)
             return {}
         self._last = _Step(len(requests))
         if not drafter.is_cheap:
@@ -226,6 +229,20 @@ class Speculator:
         }
         self._last.num_drafted = sum(map(len, found.values()))
         return found
+
+    def _pause(self, rows: int, least: int, most: int) -> None:
+        """Let steps go without a thought of guesses.
+
+        Args:
+            rows: of the step in hand.
+            least: steps, at once.
+            most: steps, where thinking takes little of the time; more, where it takes much.
+        """
+        self._vain += 1
+        share = min(self._vain_s, default=0.0) / self._costs.seconds(rows)
+        most = min(MOST_PAUSE, max(most, int(share / FREE_SHARE)))
+        grown = (1 << min(self._vain // VAIN_A_PAUSE, MOST_PAUSE.bit_length())) - 1
+        self._idle = max(least, min(most, grown))
 
     def _choose(
         self, drafter: Drafter, requests: Sequence[Request], limits: list[int], budget: int
@@ -239,6 +256,7 @@ class Speculator:
         if choice.speedup >= LEAST_SPEEDUP:
             lengths = self._without_late(drafter, requests, choice, plain_s / rows)
             if any(lengths) and self._ledger.balance_s > 0:
+                self._vain = 0
                 return lengths
         return self._probe(drafter, requests, limits, round_s)
 

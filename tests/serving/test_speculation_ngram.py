@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnxport.serving.speculation.ngram import NgramDrafter, NgramIndex
+from onnxport.serving.speculation.ngram import MOST_LOOKED_AT, NgramDrafter, NgramIndex
 from tests.serving.speculating import request
 
 
@@ -45,6 +45,12 @@ def test_the_longest_match_goes_first() -> None:
 
 def test_the_latest_match_goes_first() -> None:
     assert following([1, 2, 50, 1, 2, 60, 1, 2], 2) == [60, 1]
+
+
+def test_a_longer_match_far_back_is_not_looked_for() -> None:
+    for others, wanted in [(MOST_LOOKED_AT - 1, 50), (MOST_LOOKED_AT, 60)]:
+        between = [token for number in range(others) for token in (100 + number, 1, 2, 60)]
+        assert following([7, 1, 2, 50, *between, 7, 1, 2], 1) == [wanted]
 
 
 def test_a_loop_goes_on() -> None:

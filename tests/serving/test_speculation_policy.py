@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnxport.errors import DeviceLostError, ProviderError
+from onnxport.serving.request import Request
 from onnxport.serving.speculation.acceptance import Acceptance
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.costs import StepCosts, ascending
@@ -253,6 +255,28 @@ def test_a_lost_device_ends_it_at_once(caplog: pytest.LogCaptureFixture) -> None
     assert "speculation is off" in caplog.text
     machine.speculator.forget(machine.requests[0])
     machine.speculator.close()
+
+
+@pytest.mark.parametrize(("asking_s", "asked"), [(0.0, 400), (0.003, 69), (0.1, 31)])
+def test_asking_in_vain_takes_little_time(
+    asking_s: float, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of steps of 0.0105 s: a hundredth, or every 65th; and it is no part of what a step takes."""
+    machine = Machine(memory_bound, 0.9)
+    found = 0
+
+    def nothing(requests: Sequence[Request], lengths: Sequence[int]) -> list[Sequence[int]]:
+        nonlocal found
+        found += 1
+        machine.now_s += asking_s
+        return [()] * len(requests)
+
+    monkeypatch.setattr(machine.guesser, "propose", nothing)
+    machine.run(1000)
+    found = 0
+    machine.run(2000)
+    assert found == pytest.approx(asked, abs=2)
+    assert machine.speculator._costs.seconds(1) == pytest.approx(0.0105)
 
 
 def test_counters() -> None:
