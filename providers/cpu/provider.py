@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPUTE_DTYPE = "float32"  # of activations
+SPIN_US = 5000  # of a thread that waits for work, within a run; much longer than any of its gaps
 BLOCK_SIZE = TILE  # tokens; the kernel takes multiples
 KERNEL_LIMITS = NativeLimits(
     activation_dtypes=frozenset({"float32"}),
@@ -236,6 +237,8 @@ def _session_options(options: LoadOptions, kernel: Path | None) -> Any:
     chosen.intra_op_num_threads = options.threads or memory.physical_cores()
     # Threads that spin after a run would take the processors from sampling and grammars.
     chosen.add_session_config_entry("session.force_spinning_stop", "1")
+    # Nor may they spin from the start until there is a run, while weights are packed.
+    chosen.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
     if kernel is not None:
         chosen.register_custom_ops_library(str(kernel))
     return chosen
