@@ -40,7 +40,7 @@ def paged_case(seed: int, **changes: object) -> Case:
     """
     case = random_case(seed)
     assert case.cache_type != "int8", "the scales of an int8 cache lie in our kernel's own layout"
-    return case.replace(tiled=False, **changes)
+    return case.replace(layout="canonical", **changes)
 
 
 def paged_model(
