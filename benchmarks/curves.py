@@ -44,8 +44,8 @@ def points(runs: Sequence[Run], figure: Figure, panel: str) -> dict[str, dict[in
     }
 
 
-def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Draw the figures that there are points for; returns their files."""
+def draw(runs: Sequence[Run], folder: Path, shape: str) -> list[Path]:
+    """Draw the figures that there are points for; returns their files, SHAPE-FIGURE.svg."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -73,7 +73,7 @@ def draw(runs: Sequence[Run], folder: Path) -> list[Path]:
         axes[0].legend(frameon=False, fontsize=7)
         drawn.tight_layout()
         folder.mkdir(parents=True, exist_ok=True)
-        written.append(folder / f"{figure.name}.svg")
+        written.append(folder / f"{shape}-{figure.name}.svg")
         drawn.savefig(written[-1], metadata={"Date": None})
         plt.close(drawn)
     return written

@@ -9,7 +9,7 @@ from statistics import median
 
 from benchmarks.pairs import OURS, Run
 
-BEGIN, END = "<!-- benchmarks.run_all begins -->", "<!-- benchmarks.run_all ends -->"
+BEGIN, END = "<!-- benchmarks.run_all begins: {} -->", "<!-- benchmarks.run_all ends: {} -->"
 LESS_IS_BETTER = {"ttft_s", "wall_s", "itl_ms", "itl_p99_ms", "peak_rss_mib", "first_token_s"}
 TITLES = {
     "decode_tok_s": "decode tok/s",
@@ -116,13 +116,14 @@ def gaps(runs: Iterable[Run]) -> Iterator[str]:
                 yield f"- {text}"
 
 
-def write_section(path: Path, lines: Iterable[str]) -> None:
-    """Put lines between the marks in a file, or at its end where there are no marks yet."""
+def write_section(path: Path, name: str, lines: Iterable[str]) -> None:
+    """Put lines between a section's marks in a file, or at its end if it has none yet."""
     text = path.read_text() if path.exists() else "# Results\n"
-    section = "\n".join([BEGIN, "", *lines, "", END])
-    if BEGIN in text and END in text:
-        before, _, rest = text.partition(BEGIN)
-        text = before + section + rest.partition(END)[2]
+    begin, end = BEGIN.format(name), END.format(name)
+    section = "\n".join([begin, "", *lines, "", end])
+    if begin in text and end in text:
+        before, _, rest = text.partition(begin)
+        text = before + section + rest.partition(end)[2]
     else:
         text = text.rstrip("\n") + "\n\n" + section + "\n"
     path.write_text(text)

@@ -7,7 +7,7 @@ The folder keeps checkpoint, models, environments (venvs/PEER), logs, results.js
 it goes on where it was interrupted; with more rounds it adds them. In every round each peer has a
 turn on each group of workloads, and onnxport one right before it: A B, A C, A B, A C.
 
-It writes a section of benchmarks/RESULTS.md and benchmarks/plots/*.svg.
+It writes a section of benchmarks/RESULTS.md for each shape, and benchmarks/plots/*.svg.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def report(
     comparisons = results.compare(store.runs)
     table = list(results.table(comparisons))
     print("\n".join(table))
-    plots = draw(store.runs, arguments.results.parent / "plots")
+    plots = draw(store.runs, arguments.results.parent / "plots", arguments.shape)
     date = datetime.now(UTC).date().isoformat()
     lines = [
         f"## {arguments.shape}'s shape, random weights, against every peer",
@@ -261,7 +261,7 @@ def report(
     ]
     if missing := list(results.gaps(store.runs)):
         lines += ["", "What did not run:", "", *missing]
-    results.write_section(arguments.results, lines)
+    results.write_section(arguments.results, arguments.shape, lines)
     print(f"Wrote {arguments.results}.")
 
 

@@ -245,13 +245,16 @@ def test_gaps_are_told_once() -> None:
 def test_the_section_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:
     path = tmp_path / "RESULTS.md"
     path.write_text("# Results\n\nBy hand.\n")
-    results.write_section(path, ["first"])
+    results.write_section(path, "small", ["first"])
+    results.write_section(path, "large", ["another"])
     path.write_text(path.read_text() + "\nAfter.\n")
-    results.write_section(path, ["second"])
+    results.write_section(path, "small", ["second"])
     text = path.read_text()
     assert "first" not in text
-    assert text.index("By hand.") < text.index("second") < text.index("After.")
-    assert text.count(results.BEGIN) == text.count(results.END) == 1
+    places = [text.index(word) for word in ("By hand.", "second", "another", "After.")]
+    assert places == sorted(places)
+    for name in ("small", "large"):
+        assert text.count(results.BEGIN.format(name)) == text.count(results.END.format(name)) == 1
 
 
 @pytest.mark.slow
@@ -261,10 +264,10 @@ def test_curves(tmp_path: Path) -> None:
     found = curves.points(runs, streams, "output_tok_s")
     assert found == {OURS: {1: 5.0, 8: 3.0}, "peer": {1: 1.0, 8: 1.0}}
     assert list(found[OURS]) == [1, 8]
-    [path] = curves.draw(runs, tmp_path)
-    assert path.name == "streams.svg"
+    [path] = curves.draw(runs, tmp_path, "small")
+    assert path.name == "small-streams.svg"
     assert path.read_text().count("inter-token ms") == 1
-    assert curves.draw(both(0, 1, 1, "W1"), tmp_path) == []
+    assert curves.draw(both(0, 1, 1, "W1"), tmp_path, "small") == []
 
 
 # Peers, and the runner of our own.
