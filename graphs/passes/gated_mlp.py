@@ -1,8 +1,8 @@
 """Fuse a gated feed-forward layer into one operator of our own.
 
 `onnxport.MatMulNBits`, `GatedSilu` and `MatMulNBits`, one after the other, write what is between
-them to memory: for a few hundred tokens as much as all weights. `onnxport.GatedMlp` computes the
-same bits and keeps it in the cache. For devices whose operator library has it, after
+them to memory: for a few hundred tokens more than the layer's weights. `onnxport.GatedMlp` computes
+the same bits and keeps it in the cache. For devices whose operator library has it, after
 `fuse_gated_silu` and `use_int8_matmul`.
 """
 

@@ -2,9 +2,9 @@
 //
 //   output = down(silu(gate(x)) * up(x))
 //
-// with the bits of two products and a gated SiLU, one after the other. What gate and up give is as
-// large as all weights for a few hundred rows; here it lives in a thread's cache until it is
-// quantized for the next product, and never gets to memory.
+// with the bits of two products and a gated SiLU, one after the other. For some two hundred rows
+// and more, what gate and up give is larger than the layer's weights; here it lives in a thread's
+// cache until it is quantized for the next product, and never gets to memory.
 #pragma once
 
 #include "matmul.h"
@@ -12,7 +12,9 @@
 namespace onnxport {
 
 // Features between the two products that a task computes: whole panels, and whole blocks of down.
-static inline int64_t group_features(int64_t block_size) { return block_size < 64 ? 64 : block_size; }
+static inline int64_t group_features(int64_t block_size) {
+  return block_size < 64 ? 64 : block_size;
+}
 
 struct GatedMlp {
   int64_t inner;   // features between the two products
