@@ -32,7 +32,11 @@ KINDS: Final[Mapping[Kind, tuple[Projection, ...]]] = {
 # Inputs of a graph with LoRA; see graphs.passes.lora for who has which.
 TOKEN_SLOTS: Final = "lora.token_slots"  # int32 [num_tokens], adapter slots; 0: none
 RANKS: Final = "lora.ranks"  # int32 [max_adapters + 1, num_layers, len(PROJECTIONS)]
-WEIGHTS: Final = "lora.weights"  # float [max_adapters, numbers of a slot], see `slot_layout`
+WEIGHTS: Final = "lora.weights"  # [max_adapters, numbers of a slot], see `slot_layout`
+# float32, the shape of RANKS and max_rank behind it: what each rank is multiplied with; of int8
+SCALES: Final = "lora.scales"
+
+PANEL: Final = 64  # numbers of a row that lie side by side in a slot; kLoraPanel in C++
 
 
 def owners_name(kind: Kind) -> str:
@@ -112,22 +116,24 @@ class LoraProduct:
         return tuple(shapes[projection][0] for projection in KINDS[self.kind])
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRegion:
-    """Where AddLora finds one product of an adapter: in numbers from a slot's start."""
-
-    a: int  # [projections, max_rank, in_features]
-    b: int  # [max_rank, out_features]; row j holds row j of every projection, side by side
+def in_panels(features: int) -> int:
+    """Numbers that a row of so many takes in a slot."""
+    return -(-features // PANEL) * PANEL
 
 
 def slot_layout(
     products: Iterable[LoraProduct], spec: ArchSpec, max_rank: int
-) -> tuple[dict[LoraProduct, SlotRegion], int]:
-    """Return the region of each product, and the numbers of a slot."""
-    regions, end = {}, 0
+) -> tuple[dict[LoraProduct, int], int]:
+    """Return where AddLora finds each product of an adapter, and the numbers of a slot.
+
+    The place is counted in numbers from the slot's start. From there on lie A and B of its first
+    projection, of its second, and so on, without a gap, at the rank that each has. Both are cut
+    into panels, so that they are read from one end to the other: A is
+    [panels of in_features, rank, PANEL], B is [panels of out_features, rank, PANEL].
+    """
+    places, end = {}, 0
     for product in products:
-        parts = product.out_features(spec)
-        begin = end + len(parts) * max_rank * product.in_features(spec)
-        regions[product] = SlotRegion(end, begin)
-        end = begin + max_rank * sum(parts)
-    return regions, end
+        places[product] = end
+        for columns in product.out_features(spec):
+            end += max_rank * (in_panels(product.in_features(spec)) + in_panels(columns))
+    return places, end

@@ -2,7 +2,7 @@
 
 Two graphs want two storages (graphs.passes.lora). Standard operators read a stack: the rows of the
 adapters that steps use, rebuilt when a step uses another one. Our own operator reads slots, which
-have a place each and are filled once.
+have a place each and are filled once (providers.adapter_slots).
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from onnxport.errors import ArtifactError, CapacityError, ProviderError
 from onnxport.graphs.lora import (
     KINDS,
     PROJECTIONS,
-    RANKS,
-    WEIGHTS,
     Kind,
     LoraAdapter,
     LoraDelta,
@@ -27,16 +25,14 @@ from onnxport.graphs.lora import (
     Projection,
     owners_name,
     projection_shapes,
-    slot_layout,
 )
 from onnxport.graphs.passes.retype import convert
 from onnxport.graphs.spec import ArchSpec
-from onnxport.providers import memory
 from onnxport.providers.base import LoadOptions, StepInputs
 
 Arrays = Mapping[str, NDArray[Any]]  # by the name of the graph's input
 Values = Mapping[str, Any]  # the same where a session reads it; not to be changed
-_Key = tuple[int, Projection]  # layer, projection
+Key = tuple[int, Projection]  # layer, projection
 Place = Callable[[Arrays], Values]
 
 IDLE_STEPS: Final = 256  # after which an adapter that no step used leaves the stack
@@ -157,14 +153,6 @@ def check_adapter(adapter: LoraAdapter, spec: ArchSpec, max_rank: int) -> None:
         )
 
 
-def slots_bytes(
-    products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOptions, item_bytes: int
-) -> int:
-    """Memory of the slots that AddLora reads, all filled."""
-    _, numbers = slot_layout(products, spec, options.max_adapter_rank)
-    return item_bytes * numbers * options.max_adapters
-
-
 def stack_bytes(
     products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOptions, item_bytes: int
 ) -> int:
@@ -177,7 +165,7 @@ def stack_bytes(
     )
 
 
-def _converted(adapter: LoraAdapter, dtype: np.dtype[Any]) -> Mapping[_Key, LoraDelta]:
+def converted(adapter: LoraAdapter, dtype: np.dtype[Any]) -> Mapping[Key, LoraDelta]:
     """An adapter in another type. Raises ProviderError where a number is too large for it."""
     try:
         return {
@@ -188,62 +176,6 @@ def _converted(adapter: LoraAdapter, dtype: np.dtype[Any]) -> Mapping[_Key, Lora
         }
     except ArtifactError as error:
         raise ProviderError(f"the LoRA adapter does not fit: {error}") from error
-
-
-class AdapterSlots:
-    """What the operator AddLora reads: memory of its own for each slot."""
-
-    def __init__(
-        self,
-        products: Sequence[LoraProduct],
-        spec: ArchSpec,
-        options: LoadOptions,
-        dtype: np.dtype[Any],
-        place: Place,
-    ) -> None:
-        """Take address space for all slots; memory is taken by those that are filled.
-
-        Args:
-            products: of the graph, see `graphs.passes.lora.lora_products`.
-            spec: the model.
-            options: `max_adapters` and `max_adapter_rank` are used.
-            dtype: that adapters are kept in, float32 or float16.
-            place: lets a session read arrays where they are.
-        """
-        self._spec = spec
-        self._max_rank = options.max_adapter_rank
-        self._regions, numbers = slot_layout(products, spec, options.max_adapter_rank)
-        self._weights = memory.huge_page_zeros((options.max_adapters, numbers), dtype)
-        ranks = (options.max_adapters + 1, spec.num_layers, len(PROJECTIONS))
-        self._ranks = np.zeros(ranks, np.int32)
-        self._values = place({RANKS: self._ranks, WEIGHTS: self._weights})
-
-    def put(self, slot: int, adapter: LoraAdapter) -> None:
-        """See `Storage`. Raises ProviderError where a number is too large for the type."""
-        deltas = _converted(adapter, self._weights.dtype)
-        for product, region in self._regions.items():
-            parts, width = product.out_features(self._spec), product.in_features(self._spec)
-            at, rows, first = self._weights[slot - 1], self._max_rank, 0
-            all_a = at[region.a :][: len(parts) * rows * width].reshape(len(parts), rows, width)
-            all_b = at[region.b :][: rows * sum(parts)].reshape(rows, -1)
-            for number, (projection, columns) in enumerate(
-                zip(KINDS[product.kind], parts, strict=True)
-            ):
-                delta = deltas.get((product.layer, projection))
-                if delta is not None:
-                    all_a[number, : delta.rank] = delta.a
-                    all_b[: delta.rank, first : first + columns] = delta.b.T
-                rank = 0 if delta is None else delta.rank
-                self._ranks[slot, product.layer, PROJECTIONS.index(projection)] = rank
-                first += columns
-
-    def remove(self, slot: int) -> None:
-        """See `Storage`."""
-        self._ranks[slot] = 0
-
-    def values(self, used: Collection[int]) -> Values:
-        """See `Storage`."""
-        return self._values
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +217,7 @@ class AdapterStacks:
         self._dtype = dtype
         self._place = place
         self._few_shapes = few_shapes
-        self._adapters: dict[int, Mapping[_Key, LoraDelta]] = {}
+        self._adapters: dict[int, Mapping[Key, LoraDelta]] = {}
         self._step = 0  # of those with adapters
         self._last_used: dict[int, int] = {}  # slot -> step
         self._empty = self._build(frozenset())
@@ -293,7 +225,7 @@ class AdapterStacks:
 
     def put(self, slot: int, adapter: LoraAdapter) -> None:
         """See `Storage`. Raises ProviderError where a number is too large for the type."""
-        self._adapters[slot] = _converted(adapter, self._dtype)
+        self._adapters[slot] = converted(adapter, self._dtype)
 
     def remove(self, slot: int) -> None:
         """See `Storage`."""

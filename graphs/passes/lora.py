@@ -33,6 +33,7 @@ from onnxport.graphs.lora import (
     KINDS,
     PROJECTIONS,
     RANKS,
+    SCALES,
     TOKEN_SLOTS,
     WEIGHTS,
     Kind,
@@ -44,10 +45,14 @@ from onnxport.graphs.ops import cast
 from onnxport.graphs.passes.gated_silu import DOMAIN, OPSET
 from onnxport.graphs.passes.paged_plan import SCOPE
 from onnxport.graphs.passes.result import PassResult, copy_model
-from onnxport.graphs.passes.retype import FLOAT_DTYPES
 from onnxport.graphs.spec import ArchSpec
 
 ADD_LORA: Final = "AddLora"
+SLOT_DTYPES: Final = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "int8": TensorProto.INT8,
+}
 PRODUCTS: Final = ("MatMul", "MatMulNBits")
 _WEIGHT: Final = re.compile(r"layers\.(\d+)\.(qkv|o|gate_up|down)\.weight(?:\.(\d+)_*)?")
 _HALVES: Final[tuple[Kind, Kind]] = ("gate", "up")  # of a product that was split
@@ -101,24 +106,33 @@ def add_lora_operator(
 ) -> PassResult:
     """Add the operator `onnxport.AddLora` to each projection of a graph in float32.
 
-    New inputs of the graph, with the names of graphs.lora: TOKEN_SLOTS, RANKS and WEIGHTS.
+    New inputs of the graph, with the names of graphs.lora: TOKEN_SLOTS, RANKS, WEIGHTS, and for
+    adapters in int8 SCALES.
 
     Args:
         model: A paged graph with float32 activations.
         spec: The model it is of.
         max_rank: The largest rank of an adapter, which sizes the slots.
-        dtype: Of the adapters in their slots, float32 or float16.
+        dtype: Of the adapters in their slots, one of SLOT_DTYPES.
 
     Raises:
+        ValueError: Another dtype.
         ArtifactError: The graph does not compute the projections of `spec`.
     """
+    if dtype not in SLOT_DTYPES:
+        raise ValueError(f"adapters in {dtype!r}: AddLora takes {', '.join(SLOT_DTYPES)}")
     copy = copy_model(model)
     found = _find(copy, spec)
     layout, numbers = slot_layout([one.product for one in found], spec, max_rank)
     g = _builder(copy, found)
     g.input(TOKEN_SLOTS, TensorProto.INT32, [contract.NUM_TOKENS])
-    g.input(RANKS, TensorProto.INT32, ["lora.ranks_rows", spec.num_layers, len(PROJECTIONS)])
-    g.input(WEIGHTS, FLOAT_DTYPES[dtype], ["lora.slots", numbers])
+    ranks: list[int | str] = ["lora.ranks_rows", spec.num_layers, len(PROJECTIONS)]
+    stored = [
+        g.input(RANKS, TensorProto.INT32, ranks),
+        g.input(WEIGHTS, SLOT_DTYPES[dtype], ["lora.slots", numbers]),
+    ]
+    if dtype == "int8":
+        stored.append(g.input(SCALES, TensorProto.FLOAT, [*ranks, max_rank]))
     selected = ""
     if any(one.is_selected for one in found):
         with g.scope(f"{SCOPE}.lora"):
@@ -128,16 +142,15 @@ def add_lora_operator(
     for one in found:
         product = one.product
         result, base = _rename_output(one.node)
-        region, parts = layout[product], product.out_features(spec)
+        parts = product.out_features(spec)
         slots = selected if one.is_selected else TOKEN_SLOTS
         g.node(
             ADD_LORA,
-            [base, one.node.input[0], slots, RANKS, WEIGHTS],
+            [base, one.node.input[0], slots, *stored],
             outputs=[result],
             domain=DOMAIN,
             name=f"{product.name}.lora",
-            a=region.a,
-            b=region.b,
+            offset=layout[product],
             max_rank=max_rank,
             ranks=product.layer * len(PROJECTIONS) + PROJECTIONS.index(KINDS[product.kind][0]),
             **{f"columns{number}": part for number, part in enumerate((*parts, 0, 0)[:3])},

@@ -17,9 +17,11 @@ from onnxport.graphs.lora import (
     KINDS,
     PROJECTIONS,
     RANKS,
+    SCALES,
     TOKEN_SLOTS,
     WEIGHTS,
     LoraProduct,
+    in_panels,
     owners_name,
     projection_shapes,
     slot_layout,
@@ -124,28 +126,45 @@ def test_other_passes_still_find_what_they_fuse(int4: Artifact) -> None:
 
 def test_the_operator_knows_where_its_product_lies(int4: Artifact) -> None:
     model, spec = lowered(int4), int4.manifest.model
-    result = add_lora_operator(model, spec, 8, "float16")
+    result = add_lora_operator(model, spec, 8, "int8")
     products = lora_products(model, spec)
     layout, numbers = slot_layout(products, spec, 8)
     found = inputs(result.model)
     assert found[WEIGHTS] == ["lora.slots", numbers]
     assert found[RANKS] == ["lora.ranks_rows", spec.num_layers, len(PROJECTIONS)]
     kinds = {i.name: i.type.tensor_type.elem_type for i in result.model.graph.input}
-    assert kinds[WEIGHTS] == TensorProto.FLOAT16
+    assert (kinds[WEIGHTS], kinds[SCALES]) == (TensorProto.INT8, TensorProto.FLOAT)
+    assert found[SCALES] == [*found[RANKS], 8]
     nodes = {node.name: node for node in result.model.graph.node if node.op_type == "AddLora"}
     assert len(nodes) == len(products)
     taken = np.zeros(numbers, np.int8)
     for product in products:
         node = nodes[f"{product.name}.lora"]
+        assert list(node.input)[3:] == [RANKS, WEIGHTS, SCALES]
         columns = [attribute_int(node, f"columns{part}", -1) for part in range(3)]
         assert columns == [*product.out_features(spec), 0, 0][:3]
         first = product.layer * 7 + PROJECTIONS.index(KINDS[product.kind][0])
         assert attribute_int(node, "ranks", -1) == first
-        region, parts = layout[product], product.out_features(spec)
-        assert (attribute_int(node, "a", -1), attribute_int(node, "b", -1)) == (region.a, region.b)
-        taken[region.a : region.a + len(parts) * 8 * product.in_features(spec)] += 1
-        taken[region.b : region.b + 8 * sum(parts)] += 1
+        assert attribute_int(node, "offset", -1) == layout[product]
+        inputs_room = in_panels(product.in_features(spec))
+        room = sum(8 * (inputs_room + in_panels(part)) for part in product.out_features(spec))
+        taken[layout[product] : layout[product] + room] += 1
     assert (taken == 1).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_floats_have_no_scales(int4: Artifact, dtype: str) -> None:
+    model = add_lora_operator(lowered(int4), int4.manifest.model, 8, dtype).model
+    kinds = {i.name: i.type.tensor_type.elem_type for i in model.graph.input}
+    assert SCALES not in kinds
+    assert kinds[WEIGHTS] == getattr(TensorProto, dtype.upper().replace("32", ""))
+    adding = [node for node in model.graph.node if node.op_type == "AddLora"]
+    assert {tuple(node.input)[3:] for node in adding} == {(RANKS, WEIGHTS)}
+
+
+def test_a_type_that_the_operator_has_not(int4: Artifact) -> None:
+    with pytest.raises(ValueError, match="'bfloat16': AddLora takes float32, float16, int8"):
+        add_lora_operator(lowered(int4), int4.manifest.model, 8, "bfloat16")
 
 
 def other_name(model: onnx.ModelProto) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,93 +14,111 @@ from onnx import TensorProto, helper
 
 from onnxport.graphs.passes.gated_silu import DOMAIN
 
-MAX_RANK = 20
-A_AT, LAYER = 7, 3  # where A begins in a slot, and the layer's first rank
+MAX_RANK = 70  # more than the kernel holds factors of at once
+OFFSET, LAYER = 7, 3  # where the product begins in a slot, and the layer's first rank
+SIDE = 64  # numbers of a row that lie side by side
+KINDS = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "int8": TensorProto.INT8,
+    "int32": TensorProto.INT32,
+}
+# By slot and projection; none in slot 0.
+RANKS = ((0, 0, 0), (1, 16, 20), (0, 16, 20), (5, 5, 5))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One product of some tokens, with adapters in three slots."""
+    """One product of some tokens, with an adapter in each slot."""
 
     depth: int
     columns: tuple[int, ...]
     slots: NDArray[np.int32]
-    dtype: Any = np.float32
+    dtype: str = "float32"
+    ranks: tuple[tuple[int, ...], ...] = field(default=RANKS, repr=False)
 
-    @property
-    def b_at(self) -> int:
-        return A_AT + len(self.columns) * MAX_RANK * self.depth
+    def rank(self, slot: int, part: int) -> int:
+        return self.ranks[slot][part]
+
+    def stored(self, slot: int, part: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """A [rank, depth], B [rank, columns] and scales [rank]: its own for each projection."""
+        random = np.random.default_rng([slot, part])
+        rank = self.rank(slot, part)
+        rows = [random.standard_normal((rank, n)) for n in (self.depth, self.columns[part])]
+        scales = np.ones(rank, np.float32)
+        if self.dtype == "int8":
+            rows = [np.clip(np.rint(x * 40), -127, 127) for x in rows]
+            scales = random.uniform(3e-4, 9e-4, rank).astype(np.float32)
+        return rows[0].astype(self.dtype), rows[1].astype(self.dtype), scales
 
     def numbers(self) -> dict[str, NDArray[Any]]:
-        """The node's inputs. Slots are filled with NaN where no rank reaches."""
-        random = np.random.default_rng(0)
-        width, parts = sum(self.columns), len(self.columns)
-        ranks = np.zeros((4, 2, 3), np.int32)
-        ranks.reshape(4, 6)[1:, LAYER : LAYER + parts] = [[1, 16, 20][:parts]] * 3
-        ranks.reshape(4, 6)[2, LAYER] = 0
-        ranks.reshape(4, 6)[3, LAYER : LAYER + parts] = 5
-        weights = np.full((3, self.b_at + MAX_RANK * width + 3), np.nan, self.dtype)
-        for slot in range(3):
-            first = 0
-            a = weights[slot, A_AT : self.b_at].reshape(parts, MAX_RANK, self.depth)
-            b = weights[slot, self.b_at : -3].reshape(MAX_RANK, width)
-            for part, columns in enumerate(self.columns):
-                rank = ranks.reshape(4, 6)[slot + 1, LAYER + part]
-                a[part, :rank] = random.standard_normal((rank, self.depth))
-                b[:rank, first : first + columns] = random.standard_normal((rank, columns))
-                first += columns
-        tokens = len(self.slots)
+        """The node's inputs. Where nothing is to be read there is NaN, in int8 what stands out."""
+        width, parts, count = sum(self.columns), len(self.columns), len(self.ranks)
+        ranks = np.zeros((count, 2, 3), np.int32)
+        ranks.reshape(count, 6)[:, LAYER : LAYER + parts] = [own[:parts] for own in self.ranks]
+        scales = np.full((count, 2, 3, MAX_RANK), np.nan, np.float32)
+        room = sum(MAX_RANK * (whole(self.depth) + whole(n)) for n in self.columns)
+        nothing = 99 if self.dtype == "int8" else np.nan
+        weights = np.full((count - 1, OFFSET + room), nothing, self.dtype)
+        for slot in range(1, count):
+            begin = OFFSET
+            for part in range(parts):
+                a, b, own = self.stored(slot, part)
+                for rows in (a, b):
+                    panels = in_panels(rows, nothing)
+                    weights[slot - 1, begin : begin + len(panels)] = panels
+                    begin += len(panels)
+                scales.reshape(count, 6, MAX_RANK)[slot, LAYER + part, : len(own)] = own
         # a row of its own for each token, whatever the others are
-        rows = [np.random.default_rng(token) for token in range(tokens)]
-        return {
+        rows = [np.random.default_rng(token) for token in range(len(self.slots))]
+        given = {
             "product": np.array([r.standard_normal(width) for r in rows], np.float32),
             "activations": np.array([r.standard_normal(self.depth) for r in rows], np.float32),
             "slots": self.slots,
             "ranks": ranks,
             "weights": weights,
         }
+        return given | ({"scales": scales} if self.dtype == "int8" else {})
+
+    def wanted(self, given: dict[str, NDArray[Any]]) -> NDArray[np.float64]:
+        """What the operator should return."""
+        found = given["product"].astype(np.float64)
+        for token, slot in enumerate(self.slots):
+            first = 0
+            for part, columns in enumerate(self.columns):
+                a, b, scales = (x.astype(np.float64) for x in self.stored(slot, part))
+                factors = a @ given["activations"][token] * scales
+                found[token, first : first + columns] += factors @ b
+                first += columns
+        return found
 
 
-def wanted_sums(case: Case, given: dict[str, NDArray[Any]]) -> NDArray[np.float64]:
-    found = given["product"].astype(np.float64)
-    parts, width = len(case.columns), sum(case.columns)
-    for token, slot in enumerate(case.slots):
-        first = 0
-        for part, columns in enumerate(case.columns):
-            rank = given["ranks"].reshape(4, 6)[slot, LAYER + part]
-            if slot and rank:
-                own = given["weights"][slot - 1].astype(np.float64)
-                a = own[A_AT : case.b_at].reshape(parts, MAX_RANK, case.depth)[part, :rank]
-                b = own[case.b_at : -3].reshape(MAX_RANK, width)[:rank, first : first + columns]
-                found[token, first : first + columns] += a @ given["activations"][token] @ b
-            first += columns
-    return found
+def whole(features: int) -> int:
+    return -(-features // SIDE) * SIDE
 
 
-def run(
-    case: Case, library: Path, given: dict[str, NDArray[Any]], **attributes: int
-) -> NDArray[np.float32]:
-    kinds = {"slots": TensorProto.INT32, "ranks": TensorProto.INT32}
-    kinds["weights"] = {4: TensorProto.FLOAT, 2: TensorProto.FLOAT16}[given["weights"].itemsize]
+def in_panels(rows: NDArray[Any], nothing: float) -> NDArray[Any]:
+    """Rows as they lie in a slot: so many numbers of each, then the next of each."""
+    wide = np.full((len(rows), whole(rows.shape[1])), nothing, rows.dtype)
+    wide[:, : rows.shape[1]] = rows
+    panels = [wide[:, first : first + SIDE] for first in range(0, wide.shape[1], SIDE)]
+    return np.concatenate([panel.ravel() for panel in panels])
+
+
+def run(library: Path, given: dict[str, NDArray[Any]], case: Case, **changed: int) -> Any:
     inputs = [
         helper.make_tensor_value_info(
-            name,
-            kinds.get(name, TensorProto.FLOAT),
-            [f"{name}{axis}" for axis in range(value.ndim)],
+            name, KINDS[value.dtype.name], [f"{name}{axis}" for axis in range(value.ndim)]
         )
         for name, value in given.items()
     ]
-    settings = {"a": A_AT, "b": case.b_at, "max_rank": MAX_RANK, "ranks": LAYER}
+    settings = {"offset": OFFSET, "max_rank": MAX_RANK, "ranks": LAYER}
     settings |= {f"columns{i}": c for i, c in enumerate((*case.columns, 0, 0)[:3])}
     nodes = [
         helper.make_node("Neg", ["product"], ["opposite"]),
         helper.make_node("Neg", ["opposite"], ["copy"]),  # which the operator may change
         helper.make_node(
-            "AddLora",
-            ["copy", "activations", "slots", "ranks", "weights"],
-            ["sum"],
-            domain=DOMAIN,
-            **(settings | attributes),
+            "AddLora", ["copy", *list(given)[1:]], ["sum"], domain=DOMAIN, **(settings | changed)
         ),
         helper.make_node("Relu", ["sum"], ["positive"]),
         helper.make_node("Neg", ["sum"], ["minus"]),
@@ -118,18 +136,25 @@ def run(
     session = ort.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
-    found: NDArray[np.float32] = session.run(None, given)[0]
-    return found
+    return session.run(None, given)[0]
 
 
 MIXED = np.array([1, 1, 1, 1, 1, 1, 2, 0, 0, 3, 1, 2, 2, 3, 3, 3, 3, 3, 3, 3], np.int32)
+DTYPES = ("float32", "float16", "int8")
 CASES = [
     Case(64, (96, 32, 32), MIXED),
     Case(67, (53, 17, 18), MIXED),  # no width is a multiple of a vector
     Case(5, (3,), MIXED),
     Case(896, (4864, 4864), MIXED),
-    Case(80, (112, 112), MIXED, np.float16),
-    Case(67, (53, 17, 18), MIXED, np.float16),
+    Case(80, (112, 112), MIXED, "float16"),
+    Case(67, (53, 17, 18), MIXED, "float16"),
+    Case(64, (96, 32, 32), MIXED, "int8"),
+    Case(67, (53, 17, 18), MIXED, "int8"),
+    Case(5, (3,), MIXED, "int8"),
+    Case(335, (277, 130, 129), MIXED, "int8"),
+    # as many as are divided by tokens alone, and one that is divided by projections
+    Case(128, (256, 256), np.tile(np.arange(4, dtype=np.int32), 4), "int8"),
+    Case(896, (896, 128, 128), np.full(1, 1, np.int32), "int8"),
 ]
 
 
@@ -138,33 +163,48 @@ def test_every_token_gets_its_own_adapter(
     case: Case, library: Any, library_path: Path, available_isas: list[str]
 ) -> None:
     given = case.numbers()
-    wanted = wanted_sums(case, given)
+    wanted = case.wanted(given)
     for isa in available_isas:
         assert library.onnxport_cpu_set_isa(isa.encode())
-        found = run(case, library_path, given)
+        found = run(library_path, given, case)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-4, err_msg=isa)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_a_token_has_the_same_bits_in_any_company(
-    dtype: Any, library: Any, library_path: Path, available_isas: list[str]
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_rank(
+    dtype: str, library: Any, library_path: Path, available_isas: list[str]
 ) -> None:
-    case = Case(67, (53, 17, 18), MIXED, dtype)
+    """Slot n has rank n; five tokens of each: four together and one alone."""
+    slots = np.repeat(np.arange(MAX_RANK + 1, dtype=np.int32), 5)
+    case = Case(67, (133,), slots, dtype, tuple((rank,) for rank in range(MAX_RANK + 1)))
+    given = case.numbers()
+    wanted = case.wanted(given)
+    for isa in available_isas:
+        assert library.onnxport_cpu_set_isa(isa.encode())
+        found = run(library_path, given, case)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=5e-4, err_msg=isa)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_has_the_same_bits_in_any_company(
+    dtype: str, library: Any, library_path: Path, available_isas: list[str]
+) -> None:
+    case = Case(67, (53, 17, 258), MIXED, dtype, ((0, 0, 0), (1, 16, 70), (0, 9, 24), (5, 5, 5)))
     given = case.numbers()
     for isa in available_isas:
         assert library.onnxport_cpu_set_isa(isa.encode())
-        together = run(case, library_path, given)
+        together = run(library_path, given, case)
         for token in range(len(MIXED)):
             one = slice(token, token + 1)
             alone = given | {name: given[name][one] for name in ("product", "activations", "slots")}
-            own = run(replace(case, slots=MIXED[one]), library_path, alone)
+            own = run(library_path, alone, replace(case, slots=MIXED[one]))
             assert own[0].tobytes() == together[token].tobytes(), (isa, token)
 
 
 def test_nothing_is_done_where_no_token_has_an_adapter(library_path: Path) -> None:
     case = Case(64, (96, 32, 32), np.zeros(5, np.int32))
     given = case.numbers()
-    np.testing.assert_array_equal(run(case, library_path, given), given["product"])
+    np.testing.assert_array_equal(run(library_path, given, case), given["product"])
 
 
 @pytest.mark.parametrize(
@@ -172,10 +212,14 @@ def test_nothing_is_done_where_no_token_has_an_adapter(library_path: Path) -> No
     [
         ({"slots": np.full(20, 4, np.int32)}, "slot 4; there are 0 to 3"),
         ({"slots": np.full(20, -1, np.int32)}, "slot -1; there are 0 to 3"),
-        ({"ranks": np.full((4, 2, 3), 21, np.int32)}, "rank 21; there are 0 to 20"),
+        ({"ranks": np.full((4, 2, 3), 71, np.int32)}, "rank 71; there are 0 to 70"),
         ({"ranks": np.zeros((3, 2, 3), np.int32)}, "slots with ranks must be 4, found 3"),
         ({"ranks": np.zeros((4, 1, 3), np.int32)}, "ranks of a slot, at least, must be 6"),
-        ({"weights": np.zeros((3, 99), np.float32)}, "numbers of a slot, at least, must be"),
+        ({"weights": np.zeros((3, 99), np.int8)}, "slot, at least, must be 31367, found 99"),
+        ({"weights": np.zeros((3, 31367), np.float16)}, "int8 alone have scales, found others"),
+        ({"scales": np.zeros((4, 2, 3), np.float32)}, "scales have 4 dimensions, found 3"),
+        ({"scales": np.zeros((4, 2, 3, 71), np.float32)}, "scales of a projection must be 70"),
+        ({"scales": np.zeros((4, 1, 3, 70), np.float32)}, "as those of ranks, must be 2, found 1"),
         ({"slots": np.zeros(19, np.int32)}, "number of token slots must be 20, found 19"),
         ({"activations": np.zeros((1, 64), np.float32)}, "activations' rows must be 20, found 1"),
         ({"product": np.zeros((20, 161), np.float32)}, "product's columns must be 160, found 161"),
@@ -185,12 +229,20 @@ def test_nothing_is_done_where_no_token_has_an_adapter(library_path: Path) -> No
 def test_what_would_read_elsewhere_is_refused(
     library_path: Path, change: dict[str, NDArray[Any]], said: str
 ) -> None:
-    case = Case(64, (96, 32, 32), MIXED)
+    case = Case(64, (96, 32, 32), MIXED, "int8")
     with pytest.raises(Exception, match=said):
-        run(case, library_path, case.numbers() | change)
+        run(library_path, case.numbers() | change, case)
 
 
-def test_wrong_attributes_are_refused(library_path: Path) -> None:
+def test_int8_without_scales_is_refused(library_path: Path) -> None:
+    case = Case(64, (96, 32, 32), MIXED, "int8")
+    given = {name: value for name, value in case.numbers().items() if name != "scales"}
+    with pytest.raises(Exception, match="int8 need scales, found none"):
+        run(library_path, given, case)
+
+
+@pytest.mark.parametrize("change", [{"offset": -1}, {"columns1": -32}, {"max_rank": 0}])
+def test_wrong_attributes_are_refused(library_path: Path, change: dict[str, int]) -> None:
     case = Case(64, (96, 32, 32), MIXED)
-    with pytest.raises(Exception, match="attribute is negative"):
-        run(case, library_path, case.numbers(), a=-1)
+    with pytest.raises(Exception, match="attribute is negative, or there are no columns or no r"):
+        run(library_path, case.numbers(), case, **change)

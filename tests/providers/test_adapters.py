@@ -17,11 +17,12 @@ from onnxport.errors import CapacityError, ProviderError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.lora import KINDS, LoraAdapter, LoraDelta, LoraProduct, Projection
+from onnxport.graphs.lora import KINDS, LoraAdapter, LoraDelta, LoraProduct
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import adapters as module
 from onnxport.providers import cuda
-from onnxport.providers.adapters import AdapterSlots, AdapterStacks, slots_bytes, stack_bytes
+from onnxport.providers.adapter_slots import slots_bytes
+from onnxport.providers.adapters import AdapterStacks, stack_bytes
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
 from onnxport.providers.device_arrays import DeviceArrays
@@ -90,24 +91,75 @@ def test_an_adapter_does_what_merging_it_would(
         assert np.abs(logits(model, 0) - expected).max() > 1
 
 
-@KERNEL
-def test_adapters_of_16_bit_artifacts_are_kept_in_float16(tiny_artifact: ArtifactMaker) -> None:
-    """Rounded ones are the same to the last bit, but where float32 products were asked for."""
-    path = tiny_artifact("qwen3", "int4")
-    adapter = make_adapter(Artifact.read(path).manifest.model, 2)
-    rounded = LoraAdapter(
+def rounded(adapter: LoraAdapter, how: Callable[[Any], Any]) -> LoraAdapter:
+    """An adapter whose rows, A's and those of the transposed B, are what `how` makes of them."""
+    return LoraAdapter(
         {
-            key: LoraDelta(*(x.astype(np.float16).astype(np.float32) for x in (d.a, d.b)))
-            for key, d in adapter.deltas.items()
+            key: LoraDelta(how(delta.a).astype(np.float32), how(delta.b.T).T.astype(np.float32))
+            for key, delta in adapter.deltas.items()
         }
     )
-    for level, same in ((None, True), (1, False)):
-        found = []
-        with opened(path, "custom", max_adapters=1, matmul_accuracy_level=level) as model:
-            for one in (adapter, rounded):
-                model.set_adapter(1, one)
-                found.append(logits(model, 1))
-        assert np.array_equal(*found) == same
+
+
+def to_int8(rows: NDArray[np.float32]) -> NDArray[np.float64]:
+    step = np.abs(rows).max(axis=1, keepdims=True).astype(np.float64) / 127
+    whole: NDArray[np.float64] = np.round(rows / step)
+    return whole * step
+
+
+@KERNEL
+@pytest.mark.parametrize(
+    ("precision", "level", "kept"),
+    [
+        ("int4", None, "int8"),
+        ("int8", 4, "int8"),
+        ("int4", 1, "float32"),
+        ("int4", 2, "float16"),
+        ("fp16", None, "float16"),
+        ("fp32", None, "float32"),
+    ],
+)
+def test_what_adapters_are_kept_in(
+    tiny_artifact: ArtifactMaker, precision: str, level: int | None, kept: str
+) -> None:
+    """An adapter that was rounded to that type before does the same, to coarser ones it does not.
+
+    The scales of one that was rounded to int8 before may have another last bit.
+    """
+    path = tiny_artifact("qwen3", precision)
+    adapter = make_adapter(Artifact.read(path).manifest.model, 2)
+    with opened(path, "custom", max_adapters=1, matmul_accuracy_level=level) as model:
+
+        def of(one: LoraAdapter) -> NDArray[np.float32]:
+            model.set_adapter(1, one)
+            return logits(model, 1)
+
+        whole = of(adapter)
+        half = of(rounded(adapter, lambda rows: rows.astype(np.float16)))
+        byte = of(rounded(adapter, to_int8))
+    assert np.array_equal(whole, half) == (kept == "float16")
+    close = {name: np.abs(whole - found).max() for name, found in (("16", half), ("8", byte))}
+    assert (close["8"] < 1e-3) == (kept == "int8"), close
+
+
+@KERNEL
+def test_int8_changes_little_where_products_are_int8(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are off by at most half a step of 1/127, so what they add is by about a hundredth."""
+    path = tiny_artifact("qwen3", "int4")
+    adapter = make_adapter(Artifact.read(path).manifest.model, 2)
+    found = []
+    for int8 in (True, False):
+        if not int8:
+            monkeypatch.setattr("onnxport.providers.cpu.lora.takes_int8", lambda model: False)
+        with opened(path, "custom", max_adapters=1) as model:
+            model.set_adapter(1, adapter)
+            found.append(logits(model, 1))
+            without = logits(model, 0)
+    added = np.linalg.norm(found[1] - without)
+    off = np.linalg.norm(found[0] - found[1]) / added
+    assert 1e-4 < off < 0.03, off
 
 
 @pytest.fixture
@@ -224,8 +276,12 @@ def test_memory_for_adapters_is_set_aside(
     spec = Artifact.read(tiny_artifact("llama", "fp32")).manifest.model
     products = [LoraProduct(n, k) for n in (0, 1) for k in ("qkv", "o", "gate_up", "down")]  # type: ignore[arg-type]
     asked = LoadOptions(max_adapters=8)
-    count = slots_bytes if find_library() else stack_bytes
-    assert blocks[0] - blocks[1] == pytest.approx(count(products, spec, asked, 4) / 2, abs=8192)
+    taken = (
+        slots_bytes(products, spec, asked, np.dtype(np.float32))
+        if find_library()
+        else stack_bytes(products, spec, asked, 4)
+    )
+    assert blocks[0] - blocks[1] == pytest.approx(taken / 2, abs=8192)
 
 
 class Placed:
@@ -295,24 +351,6 @@ def test_rows_of_a_projection_are_zero_beside_it(spec: ArchSpec) -> None:
     assert b[:8, : spec.q_size].any()
     assert not b[:8, spec.q_size :].any()
     assert not b[8:, : -spec.kv_size].any()
-
-
-def test_a_slot_is_filled_as_its_layout_says(spec: ArchSpec) -> None:
-    products = [LoraProduct(1, "qkv"), LoraProduct(1, "down")]
-    options = LoadOptions(max_adapters=2, max_adapter_rank=4)
-    place = Placed()
-    found = AdapterSlots(products, spec, options, np.dtype(np.float16), place)
-    adapter = make_adapter(spec, 2)
-    found.put(2, adapter)
-    ranks, weights = place.stacks[0]["lora.ranks"], place.stacks[0]["lora.weights"]
-    assert weights.dtype == np.float16
-    assert ranks[2, 1].tolist() == [3, 3, 3, 0, 0, 0, 3]
-    assert not ranks[[0, 1]].any()
-    key: tuple[int, Projection] = (1, "k_proj")
-    rows = weights[1].reshape(-1)[4 * spec.hidden_size :][: 3 * spec.hidden_size]
-    np.testing.assert_array_equal(rows.reshape(3, -1), adapter.deltas[key].a.astype(np.float16))
-    found.remove(2)
-    assert not ranks.any()
 
 
 class Elsewhere(Target):

@@ -27,14 +27,24 @@ struct State {
   float* value;    // [rows][padded head size], not yet divided by the sum
 };
 
-// What one LoRA adapter adds to one projection: output += (input a^T) b.
+constexpr int64_t kLoraPanel = 64;  // numbers of a row side by side; PANEL in graphs/lora.py
+
+enum LoraType { kLoraFloat, kLoraHalf, kLoraInt8 };
+
+// What one LoRA adapter adds to one projection: output += (scales * (input a^T)) b. Rows lie in
+// panels: kLoraPanel numbers of the first row, as many of the second, and so on to the last, then
+// the next numbers of the first. So all is read from one end to the other.
 struct Lora {
-  const void* a;       // [rank][depth], float, or IEEE half where is_half
-  const void* b;       // [rank][stride], the projection's columns, likewise
-  bool is_half;
-  const float* input;  // [tokens][depth]
-  float* output;       // [tokens][stride], the projection's columns
+  LoraType type;
+  const void* a;        // [panels of depth][rank][kLoraPanel]
+  const void* b;        // [panels of columns][rank][kLoraPanel]
+  const float* scales;  // [rank]; null: all are 1
+  const float* input;   // [tokens][depth]
+  float* output;        // [tokens][stride], the projection's columns
   int64_t rank, depth, columns, stride, tokens;
+  // What is asked for ahead: once it would be behind `end`, it is so many bytes further on.
+  const char* end;
+  int64_t jump;
 };
 
 struct Kernels {

@@ -11,10 +11,19 @@
 namespace {
 
 constexpr int kLoraTokens = 4;                            // that share the loaded A and B
-constexpr int kLoraRanks = 16;                            // whose factors are held at once
+constexpr int kLoraRanks = 64;                            // whose factors are held at once
 constexpr int kLoraRows = Vec::kMaxRows >= 8 ? 4 : 2;     // of A in registers, beside the tokens
 constexpr int kLoraColumns = Vec::kMaxRows >= 8 ? 4 : 2;  // vectors of the output in registers
-constexpr int kLoraAlone = 2 * Vec::kMaxRows;             // likewise, of a token alone
+constexpr int kPanelVectors = static_cast<int>(kLoraPanel) / Vec::kWidth;
+
+// Likewise of a token alone: whole panels, as many as it takes to hide what an addition waits for.
+constexpr int kAloneRows = Vec::kMaxRows >= 8 ? 16 : 8;
+constexpr int kAlonePanels = kPanelVectors < 8 ? 2 : 1;
+
+// How far ahead of a token alone A and B are asked for: a projection of an adapter is too short a
+// stretch for the processor to find out by itself in time.
+constexpr int64_t kLoraAhead = 6144;  // bytes
+constexpr int kLineBytes = 64;
 
 // How an adapter is stored.
 struct LoraFloat {
@@ -24,6 +33,10 @@ struct LoraFloat {
 struct LoraHalf {
   using Value = uint16_t;
   static inline Vec::T load(const uint16_t* p) { return Vec::load_half(p); }
+};
+struct LoraInt8 {
+  using Value = int8_t;
+  static inline Vec::T load(const int8_t* p) { return Vec::load_int8(p); }
 };
 
 // The first `count` of a vector, and zeros.
@@ -40,7 +53,23 @@ static inline void store_some(float* to, Vec::T x, int64_t count) {
   memcpy(to, values, static_cast<size_t>(count) * sizeof(float));
 }
 
-// factors[t][r] = input[t] . a[r] for kTokens tokens and kRows rows of A.
+// Asks for what is read kLoraAhead bytes after one row's part of a panel, be it of another adapter.
+template <class Value>
+static inline void ask_ahead(const Lora& l, const Value* row) {
+  const char* ahead = reinterpret_cast<const char*>(row) + kLoraAhead;
+  ahead += ahead < l.end ? 0 : l.jump;
+  constexpr int kBytes = static_cast<int>(kLoraPanel * sizeof(Value));
+  for (int i = 0; i < kBytes; i += kLineBytes) prefetch(ahead + i);
+}
+
+// Where a column of one row of B lies; the row behind is kLoraPanel on.
+template <class Type>
+static inline const typename Type::Value* panel_of(const Lora& l, int64_t row, int64_t column) {
+  return static_cast<const typename Type::Value*>(l.b) +
+         (column / kLoraPanel * l.rank + row) * kLoraPanel + column % kLoraPanel;
+}
+
+// factors[t][r] = scales[r] * (input[t] . a[r]) for kTokens tokens and kRows rows of A.
 template <class Type, int kTokens, int kRows>
 static inline void lora_factors(const Lora& l, int64_t token, int64_t row, float* factors) {
   Vec::T sum[kTokens][kRows];
@@ -50,64 +79,71 @@ static inline void lora_factors(const Lora& l, int64_t token, int64_t row, float
     for (int r = 0; r < kRows; r++) sum[t][r] = Vec::set1(0.f);
   }
   const float* input = l.input + token * l.depth;
-  const auto* a = static_cast<const typename Type::Value*>(l.a) + row * l.depth;
-  int64_t d = 0;
-  for (; d + Vec::kWidth <= l.depth; d += Vec::kWidth) {
-    Vec::T x[kTokens];
-    ONNXPORT_UNROLL
-    for (int t = 0; t < kTokens; t++) x[t] = Vec::load(input + t * l.depth + d);
-    ONNXPORT_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      // What the next rows need: each row is a short stretch, at whose end the processor's own
-      // prefetching has to start again.
-      if (kTokens == 1) prefetch_ahead(a + (kRows + r) * l.depth + d, 0);
-      const Vec::T w = Type::load(a + r * l.depth + d);
+  const auto* a = static_cast<const typename Type::Value*>(l.a) + row * kLoraPanel;
+  const int64_t whole = l.depth / Vec::kWidth * Vec::kWidth;
+  for (int64_t d = 0; d < whole; d += kLoraPanel, a += l.rank * kLoraPanel) {
+    if (kTokens == 1)
+      for (int r = 0; r < kRows; r++) ask_ahead(l, a + r * kLoraPanel);
+    const int64_t count = whole - d < kLoraPanel ? whole - d : kLoraPanel;
+    for (int64_t i = 0; i < count; i += Vec::kWidth) {
+      Vec::T x[kTokens];
       ONNXPORT_UNROLL
-      for (int t = 0; t < kTokens; t++) sum[t][r] = Vec::fma(x[t], w, sum[t][r]);
+      for (int t = 0; t < kTokens; t++) x[t] = Vec::load(input + t * l.depth + d + i);
+      ONNXPORT_UNROLL
+      for (int r = 0; r < kRows; r++) {
+        const Vec::T w = Type::load(a + r * kLoraPanel + i);
+        ONNXPORT_UNROLL
+        for (int t = 0; t < kTokens; t++) sum[t][r] = Vec::fma(x[t], w, sum[t][r]);
+      }
     }
   }
+  const int64_t rest = l.depth - whole;
+  if (rest && whole % kLoraPanel) a -= l.rank * kLoraPanel - whole % kLoraPanel;
   for (int t = 0; t < kTokens; t++)
     for (int r = 0; r < kRows; r++) {
       Vec::T s = sum[t][r];
-      if (d < l.depth)
-        s = Vec::fma(load_some<LoraFloat>(input + t * l.depth + d, l.depth - d),
-                     load_some<Type>(a + r * l.depth + d, l.depth - d), s);
-      factors[t * kLoraRanks + r] = Vec::reduce_add(s);
+      if (rest)
+        s = Vec::fma(load_some<LoraFloat>(input + t * l.depth + whole, rest),
+                     load_some<Type>(a + r * kLoraPanel, rest), s);
+      const float factor = Vec::reduce_add(s);
+      factors[t * kLoraRanks + r] = l.scales ? factor * l.scales[row + r] : factor;
     }
 }
 
-// output[t] += factors[t] x b over kCols vectors of columns, for `ranks` rows of B.
-template <class Type, int kTokens, int kCols>
+// output[t] += factors[t] x b over kCols vectors of each of kPanels panels, for `ranks` rows of B.
+template <class Type, int kTokens, int kPanels, int kCols>
 static inline void lora_columns(const Lora& l, int64_t token, int64_t row, int64_t ranks,
                                 const float* factors, int64_t column) {
+  static_assert(kPanels == 1 || kCols == kPanelVectors, "several panels are whole");
+  constexpr int kAll = kPanels * kCols;
   float* output = l.output + token * l.stride + column;
-  const auto* b = static_cast<const typename Type::Value*>(l.b) + row * l.stride + column;
-  Vec::T sum[kTokens][kCols];
+  const auto* b = panel_of<Type>(l, row, column);
+  Vec::T sum[kTokens][kAll];
   ONNXPORT_UNROLL
   for (int t = 0; t < kTokens; t++) {
     ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++)
-      sum[t][c] = Vec::load(output + t * l.stride + c * Vec::kWidth);
+    for (int c = 0; c < kAll; c++) sum[t][c] = Vec::load(output + t * l.stride + c * Vec::kWidth);
   }
-  for (int64_t r = 0; r < ranks; r++, b += l.stride) {
-    Vec::T w[kCols];
+  for (int64_t r = 0; r < ranks; r++, b += kLoraPanel) {
+    Vec::T w[kAll];
     ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++) {
-      if (kTokens == 1) prefetch_ahead(b + (kCols + c) * Vec::kWidth, 0);
-      w[c] = Type::load(b + c * Vec::kWidth);
+    for (int p = 0; p < kPanels; p++) {
+      if (kTokens == 1 && kCols == kPanelVectors) ask_ahead(l, b + p * l.rank * kLoraPanel);
+      ONNXPORT_UNROLL
+      for (int c = 0; c < kCols; c++)
+        w[p * kCols + c] = Type::load(b + p * l.rank * kLoraPanel + c * Vec::kWidth);
     }
     ONNXPORT_UNROLL
     for (int t = 0; t < kTokens; t++) {
       const Vec::T factor = Vec::set1(factors[t * kLoraRanks + r]);
       ONNXPORT_UNROLL
-      for (int c = 0; c < kCols; c++) sum[t][c] = Vec::fma(factor, w[c], sum[t][c]);
+      for (int c = 0; c < kAll; c++) sum[t][c] = Vec::fma(factor, w[c], sum[t][c]);
     }
   }
   ONNXPORT_UNROLL
   for (int t = 0; t < kTokens; t++) {
     ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++)
-      Vec::store(output + t * l.stride + c * Vec::kWidth, sum[t][c]);
+    for (int c = 0; c < kAll; c++) Vec::store(output + t * l.stride + c * Vec::kWidth, sum[t][c]);
   }
 }
 
@@ -117,10 +153,10 @@ static inline void lora_rest(const Lora& l, int64_t token, int64_t row, int64_t 
                              const float* factors, int64_t column) {
   const int64_t count = l.columns - column;
   float* output = l.output + token * l.stride + column;
-  const auto* b = static_cast<const typename Type::Value*>(l.b) + row * l.stride + column;
+  const auto* b = panel_of<Type>(l, row, column);
   Vec::T sum = load_some<LoraFloat>(output, count);
   for (int64_t r = 0; r < ranks; r++)
-    sum = Vec::fma(Vec::set1(factors[r]), load_some<Type>(b + r * l.stride, count), sum);
+    sum = Vec::fma(Vec::set1(factors[r]), load_some<Type>(b + r * kLoraPanel, count), sum);
   store_some(output, sum, count);
 }
 
@@ -130,19 +166,24 @@ static inline void lora_tokens(const Lora& l, int64_t token) {
   float factors[kTokens * kLoraRanks];
   for (int64_t row = 0; row < l.rank; row += kLoraRanks) {
     const int64_t ranks = l.rank - row < kLoraRanks ? l.rank - row : kLoraRanks;
-    int64_t r = 0;
+    int64_t r = 0, c = 0;
+    if constexpr (kTokens == 1) {
+      for (; r + kAloneRows <= ranks; r += kAloneRows)
+        lora_factors<Type, 1, kAloneRows>(l, token, row + r, factors + r);
+      for (; r + kAloneRows / 2 <= ranks; r += kAloneRows / 2)
+        lora_factors<Type, 1, kAloneRows / 2>(l, token, row + r, factors + r);
+    }
     for (; r + kLoraRows <= ranks; r += kLoraRows)
       lora_factors<Type, kTokens, kLoraRows>(l, token, row + r, factors + r);
     for (; r < ranks; r++) lora_factors<Type, kTokens, 1>(l, token, row + r, factors + r);
-    int64_t c = 0;
     if constexpr (kTokens == 1) {
-      for (; c + kLoraAlone * W <= l.columns; c += kLoraAlone * W)
-        lora_columns<Type, 1, kLoraAlone>(l, token, row, ranks, factors, c);
+      for (; c + kAlonePanels * kLoraPanel <= l.columns; c += kAlonePanels * kLoraPanel)
+        lora_columns<Type, 1, kAlonePanels, kPanelVectors>(l, token, row, ranks, factors, c);
     }
     for (; c + kLoraColumns * W <= l.columns; c += kLoraColumns * W)
-      lora_columns<Type, kTokens, kLoraColumns>(l, token, row, ranks, factors, c);
+      lora_columns<Type, kTokens, 1, kLoraColumns>(l, token, row, ranks, factors, c);
     for (; c + W <= l.columns; c += W)
-      lora_columns<Type, kTokens, 1>(l, token, row, ranks, factors, c);
+      lora_columns<Type, kTokens, 1, 1>(l, token, row, ranks, factors, c);
     if (c < l.columns)
       for (int t = 0; t < kTokens; t++)
         lora_rest<Type>(l, token + t, row, ranks, factors + t * kLoraRanks, c);
@@ -158,7 +199,11 @@ static void add_lora_of(const Lora& l) {
 }
 
 static void add_lora(const Lora& l) {
-  l.is_half ? add_lora_of<LoraHalf>(l) : add_lora_of<LoraFloat>(l);
+  switch (l.type) {
+    case kLoraFloat: return add_lora_of<LoraFloat>(l);
+    case kLoraHalf: return add_lora_of<LoraHalf>(l);
+    case kLoraInt8: return add_lora_of<LoraInt8>(l);
+  }
 }
 
 }  // namespace

@@ -89,6 +89,7 @@ ort::CustomOp base_operator();
 ort::CustomOp gated_silu_operator();
 ort::CustomOp lora_operator();       // adapters in float32
 ort::CustomOp lora_half_operator();  // adapters in float16
+ort::CustomOp lora_int8_operator();  // adapters in int8
 ort::CustomOp matmul_operator();
 ort::CustomOp mlp_operator();
 
