@@ -35,6 +35,8 @@ _TYPE_FROM_FIRST: Final = frozenset(
         "Exp",
         "Expand",
         "Flatten",
+        "GatedMlp",
+        "GatedSilu",
         "Gather",
         "GatherElements",
         "GatherND",
@@ -78,6 +80,9 @@ _TYPE_FROM_FIRST: Final = frozenset(
         "Unsqueeze",
     ]
 )
+
+# Operators all of whose outputs have the element type of the first.
+_ALL_ALIKE: Final = frozenset(["GatedMlp", "MatMulNBits", "Split"])
 
 
 def initializers(model: onnx.ModelProto) -> dict[str, TensorProto]:
@@ -135,7 +140,7 @@ def element_types(model: onnx.ModelProto) -> dict[str, int]:
     for node in graph.node:
         kind = _output_type(node, types)
         if kind is not None and node.output:
-            known = node.output if node.op_type == "Split" else node.output[:1]
+            known = node.output if node.op_type in _ALL_ALIKE else node.output[:1]
             types.update(dict.fromkeys(known, kind))
         if node.op_type in ("PagedAttention", "GroupQueryAttention"):
             for output, cache in zip(node.output[1:3], node.input[3:5], strict=False):

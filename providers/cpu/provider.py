@@ -22,6 +22,7 @@ from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
 from onnxport.graphs.passes.accuracy import set_accuracy, takes_int8
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
+from onnxport.graphs.passes.input_norm import fuse_input_norm
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
 from onnxport.graphs.passes.native import NativeLimits, keep_native
@@ -268,6 +269,8 @@ def _lower(
             step = use_int8_matmul(step.model)
             yield step
             step = fuse_gated_mlp(step.model)
+            yield step
+            step = fuse_input_norm(step.model)
             yield step
         step = set_kv_dtype(step.model, cache_dtype)
         yield step

@@ -41,11 +41,12 @@ int run_on_threads(void*, size_t count, onnxport::Task task, void* argument) {
 struct Stored {
   MatMul product{};
   std::vector<float> x, scales;
+  std::vector<float> skip, gamma, residual;  // of a norm; empty for none
   std::vector<uint8_t> quants;
 };
 
 Stored read_product() {
-  const std::vector<int64_t> sizes = read_array<int64_t>(5);
+  const std::vector<int64_t> sizes = read_array<int64_t>(6);
   Stored stored;
   MatMul& m = stored.product;
   m.k = sizes[0];
@@ -56,7 +57,23 @@ Stored read_product() {
   stored.x = read_array<float>(m.rows * m.k);
   stored.quants = read_array<uint8_t>(m.n * num_blocks(m) * m.block_size * m.bits / 8);
   stored.scales = read_array<float>(m.n * num_blocks(m));
+  if (sizes[5] != 0) {
+    m.norm.epsilon = read_array<float>(1)[0];
+    stored.skip = read_array<float>(m.rows * m.k);
+    stored.gamma = read_array<float>(m.k);
+    stored.residual.resize(stored.skip.size());
+  }
   return stored;
+}
+
+// Points a call to where its input, norm and weights are.
+void connect(MatMul& m, Stored& stored, const uint8_t* weights) {
+  m.weights = weights;
+  m.input = stored.x.data();
+  if (stored.gamma.empty()) return;
+  m.norm.gamma = stored.gamma.data();
+  m.norm.skip = stored.skip.data();
+  m.norm.residual = stored.residual.data();
 }
 
 struct Packed {
@@ -70,36 +87,35 @@ struct Packed {
   uint8_t* data;
 };
 
-void write(const std::vector<float>& output, int result) {
+void write(const std::vector<float>& output, const Stored& stored, int result) {
   if (result != 0) std::exit(4);
   std::fwrite(output.data(), sizeof(float), output.size(), stdout);
+  std::fwrite(stored.residual.data(), sizeof(float), stored.residual.size(), stdout);
 }
 
 void run_product() {
-  const Stored stored = read_product();
+  Stored stored = read_product();
   MatMul m = stored.product;
   const Packed packed(m);
   pack_weights(m, stored.quants.data(), stored.scales.data(), packed.data);
   std::vector<float> output(static_cast<size_t>(m.rows * m.n));
-  m.weights = packed.data;
-  m.input = stored.x.data();
+  connect(m, stored, packed.data);
   m.output = output.data();
-  write(output, run_matmul(*onnxport::active_matmul(), m, run_on_threads, nullptr));
+  write(output, stored, run_matmul(*onnxport::active_matmul(), m, run_on_threads, nullptr));
 }
 
 void run_layer() {
-  const Stored first = read_product(), second = read_product();
+  Stored first = read_product(), second = read_product();
   onnxport::GatedMlp mlp{second.product.k, first.product, second.product};
   complete(mlp);
   const Packed gate_up(mlp.gate_up), down(mlp.down);
   pack_gate_up(mlp, first.quants.data(), first.scales.data(), gate_up.data);
   pack_weights(mlp.down, second.quants.data(), second.scales.data(), down.data);
   std::vector<float> output(static_cast<size_t>(mlp.gate_up.rows * mlp.down.n));
-  mlp.gate_up.weights = gate_up.data;
+  connect(mlp.gate_up, first, gate_up.data);
   mlp.down.weights = down.data;
-  mlp.gate_up.input = first.x.data();
   mlp.down.output = output.data();
-  write(output, run_mlp(*onnxport::active_matmul(), mlp, run_on_threads, nullptr));
+  write(output, first, run_mlp(*onnxport::active_matmul(), mlp, run_on_threads, nullptr));
 }
 
 }  // namespace

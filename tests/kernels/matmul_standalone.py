@@ -1,20 +1,23 @@
 """Builds matmul_driver.cpp and runs products and feed-forward layers through it.
 
-The input is the number of products and that of layers, then for each product K, N, bits, block_size
-and rows as int64, and the activations, quants and scales; a layer is two of them, the second one
-without rows. The answer is the bytes of each output.
+The input is the number of products and that of layers, then for each product K, N, bits,
+block_size, rows and whether there is a norm as int64, the activations, quants and scales, and the
+norm's epsilon, skip and gamma; a layer is two of them, the second one without rows or a norm. The
+answer is the bytes of each output, and after it, where there is a norm, of what it added up.
 """
 
 from __future__ import annotations
 
 import struct
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from tests.kernels.matmul_cases import Floats, MatMulCase
 from tests.kernels.mlp_cases import MlpCase
+from tests.kernels.norm_cases import Norm
 from tests.kernels.standalone import CORE, ROOT
 
 
@@ -44,31 +47,55 @@ def _run(command: list[str]) -> None:
 def run(command: list[str], isa: str, cases: list[MatMulCase]) -> list[Floats]:
     """Runs all cases in one process; each output is [rows, N]."""
     shapes = [(len(case.rows()), case.n) for case in cases]
+    products = [(case, None) for case in cases]
+    return _run_driver([*command, isa], (len(cases), 0), products, shapes)
+
+
+def run_normalized(
+    command: list[str], isa: str, cases: list[tuple[MatMulCase, Norm]]
+) -> list[Floats]:
+    """Runs all cases in one process; of each the output [rows, N], then the residual [rows, K]."""
+    shapes = [shape for case, _ in cases for shape in ((len(case.x), case.n), case.x.shape)]
     return _run_driver([*command, isa], (len(cases), 0), cases, shapes)
 
 
 def run_layers(command: list[str], isas: list[str], cases: list[MlpCase]) -> list[Floats]:
     """Runs all layers in one process; each output is [rows, N]."""
-    products = []
-    for case in cases:
-        products += [case.gate_up, case.down.replace(x=case.down.x[:0])]
     shapes = [(len(case.x), case.down.n) for case in cases]
+    products = [(of, None) for case in cases for of in _parts(case)]
     return _run_driver([*command, *isas], (0, len(cases)), products, shapes)
+
+
+def run_normalized_layers(
+    command: list[str], isas: list[str], cases: list[tuple[MlpCase, Norm]]
+) -> list[Floats]:
+    """Runs all layers in one process; of each the output [rows, N], then the residual [rows, K]."""
+    shapes = [shape for case, _ in cases for shape in ((len(case.x), case.down.n), case.x.shape)]
+    products = []
+    for case, norm in cases:
+        first, second = _parts(case)
+        products += [(first, norm), (second, None)]
+    return _run_driver([*command, *isas], (0, len(cases)), products, shapes)
+
+
+def _parts(case: MlpCase) -> tuple[MatMulCase, MatMulCase]:
+    return case.gate_up, case.down.replace(x=case.down.x[:0])
 
 
 def _run_driver(
     command: list[str],
     counts: tuple[int, int],
-    products: list[MatMulCase],
-    shapes: list[tuple[int, int]],
+    products: Sequence[tuple[MatMulCase, Norm | None]],
+    shapes: list[tuple[int, ...]],
 ) -> list[Floats]:
     parts = [struct.pack("2q", *counts)]
-    for case in products:
+    for case, norm in products:
         rows = case.rows()
-        parts.append(struct.pack("5q", case.k, case.n, case.bits, case.block_size, len(rows)))
-        parts += [
-            np.ascontiguousarray(array).tobytes() for array in (rows, case.quants, case.scales)
-        ]
+        sizes = (case.k, case.n, case.bits, case.block_size, len(rows), norm is not None)
+        arrays = [rows, case.quants, case.scales]
+        if norm is not None:
+            arrays += [np.float32(norm.epsilon), norm.skip, norm.gamma]
+        parts += [struct.pack("6q", *sizes), *(np.asarray(a, order="C").tobytes() for a in arrays)]
     done = subprocess.run(command, input=b"".join(parts), capture_output=True, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr)
     values = np.frombuffer(done.stdout, np.float32)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from onnxport.providers.cpu.library import load_library
-from tests.kernels import matmul_cases, mlp_cases, run_ort
+from tests.kernels import matmul_cases, mlp_cases, norm_cases, run_ort
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
 from tests.kernels.conftest import ISAS
@@ -41,6 +41,10 @@ def main() -> None:
             fused = mlp_cases.run(path, layer, mlp_cases.fused(layer))
             apart = mlp_cases.run(path, layer, mlp_cases.separate(layer))
             assert fused.tobytes() == apart.tobytes(), (seed, isa)
+            norm = norm_cases.random_norm(seed, layer.x)
+            serialized = norm_cases.add_norm(mlp_cases.fused(layer), norm)
+            _, residual = norm_cases.run(path, serialized, layer.x, norm)
+            assert residual.tobytes() == (layer.x + norm.skip).tobytes(), (seed, isa)
     for feeds in BAD_INPUTS.values():
         with contextlib.suppress(Exception):
             run_ort.run(path, small_case(rotary_offset=0), feeds=feeds)

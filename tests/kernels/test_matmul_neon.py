@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from onnxport.providers.cpu.library import find_library, load_library
-from tests.kernels import matmul_cases, matmul_standalone, mlp_cases
+from tests.kernels import matmul_cases, matmul_standalone, mlp_cases, norm_cases
 from tests.kernels.mlp_cases import MlpCase
 from tests.kernels.test_neon import COMPILER, EMULATOR, ON_ARM
 
@@ -80,6 +80,34 @@ def test_feed_forward_layers(driver: Path, isa: str) -> None:
     everything, *rest = found[len(cases) :]
     for part, rows in zip(parts, rest, strict=True):
         assert rows.tobytes() == everything[part].tobytes()
+
+
+@pytest.mark.parametrize("isa", ["dotprod", "i8mm"])
+def test_input_norms(driver: Path, library: ctypes.CDLL | None, isa: str) -> None:
+    cases = [matmul_cases.random_case(seed) for seed in range(NUM_CASES)]
+    normed = [(case, norm_cases.random_norm(seed, case.x)) for seed, case in enumerate(cases)]
+    found = matmul_standalone.run_normalized(command(driver), isa, normed)
+    path = find_library()
+    native = library is not None and library.onnxport_cpu_matmul_isa() is not None
+    for (case, norm), output, residual in zip(normed, found[::2], found[1::2], strict=True):
+        norm_cases.check_product(case, norm, output)
+        assert residual.tobytes() == (case.x + norm.skip).tobytes()
+        if native and path is not None:
+            serialized = norm_cases.add_norm(matmul_cases.model(case), norm)
+            wanted, _ = norm_cases.run(path, serialized, case.x, norm)
+            assert output.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("isa", ["dotprod", "i8mm"])
+def test_input_norms_of_layers(driver: Path, isa: str) -> None:
+    case = mlp_cases.make_case(8, (4, 32), (4, 32), (387, 200, 64), 40)
+    norm = norm_cases.random_norm(1, case.x)
+    output, residual = matmul_standalone.run_normalized_layers(
+        command(driver), [isa], [(case, norm)]
+    )
+    x = norm_cases.normalized(case.x, norm)
+    mlp_cases.check(MlpCase(case.gate_up.replace(x=x), case.down), output)
+    assert residual.tobytes() == (case.x + norm.skip).tobytes()
 
 
 @pytest.mark.skipif(ON_ARM, reason="asks for an emulator's processors")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from onnxport.providers.cpu.library import matmul_isa
-from tests.kernels import matmul_standalone, mlp_cases, standalone
+from tests.kernels import matmul_standalone, mlp_cases, norm_cases, standalone
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
 
@@ -69,6 +69,12 @@ def test_feed_forward_threads_sanitized(tmp_path: Path) -> None:
     outputs = matmul_standalone.run_layers([str(driver)], ["avx2", "portable"], cases)
     for case, found in zip(cases, outputs, strict=True):
         mlp_cases.check(case, found)
+    normed = [(case, norm_cases.random_norm(seed, case.x)) for seed, case in enumerate(cases)]
+    with_norms = matmul_standalone.run_normalized_layers(
+        [str(driver)], ["avx2", "portable"], normed
+    )
+    for (case, norm), residual in zip(normed, with_norms[1::2], strict=True):
+        assert residual.tobytes() == (case.x + norm.skip).tobytes()
 
 
 @pytest.mark.slow

@@ -97,6 +97,42 @@ def test_fused_feed_forward_layers_have_the_bits_of_their_parts(
         assert one.tobytes() == other.tobytes()
 
 
+def greedy(model: Model, prompt: list[int], count: int) -> tuple[list[int], np.ndarray]:
+    """The likeliest tokens after a prompt, and the logits that they were taken from."""
+    tokens, rows, past = list(prompt), [], 0
+    for _ in range(count):
+        rows.append(step(model, [(0, past, tokens[past:])])[-1])
+        past = len(tokens)
+        tokens.append(int(rows[-1].argmax()))
+    return tokens[len(prompt) :], np.array(rows)
+
+
+@needs_kernel
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_fused_norms_give_the_same_tokens(
+    tiny_artifact: ArtifactMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    family: str,
+    precision: str,
+) -> None:
+    """Not the same bits: ONNX Runtime adds up a norm's squares in another order."""
+    caplog.set_level(logging.INFO)
+    path = tiny_artifact(family, precision)
+    prompt = np.random.default_rng(2).integers(3, VOCAB, 33).tolist()
+    fused = opened(path)
+    assert "4 norms fused into what reads them" in caplog.text
+    tokens, logits = greedy(fused, prompt, 16)
+    fused.close()
+    monkeypatch.setattr(cpu, "fuse_input_norm", lambda model: PassResult("none", model, {}))
+    apart = opened(path)
+    wanted, reference = greedy(apart, prompt, 16)
+    apart.close()
+    assert tokens == wanted
+    assert np.abs(logits - reference).max() < 2e-2 * np.abs(reference).max()
+
+
 @needs_kernel
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 def test_it_verifies(tiny_artifact: ArtifactMaker, precision: str) -> None:

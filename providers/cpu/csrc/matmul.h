@@ -23,6 +23,20 @@ constexpr int64_t kPanel = 32;    // output features that are stored together
 constexpr int64_t kRowTile = 16;  // rows that are quantized into one tile, at most
 constexpr int64_t kLargestBlock = 256;
 
+// What is done to activations before they are quantized: residual = input + skip, and of that
+//
+//   residual[i] / sqrt(mean of squares + epsilon) * gamma[i]
+//
+// Root Mean Square Layer Normalization (Zhang and Sennrich, 2019), as ONNX Runtime's
+// SkipSimplifiedLayerNormalization has it, but for the order of its sum, which is the same with
+// every instruction set.
+struct Norm {
+  const float* gamma;  // [k], or null for no norm
+  const float* skip;   // [rows][k]
+  float* residual;     // [rows][k]
+  float epsilon;
+};
+
 // Packed weights: one panel after the other; of each panel one block after the other:
 //   quants [block_size * bits / 32][2][16] of 32 bits, scales [kPanel] of float
 // The 32 bits are what MatMulNBits stores for one output feature: four or, at 4 bits, eight inputs
@@ -38,6 +52,7 @@ struct MatMul {
   int64_t rows;
   const float* input;  // [rows][k]; run_matmul's, as is the output: kernels get theirs by argument
   float* output;       // [rows][n]
+  Norm norm;
 
   // Quantized activations, [blocks][tiles][tile_rows] of each: block_size quants, inputs beyond k
   // zero, and at 4 bits four even ones ahead of four odd ones; their scale; and what takes the
@@ -63,7 +78,7 @@ struct MatMulKernels {
   int64_t (*tile_rows)(int64_t rows);  // how many rows a tile has; kRowTile if rows exceed it
 
   // Quantizes blocks [begin, end) of a row. x holds their inputs, or is null for a row that only
-  // fills up the last tile: zeros.
+  // fills up the last tile: zeros. With a norm, the blocks must be all of the row.
   void (*quantize)(const MatMul& call, const float* x, int64_t row, int64_t begin, int64_t end);
 
   void (*multiply)(const MatMul& call, const Part& part);

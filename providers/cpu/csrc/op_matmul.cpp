@@ -1,5 +1,6 @@
 // onnxport.MatMulNBits: com.microsoft.MatMulNBits at accuracy level 4 with our own kernels. Weights
-// are packed once, when the session is made.
+// are packed once, when the session is made. With the inputs skip and gamma it normalizes A + skip
+// first (see Norm), and returns that sum, too.
 #include <memory>
 
 #include "op_weights.h"
@@ -11,7 +12,7 @@ namespace {
 
 constexpr const char* kName = "MatMulNBits";
 
-enum MatMulInput : size_t { kActivations, kQuants, kScales, kMatMulInputs };
+enum MatMulInput : size_t { kActivations, kQuants, kScales, kSkip, kGamma, kMatMulInputs };
 
 struct MatMulKernel {
   Api api;
@@ -30,6 +31,7 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   m.n = read_attribute(api, info, "N");
   m.bits = read_attribute(api, info, "bits");
   m.block_size = read_attribute(api, info, "block_size");
+  m.norm.epsilon = read_epsilon(api, info, kName);
   check_product(api, kName, m);
   const Weights weights = read_weights(api, info, kName, m, {kQuants, "B", "scales"});
   auto kernel = std::make_unique<MatMulKernel>(api, m);
@@ -45,6 +47,7 @@ void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
   MatMul call = kernel.settings;
   call.rows = elements(input) / call.k;
   call.input = input.as<const float>();
+  read_norm(api, context, kName, input, kSkip, call);
   input.dims[input.rank - 1] = call.n;
   ort::Value* out = nullptr;
   void* data = nullptr;
@@ -65,9 +68,12 @@ ort::CustomOp matmul_operator() {
   };
   op.output_type = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };
   op.input_type_count = [](const ort::CustomOp*) { return size_t{kMatMulInputs}; };
-  op.output_type_count = [](const ort::CustomOp*) { return size_t{1}; };
-  op.input_characteristic = op.output_characteristic = [](const ort::CustomOp*, size_t) -> int {
-    return ort::kRequired;
+  op.output_type_count = [](const ort::CustomOp*) { return size_t{2}; };
+  op.input_characteristic = [](const ort::CustomOp*, size_t index) -> int {
+    return index < kSkip ? ort::kRequired : ort::kOptional;
+  };
+  op.output_characteristic = [](const ort::CustomOp*, size_t index) -> int {
+    return index == 0 ? ort::kRequired : ort::kOptional;
   };
   op.create_kernel = [](const ort::CustomOp*, const void* const* table,
                         const ort::KernelInfo* info, void** out) -> Status* {

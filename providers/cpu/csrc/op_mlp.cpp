@@ -1,4 +1,5 @@
-// onnxport.GatedMlp: MatMulNBits, GatedSilu and MatMulNBits in one, to the bit.
+// onnxport.GatedMlp: MatMulNBits, with its norm if it has one, GatedSilu and MatMulNBits in one, to
+// the bit.
 #include <memory>
 
 #include "mlp.h"
@@ -11,7 +12,16 @@ namespace {
 
 constexpr const char* kName = "GatedMlp";
 
-enum MlpInput : size_t { kActivations, kGateUp, kGateUpScales, kDown, kDownScales, kMlpInputs };
+enum MlpInput : size_t {
+  kActivations,
+  kGateUp,
+  kGateUpScales,
+  kDown,
+  kDownScales,
+  kSkip,
+  kGamma,
+  kMlpInputs
+};
 
 size_t packed_bytes(const MatMul& m) {
   return static_cast<size_t>(num_panels(m) * panel_bytes(m));
@@ -41,6 +51,7 @@ std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* in
   mlp.down.n = read_attribute(api, info, "N");
   mlp.down.bits = read_attribute(api, info, "down_bits");
   mlp.down.block_size = read_attribute(api, info, "down_block_size");
+  mlp.gate_up.norm.epsilon = read_epsilon(api, info, kName);
   complete(mlp);
   // As the graph has it, without what fills up panels.
   MatMul joined = mlp.gate_up;
@@ -66,6 +77,7 @@ void compute(const MlpKernel& kernel, ort::KernelContext* context) {
   Tensor input = read_activations(api, context, kName, call.gate_up.k);
   call.gate_up.rows = elements(input) / call.gate_up.k;
   call.gate_up.input = input.as<const float>();
+  read_norm(api, context, kName, input, kSkip, call.gate_up);
   input.dims[input.rank - 1] = call.down.n;
   ort::Value* out = nullptr;
   void* data = nullptr;
@@ -86,9 +98,12 @@ ort::CustomOp mlp_operator() {
   };
   op.output_type = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };
   op.input_type_count = [](const ort::CustomOp*) { return size_t{kMlpInputs}; };
-  op.output_type_count = [](const ort::CustomOp*) { return size_t{1}; };
-  op.input_characteristic = op.output_characteristic = [](const ort::CustomOp*, size_t) -> int {
-    return ort::kRequired;
+  op.output_type_count = [](const ort::CustomOp*) { return size_t{2}; };
+  op.input_characteristic = [](const ort::CustomOp*, size_t index) -> int {
+    return index < kSkip ? ort::kRequired : ort::kOptional;
+  };
+  op.output_characteristic = [](const ort::CustomOp*, size_t index) -> int {
+    return index == 0 ? ort::kRequired : ort::kOptional;
   };
   op.create_kernel = [](const ort::CustomOp*, const void* const* table,
                         const ort::KernelInfo* info, void** out) -> Status* {

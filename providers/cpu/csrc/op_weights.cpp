@@ -1,6 +1,9 @@
 // What operators with quantized weights have in common: reading and checking them.
 #include "op_weights.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "pages.h"
 
 namespace onnxport::op {
@@ -20,6 +23,14 @@ void expect_elements(const Api& api, const char* op, const char* name, const Ten
   if (elements(tensor) != wanted)
     fail(api, ort::kInvalidArgument, "%s: %s must have %lld elements, found %lld", op, name,
          static_cast<long long>(wanted), static_cast<long long>(elements(tensor)));
+}
+
+const ort::Value* optional_input(const Api& api, const ort::KernelContext* context, size_t index) {
+  size_t count = 0;
+  check(api.input_count(context, &count));
+  const ort::Value* value = nullptr;
+  if (index < count) check(api.input(context, index, &value));
+  return value;
 }
 
 }  // namespace
@@ -61,6 +72,52 @@ Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op
 
 void forget_quants(const Weights& weights) {
   forget_file_pages(weights.quants.data, static_cast<size_t>(elements(weights.quants)));
+}
+
+float read_epsilon(const Api& api, const ort::KernelInfo* info, const char* op) {
+  float epsilon = 0;
+  Status* status = api.attribute(info, "epsilon", &epsilon);
+  if (status) {
+    api.release(status);
+    return NAN;
+  }
+  if (!(epsilon >= 0))
+    fail(api, ort::kInvalidArgument, "%s: epsilon must be zero or more, found %g", op,
+         static_cast<double>(epsilon));
+  return epsilon;
+}
+
+void read_norm(const Api& api, ort::KernelContext* context, const char* op, const Tensor& input,
+               size_t first, MatMul& call) {
+  const ort::Value* skip_value = optional_input(api, context, first);
+  const ort::Value* gamma_value = optional_input(api, context, first + 1);
+  const bool has_epsilon = !std::isnan(call.norm.epsilon);
+  size_t outputs = 0;
+  check(api.output_count(context, &outputs));
+  if (!skip_value && !gamma_value && !has_epsilon && outputs < 2) return;
+  ort::Value* out = nullptr;
+  if (outputs > 1) check(api.output(context, 1, input.dims, input.rank, &out));
+  const char* missing = !skip_value    ? "skip"
+                        : !gamma_value ? "gamma"
+                        : !has_epsilon ? "epsilon"
+                        : !out         ? "second output"
+                                       : nullptr;
+  if (missing)
+    fail(api, ort::kInvalidArgument,
+         "%s: a norm needs skip, gamma, epsilon and a second output; there is no %s", op, missing);
+  const Tensor skip = describe(api, "skip", skip_value);
+  const Tensor gamma = describe(api, "gamma", gamma_value);
+  if (skip.rank != input.rank || !std::equal(skip.dims, skip.dims + skip.rank, input.dims))
+    fail(api, ort::kInvalidArgument,
+         "%s: skip must have the shape of A, %lld elements, found rank %zu and %lld", op,
+         static_cast<long long>(elements(input)), skip.rank,
+         static_cast<long long>(elements(skip)));
+  expect_elements(api, op, "gamma", gamma, call.k);
+  void* residual = nullptr;
+  check(api.mutable_data(out, &residual));
+  call.norm.gamma = gamma.as<const float>();
+  call.norm.skip = skip.as<const float>();
+  call.norm.residual = static_cast<float*>(residual);
 }
 
 Tensor read_activations(const Api& api, const ort::KernelContext* context, const char* op,

@@ -37,4 +37,13 @@ Tensor read_activations(const Api& api, const ort::KernelContext* context, const
 
 int64_t elements(const Tensor& tensor);
 
+// The attribute of the norm; NAN where there is none. Throws a Failure where it is no epsilon.
+float read_epsilon(const Api& api, const ort::KernelInfo* info, const char* op);
+
+// Gives a call whose norm has its epsilon the rest of it, if the node has one: skip is the input
+// `first`, gamma the next one, and the residual the output 1. Throws a Failure where one of them is
+// missing, or does not fit the activations.
+void read_norm(const Api& api, ort::KernelContext* context, const char* op, const Tensor& input,
+               size_t first, MatMul& call);
+
 }  // namespace onnxport::op
