@@ -182,7 +182,12 @@ class StreamingWeights:
 
     def _convert(self, target: _Target, panel: _Panel, product: _Product | None) -> None:
         """Convert a panel on all threads, and multiply what was stored."""
-        edges = np.linspace(0, len(panel.raw), self._threads + 1).astype(int)
+        rows = len(panel.raw)
+        # The same groups of rows are multiplied whatever the threads: a BLAS may round a row's sum in
+        # another order where it is the last of a group, or the group a smaller one.
+        group = 1 if product is None else product.group
+        edges = np.linspace(0, -(-rows // group), self._threads + 1).astype(int) * group
+        edges = np.minimum(edges, rows)
 
         def work(first: int, last: int) -> None:
             values = to_float32(panel.raw[first:last])
@@ -208,7 +213,7 @@ class _Panel:
 
 
 class _Product:
-    """`x @ matrix.T`, a few rows of the matrix at a time.
+    """`x @ matrix.T`, `group` rows of the matrix at a time.
 
     Many small products instead of a large one: a BLAS does each on the calling thread, without
     packing, which is three times as fast here; and its own threads, which would spin while ours
@@ -218,15 +223,15 @@ class _Product:
     def __init__(self, x: Array, rows: int) -> None:
         self._x = np.ascontiguousarray(x.T)  # [K, m]
         self._y = np.empty((rows, len(x)), np.float32)
-        self._step = max(1, _SMALL_PRODUCT // max(x.size, 1))
+        self.group = max(1, _SMALL_PRODUCT // max(x.size, 1))  # rows of one small product
 
     def add(self, matrix: Array, where: slice) -> None:
         """Multiply rows [n, K] of the matrix, which lie at `where` in the whole."""
         columns, tokens = self._x.shape
         y = self._y[where]
-        whole = len(matrix) // self._step * self._step
-        groups = matrix[:whole].reshape(-1, self._step, columns)
-        np.matmul(groups, self._x, out=y[:whole].reshape(-1, self._step, tokens))
+        whole = len(matrix) // self.group * self.group
+        groups = matrix[:whole].reshape(-1, self.group, columns)
+        np.matmul(groups, self._x, out=y[:whole].reshape(-1, self.group, tokens))
         np.matmul(matrix[whole:], self._x, out=y[whole:])
 
     def result(self) -> Array:
