@@ -183,7 +183,7 @@ class StreamingWeights:
     def _convert(self, target: _Target, panel: _Panel, product: _Product | None) -> None:
         """Convert a panel on all threads, and multiply what was stored."""
         rows = len(panel.raw)
-        # The same groups of rows are multiplied whatever the threads: a BLAS may round a row's sum in
+        # The same groups of rows are multiplied whatever the threads: a BLAS may add up a row in
         # another order where it is the last of a group, or the group a smaller one.
         group = 1 if product is None else product.group
         edges = np.linspace(0, -(-rows // group), self._threads + 1).astype(int) * group
