@@ -12,8 +12,9 @@ namespace {
 // Below this many activations, waking another thread costs more than it saves.
 constexpr int64_t kSerialQuantize = 1 << 15;
 constexpr int64_t kQuantizeTask = 1 << 14;
-// Weights that a task reads: some ten microseconds from memory, so that threads finish together.
-constexpr int64_t kTaskBytes = 1 << 16;
+// Weights that a task reads: some ten microseconds from memory, so that threads finish together. Of
+// many weights more, for what a task asks for ahead at its end may be another thread's.
+constexpr int64_t kTaskBytes = 1 << 16, kLargestTaskBytes = 1 << 19, kFewTasks = 64;
 
 }  // namespace
 
@@ -29,7 +30,9 @@ Product::Product(const MatMulKernels& used, const MatMul& product)
     : kernels(used), call(product), rows_per_quantize(padded_rows(product)) {
   if (rows_per_quantize * call.k > kSerialQuantize)
     rows_per_quantize = std::max<int64_t>(1, kQuantizeTask / call.k);
-  panels_per_task = std::max<int64_t>(1, kTaskBytes / panel_bytes(call));
+  const int64_t bytes = num_panels(call) * panel_bytes(call) / kFewTasks;
+  panels_per_task = std::max<int64_t>(
+      1, std::clamp(bytes, kTaskBytes, kLargestTaskBytes) / panel_bytes(call));
   panel_tasks = ceil_div(num_panels(call), panels_per_task);
 }
 

@@ -115,25 +115,24 @@ ONNXPORT_INLINE Vec::Floats accumulate(Vec::Floats total, Vec::Ints sum, Vec::Fl
   return Vec::fma(Vec::mul(Vec::to_floats(sum), row_scale), scales, total);
 }
 
-// Reads eight inputs' packed weights of outputs from vector c on. Asks for those half a block or
-// more ahead: the processor's own prefetching stops at the end of each page, and at the end of what
-// it finds room to run ahead.
+// Reads eight inputs' packed weights of outputs from vector c on, and asks for those `ahead` bytes
+// behind them.
 template <class Dot>
-ONNXPORT_INLINE typename Dot::Weights read_weights(const uint8_t* weights, int c) {
+ONNXPORT_INLINE typename Dot::Weights read_weights(const uint8_t* weights, int c, int64_t ahead) {
   const uint8_t* first = weights + c * Vec::kLanes * 4;
   const bool is_line = c * Vec::kLanes % 16 == 0;
-  if (is_line) Vec::prefetch(first + 2048);
+  if (is_line) Vec::prefetch(first + ahead);
   const Vec::Ints low = Vec::load_bytes(first);
   if (Dot::kBits == 4) return Dot::prepare(Vec::low_nibbles(low), Vec::high_nibbles(low));
   const uint8_t* second = first + kPanel * 4;
-  if (is_line) Vec::prefetch(second + 2048);
+  if (is_line) Vec::prefetch(second + ahead);
   return Dot::prepare(low, Vec::load_bytes(second));
 }
 
 // Adds the products of `count` inputs. Few units keep their inputs in registers, many the weights.
 template <class Dot, int kUnits, int kColumns, class Sum>
 ONNXPORT_INLINE void add_products(const uint8_t* weights, const int8_t* quants, int64_t block_size,
-                                  int64_t count, Sum (&sums)[kUnits][kColumns]) {
+                                  int64_t count, int64_t ahead, Sum (&sums)[kUnits][kColumns]) {
   int64_t i = 0;
   do {
     if constexpr (kUnits < kColumns) {
@@ -143,14 +142,14 @@ ONNXPORT_INLINE void add_products(const uint8_t* weights, const int8_t* quants, 
         x[u] = Dot::inputs(quants + u * Dot::kRows * block_size + i, block_size);
       ONNXPORT_UNROLL
       for (int c = 0; c < kColumns; c++) {
-        const auto w = read_weights<Dot>(weights, c);
+        const auto w = read_weights<Dot>(weights, c, ahead);
         ONNXPORT_UNROLL
         for (int u = 0; u < kUnits; u++) Dot::add(sums[u][c], w, x[u]);
       }
     } else {
       typename Dot::Weights w[kColumns];
       ONNXPORT_UNROLL
-      for (int c = 0; c < kColumns; c++) w[c] = read_weights<Dot>(weights, c);
+      for (int c = 0; c < kColumns; c++) w[c] = read_weights<Dot>(weights, c, ahead);
       ONNXPORT_UNROLL
       for (int u = 0; u < kUnits; u++) {
         const auto x = Dot::inputs(quants + u * Dot::kRows * block_size + i, block_size);
@@ -165,14 +164,14 @@ ONNXPORT_INLINE void add_products(const uint8_t* weights, const int8_t* quants, 
 
 template <class Dot, int kUnits, int kColumns>
 ONNXPORT_INLINE void add_block(const uint8_t* weights, const int8_t* quants, int64_t block_size,
-                               typename Dot::Sum (&sums)[kUnits][kColumns]) {
+                               int64_t ahead, typename Dot::Sum (&sums)[kUnits][kColumns]) {
   if constexpr (Dot::kGroup == 0) {
-    add_products<Dot>(weights, quants, block_size, block_size, sums);
+    add_products<Dot>(weights, quants, block_size, block_size, ahead, sums);
   } else {
     const int64_t group = block_size < Dot::kGroup ? block_size : Dot::kGroup;
     for (int64_t i = 0; i < block_size; i += group) {
       typename Dot::Partial parts[kUnits][kColumns] = {};
-      add_products<Dot>(weights, quants + i, block_size, group, parts);
+      add_products<Dot>(weights, quants + i, block_size, group, ahead, parts);
       weights += group / 8 * kPanel * Dot::kBits;
       ONNXPORT_UNROLL
       for (int u = 0; u < kUnits; u++) {
@@ -201,7 +200,17 @@ struct Outputs {
   int64_t panel, row;
   float* first;
   int64_t stride;
+  int64_t group, groups;  // of rows, that read the same panel
 };
+
+// From weights to those that are asked for meanwhile. The first group of rows asks half a block or
+// more ahead: the processor's own prefetching stops at the end of each page, and at the end of what
+// it finds room to run ahead. The others, who find their weights in the cache, share the next panel
+// among them, so that memory is not idle while they multiply.
+static inline int64_t bytes_ahead(const MatMul& m, const Outputs& out, int64_t block) {
+  if (out.group == 0) return 2048;
+  return block % (out.groups - 1) == out.group - 1 ? panel_bytes(m) : 0;
+}
 
 // A panel's outputs of kUnits units of rows, from a vector on.
 template <class Dot, int kUnits, int kColumns>
@@ -224,7 +233,8 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
       for (int c = 0; c < kColumns; c++)
         sums[u][c] = Dot::start(m.corrections + at + u * Dot::kRows);
     }
-    add_block<Dot>(weights + offset * 4, m.quants + at * m.block_size, m.block_size, sums);
+    add_block<Dot>(weights + offset * 4, m.quants + at * m.block_size, m.block_size,
+                   bytes_ahead(m, out, block), sums);
     const float* scales = reinterpret_cast<const float*>(weights + quant_bytes(m)) + offset;
     ONNXPORT_UNROLL
     for (int u = 0; u < kUnits; u++) {
@@ -264,10 +274,13 @@ template <class Dot>
 void multiply_panels(const MatMul& m, const Part& part) {
   constexpr int64_t kGroupRows = Dot::kMostUnits * Dot::kRows;
   static_assert(kRowTile % kGroupRows == 0, "a group must not cross a tile's end");
+  const int64_t groups = ceil_div(part.row_end - part.row_begin, kGroupRows);
   for (int64_t panel = part.panel_begin; panel < part.panel_end; panel++) {
     float* first = part.output + (panel - part.panel_begin) * kPanel;
-    for (int64_t row = part.row_begin; row < part.row_end; row += kGroupRows) {
-      const Outputs out{panel, row, first + (row - part.row_begin) * part.stride, part.stride};
+    for (int64_t group = 0; group < groups; group++) {
+      const int64_t row = part.row_begin + group * kGroupRows;
+      const Outputs out{panel, row, first + group * kGroupRows * part.stride, part.stride, group,
+                        groups};
       const int64_t units = ceil_div(part.row_end - row, Dot::kRows);
       multiply_group<Dot>(m, out, units < Dot::kMostUnits ? units : Dot::kMostUnits);
     }
