@@ -82,7 +82,7 @@ Operator make_operator(ort::ElementType cache_type) {
 
 ort::CustomOp base_operator() {
   ort::CustomOp op{};
-  op.version = ort::kApiVersion;
+  op.version = ort::kLayoutVersion;
   op.execution_provider = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
   op.input_memory_type = [](const ort::CustomOp*, size_t) { return 0; };
   const auto one = [](const ort::CustomOp*) { return 1; };
@@ -99,7 +99,7 @@ Status* register_operators(ort::SessionOptions* options, const ort::ApiBase* bas
   if (!table) {
     // Every release knows the first version, and with it how to say so.
     return Api{base->get_api(1)}.create_status(
-        ort::kNotImplemented, "onnxport's CPU operators need ONNX Runtime 1.18 or newer");
+        ort::kNotImplemented, "onnxport's CPU operators need ONNX Runtime 1.24 or newer");
   }
   const Api api{table};
   // One operator for each cache type under the same name. The last two exist to be refused with

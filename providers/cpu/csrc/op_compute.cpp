@@ -1,5 +1,6 @@
 // One call of the operator: inputs and outputs checked against one another and turned into a
 // Problem.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -9,20 +10,14 @@
 namespace onnxport::op {
 
 Tensor describe(const Api& api, const char* name, const ort::Value* value) {
-  struct Info {
-    const Api& api;
-    ort::ShapeInfo* info = nullptr;
-    ~Info() {
-      if (info) api.release(info);
-    }
-  } info{api};
   Tensor tensor;
-  check(api.shape_info(value, &info.info));
-  check(api.rank(info.info, &tensor.rank));
+  int type = 0;
+  const int64_t* dims = nullptr;
+  check(api.shape(value, &type, &dims, &tensor.rank));
   if (tensor.rank < 1 || tensor.rank > kMaxRank)
     fail(api, ort::kInvalidArgument, "%s must have 1 to %zu dimensions, found %zu", name, kMaxRank,
          tensor.rank);
-  check(api.dimensions(info.info, tensor.dims, tensor.rank));
+  std::copy(dims, dims + tensor.rank, tensor.dims);
   // The accessor wants a mutable value even for inputs; only the caches are written to.
   check(api.mutable_data(const_cast<ort::Value*>(value), &tensor.data));
   return tensor;

@@ -1,7 +1,7 @@
 // The part of ONNX Runtime's C ABI that a custom operator needs, by slot number: its header is in
 // no wheel, and the function table only ever grows at its end. Slots are those of OrtApi in
-// onnxruntime_c_api.h; kApiVersion is the oldest release that has all of them, and the layout of
-// OrtCustomOp as of then.
+// onnxruntime_c_api.h; kApiVersion is the oldest release that has all of them, and kLayoutVersion
+// the one whose OrtCustomOp is declared here.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ namespace onnxport::ort {
 #define ONNXPORT_ORT_CALL
 #endif
 
-constexpr uint32_t kApiVersion = 18;
+constexpr uint32_t kApiVersion = 24, kLayoutVersion = 18;
 
 // Opaque to us.
 struct Status;
@@ -24,7 +24,6 @@ struct KernelInfo;
 struct KernelContext;
 struct SessionOptions;
 struct CustomOpDomain;
-struct ShapeInfo;
 struct ShapeInferContext;
 
 enum ElementType : int {
@@ -64,16 +63,6 @@ struct Api {
   Status* mutable_data(Value* value, void** out) const {
     return slot<Status*(ONNXPORT_ORT_CALL*)(Value*, void**)>(51)(value, out);
   }
-  Status* rank(const ShapeInfo* info, size_t* out) const {
-    return slot<Status*(ONNXPORT_ORT_CALL*)(const ShapeInfo*, size_t*)>(61)(info, out);
-  }
-  Status* dimensions(const ShapeInfo* info, int64_t* out, size_t count) const {
-    return slot<Status*(ONNXPORT_ORT_CALL*)(const ShapeInfo*, int64_t*, size_t)>(62)(info, out,
-                                                                                     count);
-  }
-  Status* shape_info(const Value* value, ShapeInfo** out) const {
-    return slot<Status*(ONNXPORT_ORT_CALL*)(const Value*, ShapeInfo**)>(65)(value, out);
-  }
   Status* attribute(const KernelInfo* info, const char* name, float* out) const {
     return slot<Status*(ONNXPORT_ORT_CALL*)(const KernelInfo*, const char*, float*)>(85)(info, name,
                                                                                          out);
@@ -103,7 +92,6 @@ struct Api {
                                             Value**)>(91)(context, index, dims, rank, out);
   }
   void release(Status* status) const { slot<void(ONNXPORT_ORT_CALL*)(Status*)>(93)(status); }
-  void release(ShapeInfo* info) const { slot<void(ONNXPORT_ORT_CALL*)(ShapeInfo*)>(99)(info); }
   // constant is 0, and out null, unless the input is an initializer that cannot change.
   Status* constant_input(const KernelInfo* info, size_t index, int* constant,
                          const Value** out) const {
@@ -116,6 +104,11 @@ struct Api {
     return slot<Status*(ONNXPORT_ORT_CALL*)(const KernelContext*,
                                             void(ONNXPORT_ORT_CALL*)(void*, size_t), size_t, size_t,
                                             void*)>(274)(context, task, count, batches, argument);
+  }
+  // A tensor's type and its own dimensions: nothing to release, and nothing is allocated.
+  Status* shape(const Value* value, int* type, const int64_t** dims, size_t* rank) const {
+    return slot<Status*(ONNXPORT_ORT_CALL*)(const Value*, int*, const int64_t**, size_t*)>(414)(
+        value, type, dims, rank);
   }
 };
 
