@@ -14,7 +14,7 @@ constexpr int64_t kSerialQuantize = 1 << 15;
 constexpr int64_t kQuantizeTask = 1 << 14;
 // Weights that a task reads: some ten microseconds from memory, so that threads finish together. Of
 // many weights more, for what a task asks for ahead at its end may be another thread's.
-constexpr int64_t kTaskBytes = 1 << 16, kLargestTaskBytes = 1 << 19, kFewTasks = 64;
+constexpr int64_t kTaskBytes = 1 << 15, kLargestTaskBytes = 1 << 19, kFewTasks = 64;
 
 }  // namespace
 
