@@ -76,12 +76,15 @@ def make_case(seed: int, bits: int, block_size: int, k: int, n: int, rows: int) 
     # Magnitudes far apart, between rows and between the blocks of one.
     x = rng.standard_normal((rows, k)) * 10.0 ** rng.uniform(-3, 3, (rows, 1))
     x *= np.repeat(10.0 ** rng.uniform(-2, 2, (1, blocks)), block_size, 1)[:, :k]
+    scales = rng.standard_normal((n, blocks)) * 0.02
+    if seed % 3 == 1:  # such as are packed in 16 bits; zeros may be among them
+        scales = np.where(np.abs(scales) < 1e-3, 0, scales).astype(np.float16)
     return MatMulCase(
         bits=bits,
         block_size=block_size,
         x=x.astype(np.float32),
         quants=rng.integers(0, 256, (n, blocks, block_size * bits // 8), np.uint8),
-        scales=(rng.standard_normal((n, blocks)) * 0.02).astype(np.float32),
+        scales=scales.astype(np.float32),
     )
 
 

@@ -57,6 +57,7 @@ Stored read_product() {
   stored.x = read_array<float>(m.rows * m.k);
   stored.quants = read_array<uint8_t>(m.n * num_blocks(m) * m.block_size * m.bits / 8);
   stored.scales = read_array<float>(m.n * num_blocks(m));
+  m.half_scales = onnxport::are_halves(stored.scales.data(), m.n * num_blocks(m));
   if (sizes[5] != 0) {
     m.norm.epsilon = read_array<float>(1)[0];
     stored.skip = read_array<float>(m.rows * m.k);

@@ -26,6 +26,7 @@ int main() {
     m.block_size = sizes[3];
     const auto quants = read_array<uint8_t>(m.n * num_blocks(m) * m.block_size * m.bits / 8);
     const auto scales = read_array<float>(m.n * num_blocks(m));
+    m.half_scales = onnxport::are_halves(scales.data(), m.n * num_blocks(m));
     for (const auto pack : {onnxport::pack_weights, onnxport::pack_weights_in_parts}) {
       // What was in the memory before must not show.
       std::vector<uint8_t> packed(static_cast<size_t>(num_panels(m) * panel_bytes(m)), 0xAA);

@@ -8,12 +8,13 @@ import shutil
 import struct
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.kernels.matmul_cases import BITS, BLOCK_SIZES, MatMulCase, make_case
+from tests.kernels.matmul_cases import BITS, BLOCK_SIZES, Floats, MatMulCase, make_case
 from tests.kernels.standalone import ROOT
 
 COMPILER = "g++"
@@ -28,17 +29,32 @@ pytestmark = [
 ]
 
 
+def are_halves(scales: Floats) -> bool:
+    """Whether all are zero or in the normal range of float16, and none has bits that it lacks."""
+    limits = np.finfo(np.float16)
+    magnitudes = np.abs(scales)
+    in_range = (magnitudes >= limits.smallest_normal) & (magnitudes <= limits.max)
+    with np.errstate(over="ignore"):
+        halves = scales.astype(np.float16)
+    return bool(((in_range & (halves == scales)) | (scales == 0)).all())
+
+
 def packed(case: MatMulCase) -> NDArray[np.uint8]:
     """The layout that matmul.h draws: panels, blocks, words of 32 outputs, then their scales."""
-    blocks = case.quants.shape[1]
     flipped = case.quants ^ np.uint8(0x80 if case.bits == 8 else 0)
-    words = flipped.view(np.uint32)  # [N, blocks, words]
-    panels = -(-case.n // PANEL)
-    both = np.concatenate([words, case.scales.view(np.uint32)[:, :, None]], axis=2)
-    whole = np.zeros((panels * PANEL, blocks, both.shape[2]), np.uint32)
-    whole[: case.n] = both
-    by_panel = whole.reshape(panels, PANEL, blocks, -1).transpose(0, 2, 3, 1)
-    return np.ascontiguousarray(by_panel).reshape(-1).view(np.uint8)
+    scales = case.scales.astype(np.float16 if are_halves(case.scales) else np.float32)
+    parts = by_panel(flipped.view(np.uint32)), by_panel(scales[:, :, None])
+    return np.concatenate(parts, axis=2).reshape(-1)
+
+
+def by_panel(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """[N, blocks, values] as bytes [panels, blocks, those of each value of a panel's outputs]."""
+    n, blocks, count = values.shape
+    panels = -(-n // PANEL)
+    whole = np.zeros((panels * PANEL, blocks, count), values.dtype)
+    whole[:n] = values
+    turned = whole.reshape(panels, PANEL, blocks, count).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(turned).view(np.uint8).reshape(panels, blocks, -1)
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +90,13 @@ def test_every_size_of_block(driver: Path) -> None:
 def test_more_parts_than_threads(driver: Path) -> None:
     """Packed, it has over 5 MB, and parts have 1 MB; the last panel is not whole."""
     check(driver, [make_case(0, 4, 32, k=1024, n=9001, rows=1)])
+
+
+@pytest.mark.parametrize("odd", [0.1, -6.1e-5, 2.0**-15, 2.0**-24, 65536.0, 1e-30, np.inf, np.nan])
+def test_one_scale_that_is_no_float16(driver: Path, odd: float) -> None:
+    """All of the product's are floats then; with a zero in its place none is."""
+    case = make_case(1, 4, 32, k=96, n=40, rows=1)
+    assert are_halves(case.scales)
+    scales = case.scales.copy()
+    scales[17, 1] = odd
+    check(driver, [case, case.replace(scales=scales), case])

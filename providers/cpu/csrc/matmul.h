@@ -38,7 +38,7 @@ struct Norm {
 };
 
 // Packed weights: one panel after the other; of each panel one block after the other:
-//   quants [block_size * bits / 32][2][16] of 32 bits, scales [kPanel] of float
+//   quants [block_size * bits / 32][2][16] of 32 bits, scales [kPanel] of float or float16
 // The 32 bits are what MatMulNBits stores for one output feature: four or, at 4 bits, eight inputs
 // of which the even ones are in the low nibbles. At 8 bits the quants' zero point is subtracted.
 // Panels and scales are filled up with zeros to whole blocks.
@@ -47,6 +47,7 @@ struct MatMul {
   int64_t n;           // output features
   int64_t bits;        // 4 or 8
   int64_t block_size;  // 16, 32, 64, 128 or 256
+  bool half_scales;    // scales are packed as float16; see are_halves
   const uint8_t* weights;
 
   int64_t rows;
@@ -104,7 +105,7 @@ static inline int64_t num_blocks(const MatMul& m) { return ceil_div(m.k, m.block
 static inline int64_t num_panels(const MatMul& m) { return ceil_div(m.n, kPanel); }
 static inline int64_t quant_bytes(const MatMul& m) { return kPanel * m.block_size * m.bits / 8; }
 static inline int64_t block_bytes(const MatMul& m) {
-  return quant_bytes(m) + kPanel * static_cast<int64_t>(sizeof(float));
+  return quant_bytes(m) + kPanel * (m.half_scales ? 2 : 4);
 }
 static inline int64_t panel_bytes(const MatMul& m) { return num_blocks(m) * block_bytes(m); }
 
@@ -113,6 +114,11 @@ static inline int64_t row_block(const MatMul& m, int64_t row, int64_t block) {
   const int64_t tiles = ceil_div(m.rows, kRowTile);
   return (block * tiles + row / kRowTile) * m.tile_rows + row % kRowTile;
 }
+
+// Whether each scale is a float16, zero or in its normal range, so that packing it as one loses
+// nothing. Products of one row wait for memory, of which scales are 1 byte in 17 at 4 bits in blocks
+// of 128, and half of that then.
+bool are_halves(const float* scales, int64_t count);
 
 // Fills the packed weights, num_panels * panel_bytes at a cache line, from the operator's inputs:
 // quants [n][blocks][block_size * bits / 8], scales [n][blocks].

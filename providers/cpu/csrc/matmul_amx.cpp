@@ -43,18 +43,20 @@ struct alignas(64) TileConfiguration {
 struct Pending {
   const int32_t* sums;      // [2][16 rows][16]
   const float* row_scales;  // [16]
-  const uint8_t* scales;    // [kPanel]
+  const uint8_t* scales;    // [kPanel], packed
+  const MatMul* product;
   float* totals;            // [16][kPanel]
 };
 
 ONNXPORT_INLINE void add(const Pending& p) {
+  __m512 scales[2];
+  load_scales<2>(*p.product, p.scales, 0, scales);
   for (int c = 0; c < 2; c++) {
-    const __m512 scale = _mm512_load_ps(p.scales + 64 * c);
     for (int r = 0; r < kLanes; r++) {
       float* total = p.totals + r * kPanel + c * kLanes;
       const __m512i sum = _mm512_load_si512(p.sums + (c * kLanes + r) * kLanes);
       _mm512_store_ps(total, accumulate(_mm512_load_ps(total), sum,
-                                        _mm512_set1_ps(p.row_scales[r]), scale));
+                                        _mm512_set1_ps(p.row_scales[r]), scales[c]));
     }
   }
 }
@@ -122,7 +124,7 @@ void multiply_tiles(const MatMul& m, const Part& part, int64_t panel) {
       _tile_stored(0, sums[half], 64);
       _tile_stored(1, sums[half] + 256, 64);
       if (pending.sums) add(pending);
-      pending = {sums[half], m.scales + at, weights + quant_bytes(m),
+      pending = {sums[half], m.scales + at, weights + quant_bytes(m), &m,
                  totals + tile * kRowTile * kPanel};
       half ^= 1;
     }

@@ -10,6 +10,7 @@
 //   Sum          of 32 bits; start() takes kRows corrections, rows() returns a vector for each row
 //   Partial      what add() adds to: the sum itself, or where kGroup is not zero a narrower one,
 //                zero at first, that holds kGroup inputs' products and goes into the sum by widen()
+//   load_half    of Vec: kLanes float16, as floats
 //   kZeroPoint8  of Vec: what prepare() adds to weights of eight bits
 #pragma once
 
@@ -113,6 +114,18 @@ void quantize(const MatMul& m, const float* x, int64_t row, int64_t begin, int64
 ONNXPORT_INLINE Vec::Floats accumulate(Vec::Floats total, Vec::Ints sum, Vec::Floats row_scale,
                                        Vec::Floats scales) {
   return Vec::fma(Vec::mul(Vec::to_floats(sum), row_scale), scales, total);
+}
+
+// A block's scales of kColumns vectors of outputs from one on.
+template <int kColumns>
+ONNXPORT_INLINE void load_scales(const MatMul& m, const uint8_t* packed, int64_t first,
+                                 Vec::Floats (&scales)[kColumns]) {
+  ONNXPORT_UNROLL
+  for (int c = 0; c < kColumns; c++) {
+    const int64_t at = first + c * Vec::kLanes;
+    scales[c] = m.half_scales ? Vec::load_half(packed + at * 2)
+                              : Vec::load(reinterpret_cast<const float*>(packed + at * 4));
+  }
 }
 
 // Reads eight inputs' packed weights of outputs from vector c on, and asks for those `ahead` bytes
@@ -235,7 +248,8 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
     }
     add_block<Dot>(weights + offset * 4, m.quants + at * m.block_size, m.block_size,
                    bytes_ahead(m, out, block), sums);
-    const float* scales = reinterpret_cast<const float*>(weights + quant_bytes(m)) + offset;
+    Vec::Floats scales[kColumns];
+    load_scales<kColumns>(m, weights + quant_bytes(m), offset, scales);
     ONNXPORT_UNROLL
     for (int u = 0; u < kUnits; u++) {
       ONNXPORT_UNROLL
@@ -245,8 +259,8 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
         ONNXPORT_UNROLL
         for (int i = 0; i < Dot::kRows; i++) {
           const int r = u * Dot::kRows + i;
-          totals[r][c] = accumulate(totals[r][c], rows[i], Vec::set1(m.scales[at + r]),
-                                    Vec::load(scales + c * Vec::kLanes));
+          totals[r][c] =
+              accumulate(totals[r][c], rows[i], Vec::set1(m.scales[at + r]), scales[c]);
         }
       }
     }

@@ -20,6 +20,9 @@ struct Vec {
   using Ints = __m256i;
 
   static inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
+  static inline Floats load_half(const uint8_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
   static inline void store(float* p, Floats a) { _mm256_storeu_ps(p, a); }
   static inline Floats set1(float x) { return _mm256_set1_ps(x); }
   static inline Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }

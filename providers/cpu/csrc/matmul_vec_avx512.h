@@ -16,6 +16,9 @@ struct Vec {
   using Ints = __m512i;
 
   static inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
+  static inline Floats load_half(const uint8_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
   static inline void store(float* p, Floats a) { _mm512_storeu_ps(p, a); }
   static inline Floats set1(float x) { return _mm512_set1_ps(x); }
   static inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }

@@ -17,6 +17,9 @@ struct Vec {
   using Ints = int32x4_t;
 
   static inline Floats load(const float* p) { return vld1q_f32(p); }
+  static inline Floats load_half(const uint8_t* p) {
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
+  }
   static inline void store(float* p, Floats a) { vst1q_f32(p, a); }
   static inline Floats set1(float x) { return vdupq_n_f32(x); }
   static inline Floats mul(Floats a, Floats b) { return vmulq_f32(a, b); }

@@ -34,6 +34,7 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   m.norm.epsilon = read_epsilon(api, info, kName);
   check_product(api, kName, m);
   const Weights weights = read_weights(api, info, kName, m, {kQuants, "B", "scales"});
+  m.half_scales = are_halves(weights.scales.as<const float>(), elements(weights.scales));
   auto kernel = std::make_unique<MatMulKernel>(api, m);
   pack_weights_in_parts(m, weights.quants.as<const uint8_t>(), weights.scales.as<const float>(),
                         kernel->weights.data());

@@ -61,6 +61,9 @@ std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* in
   const Weights first =
       read_weights(api, info, kName, joined, {kGateUp, "gate_up", "gate_up_scales"});
   const Weights second = read_weights(api, info, kName, mlp.down, {kDown, "down", "down_scales"});
+  mlp.gate_up.half_scales =
+      are_halves(first.scales.as<const float>(), elements(first.scales));
+  mlp.down.half_scales = are_halves(second.scales.as<const float>(), elements(second.scales));
   auto kernel = std::make_unique<MlpKernel>(api, mlp);
   pack_gate_up(mlp, first.quants.as<const uint8_t>(), first.scales.as<const float>(),
                kernel->gate_up.data());

@@ -8,6 +8,8 @@
 #include <thread>
 #include <vector>
 
+#include "half.h"
+
 namespace onnxport {
 namespace {
 
@@ -81,7 +83,33 @@ void pack_block(const uint8_t* from, int64_t row_bytes, int64_t words, int64_t c
     }
 }
 
+// A block's scales of count output features, which are stride apart.
+void pack_scales(const MatMul& call, const float* from, int64_t stride, int64_t count,
+                 uint8_t* to) {
+  for (int64_t j = 0; j < count; j++) {
+    const float scale = from[j * stride];
+    if (call.half_scales) {
+      const uint16_t half = half_from_float(scale);
+      std::memcpy(to + j * 2, &half, 2);
+    } else {
+      std::memcpy(to + j * 4, &scale, 4);
+    }
+  }
+}
+
 }  // namespace
+
+bool are_halves(const float* scales, int64_t count) {
+  // Without branches, so that the loop becomes vectors: every bit that a float16 lacks, and
+  // exponents out of its range.
+  uint32_t bad = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const uint32_t magnitude = float_bits(scales[i]) & 0x7fffffffu;
+    const bool in_range = magnitude - 0x38800000u < 0x47800000u - 0x38800000u;
+    bad |= (magnitude & 0x1fffu) | static_cast<uint32_t>(!in_range & (magnitude != 0));
+  }
+  return bad == 0;
+}
 
 void pack_weights(const MatMul& call, const uint8_t* quants, const float* scales,
                   uint8_t* packed) {
@@ -94,9 +122,7 @@ void pack_weights(const MatMul& call, const uint8_t* quants, const float* scales
       if (count < kPanel) std::memset(packed, 0, static_cast<size_t>(block_bytes(call)));
       pack_block(quants + first * row_bytes + block * words * 4, row_bytes, words, count, flip,
                  packed);
-      uint8_t* packed_scales = packed + quant_bytes(call);
-      for (int64_t j = 0; j < count; j++)
-        std::memcpy(packed_scales + j * 4, scales + (first + j) * blocks + block, 4);
+      pack_scales(call, scales + first * blocks + block, blocks, count, packed + quant_bytes(call));
     }
   }
 }
