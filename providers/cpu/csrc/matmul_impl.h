@@ -225,6 +225,17 @@ static inline int64_t bytes_ahead(const MatMul& m, const Outputs& out, int64_t b
   return block % (out.groups - 1) == out.group - 1 ? panel_bytes(m) : 0;
 }
 
+// Asks for what rows of outputs will be written to. It is rarely in a cache, and stores that wait for
+// it hold up all the later ones, those of sums that find no register among them.
+template <int kRows, int kColumns>
+ONNXPORT_INLINE void prefetch_outputs(const Outputs& out, int64_t offset, int64_t rows) {
+  for (int r = 0; r < kRows && r < rows; r++) {
+    const float* row = out.first + r * out.stride + offset;
+    for (int i = 0; i < kColumns * Vec::kLanes; i += 16)
+      Vec::prefetch(reinterpret_cast<const uint8_t*>(row + i));
+  }
+}
+
 // A panel's outputs of kUnits units of rows, from a vector on.
 template <class Dot, int kUnits, int kColumns>
 ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t vector) {
@@ -236,6 +247,7 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
     for (int c = 0; c < kColumns; c++) totals[r][c] = Vec::set1(0.f);
   }
   const int64_t offset = vector * Vec::kLanes, blocks = num_blocks(m);
+  if constexpr (kRows > 1) prefetch_outputs<kRows, kColumns>(out, offset, m.rows - out.row);
   const uint8_t* weights = m.weights + out.panel * panel_bytes(m);
   for (int64_t block = 0; block < blocks; block++, weights += block_bytes(m)) {
     const int64_t at = row_block(m, out.row, block);

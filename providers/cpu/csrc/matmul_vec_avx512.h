@@ -83,7 +83,16 @@ struct Dot {
   }
   static inline Sum start(const int32_t* corrections) { return _mm512_set1_epi32(*corrections); }
   static inline void add(Sum& sum, const Weights& w, const Inputs& x) {
-    sum = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(sum, w.first, x.first), w.second, x.second);
+    add_four(sum, w.first, x.first);
+    add_four(sum, w.second, x.second);
+  }
+  static inline void add_four(Sum& sum, Vec::Ints w, Vec::Ints x) {
+#if defined(__GNUC__) && !defined(__clang__)
+    // Around the intrinsic, GCC 12 copies each sum and stores a third of them, eight inputs by eight.
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+#else
+    sum = _mm512_dpbusd_epi32(sum, w, x);
+#endif
   }
   static inline void widen(Sum&, Partial) {}
   static inline void rows(Sum sum, Vec::Ints* out) { out[0] = sum; }
