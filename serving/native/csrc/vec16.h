@@ -26,6 +26,7 @@ constexpr int kPartLanes = kLanes / kParts;
 
 typedef float Floats __attribute__((vector_size(kBytes)));
 typedef int32_t Ints __attribute__((vector_size(kBytes)));
+typedef uint32_t Bits __attribute__((vector_size(kBytes)));
 
 // Bit i is set where lane i of `a` is at least that of `b`.
 static inline uint32_t part_at_least(Floats a, Floats b) {
@@ -118,19 +119,18 @@ static inline Vec add_where_at_least(const Vec& sum, const Vec& x, const Vec& bo
 #endif
 }
 
-// exp2 of t <= 0, relative error 2e-7; 0 below -126; exactly 1 at 0.
+// exp2 of t <= 0, relative error 2e-7; 0 below -126, where what is computed means nothing; exactly 1
+// at 0.
 static inline Floats part_exp2(Floats t) {
-  const Floats least = Floats{} - 127.f;
-  const Floats x = t > least ? t : least;
-  const Floats rounded = x + 12582912.f;  // 1.5 * 2^23: the low bits are now the nearest integer
-  const Floats f = x - (rounded - 12582912.f);
+  const Floats rounded = t + 12582912.f;  // 1.5 * 2^23: the low bits are now the nearest integer
+  const Floats f = t - (rounded - 12582912.f);
   Floats p = f * 1.326472707e-3f + 9.671512649e-3f;  // minimax of degree 5 on [-0.5, 0.5]
   p = p * f + 5.550733744e-2f;
   p = p * f + 2.402224209e-1f;
   p = p * f + 6.931469776e-1f;
   p = p * f + 1.f;
-  const Ints bits = reinterpret_cast<Ints>(p) + (reinterpret_cast<Ints>(rounded) << 23);
-  return t < -126.f ? Floats{} : reinterpret_cast<Floats>(bits);
+  const Bits bits = reinterpret_cast<Bits>(p) + (reinterpret_cast<Bits>(rounded) << 23);
+  return t >= -126.f ? reinterpret_cast<Floats>(bits) : Floats{};
 }
 
 // exp2((x - maximum) * scale), for x up to the maximum.
