@@ -101,11 +101,14 @@ static inline double sum_of_weights(const float* values, int64_t begin, int64_t 
 Range scan_weighing(const float* values, int64_t count, float scale, float* group_maxima,
                     float* maxima, double* sums) {
   Ranging ranging;
+  float maximum = -INFINITY;
   for (int64_t begin = 0; begin < count; begin += kChunk) {
     const int64_t end = begin + kChunk < count ? begin + kChunk : count;
     const int64_t chunk = begin / kChunk;
-    store(group_maxima + chunk * kLanes, ranging.take(values, begin, end));
-    const float maximum = maxima[chunk] = largest_of(ranging.all);
+    const Vec largest = ranging.take(values, begin, end);
+    store(group_maxima + chunk * kLanes, largest);
+    if (at_least(largest, splat(maximum))) maximum = largest_of(ranging.all);
+    maxima[chunk] = maximum;
     const bool weighs = maximum > -INFINITY && maximum < INFINITY;
     sums[chunk] = weighs ? sum_of_weights(values, begin, end, {maximum, scale}) : 0.0;
   }
