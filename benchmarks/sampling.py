@@ -15,7 +15,6 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -80,7 +79,7 @@ def make_logits(kind: str, rows: int, vocab: int) -> Floats:
 def make_row(mode: str, number: int, vocab: int) -> RowParams:
     """The parameters of one row."""
     rng = np.random.default_rng(number)
-    row = replace(MODES[mode], uniform=float(rng.random()))
+    row = MODES[mode]._replace(uniform=float(rng.random()))
     if mode != EVERYTHING:
         return row
     tokens = rng.permutation(vocab)[: 2 * NUM_PENALIZED + 100].astype(np.int64)
@@ -95,7 +94,7 @@ def make_row(mode: str, number: int, vocab: int) -> RowParams:
         frequency=0.5,
     )
     mask = rng.integers(0, 1 << 32, -(-vocab // 32), np.uint32)  # allows half of the tokens
-    return replace(row, edits=edits, mask=mask)
+    return row._replace(edits=edits, mask=mask)
 
 
 def measure(sample: Callable[..., Any], logits: Floats, rows: list[RowParams]) -> float:

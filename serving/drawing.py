@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,8 @@ FIRST_NUCLEUS = 64  # likeliest tokens among which a nucleus is first looked for
 CHUNK = 256  # tokens summed up together
 
 
-@dataclass(frozen=True, slots=True)
-class RowParams:
-    """How one row is sampled."""
+class RowParams(NamedTuple):
+    """How one row is sampled; a tuple, as every step makes one for every row."""
 
     temperature: float = 0.0  # 0: greedy
     top_k: int | None = None

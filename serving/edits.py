@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,29 +18,38 @@ Ids = NDArray[np.int64]
 Rows = Sequence[tuple[int, "RowEdits"]]  # row number, and what changes in it
 
 
-def no_ids() -> Ids:
-    """Return no token ids."""
-    return np.empty(0, np.int64)
+NO_IDS: Ids = np.empty(0, np.int64)
+NO_VALUES: Floats = np.empty(0, np.float32)
 
 
-def no_values() -> Floats:
-    """Return no values."""
-    return np.empty(0, np.float32)
+class Addresses(NamedTuple):
+    """Where the arrays of a `RowEdits` are, for native code; they are contiguous.
+
+    To ask an array for its address costs as much as all else that a step does for a row, so whoever
+    keeps an array keeps its address too.
+    """
+
+    bias_ids: int
+    bias: int
+    banned: int
+    seen: int
+    counts: int
+    allowed: int  # 0: all are
 
 
-@dataclass(frozen=True, slots=True)
-class RowEdits:
+class RowEdits(NamedTuple):
     """What changes in one row of logits; the defaults change nothing."""
 
-    bias_ids: Ids = field(default_factory=no_ids)  # [num_biased], each once
-    bias: Floats = field(default_factory=no_values)  # [num_biased], added
-    banned: Ids = field(default_factory=no_ids)  # [num_banned], never drawn
-    seen: Ids = field(default_factory=no_ids)  # [num_seen], each once: tokens to penalize
-    counts: Floats = field(default_factory=no_values)  # [num_seen], how often in the output
+    bias_ids: Ids = NO_IDS  # [num_biased], each once
+    bias: Floats = NO_VALUES  # [num_biased], added
+    banned: Ids = NO_IDS  # [num_banned], never drawn
+    seen: Ids = NO_IDS  # [num_seen], each once: tokens to penalize
+    counts: Floats = NO_VALUES  # [num_seen], how often in the output
     repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
     allowed: Ids | None = None  # ascending, the only tokens that are drawn; None: all
+    addresses: Addresses | None = None  # None: nobody keeps them
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.table import BlockTable
 from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.drawing import RowParams
 from onnxport.serving.grammar import Grammar
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -52,6 +53,7 @@ class Request:
         rank: priority, then order of arrival: the last one yields first. The scheduler's own.
         tenant: whose turn it is served in. The scheduler's own.
         deadline_s: when the request ends unless it has before; infinite without a timeout.
+        row: how its tokens are drawn, as far as that is the same for all of them.
         plain: whether its tokens are the likeliest of unchanged logits, and nothing else is asked.
         rules: what changes in its logits; None: nothing.
         grammar: what its output has to follow; None: nothing.
@@ -81,6 +83,7 @@ class Request:
         "prompt",
         "rank",
         "request_id",
+        "row",
         "rules",
         "running",
         "scores",
@@ -118,6 +121,13 @@ class Request:
         self.prompt = prompt
         self.params = params
         self.options = options or RequestOptions()
+        self.row = RowParams(
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            num_logprobs=params.num_logprobs,
+            min_p=params.min_p,
+        )
         unchanged = rules is None and grammar is None
         self.plain = params.greedy and params.num_logprobs is None and unchanged
         self.rules = None if rules is None else SequenceRules(rules, len(tokens))

@@ -10,11 +10,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
-from onnxport.serving.edits import Floats, Ids, RowEdits, no_ids
+from onnxport.serving.edits import NO_IDS, NO_VALUES, Addresses, Floats, Ids, RowEdits
 from onnxport.serving.params import SamplingParams
 
 Encode = Callable[[str], list[int]]
@@ -58,13 +60,18 @@ class LogitRules:
 class SequenceRules:
     """What the rules of a request make of one sequence."""
 
-    __slots__ = ("_counts", "_num_prompt", "_rules")
+    __slots__ = ("_at", "_banned", "_banned_early", "_counts", "_num_prompt", "_rules")
 
     def __init__(self, rules: LogitRules, num_prompt_tokens: int) -> None:
         """Take the rules of a sequence that begins with a prompt of so many tokens."""
         self._rules = rules
         self._num_prompt = num_prompt_tokens
         self._counts: TokenCounts | None = None  # made when it is needed, by the engine's thread
+        allowed_at = 0 if rules.allowed is None else _address(rules.allowed)
+        self._at = (_address(rules.bias_ids), _address(rules.bias), allowed_at)
+        self._banned = _Banned(rules.banned, _address(rules.banned))
+        early = np.concatenate((rules.banned, rules.early))
+        self._banned_early = _Banned(early, _address(early))
 
     def edits(self, tokens: array[int], assumed: Sequence[int] = ()) -> RowEdits:
         """Return what changes in the logits of the next token.
@@ -74,49 +81,68 @@ class SequenceRules:
             assumed: tokens that are taken to follow, for this call alone.
         """
         rules = self._rules
-        seen, counts = no_ids(), np.empty(0, np.float32)
+        seen, counts, seen_at, counts_at = NO_IDS, NO_VALUES, 0, 0
         if rules.penalizes:
             if self._counts is None:
                 first = 0 if rules.repetition != 1.0 else self._num_prompt
                 self._counts = TokenCounts(tokens[first : self._num_prompt], self._num_prompt)
             seen, counts = self._counts.read(tokens)
+            seen_at, counts_at = self._counts.addresses
             if assumed:
                 seen, counts = self._counts.with_more(assumed)
         if assumed:
             tokens = tokens + array(tokens.typecode, assumed)
+        banned, banned_at = self._bans(tokens)
+        bias_ids_at, bias_at, allowed_at = self._at
+        addresses = None
+        if banned_at is not None and not assumed:
+            addresses = Addresses(bias_ids_at, bias_at, banned_at, seen_at, counts_at, allowed_at)
         return RowEdits(
             rules.bias_ids,
             rules.bias,
-            self._banned(tokens),
+            banned,
             seen,
             counts,
             rules.repetition,
             rules.presence,
             rules.frequency,
             rules.allowed,
+            addresses,
         )
 
-    def _banned(self, tokens: array[int]) -> Ids:
+    def _bans(self, tokens: array[int]) -> _Banned:
         """Return what must not come next: whole bad words, ends of begun ones, early ends."""
         rules = self._rules
         num_output = len(tokens) - self._num_prompt
-        parts = [rules.banned] if len(rules.banned) else []
-        if num_output < rules.min_tokens:
-            parts.append(rules.early)
+        banned = self._banned_early if num_output < rules.min_tokens else self._banned
         if num_output and (words := rules.bad_words.get(tokens[-1])):
             ends = [
                 word[-1]
                 for word in words
                 if len(word) - 1 <= num_output and tuple(tokens[1 - len(word) :]) == word[:-1]
             ]
-            parts.append(np.array(ends, np.int64))
-        return np.concatenate(parts) if parts else no_ids()
+            if ends:
+                return _Banned(np.concatenate((banned.ids, np.array(ends, np.int64))), None)
+        return banned
+
+
+class _Banned(NamedTuple):
+    """Tokens that must not come next, and where they are in memory."""
+
+    ids: Ids
+    address: int | None  # None: they are of this step alone
+
+
+def _address(kept: NDArray[Any]) -> int:
+    """Return where an array is in memory."""
+    assert kept.flags.c_contiguous
+    return kept.ctypes.data
 
 
 class TokenCounts:
     """How often each token is in an output; tokens of the prompt are known, and count as 0."""
 
-    __slots__ = ("_counts", "_ids", "_num_read", "_places")
+    __slots__ = ("_counts", "_ids", "_num_read", "_places", "addresses")
 
     def __init__(self, prompt: Sequence[int], num_prompt_tokens: int) -> None:
         """Begin with an output of none.
@@ -129,6 +155,7 @@ class TokenCounts:
         self._counts = np.zeros(len(self._ids), np.float32)
         self._places = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
         self._num_read = num_prompt_tokens
+        self.addresses = (_address(self._ids), _address(self._counts))  # of what `read` returns
 
     def read(self, tokens: array[int]) -> tuple[Ids, Floats]:
         """Count what is new in `tokens`; return all known tokens and their counts.
@@ -141,6 +168,7 @@ class TokenCounts:
                 more = max(16, place)
                 self._ids = np.concatenate((self._ids, np.zeros(more, np.int64)))
                 self._counts = np.concatenate((self._counts, np.zeros(more, np.float32)))
+                self.addresses = (_address(self._ids), _address(self._counts))
             self._ids[place] = token_id
             self._counts[place] += 1.0
         self._num_read = len(tokens)

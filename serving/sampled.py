@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
+class RowLogprobs(NamedTuple):
     """Log probabilities of one row, by the model's own softmax."""
 
     token_id: int  # the sampled token

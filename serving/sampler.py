@@ -11,7 +11,7 @@ Native code does it, on as many threads as the caller says; NumPy where that was
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 from onnxport.providers.memory import physical_cores
 from onnxport.serving import numpy_sampler
@@ -40,8 +40,14 @@ def uniform(seed: int, position: int) -> float:
     The output of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators,
     OOPSLA 2014) at `position`, in a stream that begins at the mixed seed.
     """
-    state = _mix64(seed) + (position + 1) * 0x9E3779B97F4A7C15
+    state = _stream(seed) + (position + 1) * 0x9E3779B97F4A7C15
     return (_mix64(state) >> 11) * 2.0**-53
+
+
+@lru_cache(maxsize=4096)
+def _stream(seed: int) -> int:
+    """Return where the stream of a seed begins; the same requests ask step after step."""
+    return _mix64(seed)
 
 
 def _mix64(value: int) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -45,8 +45,7 @@ NOTHING_LEFT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """What one sequence got in a step."""
 
     request: Request
@@ -71,18 +70,11 @@ def with_siblings(request: Request) -> tuple[Request, ...]:
 def row_params(position: Position) -> RowParams:
     """Return how to draw a token."""
     request, assumed, mask = position
-    params = request.params
-    index = len(request.tokens) + len(assumed)
-    return RowParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        uniform=0.0 if params.greedy else uniform(request.seed, index),
-        num_logprobs=params.num_logprobs,
-        min_p=params.min_p,
-        edits=request.rules.edits(request.tokens, assumed) if request.rules else None,
-        mask=mask,
-    )
+    row, tokens, rules = request.row, request.tokens, request.rules
+    number = 0.0 if row.greedy else uniform(request.seed, len(tokens) + len(assumed))
+    edits = None if rules is None else rules.edits(tokens, assumed)
+    temperature, top_k, top_p, _, num_logprobs, min_p, _, _ = row
+    return RowParams(temperature, top_k, top_p, number, num_logprobs, min_p, edits, mask)
 
 
 def sample_step(
@@ -100,7 +92,7 @@ def sample_step(
     positions: list[Position] = []
     lines: list[int] = []  # of logits, one a position
     drafts: list[tuple[int, ...]] = []  # of the sequences that are sampled, in order
-    ends = np.cumsum(plan.num_logits).tolist() if plan.sampled else []
+    ends = list(accumulate(plan.num_logits)) if plan.sampled else []
     for row in plan.sampled:
         draft = plan.drafts.get(row, ())
         first = ends[row] - 1 - len(draft)
@@ -140,7 +132,7 @@ def _accept(
             last += 1
         stop = last if last in failed else last + 1
         entries = None
-        if sampled.logprobs is not None and request.params.num_logprobs is not None:
+        if sampled.logprobs is not None and request.row.num_logprobs is not None:
             entries = tuple(one for one in sampled.logprobs[first:stop] if one is not None)
         drawn.append(Drawn(request, tuple(tokens[first:stop]), entries, failed.get(last)))
         first += len(draft) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from importlib import resources
 from pathlib import Path
 
@@ -13,24 +14,37 @@ _NAMES = ("onnxport_sampling.so", "onnxport_sampling.dylib", "onnxport_sampling.
 
 DRAWN, NOT_FINITE, BAD_TOKEN, OUT_OF_MEMORY = range(4)  # the status of a row
 
-# How one row is sampled, and what came of it; csrc/request.h says what the fields mean.
-REQUEST = np.dtype(
+# How one row is sampled, and what came of it; csrc/request.h says what the fields mean. In parts:
+# what stays the same for a request, what changes in the logits, and what is of one step.
+CHOICE = np.dtype(
     [
-        *[(name, np.uintp) for name in ("bias_ids", "bias", "banned", "seen", "counts")],
-        *[(name, np.uintp) for name in ("allowed", "mask")],
-        *[(name, np.int64) for name in ("num_biased", "num_banned", "num_seen", "num_allowed")],
-        *[(name, np.int64) for name in ("top_k", "token")],
-        *[(name, np.float64) for name in ("temperature", "min_p", "top_p", "uniform")],
-        *[(name, np.float32) for name in ("repetition", "frequency", "presence")],
+        *[(name, np.float64) for name in ("temperature", "min_p", "top_p")],
+        *[(name, np.int64) for name in ("top_k", "num_top")],
         *[(name, np.int32) for name in ("greedy", "has_top_k", "has_token", "has_logprobs")],
-        ("num_top", np.int64),
-        ("top_begin", np.int64),
-        ("rank", np.int64),
+    ],
+    align=True,
+)
+CHANGES = np.dtype(
+    [
+        *[(name, np.uintp) for name in ("bias_ids", "bias", "banned", "seen", "counts", "allowed")],
+        *[(name, np.int64) for name in ("num_biased", "num_banned", "num_seen", "num_allowed")],
+        *[(name, np.float32) for name in ("repetition", "presence", "frequency", "unused")],
+    ],
+    align=True,
+)
+STEP = np.dtype(
+    [
+        ("mask", np.uintp),
+        ("uniform", np.float64),
+        *[(name, np.int64) for name in ("token", "top_begin", "rank")],
         ("logprob", np.float64),
         ("status", np.int32),
     ],
     align=True,
 )
+_PARTS = (CHOICE, CHANGES, STEP)
+REQUEST = np.dtype([(name, part[name]) for part in _PARTS for name in part.names or ()], align=True)
+PACKED_CHANGES = struct.Struct("@6P4q4f")  # of CHANGES, faster than an array of one
 
 
 class Batch(ctypes.Structure):

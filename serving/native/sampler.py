@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.serving.drawing import RowParams
-from onnxport.serving.edits import Floats, RowEdits
+from onnxport.serving.edits import Addresses, Floats, RowEdits
 from onnxport.serving.native.library import (
     BAD_TOKEN,
+    CHANGES,
+    CHOICE,
     DRAWN,
     NOT_FINITE,
     OUT_OF_MEMORY,
+    PACKED_CHANGES,
     REQUEST,
+    STEP,
     Batch,
     load_library,
 )
 from onnxport.serving.sampled import RowLogprobs, Sampled
 
 LOGITS_PER_THREAD = 1 << 18  # to wake a thread for fewer costs more than it saves
+
+_NO_CHANGES = bytes(CHANGES.itemsize)
+_NEW_STEP = bytes(STEP.itemsize)
 
 Requests = NDArray[np.void]  # REQUEST [num_rows]
 
@@ -67,7 +75,7 @@ class NativeSampler:
     def sample(self, logits: Floats, rows: Sequence[RowParams]) -> Sampled:
         """See `sampler.sample`."""
         requests, kept = _requests(rows, logits.shape[1])
-        if any(row.edits is not None for row in rows) and not logits.flags.writeable:
+        if not logits.flags.writeable and any(row.edits is not None for row in rows):
             logits = logits.copy()
         tops = self._run(logits, requests)
         del kept  # until here the requests point to it
@@ -136,64 +144,66 @@ class NativeSampler:
 
 
 def _requests(rows: Sequence[RowParams], vocab: int) -> tuple[Requests, list[NDArray[Any]]]:
-    """Return what the rows ask for, and the arrays that it points to."""
-    requests = np.zeros(len(rows), REQUEST)
-    for name in ("temperature", "min_p", "top_p", "uniform", "greedy"):
-        requests[name] = [getattr(row, name) for row in rows]
-    for name, flag, numbers in (
-        ("top_k", "has_top_k", [row.top_k for row in rows]),
-        ("num_top", "has_logprobs", [row.num_logprobs for row in rows]),
-    ):
-        requests[flag] = [number is not None for number in numbers]
-        requests[name] = [0 if number is None else min(number, vocab) for number in numbers]
+    """Return what the rows ask for, and the arrays that it points to.
+
+    A step does this for every row, so it is made of bytes, most of which are there already.
+    """
     kept: list[NDArray[Any]] = []
+    parts: list[bytes] = []
+    uniforms: list[float] = []
+    masks: list[tuple[int, int]] = []
     for place, row in enumerate(rows):
-        if row.mask is not None:
-            requests["mask"][place] = _pointer(_checked_mask(row.mask, vocab), np.uint32, kept)
-    changed = [(place, row.edits) for place, row in enumerate(rows) if row.edits is not None]
-    if changed:
-        places, edits = zip(*changed, strict=True)
-        _set_edits(requests, np.array(places), edits, kept)
+        temperature, top_k, top_p, uniform, num_logprobs, min_p, edits, mask = row
+        parts.append(_choice(temperature, top_k, top_p, num_logprobs, min_p, vocab))
+        parts.append(_NO_CHANGES if edits is None else _changes(edits, kept))
+        parts.append(_NEW_STEP)
+        uniforms.append(uniform)
+        if mask is not None:
+            masks.append((place, _pointer(_checked_mask(mask, vocab), np.uint32, kept)))
+    requests: Requests = np.frombuffer(bytearray(b"".join(parts)), REQUEST)
+    requests["uniform"] = uniforms
+    for place, address in masks:
+        requests["mask"][place] = address
     return requests, kept
 
 
-def _set_edits(
-    requests: Requests,
-    places: NDArray[np.int64],
-    edits: Sequence[RowEdits],
-    kept: list[NDArray[Any]],
-) -> None:
-    """Point to what changes in the rows of some places."""
-    for size, columns in (
-        ("num_biased", {"bias_ids": np.int64, "bias": np.float32}),
-        ("num_banned", {"banned": np.int64}),
-        ("num_seen", {"seen": np.int64, "counts": np.float32}),
-    ):
-        for name, dtype in columns.items():
-            arrays = [getattr(edit, name) for edit in edits]
-            sizes = np.array([len(array) for array in arrays])
-            requests[size][places] = sizes
-            requests[name][places] = _pointers(arrays, sizes, dtype, kept)
-    for name in ("repetition", "frequency", "presence"):
-        requests[name][places] = [getattr(edit, name) for edit in edits]
-    for place, edit in zip(places, edits, strict=True):
-        if edit.allowed is not None:
-            requests["num_allowed"][place] = len(edit.allowed)
-            requests["allowed"][place] = _pointer(edit.allowed, np.int64, kept)
+@lru_cache(maxsize=4096)
+def _choice(
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
+    num_logprobs: int | None,
+    min_p: float,
+    vocab: int,
+) -> bytes:
+    """Return what stays the same from step to step, a CHOICE."""
+    choice = np.zeros((), CHOICE)
+    choice["temperature"], choice["top_p"], choice["min_p"] = temperature, top_p, min_p
+    choice["greedy"] = RowParams(temperature, top_k).greedy
+    if top_k is not None:
+        choice["has_top_k"], choice["top_k"] = 1, min(top_k, vocab)
+    if num_logprobs is not None:
+        choice["has_logprobs"], choice["num_top"] = 1, min(num_logprobs, vocab)
+    return choice.tobytes()
 
 
-def _pointers(
-    arrays: Sequence[NDArray[Any]], sizes: NDArray[Any], dtype: type, kept: list[NDArray[Any]]
-) -> NDArray[np.uintp]:
-    """Return the addresses of arrays in a common copy of that type, which is kept alive.
-
-    To ask for the address of an array costs more than to copy a thousand tokens.
-    """
-    joined: NDArray[Any] = np.concatenate(arrays).astype(dtype, copy=False)
-    ends: NDArray[np.uintp] = np.cumsum(sizes).astype(np.uintp)
-    first = _pointer(joined, dtype, kept)
-    starts: NDArray[np.uintp] = first + (ends - sizes.astype(np.uintp)) * joined.itemsize
-    return starts
+def _changes(edits: RowEdits, kept: list[NDArray[Any]]) -> bytes:
+    """Return what changes in the logits of a row, a CHANGES."""
+    bias_ids, bias, banned, seen, counts, repetition, presence, frequency, allowed, at = edits
+    assert len(bias_ids) == len(bias)
+    assert len(seen) == len(counts)
+    if at is None:
+        at = Addresses(
+            _pointer(bias_ids, np.int64, kept),
+            _pointer(bias, np.float32, kept),
+            _pointer(banned, np.int64, kept),
+            _pointer(seen, np.int64, kept),
+            _pointer(counts, np.float32, kept),
+            0 if allowed is None else _pointer(allowed, np.int64, kept),
+        )
+    num_allowed = 0 if allowed is None else len(allowed)
+    sizes = (len(bias_ids), len(banned), len(seen), num_allowed)
+    return PACKED_CHANGES.pack(*at, *sizes, repetition, presence, frequency, 0.0)
 
 
 def _pointer(array: NDArray[Any], dtype: type, kept: list[NDArray[Any]]) -> int:

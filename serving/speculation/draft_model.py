@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -262,7 +262,7 @@ def _row_params(draft: _Draft) -> RowParams:
         except Exception as error:  # the engine finds out too, and ends the request
             logger.debug("guessing without the grammar of %s: %s", request, error)
     params = row_params(Position(request, tuple(draft.tokens), mask))
-    return params if params.num_logprobs is None else replace(params, num_logprobs=None)
+    return params._replace(num_logprobs=None)
 
 
 def _widened(logits: NDArray[np.float32], vocab_size: int) -> NDArray[np.float32]:

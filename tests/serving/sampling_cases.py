@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.serving.drawing import RowParams
-from onnxport.serving.edits import RowEdits, no_ids
+from onnxport.serving.edits import NO_IDS, RowEdits
 
 Floats = NDArray[np.float32]
 KINDS = ("normal", "ties", "equal", "scales", "holes", "peaks", "huge")
@@ -50,7 +48,7 @@ def make_edits(vocab: int, seed: int) -> RowEdits:
         return rng.permutation(vocab)[: rng.integers(0, min(most, vocab) + 1)].astype(np.int64)
 
     biased, seen = some(9), some(40)
-    banned = np.concatenate((some(5), some(5))) if vocab > 40 else no_ids()
+    banned = np.concatenate((some(5), some(5))) if vocab > 40 else NO_IDS
     return RowEdits(
         biased,
         rng.normal(0, 5, len(biased)).astype(np.float32),
@@ -79,10 +77,10 @@ def mixed_batch(num_rows: int, vocab: int) -> tuple[Floats, list[RowParams]]:
     ]
     params = []
     for i in range(num_rows):
-        row = replace(choices[i % 8], uniform=(i * 0.618) % 1, num_logprobs=(None, 0, 3)[i % 3])
+        row = choices[i % 8]._replace(uniform=(i * 0.618) % 1, num_logprobs=(None, 0, 3)[i % 3])
         if i % 4 == 1:
-            row = replace(row, edits=make_edits(vocab, i))
+            row = row._replace(edits=make_edits(vocab, i))
         if i % 5 == 2:
-            row = replace(row, mask=make_mask(vocab, i, 0.7))
+            row = row._replace(mask=make_mask(vocab, i, 0.7))
         params.append(row)
     return logits, params

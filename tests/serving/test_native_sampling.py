@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from onnxport.serving import numpy_sampler
 from onnxport.serving.drawing import RowParams
-from onnxport.serving.edits import RowEdits, edited, no_ids, no_values
+from onnxport.serving.edits import NO_IDS, NO_VALUES, RowEdits, edited
 from onnxport.serving.native.library import REQUEST, Batch
 from onnxport.serving.native.sampler import NativeSampler
 from onnxport.serving.params import SamplingParams
@@ -135,6 +134,7 @@ def quickly(logits: Floats, row: RowParams) -> set[int]:
         top_p=st.sampled_from([0.01, 0.3, 0.9, 0.9999, 1.0]),
         uniform=st.floats(0, 1, exclude_max=True),
         min_p=st.sampled_from([0.0, 0.0, 1e-9, 0.01]),
+        **dict.fromkeys(("num_logprobs", "edits", "mask"), st.none()),
     ),
     masked=st.booleans(),
 )
@@ -143,7 +143,7 @@ def test_many_candidates_that_a_sample_is_taken_of(
 ) -> None:
     logits = make_logits(kind, 40_009, seed)
     if masked:
-        row = replace(row, mask=make_mask(40_009, seed, 0.9))
+        row = row._replace(mask=make_mask(40_009, seed, 0.9))
         allowed = np.unpackbits(row.mask.view(np.uint8), bitorder="little")[:40_009] == 1
         choice = quickly(np.where(allowed, logits, -np.inf).astype(np.float32), row)
     else:
@@ -173,7 +173,7 @@ def test_a_sample_that_deceives_is_not_trusted(others: float, top_p: float) -> N
     logits[np.arange(40_960) % 256 >= 16] += others
     row = RowParams(1.0, None, top_p, min_p=1e-9)
     for number in (0.0, 0.05, 0.4, 0.6, 0.9, 0.999):
-        row = replace(row, uniform=number, min_p=row.min_p if top_p == 1.0 else 0.0)
+        row = row._replace(uniform=number, min_p=row.min_p if top_p == 1.0 else 0.0)
         assert {*native().sample(logits[None], [row]).token_ids} <= quickly(logits, row)
 
 
@@ -267,7 +267,7 @@ def test_the_vocabulary_of_a_model_with_peaked_and_flat_logits() -> None:
     logits[3:6, ::5000] += 14
     logits[6:] *= 0.01
     choices = [RowParams(1.0), RowParams(1.0, None, 0.9), RowParams(1.0, 50, num_logprobs=5)]
-    params = [replace(choices[i % 3], uniform=0.1 + 0.09 * i) for i in range(9)]
+    params = [choices[i % 3]._replace(uniform=0.1 + 0.09 * i) for i in range(9)]
     found = native(num_threads=2).sample(logits, params)
     expected = numpy_sampler.sample(logits, params)
     assert found.token_ids == expected.token_ids
@@ -310,7 +310,7 @@ def test_nothing_allowed_is_invalid() -> None:
     nothing = np.zeros(2, np.uint32)
     params = [
         RowParams(1.0, mask=nothing),
-        RowParams(edits=RowEdits(allowed=no_ids())),
+        RowParams(edits=RowEdits(allowed=NO_IDS)),
         RowParams(edits=RowEdits(allowed=np.array([3, 5])), mask=np.array([32, 0], np.uint32)),
     ]
     for sampler in (native(), numpy_sampler):
@@ -373,7 +373,7 @@ def test_greedy_rows_and_empty_batches() -> None:
 
 def even_draws(row: RowParams, logits: Floats, number: int) -> NDArray[np.int64]:
     """How often each token is drawn by evenly spread numbers."""
-    params = [replace(row, uniform=(i + 0.5) / number) for i in range(number)]
+    params = [row._replace(uniform=(i + 0.5) / number) for i in range(number)]
     drawn = native().sample(np.repeat(logits[None], number, axis=0), params).token_ids
     return np.bincount(drawn, minlength=len(logits))
 
@@ -393,5 +393,5 @@ def test_many_candidates_are_drawn_with_their_probabilities(order: str) -> None:
 def test_no_values_are_no_edits() -> None:
     logits = make_logits("normal", 500, 0)[None]
     row = RowParams(1.0, uniform=0.3)
-    empty = replace(row, edits=RowEdits(no_ids(), no_values()))
+    empty = row._replace(edits=RowEdits(NO_IDS, NO_VALUES))
     assert native().sample(logits, [empty]) == native().sample(logits, [row])

@@ -63,7 +63,7 @@ struct Kernels {
 
   // Copies the values that are at least `least`, and their places, in their order; returns how
   // many. Both arrays have room for kSlack more than there are. Chunks that cannot have any, by
-  // the maxima of their groups, are passed over; null: not known.
+  // the maxima of their groups, are passed over; null: not known, and many are expected.
   int64_t (*gather)(const float* values, int64_t count, const float* group_maxima, float least,
                     float* found, int32_t* places);
 

@@ -21,19 +21,6 @@ static inline void sixteens(const float* values, int64_t begin, int64_t end, flo
   if (i < end) f(load_some(values + i, end - i, other), i);
 }
 
-// Calls f with 16 values at a time, twice the same; behind the last come -inf, and +inf.
-template <class F>
-static inline void sixteens_of_both(const float* values, int64_t begin, int64_t end, F f) {
-  int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes) {
-    const Vec x = load(values + i);
-    f(x, x);
-  }
-  if (i < end) {
-    f(load_some(values + i, end - i, -INFINITY), load_some(values + i, end - i, INFINITY));
-  }
-}
-
 static inline float largest_of(const Vec& x) {
   float lanes[kLanes], largest = -INFINITY;
   store(lanes, x);
@@ -41,23 +28,34 @@ static inline float largest_of(const Vec& x) {
   return largest;
 }
 
+constexpr int64_t kAhead = 2048;  // values
+
 // What a row ranges over, chunk by chunk.
 struct Ranging {
   Vec all = splat(-INFINITY), least = splat(INFINITY);
-  Ints nan[kParts] = {};
+  Found nan[kParts] = {};
 
   // Takes a chunk in; returns the maxima of its groups.
   Vec take(const float* values, int64_t begin, int64_t end) {
-    Vec maximum = splat(-INFINITY);
-    sixteens_of_both(values, begin, end, [&](const Vec& x, const Vec& y) {
-      maximum = larger(maximum, x);
-      for (int p = 0; p < kParts; p++) {
-        least.part[p] = y.part[p] < least.part[p] ? y.part[p] : least.part[p];
-        nan[p] |= x.part[p] != x.part[p];
-      }
-    });
-    all = larger(all, maximum);
-    return maximum;
+    Vec most = splat(-INFINITY);
+    int64_t i = begin;
+    for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
+      // Further ahead than the processor looks by itself: the first pass waits for memory.
+      __builtin_prefetch(values + i + kAhead);
+      __builtin_prefetch(values + i + kAhead + kLanes);
+      const Vec x = load(values + i), y = load(values + i + kLanes);
+      most = larger(larger(most, x), y);
+      least = smaller(smaller(least, x), y);
+      for (int p = 0; p < kParts; p++) nan[p] |= is_nan(x.part[p], y.part[p]);
+    }
+    for (; i < end; i += kLanes) {  // behind the last value come -inf, and +inf
+      const Vec x = load_some(values + i, end - i, -INFINITY);
+      most = larger(most, x);
+      least = smaller(least, load_some(values + i, end - i, INFINITY));
+      for (int p = 0; p < kParts; p++) nan[p] |= is_nan(x.part[p], x.part[p]);
+    }
+    all = larger(all, most);
+    return most;
   }
 
   Range range() const {
@@ -66,8 +64,8 @@ struct Ranging {
     store(low, least);
     for (int i = 0; i < kLanes; i++) {
       if (low[i] < range.minimum) range.minimum = low[i];
-      if (nan[i / kPartLanes][i % kPartLanes]) range.has_nan = true;
     }
+    for (int p = 0; p < kParts; p++) range.has_nan |= any(nan[p]);
     return range;
   }
 };
@@ -101,11 +99,14 @@ static inline double sum_of_weights(const float* values, int64_t begin, int64_t 
 Range scan_weighing(const float* values, int64_t count, float scale, float* group_maxima,
                     float* maxima, double* sums) {
   Ranging ranging;
+  float maximum = -INFINITY;
   for (int64_t begin = 0; begin < count; begin += kChunk) {
     const int64_t end = begin + kChunk < count ? begin + kChunk : count;
     const int64_t chunk = begin / kChunk;
-    store(group_maxima + chunk * kLanes, ranging.take(values, begin, end));
-    const float maximum = maxima[chunk] = largest_of(ranging.all);
+    const Vec largest = ranging.take(values, begin, end);
+    store(group_maxima + chunk * kLanes, largest);
+    if (at_least(largest, splat(maximum))) maximum = largest_of(ranging.all);
+    maxima[chunk] = maximum;
     const bool weighs = maximum > -INFINITY && maximum < INFINITY;
     sums[chunk] = weighs ? sum_of_weights(values, begin, end, {maximum, scale}) : 0.0;
   }
@@ -131,31 +132,50 @@ static inline bool is_below(const float* group_maxima, int64_t begin, const Vec&
   return group_maxima && !at_least(load(group_maxima + begin / kChunk * kLanes), bound);
 }
 
-// Once some of 64 values are found, the 16 of each vector are appended whether there are any or
-// not: which vectors have some cannot be predicted.
+// The values at some places. Of few values they are fetched once all places are known: to compress
+// both, vector by vector, costs more.
+static inline void fetch(const float* values, const int32_t* places, int64_t size, float* found) {
+  for (int64_t i = 0; i < size; i++) found[i] = values[places[i]];
+}
+
+// Calls f(bits, values, place) for vectors of which some are at least `bound`, and others near them:
+// once some of 64 values are found, each vector is taken whether it has any or not, as which ones
+// have some cannot be predicted.
+template <class F>
+static inline void each_reaching(const float* values, int64_t begin, int64_t end, const Vec& bound,
+                                 F f) {
+  int64_t i = begin;
+  for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
+    uint32_t bits[4];
+    for (int j = 0; j < 4; j++) bits[j] = at_least(load(values + i + j * kLanes), bound);
+    if (!(bits[0] | bits[1] | bits[2] | bits[3])) continue;
+    for (int j = 0; j < 4; j++) f(bits[j], load(values + i + j * kLanes), i + j * kLanes);
+  }
+  sixteens(values, i, end, -INFINITY, [&](const Vec& x, int64_t place) {
+    uint32_t bits = at_least(x, bound);
+    if (end - place < kLanes) bits &= (1u << (end - place)) - 1;
+    f(bits, x, place);
+  });
+}
+
 int64_t gather(const float* values, int64_t count, const float* group_maxima, float least,
                float* found, int32_t* places) {
   const Vec bound = splat(least);
   int64_t size = 0;
+  if (!group_maxima) {
+    each_reaching(values, 0, count, bound, [&](uint32_t bits, const Vec& x, int64_t place) {
+      size = append(bits, x, place, found, places, size);
+    });
+    return size;
+  }
   for (int64_t begin = 0; begin < count; begin += kChunk) {
     if (is_below(group_maxima, begin, bound)) continue;
     const int64_t end = begin + kChunk < count ? begin + kChunk : count;
-    int64_t i = begin;
-    for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
-      uint32_t bits[4];
-      for (int j = 0; j < 4; j++) bits[j] = at_least(load(values + i + j * kLanes), bound);
-      if (!(bits[0] | bits[1] | bits[2] | bits[3])) continue;
-      for (int j = 0; j < 4; j++) {
-        const int64_t place = i + j * kLanes;
-        size = append(bits[j], load(values + place), place, found, places, size);
-      }
-    }
-    for (; i < end; i++) {
-      if (!(values[i] >= least)) continue;
-      found[size] = values[i];
-      places[size++] = static_cast<int32_t>(i);
-    }
+    each_reaching(values, begin, end, bound, [&](uint32_t bits, const Vec&, int64_t place) {
+      size = append_places(bits, place, places, size);
+    });
   }
+  fetch(values, places, size, found);
   return size;
 }
 
@@ -208,12 +228,13 @@ double split(const float* values, int64_t count, Weighing by, const onnxport::Br
         high[i] = add_where_at_least(high[i], x, upper[i], w, over);
         bits |= at_least(x, lower[i]) & ~over;
       }
-      size = append(bits, x, place, split.found, split.places, size);
+      size = append_places(bits, place, split.places, size);
     });
     total += sum_of(sum);
     for (int i = 0; i < 2; i++) above[i] += sum_of(high[i]);
   }
   for (int i = 0; i < 2; i++) split.above[i] = above[i];
+  fetch(values, split.places, size, split.found);
   split.size = size;
   return total;
 }

@@ -16,23 +16,27 @@ enum Status : int32_t {
 
 // How one row is sampled, and what came of it. Pointers may be null where their number is 0.
 struct Request {
+  // What stays the same from step to step.
+  double temperature, min_p, top_p;
+  int64_t top_k;    // if has_top_k
+  int64_t num_top;  // how many of the likeliest tokens are reported, at most the vocabulary
+  int32_t greedy, has_top_k;
+  int32_t has_token;     // nothing is drawn
+  int32_t has_logprobs;  // those of `token` are asked for
+  // What changes in the logits.
   const int64_t* bias_ids;
   const float* bias;
   const int64_t* banned;
   const int64_t* seen;
   const float* counts;
   const int64_t* allowed;  // ascending; null: all
-  const uint32_t* mask;    // bit i % 32 of word i / 32 allows token i; null: all
   int64_t num_biased, num_banned, num_seen, num_allowed;
-  int64_t top_k;   // if has_top_k
-  int64_t token;   // in if has_token, out otherwise
-  double temperature, min_p, top_p, uniform;
-  float repetition, frequency, presence;
-  int32_t greedy, has_top_k;
-  int32_t has_token;     // nothing is drawn
-  int32_t has_logprobs;  // those of `token` are asked for
-  int64_t num_top;    // how many of the likeliest tokens are reported, at most the vocabulary
-  int64_t top_begin;  // where they begin in the batch's top_ids and top_logprobs
+  float repetition, presence, frequency, unused;
+  // What is of this step.
+  const uint32_t* mask;  // bit i % 32 of word i / 32 allows token i; null: all
+  double uniform;
+  int64_t token;      // in if has_token, out otherwise
+  int64_t top_begin;  // where the likeliest begin in the batch's top_ids and top_logprobs
   // Results.
   int64_t rank;
   double logprob;

@@ -26,6 +26,7 @@ constexpr int kPartLanes = kLanes / kParts;
 
 typedef float Floats __attribute__((vector_size(kBytes)));
 typedef int32_t Ints __attribute__((vector_size(kBytes)));
+typedef uint32_t Bits __attribute__((vector_size(kBytes)));
 
 // Bit i is set where lane i of `a` is at least that of `b`.
 static inline uint32_t part_at_least(Floats a, Floats b) {
@@ -40,6 +41,35 @@ static inline uint32_t part_at_least(Floats a, Floats b) {
   uint32_t bits = 0;
   for (int i = 0; i < kPartLanes; i++) bits |= (static_cast<uint32_t>(yes[i]) & 1u) << i;
   return bits;
+#endif
+}
+
+// Where one of two is NaN, gathered up.
+#if defined(__AVX512F__)
+typedef __mmask16 Found;
+#else
+typedef Ints Found;
+#endif
+static inline Found is_nan(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), _CMP_UNORD_Q);
+#elif defined(__AVX2__)
+  const __m256 x = reinterpret_cast<__m256>(a), y = reinterpret_cast<__m256>(b);
+  return reinterpret_cast<Ints>(_mm256_cmp_ps(x, y, _CMP_UNORD_Q));
+#elif defined(__x86_64__)
+  return reinterpret_cast<Ints>(
+      _mm_cmpunord_ps(reinterpret_cast<__m128>(a), reinterpret_cast<__m128>(b)));
+#else
+  return (a != a) | (b != b);
+#endif
+}
+static inline bool any(Found found) {
+#if defined(__AVX512F__)
+  return found != 0;
+#else
+  int32_t some = 0;
+  for (int i = 0; i < kPartLanes; i++) some |= found[i];
+  return some != 0;
 #endif
 }
 
@@ -95,6 +125,11 @@ static inline Vec larger(const Vec& a, const Vec& b) {
   return each([&](int i) { return b.part[i] > a.part[i] ? b.part[i] : a.part[i]; });
 }
 
+// The same for the smaller.
+static inline Vec smaller(const Vec& a, const Vec& b) {
+  return each([&](int i) { return b.part[i] < a.part[i] ? b.part[i] : a.part[i]; });
+}
+
 static inline uint32_t at_least(const Vec& a, const Vec& b) {
   uint32_t bits = 0;
   for (int i = 0; i < kParts; i++) bits |= part_at_least(a.part[i], b.part[i]) << (i * kPartLanes);
@@ -118,19 +153,18 @@ static inline Vec add_where_at_least(const Vec& sum, const Vec& x, const Vec& bo
 #endif
 }
 
-// exp2 of t <= 0, relative error 2e-7; 0 below -126; exactly 1 at 0.
+// exp2 of t <= 0, relative error 2e-7; 0 below -126, where what is computed means nothing; exactly 1
+// at 0.
 static inline Floats part_exp2(Floats t) {
-  const Floats least = Floats{} - 127.f;
-  const Floats x = t > least ? t : least;
-  const Floats rounded = x + 12582912.f;  // 1.5 * 2^23: the low bits are now the nearest integer
-  const Floats f = x - (rounded - 12582912.f);
+  const Floats rounded = t + 12582912.f;  // 1.5 * 2^23: the low bits are now the nearest integer
+  const Floats f = t - (rounded - 12582912.f);
   Floats p = f * 1.326472707e-3f + 9.671512649e-3f;  // minimax of degree 5 on [-0.5, 0.5]
   p = p * f + 5.550733744e-2f;
   p = p * f + 2.402224209e-1f;
   p = p * f + 6.931469776e-1f;
   p = p * f + 1.f;
-  const Ints bits = reinterpret_cast<Ints>(p) + (reinterpret_cast<Ints>(rounded) << 23);
-  return t < -126.f ? Floats{} : reinterpret_cast<Floats>(bits);
+  const Bits bits = reinterpret_cast<Bits>(p) + (reinterpret_cast<Bits>(rounded) << 23);
+  return t >= -126.f ? reinterpret_cast<Floats>(bits) : Floats{};
 }
 
 // exp2((x - maximum) * scale), for x up to the maximum.
@@ -138,17 +172,44 @@ static inline Vec weight(const Vec& x, float maximum, float scale) {
   return each([&](int i) { return part_exp2((x.part[i] - maximum) * scale); });
 }
 
-// Stores the lanes whose bit is set, and where they are, at `count`; returns the new count. Up to
-// 16 places behind it are overwritten.
+#if defined(__AVX512F__)
+// Where the lanes are whose bit is set, the first ones.
+static inline __m512i set_places(uint32_t bits, int64_t place) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i at = _mm512_add_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(place)));
+  return _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), at);
+}
+#endif
+
+// Stores where the lanes are whose bit is set, at `count`; returns the new count. Up to 16 places
+// behind it are overwritten. Made for few of them: the values are fetched later.
+static inline int64_t append_places(uint32_t bits, int64_t place, int32_t* places, int64_t count) {
+#if defined(__AVX512F__)
+  const __m512i set = set_places(bits, place);
+  const int more = __builtin_popcount(bits);
+  // A short store seldom spans two cache lines.
+  if (__builtin_expect(more > 4, 0)) {
+    _mm512_storeu_si512(places + count, set);
+  } else {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(places + count), _mm512_castsi512_si128(set));
+  }
+  return count + more;
+#else
+  for (; bits; bits &= bits - 1) {
+    places[count++] = static_cast<int32_t>(place + __builtin_ctz(bits));
+  }
+  return count;
+#endif
+}
+
+// The same with the values, for many of them.
 static inline int64_t append(uint32_t bits, const Vec& x, int64_t place, float* values,
                              int32_t* places, int64_t count) {
 #if defined(__AVX512F__)
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512i at = _mm512_add_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(place)));
-  const __mmask16 mask = static_cast<__mmask16>(bits);
   const __m512 lanes = reinterpret_cast<__m512>(x.part[0]);
-  _mm512_storeu_ps(values + count, _mm512_maskz_compress_ps(mask, lanes));
-  _mm512_storeu_si512(places + count, _mm512_maskz_compress_epi32(mask, at));
+  _mm512_storeu_ps(values + count,
+                   _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), lanes));
+  _mm512_storeu_si512(places + count, set_places(bits, place));
   return count + __builtin_popcount(bits);
 #else
   float lanes[kLanes];
