@@ -177,9 +177,8 @@ def measure(case: Case, options: argparse.Namespace) -> Figures:
             for speculation in (None, config)
         )
         if case.name == "wrong":
-            speculator = guessing._engine._speculator
-            inner = speculator._drafter  # type: ignore[union-attr]
-            speculator._drafter = Wrong(inner, plain.capabilities.vocab_size)  # type: ignore
+            asker = guessing._engine._guessing._guesses._asker  # type: ignore[union-attr]
+            asker.drafter = Wrong(asker.drafter, plain.capabilities.vocab_size)
         return compare(case, plain, guessing, options)
 
 

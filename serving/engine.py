@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from onnxport.errors import (
     CapacityError,
@@ -16,7 +16,6 @@ from onnxport.errors import (
     RequestError,
 )
 from onnxport.graphs.spec import ArchSpec
-from onnxport.kv.table import Reservation
 from onnxport.providers.base import Capabilities, Model
 from onnxport.serving import sampling
 from onnxport.serving.adapters.registry import AdapterRegistry
@@ -26,7 +25,7 @@ from onnxport.serving.draft import StepPlan
 from onnxport.serving.events import Listener, StepRecord
 from onnxport.serving.fallback import Loss, Standby
 from onnxport.serving.growth import Growth, grow, prompt_logprobs
-from onnxport.serving.guesses import Guesses, accept, guess
+from onnxport.serving.guesses import NO_DRAFTS, Drafts, Guesses, Guessing
 from onnxport.serving.intake import Intake
 from onnxport.serving.limits import remaining_total
 from onnxport.serving.masks import MaskThread
@@ -95,7 +94,7 @@ class Engine:
         self._requests: dict[str, list[Request]] = {}  # unfinished sequences by request
         self._deadlines = Deadlines()
         self._retries = Retries(runtime.tokens)
-        self._speculator = speculator
+        self._guessing = Guessing(speculator)
         self._masks = MaskThread()
         self._sampling_threads = sampling_threads
         self._closed = False
@@ -231,15 +230,15 @@ class Engine:
         deltas = self._expire()
         try:
             loading = self._runtime.load()
-            plan = self._retries.next_plan(self._scheduler, loading, self._guess())
+            drafts = NO_DRAFTS if self._guessing.rests() else self._guess()
+            plan = self._retries.next_plan(self._scheduler, loading, drafts)
             return deltas + self._execute(plan) if plan.requests else deltas
         except DeviceLostError as error:
             return deltas + self._fall_back(error)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
-        guessed = self._speculator.counters if self._speculator else None
-        return self._tally.stats(self._runtime, guessed)
+        return self._tally.stats(self._runtime, self._guessing.counters)
 
     def reset_prefix_cache(self) -> None:
         """Forget what the pool has cached; host memory and disk keep theirs."""
@@ -264,8 +263,7 @@ class Engine:
             if self.grammars is not None:
                 self.grammars.close()
             try:
-                if self._speculator:
-                    self._speculator.close()
+                self._guessing.close()
             finally:
                 self._runtime.close()
         return deltas
@@ -280,12 +278,12 @@ class Engine:
                 deltas += self._end(request, "timeout")
         return deltas
 
-    def _guess(self) -> Mapping[Request, Sequence[int]]:
+    def _guess(self) -> Drafts:
         """Return tokens that may follow those of requests that decode, for the step to check."""
-        if self._speculator is None or self._retries.careful:
-            return {}
+        if self._retries.careful:
+            return NO_DRAFTS
         budget = self._runtime.tokens - self._scheduler.num_running
-        return guess(self._speculator, self._scheduler.running, budget)
+        return self._guessing.next(self._scheduler.running, budget)
 
     def _execute(self, plan: StepPlan) -> list[CompletionDelta]:
         start_s = self._clock()
@@ -304,7 +302,8 @@ class Engine:
                 raise
             return self._fail(plan, error)
         self._note_starts(plan, start_s)
-        self._commit(plan, reservation, drawn)
+        accepted = self._guessing.accept(plan, drawn)
+        self._scheduler.commit(plan, reservation, accepted)
         for request, found in scores:
             assert request.scores is not None
             request.scores += found
@@ -319,22 +318,11 @@ class Engine:
         self._tally.note_step(record)
         return deltas
 
-    def _commit(self, plan: StepPlan, reservation: Reservation, drawn: Sequence[Drawn]) -> None:
-        """Keep what was computed, but for what follows a wrong guess."""
-        if not plan.drafts:
-            self._scheduler.commit(plan, reservation)
-            return
-        assert self._speculator is not None
-        accepted = accept(self._speculator, plan, drawn)
-        self._scheduler.commit(plan, reservation, accepted)
-
     def _note_costs(self, plan: StepPlan, elapsed_s: float) -> None:
         """Tell those who decide by measured times how long a step took."""
         if self._runtime.offloader:
             self._runtime.offloader.costs.note_step(elapsed_s, plan.num_tokens)
-        rows = len(plan.requests)
-        if self._speculator and plan.num_decodes == rows:
-            self._speculator.note_step(rows, plan.num_tokens, elapsed_s)
+        self._guessing.note_step(plan, elapsed_s)
 
     def _fail(self, plan: StepPlan, error: Exception) -> list[CompletionDelta]:
         """Nothing was computed: look for the request that made the step fail."""
@@ -503,8 +491,7 @@ class Engine:
         """Let go of a sequence that has ended."""
         request.text = None
         request.grammar = None
-        if self._speculator:
-            self._speculator.forget(request)
+        self._guessing.forget(request)
         group = self._requests[request.request_id]
         group.remove(request)
         if not group:

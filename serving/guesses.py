@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.request import Request
 from onnxport.serving.sampling import Drawn
 from onnxport.serving.stats import SpeculationCounters
+
+Drafts = Mapping[Request, Sequence[int]]
+NO_DRAFTS: Drafts = MappingProxyType({})
 
 
 class Guesses(Protocol):
@@ -22,7 +26,14 @@ class Guesses(Protocol):
         """What was guessed so far, and how much of it was right."""
         ...
 
-    def propose(self, requests: Sequence[Request], budget: int) -> Mapping[Request, Sequence[int]]:
+    def rests(self) -> bool:
+        """Whether the next step goes without guesses, whoever is in it; asked once before each.
+
+        Small models make thousands of steps a second, so this has to take next to no time.
+        """
+        ...
+
+    def propose(self, requests: Sequence[Request], budget: int) -> Drafts:
         """Return tokens that may follow those of some requests; none where it does not pay.
 
         Args:
@@ -36,7 +47,7 @@ class Guesses(Protocol):
         ...
 
     def note_step(self, num_rows: int, num_tokens: int, elapsed_s: float) -> None:
-        """A step without prompts took so long, the guessing left out."""
+        """A step without prompts took so long, the guessing left out; not told of one at rest."""
         ...
 
     def forget(self, request: Request) -> None:
@@ -48,45 +59,78 @@ class Guesses(Protocol):
         ...
 
 
-def guess(
-    guesses: Guesses, running: Iterable[Request], budget: int
-) -> Mapping[Request, Sequence[int]]:
-    """Return tokens that may follow those of the requests that decode.
+class Guessing:
+    """What the engine does about guesses, if there is somebody to guess."""
 
-    Args:
-        guesses: who guesses.
-        running: the requests that hold a row.
-        budget: most tokens in all.
-    """
-    decoding = [
-        request
-        for request in running
-        if len(request.tokens) - request.num_computed_tokens == 1
-        and request.num_output_tokens
-        and request.max_total_tokens - len(request.tokens) > 1
-    ]
-    if not decoding or budget < 1:
-        return {}
-    found = guesses.propose(decoding, budget)
-    return {request: _possible(request, tokens) for request, tokens in found.items()}
+    def __init__(self, guesses: Guesses | None) -> None:
+        """Take over `guesses`; `close` closes it. None: there are never any."""
+        self._guesses = guesses
+        self._asked = False  # for the step in hand
 
+    @property
+    def counters(self) -> SpeculationCounters | None:
+        """What was guessed so far; None: nobody guesses."""
+        return self._guesses.counters if self._guesses else None
 
-def accept(guesses: Guesses, plan: StepPlan, drawn: Iterable[Drawn]) -> dict[int, Sequence[int]]:
-    """Return by row the tokens of its draft that were right, and tell who guessed them.
+    def rests(self) -> bool:
+        """Whether the next step goes without guesses; asked once before each."""
+        self._asked = self._guesses is not None and not self._guesses.rests()
+        return not self._asked
 
-    Args:
-        guesses: who guessed.
-        plan: of the step that checked the drafts.
-        drawn: what its sequences got.
-    """
-    tokens = {one.request: one.token_ids for one in drawn}
-    accepted: dict[int, Sequence[int]] = {}
-    for row, draft in plan.drafts.items():
-        request = plan.requests[row]
-        right = _num_equal(tokens[request], draft)
-        accepted[row] = draft[:right]
-        guesses.note_verified(request, len(draft), right)
-    return accepted
+    def next(self, running: Iterable[Request], budget: int) -> Drafts:
+        """Return tokens that may follow those of the requests that decode.
+
+        Args:
+            running: the requests that hold a row.
+            budget: most tokens in all.
+        """
+        assert self._guesses is not None
+        decoding = [
+            request
+            for request in running
+            if len(request.tokens) - request.num_computed_tokens == 1
+            and request.num_output_tokens
+            and request.max_total_tokens - len(request.tokens) > 1
+        ]
+        if not decoding or budget < 1:
+            return NO_DRAFTS
+        found = self._guesses.propose(decoding, budget)
+        return {request: _possible(request, tokens) for request, tokens in found.items()}
+
+    def accept(self, plan: StepPlan, drawn: Iterable[Drawn]) -> dict[int, Sequence[int]]:
+        """Return by row the tokens of its draft that were right, and tell who guessed them.
+
+        Args:
+            plan: of the step that checked the drafts.
+            drawn: what its sequences got.
+        """
+        if not plan.drafts:
+            return {}
+        assert self._guesses is not None
+        tokens = {one.request: one.token_ids for one in drawn}
+        accepted: dict[int, Sequence[int]] = {}
+        for row, draft in plan.drafts.items():
+            request = plan.requests[row]
+            right = num_equal(tokens[request], draft)
+            accepted[row] = draft[:right]
+            self._guesses.note_verified(request, len(draft), right)
+        return accepted
+
+    def note_step(self, plan: StepPlan, elapsed_s: float) -> None:
+        """A step is done; only those of decodes alone can be compared."""
+        if self._asked and plan.num_decodes == len(plan.requests):
+            assert self._guesses is not None
+            self._guesses.note_step(plan.num_decodes, plan.num_tokens, elapsed_s)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        if self._guesses is not None:
+            self._guesses.forget(request)
+
+    def close(self) -> None:
+        """Free what guesses. Idempotent."""
+        if self._guesses is not None:
+            self._guesses.close()
 
 
 def _possible(request: Request, tokens: Sequence[int]) -> Sequence[int]:
@@ -97,7 +141,7 @@ def _possible(request: Request, tokens: Sequence[int]) -> Sequence[int]:
     return tokens
 
 
-def _num_equal(tokens: Sequence[int], draft: Sequence[int]) -> int:
+def num_equal(tokens: Sequence[int], draft: Sequence[int]) -> int:
     """Return how many of the first tokens are those of the draft."""
     count = 0
     for token_id, guessed in zip(tokens, draft, strict=False):

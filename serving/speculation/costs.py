@@ -3,97 +3,113 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
 from operator import itemgetter
 
-MOST_SAMPLES = 7  # of which the least counts: others had a share of the machine
-MIN_SAMPLES = 2  # the first step of a kind may be slow: memory is touched, kernels are compiled
+MOST_SAMPLES = 7  # of which the middle one counts: others had a share of the machine
+MIN_SAMPLES = 2  # of these the faster: in the first one memory is touched, kernels are compiled
 STALE_NOTES = 256  # a measurement is forgotten after so many others
-REFRESH_NOTES = 16  # how often the curve is drawn anew
+REFRESH_NOTES = 16  # how often the curves are drawn anew
 GUESSED_SLOPE = 0.02  # of a step's time, for each token more, where nothing longer was measured
 EXACT_TOKENS = 16  # up to here each number of tokens is measured by itself
 
+Points = list[tuple[int, float]]  # tokens and seconds, both ascending
+
 
 class StepCosts:
-    """Seconds of a decode step by how many tokens it computes.
+    """Seconds of a decode step by its rows and guesses.
 
-    Between measurements they are interpolated, beyond the largest they go on with the mean slope,
-    or a flat one, so that longer steps are tried at all.
-    They never fall with more tokens: where measurements say so, their mean counts.
+    Steps with guesses are measured apart, by all their tokens: to guess and to check takes time
+    besides that of the model, which a step of as many rows does not take. Between measurements
+    they are interpolated, from the step without guesses on; beyond the largest they go on with the
+    mean slope, or a flat one, so that longer steps are tried at all. They never fall with more
+    tokens: where measurements say so, their mean counts.
     """
 
     def __init__(self) -> None:
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: dict[tuple[bool, int], _Bucket] = {}  # with guesses or without, by size
         self._num_notes = 0
         self._drawn_at = 0
-        self._curve: list[tuple[int, float]] = []  # (tokens, seconds), both ascending
-        self._seconds: dict[int, float] = {}  # of the curve, as they were asked for
+        self._plain: Points = []
+        self._guessing: Points = []
+        self._tables: dict[int, list[float]] = {}  # rows -> seconds by guesses, as asked for
 
-    def note(self, num_tokens: int, elapsed_s: float) -> None:
-        """A step of so many tokens took so long."""
+    def note(self, rows: int, drafted: int, elapsed_s: float) -> None:
+        """A step of so many rows and guesses took so long."""
         self._num_notes += 1
-        key = _bucket_of(num_tokens)
+        num_tokens = rows + drafted
+        key = drafted > 0, _bucket_of(num_tokens)
         bucket = self._buckets.get(key)
         if bucket is None:
             bucket = self._buckets[key] = _Bucket()
         bucket.samples.append((num_tokens, elapsed_s))
         bucket.noted_at = self._num_notes
+        bucket.typical = None
         new = len(bucket.samples) <= MIN_SAMPLES
         if new or self._num_notes - self._drawn_at >= REFRESH_NOTES:
             self._draw()
 
-    def knows(self, num_tokens: int) -> bool:
-        """Whether steps of about this size were measured, or both smaller and larger ones."""
-        if not self._curve:
+    def knows(self, rows: int) -> bool:
+        """Whether plain steps of about so many rows were measured, or of both fewer and more."""
+        if not self._plain:
             return False
-        smallest, largest = self._curve[0][0], self._curve[-1][0]
-        return _bucket_of(smallest) <= _bucket_of(num_tokens) <= _bucket_of(largest)
+        smallest, largest = self._plain[0][0], self._plain[-1][0]
+        return _bucket_of(smallest) <= _bucket_of(rows) <= _bucket_of(largest)
 
-    def seconds(self, num_tokens: int) -> float:
-        """Return what a step of `num_tokens` takes; something has to be known."""
-        found = self._seconds.get(num_tokens)
-        if found is None:
-            found = self._seconds[num_tokens] = self._read(num_tokens)
-        return found
+    def seconds(self, rows: int, drafted: int = 0) -> float:
+        """Return what a step takes; that of some step without guesses has to be known."""
+        return self.table(rows, drafted)[drafted]
 
-    def _read(self, num_tokens: int) -> float:
-        curve = self._curve
-        assert curve, "nothing was measured yet"
-        first, last = curve[0], curve[-1]
-        if num_tokens <= first[0]:
-            return first[1]
-        if num_tokens >= last[0]:
-            slope = GUESSED_SLOPE * last[1]  # what is too good to be true will be found out
-            if last[0] > first[0]:
-                slope = min(slope, (last[1] - first[1]) / (last[0] - first[0]))
-            return last[1] + slope * (num_tokens - last[0])
-        for (left, low), (right, high) in pairwise(curve):
-            if num_tokens <= right:
-                return low + (high - low) * (num_tokens - left) / (right - left)
-        raise AssertionError("the curve is not ascending")
+    def table(self, rows: int, most: int) -> Sequence[float]:
+        """Return what steps take by their number of guesses, from none to `most` or more."""
+        table = self._tables.get(rows)
+        if table is None:
+            table = self._tables[rows] = [_read(self._plain, rows)]
+        if len(table) <= most:
+            plain_s = table[0]
+            above = [(tokens, max(plain_s, one)) for tokens, one in self._guessing if tokens > rows]
+            points = [(rows, plain_s), *above] if above else self._plain
+            for drafted in range(len(table), most + 1):
+                table.append(max(plain_s, _read(points, rows + drafted)))
+        return table
 
     def _draw(self) -> None:
-        """Draw the curve from what is measured, and forget what is stale."""
+        """Draw the curves from what is measured, and forget what is stale."""
         self._drawn_at = self._num_notes
-        self._seconds.clear()
+        self._tables.clear()
         for key, bucket in list(self._buckets.items()):
             if self._num_notes - bucket.noted_at > STALE_NOTES:
                 del self._buckets[key]
-        known = sorted(key for key, one in self._buckets.items() if len(one.samples) >= MIN_SAMPLES)
-        least = [min(self._buckets[key].samples, key=itemgetter(1)) for key in known]
-        seconds = ascending([seconds for _, seconds in least])
-        sizes = [num_tokens for num_tokens, _ in least]
-        self._curve = list(zip(sizes, seconds, strict=True))
+        self._plain, self._guessing = self._points(False), self._points(True)
+
+    def _points(self, guessing: bool) -> Points:
+        """Return what is known of steps with guesses, or of those without."""
+        typical = [
+            bucket.read()
+            for (has_guesses, _), bucket in sorted(self._buckets.items(), key=itemgetter(0))
+            if has_guesses is guessing and len(bucket.samples) >= MIN_SAMPLES
+        ]
+        seconds = ascending([seconds for _, seconds in typical])
+        return list(zip([tokens for tokens, _ in typical], seconds, strict=True))
 
 
 class _Bucket:
     """The latest steps of about one size."""
 
-    __slots__ = ("noted_at", "samples")
+    __slots__ = ("noted_at", "samples", "typical")
 
     def __init__(self) -> None:
         self.samples: deque[tuple[int, float]] = deque(maxlen=MOST_SAMPLES)  # tokens, seconds
         self.noted_at = 0
+        self.typical: tuple[int, float] | None = None
+
+    def read(self) -> tuple[int, float]:
+        """Return the one in the middle, by its time."""
+        if self.typical is None:
+            samples = sorted(self.samples, key=itemgetter(1))
+            self.typical = samples[(len(samples) - 1) // 2]
+        return self.typical
 
 
 def ascending(values: list[float]) -> list[float]:
@@ -110,6 +126,23 @@ def ascending(values: list[float]) -> list[float]:
             count += number
         pools.append((mean, count))
     return [mean for mean, count in pools for _ in range(count)]
+
+
+def _read(points: Points, num_tokens: int) -> float:
+    """Return the seconds of a curve at one place."""
+    assert points, "nothing was measured yet"
+    first, last = points[0], points[-1]
+    if num_tokens <= first[0]:
+        return first[1]
+    if num_tokens >= last[0]:
+        slope = GUESSED_SLOPE * last[1]  # what is too good to be true will be found out
+        if last[0] > first[0]:
+            slope = min(slope, (last[1] - first[1]) / (last[0] - first[0]))
+        return last[1] + slope * (num_tokens - last[0])
+    for (left, low), (right, high) in pairwise(points):
+        if num_tokens <= right:
+            return low + (high - low) * (num_tokens - left) / (right - left)
+    raise AssertionError("the curve is not ascending")
 
 
 def _bucket_of(num_tokens: int) -> int:

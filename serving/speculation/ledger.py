@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-FREE_SHARE = 0.01  # of the time of steps: what trying costs where it never pays
-FIRST_STEPS = 3  # steps that the first guesses may cost
+FREE_SHARE = 0.01  # of the time of steps: what guessing may cost where it never pays
+TRIAL_SHARE = 0.005  # likewise what a draft model may take of it that only guesses to learn
+FIRST_STEPS = 3  # steps that the first guesses may cost, and that can be saved up of this share
 MOST_STEPS = 32  # steps that may be lost before it shows that they do not pay any more
 
 
@@ -29,22 +30,28 @@ class Ledger:
             self.balance_s += FIRST_STEPS * step_s
 
     def affords_trial(self, price_s: float) -> bool:
-        """Whether guesses that are expected to cost so much may be made all the same."""
+        """Whether guesses that are expected to cost so much may be made only to learn."""
         return price_s <= min(self.balance_s, self.trial_s)
 
     def note_trial(self, price_s: float) -> None:
         """They are made."""
         self.trial_s -= price_s
+        self.balance_s -= price_s
+
+    def charge(self, lost_s: float) -> None:
+        """So much time was taken and has not come back."""
+        self.balance_s -= lost_s
 
     def note(self, elapsed_s: float, saved_s: float, step_s: float) -> None:
-        """A step took so long, which is so much less than the steps that it replaced.
+        """Steps took so long, which is so much less than those that they replaced.
 
         Args:
-            elapsed_s: of the step and of guessing for it.
+            elapsed_s: of the steps and of guessing for them.
             saved_s: negative where it took longer.
             step_s: of a step without guesses.
         """
         most = MOST_STEPS * step_s
-        free = FREE_SHARE * elapsed_s
+        room = max(0.0, FIRST_STEPS * step_s - self.balance_s)
+        free = min(room, FREE_SHARE * elapsed_s)
         self.balance_s = min(most, max(-most, self.balance_s + free + saved_s))
-        self.trial_s = min(most, self.trial_s + free)
+        self.trial_s = min(most, self.trial_s + TRIAL_SHARE * elapsed_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -17,7 +17,7 @@ def choose_lengths(
     rates: Sequence[float],
     limits: Sequence[int],
     budget: int,
-    step_s: Callable[[int], float],
+    step_s: Sequence[float],
     round_s: float = 0.0,
 ) -> Choice:
     """Choose the lengths that make the most tokens a second.
@@ -30,28 +30,34 @@ def choose_lengths(
         rates: of the requests, in [0, 1).
         limits: the longest draft of each.
         budget: most guesses in all.
-        step_s: seconds of a step by how many tokens it computes; does not fall.
+        step_s: seconds of a step by how many guesses it checks, from none to as many as `limits`
+            and `budget` allow; does not fall.
         round_s: seconds that guessing takes for each place of the longest draft.
     """
     num_rows = len(rates)
-    guesses = sorted(
-        (-(rate**place), row, place)
-        for row, (rate, limit) in enumerate(zip(rates, limits, strict=True))
-        for place in range(1, limit + 1)
-        if rate > 0.0
-    )
-    plain = num_rows / step_s(num_rows)
+    guesses: list[tuple[float, int, int]] = []
+    for row, limit in enumerate(limits):
+        worth = rate = rates[row]
+        for place in range(1, limit + 1 if rate > 0.0 else 1):
+            guesses.append((-worth, row, place))
+            worth *= rate
+    guesses.sort()
+    plain = num_rows / step_s[0]
     best = plain
-    chosen: tuple[tuple[float, int, int], ...] = ()
+    chosen: list[tuple[float, int, int]] = []
     most = max(limits, default=0)
     for longest in range(1, most + 1) if round_s else (most,):
-        near = [guess for guess in guesses if guess[2] <= longest][:budget]
+        near = [guess for guess in guesses if guess[2] <= longest] if round_s else guesses
         expected = float(num_rows)
-        for number, (worth, _, _) in enumerate(near, 1):
+        rounds_s = longest * round_s
+        enough = 0
+        for number, (worth, _, _) in enumerate(near[:budget], 1):
             expected -= worth
-            speed = expected / (step_s(num_rows + number) + longest * round_s)
+            speed = expected / (step_s[number] + rounds_s)
             if speed > best:
-                best, chosen = speed, tuple(near[:number])
+                best, enough = speed, number
+        if enough:
+            chosen = near[:enough]
     lengths = [0] * num_rows
     for _, row, _ in chosen:
         lengths[row] += 1

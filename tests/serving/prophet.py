@@ -32,6 +32,9 @@ class Prophet:
     def counters(self) -> SpeculationCounters:
         return SpeculationCounters(self.num_drafts, self.num_drafted, self.num_accepted, ())
 
+    def rests(self) -> bool:
+        return False
+
     def propose(self, requests: Sequence[Request], budget: int) -> Mapping[Request, Sequence[int]]:
         assert budget >= 1
         guesses: dict[Request, Sequence[int]] = {}

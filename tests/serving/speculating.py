@@ -56,12 +56,15 @@ class Guesser:
 class Eager(Speculator):
     """Guesses whenever it may, whether it pays or not."""
 
-    def _propose(self, requests: Sequence[Request], budget: int) -> dict[Request, Sequence[int]]:
-        if self._drafter is None:
+    def rests(self) -> bool:
+        return False
+
+    def propose(self, requests: Sequence[Request], budget: int) -> dict[Request, Sequence[int]]:
+        if self._asker.drafter is None:
             return {}
         most = self._config.num_speculative_tokens
         lengths = [min(most, one.max_total_tokens - len(one.tokens) - 1) for one in requests]
-        found = self._ask(self._drafter, requests, lengths)
+        found = self._asker.ask(requests, lengths)
         return {one: guess for one, guess in zip(requests, found, strict=True) if guess}
 
 
@@ -101,22 +104,28 @@ class Machine:
 
     def step(self) -> int:
         """Make one step; returns how many tokens it brought."""
-        guesses = self.speculator.propose(self.requests, 512)
-        tokens = len(self.requests)
+        rests = self.speculator.rests()
+        guesses = {} if rests else self.speculator.propose(self.requests, 512)
+        rows = tokens = len(self.requests)
         taken_s = self.step_s(tokens + sum(map(len, guesses.values())))
         self.now_s += taken_s
         self.lengths.append(sum(map(len, guesses.values())))
         for one in self.requests:
-            right = 0
-            if guess := guesses.get(one):
-                while right < len(guess) and self.random.random() < self.rate:
-                    right += 1
+            right, guess = 0, guesses.get(one, ())
+            while self.grow(one) and right < len(guess):
+                right += 1
+            if guess:
                 self.speculator.note_verified(one, len(guess), right)
-            one.tokens.extend([0] * (1 + right))
             tokens += right
-        rows = len(self.requests)
-        self.speculator.note_step(rows, rows + self.lengths[-1], taken_s)
+        if not rests:
+            self.speculator.note_step(rows, rows + self.lengths[-1], taken_s)
         return tokens
+
+    def grow(self, one: Request) -> bool:
+        """Give a request its next token; returns whether it is the one that is always guessed."""
+        right = self.random.random() < self.rate
+        one.tokens.append(0 if right else 1)
+        return right
 
     def best(self) -> float:
         """Tokens a second with the best fixed length there is, 0 included."""

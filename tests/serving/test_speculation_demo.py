@@ -49,7 +49,7 @@ def opened(model: Path, config: SpeculationConfig | None, **options: Any) -> Ite
     """A model with a drafter, which guesses whenever it may."""
     given = {"threads": 2, "kv_cache_tokens": 4096, "max_model_len": 512, **options}
     with LLM(model, **given, speculation=config) as llm:
-        speculator = llm._engine._speculator
+        speculator = llm._engine._guessing._guesses
         if speculator is not None:
             speculator.__class__ = Eager  # type: ignore[assignment]
         yield llm
@@ -92,7 +92,7 @@ def test_a_draft_model_changes_no_token(pair: tuple[Path, Path], target: str, dr
         accepted = mixed.num_accepted_tokens - greedy.num_accepted_tokens
         # It draws with the random numbers of the requests, so it agrees nearly as often.
         assert accepted > 0.6 * (mixed.num_draft_tokens - greedy.num_draft_tokens)
-        drafter = llm._engine._speculator._drafter  # type: ignore[union-attr]
+        drafter = llm._engine._guessing._guesses._asker.drafter  # type: ignore[union-attr]
         assert isinstance(drafter, ModelDrafter)
         assert drafter._limits.provider == draft
         drafter.check()
@@ -158,8 +158,8 @@ def test_what_cannot_be_loaded_is_said_at_the_start(pair: tuple[Path, Path]) -> 
 def test_the_draft_model_runs_where_the_model_does(pair: tuple[Path, Path]) -> None:
     config = SpeculationConfig("draft_model", model=pair[1], kv_cache_tokens=512)
     speculator = build_speculator(config, pair[0], "cpu", 64)
-    assert isinstance(speculator._drafter, ModelDrafter)
-    limits = speculator._drafter._limits
+    assert isinstance(speculator._asker.drafter, ModelDrafter)
+    limits = speculator._asker.drafter._limits
     assert limits.provider == "cpu"
     assert limits.num_blocks * limits.block_size == 512
     speculator.close()

@@ -175,12 +175,12 @@ def test_whatever_happens_the_tokens_are_the_same(
     done = counters(engine)
     if guesser == "same" and not any("logprobs" in mix for mix in mixes):
         assert done.num_accepted_tokens == done.num_draft_tokens
-    drafter = guessing._drafter
+    drafter = guessing._asker.drafter
     if isinstance(drafter, ModelDrafter):
         drafter.check()
         assert not drafter._sequences  # every request was forgotten
     engine.close()
-    assert guessing._drafter is None
+    assert guessing._asker.drafter is None
 
 
 def test_guesses_go_on_after_the_target_is_lost() -> None:
@@ -212,7 +212,7 @@ def test_a_failing_drafter_fails_no_request(lost: bool, caplog: pytest.LogCaptur
     assert tokens(deltas["b"]) == alone([4, 5], LONG)
     assert reasons(deltas["a"]) == reasons(deltas["b"]) == ["length"]
     assert "speculation is off" in caplog.text
-    assert guessing._drafter is None
+    assert guessing._asker.drafter is None
     engine.close()
 
 

@@ -34,41 +34,72 @@ def steep(num_tokens: int) -> float:
 def test_costs_are_interpolated_between_measurements() -> None:
     costs = StepCosts()
     assert not costs.knows(1)
-    for num_tokens, seconds in [(1, 1.0), (3, 2.0), (9, 5.0)]:
-        assert not costs.knows(num_tokens)
-        costs.note(num_tokens, 9.0)  # the first may be slow
-        assert not costs.knows(num_tokens)
-        costs.note(num_tokens, seconds)
-        assert costs.knows(num_tokens)
-    found = [costs.seconds(tokens) for tokens in (1, 2, 3, 6, 9, 11)]
+    for rows, seconds in [(1, 1.0), (3, 2.0), (9, 5.0)]:
+        assert not costs.knows(rows)
+        costs.note(rows, 0, 9.0)  # the first may be slow
+        assert not costs.knows(rows)
+        costs.note(rows, 0, seconds)
+        assert costs.knows(rows)
+    found = [costs.seconds(rows) for rows in (1, 2, 3, 6, 9, 11)]
     assert found == pytest.approx([1.0, 1.5, 2.0, 3.5, 5.0, 5.2])  # at the end 2 % more each
+    assert costs.seconds(1, 5) == pytest.approx(3.5)  # as long as no guess was measured
+
+
+def test_steps_with_guesses_are_measured_apart() -> None:
+    costs = StepCosts()
+    for rows, drafted, seconds in [(1, 0, 1.0), (4, 0, 1.1), (1, 3, 1.6), (1, 5, 2.0)]:
+        for _ in range(2):
+            costs.note(rows, drafted, seconds)
+    assert costs.seconds(4) == pytest.approx(1.1)  # which is not what four tokens of one row take
+    found = [costs.seconds(1, drafted) for drafted in (0, 1, 2, 3, 4, 5)]
+    assert found == pytest.approx([1.0, 1.2, 1.4, 1.6, 1.8, 2.0])
+    assert costs.seconds(4, 2) == pytest.approx(2.0)
+    costs = StepCosts()
+    for rows, drafted, seconds in [(2, 0, 1.0), (2, 2, 0.5)] * 2:
+        costs.note(rows, drafted, seconds)
+    assert costs.seconds(2, 2) == 1.0  # never less than without guesses
 
 
 def test_costs_follow_the_machine_and_forget() -> None:
     costs = StepCosts()
     for _ in range(2):
-        costs.note(6, 9.0)
+        costs.note(6, 0, 9.0)
+        costs.note(1, 7, 12.0)
     for seconds in (1.0, 2.0):
         for _ in range(40):
-            costs.note(1, seconds)
+            costs.note(1, 0, seconds)
         assert costs.seconds(1) == seconds
     assert costs.seconds(6) == 9.0
+    assert costs.seconds(1, 7) == 12.0
     for _ in range(300):
-        costs.note(1, 1.0)
+        costs.note(1, 0, 1.0)
     assert not costs.knows(6)
     assert costs.seconds(6) == pytest.approx(1.1)  # a guess
+    assert costs.seconds(1, 7) == pytest.approx(1.14)
+
+
+def test_of_a_few_measurements_the_middle_one_counts() -> None:
+    costs = StepCosts()
+    for seconds in (1.0, 9.0, 2.0, 8.0, 3.0, 7.0, 2.5, *[2.5] * 9):
+        costs.note(1, 0, seconds)
+    for seconds in (5.0, 1.0, 3.0, 2.0, 4.0, 100.0, 0.5):
+        costs.note(2, 0, seconds)
+    for _ in range(9):
+        costs.note(9, 0, 9.0)
+    assert costs.seconds(1) == 2.5
+    assert costs.seconds(2) == 3.0
 
 
 def test_sizes_above_sixteen_are_measured_together() -> None:
     costs = StepCosts()
-    costs.note(100, 1.0)
-    costs.note(101, 1.0)
+    costs.note(100, 0, 1.0)
+    costs.note(101, 0, 1.0)
     assert costs.knows(96)
     assert costs.knows(103)
     assert not costs.knows(95)
     assert not costs.knows(104)
-    costs.note(5, 1.0)
-    costs.note(5, 1.0)
+    costs.note(5, 0, 1.0)
+    costs.note(5, 0, 1.0)
     assert costs.knows(50)
     assert not costs.knows(4)
 
@@ -122,7 +153,8 @@ def test_no_other_lengths_are_better(
         taken_s = step_s(len(rows) + sum(lengths)) + max(lengths) * round_s
         return (len(rows) + tokens) / taken_s
 
-    choice = choose_lengths(rates, limits, budget, step_s, round_s)
+    table = [step_s(len(rows) + drafted) for drafted in range(sum(limits) + 1)]
+    choice = choose_lengths(rates, limits, budget, table, round_s)
     allowed = [
         lengths
         for lengths in itertools.product(*(range(limit + 1) for limit in limits))
@@ -257,11 +289,11 @@ def test_a_lost_device_ends_it_at_once(caplog: pytest.LogCaptureFixture) -> None
     machine.speculator.close()
 
 
-@pytest.mark.parametrize(("asking_s", "asked"), [(0.0, 400), (0.003, 69), (0.1, 31)])
+@pytest.mark.parametrize(("asking_s", "asked"), [(0.0, 2000), (0.003, 34), (0.1, 31)])
 def test_asking_in_vain_takes_little_time(
     asking_s: float, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of steps of 0.0105 s: a hundredth, or every 65th; and it is no part of what a step takes."""
+    """Of steps of 0.0105 s: one in 200, or every 65th step; no part of what a step takes."""
     machine = Machine(memory_bound, 0.9)
     found = 0
 

@@ -109,6 +109,9 @@ class Always:
     def counters(self) -> SpeculationCounters:
         return SpeculationCounters(0, 0, 0, ())
 
+    def rests(self) -> bool:
+        return False
+
     def propose(self, requests: Sequence[Request], budget: int) -> Mapping[Request, Sequence[int]]:
         if self.drafter is None:
             return {}

@@ -1,0 +1,26 @@
+"""How long answers are: whether a draft model's work on a prompt will come back."""
+
+from __future__ import annotations
+
+from onnxport.serving.request import Request
+
+FIRST_OUTPUT = 128  # tokens that an answer is taken to have, before some have ended
+MEMORY = 20  # answers: about so many count
+
+
+class AnswerLengths:
+    """The mean length of the answers so far."""
+
+    def __init__(self) -> None:
+        self._mean = float(FIRST_OUTPUT)
+        self._number = 1
+
+    def note(self, num_tokens: int) -> None:
+        """An answer has ended."""
+        self._number = min(self._number + 1, MEMORY)
+        self._mean += (num_tokens - self._mean) / self._number
+
+    def coming(self, request: Request) -> float:
+        """Return how many tokens a request may still get, at least one."""
+        left = request.max_total_tokens - len(request.tokens)
+        return min(left, max(self._mean - request.num_output_tokens, 1.0))
