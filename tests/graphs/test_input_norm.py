@@ -56,14 +56,14 @@ def layer() -> onnx.ModelProto:
     return model(mlp_cases.fused(mlp_cases.make_case(5, (4, 32), (8, 64), (K, 70, N), 3)))
 
 
-def run(of: onnx.ModelProto) -> list[np.ndarray]:
+def run(of: onnx.ModelProto, *others: str) -> list[np.ndarray]:
     library = find_library()
     if library is None or matmul_isa() is None:
         pytest.skip("the C++ kernels were not built, or this processor has no kernel of ours")
     x = product().x
     feeds = {"x": x, "skip": norm_cases.random_norm(2, x).skip}
     session = matmul_cases.session(library, of.SerializeToString())
-    return list(session.run(["y", "total"], feeds))
+    return list(session.run(["y", "total", *others], feeds))
 
 
 def epsilon_of(node: onnx.NodeProto) -> float:
@@ -142,14 +142,38 @@ def test_the_norms_of_a_decoder(int4: Artifact) -> None:
     assert all(name in types for node in result.model.graph.node for name in node.output if name)
 
 
-def test_norms_that_adapters_read_stay(int4: Artifact) -> None:
+def test_the_norms_that_adapters_read(int4: Artifact) -> None:
+    """All of them but the first one; what they normalize is there for the adapters."""
     adapted = add_lora_operator(
         retype(int4.load_graph("paged"), int4.read_tensor).model, int4.manifest.model, 8
     )
-    result = fuse_input_norm(prepared(adapted.model))
+    before = prepared(adapted.model)
+    result = fuse_input_norm(before)
+    layers = int4.manifest.model.num_layers
+    assert result.changes == {"norms fused into what reads them": 2 * layers}
+    nodes = list(result.model.graph.node)
+    products = [node for node in nodes if node.op_type in ("MatMulNBits", "GatedMlp")]
+    shared = [node.output[2] for node in products if len(node.output) == 3]
+    adding = [node for node in nodes if node.op_type == "AddLora"]
+    assert len(shared) == 2 * layers - 1, "adapters have no part in the logits"
+    assert set(shared) <= {node.input[1] for node in adding}
+    types = element_types(result.model)
+    assert all(name in types for name in shared)
+
+
+@pytest.mark.parametrize("before", [model(), layer()], ids=["MatMulNBits", "GatedMlp"])
+def test_what_others_read_is_returned(before: onnx.ModelProto) -> None:
+    alone = fuse_input_norm(before).model
+    before.graph.node.append(helper.make_node("Neg", ["normed"], ["other"]))
+    before.graph.output.append(helper.make_tensor_value_info("other", TensorProto.FLOAT, None))
+    result = fuse_input_norm(before)
     assert result.changes == {"norms fused into what reads them": 1}
-    (head,) = (node for node in result.model.graph.node if len(node.output) == 2)
-    assert head.output[0] == "logits", "adapters have no part in it"
+    node = result.model.graph.node[0]
+    assert list(node.output) == ["y", "sum", "normed"]
+    assert element_types(result.model)["normed"] == TensorProto.FLOAT
+    y, total, other = run(result.model, "other")
+    assert [y.tobytes(), total.tobytes()] == [x.tobytes() for x in run(alone)]
+    np.testing.assert_allclose(other, run(before, "other")[2], rtol=1e-5)
 
 
 Change = Callable[[onnx.ModelProto], None]
@@ -211,6 +235,15 @@ def _as_scales(of: onnx.ModelProto) -> None:
     of.graph.node[PRODUCT].input[0], of.graph.node[PRODUCT].input[2] = "s", "normed"
 
 
+def _shared_without_a_sum(of: onnx.ModelProto) -> None:
+    del of.graph.node[NORM].output[1:]
+    of.graph.node[ADD].input[0] = "normed"
+
+
+def _as_scales_too(of: onnx.ModelProto) -> None:
+    of.graph.node[PRODUCT].input[2] = "normed"
+
+
 def _has_a_norm(of: onnx.ModelProto) -> None:
     of.graph.node[PRODUCT].input.extend(["skip", "gamma"])
 
@@ -218,8 +251,8 @@ def _has_a_norm(of: onnx.ModelProto) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param(_also_reads("normed", 2), id="second reader"),
-        pytest.param(_also_reads("normed", 1), id="second reader before"),
+        pytest.param(_also_reads("normed", 1), id="another reader before"),
+        pytest.param(_shared_without_a_sum, id="another reader and no sum"),
         pytest.param(_is_an_output("normed"), id="norm is an output"),
         pytest.param(_is_an_output("sum"), id="sum is an output"),
         pytest.param(_also_reads("sum", 1), id="sum is read before the operator"),
@@ -234,6 +267,7 @@ def _has_a_norm(of: onnx.ModelProto) -> None:
         pytest.param(_wide_gamma, id="gamma of another size"),
         pytest.param(_no_skip, id="no skip"),
         pytest.param(_as_scales, id="another input"),
+        pytest.param(_as_scales_too, id="another input, too"),
         pytest.param(_has_a_norm, id="operator has a norm"),
     ],
 )

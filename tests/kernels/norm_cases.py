@@ -46,8 +46,13 @@ def normalized(x: Floats, norm: Norm) -> Floats:
     return found
 
 
-def add_norm(serialized: bytes, norm: Norm, without: Collection[str] = ()) -> bytes:
-    """A model whose first node gets the norm, `without` some of what one consists of."""
+def add_norm(
+    serialized: bytes, norm: Norm, without: Collection[str] = (), more: Collection[str] = ()
+) -> bytes:
+    """A model whose first node gets the norm, `without` some of what one consists of.
+
+    `more` are further outputs.
+    """
     of = onnx.load_from_string(serialized)
     node, shape = of.graph.node[0], of.graph.input[0].type.tensor_type.shape
     node.input.extend("" if name in without else name for name in ("skip", "gamma"))
@@ -57,9 +62,9 @@ def add_norm(serialized: bytes, norm: Norm, without: Collection[str] = ()) -> by
     of.graph.initializer.append(numpy_helper.from_array(norm.gamma, "gamma"))
     if "epsilon" not in without:
         node.attribute.append(helper.make_attribute("epsilon", norm.epsilon))
-    if "residual" not in without:
-        node.output.append("residual")
-        of.graph.output.append(helper.make_tensor_value_info("residual", TensorProto.FLOAT, None))
+    for name in [] if "residual" in without else ["residual", *more]:
+        node.output.append(name)
+        of.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
     return of.SerializeToString()
 
 

@@ -69,6 +69,26 @@ def test_layers(library_path: Path, library: ctypes.CDLL, available_sets: Sets, 
     mlp_cases.check(MlpCase(case.gate_up.replace(x=x), case.down), found)
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("rows", [1, 6, 40])
+def test_what_was_normalized(
+    library_path: Path, library: ctypes.CDLL, available_sets: Sets, operator: str, rows: int
+) -> None:
+    """It is what is multiplied: the same bits as without asking for it, and as a product of it."""
+    serialized, x = small(operator, rows)
+    norm = random_norm(7, x)
+    for sets in available_sets:
+        use(library, sets)
+        y, residual = norm_cases.run(library_path, add_norm(serialized, norm), x, norm)
+        asked = add_norm(serialized, norm, more=["normalized"])
+        session = matmul_cases.session(library_path, asked)
+        found = session.run(None, {"x": x, "skip": norm.skip})
+        assert [one.tobytes() for one in found[:2]] == [y.tobytes(), residual.tobytes()]
+        plain = matmul_cases.session(library_path, serialized).run(["y"], {"x": found[2]})[0]
+        assert plain.tobytes() == y.tobytes()
+        np.testing.assert_allclose(found[2], norm_cases.normalized(x, norm), rtol=2e-6)
+
+
 @pytest.mark.parametrize("k", [96, 700, 897])
 def test_a_row_is_the_same_alone_and_in_any_batch(
     library_path: Path, library: ctypes.CDLL, available_sets: Sets, k: int

@@ -91,6 +91,21 @@ def test_an_adapter_does_what_merging_it_would(
         assert np.abs(logits(model, 0) - expected).max() > 1
 
 
+@KERNEL
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_slots_alone_change_no_bit(
+    tiny_artifact: ArtifactMaker, family: str, precision: str
+) -> None:
+    """Norms and feed-forward layers are computed by the same operators with slots and without."""
+    path = tiny_artifact(family, precision)
+    with opened(path, "custom") as model:
+        expected = logits(model, 0)
+    with opened(path, "custom", max_adapters=2) as model:
+        model.set_adapter(2, make_adapter(Artifact.read(path).manifest.model, 2))
+        assert logits(model, 0).tobytes() == expected.tobytes()
+
+
 def rounded(adapter: LoraAdapter, how: Callable[[Any], Any]) -> LoraAdapter:
     """An adapter whose rows, A's and those of the transposed B, are what `how` makes of them."""
     return LoraAdapter(

@@ -34,6 +34,7 @@ struct Norm {
   const float* gamma;  // [k], or null for no norm
   const float* skip;   // [rows][k]
   float* residual;     // [rows][k]
+  float* normalized;   // [rows][k], for others to read, or null
   float epsilon;
 };
 

@@ -90,6 +90,9 @@ void quantize_normalized(const MatMul& m, const float* x, int64_t row) {
     for (int64_t i = 0; i < count; i++)
       values[i] = residual[first + i] * factor * m.norm.gamma[first + i];
     for (int64_t i = count; i < m.block_size; i++) values[i] = 0.f;
+    if (m.norm.normalized)
+      memcpy(m.norm.normalized + row * m.k + first, values,
+             static_cast<size_t>(count) * sizeof(float));
     quantize_block(m, values, row_block(m, row, block));
   }
 }

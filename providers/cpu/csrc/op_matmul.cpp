@@ -1,6 +1,6 @@
 // onnxport.MatMulNBits: com.microsoft.MatMulNBits at accuracy level 4 with our own kernels. Weights
 // are packed once, when the session is made. With the inputs skip and gamma it normalizes A + skip
-// first (see Norm), and returns that sum, too.
+// first (see Norm), and returns that sum, too, and if asked for what was normalized.
 #include <memory>
 
 #include "op_weights.h"
@@ -69,7 +69,7 @@ ort::CustomOp matmul_operator() {
   };
   op.output_type = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };
   op.input_type_count = [](const ort::CustomOp*) { return size_t{kMatMulInputs}; };
-  op.output_type_count = [](const ort::CustomOp*) { return size_t{2}; };
+  op.output_type_count = [](const ort::CustomOp*) { return size_t{3}; };
   op.input_characteristic = [](const ort::CustomOp*, size_t index) -> int {
     return index < kSkip ? ort::kRequired : ort::kOptional;
   };

@@ -101,7 +101,7 @@ ort::CustomOp mlp_operator() {
   };
   op.output_type = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };
   op.input_type_count = [](const ort::CustomOp*) { return size_t{kMlpInputs}; };
-  op.output_type_count = [](const ort::CustomOp*) { return size_t{2}; };
+  op.output_type_count = [](const ort::CustomOp*) { return size_t{3}; };
   op.input_characteristic = [](const ort::CustomOp*, size_t index) -> int {
     return index < kSkip ? ort::kRequired : ort::kOptional;
   };

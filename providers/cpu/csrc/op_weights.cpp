@@ -113,11 +113,16 @@ void read_norm(const Api& api, ort::KernelContext* context, const char* op, cons
          static_cast<long long>(elements(input)), skip.rank,
          static_cast<long long>(elements(skip)));
   expect_elements(api, op, "gamma", gamma, call.k);
-  void* residual = nullptr;
+  void *residual = nullptr, *normalized = nullptr;
   check(api.mutable_data(out, &residual));
+  if (outputs > 2) {
+    check(api.output(context, 2, input.dims, input.rank, &out));
+    if (out) check(api.mutable_data(out, &normalized));
+  }
   call.norm.gamma = gamma.as<const float>();
   call.norm.skip = skip.as<const float>();
   call.norm.residual = static_cast<float*>(residual);
+  call.norm.normalized = static_cast<float*>(normalized);
 }
 
 Tensor read_activations(const Api& api, const ort::KernelContext* context, const char* op,

@@ -42,7 +42,8 @@ float read_epsilon(const Api& api, const ort::KernelInfo* info, const char* op);
 
 // Gives a call whose norm has its epsilon the rest of it, if the node has one: skip is the input
 // `first`, gamma the next one, and the residual the output 1. Throws a Failure where one of them is
-// missing, or does not fit the activations.
+// missing, or does not fit the activations. Where the node has an output 2, that is what was
+// normalized.
 void read_norm(const Api& api, ort::KernelContext* context, const char* op, const Tensor& input,
                size_t first, MatMul& call);
 
