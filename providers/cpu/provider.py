@@ -28,6 +28,7 @@ from onnxport.graphs.passes.kv_dtype import set_kv_dtype
 from onnxport.graphs.passes.native import NativeLimits, keep_native
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.passes.stored_scales import use_stored_scales
 from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, Device, Features, KVFormat, LoadOptions, Probe
 from onnxport.providers.cpu.caches import (
@@ -128,7 +129,10 @@ class CpuProvider:
         lowered = list(_lower(graph, artifact, options, choice, lora))
         for step in lowered:
             logger.info("%s: %s", artifact.path.name, step)
-        converted = {name: value for step in lowered for name, value in step.attached.items()}
+        left = {tensor.name for tensor in lowered[-1].model.graph.initializer}
+        converted = {
+            name: value for step in lowered for name, value in step.attached.items() if name in left
+        }
         held_bytes = weight_bytes(lowered[-1].model, converted) + (lora.num_bytes() if lora else 0)
         pool = plan(weight_bytes=held_bytes)
         attached = {name: ort_value(value) for name, value in converted.items()}
@@ -271,6 +275,8 @@ def _lower(
             step = fuse_gated_mlp(step.model)
             yield step
             step = fuse_input_norm(step.model)
+            yield step
+            step = use_stored_scales(step.model, graph)
             yield step
         step = set_kv_dtype(step.model, cache_dtype)
         yield step

@@ -44,7 +44,7 @@ def packed(case: MatMulCase) -> NDArray[np.uint8]:
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     csrc, executable = ROOT / "providers/cpu/csrc", tmp_path_factory.mktemp("pack") / "driver"
-    sources = [csrc / "pack.cpp", Path(__file__).with_name("pack_driver.cpp")]
+    sources = [csrc / "pack.cpp", csrc / "pages.cpp", Path(__file__).with_name("pack_driver.cpp")]
     command = [COMPILER, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
     subprocess.run([*command, f"-I{csrc}", *map(str, sources), "-o", str(executable)], check=True)
     return executable
@@ -54,12 +54,15 @@ def check(driver: Path, cases: list[MatMulCase]) -> None:
     parts = [struct.pack("q", len(cases))]
     for case in cases:
         parts.append(struct.pack("4q", case.k, case.n, case.bits, case.block_size))
-        parts += [case.quants.tobytes(), case.scales.tobytes()]
+        halves = case.scales.astype(np.float16)
+        parts += [case.quants.tobytes(), case.scales.tobytes(), halves.tobytes()]
     done = subprocess.run([str(driver)], input=b"".join(parts), capture_output=True, check=True)
     found = np.frombuffer(done.stdout, np.uint8)
     for case in cases:
-        expected = packed(case)
-        for way in ("alone", "in parts"):
+        rounded = case.replace(scales=case.scales.astype(np.float16).astype(np.float32))
+        ways = ("alone", "in parts", "alone, halves", "in parts, halves")
+        for way in ways:
+            expected = packed(rounded if "halves" in way else case)
             what = f"{way}: k {case.k}, n {case.n}, bits {case.bits}, block {case.block_size}"
             assert np.array_equal(found[: expected.size], expected), what
             found = found[expected.size :]
@@ -74,3 +77,22 @@ def test_every_size_of_block(driver: Path) -> None:
 def test_more_parts_than_threads(driver: Path) -> None:
     """Packed, it has over 5 MB, and parts have 1 MB; the last panel is not whole."""
     check(driver, [make_case(0, 4, 32, k=1024, n=9001, rows=1)])
+
+
+def test_every_half(driver: Path) -> None:
+    """Subnormal numbers, zeros of both signs, infinities and NaNs among them."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    of = make_case(0, 4, 16, k=1024, n=1024, rows=1)
+    check(driver, [of.replace(scales=halves.astype(np.float32).reshape(of.scales.shape))])
+
+
+def test_what_is_packed_leaves_memory_if_it_is_a_file(driver: Path, tmp_path: Path) -> None:
+    """Part by part, so only pages at the ends of parts are left, and what the system read ahead."""
+    of = make_case(0, 8, 32, k=1024, n=32 * 1024, rows=1)
+    (tmp_path / "quants").write_bytes(of.quants.tobytes())
+    command = [str(driver), str(tmp_path / "quants"), str(of.n), str(of.k)]
+    done = subprocess.run(command, capture_output=True, check=True, text=True)
+    whole, packed_once, packed_in_parts = map(int, done.stdout.split())
+    assert whole >= of.quants.nbytes >> 10  # KiB
+    assert packed_once >= whole
+    assert packed_in_parts < whole / 4

@@ -114,9 +114,19 @@ static inline int64_t row_block(const MatMul& m, int64_t row, int64_t block) {
   return (block * tiles + row / kRowTile) * m.tile_rows + row % kRowTile;
 }
 
+// Scales as they are stored; packed ones are floats.
+struct Scales {
+  const void* data;  // float, or float16
+  bool is_half;
+
+  Scales(const float* floats) : data(floats), is_half(false) {}
+  Scales(const void* stored, bool half) : data(stored), is_half(half) {}
+};
+
 // Fills the packed weights, num_panels * panel_bytes at a cache line, from the operator's inputs:
 // quants [n][blocks][block_size * bits / 8], scales [n][blocks].
-void pack_weights(const MatMul& call, const uint8_t* quants, const float* scales, uint8_t* packed);
+void pack_weights(const MatMul& call, const uint8_t* quants, const Scales& scales,
+                  uint8_t* packed);
 
 // Computes the output; quants, scales and corrections are taken care of. Returns zero or what
 // parallel_for returned. Throws std::bad_alloc only.

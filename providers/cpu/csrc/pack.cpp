@@ -8,6 +8,9 @@
 #include <thread>
 #include <vector>
 
+#include "half.h"
+#include "pages.h"
+
 namespace onnxport {
 namespace {
 
@@ -81,9 +84,14 @@ void pack_block(const uint8_t* from, int64_t row_bytes, int64_t words, int64_t c
     }
 }
 
+float scale_at(const Scales& scales, int64_t place) {
+  if (scales.is_half) return float_from_half(static_cast<const uint16_t*>(scales.data)[place]);
+  return static_cast<const float*>(scales.data)[place];
+}
+
 }  // namespace
 
-void pack_weights(const MatMul& call, const uint8_t* quants, const float* scales,
+void pack_weights(const MatMul& call, const uint8_t* quants, const Scales& scales,
                   uint8_t* packed) {
   const int64_t blocks = num_blocks(call), words = call.block_size * call.bits / 32;
   const int64_t row_bytes = blocks * words * 4;
@@ -95,8 +103,10 @@ void pack_weights(const MatMul& call, const uint8_t* quants, const float* scales
       pack_block(quants + first * row_bytes + block * words * 4, row_bytes, words, count, flip,
                  packed);
       uint8_t* packed_scales = packed + quant_bytes(call);
-      for (int64_t j = 0; j < count; j++)
-        std::memcpy(packed_scales + j * 4, scales + (first + j) * blocks + block, 4);
+      for (int64_t j = 0; j < count; j++) {
+        const float scale = scale_at(scales, (first + j) * blocks + block);
+        std::memcpy(packed_scales + j * 4, &scale, sizeof scale);
+      }
     }
   }
 }
@@ -120,15 +130,18 @@ void in_parts(int64_t count, int64_t bytes, const Range& pack) {
   for (std::thread& other : others) other.join();
 }
 
-void pack_weights_in_parts(const MatMul& call, const uint8_t* quants, const float* scales,
+void pack_weights_in_parts(const MatMul& call, const uint8_t* quants, const Scales& scales,
                            uint8_t* packed) {
   const int64_t blocks = num_blocks(call), row_bytes = blocks * call.block_size * call.bits / 8;
   in_parts(num_panels(call), panel_bytes(call), [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kPanel;
     MatMul part = call;
     part.n = std::min(call.n, end * kPanel) - first;
-    pack_weights(part, quants + first * row_bytes, scales + first * blocks,
+    const uint8_t* from = quants + first * row_bytes;
+    pack_weights(part, from, scales_from(scales, first * blocks),
                  packed + begin * panel_bytes(call));
+    // At once: the head alone may be a third of a model, which would be in memory twice.
+    forget_file_pages(from, static_cast<size_t>(part.n * row_bytes));
   });
 }
 
