@@ -1,7 +1,7 @@
 """Read an artifact folder, trusting nothing in it.
 
-The writer is `onnxport.graphs.artifact_writer.ArtifactWriter`, the manifest's schema
-`onnxport.graphs.manifest`; both are importable from here.
+The writer is `onnxport.graphs.artifact_writer.ArtifactWriter`. The manifest's schema is
+`onnxport.graphs.manifest`, importable from here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import ArtifactError
-from onnxport.graphs.artifact_writer import GRAPH_FILES, MANIFEST_FILE, ArtifactWriter
-from onnxport.graphs.manifest import FileInfo, Manifest, Source
+from onnxport.graphs.manifest import GRAPH_FILES, MANIFEST_FILE, FileInfo, Manifest, Source
 from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef, numpy_dtype
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ __all__ = [
     "MANIFEST_FILE",
     "WEIGHTS_FILE",
     "Artifact",
-    "ArtifactWriter",
     "FileInfo",
     "GraphKind",
     "Manifest",

@@ -20,14 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import ExportError
-from onnxport.graphs.manifest import FileInfo, Manifest
+from onnxport.graphs.manifest import GRAPH_FILES, MANIFEST_FILE, FileInfo, Manifest
 from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef, onnx_dtype
 
 if TYPE_CHECKING:
     import onnx
-
-MANIFEST_FILE: Final = "manifest.json"
-GRAPH_FILES: Final = {"paged": "model.onnx", "gqa": "model_gqa.onnx"}
 
 PAGE_BYTES: Final = 4096  # large tensors start on a page, so that they can be mapped alone
 CACHE_LINE_BYTES: Final = 64  # small ones on a cache line

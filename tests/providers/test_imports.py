@@ -19,13 +19,14 @@ NEEDED = {
     "ml_dtypes",
     "typing_extensions",
     "onnxruntime",
-    "psutil",
     "sortedcontainers",
 }
 # Of these, what a graph takes that no earlier start lowered.
 LOWERING = {"onnx", "google", "typing_extensions"}
 # Of Python's own, what is slow to import and only servers need.
 SLOW = {"asyncio", "ssl", "http", "multiprocessing", "xml", "unittest"}
+# Of these, what no start needs whose graph was lowered before.
+HEAVY = {"concurrent.futures", "importlib.resources", "lzma", "shutil", "socket", "subprocess"}
 # Of ours, what waits until it is asked for.
 LATER = {
     "cli",
@@ -94,4 +95,5 @@ def test_a_graph_that_was_lowered_before_takes_no_onnx(
     assert of_others(imported(load)) == NEEDED
     found = imported(load)
     assert of_others(found) == NEEDED - LOWERING
+    assert not HEAVY & found
     assert not {name for name in found if name.startswith("onnxport.graphs.passes")}
