@@ -51,6 +51,7 @@ def load(arguments: argparse.Namespace) -> Onnxport:
             kv_cache_tokens=tokens,
             max_model_len=max(arguments.max_model_len, runner.longest(arguments)),
             kv_cache_dtype=arguments.kv_cache_dtype,
+            graph_cache=arguments.graph_cache,
         ),
         EngineConfig(
             max_num_batched_tokens=arguments.max_num_batched_tokens,
@@ -73,6 +74,12 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     parser.add_argument("--kv-host-memory", type=int, default=0, help="bytes")
     parser.add_argument("--kv-disk", type=Path)
+    parser.add_argument(
+        "--graph-cache",
+        type=Path,
+        default=Path.home() / ".cache" / "onnxport" / "graphs",
+        help="lowered graphs of earlier starts; the commands keep them there, too",
+    )
     parser.add_argument("--preemption", choices=("auto", "recompute", "swap"), default="auto")
     parser.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True

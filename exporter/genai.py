@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from onnxport.exporter.source import SpecialTokens
 from onnxport.graphs import contract
-from onnxport.graphs.artifact_writer import GRAPH_FILES
+from onnxport.graphs.manifest import GRAPH_FILES
 from onnxport.graphs.spec import ArchSpec
 
 FILE: Final = "genai_config.json"

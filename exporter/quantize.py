@@ -50,12 +50,10 @@ def quantize_rows(
 ) -> None:
     """Quantize rows of a weight matrix, writing into the given arrays.
 
-    4 bits: the scale is the value farthest from zero over -8, so that this value is nearly exact
-    (its sign may make the scale negative, which MatMulNBits allows). 8 bits: the scale is the
-    largest magnitude over 127. Scales are rounded to float16, as llama.cpp and OpenVINO store them:
-    a kernel that packs them so loses nothing then. In float32 those outside float16's normal range
-    stay as they are. Quants are chosen against the scale as stored. A scale too small for its dtype
-    is zero, and so are its values.
+    4 bits: the scale is the value farthest from zero over -8, so that this value is exact (its
+    sign may make the scale negative, which MatMulNBits allows). 8 bits: the scale is the largest
+    magnitude over 127. Quants are chosen against the scale as stored. A scale too small for its
+    dtype is zero, and so are its values.
 
     Args:
         values: float32 [n, K]; left unchanged.
@@ -91,7 +89,7 @@ def _quantize_tile(
         values = np.pad(values, ((0, 0), (0, blocks * block.block_size - k)))
     grouped = values.reshape(n, blocks, block.block_size)
     with np.errstate(over="ignore", invalid="ignore"):  # seen as scales that are not finite
-        scales[...] = _rounded(_scales(grouped, block.bits))
+        scales[...] = _scales(grouped, block.bits)
         stored = scales.astype(np.float32)[..., None]
         inverse = np.divide(1, stored, out=np.zeros_like(stored), where=stored != 0)
         scaled = grouped * inverse
@@ -113,16 +111,6 @@ def _scales(grouped: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
     if bits == 4:
         return np.divide(farthest, np.float32(-8))
     return np.divide(np.abs(farthest), np.float32(127))
-
-
-def _rounded(scales: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Round scales in float16's normal range to float16."""
-    limits = np.finfo(np.float16)
-    magnitudes = np.abs(scales)
-    is_normal = (magnitudes >= limits.smallest_normal) & (magnitudes <= limits.max)
-    with np.errstate(over="ignore"):
-        halves = scales.astype(np.float16).astype(np.float32)
-    return np.where(is_normal, halves, scales)
 
 
 def _pack_nibbles(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -1,7 +1,7 @@
 """Read an artifact folder, trusting nothing in it.
 
-The writer is `onnxport.graphs.artifact_writer.ArtifactWriter`, the manifest's schema
-`onnxport.graphs.manifest`; both are importable from here.
+The writer is `onnxport.graphs.artifact_writer.ArtifactWriter`. The manifest's schema is
+`onnxport.graphs.manifest`, importable from here.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
-from onnx import numpy_helper
 
 from onnxport.errors import ArtifactError
-from onnxport.graphs.artifact_writer import GRAPH_FILES, MANIFEST_FILE, ArtifactWriter
-from onnxport.graphs.manifest import FileInfo, Manifest, Source
+from onnxport.graphs.manifest import GRAPH_FILES, MANIFEST_FILE, FileInfo, Manifest, Source
 from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef, numpy_dtype
+
+if TYPE_CHECKING:
+    import onnx
 
 __all__ = [
     "GRAPH_FILES",
     "MANIFEST_FILE",
     "WEIGHTS_FILE",
     "Artifact",
-    "ArtifactWriter",
     "FileInfo",
     "GraphKind",
     "Manifest",
@@ -51,7 +50,11 @@ class Artifact:
 
     @classmethod
     def read(
-        cls, path: str | os.PathLike[str], *, verify: Literal["size", "sha256"] = "size"
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        verify: Literal["size", "sha256"] = "size",
+        check_graphs: bool = True,
     ) -> Artifact:
         """Open a folder and check its manifest, files and graphs.
 
@@ -59,6 +62,7 @@ class Artifact:
             path: The artifact folder.
             verify: "size" checks that every file is there and has its size; "sha256" also reads
                 all of them.
+            check_graphs: Look into the graphs, too; else that is done when one is loaded.
 
         Raises:
             ArtifactError: The manifest is missing or invalid, a file is missing, differs, or
@@ -80,7 +84,7 @@ class Artifact:
         for name, info in files.items():
             artifact._check_file(name, info, verify)
         for kind in ("paged", "gqa"):
-            if GRAPH_FILES[kind] in files:
+            if check_graphs and GRAPH_FILES[kind] in files:
                 artifact._parse(GRAPH_FILES[kind])
         return artifact
 
@@ -97,12 +101,19 @@ class Artifact:
 
     def read_tensor(self, initializer: onnx.TensorProto) -> NDArray[Any]:
         """An initializer of one of the graphs; external data is a read-only memory map."""
-        if initializer.data_location != onnx.TensorProto.EXTERNAL:
+        from onnx import TensorProto, numpy_helper
+
+        if initializer.data_location != TensorProto.EXTERNAL:
             inline: NDArray[Any] = numpy_helper.to_array(initializer)
             return inline
-        location, offset, _ = self._external(initializer)
+        location, offset, _ = self.external(initializer)
         dtype = numpy_dtype(initializer.data_type)
-        dims = tuple(initializer.dims)
+        return self.map_file(location, offset, tuple(initializer.dims), dtype)
+
+    def map_file(
+        self, location: str, offset: int, dims: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> NDArray[Any]:
+        """Bytes of a file as a read-only memory map; what names them was checked before."""
         if math.prod(dims) == 0:
             return np.zeros(dims, dtype)
         raw: NDArray[np.uint8] = np.memmap(
@@ -155,17 +166,22 @@ class Artifact:
         )
 
     def _parse(self, name: str) -> onnx.ModelProto:
+        import onnx
+
         try:
             model = onnx.load(self.path / name, load_external_data=False)
         except Exception as error:  # protobuf's DecodeError, which onnx does not export
             raise ArtifactError(f"{self.path / name} is no ONNX model: {error}") from error
         for tensor in _tensors(model):
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                self._external(tensor)
+                self.external(tensor)
         return model
 
-    def _external(self, tensor: onnx.TensorProto) -> tuple[str, int, int]:
-        """Location, offset and length of a tensor's external data, checked."""
+    def external(self, tensor: onnx.TensorProto) -> tuple[str, int, int]:
+        """Location, offset and length of a tensor's external data, checked.
+
+        Raises ArtifactError where that is not within one of the files, or of another size.
+        """
         entries: Mapping[str, str] = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
         self._inside(location, f"initializer {tensor.name}")

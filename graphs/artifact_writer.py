@@ -14,18 +14,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 
 from onnxport.errors import ExportError
-from onnxport.graphs.manifest import FileInfo, Manifest
+from onnxport.graphs.manifest import GRAPH_FILES, MANIFEST_FILE, FileInfo, Manifest
 from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef, onnx_dtype
 
-MANIFEST_FILE: Final = "manifest.json"
-GRAPH_FILES: Final = {"paged": "model.onnx", "gqa": "model_gqa.onnx"}
+if TYPE_CHECKING:
+    import onnx
 
 PAGE_BYTES: Final = 4096  # large tensors start on a page, so that they can be mapped alone
 CACHE_LINE_BYTES: Final = 64  # small ones on a cache line

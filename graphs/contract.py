@@ -60,3 +60,7 @@ def present_key(layer: int) -> str:
 def present_value(layer: int) -> str:
     """Value cache output of `layer`; the paged graph's aliases its input."""
     return f"present.{layer}.value"
+
+
+# What MatMulNBits may bring its activations to, by its attribute accuracy_level.
+ACCURACY_LEVELS: Final = {0: "unset", 1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}

@@ -13,6 +13,8 @@ from onnxport.graphs.spec import ArchSpec, check_fields
 from onnxport.version import __version__
 
 FORMAT_VERSION: Final = 1
+MANIFEST_FILE: Final = "manifest.json"
+GRAPH_FILES: Final = {"paged": "model.onnx", "gqa": "model_gqa.onnx"}
 PRECISIONS: Final = ("int4", "int8", "fp16", "fp32")
 KV_FILES: Final = ("model.onnx", "model.onnx.data")  # what the K/V of a token depend on
 ACTIVATION_DTYPES: Final = ("float16", "bfloat16", "float32")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final
-
-import onnx
+from typing import TYPE_CHECKING, Any, Final
 
 from onnxport.errors import ArtifactError
 from onnxport.graphs import contract
+
+if TYPE_CHECKING:
+    import onnx
 
 # A granularity of our own: int8 numbers with a scale for each token and KV head, which lies in the
 # cache. Rows of the cache are wider than a head by the bytes of that scale, a float32.
@@ -122,7 +123,9 @@ def read_paged_attention(
         ArtifactError: An attribute is missing or not understood, or the cache is no graph input
             [num_blocks, block_size, kv_heads, head_size] with a fixed head size.
     """
-    given: dict[str, Any] = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    from onnx import helper
+
+    given: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     given = {k: v.decode() if isinstance(v, bytes) else v for k, v in given.items()}
     known = {*_DEFAULTS, "num_heads", "kv_num_heads"}
     if unknown := sorted(set(given) - known):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import onnx
-from onnx import TensorProto
+from numpy.typing import NDArray
+
+from onnxport.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from onnx import TensorProto
 
 WEIGHTS_FILE: Final = "model.onnx.data"
 
@@ -33,6 +37,8 @@ class TensorRef:
 
     def initializer(self) -> TensorProto:
         """The external-data initializer that declares this tensor."""
+        from onnx import TensorProto
+
         tensor = TensorProto(name=self.name, data_type=self.data_type, dims=self.dims)
         tensor.data_location = TensorProto.EXTERNAL
         entries = (("location", WEIGHTS_FILE), ("offset", self.offset), ("length", self.length))
@@ -43,10 +49,31 @@ class TensorRef:
 
 def onnx_dtype(dtype: np.dtype[Any]) -> int:
     """The ONNX element type of a NumPy (or ml_dtypes) dtype; raises ValueError for others."""
-    return int(onnx.helper.np_dtype_to_tensor_dtype(dtype))
+    from onnx import helper
+
+    return int(helper.np_dtype_to_tensor_dtype(dtype))
 
 
 def numpy_dtype(data_type: int) -> np.dtype[Any]:
     """The NumPy (or ml_dtypes) dtype of an ONNX element type; raises KeyError for others."""
-    dtype: np.dtype[Any] = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(data_type))
+    from onnx import helper
+
+    dtype: np.dtype[Any] = np.dtype(helper.tensor_dtype_to_np_dtype(data_type))
     return dtype
+
+
+def convert(name: str, value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """`value` as a contiguous array of a floating type.
+
+    Raises ArtifactError where a finite number becomes infinite, with the largest of `value`.
+    """
+    with np.errstate(over="ignore"):
+        converted = np.ascontiguousarray(value, dtype)
+    lost = ~np.isfinite(converted)
+    if not lost.any() or not (lost & np.isfinite(value)).any():
+        return converted
+    largest = np.abs(value[np.isfinite(value)].astype(np.float64)).max()
+    raise ArtifactError(
+        f"retype: {name!r} holds {largest:g}, which is too large for {dtype.name}; run the model "
+        "in a type of a wider range, such as float32"
+    )

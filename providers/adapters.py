@@ -26,8 +26,8 @@ from onnxport.graphs.lora import (
     owners_name,
     projection_shapes,
 )
-from onnxport.graphs.passes.retype import convert
 from onnxport.graphs.spec import ArchSpec
+from onnxport.graphs.tensors import convert
 from onnxport.providers.base import LoadOptions, StepInputs
 
 Arrays = Mapping[str, NDArray[Any]]  # by the name of the graph's input

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -16,8 +17,8 @@ from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.contract import ACCURACY_LEVELS
 from onnxport.graphs.lora import LoraAdapter
-from onnxport.graphs.passes.accuracy import ACCURACY_LEVELS
 
 Attention = Literal["native", "custom", "decomposed"]
 DeviceKind = Literal["cpu", "gpu", "npu"]
@@ -79,6 +80,7 @@ class LoadOptions:
     capture_graphs: bool = False  # record decode steps and replay them (CUDA graphs)
     max_adapters: int = 0  # LoRA adapters that can be loaded at once; 0: a graph without any
     max_adapter_rank: int = 16  # largest rank of an adapter
+    graph_cache: Path | None = None  # folder that keeps lowered graphs; None: none is kept
 
     def __post_init__(self) -> None:
         """Spell types in one way, and refuse what no provider could mean."""

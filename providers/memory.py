@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 from numpy.typing import DTypeLike, NDArray
 
 CGROUPS = Path("/sys/fs/cgroup")
+MEMORY = Path("/proc/meminfo")
+PROCESSORS = Path("/sys/devices/system/cpu")
 NO_LIMIT = 1 << 60  # cgroup v1 writes a number above this for none
 
 
@@ -38,16 +40,34 @@ _VERSIONS = (
 
 def available_bytes() -> int:
     """Host memory that can be taken without swapping, the container's limit included."""
-    free = int(psutil.virtual_memory().available)
+    free, _ = _system_bytes()
     limits = [left for version in _VERSIONS if (left := _cgroup_left(version)) is not None]
     return min([free, *limits])
 
 
 def total_bytes() -> int:
     """Host memory that there is, or that the container may take of it."""
-    total = int(psutil.virtual_memory().total)
+    _, total = _system_bytes()
     limits = [limit for version in _VERSIONS if (limit := _cgroup_limit(version)) is not None]
     return min([total, *limits])
+
+
+def _system_bytes() -> tuple[int, int]:
+    """What is available and what there is, without a container's limit.
+
+    Linux is asked itself: importing psutil takes as long as much of a start.
+    """
+    try:
+        sizes = dict(line.split(":") for line in MEMORY.read_text().splitlines())
+        available, total = (
+            int(sizes[name].removesuffix(" kB")) << 10 for name in ("MemAvailable", "MemTotal")
+        )
+    except (OSError, KeyError, ValueError):
+        import psutil
+
+        memory = psutil.virtual_memory()
+        return int(memory.available), int(memory.total)
+    return available, total
 
 
 def _cgroup_limit(version: _Cgroup) -> int | None:
@@ -78,9 +98,17 @@ def _cgroup_left(version: _Cgroup) -> int | None:
 
 def physical_cores() -> int:
     """Physical cores that this process may run on."""
-    cores = psutil.cpu_count(logical=False) or 1
-    process = psutil.Process()
-    usable = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else cores
+    # Each file names the processors that share a core.
+    shared = PROCESSORS.glob("cpu[0-9]*/topology/core_cpus_list")
+    try:
+        cores = len({path.read_text() for path in shared})
+    except OSError:  # a processor is taken offline
+        cores = 0
+    if not cores:
+        import psutil
+
+        cores = psutil.cpu_count(logical=False) or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     return max(1, min(cores, usable))
 
 

@@ -6,19 +6,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import ml_dtypes
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.tensors import numpy_dtype
 
+if TYPE_CHECKING:
+    import onnx
+
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
 CPU_EXECUTION_PROVIDER = "CPUExecutionProvider"
+BFLOAT16: Final = 16  # onnx.TensorProto.BFLOAT16; importing onnx takes longer than a graph may
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,5 @@ def ort_value(array: NDArray[Any]) -> Any:
     import onnxruntime as ort
 
     if array.dtype == ml_dtypes.bfloat16:
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
-            array.view(np.uint16), onnx.TensorProto.BFLOAT16
-        )
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), BFLOAT16)
     return ort.OrtValue.ortvalue_from_numpy(array)

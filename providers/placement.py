@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final
-
-import onnx
-from onnx import TensorProto
+from typing import TYPE_CHECKING, Any, Final
 
 from onnxport.errors import ProviderError
-from onnxport.graphs.inspect import element_types, producers
-from onnxport.graphs.passes.paged_plan import SCOPE
 from onnxport.providers.ort import CPU_EXECUTION_PROVIDER
 
-_FLOATS: Final = (
-    TensorProto.FLOAT,
-    TensorProto.FLOAT16,
-    TensorProto.BFLOAT16,
-    TensorProto.DOUBLE,
-)
+if TYPE_CHECKING:
+    import onnx
+
 _MOVES: Final = frozenset({"MemcpyToHost", "MemcpyFromHost"})  # ONNX Runtime's own, between the two
 
 
@@ -47,6 +39,12 @@ def host_operators(session: Any, model: onnx.ModelProto) -> Mapping[str, int]:
         session: started from `model` on a device.
         model: the lowered graph.
     """
+    from onnx import TensorProto
+
+    from onnxport.graphs.inspect import element_types, producers
+    from onnxport.graphs.passes.paged_plan import SCOPE
+
+    floats = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
     types, made = element_types(model), {node.name: node for node in model.graph.node}
     known = producers(model)
     found: Counter[str] = Counter()
@@ -56,7 +54,7 @@ def host_operators(session: Any, model: onnx.ModelProto) -> Mapping[str, int]:
             expected = node.op_type in _MOVES or node.op_type == "Cast"  # what ONNX Runtime adds
         else:
             is_plan = node.name.startswith(f"{SCOPE}.")
-            expected = is_plan or all(types.get(name) not in _FLOATS for name in own.output)
+            expected = is_plan or all(types.get(name) not in floats for name in own.output)
         if not expected:
             found[node.op_type] += 1
     return dict(found)

@@ -65,6 +65,14 @@ def probe_all() -> list[tuple[str, Probe]]:
     return [(name, get_provider(name).probe()) for name in PROVIDERS]
 
 
+def read_artifact(path: Path, options: LoadOptions) -> Artifact:
+    """Read the artifact in `path`; its graphs later, where a cache may know them already.
+
+    Raises ArtifactError if it is not valid.
+    """
+    return Artifact.read(path, check_graphs=options.graph_cache is None)
+
+
 def open_model(
     path: Path | Artifact,
     provider: str = AUTO,
@@ -88,8 +96,8 @@ def open_model(
         CapacityError: it does not fit the memory; for `auto`, that of at least one provider.
             For `auto`, an ExceptionGroup of all reasons is the cause of either.
     """
-    artifact = path if isinstance(path, Artifact) else Artifact.read(path)
     chosen = options or LoadOptions()
+    artifact = path if isinstance(path, Artifact) else read_artifact(path, chosen)
     if provider == AUTO:
         from onnxport.providers.selection import choose
 

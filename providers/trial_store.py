@@ -42,6 +42,7 @@ def trial_key(
         options,
         kv_cache_tokens=_relevant(options.kv_cache_tokens),
         max_model_len=_relevant(options.max_model_len),
+        graph_cache=None,
     )
     key = {
         "format": FORMAT,

@@ -86,6 +86,7 @@ class LLM:
         fallback: Sequence[str] = (),
         max_adapters: int = 0,
         max_adapter_rank: int = 16,
+        graph_cache: str | Path | None = None,
         **limits: Unpack[EngineOptions],
     ) -> None:
         """Load an artifact.
@@ -115,6 +116,8 @@ class LLM:
             max_adapters: LoRA adapters that can be loaded at once, see `load_adapter`; memory for
                 all of them is set aside now.
             max_adapter_rank: the largest rank of an adapter.
+            graph_cache: a folder of your own that keeps lowered graphs: the next start of the same
+                artifact takes less time. None: none is kept.
             limits: more limits of the engine, by the names of `EngineConfig`.
 
         Raises:
@@ -135,6 +138,7 @@ class LLM:
             capture_graphs=capture_graphs,
             max_adapters=max_adapters,
             max_adapter_rank=max_adapter_rank,
+            graph_cache=None if graph_cache is None else Path(graph_cache),
         )
         folder = Path(model)
         engine = open_engine(

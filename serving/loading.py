@@ -10,9 +10,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from onnxport.errors import CapacityError, ProviderError
-from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions, Model
-from onnxport.providers.registry import AUTO, get_provider, open_model
+from onnxport.providers.registry import AUTO, get_provider, open_model, read_artifact
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Loss, Standby
@@ -69,12 +68,12 @@ def open_engine(
         CapacityError: it does not fit the memory.
     """
     config = config or EngineConfig()
-    artifact = Artifact.read(path)
+    chosen = options or LoadOptions()
+    artifact = read_artifact(path, chosen)
     eos_token_ids = frozenset(artifact.manifest.eos_token_ids)
     tokenizer = None
     if needs_tokenizer or (path / TOKENIZER_FILE).is_file():
         tokenizer = Tokenizer.from_folder(path, eos_token_ids)
-    chosen = options or LoadOptions()
     names = (fallback,) if isinstance(fallback, str) else tuple(fallback)
     for name in names:
         _check_fallback(name, provider)
@@ -87,7 +86,9 @@ def open_engine(
         from onnxport.serving.speculation.build import build_speculator
 
         tokens = config.max_num_batched_tokens
-        speculator = build_speculator(config.speculation, path, provider, tokens, trials)
+        speculator = build_speculator(
+            config.speculation, path, provider, tokens, trials, chosen.graph_cache
+        )
 
     def start(model: Model, standby: Standby) -> Engine:
         return Engine(

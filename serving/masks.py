@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from onnxport.serving import sampling
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.sampling import Masks
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 
 class MaskThread:
@@ -28,6 +31,8 @@ class MaskThread:
             yield dict
             return
         if self._executor is None:
+            from concurrent.futures import ThreadPoolExecutor
+
             self._executor = ThreadPoolExecutor(1, "onnxport-masks")
         future = self._executor.submit(sampling.grammar_masks, plan)
         try:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 import onnx
 
 from onnxport.graphs import contract
 from onnxport.graphs.inspect import set_attribute
 from onnxport.graphs.passes.result import PassResult, copy_model
-
-ACCURACY_LEVELS: Final = {0: "unset", 1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}
 
 
 def set_accuracy(model: onnx.ModelProto, level: int) -> PassResult:
@@ -25,8 +22,8 @@ def set_accuracy(model: onnx.ModelProto, level: int) -> PassResult:
     Raises:
         ValueError: The level is not one of these.
     """
-    if level not in ACCURACY_LEVELS:
-        raise ValueError(f"accuracy level {level} is not one of {ACCURACY_LEVELS}")
+    if level not in contract.ACCURACY_LEVELS:
+        raise ValueError(f"accuracy level {level} is not one of {contract.ACCURACY_LEVELS}")
     copy = copy_model(model)
     nodes = list(_products(copy))
     for node in nodes:

@@ -20,6 +20,8 @@ class PassResult:
     # Initializers whose new contents are too large for the protobuf. The model declares them as
     # external data without a file: attach them with SessionOptions.add_external_initializers.
     attached: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    # Of those that are another tensor of the artifact in another type, that tensor.
+    sources: Mapping[str, onnx.TensorProto] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """One line for a log."""

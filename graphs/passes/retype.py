@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
-import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
@@ -36,7 +35,7 @@ from onnxport.graphs.inspect import (
     set_attribute,
 )
 from onnxport.graphs.passes.result import PassResult, copy_model
-from onnxport.graphs.tensors import numpy_dtype
+from onnxport.graphs.tensors import convert, numpy_dtype
 
 ReadTensor = Callable[[TensorProto], NDArray[Any]]
 
@@ -87,7 +86,9 @@ def retype(
         raise ArtifactError("retype: the graph has control flow or functions; none is expected")
     retyper = _Retyper(copy_model(model), read_tensor, FLOAT_DTYPES[dtype])
     retyper.convert(keep_tables=keep_tables)
-    return PassResult("retype", retyper.model, dict(retyper.changes), retyper.attached)
+    return PassResult(
+        "retype", retyper.model, dict(retyper.changes), retyper.attached, retyper.sources
+    )
 
 
 def _replaced_types(model: onnx.ModelProto, target: int) -> frozenset[int]:
@@ -113,6 +114,7 @@ class _Retyper:
         self.model = model
         self.changes: Counter[str] = Counter()
         self.attached: dict[str, NDArray[Any]] = {}
+        self.sources: dict[str, TensorProto] = {}
         self._read_tensor = read_tensor
         self._target = target
         self._replaced = _replaced_types(model, target)
@@ -215,6 +217,8 @@ class _Retyper:
         if value.nbytes <= INLINE_BYTES:
             return numpy_helper.from_array(value, name)
         self.attached[name] = value
+        self.sources[name] = source = TensorProto()
+        source.CopyFrom(tensor)
         return external_placeholder(name, self._target, value.shape)
 
     def _convert_attributes(self, node: onnx.NodeProto) -> None:
@@ -277,23 +281,6 @@ class _Retyper:
             name += "_"
         self._taken.add(name)
         return name
-
-
-def convert(name: str, value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """`value` as a contiguous array of a floating type.
-
-    Raises ArtifactError where a finite number becomes infinite, with the largest of `value`.
-    """
-    with np.errstate(over="ignore"):
-        converted = np.ascontiguousarray(value, dtype)
-    lost = ~np.isfinite(converted)
-    if not lost.any() or not (lost & np.isfinite(value)).any():
-        return converted
-    largest = np.abs(value[np.isfinite(value)].astype(np.float64)).max()
-    raise ArtifactError(
-        f"retype: {name!r} holds {largest:g}, which is too large for {dtype.name}; run the model "
-        "in a type of a wider range, such as float32"
-    )
 
 
 def external_placeholder(name: str, data_type: int, dims: tuple[int, ...]) -> TensorProto:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from importlib import resources
 from pathlib import Path
 
-_PACKAGE = "onnxport.providers.cpu"
 _NAMES = ("onnxport_cpu.so", "onnxport_cpu.dylib", "onnxport_cpu.dll")
 
 
@@ -17,9 +15,9 @@ def find_library() -> Path | None:
     `onnxruntime.SessionOptions.register_custom_ops_library`.
     """
     for name in _NAMES:
-        file = resources.files(_PACKAGE).joinpath(name)
+        file = Path(__file__).with_name(name)
         if file.is_file():
-            return Path(str(file))
+            return file
     return None
 
 

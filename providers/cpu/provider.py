@@ -8,30 +8,19 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import onnx
+from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
-from onnxport.graphs.passes.accuracy import set_accuracy, takes_int8
-from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
-from onnxport.graphs.passes.gated_silu import fuse_gated_silu
-from onnxport.graphs.passes.input_norm import fuse_input_norm
-from onnxport.graphs.passes.int8_matmul import use_int8_matmul
-from onnxport.graphs.passes.kv_dtype import set_kv_dtype
-from onnxport.graphs.passes.native import NativeLimits, keep_native
-from onnxport.graphs.passes.result import PassResult
-from onnxport.graphs.passes.retype import retype
 from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, Device, Features, KVFormat, LoadOptions, Probe
 from onnxport.providers.cpu.caches import (
-    CACHE_DTYPES,
     TILE,
     CachePair,
     Layout,
@@ -41,19 +30,21 @@ from onnxport.providers.cpu.caches import (
     supported_dtypes,
 )
 from onnxport.providers.cpu.library import find_library, isa, matmul_isa, prefers_pairs
+from onnxport.providers.graph_cache import GraphCache, LoweredGraph, graph_key
 from onnxport.providers.host_options import refuse_device_options
 from onnxport.providers.ort import (
     CPU_EXECUTION_PROVIDER,
     CacheTensor,
     ort_value,
     start_session,
-    weight_bytes,
 )
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.placement import placement
 from onnxport.providers.pool import plan_pool
 
 if TYPE_CHECKING:
+    import onnx
+
     from onnxport.providers.cpu.lora import HostLora
 
 logger = logging.getLogger(__name__)
@@ -61,11 +52,6 @@ logger = logging.getLogger(__name__)
 COMPUTE_DTYPE = "float32"  # of activations
 SPIN_US = 5000  # of a thread that waits for work, within a run; much longer than any of its gaps
 BLOCK_SIZE = TILE  # tokens; the kernel takes multiples
-KERNEL_LIMITS = NativeLimits(
-    activation_dtypes=frozenset({"float32"}),
-    cache_dtypes=frozenset(CACHE_DTYPES),
-    max_head_size=256,
-)
 NO_KERNEL = (
     "the C++ attention kernel was not built (no C++17 compiler when onnxport was installed), so "
     "attention runs in the slower decomposed graph; install a compiler and reinstall onnxport"
@@ -104,9 +90,11 @@ class CpuProvider:
         """See `providers.base.Provider.load`."""
         _check(options)
         kernel = _choose_kernel(options)
-        graph = artifact.load_graph("paged")
-        is_exact = not takes_int8(graph, options.matmul_accuracy_level)
-        cache_dtype, layout = _choose_cache(options, kernel, is_exact=is_exact)
+        kept = _graph_cache(artifact, options, custom=kernel is not None)
+        known = kept.read() if kept else None
+        graph = artifact.load_graph("paged") if known is None else None
+        is_exact = _is_exact(graph, options) if known is None else known.is_exact
+        cache_dtype, layout = choice = _choose_cache(options, kernel, is_exact=is_exact)
         spec = artifact.manifest.model
         plan = partial(
             plan_pool,
@@ -118,27 +106,24 @@ class CpuProvider:
         )
         # What cannot fit at all is refused before the lowering reads and converts weights.
         plan(weight_bytes=artifact.manifest.files[WEIGHTS_FILE].size)
-        custom = kernel is not None
         lora = None
         if options.max_adapters:
             from onnxport.providers.cpu.lora import HostLora
 
-            lora = HostLora(artifact, options, custom=custom)
-        choice = (cache_dtype, layout)
-        lowered = list(_lower(graph, artifact, options, choice, lora))
-        for step in lowered:
-            logger.info("%s: %s", artifact.path.name, step)
-        converted = {name: value for step in lowered for name, value in step.attached.items()}
-        held_bytes = weight_bytes(lowered[-1].model, converted) + (lora.num_bytes() if lora else 0)
-        pool = plan(weight_bytes=held_bytes)
+            lora = HostLora(artifact, options, custom=kernel is not None)
+        if known is None:
+            known, converted = _lower(graph, artifact, options, choice, lora, is_exact=is_exact)
+            if kept:
+                kept.write(known)
+        else:
+            logger.info("%s: lowered by an earlier start", artifact.path.name)
+            converted = known.convert(artifact)
+        held_bytes = known.stored_bytes + sum(value.nbytes for value in converted.values())
+        pool = plan(weight_bytes=held_bytes + (lora.num_bytes() if lora else 0))
         attached = {name: ort_value(value) for name, value in converted.items()}
         session_options = _session_options(options, kernel)
         session_options.add_external_initializers(list(attached), list(attached.values()))
-        session = start_session(
-            lowered[-1].model.SerializeToString(),
-            artifact.path,
-            session_options,
-        )
+        session = start_session(known.model, artifact.path, session_options)
         capabilities = Capabilities(
             provider=self.name,
             device=processor_name(),
@@ -245,40 +230,53 @@ def _session_options(options: LoadOptions, kernel: Path | None) -> Any:
     return chosen
 
 
+def _graph_cache(artifact: Artifact, options: LoadOptions, *, custom: bool) -> GraphCache | None:
+    """Where the lowered graph is kept; None where it is not, as with adapters."""
+    if options.graph_cache is None or options.max_adapters:
+        return None
+    import onnxruntime as ort
+
+    choices = {
+        "provider": "cpu",
+        "onnxruntime": ort.__version__,
+        "attention": "custom" if custom else "decomposed",
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "matmul_accuracy_level": options.matmul_accuracy_level,
+        "matmul_isa": matmul_isa(),
+        "prefers_pairs": prefers_pairs(),
+    }
+    graphs = Path(contract.__file__).parent
+    key = graph_key(artifact, (graphs, graphs / "passes", Path(__file__).parent), choices)
+    return None if key is None else GraphCache(options.graph_cache, key)
+
+
+def _is_exact(graph: onnx.ModelProto | None, options: LoadOptions) -> bool:
+    """Whether all products are to be in float32."""
+    from onnxport.graphs.passes.accuracy import takes_int8
+
+    assert graph is not None
+    return not takes_int8(graph, options.matmul_accuracy_level)
+
+
 def _lower(
-    graph: onnx.ModelProto,
+    graph: onnx.ModelProto | None,
     artifact: Artifact,
     options: LoadOptions,
-    cache: tuple[str, Layout],
+    choice: tuple[str, Layout],
     lora: HostLora | None,
-) -> Iterator[PassResult]:
-    """Apply the passes in turn; the last result holds the graph to run."""
-    cache_dtype, layout = cache
-    step = retype(graph, artifact.read_tensor)
-    yield step
-    if options.matmul_accuracy_level is not None:
-        step = set_accuracy(step.model, options.matmul_accuracy_level)
-        yield step
-    if lora is not None:
-        step = lora.lower(step.model)
-        yield step
-    if layout != "plain":
-        step = fuse_gated_silu(step.model)
-        yield step
-        if matmul_isa() is not None:
-            step = use_int8_matmul(step.model)
-            yield step
-            step = fuse_gated_mlp(step.model)
-            yield step
-            step = fuse_input_norm(step.model)
-            yield step
-        step = set_kv_dtype(step.model, cache_dtype)
-        yield step
-        yield keep_native(step.model, replace(KERNEL_LIMITS, attributes={"cache_layout": layout}))
-    else:
-        from onnxport.graphs.passes.decompose import decompose
+    *,
+    is_exact: bool,
+) -> tuple[LoweredGraph, dict[str, NDArray[Any]]]:
+    """Lower the graph; also the contents of the initializers that are attached to it."""
+    # Its passes import onnx.
+    from onnxport.providers.cpu import lowering
 
-        yield decompose(step.model)
+    assert graph is not None
+    int8 = matmul_isa() is not None
+    steps = list(lowering.lower(graph, artifact, options, choice, lora, int8=int8))
+    for step in steps:
+        logger.info("%s: %s", artifact.path.name, step)
+    return lowering.lowered_graph(artifact, steps, is_exact=is_exact), lowering.converted(steps)
 
 
 def _cache_tensors(pairs: Sequence[CachePair]) -> list[CacheTensor]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
 
-_PACKAGE = "onnxport.serving.native"
 _NAMES = ("onnxport_sampling.so", "onnxport_sampling.dylib", "onnxport_sampling.dll")
 
 DRAWN, NOT_FINITE, BAD_TOKEN, OUT_OF_MEMORY = range(4)  # the status of a row
@@ -69,9 +67,9 @@ def find_library() -> Path | None:
     It is missing where `onnxport` was installed without a C++17 compiler of GCC's kind.
     """
     for name in _NAMES:
-        file = resources.files(_PACKAGE).joinpath(name)
+        file = Path(__file__).with_name(name)
         if file.is_file():
-            return Path(str(file))
+            return file
     return None
 
 

@@ -27,6 +27,7 @@ def build_speculator(
     provider: str,
     max_num_batched_tokens: int,
     trials: Path | None = None,
+    graph_cache: Path | None = None,
 ) -> Speculator:
     """Return what guesses for the model in `target`; a draft model is loaded.
 
@@ -36,6 +37,7 @@ def build_speculator(
         provider: what a draft model runs on if the config does not say.
         max_num_batched_tokens: most tokens that a draft model computes to catch up with a request.
         trials: folder of measured trials for the provider "auto", see `open_model`.
+        graph_cache: folder that keeps lowered graphs, see `LoadOptions`.
 
     Raises:
         ArtifactError: a folder is not a valid artifact, or the two have not the same tokens.
@@ -49,10 +51,11 @@ def build_speculator(
         threads=config.threads,
         kv_cache_tokens=config.kv_cache_tokens,
         kv_memory=DRAFT_KV_MEMORY if config.kv_cache_tokens is None else None,
+        graph_cache=graph_cache,
     )
     model = open_model(config.model, config.provider or provider, options, trials)
     logger.info("loaded the draft model %s", describe(model.capabilities))
-    vocab_size = Artifact.read(target).manifest.model.vocab_size
+    vocab_size = Artifact.read(target, check_graphs=False).manifest.model.vocab_size
     drafter = ModelDrafter(model, max_num_batched_tokens, vocab_size, config.threads)
     return Speculator(drafter, config)
 
@@ -62,7 +65,7 @@ def check_same_tokens(target: Path, draft: Path) -> None:
 
     Vocabularies may be padded to different sizes, as those of some model families are.
     """
-    ours, theirs = Artifact.read(target), Artifact.read(draft)
+    ours, theirs = (Artifact.read(path, check_graphs=False) for path in (target, draft))
     if not (ours.path / TOKENIZER_FILE).is_file() or not (theirs.path / TOKENIZER_FILE).is_file():
         sizes = ours.manifest.model.vocab_size, theirs.manifest.model.vocab_size
         if sizes[0] != sizes[1]:

@@ -12,7 +12,6 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,8 @@ from onnxport.serving.structured.spec import NAMES, StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
     from llguidance import LLMatcher
 
     from onnxport.serving.structured.sequence import SequenceGrammar
@@ -86,11 +87,11 @@ class GrammarCompiler:
         """
         self._limits = limits or CompileLimits()
         self._read_vocabulary = vocabulary
-        self._threads = ThreadPoolExecutor(self._limits.num_threads, "onnxport-grammar")
+        self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._masks = KeptMasks()
-        # All below is guarded by _lock, but for _vocabulary, which is by _reading.
+        # All below and _threads are guarded by _lock, but for _vocabulary, which is by _reading.
         self._cache: OrderedDict[StructuredOutputs, Future[CompiledGrammar]] = OrderedDict()
         self._num_chars = 0
         self._closed = False
@@ -137,7 +138,8 @@ class GrammarCompiler:
         """Compile nothing more."""
         with self._lock:
             self._closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, spec: StructuredOutputs) -> Future[CompiledGrammar]:
         """Return what is compiled, or will be."""
@@ -146,6 +148,10 @@ class GrammarCompiler:
             if future is None:
                 if self._closed:
                     raise OnnxportError("the engine is closed and takes no more requests")
+                if self._threads is None:
+                    from concurrent.futures import ThreadPoolExecutor
+
+                    self._threads = ThreadPoolExecutor(self._limits.num_threads, "onnxport-grammar")
                 future = self._threads.submit(self._build, spec)
                 self._cache[spec] = future
                 self._num_chars += len(spec.text)

@@ -181,12 +181,14 @@ def test_devices_and_who_takes_over(command: list[str], tmp_path: Path, monkeypa
     monkeypatch.setenv("ONNXPORT_CACHE", str(tmp_path))
     monkeypatch.setattr(loading, "open_engine", lambda *args, **more: calls.append((args, more)))
     given = "--provider openvino --fallback cpu --fallback auto --dtype float32 --no-trial"
+    given += " --no-graph-cache"
     on_host = "--allow-on-host Gather --allow-on-host Where"
     session.load_engine(tmp_path, parse(*command))
     session.load_engine(tmp_path, parse(*command, *given.split(), *on_host.split()))
     (plain, more), (chosen, least) = calls
     assert (plain[1], plain[2].dtype, plain[2].allowed_on_host) == ("auto", "auto", ())
     assert more == {"fallback": [], "trials": tmp_path / "trials"}
+    assert (plain[2].graph_cache, chosen[2].graph_cache) == (tmp_path / "graphs", None)
     assert (chosen[1], chosen[2].dtype) == ("openvino", "float32")
     assert chosen[2].allowed_on_host == ("Gather", "Where")
     assert least == {"fallback": ["cpu", "auto"], "trials": None}

@@ -13,7 +13,8 @@ from onnx import TensorProto
 
 from onnxport.graphs import contract as c
 from onnxport.graphs import ops
-from onnxport.graphs.artifact import Artifact, ArtifactWriter, Manifest, Source
+from onnxport.graphs.artifact import Artifact, Manifest, Source
+from onnxport.graphs.artifact_writer import ArtifactWriter
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.spec import ArchSpec, RopeSpec
 

@@ -20,7 +20,8 @@ from hypothesis.extra import numpy as hnp
 
 from onnxport.errors import ArtifactError, ExportError
 from onnxport.graphs import artifact_writer
-from onnxport.graphs.artifact import Artifact, ArtifactWriter
+from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.artifact_writer import ArtifactWriter
 from tests.graphs.artifacts import MANIFEST, SPEC, write
 
 

@@ -25,7 +25,8 @@ def build(compiler: str, folder: Path, set_flags: dict[str, str], *options: str)
     """Compiles the driver; `set_flags` are those of the sources named, as CMake gives them."""
     csrc = ROOT / "providers/cpu/csrc"
     sources = [
-        csrc / f"{name}.cpp" for name in (*CORE, "kernels_portable", "matmul", "mlp", "pack")
+        csrc / f"{name}.cpp"
+        for name in (*CORE, "kernels_portable", "matmul", "mlp", "pack", "pages")
     ]
     sources.append(Path(__file__).with_name("matmul_driver.cpp"))
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", *options]

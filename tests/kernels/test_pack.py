@@ -39,10 +39,9 @@ def are_halves(scales: Floats) -> bool:
     return bool(((in_range & (halves == scales)) | (scales == 0)).all())
 
 
-def packed(case: MatMulCase) -> NDArray[np.uint8]:
+def packed(case: MatMulCase, scales: NDArray[Any]) -> NDArray[np.uint8]:
     """The layout that matmul.h draws: panels, blocks, words of 32 outputs, then their scales."""
     flipped = case.quants ^ np.uint8(0x80 if case.bits == 8 else 0)
-    scales = case.scales.astype(np.float16 if are_halves(case.scales) else np.float32)
     parts = by_panel(flipped.view(np.uint32)), by_panel(scales[:, :, None])
     return np.concatenate(parts, axis=2).reshape(-1)
 
@@ -60,7 +59,7 @@ def by_panel(values: NDArray[Any]) -> NDArray[np.uint8]:
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     csrc, executable = ROOT / "providers/cpu/csrc", tmp_path_factory.mktemp("pack") / "driver"
-    sources = [csrc / "pack.cpp", Path(__file__).with_name("pack_driver.cpp")]
+    sources = [csrc / "pack.cpp", csrc / "pages.cpp", Path(__file__).with_name("pack_driver.cpp")]
     command = [COMPILER, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
     subprocess.run([*command, f"-I{csrc}", *map(str, sources), "-o", str(executable)], check=True)
     return executable
@@ -68,14 +67,17 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(driver: Path, cases: list[MatMulCase]) -> None:
     parts = [struct.pack("q", len(cases))]
-    for case in cases:
+    with np.errstate(over="ignore"):
+        halves = [case.scales.astype(np.float16) for case in cases]
+    for case, half in zip(cases, halves, strict=True):
         parts.append(struct.pack("4q", case.k, case.n, case.bits, case.block_size))
-        parts += [case.quants.tobytes(), case.scales.tobytes()]
+        parts += [case.quants.tobytes(), case.scales.tobytes(), half.tobytes()]
     done = subprocess.run([str(driver)], input=b"".join(parts), capture_output=True, check=True)
     found = np.frombuffer(done.stdout, np.uint8)
-    for case in cases:
-        expected = packed(case)
-        for way in ("alone", "in parts"):
+    for case, half in zip(cases, halves, strict=True):
+        from_floats = half if are_halves(case.scales) else case.scales
+        for way in ("alone", "in parts", "alone, halves", "in parts, halves"):
+            expected = packed(case, half if "halves" in way else from_floats)
             what = f"{way}: k {case.k}, n {case.n}, bits {case.bits}, block {case.block_size}"
             assert np.array_equal(found[: expected.size], expected), what
             found = found[expected.size :]
@@ -100,3 +102,22 @@ def test_one_scale_that_is_no_float16(driver: Path, odd: float) -> None:
     scales = case.scales.copy()
     scales[17, 1] = odd
     check(driver, [case, case.replace(scales=scales), case])
+
+
+def test_every_half(driver: Path) -> None:
+    """Subnormal numbers, zeros of both signs, infinities and NaNs among them."""
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    of = make_case(0, 4, 16, k=1024, n=1024, rows=1)
+    check(driver, [of.replace(scales=halves.astype(np.float32).reshape(of.scales.shape))])
+
+
+def test_what_is_packed_leaves_memory_if_it_is_a_file(driver: Path, tmp_path: Path) -> None:
+    """Part by part, so only pages at the ends of parts are left, and what the system read ahead."""
+    of = make_case(0, 8, 32, k=1024, n=32 * 1024, rows=1)
+    (tmp_path / "quants").write_bytes(of.quants.tobytes())
+    command = [str(driver), str(tmp_path / "quants"), str(of.n), str(of.k)]
+    done = subprocess.run(command, capture_output=True, check=True, text=True)
+    whole, packed_once, packed_in_parts = map(int, done.stdout.split())
+    assert whole >= of.quants.nbytes >> 10  # KiB
+    assert packed_once >= whole
+    assert packed_in_parts < whole / 4

@@ -11,6 +11,7 @@ import pytest
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.passes.result import PassResult
 from onnxport.providers.base import LoadOptions, Model, StepInputs
+from onnxport.providers.cpu import lowering
 from onnxport.providers.cpu import provider as cpu
 from onnxport.providers.cpu.library import matmul_isa
 from onnxport.providers.registry import open_model
@@ -89,7 +90,7 @@ def test_fused_feed_forward_layers_have_the_bits_of_their_parts(
     assert "2 gated feed-forward layers fused" in caplog.text
     found = step(fused, parts), step(fused, [(0, 33, [7])])
     fused.close()
-    monkeypatch.setattr(cpu, "fuse_gated_mlp", lambda model: PassResult("none", model, {}))
+    monkeypatch.setattr(lowering, "fuse_gated_mlp", lambda model: PassResult("none", model, {}))
     apart = opened(path)
     wanted = step(apart, parts), step(apart, [(0, 33, [7])])
     apart.close()
@@ -125,7 +126,7 @@ def test_fused_norms_give_the_same_tokens(
     assert "4 norms fused into what reads them" in caplog.text
     tokens, logits = greedy(fused, prompt, 16)
     fused.close()
-    monkeypatch.setattr(cpu, "fuse_input_norm", lambda model: PassResult("none", model, {}))
+    monkeypatch.setattr(lowering, "fuse_input_norm", lambda model: PassResult("none", model, {}))
     apart = opened(path)
     wanted, reference = greedy(apart, prompt, 16)
     apart.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,11 +19,14 @@ NEEDED = {
     "ml_dtypes",
     "typing_extensions",
     "onnxruntime",
-    "psutil",
     "sortedcontainers",
 }
+# Of these, what a graph takes that no earlier start lowered.
+LOWERING = {"onnx", "google", "typing_extensions"}
 # Of Python's own, what is slow to import and only servers need.
 SLOW = {"asyncio", "ssl", "http", "multiprocessing", "xml", "unittest"}
+# Of these, what no start needs whose graph was lowered before.
+HEAVY = {"concurrent.futures", "importlib.resources", "lzma", "shutil", "socket", "subprocess"}
 # Of ours, what waits until it is asked for.
 LATER = {
     "cli",
@@ -42,7 +46,8 @@ LATER = {
 LOAD = """
 from onnxport import LLM, SamplingParams
 
-with LLM({path!r}, provider="cpu", kv_cache_tokens=64, max_model_len=32) as llm:
+limits = dict(kv_cache_tokens=64, max_model_len=32)
+with LLM({path!r}, provider="cpu", graph_cache={cache!r}, **limits) as llm:
     greedy = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
     (done,) = llm.generate([dict(prompt_token_ids=[1, 2, 3])], greedy)
     assert len(done.outputs[0].token_ids) == 2
@@ -76,7 +81,19 @@ def test_the_package_itself_imports_nobody() -> None:
 def test_a_model_on_the_cpu_takes_what_it_needs(
     tiny_artifact: ArtifactMaker, precision: str
 ) -> None:
-    found = imported(LOAD.format(path=str(tiny_artifact("llama", precision))))
+    found = imported(LOAD.format(path=str(tiny_artifact("llama", precision)), cache=None))
     assert of_others(found) == NEEDED
     assert not SLOW & found
     assert not {f"onnxport.{name}" for name in LATER} & found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_a_graph_that_was_lowered_before_takes_no_onnx(
+    tiny_artifact: ArtifactMaker, tmp_path: Path, precision: str
+) -> None:
+    load = LOAD.format(path=str(tiny_artifact("llama", precision)), cache=str(tmp_path))
+    assert of_others(imported(load)) == NEEDED
+    found = imported(load)
+    assert of_others(found) == NEEDED - LOWERING
+    assert not HEAVY & found
+    assert not {name for name in found if name.startswith("onnxport.graphs.passes")}

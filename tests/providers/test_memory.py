@@ -1,5 +1,6 @@
 """What memory is really free, in and out of containers."""
 
+import os
 from pathlib import Path
 
 import psutil
@@ -13,12 +14,10 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with 1,000 of 2,000 MiB free; returns where it would be told of a container."""
-
-    class Memory:
-        available = 1000 * MIB
-        total = 2000 * MIB
-
-    monkeypatch.setattr(psutil, "virtual_memory", Memory)
+    sizes = {"MemTotal": 2000, "MemFree": 10, "MemAvailable": 1000}
+    lines = [f"{name}:{size << 10:>12} kB" for name, size in sizes.items()]
+    (tmp_path / "meminfo").write_text("\n".join([*lines, "HugePages_Total:       0", ""]))
+    monkeypatch.setattr(memory, "MEMORY", tmp_path / "meminfo")
     monkeypatch.setattr(memory, "CGROUPS", tmp_path)
     return tmp_path
 
@@ -72,3 +71,51 @@ def test_version_1(machine: Path) -> None:
     write(machine, str(600 * MIB), 100 * MIB, stat, version=1)
     assert memory.available_bytes() == 550 * MIB
     assert memory.total_bytes() == 600 * MIB
+
+
+@pytest.mark.parametrize("text", [None, "MemTotal: 5 kB\n", "MemTotal: 5 kB\nMemAvailable: x kB\n"])
+def test_a_system_that_does_not_tell_is_asked_otherwise(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    class Memory:
+        available = 700 * MIB
+        total = 900 * MIB
+
+    monkeypatch.setattr(psutil, "virtual_memory", Memory)
+    if text is None:
+        (machine / "meminfo").unlink()
+    else:
+        (machine / "meminfo").write_text(text)
+    assert memory.available_bytes() == 700 * MIB
+    assert memory.total_bytes() == 900 * MIB
+
+
+def cores(folder: Path, shared: list[str]) -> None:
+    for number, together in enumerate(shared):
+        topology = folder / f"cpu{number}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "core_cpus_list").write_text(f"{together}\n")
+    (folder / "cpufreq").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("shared", "usable", "wanted"),
+    [(["0,2", "1,3", "0,2", "1,3"], 4, 2), (["0", "1", "2"], 2, 2), (["0-1", "0-1"], 1, 1)],
+)
+def test_cores_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: list[str], usable: int, wanted: int
+) -> None:
+    cores(tmp_path / "cpus", shared)
+    monkeypatch.setattr(memory, "PROCESSORS", tmp_path / "cpus")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(usable)), raising=False)
+    assert memory.physical_cores() == wanted
+
+
+def test_cores_that_the_system_does_not_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "PROCESSORS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(9)), raising=False)
+    for found, wanted in ((3, 3), (None, 1)):
+        monkeypatch.setattr(psutil, "cpu_count", lambda logical, found=found: found)
+        assert memory.physical_cores() == wanted

@@ -33,8 +33,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, LoadOptions
         return model
 
     manifest = SimpleNamespace(eos_token_ids=(0, 5), model=SPEC)
-    artifact = SimpleNamespace(read=lambda path: SimpleNamespace(path=path, manifest=manifest))
-    monkeypatch.setattr(loading, "Artifact", artifact)
+    monkeypatch.setattr(
+        loading,
+        "read_artifact",
+        lambda path, options: SimpleNamespace(path=path, manifest=manifest),
+    )
     monkeypatch.setattr(loading, "open_model", open_model)
     return calls
 
@@ -110,8 +113,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[NullModel | Excepti
         return found
 
     manifest = SimpleNamespace(eos_token_ids=(), model=SPEC)
-    artifact = SimpleNamespace(read=lambda path: SimpleNamespace(path=path, manifest=manifest))
-    monkeypatch.setattr(loading, "Artifact", artifact)
+    monkeypatch.setattr(
+        loading,
+        "read_artifact",
+        lambda path, options: SimpleNamespace(path=path, manifest=manifest),
+    )
     monkeypatch.setattr(loading, "open_model", open_model)
     return gives
 

@@ -116,14 +116,24 @@ static inline int64_t row_block(const MatMul& m, int64_t row, int64_t block) {
   return (block * tiles + row / kRowTile) * m.tile_rows + row % kRowTile;
 }
 
-// Whether each scale is a float16, zero or in its normal range, so that packing it as one loses
-// nothing. Products of one row wait for memory, of which scales are 1 byte in 17 at 4 bits in blocks
-// of 128, and half of that then.
-bool are_halves(const float* scales, int64_t count);
+// Scales as they are stored.
+struct Scales {
+  const void* data;  // float, or float16
+  bool is_half;
+
+  Scales(const float* floats) : data(floats), is_half(false) {}
+  Scales(const void* stored, bool half) : data(stored), is_half(half) {}
+};
+
+// Whether each of so many scales is a float16, or a float that is zero or in the normal range of
+// float16 and has no bit that it lacks: packing it as one loses nothing. Products of one row wait
+// for memory, of which float scales are one byte in 17 at 4 bits in blocks of 128.
+bool are_halves(const Scales& scales, int64_t count);
 
 // Fills the packed weights, num_panels * panel_bytes at a cache line, from the operator's inputs:
 // quants [n][blocks][block_size * bits / 8], scales [n][blocks].
-void pack_weights(const MatMul& call, const uint8_t* quants, const float* scales, uint8_t* packed);
+void pack_weights(const MatMul& call, const uint8_t* quants, const Scales& scales,
+                  uint8_t* packed);
 
 // Computes the output; quants, scales and corrections are taken care of. Returns zero or what
 // parallel_for returned. Throws std::bad_alloc only.

@@ -76,7 +76,7 @@ void complete(GatedMlp& mlp) {
   mlp.down.k = mlp.inner;
 }
 
-void pack_gate_up(const GatedMlp& mlp, const uint8_t* quants, const float* scales,
+void pack_gate_up(const GatedMlp& mlp, const uint8_t* quants, const Scales& scales,
                   uint8_t* packed) {
   const int64_t features = group_features(mlp.down.block_size), blocks = num_blocks(mlp.gate_up);
   const int64_t row_bytes = blocks * mlp.gate_up.block_size * mlp.gate_up.bits / 8;
@@ -88,7 +88,7 @@ void pack_gate_up(const GatedMlp& mlp, const uint8_t* quants, const float* scale
       MatMul part = mlp.gate_up;
       part.n = std::min(features, mlp.inner - first);
       for (const int64_t row : {first, mlp.inner + first}) {
-        pack_weights(part, quants + row * row_bytes, scales + row * blocks, to);
+        pack_weights(part, quants + row * row_bytes, scales_from(scales, row * blocks), to);
         to += num_panels(part) * panel_bytes(part);
       }
     }

@@ -28,7 +28,7 @@ void complete(GatedMlp& mlp);
 // Fills gate_up's packed weights, num_panels * panel_bytes at a cache line: of each group of
 // features first those of gate, then those of up, each filled up with zeros to whole panels. quants
 // [2 * inner][blocks][block_size * bits / 8] and scales [2 * inner][blocks] have all of gate first.
-void pack_gate_up(const GatedMlp& mlp, const uint8_t* quants, const float* scales,
+void pack_gate_up(const GatedMlp& mlp, const uint8_t* quants, const Scales& scales,
                   uint8_t* packed);
 
 // Computes the output; rows, input and output are those of gate_up.rows, gate_up.input and

@@ -90,8 +90,10 @@ ort::CustomOp gated_silu_operator();
 ort::CustomOp lora_operator();       // adapters in float32
 ort::CustomOp lora_half_operator();  // adapters in float16
 ort::CustomOp lora_int8_operator();  // adapters in int8
-ort::CustomOp matmul_operator();
+ort::CustomOp matmul_operator();       // scales in float32
+ort::CustomOp matmul_half_operator();  // scales in float16
 ort::CustomOp mlp_operator();
+ort::CustomOp mlp_half_operator();
 
 // A call's way to the session's threads; parallel_for takes it as its context and leaves the status
 // of a failure there.

@@ -25,7 +25,8 @@ struct MatMulKernel {
   }
 };
 
-std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
+std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo* info,
+                                          ort::ElementType scales) {
   MatMul m{};
   m.k = read_attribute(api, info, "K");
   m.n = read_attribute(api, info, "N");
@@ -34,11 +35,11 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   m.norm.epsilon = read_epsilon(api, info, kName);
   check_product(api, kName, m);
   const Weights weights = read_weights(api, info, kName, m, {kQuants, "B", "scales"});
-  m.half_scales = are_halves(weights.scales.as<const float>(), elements(weights.scales));
+  m.half_scales = are_halves(stored_scales(weights, scales), elements(weights.scales));
   auto kernel = std::make_unique<MatMulKernel>(api, m);
-  pack_weights_in_parts(m, weights.quants.as<const uint8_t>(), weights.scales.as<const float>(),
+  pack_weights_in_parts(m, weights.quants.as<const uint8_t>(), stored_scales(weights, scales),
                         kernel->weights.data());
-  forget_quants(weights);
+  forget_weights(weights, scales);
   return kernel;
 }
 
@@ -59,12 +60,12 @@ void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
   if (run_matmul(*active_matmul(), call, parallel_for, &parallel) != 0) check(parallel.status);
 }
 
-}  // namespace
-
-ort::CustomOp matmul_operator() {
+template <ort::ElementType kStored>
+ort::CustomOp make_operator() {
   ort::CustomOp op = base_operator();
   op.name = [](const ort::CustomOp*) { return kName; };
   op.input_type = [](const ort::CustomOp*, size_t index) -> int {
+    if (index == kScales) return kStored;
     return index == kQuants ? ort::kUint8 : ort::kFloat;
   };
   op.output_type = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };
@@ -79,7 +80,7 @@ ort::CustomOp matmul_operator() {
   op.create_kernel = [](const ort::CustomOp*, const void* const* table,
                         const ort::KernelInfo* info, void** out) -> Status* {
     const Api api{table};
-    return guarded(api, [&] { *out = make_kernel(api, info).release(); });
+    return guarded(api, [&] { *out = make_kernel(api, info, kStored).release(); });
   };
   op.destroy_kernel = [](void* kernel) { delete static_cast<MatMulKernel*>(kernel); };
   op.compute = [](void* state, ort::KernelContext* context) -> Status* {
@@ -90,5 +91,10 @@ ort::CustomOp matmul_operator() {
   op.may_inplace = op.alias_map = none;
   return op;
 }
+
+}  // namespace
+
+ort::CustomOp matmul_operator() { return make_operator<ort::kFloat>(); }
+ort::CustomOp matmul_half_operator() { return make_operator<ort::kFloat16>(); }
 
 }  // namespace onnxport::op

@@ -42,7 +42,8 @@ struct MlpKernel {
   }
 };
 
-std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
+std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* info,
+                                       ort::ElementType scales) {
   GatedMlp mlp{};
   mlp.inner = read_attribute(api, info, "inner");
   mlp.gate_up.k = read_attribute(api, info, "K");
@@ -61,16 +62,15 @@ std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* in
   const Weights first =
       read_weights(api, info, kName, joined, {kGateUp, "gate_up", "gate_up_scales"});
   const Weights second = read_weights(api, info, kName, mlp.down, {kDown, "down", "down_scales"});
-  mlp.gate_up.half_scales =
-      are_halves(first.scales.as<const float>(), elements(first.scales));
-  mlp.down.half_scales = are_halves(second.scales.as<const float>(), elements(second.scales));
+  mlp.gate_up.half_scales = are_halves(stored_scales(first, scales), elements(first.scales));
+  mlp.down.half_scales = are_halves(stored_scales(second, scales), elements(second.scales));
   auto kernel = std::make_unique<MlpKernel>(api, mlp);
-  pack_gate_up(mlp, first.quants.as<const uint8_t>(), first.scales.as<const float>(),
+  pack_gate_up(mlp, first.quants.as<const uint8_t>(), stored_scales(first, scales),
                kernel->gate_up.data());
-  forget_quants(first);
+  forget_weights(first, scales);
   pack_weights_in_parts(mlp.down, second.quants.as<const uint8_t>(),
-                        second.scales.as<const float>(), kernel->down.data());
-  forget_quants(second);
+                        stored_scales(second, scales), kernel->down.data());
+  forget_weights(second, scales);
   return kernel;
 }
 
@@ -91,12 +91,12 @@ void compute(const MlpKernel& kernel, ort::KernelContext* context) {
   if (run_mlp(*active_matmul(), call, parallel_for, &parallel) != 0) check(parallel.status);
 }
 
-}  // namespace
-
-ort::CustomOp mlp_operator() {
+template <ort::ElementType kStored>
+ort::CustomOp make_operator() {
   ort::CustomOp op = base_operator();
   op.name = [](const ort::CustomOp*) { return kName; };
   op.input_type = [](const ort::CustomOp*, size_t index) -> int {
+    if (index == kGateUpScales || index == kDownScales) return kStored;
     return index == kGateUp || index == kDown ? ort::kUint8 : ort::kFloat;
   };
   op.output_type = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };
@@ -111,7 +111,7 @@ ort::CustomOp mlp_operator() {
   op.create_kernel = [](const ort::CustomOp*, const void* const* table,
                         const ort::KernelInfo* info, void** out) -> Status* {
     const Api api{table};
-    return guarded(api, [&] { *out = make_kernel(api, info).release(); });
+    return guarded(api, [&] { *out = make_kernel(api, info, kStored).release(); });
   };
   op.destroy_kernel = [](void* kernel) { delete static_cast<MlpKernel*>(kernel); };
   op.compute = [](void* state, ort::KernelContext* context) -> Status* {
@@ -122,5 +122,10 @@ ort::CustomOp mlp_operator() {
   op.may_inplace = op.alias_map = none;
   return op;
 }
+
+}  // namespace
+
+ort::CustomOp mlp_operator() { return make_operator<ort::kFloat>(); }
+ort::CustomOp mlp_half_operator() { return make_operator<ort::kFloat16>(); }
 
 }  // namespace onnxport::op

@@ -70,8 +70,10 @@ Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op
   return {quants, scales};
 }
 
-void forget_quants(const Weights& weights) {
+void forget_weights(const Weights& weights, ort::ElementType scales) {
   forget_file_pages(weights.quants.data, static_cast<size_t>(elements(weights.quants)));
+  const int64_t bytes = elements(weights.scales) * (scales == ort::kFloat16 ? 2 : 4);
+  forget_file_pages(weights.scales.data, static_cast<size_t>(bytes));
 }
 
 float read_epsilon(const Api& api, const ort::KernelInfo* info, const char* op) {

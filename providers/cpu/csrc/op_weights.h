@@ -8,8 +8,13 @@ namespace onnxport::op {
 
 struct Weights {
   Tensor quants;  // [n][blocks][block_size * bits / 8], uint8
-  Tensor scales;  // [n][blocks], float
+  Tensor scales;  // [n][blocks], float or float16
 };
+
+// The scales, as pack_weights takes them.
+inline Scales stored_scales(const Weights& weights, ort::ElementType type) {
+  return {weights.scales.data, type == ort::kFloat16};
+}
 
 // What the inputs are called in messages; the scales follow the quants.
 struct WeightInputs {
@@ -29,7 +34,7 @@ Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op
 
 // The runtime keeps weights as they were for as long as the session lives. Where it mapped them
 // from the artifact, they need not stay in memory once they are packed.
-void forget_quants(const Weights& weights);
+void forget_weights(const Weights& weights, ort::ElementType scales);
 
 // The node's activations, input 0, with `depth` numbers a row. Throws a Failure if they have not.
 Tensor read_activations(const Api& api, const ort::KernelContext* context, const char* op,

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "half.h"
+#include "pages.h"
 
 namespace onnxport {
 namespace {
@@ -83,23 +84,36 @@ void pack_block(const uint8_t* from, int64_t row_bytes, int64_t words, int64_t c
     }
 }
 
+float scale_at(const Scales& scales, int64_t place) {
+  if (scales.is_half) return float_from_half(static_cast<const uint16_t*>(scales.data)[place]);
+  return static_cast<const float*>(scales.data)[place];
+}
+
+uint16_t half_at(const Scales& scales, int64_t place) {
+  if (scales.is_half) return static_cast<const uint16_t*>(scales.data)[place];
+  return half_from_float(static_cast<const float*>(scales.data)[place]);
+}
+
 // A block's scales of count output features, which are stride apart.
-void pack_scales(const MatMul& call, const float* from, int64_t stride, int64_t count,
-                 uint8_t* to) {
+void pack_scales(const MatMul& call, const Scales& scales, int64_t first, int64_t stride,
+                 int64_t count, uint8_t* to) {
   for (int64_t j = 0; j < count; j++) {
-    const float scale = from[j * stride];
+    const int64_t place = first + j * stride;
     if (call.half_scales) {
-      const uint16_t half = half_from_float(scale);
-      std::memcpy(to + j * 2, &half, 2);
+      const uint16_t half = half_at(scales, place);
+      std::memcpy(to + j * 2, &half, sizeof half);
     } else {
-      std::memcpy(to + j * 4, &scale, 4);
+      const float scale = scale_at(scales, place);
+      std::memcpy(to + j * 4, &scale, sizeof scale);
     }
   }
 }
 
 }  // namespace
 
-bool are_halves(const float* scales, int64_t count) {
+bool are_halves(const Scales& stored, int64_t count) {
+  if (stored.is_half) return true;
+  const auto* scales = static_cast<const float*>(stored.data);
   // Without branches, so that the loop becomes vectors: every bit that a float16 lacks, and
   // exponents out of its range.
   uint32_t bad = 0;
@@ -111,7 +125,7 @@ bool are_halves(const float* scales, int64_t count) {
   return bad == 0;
 }
 
-void pack_weights(const MatMul& call, const uint8_t* quants, const float* scales,
+void pack_weights(const MatMul& call, const uint8_t* quants, const Scales& scales,
                   uint8_t* packed) {
   const int64_t blocks = num_blocks(call), words = call.block_size * call.bits / 32;
   const int64_t row_bytes = blocks * words * 4;
@@ -122,7 +136,7 @@ void pack_weights(const MatMul& call, const uint8_t* quants, const float* scales
       if (count < kPanel) std::memset(packed, 0, static_cast<size_t>(block_bytes(call)));
       pack_block(quants + first * row_bytes + block * words * 4, row_bytes, words, count, flip,
                  packed);
-      pack_scales(call, scales + first * blocks + block, blocks, count, packed + quant_bytes(call));
+      pack_scales(call, scales, first * blocks + block, blocks, count, packed + quant_bytes(call));
     }
   }
 }
@@ -146,15 +160,18 @@ void in_parts(int64_t count, int64_t bytes, const Range& pack) {
   for (std::thread& other : others) other.join();
 }
 
-void pack_weights_in_parts(const MatMul& call, const uint8_t* quants, const float* scales,
+void pack_weights_in_parts(const MatMul& call, const uint8_t* quants, const Scales& scales,
                            uint8_t* packed) {
   const int64_t blocks = num_blocks(call), row_bytes = blocks * call.block_size * call.bits / 8;
   in_parts(num_panels(call), panel_bytes(call), [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kPanel;
     MatMul part = call;
     part.n = std::min(call.n, end * kPanel) - first;
-    pack_weights(part, quants + first * row_bytes, scales + first * blocks,
+    const uint8_t* from = quants + first * row_bytes;
+    pack_weights(part, from, scales_from(scales, first * blocks),
                  packed + begin * panel_bytes(call));
+    // At once: the head alone may be a third of a model, which would be in memory twice.
+    forget_file_pages(from, static_cast<size_t>(part.n * row_bytes));
   });
 }
 

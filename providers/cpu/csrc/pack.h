@@ -14,8 +14,14 @@ using Range = std::function<void(int64_t begin, int64_t end)>;
 // at once; returns when all are done. pack must not throw.
 void in_parts(int64_t count, int64_t bytes, const Range& pack);
 
-// As pack_weights, to the byte.
-void pack_weights_in_parts(const MatMul& call, const uint8_t* quants, const float* scales,
+// The scales from a place on.
+inline Scales scales_from(const Scales& scales, int64_t place) {
+  const int64_t bytes = place * (scales.is_half ? 2 : 4);
+  return {static_cast<const uint8_t*>(scales.data) + bytes, scales.is_half};
+}
+
+// As pack_weights, to the byte. What is packed of a file leaves the process's memory.
+void pack_weights_in_parts(const MatMul& call, const uint8_t* quants, const Scales& scales,
                            uint8_t* packed);
 
 }  // namespace onnxport

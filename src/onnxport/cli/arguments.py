@@ -187,6 +187,11 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="record decode steps and replay them (CUDA graphs; cuda only, untested on hardware)",
     )
+    group.add_argument(
+        "--no-graph-cache",
+        action="store_true",
+        help="lower the model's graph anew, and do not keep it for the next start",
+    )
 
 
 def add_choice_options(parser: argparse.ArgumentParser) -> None:
@@ -374,7 +379,15 @@ def load_options(options: argparse.Namespace) -> LoadOptions:
         dtype=options.dtype,
         allowed_on_host=tuple(options.allow_on_host),
         capture_graphs=options.capture_graphs,
+        graph_cache=graph_cache_folder(options),
     )
+
+
+def graph_cache_folder(options: argparse.Namespace) -> Path | None:
+    """Return where lowered graphs are kept; None where there are to be none."""
+    from onnxport.cli.cache import cache_folder
+
+    return None if options.no_graph_cache else cache_folder() / "graphs"
 
 
 def trials_folder(options: argparse.Namespace) -> Path | None:

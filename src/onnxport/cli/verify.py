@@ -131,4 +131,5 @@ def command_line(options: argparse.Namespace, artifact: str) -> str:
 
 def _load_options(options: argparse.Namespace) -> LoadOptions:
     """What every provider is told."""
-    return replace(load_options(options), attention=options.attention)
+    # What is verified is lowered by the code that is there.
+    return replace(load_options(options), attention=options.attention, graph_cache=None)

@@ -1,0 +1,129 @@
+"""The passes of the `cpu` provider, in order. They take ONNX, which a start may do without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import onnx
+from numpy.typing import NDArray
+
+from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.passes.accuracy import set_accuracy
+from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
+from onnxport.graphs.passes.gated_silu import fuse_gated_silu
+from onnxport.graphs.passes.input_norm import fuse_input_norm
+from onnxport.graphs.passes.int8_matmul import use_int8_matmul
+from onnxport.graphs.passes.kv_dtype import set_kv_dtype
+from onnxport.graphs.passes.native import NativeLimits, keep_native
+from onnxport.graphs.passes.result import PassResult
+from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.passes.stored_scales import use_stored_scales
+from onnxport.graphs.tensors import WEIGHTS_FILE, numpy_dtype
+from onnxport.providers.base import LoadOptions
+from onnxport.providers.cpu.caches import CACHE_DTYPES, Layout
+from onnxport.providers.graph_cache import Conversion, LoweredGraph
+from onnxport.providers.ort import weight_bytes
+
+if TYPE_CHECKING:
+    from onnxport.providers.cpu.lora import HostLora
+
+KERNEL_LIMITS: Final = NativeLimits(
+    activation_dtypes=frozenset({"float32"}),
+    cache_dtypes=frozenset(CACHE_DTYPES),
+    max_head_size=256,
+)
+
+
+def lower(
+    graph: onnx.ModelProto,
+    artifact: Artifact,
+    options: LoadOptions,
+    cache: tuple[str, Layout],
+    lora: HostLora | None,
+    *,
+    int8: bool,
+) -> Iterator[PassResult]:
+    """Apply the passes in turn; the last result holds the graph to run.
+
+    Args:
+        graph: the artifact's paged graph.
+        artifact: its weights.
+        options: `matmul_accuracy_level` is used.
+        cache: type and layout of the KV caches; "plain" for the decomposed graph.
+        lora: adds adapters, if there are to be any.
+        int8: whether the processor has our products with int8 activations.
+    """
+    cache_dtype, layout = cache
+    step = retype(graph, artifact.read_tensor)
+    yield step
+    if options.matmul_accuracy_level is not None:
+        step = set_accuracy(step.model, options.matmul_accuracy_level)
+        yield step
+    if lora is not None:
+        step = lora.lower(step.model)
+        yield step
+    if layout != "plain":
+        step = fuse_gated_silu(step.model)
+        yield step
+        if int8:
+            step = use_int8_matmul(step.model)
+            yield step
+            step = fuse_gated_mlp(step.model)
+            yield step
+            step = fuse_input_norm(step.model)
+            yield step
+            step = use_stored_scales(step.model, graph)
+            yield step
+        step = set_kv_dtype(step.model, cache_dtype)
+        yield step
+        yield keep_native(step.model, replace(KERNEL_LIMITS, attributes={"cache_layout": layout}))
+    else:
+        from onnxport.graphs.passes.decompose import decompose
+
+        yield decompose(step.model)
+
+
+def converted(steps: Sequence[PassResult]) -> dict[str, NDArray[Any]]:
+    """The initializers of the last graph whose contents a pass made and left beside it."""
+    left = {tensor.name for tensor in steps[-1].model.graph.initializer}
+    return {name: value for step in steps for name, value in step.attached.items() if name in left}
+
+
+def lowered_graph(
+    artifact: Artifact, steps: Sequence[PassResult], *, is_exact: bool
+) -> LoweredGraph:
+    """What the passes made, as a cache keeps it.
+
+    Args:
+        artifact: whose graph it was.
+        steps: what `lower` yielded.
+        is_exact: whether the graph's products are in float32.
+    """
+    model = steps[-1].model
+    sources = {name: tensor for step in steps for name, tensor in step.sources.items()}
+    conversions = [
+        _conversion(artifact, name, value, sources.get(name))
+        for name, value in converted(steps).items()
+    ]
+    known = tuple(one for one in conversions if one is not None)
+    return LoweredGraph(
+        model=model.SerializeToString(),
+        is_exact=is_exact,
+        stored_bytes=weight_bytes(model, {}),
+        conversions=known if len(known) == len(conversions) else None,
+    )
+
+
+def _conversion(
+    artifact: Artifact, name: str, value: NDArray[Any], source: onnx.TensorProto | None
+) -> Conversion | None:
+    """How an attached initializer is made again of the weights file; None: it cannot be."""
+    if source is None or source.data_location != onnx.TensorProto.EXTERNAL:
+        return None
+    location, offset, _ = artifact.external(source)
+    if location != WEIGHTS_FILE:
+        return None
+    stored = str(numpy_dtype(source.data_type))
+    return Conversion(name, offset, tuple(source.dims), stored, str(value.dtype))
