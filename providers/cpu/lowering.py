@@ -17,6 +17,7 @@ from onnxport.graphs.passes.input_norm import fuse_input_norm
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
 from onnxport.graphs.passes.native import NativeLimits, keep_native
+from onnxport.graphs.passes.product_bias import fuse_product_bias
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.stored_scales import use_stored_scales
@@ -73,6 +74,8 @@ def lower(
             step = fuse_gated_mlp(step.model)
             yield step
             step = fuse_input_norm(step.model)
+            yield step
+            step = fuse_product_bias(step.model)
             yield step
             step = use_stored_scales(step.model, graph)
             yield step

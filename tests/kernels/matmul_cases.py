@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
@@ -148,6 +149,17 @@ def model(case: MatMulCase, constant: bool = True, **attributes: int) -> bytes:
     graph = helper.make_graph([node], "product", inputs, outputs, tensors)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("onnxport", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+
+
+def add_bias(serialized: bytes, bias: Floats, constant: bool = True) -> bytes:
+    """The model with a bias, an initializer or an input."""
+    of = onnx.load_from_string(serialized)
+    of.graph.node[0].input.extend(["", "", "bias"])
+    if constant:
+        of.graph.initializer.append(numpy_helper.from_array(bias, "bias"))
+    else:
+        of.graph.input.append(helper.make_tensor_value_info("bias", TensorProto.FLOAT, bias.shape))
+    return of.SerializeToString()
 
 
 def session(library: Path, serialized: bytes, threads: int = 2) -> ort.InferenceSession:

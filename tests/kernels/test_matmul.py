@@ -48,6 +48,32 @@ def test_random_cases(
         assert len(outputs) == 1, f"seed {seed} has other bits on another instruction set"
 
 
+def test_a_bias_is_added_last(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    for seed in range(60):
+        case = cases.random_case(seed)
+        bias = np.random.default_rng(seed).standard_normal(case.n).astype(np.float32)
+        for isa in available_isas:
+            library.onnxport_cpu_set_matmul_isa(isa.encode())
+            apart = cases.run(library_path, case) + bias
+            session = cases.session(library_path, cases.add_bias(cases.model(case), bias))
+            assert session.run(["y"], {"x": case.x})[0].tobytes() == apart.tobytes(), (isa, seed)
+
+
+def test_a_bias_that_does_not_fit_or_may_change(library_path: Path, library: ctypes.CDLL) -> None:
+    if library.onnxport_cpu_matmul_isa() is None:
+        pytest.skip("this processor has none of the sets that the products need")
+    case = cases.make_case(1, 4, 32, 64, 40, 3)
+    serialized = cases.model(case)
+    with pytest.raises(Exception, match="bias must have 40 elements, found 41"):
+        cases.session(library_path, cases.add_bias(serialized, np.ones(41, np.float32)))
+    bias = np.ones(40, np.float32)
+    session = cases.session(library_path, cases.add_bias(serialized, bias, constant=False))
+    with pytest.raises(Exception, match="bias must be an initializer"):
+        session.run(["y"], {"x": case.x, "bias": bias})
+
+
 @pytest.mark.parametrize("bits", cases.BITS)
 @pytest.mark.parametrize("block_size", cases.BLOCK_SIZES)
 def test_a_row_is_the_same_alone_and_in_any_batch(

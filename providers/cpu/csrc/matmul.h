@@ -10,7 +10,7 @@
 //
 //   y[row][n] = sum over blocks, in order, of fma(float(S) * x_scale, w_scale, y)
 //
-// with S, the block's sum of products of integers, exact. Every path computes just this, so the
+// with S, the block's sum of products of integers, exact; the bias is added last. Every path computes just this, so the
 // bits of a row's result depend on that row and the weights alone: not on the other rows, on their
 // number, on the number of threads or on the instruction set.
 #pragma once
@@ -50,6 +50,7 @@ struct MatMul {
   int64_t block_size;  // 16, 32, 64, 128 or 256
   bool half_scales;    // scales are packed as float16; see are_halves
   const uint8_t* weights;
+  const float* bias;  // added to every row, [num_panels * kPanel]; null: none
 
   int64_t rows;
   const float* input;  // [rows][k]; run_matmul's, as is the output: kernels get theirs by argument

@@ -133,7 +133,8 @@ void multiply_tiles(const MatMul& m, const Part& part, int64_t panel) {
   float* output = part.output + (panel - part.panel_begin) * kPanel;
   const float* total = totals;
   for (int64_t row = part.row_begin; row < part.row_end; row++) {
-    const __m512 values[2] = {_mm512_load_ps(total), _mm512_load_ps(total + kLanes)};
+    __m512 values[2] = {_mm512_load_ps(total), _mm512_load_ps(total + kLanes)};
+    add_bias<2>(m, panel * kPanel, values);
     store_outputs<2>(output, m.n - panel * kPanel, values);
     output += part.stride;
     total += kPanel;

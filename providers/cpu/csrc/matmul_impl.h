@@ -198,6 +198,15 @@ ONNXPORT_INLINE void add_block(const uint8_t* weights, const int8_t* quants, int
   }
 }
 
+// Adds the bias of outputs from one on. A product with one is exact, so fma() is a sum here.
+template <int kColumns>
+ONNXPORT_INLINE void add_bias(const MatMul& m, int64_t first, Vec::Floats* totals) {
+  if (!m.bias) return;
+  ONNXPORT_UNROLL
+  for (int c = 0; c < kColumns; c++)
+    totals[c] = Vec::fma(totals[c], Vec::set1(1.f), Vec::load(m.bias + first + c * Vec::kLanes));
+}
+
 // Stores a row's vectors, or those of their outputs that there are.
 template <int kColumns>
 ONNXPORT_INLINE void store_outputs(float* output, int64_t left, const Vec::Floats* totals) {
@@ -280,11 +289,13 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
       }
     }
   }
-  const int64_t left = m.n - out.panel * kPanel - offset;
+  const int64_t output = out.panel * kPanel + offset, left = m.n - output;
   ONNXPORT_UNROLL
-  for (int r = 0; r < kRows; r++)
-    if (out.row + r < m.rows)
-      store_outputs<kColumns>(out.first + r * out.stride + offset, left, totals[r]);
+  for (int r = 0; r < kRows; r++) {
+    if (out.row + r >= m.rows) continue;
+    add_bias<kColumns>(m, output, totals[r]);
+    store_outputs<kColumns>(out.first + r * out.stride + offset, left, totals[r]);
+  }
 }
 
 // A panel's outputs of up to kUnits units of rows.

@@ -1,6 +1,8 @@
 // Quantized weights among an operator's inputs.
 #pragma once
 
+#include <vector>
+
 #include "matmul.h"
 #include "op.h"
 
@@ -31,6 +33,15 @@ void check_product(const Api& api, const char* op, const MatMul& product);
 // The weights of a product. Throws a Failure where they are no initializers, or have another size.
 Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op,
                      const MatMul& product, const WeightInputs& inputs);
+
+// A product's bias, an initializer [n], filled up with zeros to whole panels; empty where the node
+// has none that is constant. Throws a Failure where it has another size.
+std::vector<float> read_bias(const Api& api, const ort::KernelInfo* info, const char* op,
+                             const MatMul& product, size_t input);
+
+// Throws a Failure where the node has this input: it was no initializer when the session was made.
+void refuse_input(const Api& api, const ort::KernelContext* context, const char* op, size_t input,
+                  const char* name);
 
 // The runtime keeps weights as they were for as long as the session lives. Where it mapped them
 // from the artifact, they need not stay in memory once they are packed.
