@@ -39,6 +39,8 @@ class OrtModel(Transfers):
         buckets: Buckets | None = None,
         replay: DecodeReplay | None = None,
         adapters: Adapters | None = None,
+        *,
+        is_host: bool = False,
     ) -> None:
         """Bind the caches.
 
@@ -51,6 +53,7 @@ class OrtModel(Transfers):
             buckets: pad steps to these shapes; there are their spare blocks behind the pool.
             replay: runs decode steps, and only these are padded then.
             adapters: the slots for LoRA adapters; None: the graph has none.
+            is_host: the session computes in host memory, and so reads inputs where they are bound.
         """
         super().__init__(blocks, capabilities.kv_block_bytes, capabilities.device)
         self._session = session
@@ -68,6 +71,8 @@ class OrtModel(Transfers):
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
+        self._bound_rows = -1  # of the logits
+        self._inputs: dict[str, NDArray[Any]] | None = {} if is_host else None
         for cache in caches:
             self._binding.bind_ortvalue_input(cache.input_name, cache.value)
             self._binding.bind_ortvalue_output(cache.output_name, cache.value)
@@ -115,10 +120,6 @@ class OrtModel(Transfers):
         """Run a step from and to host memory; `query_tile` is for graphs that want it."""
         if self._adapters is not None:
             self._bind_adapters(self._adapters, inputs)
-        rows = len(inputs.logits_indices)
-        if len(self._logits) < rows:
-            self._logits = np.empty((rows, self._capabilities.vocab_size), np.float32)
-        logits = self._logits[:rows]
         for name, array in (
             (contract.INPUT_IDS, inputs.input_ids),
             (contract.BLOCK_TABLE, inputs.block_table),
@@ -129,11 +130,38 @@ class OrtModel(Transfers):
             (contract.QUERY_TILE, np.zeros(query_tile, np.int8)),
         ):
             if name in self._input_names:
-                self._binding.bind_cpu_input(name, array)
-        self._binding.bind_output(
-            contract.LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data
-        )
+                self._bind_input(name, array)
+        logits = self._bind_logits(len(inputs.logits_indices))
         self._session.run_with_iobinding(self._binding, self._run_options)
+        return logits
+
+    def _bind_input(self, name: str, array: NDArray[Any]) -> None:
+        """Let the next run read the array; a device copies it now.
+
+        Where the session reads host memory, what was bound last is written to if it fits: step by
+        step of the same requests nothing is bound anew.
+        """
+        if self._inputs is None:
+            self._binding.bind_cpu_input(name, array)
+            return
+        bound = self._inputs.get(name)
+        if bound is None or bound.shape != array.shape or bound.dtype != array.dtype:
+            bound = self._inputs[name] = array.copy()
+            self._binding.bind_cpu_input(name, bound)
+        else:
+            bound[...] = array
+
+    def _bind_logits(self, rows: int) -> NDArray[np.float32]:
+        """The memory that logits of so many rows go to."""
+        if len(self._logits) < rows:
+            self._logits = np.empty((rows, self._capabilities.vocab_size), np.float32)
+            self._bound_rows = -1
+        logits = self._logits[:rows]
+        if rows != self._bound_rows:
+            self._binding.bind_output(
+                contract.LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data
+            )
+            self._bound_rows = rows
         return logits
 
     def _bind_adapters(self, adapters: Adapters, inputs: StepInputs) -> None:
@@ -142,7 +170,7 @@ class OrtModel(Transfers):
             for name, value in step.values.items():
                 self._binding.bind_ortvalue_input(name, value)
             self._bound = step.values
-        self._binding.bind_cpu_input(TOKEN_SLOTS, step.token_slots)
+        self._bind_input(TOKEN_SLOTS, step.token_slots)
 
     def close(self) -> None:
         """See `providers.base.Model.close`."""

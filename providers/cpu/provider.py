@@ -144,7 +144,9 @@ class CpuProvider:
         adapters = lora.adapters() if lora else None
         pairs, blocks = allocate(spec, pool, cache_dtype, layout)
         caches = _cache_tensors(pairs)
-        return OrtModel(session, capabilities, caches, blocks, attached, adapters=adapters)
+        return OrtModel(
+            session, capabilities, caches, blocks, attached, adapters=adapters, is_host=True
+        )
 
 
 def processor_name() -> str:
