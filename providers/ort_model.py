@@ -14,6 +14,7 @@ from onnxport.graphs.lora import TOKEN_SLOTS, LoraAdapter
 from onnxport.providers.adapters import Adapters, Values, refuse_slots
 from onnxport.providers.base import Capabilities, StepInputs
 from onnxport.providers.failures import device_error
+from onnxport.providers.memory_plan import MEMORY_PLAN, plan_dimension
 from onnxport.providers.ort import CacheTensor
 from onnxport.providers.transfers import CLOSED, Blocks, Transfers
 
@@ -67,6 +68,7 @@ class OrtModel(Transfers):
             self._run_options = run_options(NO_GRAPH)
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
+        self._plan: int | None = None  # the dimension that is bound
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
         for cache in caches:
             self._binding.bind_ortvalue_input(cache.input_name, cache.value)
@@ -130,6 +132,8 @@ class OrtModel(Transfers):
         ):
             if name in self._input_names:
                 self._binding.bind_cpu_input(name, array)
+        if MEMORY_PLAN in self._input_names:
+            self._bind_plan(plan_dimension(inputs, has_slots=self._adapters is not None))
         self._binding.bind_output(
             contract.LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data
         )
@@ -143,6 +147,11 @@ class OrtModel(Transfers):
                 self._binding.bind_ortvalue_input(name, value)
             self._bound = step.values
         self._binding.bind_cpu_input(TOKEN_SLOTS, step.token_slots)
+
+    def _bind_plan(self, dimension: int) -> None:
+        if dimension != self._plan:
+            self._binding.bind_cpu_input(MEMORY_PLAN, np.empty((dimension, 0), np.int8))
+            self._plan = dimension
 
     def close(self) -> None:
         """See `providers.base.Model.close`."""

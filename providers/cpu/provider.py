@@ -42,6 +42,7 @@ from onnxport.providers.cpu.caches import (
 )
 from onnxport.providers.cpu.library import find_library, isa, matmul_isa, prefers_pairs
 from onnxport.providers.host_options import refuse_device_options
+from onnxport.providers.memory_plan import name_plans
 from onnxport.providers.ort import (
     CPU_EXECUTION_PROVIDER,
     CacheTensor,
@@ -134,8 +135,9 @@ class CpuProvider:
         attached = {name: ort_value(value) for name, value in converted.items()}
         session_options = _session_options(options, kernel)
         session_options.add_external_initializers(list(attached), list(attached.values()))
+        lowest = lowered[-1].model
         session = start_session(
-            lowered[-1].model.SerializeToString(),
+            (name_plans(lowest) if custom else lowest).SerializeToString(),
             artifact.path,
             session_options,
         )
