@@ -14,6 +14,7 @@ from onnxport.graphs.lora import TOKEN_SLOTS, LoraAdapter
 from onnxport.providers.adapters import Adapters, Values, refuse_slots
 from onnxport.providers.base import Capabilities, StepInputs
 from onnxport.providers.failures import device_error
+from onnxport.providers.memory_plan import MEMORY_PLAN, plan_dimension
 from onnxport.providers.ort import CacheTensor
 from onnxport.providers.transfers import CLOSED, Blocks, Transfers
 
@@ -70,6 +71,7 @@ class OrtModel(Transfers):
             self._run_options = run_options(NO_GRAPH)
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
+        self._plan: int | None = None  # the dimension that is bound
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
         self._bound_rows = -1  # of the logits
         self._inputs: dict[str, NDArray[Any]] | None = {} if is_host else None
@@ -131,6 +133,8 @@ class OrtModel(Transfers):
         ):
             if name in self._input_names:
                 self._bind_input(name, array)
+        if MEMORY_PLAN in self._input_names:
+            self._bind_plan(plan_dimension(inputs, has_slots=self._adapters is not None))
         logits = self._bind_logits(len(inputs.logits_indices))
         self._session.run_with_iobinding(self._binding, self._run_options)
         return logits
@@ -171,6 +175,11 @@ class OrtModel(Transfers):
                 self._binding.bind_ortvalue_input(name, value)
             self._bound = step.values
         self._bind_input(TOKEN_SLOTS, step.token_slots)
+
+    def _bind_plan(self, dimension: int) -> None:
+        if dimension != self._plan:
+            self._binding.bind_cpu_input(MEMORY_PLAN, np.empty((dimension, 0), np.int8))
+            self._plan = dimension
 
     def close(self) -> None:
         """See `providers.base.Model.close`."""

@@ -25,6 +25,7 @@ from onnxport.graphs.tensors import WEIGHTS_FILE, numpy_dtype
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu.caches import CACHE_DTYPES, Layout
 from onnxport.providers.graph_cache import Conversion, LoweredGraph
+from onnxport.providers.memory_plan import MEMORY_PLAN
 from onnxport.providers.ort import weight_bytes
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def converted(steps: Sequence[PassResult]) -> dict[str, NDArray[Any]]:
 
 
 def lowered_graph(
-    artifact: Artifact, steps: Sequence[PassResult], *, is_exact: bool
+    artifact: Artifact, steps: Sequence[PassResult], *, is_exact: bool, is_native: bool
 ) -> LoweredGraph:
     """What the passes made, as a cache keeps it.
 
@@ -103,8 +104,11 @@ def lowered_graph(
         artifact: whose graph it was.
         steps: what `lower` yielded.
         is_exact: whether the graph's products are in float32.
+        is_native: whether it has our kernels: sizes depend on nothing but the number of tokens.
     """
     model = steps[-1].model
+    if is_native:
+        model = _name_plans(model)
     sources = {name: tensor for step in steps for name, tensor in step.sources.items()}
     conversions = [
         _conversion(artifact, name, value, sources.get(name))
@@ -117,6 +121,16 @@ def lowered_graph(
         stored_bytes=weight_bytes(model, {}),
         conversions=known if len(known) == len(conversions) else None,
     )
+
+
+def _name_plans(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the graph with the input MEMORY_PLAN."""
+    named = onnx.ModelProto()
+    named.CopyFrom(model)
+    shape = [MEMORY_PLAN, 0]
+    value = onnx.helper.make_tensor_value_info(MEMORY_PLAN, onnx.TensorProto.INT8, shape)
+    named.graph.input.append(value)
+    return named
 
 
 def _conversion(

@@ -278,7 +278,10 @@ def _lower(
     steps = list(lowering.lower(graph, artifact, options, choice, lora, int8=int8))
     for step in steps:
         logger.info("%s: %s", artifact.path.name, step)
-    return lowering.lowered_graph(artifact, steps, is_exact=is_exact), lowering.converted(steps)
+    lowered = lowering.lowered_graph(
+        artifact, steps, is_exact=is_exact, is_native=choice[1] != "plain"
+    )
+    return lowered, lowering.converted(steps)
 
 
 def _cache_tensors(pairs: Sequence[CachePair]) -> list[CacheTensor]:

@@ -9,6 +9,8 @@ from operator import itemgetter
 
 MOST_SAMPLES = 7  # of which the middle one counts: others had a share of the machine
 MIN_SAMPLES = 2  # of these the faster: in the first one memory is touched, kernels are compiled
+ENOUGH_SAMPLES = 4  # of steps without guesses, before any are compared with them
+FRESH_NOTES = 64  # and how many others may come before there is another one
 STALE_NOTES = 256  # a measurement is forgotten after so many others
 REFRESH_NOTES = 16  # how often the curves are drawn anew
 GUESSED_SLOPE = 0.02  # of a step's time, for each token more, where nothing longer was measured
@@ -46,7 +48,7 @@ class StepCosts:
         bucket.samples.append((num_tokens, elapsed_s))
         bucket.noted_at = self._num_notes
         bucket.typical = None
-        new = len(bucket.samples) <= MIN_SAMPLES
+        new = len(bucket.samples) <= ENOUGH_SAMPLES
         if new or self._num_notes - self._drawn_at >= REFRESH_NOTES:
             self._draw()
 
@@ -56,6 +58,15 @@ class StepCosts:
             return False
         smallest, largest = self._plain[0][0], self._plain[-1][0]
         return _bucket_of(smallest) <= _bucket_of(rows) <= _bucket_of(largest)
+
+    def is_fresh(self, rows: int) -> bool:
+        """Whether plain steps of so many rows were measured often enough, and of late."""
+        bucket = self._buckets.get((False, _bucket_of(rows)))
+        return (
+            bucket is not None
+            and len(bucket.samples) >= ENOUGH_SAMPLES
+            and self._num_notes - bucket.noted_at < FRESH_NOTES
+        )
 
     def seconds(self, rows: int, drafted: int = 0) -> float:
         """Return what a step takes; that of some step without guesses has to be known."""

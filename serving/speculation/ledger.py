@@ -38,6 +38,10 @@ class Ledger:
         self.trial_s -= price_s
         self.balance_s -= price_s
 
+    def has_earned(self, step_s: float) -> bool:
+        """Whether there is more than what is given for free, some steps that take so long."""
+        return self.balance_s > FIRST_STEPS * step_s
+
     def charge(self, lost_s: float) -> None:
         """So much time was taken and has not come back."""
         self.balance_s -= lost_s

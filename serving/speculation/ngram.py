@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from onnxport.serving.request import Request
 
-MOST_LOOKED_AT = 64  # occurrences of the shortest n-gram, for a longer one that ends there
+MOST_LOOKED_AT = 16  # occurrences of the shortest n-gram, for a longer one that ends there
 
 
 class NgramDrafter:
@@ -74,18 +74,20 @@ class NgramIndex:
             length: how many.
         """
         self._read(tokens)
-        if len(tokens) <= self._shortest:
+        number, size = len(tokens), self._shortest
+        if number <= size:
             return ()
-        last = tuple(tokens[-self._longest :])
-        end = self._ends.get(last[-self._shortest :])
-        best, size = end, self._shortest
+        best = end = self._ends.get(tuple(tokens[-size:]))
+        before, longest = self._before, min(self._longest, number)
         for _ in range(MOST_LOOKED_AT):
-            if end is None or size >= len(last):
+            if end is None or size == longest:
                 break
             # Of matches of one length the latest counts, which came first here.
-            while size < min(len(last), end) and _ends_with(tokens, end, last[-size - 1 :]):
-                best, size = end, size + 1
-            end = self._before[end]
+            if size < end and tokens[end - size - 1] == tokens[number - size - 1]:
+                found = _num_common(tokens, end, longest)
+                if found > size:
+                    best, size = end, found
+            end = before[end]
         return () if best is None else _copied(tokens, best, length)
 
     def _read(self, tokens: array[int]) -> None:
@@ -99,8 +101,13 @@ class NgramIndex:
             self._ends[gram] = end
 
 
-def _ends_with(tokens: array[int], end: int, gram: tuple[int, ...]) -> bool:
-    return tuple(tokens[end - len(gram) : end]) == gram
+def _num_common(tokens: array[int], end: int, most: int) -> int:
+    """Return how many of the last tokens, up to `most`, are those that end at `end` too."""
+    number = len(tokens)
+    for size in range(min(most, end)):
+        if tokens[end - size - 1] != tokens[number - size - 1]:
+            return size
+    return min(most, end)
 
 
 def _copied(tokens: array[int], start: int, length: int) -> Sequence[int]:

@@ -20,7 +20,6 @@ from onnxport.serving.speculation.trials import Trials
 from onnxport.serving.stats import SpeculationCounters
 
 LEAST_SPEEDUP = 1.02  # below that guessing is not worth the doubt
-PLAIN_EVERY = 64  # steps: one without guesses shows what they are compared with
 SHORTEST_S = 1e-9  # a clock may not see a step, and no step takes no time
 ROUND_GUESS = 0.25  # of a step: what guessing one place is taken to cost before it was measured
 
@@ -71,7 +70,6 @@ class Speculator:
         self._debts: dict[Request, float] = {}  # seconds that a draft model took to catch up
         self._step: _Step | None = None  # the one in hand, if there are guesses
         self._began_s: float | None = None  # when it began, as far as it counts
-        self._streak = 0  # steps in a row with guesses
         self._idle = 0  # steps to come in which guesses are not thought of
         self._paused = 0  # how many there were since it was asked
         self._num_drafts = 0
@@ -112,18 +110,17 @@ class Speculator:
             return {}
         plain_s = self._costs.seconds(rows)
         self._ledger.open(plain_s)
-        if self._trials.judge():
-            self._pauses.end()
+        right = self._trials.judge()
+        if right is not None:
+            self._pauses.note_trial(right)
         found = (self._guess if self._is_cheap else self._guess_by_model)(requests, budget)
         spent_s = self._asker.spent_s - spent_s
         if found:
-            self._streak += 1
             # All that is done for guesses is a part of the step, but for a draft model's runs.
             self._began_s = start_s + spent_s
         else:
             # What is thought in vain is no part of a step without guesses, or guesses would seem
             # to cost less than they do.
-            self._streak = 0
             self._began_s = self._clock()
             self._pause(self._began_s - start_s - spent_s, plain_s)
         return found
@@ -187,18 +184,13 @@ class Speculator:
         most_rows = self._config.disable_by_batch_size
         if not rows or (most_rows is not None and rows > most_rows):
             return False
-        if self._asker.drafter is None or not self._costs.knows(rows):
-            return False
-        if self._streak >= PLAIN_EVERY:
-            self._streak = 0
-            return False
-        return True
+        return self._asker.drafter is not None and self._costs.is_fresh(rows)
 
     def _pause(self, asking_s: float, plain_s: float) -> None:
         """Asking was in vain: let steps go without a thought of guesses, and pay for it."""
-        self._idle = self._pauses.after(asking_s, plain_s)
-        elapsed_s = (1 + self._idle) * plain_s
-        self._ledger.note(elapsed_s, -self._pauses.asking_s, plain_s)
+        can_afford = self._ledger.has_earned(plain_s)
+        self._idle, cost_s = self._pauses.after(asking_s, plain_s, can_afford=can_afford)
+        self._ledger.note((1 + self._idle) * plain_s, -cost_s, plain_s)
 
     # Guesses that cost next to nothing: they are made first, and then chosen from.
 
@@ -223,9 +215,10 @@ class Speculator:
         return found
 
     def _limits(self, requests: Sequence[Request]) -> list[int]:
-        """Return the longest draft of each request."""
+        """Return the longest draft of each request: the last token of all comes by itself."""
         most = self._config.num_speculative_tokens
-        return [max(0, min(most, one.max_total_tokens - len(one.tokens) - 1)) for one in requests]
+        rooms = [one.max_total_tokens - len(one.tokens) - 1 for one in requests]
+        return [most if room > most else room for room in rooms]
 
     def _choose(
         self, requests: Sequence[Request], limits: list[int], budget: int, round_s: float = 0.0

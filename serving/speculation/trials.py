@@ -30,15 +30,15 @@ class Trials:
         if guess and request not in self._open:
             self._open[request] = len(request.tokens), guess
 
-    def judge(self) -> bool:
-        """Look at what has come since; returns whether any guess was right to its end."""
-        any_right = False
+    def judge(self) -> bool | None:
+        """Look at what has come; whether any guess was right to its end. None: too early to say."""
+        verdict = None
         for request in list(self._open):
             right, come = self._compare(request)
             if right < come or come == len(self._open[request][1]):
-                any_right |= right == come
+                verdict = verdict or right == come
                 self._end(request, right, come)
-        return any_right
+        return verdict
 
     def forget(self, request: Request) -> None:
         """The request has ended: what has come of it is all that there will be."""

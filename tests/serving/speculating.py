@@ -29,6 +29,8 @@ class Guesser:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.is_cheap = machine.round_s == 0.0
+        self.takes_s = 0.0  # each time that it is asked, besides the machine's times
+        self.num_asked = 0
         self.behind: dict[Request, int] = {}
         self.forgotten: list[Request] = []
         self.closed = False
@@ -39,6 +41,8 @@ class Guesser:
     def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Sequence[int]]:
         if self.machine.fails:
             raise self.machine.fails.pop()
+        self.num_asked += 1
+        self.machine.now_s += self.takes_s
         late = sum(self.num_behind(one) for one in requests)
         self.machine.now_s += self.machine.behind_s * late
         self.machine.now_s += self.machine.round_s * max(lengths)

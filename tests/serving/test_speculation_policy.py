@@ -289,11 +289,11 @@ def test_a_lost_device_ends_it_at_once(caplog: pytest.LogCaptureFixture) -> None
     machine.speculator.close()
 
 
-@pytest.mark.parametrize(("asking_s", "asked"), [(0.0, 2000), (0.003, 34), (0.1, 31)])
+@pytest.mark.parametrize(("asking_s", "asked"), [(0.0, 2000), (0.003, 31), (0.1, 31)])
 def test_asking_in_vain_takes_little_time(
     asking_s: float, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of steps of 0.0105 s: one in 200, or every 65th step; no part of what a step takes."""
+    """Of steps of 0.0105 s: every 65th one; no part of what a step takes."""
     machine = Machine(memory_bound, 0.9)
     found = 0
 

@@ -1,0 +1,30 @@
+"""A say in which memory plan ONNX Runtime takes for a run.
+
+It plans where the tensors of a run lie when it first sees the shapes of its inputs, and knows them
+by the exclusive or of all their dimensions (CalculateMemoryPatternsKey in its session_state.cc).
+In that a step of one token agrees with one of six tokens of the same sequence, for each token has
+its logits, and the plan is that of whichever came first: the other one allocates every tensor by
+itself, for good. So a graph gets one more input, which nothing reads and which has no elements. Its
+dimension is chosen so that the value says how many tokens there are, on which nearly all sizes
+depend, and nothing else: no new plan is made where a sequence takes one more block either.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from onnxport.providers.base import StepInputs
+
+MEMORY_PLAN: Final = "memory_plan"  # int8 [memory_plan, 0]
+
+
+def plan_dimension(inputs: StepInputs, *, has_slots: bool) -> int:
+    """Return the dimension of MEMORY_PLAN for a step.
+
+    Args:
+        inputs: of the step.
+        has_slots: whether the graph has an input of an adapter slot for each token.
+    """
+    rows, width = inputs.block_table.shape  # the rows are there twice, which is not at all
+    others: int = width ^ (rows + 1) ^ len(inputs.logits_indices)
+    return others ^ len(inputs.input_ids) if has_slots else others

@@ -1,0 +1,150 @@
+"""At rest: trials that no step checks, pauses that grow, and what may be lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from onnxport.serving.request import Request
+from onnxport.serving.speculation.acceptance import Acceptance
+from onnxport.serving.speculation.answers import FIRST_OUTPUT, AnswerLengths
+from onnxport.serving.speculation.ledger import FIRST_STEPS, FREE_SHARE, MOST_STEPS, Ledger
+from onnxport.serving.speculation.pauses import (
+    AFTERMATH,
+    ASK_SHARE,
+    HOPEFUL_PAUSE,
+    MOST_HOPES,
+    MOST_PAUSE,
+    PATIENCE,
+    Pauses,
+)
+from onnxport.serving.speculation.trials import Trials
+from tests.serving.speculating import Machine, request
+
+
+def on_trial(guess: list[int]) -> tuple[Trials, Acceptance, Request]:
+    acceptance = Acceptance()
+    trials = Trials(acceptance)
+    one = request([1, 2])
+    trials.add(one, guess)
+    return trials, acceptance, one
+
+
+def test_what_comes_shows_whether_a_guess_was_right() -> None:
+    trials, acceptance, one = on_trial([5, 6, 7])
+    assert trials.judge() is None
+    one.tokens.extend([5, 6])
+    assert trials.judge() is None  # too early
+    trials.add(one, [9])  # and no other one as long as that is so
+    one.tokens.extend([7, 9, 9])
+    assert trials.judge() is True
+    assert acceptance.num_tried(one) == 3
+    assert trials.judge() is None
+    trials.add(one, [9, 9])
+    one.tokens.extend([9, 1, 9])
+    assert trials.judge() is False
+    assert acceptance.num_tried(one) == pytest.approx(0.95 * 3 + 2)  # one right, one wrong
+    trials.add(one, [4])
+    one.tokens.append(5)
+    before = acceptance.rate(one)
+    assert trials.judge() is False
+    assert acceptance.rate(one) < before
+
+
+def test_of_a_request_that_ends_only_what_came_is_judged() -> None:
+    trials, acceptance, one = on_trial([5, 6, 7])
+    one.tokens.append(5)
+    trials.forget(one)
+    assert acceptance.num_tried(one) == 1
+    assert acceptance.rate(one) > 0.5
+    trials, acceptance, one = on_trial([5])
+    trials.forget(one)
+    trials.forget(one)
+    assert acceptance.num_tried(one) == 0
+
+
+def test_guesses_on_trial_get_longer_while_they_are_right() -> None:
+    trials, _, one = on_trial([5])
+    assert trials.length == 1
+    for length in (2, 4):
+        one.tokens.extend([5] * trials.length)
+        assert trials.judge() is True
+        assert trials.length == length
+        trials.add(one, [5] * length)
+    one.tokens.append(6)
+    assert trials.judge() is False
+    assert trials.length == 1
+
+
+def pauses_after(pauses: Pauses, number: int, asking_s: float, can_afford: bool) -> list[int]:
+    return [pauses.after(asking_s, 1.0, can_afford=can_afford)[0] for _ in range(number)]
+
+
+def test_pauses_grow_until_asking_takes_little_of_the_time() -> None:
+    asking_s = 40 * ASK_SHARE / AFTERMATH  # what 40 steps may be burdened with
+    pauses = Pauses()
+    assert pauses_after(pauses, 7, asking_s, False) == [1, 3, 7, 15, 31, 40, 40]
+    pauses.end()
+    assert pauses_after(pauses, 2, asking_s, False) == [1, 3]
+    assert pauses_after(Pauses(), 9, 1.0, False)[-1] == MOST_PAUSE
+    assert pauses_after(Pauses(), 9, 0.0, False) == [0] * 9  # it costs nothing
+    patient = pauses_after(Pauses(), 3 * PATIENCE, asking_s, True)
+    assert patient == [0] * (PATIENCE - 1) + [1] * PATIENCE + [3] * PATIENCE + [7]
+
+
+def test_a_trial_that_was_right_is_followed_up_but_not_for_ever() -> None:
+    pauses = Pauses()
+    pauses_after(pauses, 20, 1.0, False)
+    for _ in range(MOST_HOPES):
+        pauses.note_trial(True)
+        assert pauses_after(pauses, 1, 1.0, False) == [HOPEFUL_PAUSE]
+    pauses.note_trial(True)  # it is right and does not pay
+    assert pauses_after(pauses, 1, 1.0, False) == [MOST_PAUSE]
+    pauses.note_trial(False)
+    pauses.note_trial(True)
+    assert pauses_after(pauses, 1, 1.0, False) == [HOPEFUL_PAUSE]
+
+
+def test_what_is_free_is_not_saved_up_and_what_was_saved_is() -> None:
+    ledger = Ledger()
+    ledger.open(1.0)
+    ledger.open(1.0)
+    assert ledger.balance_s == FIRST_STEPS
+    ledger.note(1e6, 0.0, 1.0)
+    assert ledger.balance_s == FIRST_STEPS
+    assert not ledger.has_earned(1.0)
+    ledger.charge(FIRST_STEPS)
+    ledger.note(100.0, 0.0, 1.0)
+    assert ledger.balance_s == pytest.approx(100 * FREE_SHARE)
+    ledger.note(1.0, 1e6, 1.0)
+    assert ledger.balance_s == MOST_STEPS
+    assert ledger.has_earned(1.0)
+    ledger.note(1.0, -1e6, 1.0)
+    assert ledger.balance_s == -MOST_STEPS
+
+
+def test_the_mean_answer_follows_those_that_end() -> None:
+    answers = AnswerLengths()
+    one = request([1])
+    assert answers.coming(one) == FIRST_OUTPUT
+    for _ in range(200):
+        answers.note(10)
+    assert answers.coming(one) == pytest.approx(10, abs=0.1)
+    assert answers.coming(request([1], longest=4)) == 3
+
+
+def test_at_rest_nobody_is_asked() -> None:
+    machine = Machine(lambda tokens: 0.010 * tokens, 0.5)  # where no guess can pay
+    machine.guesser.takes_s = 0.001
+    machine.run(600)
+    asked = machine.guesser.num_asked
+    machine.run(640)
+    assert 5 < machine.guesser.num_asked - asked < 25
+
+
+def test_text_that_begins_to_repeat_is_guessed_soon() -> None:
+    machine = Machine(lambda tokens: 0.010 + 0.0005 * tokens, 0.0)
+    machine.guesser.takes_s = 0.001  # a tenth of a step: it is asked seldom
+    machine.run(2000)
+    machine.rate = 1.0
+    machine.run(3 * MOST_PAUSE)
+    assert machine.lengths[-1] == 5
