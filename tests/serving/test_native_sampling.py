@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnxport.serving import numpy_sampler
 from onnxport.serving.drawing import RowParams
 from onnxport.serving.edits import NO_IDS, NO_VALUES, RowEdits, edited
-from onnxport.serving.native.library import REQUEST, Batch
+from onnxport.serving.native.library import REQUEST_SIZE, RESULTS, Batch
 from onnxport.serving.native.sampler import NativeSampler
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.sampled import Sampled
@@ -347,7 +347,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_the_structures_have_the_size_that_the_library_expects() -> None:
     library = native()._library
-    assert library.onnxport_sampling_request_size() == REQUEST.itemsize
+    assert library.onnxport_sampling_request_size() == REQUEST_SIZE == RESULTS.size
     assert library.onnxport_sampling_batch_size() == ctypes.sizeof(Batch)
 
 
