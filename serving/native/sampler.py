@@ -36,19 +36,14 @@ from onnxport.serving.sampled import RowLogprobs, Sampled
 LOGITS_PER_THREAD = 1 << 18  # to wake a thread for fewer costs more than it saves
 
 
-class _Result(NamedTuple):
-    """What came of a row."""
-
-    token: int
-    rank: int
-    logprob: float
-    status: int
+_Result = tuple[int, int, float, int]  # token, rank, logprob, status
 
 
 class _Asked(NamedTuple):
     """What the rows ask for; made of bytes, as most of them are there already in every step.
 
-    Arrays of NumPy would do, but to call a dozen of its functions costs as much as all else.
+    Arrays of NumPy would do, but the model drives all code out of the caches between two steps, and
+    a dozen of NumPy's functions take longer to come back than 32 rows take here.
     """
 
     requests: array[int]  # bytes, REQUEST_SIZE a row
@@ -93,34 +88,36 @@ class NativeSampler:
         asked = _ask(rows, logits.shape[1])
         if not logits.flags.writeable and any(row.edits is not None for row in rows):
             logits = logits.copy()
-        results, top_ids, top_logprobs = self._run(logits, asked)
+        results, invalid, top_ids, top_logprobs = self._run(logits, asked)
         logprobs: list[RowLogprobs | None] | None = None
-        if any(row.num_logprobs is not None for row in rows):
+        asking = [row.num_logprobs is not None for row in rows]
+        if any(asking):
             found = _row_logprobs(results, asked.ends, top_ids, top_logprobs)
-            logprobs = [
-                one if row.num_logprobs is not None and result.status == DRAWN else None
-                for row, result, one in zip(rows, results, found, strict=True)
-            ]
-        return Sampled([one.token for one in results], logprobs, _invalid(results))
+            logprobs = [one if yes else None for one, yes in zip(found, asking, strict=True)]
+            for row in invalid:
+                logprobs[row] = None
+        return Sampled([one[0] for one in results], logprobs, invalid)
 
     def logprobs(
         self, logits: Floats, token_ids: Sequence[int], counts: Sequence[int]
     ) -> list[RowLogprobs]:
         """See `sampler.logprobs`."""
         asked = _ask_about(token_ids, counts, logits.shape[1])
-        results, top_ids, top_logprobs = self._run(logits, asked)
-        if invalid := _invalid(results):
+        results, invalid, top_ids, top_logprobs = self._run(logits, asked)
+        if invalid:
             raise FloatingPointError(
                 f"the model's logits of row {invalid[0]} are not finite numbers"
             )
         return _row_logprobs(results, asked.ends, top_ids, top_logprobs)
 
-    def _run(self, logits: Floats, asked: _Asked) -> tuple[list[_Result], array[int], array[float]]:
+    def _run(
+        self, logits: Floats, asked: _Asked
+    ) -> tuple[list[_Result], tuple[int, ...], array[int], array[float]]:
         """Do all rows.
 
         Returns:
-            What came of them, and the likeliest tokens and their log probabilities, of all rows one
-            behind the other.
+            What came of them, which could not be drawn from, and the likeliest tokens and their log
+            probabilities, of all rows one behind the other.
 
         Raises:
             IndexError: the vocabulary lacks a token that a row names.
@@ -144,14 +141,15 @@ class NativeSampler:
         )
         threads = min(self.num_threads, num_rows, logits.size // LOGITS_PER_THREAD)
         self._library.onnxport_sampling_run(ctypes.byref(batch), threads)
-        results = [_Result._make(one) for one in RESULTS.iter_unpack(asked.requests)]
-        worst = max((one.status for one in results), default=DRAWN)
-        if worst == OUT_OF_MEMORY:
-            raise MemoryError("no memory is left to sample with")
-        if worst == BAD_TOKEN:
-            first = next(row for row, one in enumerate(results) if one.status == BAD_TOKEN)
-            raise IndexError(f"row {first} names a token that the vocabulary of {vocab} lacks")
-        return results, top_ids, top_logprobs
+        results: list[_Result] = list(RESULTS.iter_unpack(asked.requests))
+        failed = {row: one[3] for row, one in enumerate(results) if one[3] != DRAWN}
+        for row, status in failed.items():
+            if status == OUT_OF_MEMORY:
+                raise MemoryError("no memory is left to sample with")
+            if status == BAD_TOKEN:
+                raise IndexError(f"row {row} names a token that the vocabulary of {vocab} lacks")
+            assert status == NOT_FINITE
+        return results, tuple(failed), top_ids, top_logprobs
 
 
 def _ask(rows: Sequence[RowParams], vocab: int) -> _Asked:
@@ -240,11 +238,6 @@ def _checked_mask(mask: NDArray[np.uint32], vocab: int) -> NDArray[np.uint32]:
     if len(mask) * 32 < vocab:
         raise ValueError(f"a mask has {len(mask)} words; {vocab} tokens need {-(-vocab // 32)}")
     return mask
-
-
-def _invalid(results: Sequence[_Result]) -> tuple[int, ...]:
-    """Return the rows that could not be drawn from."""
-    return tuple(row for row, one in enumerate(results) if one.status == NOT_FINITE)
 
 
 def _row_logprobs(
