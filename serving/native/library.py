@@ -35,6 +35,7 @@ class Batch(ctypes.Structure):
         ("num_rows", ctypes.c_int64),
         ("stride", ctypes.c_int64),
         ("vocab", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),  # 0; set by the call
         ("next", ctypes.c_int64),  # 0; counted up by the threads that run the batch
     )
 

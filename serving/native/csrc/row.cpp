@@ -301,6 +301,8 @@ void sample_row(const Batch& batch, float* logits, Request& request) {
     return;
   }
   Scratch& s = scratch();
+  const int64_t next = &request - batch.requests + batch.num_threads;
+  s.ahead = next < batch.num_rows ? batch.logits + next * batch.stride : nullptr;
   bool finite = true;
   if (request.has_logprobs) {
     finite = draw_reporting(batch, logits, request, s);

@@ -41,6 +41,7 @@ struct Undo {
 };
 
 struct Scratch {
+  const float* ahead = nullptr;  // the row that this thread is likely to do next; null: none
   Shelf allowed, head, kept, sorted, bounds, split, bracketed, members[2];
   std::vector<float> given_groups, group_maxima, chunk_maxima, weights, sample;
   std::vector<double> sums;
