@@ -76,6 +76,8 @@ def slowly(logits: Floats, row: RowParams) -> set[int]:
         top_p, min_p = min(1.0, row.top_p * nudge), min(1.0, row.min_p * nudge)
         params = SamplingParams(row.temperature, top_p, row.top_k, min_p=min_p)
         found |= possible(values, params, row.uniform)
+    if row.min_p == 1.0:  # which has no larger one: others that are as probable but for rounding
+        found.add(values.index(max(values)))
     return found
 
 
