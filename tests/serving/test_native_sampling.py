@@ -227,6 +227,29 @@ def test_changes_by_hand(edits: RowEdits, token: int) -> None:
         assert logits.tolist() == [[3, 2, 1, -2]]
 
 
+@pytest.mark.parametrize("kind", ["normal", "ties", "holes", "peaks"])
+def test_what_is_changed_is_drawn_whether_the_row_was_looked_at_before_or_not(kind: str) -> None:
+    """Log probabilities are of the row as given; what is drawn is found from what is known of it."""
+    vocab = 3001
+    rng = np.random.default_rng(5)
+    for seed in range(40):
+        logits = make_logits(kind, vocab, seed)[None]
+        tokens = np.argsort(-logits[0])[: rng.integers(1, 60)]  # the largest of many groups
+        raised = rng.permutation(vocab)[: rng.integers(0, 4)]
+        edits = RowEdits(
+            bias_ids=raised,
+            bias=np.full(len(raised), rng.choice([1.0, 9.0, 30.0]), np.float32),
+            banned=tokens[::3].copy(),
+            seen=tokens[1::2].copy(),
+            counts=np.ones(len(tokens[1::2]), np.float32),
+            presence=float(rng.choice([0.1, 4.0, -4.0])),
+        )
+        for row in (RowParams(), RowParams(1.0, None, 0.9, 0.3), RowParams(0.8, 40, uniform=0.7)):
+            alone = native().sample(logits, [row._replace(edits=edits)])
+            reported = native().sample(logits, [row._replace(edits=edits, num_logprobs=2)])
+            assert reported.token_ids == alone.token_ids
+
+
 def same_logprobs(found: Sampled, expected: Sampled) -> None:
     """Assert that two samplers report the same, but for rounding."""
     assert (found.logprobs is None) == (expected.logprobs is None)

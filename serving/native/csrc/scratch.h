@@ -47,6 +47,7 @@ struct Scratch {
   std::vector<double> sums;
   std::vector<uint64_t> keys;
   std::vector<Undo> undo;
+  std::vector<char> stale;
 };
 
 }  // namespace onnxport
