@@ -229,7 +229,7 @@ def test_changes_by_hand(edits: RowEdits, token: int) -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "holes", "peaks"])
 def test_what_is_changed_is_drawn_whether_the_row_was_looked_at_before_or_not(kind: str) -> None:
-    """Log probabilities are of the row as given; what is drawn is found from what is known of it."""
+    """Log probabilities are of the row as given, and what is known then is used to draw."""
     vocab = 3001
     rng = np.random.default_rng(5)
     for seed in range(40):
