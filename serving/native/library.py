@@ -6,43 +6,19 @@ import ctypes
 import struct
 from pathlib import Path
 
-import numpy as np
-
 _NAMES = ("onnxport_sampling.so", "onnxport_sampling.dylib", "onnxport_sampling.dll")
 
 DRAWN, NOT_FINITE, BAD_TOKEN, OUT_OF_MEMORY = range(4)  # the status of a row
 
-# How one row is sampled, and what came of it; csrc/request.h says what the fields mean. In parts:
-# what stays the same for a request, what changes in the logits, and what is of one step.
-CHOICE = np.dtype(
-    [
-        *[(name, np.float64) for name in ("temperature", "min_p", "top_p")],
-        *[(name, np.int64) for name in ("top_k", "num_top")],
-        *[(name, np.int32) for name in ("greedy", "has_top_k", "has_token", "has_logprobs")],
-    ],
-    align=True,
-)
-CHANGES = np.dtype(
-    [
-        *[(name, np.uintp) for name in ("bias_ids", "bias", "banned", "seen", "counts", "allowed")],
-        *[(name, np.int64) for name in ("num_biased", "num_banned", "num_seen", "num_allowed")],
-        *[(name, np.float32) for name in ("repetition", "presence", "frequency", "unused")],
-    ],
-    align=True,
-)
-STEP = np.dtype(
-    [
-        ("mask", np.uintp),
-        ("uniform", np.float64),
-        *[(name, np.int64) for name in ("token", "top_begin", "rank")],
-        ("logprob", np.float64),
-        ("status", np.int32),
-    ],
-    align=True,
-)
-_PARTS = (CHOICE, CHANGES, STEP)
-REQUEST = np.dtype([(name, part[name]) for part in _PARTS for name in part.names or ()], align=True)
-PACKED_CHANGES = struct.Struct("@6P4q4f")  # of CHANGES, faster than an array of one
+# How one row is sampled, and what came of it: csrc/request.h says what the fields are, in this
+# order. In parts, as they are made at different times.
+CHOICE = struct.Struct("@3d2q4i")  # what stays the same from step to step
+CHANGES = struct.Struct("@6P4q4f")  # in the logits
+STEP = struct.Struct("@Pd3qdi0q")  # what is of one step, and the results
+RESULTS = struct.Struct(
+    f"@{CHOICE.size + CHANGES.size}x16xq8xqdi0q"
+)  # token, rank, logprob, status
+REQUEST_SIZE = CHOICE.size + CHANGES.size + STEP.size
 
 
 class Batch(ctypes.Structure):
@@ -51,12 +27,13 @@ class Batch(ctypes.Structure):
     _fields_ = (
         ("kernels", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),  # float32 [num_rows, stride]
-        ("requests", ctypes.c_void_p),  # REQUEST [num_rows]
+        ("requests", ctypes.c_void_p),  # [num_rows], of REQUEST_SIZE
         ("top_ids", ctypes.c_void_p),  # int64
         ("top_logprobs", ctypes.c_void_p),  # float64
         ("num_rows", ctypes.c_int64),
         ("stride", ctypes.c_int64),
         ("vocab", ctypes.c_int64),
+        ("num_threads", ctypes.c_int64),  # 0; set by the call
         ("next", ctypes.c_int64),  # 0; counted up by the threads that run the batch
     )
 
@@ -91,7 +68,7 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.onnxport_sampling_run.restype = None
     library.onnxport_sampling_run.argtypes = [ctypes.POINTER(Batch), ctypes.c_int64]
     sizes = (library.onnxport_sampling_request_size(), library.onnxport_sampling_batch_size())
-    expected = (REQUEST.itemsize, ctypes.sizeof(Batch))
+    expected = (REQUEST_SIZE, ctypes.sizeof(Batch))
     if sizes != expected:
         raise ImportError(
             f"{path} lays out requests and batches in {sizes} bytes, this version of onnxport in "

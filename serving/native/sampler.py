@@ -7,10 +7,11 @@ whichever instruction set is used.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +25,8 @@ from onnxport.serving.native.library import (
     DRAWN,
     NOT_FINITE,
     OUT_OF_MEMORY,
-    PACKED_CHANGES,
-    REQUEST,
+    REQUEST_SIZE,
+    RESULTS,
     STEP,
     Batch,
     load_library,
@@ -34,10 +35,23 @@ from onnxport.serving.sampled import RowLogprobs, Sampled
 
 LOGITS_PER_THREAD = 1 << 18  # to wake a thread for fewer costs more than it saves
 
-_NO_CHANGES = bytes(CHANGES.itemsize)
-_NEW_STEP = bytes(STEP.itemsize)
 
-Requests = NDArray[np.void]  # REQUEST [num_rows]
+_Result = tuple[int, int, float, int]  # token, rank, logprob, status
+
+
+class _Asked(NamedTuple):
+    """What the rows ask for; made of bytes, as most of them are there already in every step.
+
+    Arrays of NumPy would do, but the model drives all code out of the caches between two steps, and
+    a dozen of NumPy's functions take longer to come back than 32 rows take here.
+    """
+
+    requests: array[int]  # bytes, REQUEST_SIZE a row
+    ends: list[int]  # of the likeliest tokens that each row asks for, one row behind the other
+    kept: list[NDArray[Any]]  # what the requests point to
+
+
+_NO_CHANGES = bytes(CHANGES.size)
 
 
 class NativeSampler:
@@ -67,47 +81,43 @@ class NativeSampler:
 
     def sample_greedy(self, logits: Floats) -> Sampled:
         """See `sampler.sample_greedy`."""
-        requests = np.zeros(len(logits), REQUEST)
-        requests["greedy"] = 1
-        self._run(logits, requests)
-        return Sampled(requests["token"].tolist(), None, _invalid(requests))
+        return self.sample(logits, [RowParams()] * len(logits))
 
     def sample(self, logits: Floats, rows: Sequence[RowParams]) -> Sampled:
         """See `sampler.sample`."""
-        requests, kept = _requests(rows, logits.shape[1])
+        asked = _ask(rows, logits.shape[1])
         if not logits.flags.writeable and any(row.edits is not None for row in rows):
             logits = logits.copy()
-        tops = self._run(logits, requests)
-        del kept  # until here the requests point to it
+        results, invalid, top_ids, top_logprobs = self._run(logits, asked)
         logprobs: list[RowLogprobs | None] | None = None
-        if requests["has_logprobs"].any():
-            reports = requests["has_logprobs"] & (requests["status"] == DRAWN)
-            places = np.flatnonzero(reports).tolist()
-            logprobs = [None] * len(rows)
-            for place, found in zip(places, _row_logprobs(requests[places], *tops), strict=True):
-                logprobs[place] = found
-        return Sampled(requests["token"].tolist(), logprobs, _invalid(requests))
+        asking = [row.num_logprobs is not None for row in rows]
+        if any(asking):
+            found = _row_logprobs(results, asked.ends, top_ids, top_logprobs)
+            logprobs = [one if yes else None for one, yes in zip(found, asking, strict=True)]
+            for row in invalid:
+                logprobs[row] = None
+        return Sampled([one[0] for one in results], logprobs, invalid)
 
     def logprobs(
         self, logits: Floats, token_ids: Sequence[int], counts: Sequence[int]
     ) -> list[RowLogprobs]:
         """See `sampler.logprobs`."""
-        requests = np.zeros(len(token_ids), REQUEST)
-        requests["has_token"] = requests["has_logprobs"] = 1
-        requests["token"] = token_ids
-        requests["num_top"] = np.minimum(counts, logits.shape[1])
-        tops = self._run(logits, requests)
-        if invalid := _invalid(requests):
+        asked = _ask_about(token_ids, counts, logits.shape[1])
+        results, invalid, top_ids, top_logprobs = self._run(logits, asked)
+        if invalid:
             raise FloatingPointError(
                 f"the model's logits of row {invalid[0]} are not finite numbers"
             )
-        return _row_logprobs(requests, *tops)
+        return _row_logprobs(results, asked.ends, top_ids, top_logprobs)
 
-    def _run(self, logits: Floats, requests: Requests) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    def _run(
+        self, logits: Floats, asked: _Asked
+    ) -> tuple[list[_Result], tuple[int, ...], array[int], array[float]]:
         """Do all rows.
 
         Returns:
-            The likeliest tokens and their log probabilities, of all rows one behind the other.
+            What came of them, which could not be drawn from, and the likeliest tokens and their log
+            probabilities, of all rows one behind the other.
 
         Raises:
             IndexError: the vocabulary lacks a token that a row names.
@@ -115,56 +125,63 @@ class NativeSampler:
         """
         if logits.dtype != np.float32 or logits.strides[1] != 4 or logits.strides[0] % 4:
             logits = np.ascontiguousarray(logits, np.float32)
-        assert len(logits) == len(requests)
-        ends = np.cumsum(requests["num_top"])
-        requests["top_begin"] = ends - requests["num_top"]
-        size = int(ends[-1]) if len(ends) else 0
-        top_ids, top_logprobs = np.empty(size, np.int64), np.empty(size)
+        num_rows, vocab = logits.shape
+        assert len(asked.requests) == num_rows * REQUEST_SIZE
+        room = bytes(8 * asked.ends[-1]) if asked.ends else b""
+        top_ids, top_logprobs = array("q", room), array("d", room)
         batch = Batch(
-            kernels=self._kernels,
-            logits=logits.ctypes.data,
-            requests=requests.ctypes.data,
-            top_ids=top_ids.ctypes.data,
-            top_logprobs=top_logprobs.ctypes.data,
-            num_rows=len(requests),
-            stride=logits.strides[0] // 4,
-            vocab=logits.shape[1],
+            self._kernels,
+            logits.ctypes.data,
+            asked.requests.buffer_info()[0],
+            top_ids.buffer_info()[0],
+            top_logprobs.buffer_info()[0],
+            num_rows,
+            logits.strides[0] // 4,
+            vocab,
         )
-        threads = min(self.num_threads, len(requests), logits.size // LOGITS_PER_THREAD)
+        threads = min(self.num_threads, num_rows, logits.size // LOGITS_PER_THREAD)
         self._library.onnxport_sampling_run(ctypes.byref(batch), threads)
-        worst = int(requests["status"].max(initial=0))
-        if worst == OUT_OF_MEMORY:
-            raise MemoryError("no memory is left to sample with")
-        if worst == BAD_TOKEN:
-            raise IndexError(
-                f"row {int(requests['status'].argmax())} names a token that the vocabulary of "
-                f"{logits.shape[1]} lacks"
-            )
-        return top_ids, top_logprobs
+        results: list[_Result] = list(RESULTS.iter_unpack(asked.requests))
+        failed = {row: one[3] for row, one in enumerate(results) if one[3] != DRAWN}
+        for row, status in failed.items():
+            if status == OUT_OF_MEMORY:
+                raise MemoryError("no memory is left to sample with")
+            if status == BAD_TOKEN:
+                raise IndexError(f"row {row} names a token that the vocabulary of {vocab} lacks")
+            assert status == NOT_FINITE
+        return results, tuple(failed), top_ids, top_logprobs
 
 
-def _requests(rows: Sequence[RowParams], vocab: int) -> tuple[Requests, list[NDArray[Any]]]:
-    """Return what the rows ask for, and the arrays that it points to.
-
-    A step does this for every row, so it is made of bytes, most of which are there already.
-    """
+def _ask(rows: Sequence[RowParams], vocab: int) -> _Asked:
+    """Return what rows ask for that are to be drawn."""
     kept: list[NDArray[Any]] = []
     parts: list[bytes] = []
-    uniforms: list[float] = []
-    masks: list[tuple[int, int]] = []
-    for place, row in enumerate(rows):
-        temperature, top_k, top_p, uniform, num_logprobs, min_p, edits, mask = row
+    ends: list[int] = []
+    end = 0
+    for temperature, top_k, top_p, uniform, num_logprobs, min_p, edits, mask in rows:
         parts.append(_choice(temperature, top_k, top_p, num_logprobs, min_p, vocab))
         parts.append(_NO_CHANGES if edits is None else _changes(edits, kept))
-        parts.append(_NEW_STEP)
-        uniforms.append(uniform)
-        if mask is not None:
-            masks.append((place, _pointer(_checked_mask(mask, vocab), np.uint32, kept)))
-    requests: Requests = np.frombuffer(bytearray(b"".join(parts)), REQUEST)
-    requests["uniform"] = uniforms
-    for place, address in masks:
-        requests["mask"][place] = address
-    return requests, kept
+        at = 0 if mask is None else _pointer(_checked_mask(mask, vocab), np.uint32, kept)
+        parts.append(STEP.pack(at, uniform, 0, end, 0, 0.0, DRAWN))
+        if num_logprobs:
+            end += min(num_logprobs, vocab)
+        ends.append(end)
+    return _Asked(array("b", b"".join(parts)), ends, kept)
+
+
+def _ask_about(token_ids: Sequence[int], counts: Sequence[int], vocab: int) -> _Asked:
+    """Return what rows ask for whose tokens are known."""
+    parts: list[bytes] = []
+    ends: list[int] = []
+    end = 0
+    for token_id, count in zip(token_ids, counts, strict=True):
+        num_top = min(count, vocab)
+        parts.append(CHOICE.pack(0.0, 0.0, 1.0, 0, num_top, 0, 0, 1, 1))
+        parts.append(_NO_CHANGES)
+        parts.append(STEP.pack(0, 0.0, token_id, end, 0, 0.0, DRAWN))
+        end += num_top
+        ends.append(end)
+    return _Asked(array("b", b"".join(parts)), ends, [])
 
 
 @lru_cache(maxsize=4096)
@@ -177,14 +194,17 @@ def _choice(
     vocab: int,
 ) -> bytes:
     """Return what stays the same from step to step, a CHOICE."""
-    choice = np.zeros((), CHOICE)
-    choice["temperature"], choice["top_p"], choice["min_p"] = temperature, top_p, min_p
-    choice["greedy"] = RowParams(temperature, top_k).greedy
-    if top_k is not None:
-        choice["has_top_k"], choice["top_k"] = 1, min(top_k, vocab)
-    if num_logprobs is not None:
-        choice["has_logprobs"], choice["num_top"] = 1, min(num_logprobs, vocab)
-    return choice.tobytes()
+    return CHOICE.pack(
+        temperature,
+        min_p,
+        top_p,
+        0 if top_k is None else min(top_k, vocab),
+        0 if num_logprobs is None else min(num_logprobs, vocab),
+        RowParams(temperature, top_k).greedy,
+        top_k is not None,
+        False,
+        num_logprobs is not None,
+    )
 
 
 def _changes(edits: RowEdits, kept: list[NDArray[Any]]) -> bytes:
@@ -203,7 +223,7 @@ def _changes(edits: RowEdits, kept: list[NDArray[Any]]) -> bytes:
         )
     num_allowed = 0 if allowed is None else len(allowed)
     sizes = (len(bias_ids), len(banned), len(seen), num_allowed)
-    return PACKED_CHANGES.pack(*at, *sizes, repetition, presence, frequency, 0.0)
+    return CHANGES.pack(*at, *sizes, repetition, presence, frequency, 0.0)
 
 
 def _pointer(array: NDArray[Any], dtype: type, kept: list[NDArray[Any]]) -> int:
@@ -220,19 +240,14 @@ def _checked_mask(mask: NDArray[np.uint32], vocab: int) -> NDArray[np.uint32]:
     return mask
 
 
-def _invalid(requests: Requests) -> tuple[int, ...]:
-    """Return the rows that could not be drawn from."""
-    return tuple(np.flatnonzero(requests["status"] == NOT_FINITE).tolist())
-
-
 def _row_logprobs(
-    requests: Requests, top_ids: NDArray[np.int64], top_logprobs: NDArray[np.float64]
+    results: Sequence[_Result], ends: Sequence[int], ids: array[int], values: array[float]
 ) -> list[RowLogprobs]:
-    """Return the log probabilities that rows asked for and got."""
-    ids, values = top_ids.tolist(), top_logprobs.tolist()
-    columns = [requests[name].tolist() for name in ("token", "logprob", "rank", "top_begin")]
-    ends = (requests["top_begin"] + requests["num_top"]).tolist()
-    return [
-        RowLogprobs(token, logprob, rank, tuple(ids[begin:end]), tuple(values[begin:end]))
-        for token, logprob, rank, begin, end in zip(*columns, ends, strict=True)
-    ]
+    """Return the log probabilities of rows; void where a row did not ask for them."""
+    found: list[RowLogprobs] = []
+    begin = 0
+    for (token, rank, logprob, _), end in zip(results, ends, strict=True):
+        top_ids, top_values = tuple(ids[begin:end]), tuple(values[begin:end])
+        found.append(RowLogprobs(token, logprob, rank, top_ids, top_values))
+        begin = end
+    return found

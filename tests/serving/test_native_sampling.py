@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from onnxport.serving import numpy_sampler
 from onnxport.serving.drawing import RowParams
 from onnxport.serving.edits import NO_IDS, NO_VALUES, RowEdits, edited
-from onnxport.serving.native.library import REQUEST, Batch
+from onnxport.serving.native.library import REQUEST_SIZE, RESULTS, Batch
 from onnxport.serving.native.sampler import NativeSampler
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.sampled import Sampled
@@ -76,6 +76,8 @@ def slowly(logits: Floats, row: RowParams) -> set[int]:
         top_p, min_p = min(1.0, row.top_p * nudge), min(1.0, row.min_p * nudge)
         params = SamplingParams(row.temperature, top_p, row.top_k, min_p=min_p)
         found |= possible(values, params, row.uniform)
+    if row.min_p == 1.0:  # which has no larger one: others that are as probable but for rounding
+        found.add(values.index(max(values)))
     return found
 
 
@@ -225,6 +227,29 @@ def test_changes_by_hand(edits: RowEdits, token: int) -> None:
         assert logits.tolist() == [[3, 2, 1, -2]]
 
 
+@pytest.mark.parametrize("kind", ["normal", "ties", "holes", "peaks"])
+def test_what_is_changed_is_drawn_whether_the_row_was_looked_at_before_or_not(kind: str) -> None:
+    """Log probabilities are of the row as given, and what is known then is used to draw."""
+    vocab = 3001
+    rng = np.random.default_rng(5)
+    for seed in range(40):
+        logits = make_logits(kind, vocab, seed)[None]
+        tokens = np.argsort(-logits[0])[: rng.integers(1, 60)]  # the largest of many groups
+        raised = rng.permutation(vocab)[: rng.integers(0, 4)]
+        edits = RowEdits(
+            bias_ids=raised,
+            bias=np.full(len(raised), rng.choice([1.0, 9.0, 30.0]), np.float32),
+            banned=tokens[::3].copy(),
+            seen=tokens[1::2].copy(),
+            counts=np.ones(len(tokens[1::2]), np.float32),
+            presence=float(rng.choice([0.1, 4.0, -4.0])),
+        )
+        for row in (RowParams(), RowParams(1.0, None, 0.9, 0.3), RowParams(0.8, 40, uniform=0.7)):
+            alone = native().sample(logits, [row._replace(edits=edits)])
+            reported = native().sample(logits, [row._replace(edits=edits, num_logprobs=2)])
+            assert reported.token_ids == alone.token_ids
+
+
 def same_logprobs(found: Sampled, expected: Sampled) -> None:
     """Assert that two samplers report the same, but for rounding."""
     assert (found.logprobs is None) == (expected.logprobs is None)
@@ -347,7 +372,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_the_structures_have_the_size_that_the_library_expects() -> None:
     library = native()._library
-    assert library.onnxport_sampling_request_size() == REQUEST.itemsize
+    assert library.onnxport_sampling_request_size() == REQUEST_SIZE == RESULTS.size
     assert library.onnxport_sampling_batch_size() == ctypes.sizeof(Batch)
 
 

@@ -46,5 +46,6 @@ ONNXPORT_EXPORT const char* onnxport_sampling_name(const Kernels* kernels) { ret
 // Does the rows of a batch on this thread, and on up to `num_threads` in all; a row gets the same
 // bits on any of them.
 ONNXPORT_EXPORT void onnxport_sampling_run(Batch* batch, int64_t num_threads) {
+  batch->num_threads = num_threads > 1 ? num_threads : 1;
   onnxport::run_together(run_rows, batch, num_threads - 1);
 }

@@ -75,9 +75,9 @@ struct Kernels {
                            float* found, int32_t* places);
 
   // Splits the values by two brackets, whose lower ends are above -inf; returns the sum of all
-  // weights.
+  // weights. Meanwhile as many values of `ahead` are brought near; null: none.
   double (*split)(const float* values, int64_t count, Weighing weighing, const Bracket* brackets,
-                  Split& split);
+                  const float* ahead, Split& split);
 
   // As gather: the values of a bracket.
   int64_t (*gather_between)(const float* values, int64_t count, Bracket bracket, float* found,

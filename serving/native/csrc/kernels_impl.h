@@ -211,7 +211,8 @@ int64_t gather_bucket(const float* values, int64_t count, Bucketing by, int32_t 
 }
 
 double split(const float* values, int64_t count, Weighing by, const onnxport::Bracket* brackets,
-             onnxport::Split& split) {
+             const float* ahead, onnxport::Split& split) {
+  if (!ahead) ahead = values;
   const Vec lower[2] = {splat(brackets[0].lower), splat(brackets[1].lower)};
   const Vec upper[2] = {splat(brackets[0].upper), splat(brackets[1].upper)};
   double total = 0.0, above[2] = {0.0, 0.0};
@@ -220,6 +221,7 @@ double split(const float* values, int64_t count, Weighing by, const onnxport::Br
     const int64_t end = begin + kChunk < count ? begin + kChunk : count;
     Vec sum = splat(0.f), high[2] = {sum, sum};
     sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t place) {
+      __builtin_prefetch(ahead + place);
       const Vec w = weight(x, by.maximum, by.scale);
       sum = add(sum, w);
       uint32_t bits = 0;

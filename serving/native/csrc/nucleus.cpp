@@ -53,7 +53,7 @@ class Bracketed {
     if (!choose(request.top_p, request.uniform * request.top_p)) return false;
     s_.split.make_room(all_.size);
     Split split{{0.0, 0.0}, 0, s_.split.values.data(), s_.split.places.data()};
-    const double total = kernels_.split(all_.values, all_.size, by_, brackets_, split);
+    const double total = kernels_.split(all_.values, all_.size, by_, brackets_, s_.ahead, split);
     // A token is kept if what comes before it has not reached top_p: "passes" includes equality.
     Descent::Stop last{-1, total};
     if (!whole && !find(split, 0, std::nextafter(request.top_p * total, 0.0), last)) return false;

@@ -50,6 +50,7 @@ struct Batch {
   int64_t* top_ids;
   double* top_logprobs;
   int64_t num_rows, stride, vocab;
+  int64_t num_threads;
   int64_t next;  // the first row that no thread has begun, counted up by all of them
 };
 

@@ -245,9 +245,8 @@ bool draw_allowed(const Kernels& kernels, const Candidates& all, Request& reques
   return true;
 }
 
-bool is_changed(const Request& request) {
-  return request.num_biased || request.num_banned || request.num_seen || request.allowed ||
-         request.mask;
+bool has_changes(const Request& request) {
+  return request.num_biased || request.num_banned || request.num_seen;
 }
 
 // Changes, draws and puts back.
@@ -271,6 +270,46 @@ void report_top(const Batch& batch, const Row& row, double log_sum, const Reques
   }
 }
 
+// The groups of one chunk anew; they have to be those of the values as they are now.
+void look_again(const Kernels& kernels, const Row& row, int64_t chunk, float* group_maxima) {
+  const int64_t first = chunk * kChunk, count = std::min(kChunk, row.count - first);
+  kernels.scan(row.values + first, count, group_maxima + chunk * kChunkGroups);
+}
+
+// What a row that was looked at is since some of its values changed. Only the groups of these can
+// have another maximum, and seldom one of these was the largest of its group.
+Row look_at_changes(const Kernels& kernels, const Row& given, const float* logits, Scratch& s) {
+  const int64_t groups = num_chunks(given.count) * kChunkGroups;
+  s.group_maxima.assign(given.group_maxima, given.group_maxima + groups);
+  s.stale.assign(static_cast<size_t>(num_chunks(given.count)), false);
+  float* maxima = s.group_maxima.data();
+  Row row{logits, given.count, given.range, maxima};
+  for (const Undo& old : s.undo) {
+    const int64_t chunk = old.token / kChunk;
+    const int64_t group = chunk * kChunkGroups + old.token % kChunkGroups;
+    const float value = logits[old.token];
+    row.range.has_nan |= std::isnan(value);
+    row.range.minimum = std::min(row.range.minimum, value);
+    if (old.value == given.group_maxima[group]) s.stale[static_cast<size_t>(chunk)] = true;
+    maxima[group] = std::max(maxima[group], value);
+  }
+  for (int64_t chunk = 0; chunk < num_chunks(given.count); chunk++) {
+    if (s.stale[static_cast<size_t>(chunk)]) look_again(kernels, row, chunk, maxima);
+  }
+  row.range.maximum = kernels.scan(maxima, groups, nullptr).maximum;
+  return row;
+}
+
+// As draw_changed for a row that was looked at.
+bool draw_patched(const Batch& batch, const Row& given, float* logits, Request& request,
+                  Scratch& s) {
+  const Changed changed(request, logits, s.undo);
+  const Row row = look_at_changes(*batch.kernels, given, logits, s);
+  if (!is_finite(row.range)) return false;
+  request.token = draw(*batch.kernels, row, request, s);
+  return true;
+}
+
 // Draws and reports. What the row says as it is given comes first: that pass brings it near.
 bool draw_reporting(const Batch& batch, float* logits, Request& request, Scratch& s) {
   const Kernels& kernels = *batch.kernels;
@@ -283,8 +322,10 @@ bool draw_reporting(const Batch& batch, float* logits, Request& request, Scratch
   if (request.num_top) report_top(batch, row, log_sum, request, s);
   if (request.has_token) {
     // Nothing to draw.
-  } else if (is_changed(request) || is_full(request)) {
+  } else if (request.allowed || request.mask || is_full(request)) {
     if (!draw_changed(batch, logits, request, s)) return false;
+  } else if (has_changes(request)) {
+    if (!draw_patched(batch, row, logits, request, s)) return false;
   } else {
     request.token = draw(kernels, row, request, s);
   }
@@ -301,6 +342,8 @@ void sample_row(const Batch& batch, float* logits, Request& request) {
     return;
   }
   Scratch& s = scratch();
+  const int64_t next = &request - batch.requests + batch.num_threads;
+  s.ahead = next < batch.num_rows ? batch.logits + next * batch.stride : nullptr;
   bool finite = true;
   if (request.has_logprobs) {
     finite = draw_reporting(batch, logits, request, s);

@@ -179,6 +179,26 @@ static inline __m512i set_places(uint32_t bits, int64_t place) {
   const __m512i at = _mm512_add_epi32(lane, _mm512_set1_epi32(static_cast<int32_t>(place)));
   return _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), at);
 }
+#else
+// The lanes of a part whose bits are set, the first ones, and how many: for all bits that there are.
+struct SetLanes {
+  int32_t lanes[1 << kPartLanes][kPartLanes] = {};
+  uint8_t count[1 << kPartLanes] = {};
+
+  constexpr SetLanes() {
+    for (int bits = 0; bits < 1 << kPartLanes; bits++) {
+      for (int lane = 0; lane < kPartLanes; lane++) {
+        if (bits >> lane & 1) lanes[bits][count[bits]++] = lane;
+      }
+    }
+  }
+};
+static constexpr SetLanes kSetLanes;
+
+// The bits of a part.
+static inline uint32_t part_bits(uint32_t bits, int part) {
+  return bits >> (part * kPartLanes) & ((1u << kPartLanes) - 1);
+}
 #endif
 
 // Stores where the lanes are whose bit is set, at `count`; returns the new count. Up to 16 places
@@ -195,8 +215,14 @@ static inline int64_t append_places(uint32_t bits, int64_t place, int32_t* place
   }
   return count + more;
 #else
-  for (; bits; bits &= bits - 1) {
-    places[count++] = static_cast<int32_t>(place + __builtin_ctz(bits));
+  // Without a branch, which could not be predicted.
+  for (int p = 0; p < kParts; p++) {
+    const uint32_t set = part_bits(bits, p);
+    Ints lanes;
+    memcpy(&lanes, kSetLanes.lanes[set], sizeof lanes);
+    lanes += static_cast<int32_t>(place) + p * kPartLanes;
+    memcpy(places + count, &lanes, sizeof lanes);
+    count += kSetLanes.count[set];
   }
   return count;
 #endif
@@ -207,19 +233,19 @@ static inline int64_t append(uint32_t bits, const Vec& x, int64_t place, float* 
                              int32_t* places, int64_t count) {
 #if defined(__AVX512F__)
   const __m512 lanes = reinterpret_cast<__m512>(x.part[0]);
-  _mm512_storeu_ps(values + count,
-                   _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), lanes));
+  _mm512_storeu_ps(values + count, _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), lanes));
   _mm512_storeu_si512(places + count, set_places(bits, place));
   return count + __builtin_popcount(bits);
 #else
-  float lanes[kLanes];
-  store(lanes, x);
-  for (; bits; bits &= bits - 1) {
-    const int lane = __builtin_ctz(bits);
-    values[count] = lanes[lane];
-    places[count++] = static_cast<int32_t>(place + lane);
+  const int64_t first = count;
+  for (int p = 0; p < kParts; p++) {
+    float lanes[kPartLanes];
+    memcpy(lanes, &x.part[p], sizeof lanes);
+    const int32_t* set = kSetLanes.lanes[part_bits(bits, p)];
+    for (int i = 0; i < kPartLanes; i++) values[count + i] = lanes[set[i]];
+    count += kSetLanes.count[part_bits(bits, p)];
   }
-  return count;
+  return append_places(bits, place, places, first);
 #endif
 }
 
