@@ -43,52 +43,87 @@ static inline void clear(const State& state, int64_t count, int64_t padded_size)
   memset(state.value, 0, static_cast<size_t>(count * padded_size) * sizeof(float));
 }
 
-// Rows [row, row + kRows) over the chunk that starts at key `base` and holds keys up to `end`.
-template <class Type, bool kScaled, bool kAhead, int kRows>
-static inline void attend_rows(const Rows& rows, int64_t row, int64_t base, int64_t end,
-                               const Tiles<Type>& tiles, const State& state, float* scores) {
-  Visible visible;
-  for (int r = 0; r < kRows; r++) {
-    visible.first[r] = rows.keys[row + r].first - base;
-    visible.last[r] = rows.keys[row + r].last - base;
-  }
-  const int first = static_cast<int>(max_of(visible.first[0], 0));
-  const int last = static_cast<int>(min_of(visible.last[kRows - 1], end - base));
-  if (first >= last) return;
-  const int first_tile = first / kTile, last_tile = (last + kTile - 1) / kTile;
+// One chunk of keys, from key `base` on, and rows over it.
+template <class Type, bool kScaled, bool kAhead>
+struct Chunk {
+  const Rows& rows;
+  int64_t base, end;  // end: of the keys that there are
+  const Tiles<Type>& tiles;
+  const State& state;
+  float* scores;  // [kMostScoreRows][kChunk]
 
-  float factor[kRows];
-  float* value = state.value + row * rows.padded_size;
-  const float* queries = rows.queries + row * query_floats(rows.p);
-  score_tiles<Type, kScaled, kAhead, kRows>(queries, rows.head_size, tiles, first_tile, last_tile,
-                                            scores);
-  softmax<kRows>(visible, first_tile * kTile, last_tile * kTile, rows.p.softcap,
-                 kScaled ? tiles.value_scale : nullptr, scores, state.maximum + row,
-                 state.sum + row * 16, factor);
-  if constexpr (is_paired<Type>()) {
-    // In place: what is written lies before what is still to be read.
-    const int begin = first_tile * kTile, count = last_tile * kTile - begin;
-    for (int r = 0; r < kRows; r++)
-      Vec::round_to_bfloat16(scores + r * kChunk + begin, count,
-                             scores + r * kChunk + begin / 2);
-  }
-  add_values<Type, kAhead, kRows>(scores, tiles, rows.head_size, first, last, factor,
-                                  rows.padded_size, value);
-}
+  // Up to kMaxRows rows, whose products go together, and the tokens that any of them sees.
+  struct Group {
+    int64_t row, count;
+    int first, last;
+    float* scores;
+    const float* factors;
+  };
 
-// Calls the instance for a run-time number of rows, at most kRows.
-template <class Type, bool kScaled, bool kAhead, int kRows>
-static inline void dispatch_rows(int64_t count, const Rows& rows, int64_t row, int64_t base,
-                                 int64_t end, const Tiles<Type>& tiles, const State& state,
-                                 float* scores) {
-  if (count == kRows) {
-    attend_rows<Type, kScaled, kAhead, kRows>(rows, row, base, end, tiles, state, scores);
-    return;
+  // Rows [row, row + count) at most kScoreRows.
+  void attend(int64_t row, int64_t count) const {
+    Group groups[kScoreRows / Vec::kMaxRows];
+    Sight sights[kScoreRows];
+    float factors[kScoreRows];
+    // What a row sees begins and ends no earlier than what the row before sees.
+    const bool whole = rows.keys[row].last >= base + kChunk &&
+                       rows.keys[row + count - 1].first <= base && end == base + kChunk;
+    // Groups of even size: seven rows are 4 + 3 where six fit, rather than 6 + 1.
+    const int64_t number = (count + Vec::kMaxRows - 1) / Vec::kMaxRows;
+    for (int64_t g = 0; g < number; g++) {
+      const int64_t first = count * g / number;
+      Group& group = groups[g];
+      group.row = row + first;
+      group.count = count * (g + 1) / number - first;
+      group.first = 0;
+      group.last = kChunk;
+      group.scores = scores + first * kChunk;
+      group.factors = factors + first;
+      if (!whole) look(group, sights + first);
+      if (group.first < group.last) score<Vec::kMaxRows>(group);
+    }
+    softmax<kScaled, is_paired<Type>()>(whole ? nullptr : sights, static_cast<int>(count),
+                                        rows.p.softcap, tiles.value_scale, scores,
+                                        state.maximum + row, state.sum + row * 16, factors);
+    for (int64_t g = 0; g < number; g++)
+      if (groups[g].first < groups[g].last) add<Vec::kMaxRows>(groups[g]);
   }
-  if constexpr (kRows > 1)
-    dispatch_rows<Type, kScaled, kAhead, kRows - 1>(count, rows, row, base, end, tiles, state,
-                                                    scores);
-}
+
+  // Finds what each row of a group sees.
+  void look(Group& group, Sight* sights) const {
+    for (int64_t r = 0; r < group.count; r++) {
+      const KeyRange& keys = rows.keys[group.row + r];
+      sights[r].first = static_cast<int>(max_of(keys.first - base, 0));
+      sights[r].last = static_cast<int>(min_of(keys.last, end) - base);
+    }
+    group.first = sights[0].first;
+    group.last = sights[group.count - 1].last;
+    const bool none = group.first >= group.last;
+    for (int64_t r = 0; r < group.count; r++) {
+      sights[r].begin = none ? 0 : group.first / kTile * kTile;
+      sights[r].end = none ? 0 : (group.last + kTile - 1) / kTile * kTile;
+    }
+  }
+
+  // Calls the instance for a run-time number of rows.
+  template <int kRows>
+  void score(const Group& group) const {
+    if constexpr (kRows > 1)
+      if (group.count < kRows) return score<kRows - 1>(group);
+    score_tiles<Type, kScaled, kAhead, kRows>(
+        rows.queries + group.row * query_floats(rows.p), rows.head_size, tiles,
+        group.first / kTile, (group.last + kTile - 1) / kTile, group.scores);
+  }
+
+  template <int kRows>
+  void add(const Group& group) const {
+    if constexpr (kRows > 1)
+      if (group.count < kRows) return add<kRows - 1>(group);
+    add_values<Type, kAhead, kRows>(group.scores, tiles, rows.head_size, group.first, group.last,
+                                    group.factors, rows.padded_size,
+                                    state.value + group.row * rows.padded_size);
+  }
+};
 
 // Adds keys [first, last), inside one segment, to the state. Out is what the micro-kernels read:
 // the cache's type or, converted, Float32; both give the same bits. kAhead: where few rows share
@@ -98,7 +133,6 @@ static void attend_keys(const Rows& rows, int64_t first, int64_t last, const Sta
                         const TileScratch& scratch, float* scores) {
   const Problem& p = rows.p;
   const int32_t* table = p.block_table + rows.block.sequence * p.table_width;
-  const int64_t groups = (rows.count + Vec::kMaxRows - 1) / Vec::kMaxRows;
   for (int64_t base = first / kChunk * kChunk; base < last; base += kChunk) {
     const int64_t begin = max_of(first, base), end = min_of(last, base + kChunk);
     Tiles<Out> tiles;
@@ -109,13 +143,9 @@ static void attend_keys(const Rows& rows, int64_t first, int64_t last, const Sta
       token = next;
     }
     if constexpr (kAhead) look_ahead<Out>(p, table, rows.block.kv_head, base, last, tiles);
-    // Groups of even size: seven rows are 4 + 3 where six fit, rather than 6 + 1.
-    for (int64_t g = 0; g < groups; g++) {
-      const int64_t row = rows.count * g / groups;
-      const int64_t count = rows.count * (g + 1) / groups - row;
-      dispatch_rows<Out, has_scales<Type>(), kAhead, Vec::kMaxRows>(count, rows, row, base, end,
-                                                                    tiles, state, scores);
-    }
+    const Chunk<Out, has_scales<Type>(), kAhead> chunk{rows, base, end, tiles, state, scores};
+    for (int64_t row = 0; row < rows.count; row += kScoreRows)
+      chunk.attend(row, min_of(rows.count - row, kScoreRows));
   }
 }
 

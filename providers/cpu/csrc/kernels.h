@@ -9,6 +9,7 @@ namespace onnxport {
 constexpr int kChunk = 64;      // keys between two softmax updates
 constexpr int kSegment = 512;   // keys whose result is kept apart and merged in order
 constexpr int kRowBlock = 128;  // query rows that share the loaded keys
+constexpr int kMostScoreRows = 32;
 constexpr int kMaxHeadSize = 256;
 
 // A row is one query head of one token. The rows of a kv head are numbered token by token, the
@@ -108,7 +109,7 @@ static inline State state_at(float* memory, int64_t rows) {
 // Floats of scratch that attend and attend_segment need.
 static inline int64_t scratch_floats(int64_t head_size) {
   const int64_t tiles = 2 * kChunk * padded(head_size) + kTile * padded(head_size);
-  return 2 * state_floats(kRowBlock, head_size) + tiles + 8 * kChunk;
+  return 2 * state_floats(kRowBlock, head_size) + tiles + kMostScoreRows * kChunk;
 }
 
 // [first, last) keys that a row sees, from its token's index among the sequence's new tokens.

@@ -17,6 +17,9 @@ namespace {
 
 constexpr int kVecsPerTile = kTile / Vec::kWidth;
 constexpr float kHidden = -1e30f;  // below every logit, and no NaN when two are subtracted
+// Rows whose logits become weights together: many independent chains of operations.
+constexpr int kScoreRows = 4 * Vec::kMaxRows;
+static_assert(kScoreRows <= kMostScoreRows && kScoreRows % Vec::kWidth == 0, "see softmax()");
 
 // Vectors of sixteen-token tiles: where their channels begin, and where their scales lie.
 template <class Type>
@@ -195,29 +198,35 @@ static inline void value_pairs(const float* weights, const Tiles<PairedBFloat16>
     for (int c = 0; c < kCols; c++)
       sum[r][c] = Vec::mul(f, Vec::load(sums + r * row + channel + c * Vec::kWidth));
   }
-  for (int t = first / 2 * 2; t < last;) {
-    const int tile = t / kTile;
-    const int end = (tile + 1) * kTile < last ? (tile + 1) * kTile : last;
-    const int64_t stride = tiles.value_stride[tile];
-    const uint16_t* value = tiles.value[tile] + t % kTile / 2 * stride + 2 * channel;
-    for (; t < end; t += 2, value += stride) {
-      Vec::Pairs x[kCols];
-      ONNXPORT_UNROLL
-      for (int c = 0; c < kCols; c++) {
-        x[c] = Vec::load_pairs(value + c * 2 * Vec::kWidth);
-        if (kAhead) prefetch_ahead(value + c * 2 * Vec::kWidth, tiles.ahead[tile]);
-      }
-      if (t < first || t + 1 == last) {
-        ONNXPORT_UNROLL
-        for (int c = 0; c < kCols; c++) x[c] = Vec::one_of_pairs(x[c], t < first);
-      }
-      ONNXPORT_UNROLL
-      for (int r = 0; r < kRows; r++) {
-        const Vec::Pairs w = Vec::set1_pair(weights + r * kChunk + t / 2);
-        ONNXPORT_UNROLL
-        for (int c = 0; c < kCols; c++) sum[r][c] = Vec::add_pairs(w, x[c], sum[r][c]);
-      }
+  const auto add = [&](const uint16_t* value, int t, int64_t ahead, bool is_first, bool is_last) {
+    Vec::Pairs x[kCols];
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kCols; c++) {
+      x[c] = Vec::load_pairs(value + c * 2 * Vec::kWidth);
+      if (kAhead) prefetch_ahead(value + c * 2 * Vec::kWidth, ahead);
+      if (is_first || is_last) x[c] = Vec::one_of_pairs(x[c], is_first);
     }
+    ONNXPORT_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      const Vec::Pairs w = Vec::set1_pair(weights + r * kChunk + t / 2);
+      ONNXPORT_UNROLL
+      for (int c = 0; c < kCols; c++) sum[r][c] = Vec::add_pairs(w, x[c], sum[r][c]);
+    }
+  };
+  for (int tile = first / kTile; tile * kTile < last; tile++) {
+    const int base = tile * kTile;
+    const int64_t stride = tiles.value_stride[tile], ahead = tiles.ahead[tile];
+    const uint16_t* value = tiles.value[tile] + 2 * channel;
+    if (first <= base && base + kTile <= last) {
+      for (int t = base; t < base + kTile; t += 2, value += stride)
+        add(value, t, ahead, false, false);
+      continue;
+    }
+    const int from = first > base ? first / 2 * 2 : base;
+    const int end = base + kTile < last ? base + kTile : last;
+    value += (from - base) / 2 * stride;
+    for (int t = from; t < end; t += 2, value += stride)
+      add(value, t, ahead, t < first, t + 1 == last);
   }
   ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++) {
@@ -273,51 +282,78 @@ static inline Vec::T tanh_of(Vec::T x) {
   return Vec::less(magnitude, Vec::set1(0.5f), near, signed_far);
 }
 
-// Of one group of rows: which of the chunk's tokens [first, last) each row sees.
-struct Visible {
-  int64_t first[Vec::kMaxRows];
-  int64_t last[Vec::kMaxRows];
+// Of a chunk, the tokens [first, last) that a row sees, of those [begin, end) that its logits are
+// there of: whole tiles, or none.
+struct Sight {
+  int first, last, begin, end;
+
+  bool is_whole() const { return first <= 0 && last >= kChunk && begin == 0 && end == kChunk; }
 };
 
-// Turns the logits of tokens [begin, end), multiples of 16, into weights and updates maximum and
-// sum. factor[r] is what the earlier sums have to be multiplied with. value_scale has sixteen
-// numbers a tile that weights are to be multiplied with, after they were summed; null: none.
-template <int kRows>
-static inline void softmax(const Visible& visible, int begin, int end, float softcap,
+// The largest of a row's logits, which are capped and, where the row does not see a token, hidden.
+template <bool kIsWhole>
+static inline float largest(const Sight& sight, float softcap, float* logits) {
+  const int begin = kIsWhole ? 0 : sight.begin, end = kIsWhole ? kChunk : sight.end;
+  Vec::T top = Vec::set1(kHidden);
+  for (int t = begin; t < end; t += Vec::kWidth) {
+    Vec::T x = Vec::load(logits + t);
+    if (softcap > 0) x = Vec::mul(tanh_of(x), Vec::set1(softcap * 1.44269504f));
+    if (!kIsWhole) x = Vec::keep(x, sight.first - t, sight.last - t, kHidden);
+    if (softcap > 0 || !kIsWhole) Vec::store(logits + t, x);
+    top = Vec::max(top, x);
+  }
+  return Vec::reduce_max(top);
+}
+
+// Turns a row's logits into weights, in place; in pairs, rounded to bfloat16. Returns total and
+// their sum. value_scale has sixteen numbers a tile that weights are to be multiplied with, after
+// they were summed.
+template <bool kIsWhole, bool kIsScaled, bool kInPairs>
+static inline Vec::T weigh(const Sight& sight, Vec::T shift, const float* const* value_scale,
+                           Vec::T total, float* logits) {
+  const int begin = kIsWhole ? 0 : sight.begin, end = kIsWhole ? kChunk : sight.end;
+  for (int t = begin; t < end; t += Vec::kWidth) {
+    const Vec::T e = Vec::exp2(Vec::sub(Vec::load(logits + t), shift));
+    total = Vec::add(total, e);
+    if constexpr (kInPairs)
+      Vec::store_bfloat16(logits + t / 2, e);  // ahead of what is still to be read
+    else
+      Vec::store(logits + t,
+                 kIsScaled ? Vec::mul(e, Vec::load(value_scale[t / kTile] + t % kTile)) : e);
+  }
+  return total;
+}
+
+// Turns the logits of up to kScoreRows rows into weights and updates maximum and sum. factor[r] is
+// what the earlier sums have to be multiplied with. Arrays have room for whole vectors of rows.
+// Without sights, every row sees the whole chunk.
+template <bool kIsScaled, bool kInPairs>
+static inline void softmax(const Sight* sights, int rows, float softcap,
                            const float* const* value_scale, float* scores, float* maximum,
                            float* sum, float* factor) {
   constexpr int W = Vec::kWidth;
-  float difference[16] = {};
-  for (int r = 0; r < kRows; r++) {
-    float* s = scores + r * kChunk;
-    Vec::T top = Vec::set1(kHidden);
-    const bool whole = visible.first[r] <= begin && visible.last[r] >= end;
-    for (int t = begin; t < end; t += W) {
-      Vec::T x = Vec::load(s + t);
-      if (softcap > 0) x = Vec::mul(tanh_of(x), Vec::set1(softcap * 1.44269504f));
-      if (!whole) x = Vec::keep(x, visible.first[r] - t, visible.last[r] - t, kHidden);
-      if (softcap > 0 || !whole) Vec::store(s + t, x);
-      top = Vec::max(top, x);
-    }
-    const float old = maximum[r], now = Vec::reduce_max(top);
-    maximum[r] = now > old ? now : old;
-    difference[r] = old - maximum[r];
-  }
-  for (int i = 0; i < kRows; i += W)
-    Vec::store(difference + i, Vec::exp2(Vec::load(difference + i)));
-  for (int r = 0; r < kRows; r++) {
-    float* s = scores + r * kChunk;
-    factor[r] = difference[r];
+  const auto is_whole = [=](int r) { return !sights || sights[r].is_whole(); };
+  float now[kScoreRows] = {}, shift[kScoreRows];
+  for (int r = 0; r < rows; r++)
+    now[r] = is_whole(r) ? largest<true>({}, softcap, scores + r * kChunk)
+                         : largest<false>(sights[r], softcap, scores + r * kChunk);
+  const Vec::T hidden = Vec::set1(kHidden);
+  for (int r = 0; r < rows; r += W) {
+    const Vec::T before = Vec::load(maximum + r), chunk = Vec::load(now + r);
+    const Vec::T top = Vec::less(before, chunk, chunk, before);
+    Vec::store(maximum + r, top);
+    Vec::store(factor + r, Vec::exp2(Vec::sub(before, top)));
     // A row that has seen nothing yet has no maximum to subtract.
-    const bool blind = maximum[r] == kHidden;
-    const Vec::T shift = Vec::set1(blind ? 0.f : maximum[r]);
-    Vec::T total = Vec::mul(Vec::load(sum + r * 16), Vec::set1(factor[r]));
-    for (int t = begin; t < end; t += W) {
-      const Vec::T e = Vec::exp2(Vec::sub(Vec::load(s + t), shift));
-      total = Vec::add(total, e);
-      Vec::store(s + t, value_scale ? Vec::mul(e, Vec::load(value_scale[t / kTile] + t % kTile)) : e);
-    }
-    Vec::store(sum + r * 16, total);
+    Vec::store(shift + r, Vec::less(hidden, top, top, Vec::set1(0.f)));
+  }
+  for (int r = 0; r < rows; r++) {
+    float* s = scores + r * kChunk;
+    const Vec::T by = Vec::set1(shift[r]);
+    const Vec::T total = Vec::mul(Vec::load(sum + r * 16), Vec::set1(factor[r]));
+    Vec::store(sum + r * 16,
+               is_whole(r)
+                   ? weigh<true, kIsScaled, kInPairs>({}, by, value_scale, total, s)
+                   : weigh<false, kIsScaled, kInPairs>(sights[r], by, value_scale, total, s));
   }
 }
 

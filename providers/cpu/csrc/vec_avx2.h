@@ -94,6 +94,11 @@ struct Vec {
   static inline void round_to_bfloat16(const float* x, int64_t n, float* out) {
     onnxport::pack_bfloat16(x, n, out);
   }
+  static inline void store_bfloat16(float* p, T a) {
+    float lanes[kWidth];
+    store(lanes, a);
+    onnxport::pack_bfloat16(lanes, kWidth, p);
+  }
   static inline T first(Pairs a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
   static inline T second(Pairs a) {
     return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(~0xffff)));

@@ -96,6 +96,15 @@ struct Vec {
     onnxport::pack_bfloat16(x, n, out);
 #endif
   }
+  static inline void store_bfloat16(float* p, T a) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(a));
+#else
+    float lanes[kWidth];
+    store(lanes, a);
+    onnxport::pack_bfloat16(lanes, kWidth, p);
+#endif
+  }
   static inline T first(Pairs a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); }
   static inline T second(Pairs a) {
     return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(~0xffff)));

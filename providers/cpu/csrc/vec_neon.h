@@ -81,6 +81,11 @@ struct Vec {
   static inline void round_to_bfloat16(const float* x, int64_t n, float* out) {
     onnxport::pack_bfloat16(x, n, out);
   }
+  static inline void store_bfloat16(float* p, T a) {
+    float lanes[kWidth];
+    store(lanes, a);
+    onnxport::pack_bfloat16(lanes, kWidth, p);
+  }
   static inline T first(Pairs a) { return vreinterpretq_f32_u32(vshlq_n_u32(a, 16)); }
   static inline T second(Pairs a) {
     return vreinterpretq_f32_u32(vandq_u32(a, vdupq_n_u32(0xffff0000u)));

@@ -9,6 +9,7 @@
 //   add_pairs c and both products of each pair, added in float
 //   one_of_pairs  makes the other one zero
 //   round_to_bfloat16  n numbers, a multiple of 8; out may be where they are, or ahead of it
+//   store_bfloat16  rounds a vector to where kWidth / 2 floats have room
 //   kPrefersPairs  whether add_pairs is faster than two times fma
 #pragma once
 
@@ -109,6 +110,11 @@ struct Vec {
   }
   static inline void round_to_bfloat16(const float* x, int64_t n, float* out) {
     onnxport::pack_bfloat16(x, n, out);
+  }
+  static inline void store_bfloat16(float* p, T a) {
+    float lanes[kWidth];
+    store(lanes, a);
+    onnxport::pack_bfloat16(lanes, kWidth, p);
   }
   static inline T first(Pairs a) {
     return each([&](int i) { return onnxport::bits_float(a.v[i] << 16); });
