@@ -3,22 +3,27 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <new>
+#include <memory>
 
 namespace onnxport {
 
-// Memory that is written once and read by every call, on huge pages where the system has them.
+class Region;
+
+// Memory that is written once and read by every call. Where the system has huge pages, tensors lie
+// side by side on them: most of a model's tensors are no multiple of one, and what is left of each
+// would be thousands of small pages, to be made one by one and looked up by every step.
 class WeightMemory {
  public:
   explicit WeightMemory(size_t bytes);
   WeightMemory(const WeightMemory&) = delete;
   WeightMemory& operator=(const WeightMemory&) = delete;
-  ~WeightMemory() { ::operator delete(data_, alignment_); }
+  ~WeightMemory();
 
-  uint8_t* data() const { return data_; }
+  uint8_t* data() const { return data_; }  // at a cache line
 
  private:
-  std::align_val_t alignment_;
+  std::shared_ptr<Region> region_;
+  size_t bytes_;
   uint8_t* data_;
 };
 
