@@ -50,7 +50,7 @@ struct MatMul {
   int64_t block_size;  // 16, 32, 64, 128 or 256
   bool half_scales;    // scales are packed as float16; see are_halves
   const uint8_t* weights;
-  const float* bias;  // added to every row, [num_panels * kPanel]; null: none
+  const float* bias;  // [n], added to every row; null: none
 
   int64_t rows;
   const float* input;  // [rows][k]; run_matmul's, as is the output: kernels get theirs by argument

@@ -49,14 +49,15 @@ struct Pending {
 };
 
 ONNXPORT_INLINE void add(const Pending& p) {
-  __m512 scales[2];
-  load_scales<2>(*p.product, p.scales, 0, scales);
+  alignas(64) float converted[kPanel];
+  const float* scales = read_scales(*p.product, p.scales, 0, kPanel, converted);
   for (int c = 0; c < 2; c++) {
+    const __m512 scale = _mm512_loadu_ps(scales + c * kLanes);
     for (int r = 0; r < kLanes; r++) {
       float* total = p.totals + r * kPanel + c * kLanes;
       const __m512i sum = _mm512_load_si512(p.sums + (c * kLanes + r) * kLanes);
       _mm512_store_ps(total, accumulate(_mm512_load_ps(total), sum,
-                                        _mm512_set1_ps(p.row_scales[r]), scales[c]));
+                                        _mm512_set1_ps(p.row_scales[r]), scale));
     }
   }
 }
@@ -130,15 +131,16 @@ void multiply_tiles(const MatMul& m, const Part& part, int64_t panel) {
     }
   }
   add(pending);
-  float* output = part.output + (panel - part.panel_begin) * kPanel;
+  float* const first = part.output + (panel - part.panel_begin) * kPanel;
+  float* output = first;
   const float* total = totals;
   for (int64_t row = part.row_begin; row < part.row_end; row++) {
-    __m512 values[2] = {_mm512_load_ps(total), _mm512_load_ps(total + kLanes)};
-    add_bias<2>(m, panel * kPanel, values);
+    const __m512 values[2] = {_mm512_load_ps(total), _mm512_load_ps(total + kLanes)};
     store_outputs<2>(output, m.n - panel * kPanel, values);
     output += part.stride;
     total += kPanel;
   }
+  if (m.bias) add_bias(m, panel, first, part.stride, part.row_end - part.row_begin);
 }
 
 void multiply(const MatMul& m, const Part& part) {

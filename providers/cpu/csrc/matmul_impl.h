@@ -119,16 +119,14 @@ ONNXPORT_INLINE Vec::Floats accumulate(Vec::Floats total, Vec::Ints sum, Vec::Fl
   return Vec::fma(Vec::mul(Vec::to_floats(sum), row_scale), scales, total);
 }
 
-// A block's scales of kColumns vectors of outputs from one on.
-template <int kColumns>
-ONNXPORT_INLINE void load_scales(const MatMul& m, const uint8_t* packed, int64_t first,
-                                 Vec::Floats (&scales)[kColumns]) {
-  ONNXPORT_UNROLL
-  for (int c = 0; c < kColumns; c++) {
-    const int64_t at = first + c * Vec::kLanes;
-    scales[c] = m.half_scales ? Vec::load_half(packed + at * 2)
-                              : Vec::load(reinterpret_cast<const float*>(packed + at * 4));
-  }
+// A block's scales of `count` outputs from one on; halves become floats in the given memory. There,
+// because what is made of them in registers costs the loop that multiplies some of its own.
+ONNXPORT_INLINE const float* read_scales(const MatMul& m, const uint8_t* packed, int64_t first,
+                                         int count, float* memory) {
+  if (!m.half_scales) return reinterpret_cast<const float*>(packed + first * 4);
+  for (int i = 0; i < count; i += Vec::kLanes)
+    Vec::store(memory + i, Vec::load_half(packed + (first + i) * 2));
+  return memory;
 }
 
 // Reads eight inputs' packed weights of outputs from vector c on, and asks for those `ahead` bytes
@@ -198,15 +196,6 @@ ONNXPORT_INLINE void add_block(const uint8_t* weights, const int8_t* quants, int
   }
 }
 
-// Adds the bias of outputs from one on. A product with one is exact, so fma() is a sum here.
-template <int kColumns>
-ONNXPORT_INLINE void add_bias(const MatMul& m, int64_t first, Vec::Floats* totals) {
-  if (!m.bias) return;
-  ONNXPORT_UNROLL
-  for (int c = 0; c < kColumns; c++)
-    totals[c] = Vec::fma(totals[c], Vec::set1(1.f), Vec::load(m.bias + first + c * Vec::kLanes));
-}
-
 // Stores a row's vectors, or those of their outputs that there are.
 template <int kColumns>
 ONNXPORT_INLINE void store_outputs(float* output, int64_t left, const Vec::Floats* totals) {
@@ -263,6 +252,9 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
   const uint8_t* weights = m.weights + out.panel * panel_bytes(m);
   for (int64_t block = 0; block < blocks; block++, weights += block_bytes(m)) {
     const int64_t at = row_block(m, out.row, block);
+    alignas(64) float converted[kColumns * Vec::kLanes];
+    const float* scales =
+        read_scales(m, weights + quant_bytes(m), offset, kColumns * Vec::kLanes, converted);
     typename Dot::Sum sums[kUnits][kColumns];
     ONNXPORT_UNROLL
     for (int u = 0; u < kUnits; u++) {
@@ -272,8 +264,6 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
     }
     add_block<Dot>(weights + offset * 4, m.quants + at * m.block_size, m.block_size,
                    bytes_ahead(m, out, block), sums);
-    Vec::Floats scales[kColumns];
-    load_scales<kColumns>(m, weights + quant_bytes(m), offset, scales);
     ONNXPORT_UNROLL
     for (int u = 0; u < kUnits; u++) {
       ONNXPORT_UNROLL
@@ -283,19 +273,26 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
         ONNXPORT_UNROLL
         for (int i = 0; i < Dot::kRows; i++) {
           const int r = u * Dot::kRows + i;
-          totals[r][c] =
-              accumulate(totals[r][c], rows[i], Vec::set1(m.scales[at + r]), scales[c]);
+          totals[r][c] = accumulate(totals[r][c], rows[i], Vec::set1(m.scales[at + r]),
+                                    Vec::load(scales + c * Vec::kLanes));
         }
       }
     }
   }
-  const int64_t output = out.panel * kPanel + offset, left = m.n - output;
+  const int64_t left = m.n - out.panel * kPanel - offset;
   ONNXPORT_UNROLL
-  for (int r = 0; r < kRows; r++) {
-    if (out.row + r >= m.rows) continue;
-    add_bias<kColumns>(m, output, totals[r]);
-    store_outputs<kColumns>(out.first + r * out.stride + offset, left, totals[r]);
-  }
+  for (int r = 0; r < kRows; r++)
+    if (out.row + r < m.rows)
+      store_outputs<kColumns>(out.first + r * out.stride + offset, left, totals[r]);
+}
+
+// Adds the bias to a panel's outputs in some rows, just stored. Not where they are in registers: of
+// those the loop before has none to spare.
+ONNXPORT_ALONE void add_bias(const MatMul& m, int64_t panel, float* outputs, int64_t stride,
+                             int64_t rows) {
+  const int64_t first = panel * kPanel, left = m.n - first, count = left < kPanel ? left : kPanel;
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t i = 0; i < count; i++) outputs[row * stride + i] += m.bias[first + i];
 }
 
 // A panel's outputs of up to kUnits units of rows.
@@ -323,6 +320,9 @@ void multiply_panels(const MatMul& m, const Part& part) {
                         groups};
       const int64_t units = ceil_div(part.row_end - row, Dot::kRows);
       multiply_group<Dot>(m, out, units < Dot::kMostUnits ? units : Dot::kMostUnits);
+      const int64_t left = part.row_end - row;
+      if (m.bias)
+        add_bias(m, panel, out.first, out.stride, left < kGroupRows ? left : kGroupRows);
     }
   }
 }

@@ -2,8 +2,6 @@
 // are packed once, when the session is made. With the inputs skip and gamma it normalizes A + skip
 // first (see Norm), and returns that sum, too, and if asked for what was normalized.
 #include <memory>
-#include <utility>
-#include <vector>
 
 #include "op_weights.h"
 #include "pack.h"
@@ -19,16 +17,11 @@ enum MatMulInput : size_t { kActivations, kQuants, kScales, kSkip, kGamma, kBias
 struct MatMulKernel {
   Api api;
   WeightMemory weights;
-  std::vector<float> bias;
   MatMul settings;  // a call fills in the rest
 
-  MatMulKernel(const Api& a, const MatMul& m, std::vector<float> added)
-      : api(a),
-        weights(static_cast<size_t>(num_panels(m) * panel_bytes(m))),
-        bias(std::move(added)),
-        settings(m) {
+  MatMulKernel(const Api& a, const MatMul& m)
+      : api(a), weights(static_cast<size_t>(num_panels(m) * panel_bytes(m))), settings(m) {
     settings.weights = weights.data();
-    settings.bias = bias.empty() ? nullptr : bias.data();
   }
 };
 
@@ -43,7 +36,8 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   check_product(api, kName, m);
   const Weights weights = read_weights(api, info, kName, m, {kQuants, "B", "scales"});
   m.half_scales = are_halves(stored_scales(weights, scales), elements(weights.scales));
-  auto kernel = std::make_unique<MatMulKernel>(api, m, read_bias(api, info, kName, m, kBias));
+  m.bias = read_bias(api, info, kName, m, kBias);
+  auto kernel = std::make_unique<MatMulKernel>(api, m);
   pack_weights_in_parts(m, weights.quants.as<const uint8_t>(), stored_scales(weights, scales),
                         kernel->weights.data());
   forget_weights(weights, scales);

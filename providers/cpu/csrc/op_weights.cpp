@@ -76,17 +76,15 @@ void forget_weights(const Weights& weights, ort::ElementType scales) {
   forget_file_pages(weights.scales.data, static_cast<size_t>(bytes));
 }
 
-std::vector<float> read_bias(const Api& api, const ort::KernelInfo* info, const char* op,
+const float* read_bias(const Api& api, const ort::KernelInfo* info, const char* op,
                              const MatMul& m, size_t input) {
   int is_constant = 0;
   const ort::Value* value = nullptr;
   check(api.constant_input(info, input, &is_constant, &value));
-  if (!is_constant) return {};
+  if (!is_constant) return nullptr;
   const Tensor bias = describe(api, "bias", value);
   expect_elements(api, op, "bias", bias, m.n);
-  std::vector<float> padded(static_cast<size_t>(num_panels(m) * kPanel));
-  std::copy_n(bias.as<const float>(), m.n, padded.begin());
-  return padded;
+  return bias.as<const float>();
 }
 
 void refuse_input(const Api& api, const ort::KernelContext* context, const char* op, size_t input,

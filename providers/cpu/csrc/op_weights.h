@@ -1,8 +1,6 @@
 // Quantized weights among an operator's inputs.
 #pragma once
 
-#include <vector>
-
 #include "matmul.h"
 #include "op.h"
 
@@ -34,9 +32,9 @@ void check_product(const Api& api, const char* op, const MatMul& product);
 Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op,
                      const MatMul& product, const WeightInputs& inputs);
 
-// A product's bias, an initializer [n], filled up with zeros to whole panels; empty where the node
-// has none that is constant. Throws a Failure where it has another size.
-std::vector<float> read_bias(const Api& api, const ort::KernelInfo* info, const char* op,
+// A product's bias, an initializer [n]; null where the node has none that is constant. Throws a
+// Failure where it has another size.
+const float* read_bias(const Api& api, const ort::KernelInfo* info, const char* op,
                              const MatMul& product, size_t input);
 
 // Throws a Failure where the node has this input: it was no initializer when the session was made.
