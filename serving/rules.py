@@ -115,7 +115,7 @@ class SequenceRules:
         rules = self._rules
         num_output = len(tokens) - self._num_prompt
         banned = self._banned_early if num_output < rules.min_tokens else self._banned
-        if num_output and (words := rules.bad_words.get(tokens[-1])):
+        if rules.bad_words and num_output and (words := rules.bad_words.get(tokens[-1])):
             ends = [
                 word[-1]
                 for word in words
