@@ -8,6 +8,7 @@ with `onnxport:`. The text is written by `prometheus_client`.
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -160,6 +161,8 @@ class Metrics(Collector):
         text, labels = "Unfinished requests of a loaded LoRA adapter.", (*LABELS, "lora_name")
         using = [((name,), count) for name, count in stats.adapter_requests.items()]
         yield self._filled(GaugeMetricFamily("onnxport:lora_requests", text, labels=labels), using)
+        if stats.max_adapters:
+            yield _adapters(stats)
         text, labels = "Bytes of K/V in a tier.", (*LABELS, "tier")
         tiers = [(("host",), stats.host_tier_bytes), (("disk",), stats.disk_tier_bytes)]
         yield self._filled(GaugeMetricFamily("onnxport:kv_tier_bytes", text, labels=labels), tiers)
@@ -235,6 +238,16 @@ class Metrics(Collector):
         for more, value in samples:
             family.add_metric((self._model_name, *more), value)
         return family
+
+
+def _adapters(stats: EngineStats) -> Metric:
+    """Return vLLM's gauge of LoRA adapters: all that it says is in its labels, but for the time."""
+    labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+    text = "LoRA adapters of requests that wait and run; the value is the time, in seconds."
+    family = GaugeMetricFamily("vllm:lora_requests_info", text, labels=labels)
+    names = [",".join(one) for one in (stats.waiting_adapters, stats.running_adapters)]
+    family.add_metric((str(stats.max_adapters), *names), time.time())
+    return family
 
 
 class Histogram:

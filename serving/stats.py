@@ -45,4 +45,7 @@ class EngineStats:
     speculation: SpeculationCounters | None = None  # None: nothing is guessed
     # Unfinished requests of each LoRA adapter that is loaded.
     adapter_requests: Mapping[str, int] = field(default_factory=dict)
+    max_adapters: int = 0  # slots for LoRA adapters; 0: the model takes none
+    running_adapters: tuple[str, ...] = ()  # of requests that run, by name
+    waiting_adapters: tuple[str, ...] = ()  # of requests that wait; the same one may run too
     finished: Mapping[FinishReason, int] = field(default_factory=dict)  # ended, by reason

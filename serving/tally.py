@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from onnxport.serving.events import EventKind, FinishedRecord, Listener, RequestEvent, StepRecord
 from onnxport.serving.outputs import FINISH_REASONS, FinishReason
 from onnxport.serving.request import Request
@@ -80,6 +82,7 @@ class Tally:
         """Return a snapshot of the counters, with those of the model's parts."""
         scheduler, pool, offloader = runtime.scheduler, runtime.pool, runtime.offloader
         store = offloader.store if offloader else None
+        running, waiting = _adapters(runtime)
         return EngineStats(
             num_requests_running=scheduler.num_running,
             num_requests_waiting=scheduler.num_waiting,
@@ -103,5 +106,27 @@ class Tally:
             num_fallbacks=sum(one.replaced_by is not None for one in runtime.losses),
             speculation=speculation,
             adapter_requests=runtime.adapters.num_requests,
+            max_adapters=runtime.limits.max_adapters,
+            running_adapters=running,
+            waiting_adapters=waiting,
             finished=dict(self._finished),
         )
+
+
+def _adapters(runtime: Runtime) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the adapters of requests that run, and of those that wait, by name."""
+    unfinished = runtime.adapters.num_requests
+    if not any(unfinished.values()):
+        return (), ()
+    # Those that wait may be thousands, so they are what is left of all. A name may be of two
+    # adapters: one that was replaced still runs.
+    running = {
+        (one.adapter.slot, one.adapter.name, one.request_id)
+        for one in runtime.scheduler.running
+        if one.adapter
+    }
+    counts = Counter(slot for slot, _, _ in running)
+    waiting = [
+        one.name for one in runtime.adapters.loaded if unfinished[one.name] > counts[one.slot]
+    ]
+    return tuple(sorted({name for _, name, _ in running})), tuple(sorted(waiting))

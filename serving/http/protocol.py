@@ -345,12 +345,12 @@ class ChatMessage(_Strict):
 
 
 class FunctionDefinition(_Strict):
-    """What the model is told of a function."""
+    """A function: what the model is told of it, and whether its parameters have to be kept."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None  # calls that `tool_choice` forces are enforced whatever it says
 
 
 class ToolDefinition(_Strict):
@@ -399,6 +399,8 @@ class ChatRequest(_Request):
 
     def _check_tool_choice(self) -> None:
         choice = self.tool_choice
+        if choice in (None, "auto"):
+            self._check_strict()
         if choice in (None, "auto", "none"):
             return
         names = [tool.function.name for tool in self.tools or ()]
@@ -418,6 +420,17 @@ class ChatRequest(_Request):
                 "the text; send one of them",
                 "tool_choice",
             )
+
+    def _check_strict(self) -> None:
+        """Refuse strict functions where the model may call them or not: the text is free then."""
+        for index, tool in enumerate(self.tools or ()):
+            if tool.function.strict:
+                raise RequestError(
+                    f"the function {tool.function.name!r} is strict, but arguments are enforced "
+                    'only where tool_choice forces calls; set tool_choice to "required" or to '
+                    "the function, or leave strict out",
+                    f"tools.{index}.function.strict",
+                )
 
     @property
     def _forced_name(self) -> str | None:
@@ -441,7 +454,8 @@ class ChatRequest(_Request):
         """Return the tools the model is told of; none when `tool_choice` is "none"."""
         if self.tool_choice == "none":
             return []
-        return [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        untold = {"function": {"strict"}}
+        return [tool.model_dump(exclude_none=True, exclude=untold) for tool in self.tools or ()]
 
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the decoding parameters; up to the context length unless told otherwise."""

@@ -45,6 +45,10 @@ TOOLS: Any = [
     },
     {"type": "function", "function": {"name": "wash", "parameters": {"const": {"warm": True}}}},
 ]
+STRICT: Any = [
+    TOOLS[0],
+    {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}},
+]
 FORMS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": None, "structured_outputs": None, "guided_json": None}, None),
@@ -244,6 +248,27 @@ def test_required_calls(client: OpenAI, stream: bool) -> None:
                     assert arguments["color"] in ("red", "blue")
 
 
+def test_strict_functions_are_called_as_they_say(client: OpenAI) -> None:
+    strict: Any = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
+    for choice in ("required", {"type": "function", "function": {"name": "wash"}}):
+        asked = [
+            client.chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "x"}],
+                max_tokens=300,
+                seed=1,
+                tools=tools,
+                tool_choice=choice,  # type: ignore[arg-type]
+            )
+            for tools in (strict, TOOLS)
+        ]
+        # The model is not told, so that the text is the same.
+        first, second = ([call.function for call in calls_of(one, False)] for one in asked)
+        assert first == second
+        for call in first:
+            assert json.loads(call.arguments).keys() <= {"warm", "color"}
+
+
 def calls_of(asked: Any, stream: bool) -> list[Any]:
     """Return the calls of an answer whose text is nothing else; checks its end."""
     if not stream:
@@ -260,6 +285,12 @@ def calls_of(asked: Any, stream: bool) -> list[Any]:
     ("more", "param", "words"),
     [
         ({"tool_choice": "required", "response_format": NAMED}, "tool_choice", "another form"),
+        ({"tools": STRICT}, "tools.1.function.strict", 'set tool_choice to "required"'),
+        (
+            {"tools": STRICT, "tool_choice": "auto"},
+            "tools.1.function.strict",
+            "'f' is strict, but arguments are enforced only where",
+        ),
         (
             {
                 "tool_choice": "required",

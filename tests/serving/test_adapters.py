@@ -217,6 +217,28 @@ def test_a_replacement_runs_beside_what_it_replaces() -> None:
         engine.adapters.load("2", content(3))
 
 
+def running_and_waiting(engine: Engine) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    stats = engine.stats()
+    assert stats.max_adapters == 4
+    return stats.running_adapters, stats.waiting_adapters
+
+
+def test_adapters_of_requests_that_run_and_wait_are_told() -> None:
+    engine = adapter_engine(adapters=[0, 1, 2], max_num_seqs=2, max_num_batched_tokens=64)
+    assert running_and_waiting(engine) == ((), ())
+    for name, adapter in [("a", "1"), ("b", "0"), ("c", "1"), ("d", None)]:
+        submit(engine, name, PROMPT, adapter=adapter)
+    assert running_and_waiting(engine) == ((), ("0", "1"))
+    checked_step(engine)
+    assert running_and_waiting(engine) == (("0", "1"), ("1",))
+    engine.abort("a")
+    engine.adapters.load("0", content(3), in_place=True)
+    submit(engine, "e", PROMPT, adapter="0")
+    assert running_and_waiting(engine) == (("0",), ("0", "1"))  # two of one name
+    run(engine)
+    assert running_and_waiting(engine) == ((), ())
+
+
 def test_an_idle_adapter_is_replaced_in_its_own_slot_when_no_other_is_free() -> None:
     engine = adapter_engine(adapters=[0], max_adapters=1)
     submit(engine, "a", PROMPT, adapter="0")

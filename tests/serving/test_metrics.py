@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -244,3 +246,24 @@ def test_scraping_while_the_engine_runs_sees_whole_steps(metrics: Metrics) -> No
         assert count == 256 * found["vllm:iteration_tokens_total_count"]
     thread.join()
     assert count == 200 * 256
+
+
+def test_adapters_are_told_in_labels() -> None:
+    told = replace(STATS, max_adapters=4, running_adapters=("a", "b"), waiting_adapters=("b",))
+    before_s = time.time()
+    text, _ = Metrics("m", lambda: told).render()
+    [family] = [
+        family
+        for family in text_string_to_metric_families(text.decode())
+        if family.name == "vllm:lora_requests_info"
+    ]
+    [sample] = family.samples
+    assert family.type == "gauge"
+    assert sample.labels == {
+        "max_lora": "4",
+        "running_lora_adapters": "a,b",
+        "waiting_lora_adapters": "b",
+    }
+    assert before_s <= sample.value <= time.time()
+    text, _ = Metrics("m", lambda: STATS).render()
+    assert b"lora_requests_info" not in text

@@ -14,7 +14,7 @@ from onnxport.errors import DeviceLostError, ProviderError
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.acceptance import Acceptance
 from onnxport.serving.speculation.config import SpeculationConfig
-from onnxport.serving.speculation.costs import StepCosts, ascending
+from onnxport.serving.speculation.costs import ENOUGH_SAMPLES, FRESH_NOTES, StepCosts, ascending
 from onnxport.serving.speculation.lengths import choose_lengths
 from tests.serving.speculating import Machine, request
 
@@ -76,6 +76,22 @@ def test_costs_follow_the_machine_and_forget() -> None:
     assert not costs.knows(6)
     assert costs.seconds(6) == pytest.approx(1.1)  # a guess
     assert costs.seconds(1, 7) == pytest.approx(1.14)
+
+
+def test_plain_steps_have_to_be_measured_often_and_of_late() -> None:
+    costs = StepCosts()
+    for _ in range(ENOUGH_SAMPLES):
+        assert not costs.is_fresh(3)
+        costs.note(3, 0, 1.0)
+    assert costs.is_fresh(3)
+    assert not costs.is_fresh(4)
+    for _ in range(FRESH_NOTES - 1):
+        costs.note(3, 2, 1.5)
+        assert costs.is_fresh(3)
+    costs.note(3, 2, 1.5)
+    assert not costs.is_fresh(3)
+    costs.note(3, 0, 1.0)
+    assert costs.is_fresh(3)
 
 
 def test_of_a_few_measurements_the_middle_one_counts() -> None:
@@ -309,6 +325,16 @@ def test_asking_in_vain_takes_little_time(
     machine.run(2000)
     assert found == pytest.approx(asked, abs=2)
     assert machine.speculator._costs.seconds(1) == pytest.approx(0.0105)
+
+
+def test_what_is_done_for_guesses_is_a_part_of_their_steps() -> None:
+    machine = Machine(memory_bound, 0.95)
+    machine.guesser.takes_s = 0.0005
+    machine.run(300)
+    assert machine.lengths[-1] == 5
+    costs = machine.speculator._costs
+    assert costs.seconds(1) == pytest.approx(memory_bound(1))
+    assert costs.seconds(1, 5) == pytest.approx(memory_bound(6) + 0.0005)
 
 
 def test_counters() -> None:
