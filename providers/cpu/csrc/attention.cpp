@@ -18,6 +18,7 @@ namespace {
 // Below this many elements or multiply-adds, waking another thread costs more than it saves.
 constexpr int64_t kSerialPrepare = 1 << 14;
 constexpr int64_t kSerialAttend = 1 << 14;
+constexpr int64_t kTilesFrom = 8 * kTile;  // tokens
 // Fewer row blocks than this are divided along their keys, too.
 constexpr size_t kEnoughBlocks = 32;
 
@@ -149,6 +150,9 @@ int prepare(Run& run) {
   const int64_t tasks =
       serial ? 1 : std::min<int64_t>(64, p.num_tokens * per_token * 2 / kSerialPrepare);
   run.tokens_per_task = (p.num_tokens + tasks - 1) / tasks;
+  // Whole tiles are written in less time than token by token.
+  if (p.num_tokens >= kTilesFrom)
+    run.tokens_per_task = (run.tokens_per_task + kTile - 1) / kTile * kTile;
   const int64_t count = (p.num_tokens + run.tokens_per_task - 1) / run.tokens_per_task;
   return run.for_each(static_cast<size_t>(count), serial, prepare_task);
 }

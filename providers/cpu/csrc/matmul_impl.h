@@ -226,8 +226,8 @@ static inline int64_t bytes_ahead(const MatMul& m, const Outputs& out, int64_t b
   return block % (out.groups - 1) == out.group - 1 ? panel_bytes(m) : 0;
 }
 
-// Asks for what rows of outputs will be written to. It is rarely in a cache, and stores that wait for
-// it hold up all the later ones, those of sums that find no register among them.
+// Asks for what rows of outputs will be written to. It is rarely in a cache, and stores that wait
+// for it hold up all the later ones, those of sums that find no register among them.
 template <int kRows, int kColumns>
 ONNXPORT_INLINE void prefetch_outputs(const Outputs& out, int64_t offset, int64_t rows) {
   for (int r = 0; r < kRows && r < rows; r++) {

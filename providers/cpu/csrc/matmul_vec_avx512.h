@@ -88,7 +88,7 @@ struct Dot {
   }
   static inline void add_four(Sum& sum, Vec::Ints w, Vec::Ints x) {
 #if defined(__GNUC__) && !defined(__clang__)
-    // Around the intrinsic, GCC 12 copies each sum and stores a third of them, eight inputs by eight.
+    // Around the intrinsic, GCC 12 copies each sum and stores a third of them, again and again.
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
 #else
     sum = _mm512_dpbusd_epi32(sum, w, x);

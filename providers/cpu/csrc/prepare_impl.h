@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-#include "cache_impl.h"
+#include "tiles_impl.h"
 
 namespace {
 
@@ -75,6 +75,15 @@ static inline float query_scale(const Problem& p) {
   return p.softcap > 0 ? p.scale / p.softcap : p.scale * kLog2E;
 }
 
+// Asks for the vector that is so many floats further on, a later token's, which is rarely in the
+// first caches: tokens lie too far apart for the processor to see that it will be read. There may
+// be none, which is no matter to a prefetch.
+ONNXPORT_PREFETCHES void prefetch_next(const float* x, int64_t stride, int64_t head_size) {
+  const uintptr_t next = reinterpret_cast<uintptr_t>(x) + static_cast<uintptr_t>(stride) * 4;
+  for (int64_t i = 0; i < head_size; i += 16)
+    prefetch(reinterpret_cast<const char*>(next + static_cast<uintptr_t>(i) * 4));
+}
+
 static inline void prepare_query(const Problem& p, const TokenPlace& place, int64_t token,
                                  float* queries) {
   const int64_t group = p.num_heads / p.kv_heads;
@@ -84,6 +93,7 @@ static inline void prepare_query(const Problem& p, const TokenPlace& place, int6
   for (int64_t kv_head = 0; kv_head < p.kv_heads; kv_head++) {
     float* x = queries + (kv_head * p.num_tokens + token) * group * row;
     for (int64_t i = 0; i < group; i++, x += row, source += p.head_size) {
+      prefetch_next(source, p.query_stride, p.head_size);
       if (p.cache_layout != kPaired) {
         project(p, source, p.q_norm_weight, place.position, scale, x);
         continue;
@@ -158,14 +168,71 @@ static void store_token(const Problem& p, const TokenPlace& place, int64_t token
   }
 }
 
+// Rounds n numbers, a multiple of 8, to bfloat16.
+static inline void round_numbers(const float* x, int64_t n, uint16_t* out) {
+  float pairs[kMaxHeadSize / 2];
+  Vec::round_to_bfloat16(x, n, pairs);
+  memcpy(out, pairs, static_cast<size_t>(n) * sizeof *out);
+}
+
+// Writes sixteen tokens from this one on, which fill a paired tile of each head: what
+// store_paired() writes number by number, turned over in registers.
+static inline void store_paired_tile(const Problem& p, const TokenPlace& place, int64_t token) {
+  const int64_t block = place.slot / p.block_size, offset = place.slot % p.block_size;
+  const size_t tile_bytes = static_cast<size_t>(kTile * p.head_size) * sizeof(uint16_t);
+  for (int64_t head = 0; head < p.kv_heads; head++) {
+    const int64_t at = tile_at<PairedBFloat16>(p, block, offset, head);
+    float keys[kTile][kMaxHeadSize / 2], turned[kTile * kMaxHeadSize / 2];
+    const float* rows[kTile];
+    for (int64_t t = 0; t < kTile; t++) {
+      float x[kMaxHeadSize];
+      const float* key = p.key + (token + t) * p.key_stride + head * p.head_size;
+      prefetch_next(key, kTile * p.key_stride, p.head_size);
+      project(p, key, p.k_norm_weight, place.position + t, 1.f, x);
+      Vec::round_to_bfloat16(x, p.head_size, keys[t]);
+      rows[t] = keys[t];
+    }
+    transpose_tile(rows, p.head_size / 2, turned);
+    memcpy(static_cast<uint16_t*>(p.key_cache) + at, turned, tile_bytes);
+    uint16_t* out = static_cast<uint16_t*>(p.value_cache) + at;
+    for (int64_t t = 0; t < kTile; t += 2, out += 2 * p.head_size) {
+      uint16_t first[kMaxHeadSize], second[kMaxHeadSize];
+      const float* value = p.value + (token + t) * p.value_stride + head * p.head_size;
+      prefetch_next(value, kTile * p.value_stride, p.head_size);
+      prefetch_next(value, (kTile + 1) * p.value_stride, p.head_size);
+      round_numbers(value, p.head_size, first);
+      round_numbers(value + p.value_stride, p.head_size, second);
+      for (int64_t i = 0; i < p.head_size; i++) {
+        out[2 * i] = first[i];
+        out[2 * i + 1] = second[i];
+      }
+    }
+  }
+}
+
+// Whether a token begins a paired tile that tokens before `end` fill.
+static inline bool begins_tile(const Problem& p, const TokenPlace& place, int64_t token,
+                               int64_t end) {
+  const int64_t after = min_of(end, p.cumulative_lengths[place.sequence + 1]);
+  return p.head_size % (2 * Vec::kWidth) == 0 && !p.slot_mapping &&
+         place.position % kTile == 0 && token + kTile <= after;
+}
+
 template <class Type, bool kIsTiled>
 static void prepare_tokens(const Problem& p, float* queries, int64_t begin, int64_t end) {
-  int64_t sequence = 0;
+  int64_t sequence = 0, stored = begin;  // tokens before `stored` are in the cache
   for (int64_t token = begin; token < end; token++) {
     while (p.cumulative_lengths[sequence + 1] <= token) sequence++;
     const TokenPlace place = place_of(p, sequence, token);
     prepare_query(p, place, token, queries);
-    store_token<Type, kIsTiled>(p, place, token);
+    if (token < stored) continue;
+    if (is_paired<Type>() && begins_tile(p, place, token, end)) {
+      store_paired_tile(p, place, token);
+      stored = token + kTile;
+    } else {
+      store_token<Type, kIsTiled>(p, place, token);
+      stored = token + 1;
+    }
   }
 }
 

@@ -8,10 +8,13 @@
 
 namespace {
 
+// Not plain inline: GCC takes a function that only prefetches for one without effect, and drops it.
 #if defined(_MSC_VER)
-static inline void prefetch(const char*) {}
+#define ONNXPORT_PREFETCHES static inline
+ONNXPORT_PREFETCHES void prefetch(const char*) {}
 #else
-static inline void prefetch(const char* p) { __builtin_prefetch(p, 0, 3); }
+#define ONNXPORT_PREFETCHES static inline __attribute__((always_inline))
+ONNXPORT_PREFETCHES void prefetch(const char* p) { __builtin_prefetch(p, 0, 3); }
 #endif
 
 constexpr int kTilesPerChunk = kChunk / kTile;
