@@ -185,4 +185,4 @@ def _prune(folder: Path) -> None:
     for _, size, path in sorted(files, reverse=True):
         total += size
         if total > MOST_BYTES:
-            os.unlink(path)
+            Path(path).unlink(missing_ok=True)  # another process may do the same

@@ -120,7 +120,13 @@ def huge_page_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[np.gene
     """
     wanted = np.dtype(dtype)
     count = int(np.prod(shape))
-    region = mmap.mmap(-1, max(1, count * wanted.itemsize))
+    size = max(1, count * wanted.itemsize)
+    if hasattr(
+        mmap, "MAP_PRIVATE"
+    ):  # shared, as is the default, few systems have huge pages for it
+        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        region = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
             region.madvise(mmap.MADV_HUGEPAGE)

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -119,3 +120,19 @@ def test_cores_that_the_system_does_not_tell(
     for found, wanted in ((3, 3), (None, 1)):
         monkeypatch.setattr(psutil, "cpu_count", lambda logical, found=found: found)
         assert memory.physical_cores() == wanted
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the mapping is read as in Linux")
+def test_zeros_are_memory_of_this_process_alone() -> None:
+    """Linux has huge pages for shared memory only where it was told so."""
+    array = memory.huge_page_zeros((3, 1 << 20), np.float32)
+    assert array.shape == (3, 1 << 20)
+    assert not array.any()
+    array[1] = 1
+    first = array.ctypes.data
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(place, 16) for place in line.split()[0].split("-"))
+        if begin <= first < end:
+            assert line.split()[1] == "rw-p"
+            return
+    pytest.fail("it is nowhere")

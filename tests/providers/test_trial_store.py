@@ -75,6 +75,7 @@ def test_what_matters_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_what_does_not_matter_is_not(tmp_path: Path) -> None:
     same = [{}, {"kv_cache_tokens": 2048}, {"kv_cache_tokens": 10**6}, {"max_model_len": 4096}]
+    same.append({"graph_cache": tmp_path})
     assert len({store(tmp_path, **options).path for options in same}) == 1
 
 
