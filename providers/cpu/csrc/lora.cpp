@@ -84,6 +84,7 @@ void LoraSum::run_chunk(size_t index, int64_t first, int64_t last) const {
 void LoraSum::run_part(const LoraChunk& chunk, int64_t part, const char* end,
                        int64_t jump) const {
   const int64_t rank = lora_rank(slots_, place_, chunk.slot, part);
+  if (rank == 0 && is_added_) return;
   int64_t column = 0;
   for (int64_t i = 0; i < part; i++) column += place_.columns[i];
   Lora call;
@@ -102,9 +103,7 @@ void LoraSum::run_part(const LoraChunk& chunk, int64_t part, const char* end,
   call.columns = place_.columns[part];
   call.stride = width_;
   call.tokens = chunk.count;
-  if (!is_added_)
-    for (int64_t token = 0; token < chunk.count; token++)
-      std::fill_n(call.output + token * width_, call.columns, 0.f);
+  call.is_added = is_added_;
   active_kernels()->add_lora(call);
 }
 

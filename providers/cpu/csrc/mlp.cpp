@@ -63,28 +63,15 @@ struct Run {
     const int64_t block = first / down.call.block_size;
     const int64_t block_end = block + ceil_div(count, down.call.block_size);
     for (int64_t row = row_begin; row < row_end; row++, outputs += stride) {
-      if (!adapters.has_gate_up.empty()) add_to_gate_up(row, first, count, outputs, width);
-      alignas(64) float kept[kLargestBlock];
-      float* activated = kept;
-      if (!adapters.has_down.empty() && adapters.has_down[static_cast<size_t>(row)])
-        activated = adapters.activated + row * mlp.inner + first;
-      activations.gated_silu(outputs, outputs + width, activated, count);
-      kernels.quantize(down.call, activated, row, block, block_end);
+      alignas(64) float activated[kLargestBlock];
+      GatedSilu silu{outputs, outputs + width, nullptr, nullptr, activated, count};
+      adapters.connect(silu, row, first);
+      activations.gated_silu(silu);
+      kernels.quantize(down.call, silu.output, row, block, block_end);
     }
     if (row_end < down.call.rows) return;
     for (int64_t row = row_end; row < padded_rows(down.call); row++)
       kernels.quantize(down.call, nullptr, row, block, block_end);
-  }
-
-  // What adapters add to a group's features of a row, `width` numbers apart.
-  void add_to_gate_up(int64_t row, int64_t first, int64_t count, float* outputs,
-                      int64_t width) const {
-    if (!adapters.has_gate_up[static_cast<size_t>(row)]) return;
-    const float* added = adapters.added + row * 2 * mlp.inner + first;
-    for (int64_t i = 0; i < count; i++) {
-      outputs[i] += added[i];
-      outputs[width + i] += added[mlp.inner + i];
-    }
   }
 };
 

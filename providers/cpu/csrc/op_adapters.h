@@ -10,8 +10,8 @@ namespace onnxport::op {
 
 constexpr size_t kAdapterInputs = 4;  // slots of tokens, ranks, weights, and scales of int8
 
-// The adapters of a call's rows, from the input `first` on. Throws a Failure where an input does not
-// fit the others or the places, or a token's slot or rank is none: a call would read outside of them.
+// The adapters of a call's rows, from the input `first` on. Throws a Failure where an input does
+// not fit the others or the places, or a token's slot or rank is none: a call would read elsewhere.
 LoraSlots read_adapters(const Api& api, const ort::KernelContext* context, const char* op,
                         size_t first, LoraType type, int64_t max_rank, int64_t rows,
                         std::initializer_list<LoraPlace> places);
