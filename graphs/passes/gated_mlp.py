@@ -4,6 +4,9 @@
 them to memory: for a few hundred tokens more than the layer's weights. `onnxport.GatedMlp` computes
 the same bits and keeps it in the cache. For devices whose operator library has it, after
 `fuse_gated_silu` and `use_int8_matmul`.
+
+It takes in the `AddLora` behind both products, too, where adapters are int8. What they add to gate
+and up has the same bits then; what they add to the second product is added up in another order.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ import onnx
 from onnxport.graphs.inspect import attribute_int, consumers
 from onnxport.graphs.passes.gated_silu import DOMAIN, GATED_SILU
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
+from onnxport.graphs.passes.lora import ADD_LORA
 from onnxport.graphs.passes.result import PassResult, copy_model
 
 GATED_MLP: Final = "GatedMlp"  # [..., K] -> inner features, gated -> [..., N]
+NORM_INPUT: Final = 5  # skip and gamma, see graphs.passes.input_norm; adapters come behind them
+_INT8_LORA_INPUTS: Final = 6  # of AddLora, with scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +32,32 @@ class _Mlp:
     gate_up: onnx.NodeProto
     silu: onnx.NodeProto
     down: onnx.NodeProto
+    adapters: tuple[onnx.NodeProto, onnx.NodeProto] | None  # AddLora of gate_up, and of down
+
+    @property
+    def last(self) -> onnx.NodeProto:
+        """The node that returns what the layer does."""
+        return self.adapters[1] if self.adapters else self.down
 
 
 def fuse_gated_mlp(model: onnx.ModelProto) -> PassResult:
     """Replace every `MatMulNBits, GatedSilu, MatMulNBits` of our own domain.
 
-    A pattern fires only where nothing else reads what is between them: neither is a graph output
-    or an input of another node, such as one that adds to a projection.
+    Either both products have an `AddLora` behind them, with the same adapters in int8, or none has.
+    A pattern fires only where nothing else reads what is between its nodes: neither is a graph
+    output or an input of another node, such as one that adds to a projection.
     """
-    readers = {name: [node for node, _ in nodes] for name, nodes in consumers(model).items()}
-    outputs = {info.name for info in model.graph.output}
-    found = [mlp for node in model.graph.node if (mlp := _match(node, readers, outputs))]
+    graph = _Graph(model)
+    found = [mlp for node in model.graph.node if (mlp := _match(node, graph))]
     copy = copy_model(model)
     if not found:
         return PassResult("gated_mlp", copy, {})
-    fused = {mlp.down.output[0]: mlp for mlp in found}
-    dropped = {node.output[0] for mlp in found for node in (mlp.gate_up, mlp.silu)}
+    fused = {mlp.last.output[0]: mlp for mlp in found}
+    dropped = {
+        node.output[0]
+        for mlp in found
+        for node in (mlp.gate_up, mlp.silu, mlp.down, *(mlp.adapters or ()))
+    } - fused.keys()
     nodes = [
         _node(fused[node.output[0]]) if node.output[0] in fused else node
         for node in model.graph.node
@@ -52,40 +68,84 @@ def fuse_gated_mlp(model: onnx.ModelProto) -> PassResult:
     return PassResult("gated_mlp", copy, {"gated feed-forward layers fused": len(found)})
 
 
-def _match(
-    gate_up: onnx.NodeProto, readers: dict[str, list[onnx.NodeProto]], outputs: set[str]
-) -> _Mlp | None:
+class _Graph:
+    """Who reads what."""
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self._readers = consumers(model)
+        self._outputs = {info.name for info in model.graph.output}
+
+    def readers(self, node: onnx.NodeProto) -> list[tuple[onnx.NodeProto, int]]:
+        """All nodes that read what a node makes, and where; none if others need it, too."""
+        output = node.output[0]
+        return [] if output in self._outputs else self._readers.get(output, [])
+
+    def only_reader(self, node: onnx.NodeProto) -> onnx.NodeProto | None:
+        """The node that alone reads what a node makes, as its first input."""
+        found = self.readers(node)
+        return found[0][0] if len(found) == 1 and found[0][1] == 0 else None
+
+
+def _match(gate_up: onnx.NodeProto, graph: _Graph) -> _Mlp | None:
     """The layer that starts at `gate_up`, if one does."""
     if not _is_ours(gate_up, MATMUL_NBITS):
         return None
-    silu = _only_reader(gate_up, readers, outputs)
-    if silu is None or not _is_ours(silu, GATED_SILU):
+    follower = graph.only_reader(gate_up)
+    first = follower if follower is not None and _adds_to(follower, gate_up) else None
+    silu = graph.only_reader(first) if first is not None else follower
+    if silu is None or not _is_ours(silu, GATED_SILU) or not graph.readers(silu):
         return None
-    down = _only_reader(silu, readers, outputs)
-    if down is None or not _is_ours(down, MATMUL_NBITS) or down.input[0] != silu.output[0]:
+    (down, at), *others = graph.readers(silu)
+    inner = attribute_int(down, "K", 0)
+    is_whole = attribute_int(gate_up, "N", 0) == 2 * inner
+    if not _is_ours(down, MATMUL_NBITS) or at != 0 or not is_whole:
         return None
-    is_whole = attribute_int(gate_up, "N", 0) == 2 * attribute_int(down, "K", 0)
-    return _Mlp(gate_up, silu, down) if is_whole else None
+    if first is None:
+        return None if others else _Mlp(gate_up, silu, down, None)
+    second = graph.only_reader(down)
+    if second is None or others != [(second, 1)] or not _adds_to(second, down):
+        return None
+    are_alike = first.input[2:] == second.input[2:] and _max_rank(first) == _max_rank(second)
+    columns = (_columns(first), _columns(second))
+    if not are_alike or columns != ([inner, inner, 0], [attribute_int(down, "N", 0), 0, 0]):
+        return None
+    return _Mlp(gate_up, silu, down, (first, second))
+
+
+def _adds_to(node: onnx.NodeProto, product: onnx.NodeProto) -> bool:
+    """Whether a node adds what int8 adapters make of a product's own input."""
+    return (
+        _is_ours(node, ADD_LORA)
+        and len(node.input) == _INT8_LORA_INPUTS
+        and node.input[1] == product.input[0]
+    )
+
+
+def _max_rank(adding: onnx.NodeProto) -> int:
+    return attribute_int(adding, "max_rank", 0)
+
+
+def _columns(adding: onnx.NodeProto) -> list[int]:
+    return [attribute_int(adding, f"columns{part}", 0) for part in range(3)]
 
 
 def _is_ours(node: onnx.NodeProto, kind: str) -> bool:
     return bool(node.op_type == kind and node.domain == DOMAIN)
 
 
-def _only_reader(
-    node: onnx.NodeProto, readers: dict[str, list[onnx.NodeProto]], outputs: set[str]
-) -> onnx.NodeProto | None:
-    """The node that alone reads what a node makes, if nothing else needs it."""
-    output = node.output[0]
-    found = readers.get(output, [])
-    return found[0] if len(found) == 1 and output not in outputs else None
-
-
 def _node(mlp: _Mlp) -> onnx.NodeProto:
+    inputs, attributes = [*mlp.gate_up.input, *mlp.down.input[1:]], {}
+    if mlp.adapters:
+        first, second = mlp.adapters
+        inputs += ["", "", *first.input[2:]]
+        attributes["max_rank"] = _max_rank(first)
+        for name, adding in (("gate_up", first), ("down", second)):
+            attributes[f"{name}_offset"] = attribute_int(adding, "offset", 0)
+            attributes[f"{name}_ranks"] = attribute_int(adding, "ranks", 0)
     return onnx.helper.make_node(
         GATED_MLP,
-        [*mlp.gate_up.input, *mlp.down.input[1:]],
-        list(mlp.down.output),
+        inputs,
+        list(mlp.last.output),
         name=mlp.down.name,
         domain=DOMAIN,
         K=attribute_int(mlp.gate_up, "K", 0),
@@ -95,4 +155,5 @@ def _node(mlp: _Mlp) -> onnx.NodeProto:
         block_size=attribute_int(mlp.gate_up, "block_size", 0),
         down_bits=attribute_int(mlp.down, "bits", 0),
         down_block_size=attribute_int(mlp.down, "block_size", 0),
+        **attributes,
     )

@@ -17,13 +17,13 @@ import onnx
 
 from onnxport.graphs import contract
 from onnxport.graphs.inspect import attribute_int, consumers, initializers
-from onnxport.graphs.passes.gated_mlp import GATED_MLP
+from onnxport.graphs.passes.gated_mlp import GATED_MLP, NORM_INPUT
 from onnxport.graphs.passes.gated_silu import DOMAIN
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.result import PassResult, copy_model
 
 SKIP_NORM: Final = "SkipSimplifiedLayerNormalization"
-_INPUTS: Final[Mapping[str, int]] = {MATMUL_NBITS: 3, GATED_MLP: 5}  # without skip and gamma
+_INPUTS: Final[Mapping[str, int]] = {MATMUL_NBITS: 3, GATED_MLP: NORM_INPUT}  # skip's place
 _EPSILON: Final = 1e-12  # the schema's default, as ONNX Runtime defines it
 
 
@@ -99,7 +99,8 @@ def _is_plain_norm(node: onnx.NodeProto) -> bool:
 
 def _is_ours(node: onnx.NodeProto) -> bool:
     """Whether it is an operator of ours that has no norm yet."""
-    return node.domain == DOMAIN and len(node.input) == _INPUTS.get(node.op_type)
+    first = _INPUTS.get(node.op_type, 0) if node.domain == DOMAIN else 0
+    return first > 0 and len(node.input) >= first and not any(node.input[first : first + 2])
 
 
 def _residual(norm: onnx.NodeProto) -> str:
@@ -111,7 +112,9 @@ def _fused(node: onnx.NodeProto, found: _Found) -> onnx.NodeProto:
     fused = onnx.NodeProto()
     fused.CopyFrom(node)
     del fused.input[:]
-    fused.input.extend([norm.input[0], *node.input[1:], norm.input[1], norm.input[2]])
+    first = _INPUTS[node.op_type]
+    inputs = [norm.input[0], *node.input[1:first], *norm.input[1:3], *node.input[first + 2 :]]
+    fused.input.extend(inputs)
     # The operator returns the sum even if nobody reads it: under a name that the norm leaves free.
     fused.output.append(_residual(norm) or norm.output[0])
     if found.is_shared:

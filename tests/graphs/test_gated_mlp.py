@@ -18,7 +18,7 @@ from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_matmul import split_matmul
 from onnxport.providers.cpu.library import find_library, matmul_isa
 from tests.conformance.make import make_artifact
-from tests.kernels import matmul_cases, mlp_cases
+from tests.kernels import matmul_cases, mlp_cases, mlp_lora_cases
 from tests.kernels.mlp_cases import MlpCase
 
 
@@ -87,9 +87,30 @@ def test_every_layer_of_a_decoder_is_fused(int4: Artifact) -> None:
     assert len(before.graph.node) - len(kinds) == 2 * layers
 
 
-def test_layers_with_adapters_are_left_alone(int4: Artifact) -> None:
+def test_every_layer_with_adapters_in_int8_is_fused(int4: Artifact) -> None:
     spec = int4.manifest.model
-    for adapted in (add_lora(lowered(int4), spec), add_lora_operator(lowered(int4), spec, 8)):
+    before = prepared(add_lora_operator(lowered(int4), spec, 8, "int8").model)
+    result = fuse_gated_mlp(before)
+    assert result.changes == {"gated feed-forward layers fused": spec.num_layers}
+    kinds = [node.op_type for node in result.model.graph.node]
+    assert kinds.count("AddLora") == 2 * spec.num_layers, "of qkv and o"
+    assert len(before.graph.node) - len(kinds) == 4 * spec.num_layers
+    last = [node for node in result.model.graph.node if node.op_type == "GatedMlp"][-1]
+    adding = [node for node in before.graph.node if node.op_type == "AddLora"][-2:]
+    assert list(last.input[5:]) == ["", "", *adding[0].input[2:]]
+    assert last.output == adding[1].output
+    for name, node in zip(("gate_up", "down"), adding, strict=True):
+        for what in ("offset", "ranks"):
+            assert attribute_int(last, f"{name}_{what}", -1) == attribute_int(node, what, -2)
+    assert attribute_int(last, "max_rank", -1) == 8
+
+
+def test_layers_with_adapters_in_floats_are_left_alone(int4: Artifact) -> None:
+    spec = int4.manifest.model
+    for adapted in (
+        add_lora(lowered(int4), spec),
+        *(add_lora_operator(lowered(int4), spec, 8, dtype) for dtype in ("float32", "float16")),
+    ):
         before = prepared(adapted.model)
         assert any(node.op_type == "GatedSilu" for node in before.graph.node)
         assert not fuse_gated_mlp(before).changes
@@ -176,6 +197,88 @@ def test_near_misses_are_left_alone(change: Change) -> None:
     assert not result.changes
     assert result.model == before
     assert str(result) == "gated_mlp: nothing to do"
+
+
+def adapted() -> onnx.ModelProto:
+    """The five operators of a layer with adapters."""
+    return onnx.load_from_string(mlp_lora_cases.separate(mlp_lora_cases.make_case(2, 5)))
+
+
+def test_adapters_come_along() -> None:
+    before = adapted()
+    untouched = before.SerializeToString()
+    result = fuse_gated_mlp(before)
+    assert result.changes == {"gated feed-forward layers fused": 1}
+    assert before.SerializeToString() == untouched
+    (node,) = result.model.graph.node
+    wanted = onnx.load_from_string(mlp_lora_cases.fused(mlp_lora_cases.make_case(2, 5)))
+    (same,) = wanted.graph.node
+    assert node.input == same.input
+    assert {a.name: a.i for a in node.attribute} == {a.name: a.i for a in same.attribute}
+
+
+def _reads(index: int, at: int, value: str) -> Change:
+    """A node has another input, which something makes if the layer does not."""
+
+    def change(of: onnx.ModelProto) -> None:
+        of.graph.node[index].input[at] = value
+
+    return change
+
+
+def _without_scales(of: onnx.ModelProto) -> None:
+    for index in (1, 4):
+        of.graph.node[index].input.pop()
+
+
+def _attribute(index: int, name: str, value: int) -> Change:
+    def change(of: onnx.ModelProto) -> None:
+        (found,) = (a for a in of.graph.node[index].attribute if a.name == name)
+        found.i = value
+
+    return change
+
+
+def _without(index: int) -> Change:
+    """One of the products has no adapters."""
+
+    def change(of: onnx.ModelProto) -> None:
+        result = of.graph.node[index].output[0]
+        del of.graph.node[index]
+        of.graph.node[index - 1].output[0] = result
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(_without(1), id="the second product's alone"),
+        pytest.param(_without(4), id="the first product's alone"),
+        pytest.param(_also_reads("base"), id="second reader of the first product"),
+        pytest.param(_also_reads("joined"), id="second reader of the first sum"),
+        pytest.param(_also_reads("activated"), id="third reader of the activation"),
+        pytest.param(_also_reads("sum"), id="second reader of the second product"),
+        pytest.param(_is_an_output("base"), id="first product is an output"),
+        pytest.param(_is_an_output("sum"), id="second product is an output"),
+        pytest.param(_reads(1, 1, "other"), id="adapters of another input"),
+        pytest.param(_reads(4, 1, "x"), id="the second product's of another input"),
+        pytest.param(_reads(4, 2, "other"), id="other slots"),
+        pytest.param(_reads(4, 4, "other"), id="other weights"),
+        pytest.param(_without_scales, id="no scales"),
+        pytest.param(_attribute(4, "max_rank", 21), id="another largest rank"),
+        pytest.param(_attribute(1, "columns0", 331), id="other columns"),
+        pytest.param(_attribute(4, "columns0", 89), id="other columns of the second product"),
+        pytest.param(_domain(1), id="sum is not ours"),
+        pytest.param(_domain(4), id="second sum is not ours"),
+    ],
+)
+def test_near_misses_with_adapters_are_left_alone(change: Change) -> None:
+    before = adapted()
+    change(before)
+    result = fuse_gated_mlp(before)
+    assert not result.changes
+    assert result.model == before
 
 
 def test_a_sum_behind_the_layer_is_none_of_its_business() -> None:

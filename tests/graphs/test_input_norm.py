@@ -13,7 +13,7 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import element_types
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
-from onnxport.graphs.passes.input_norm import fuse_input_norm
+from onnxport.graphs.passes.input_norm import SKIP_NORM, fuse_input_norm
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.lora import add_lora_operator
 from onnxport.graphs.passes.retype import retype
@@ -159,6 +159,29 @@ def test_the_norms_that_adapters_read(int4: Artifact) -> None:
     assert set(shared) <= {node.input[1] for node in adding}
     types = element_types(result.model)
     assert all(name in types for name in shared)
+
+
+def test_a_layer_that_takes_in_adapters_takes_in_its_norm(int4: Artifact) -> None:
+    """Between what it has of its own and the adapters; nobody else reads what is normalized."""
+    adapted = add_lora_operator(
+        retype(int4.load_graph("paged"), int4.read_tensor).model, int4.manifest.model, 8, "int8"
+    )
+    before = prepared(adapted.model)
+    result = fuse_input_norm(before)
+    layers = int4.manifest.model.num_layers
+    assert result.changes == {"norms fused into what reads them": 2 * layers}
+    fused, unfused = (
+        [node for node in of.graph.node if node.op_type == "GatedMlp"]
+        for of in (result.model, before)
+    )
+    norms = [node for node in before.graph.node if node.op_type == SKIP_NORM]
+    made = {norm.output[0]: norm for norm in norms}
+    for node, old in zip(fused, unfused, strict=True):
+        norm = made[old.input[0]]
+        skip, gamma = norm.input[1:3]
+        assert list(node.input) == [norm.input[0], *old.input[1:5], skip, gamma, *old.input[7:]]
+        assert len(node.output) == 2
+    assert not fuse_input_norm(result.model).changes
 
 
 @pytest.mark.parametrize("before", [model(), layer()], ids=["MatMulNBits", "GatedMlp"])

@@ -24,10 +24,8 @@ from tests.kernels.standalone import CORE, ROOT
 def build(compiler: str, folder: Path, set_flags: dict[str, str], *options: str) -> Path:
     """Compiles the driver; `set_flags` are those of the sources named, as CMake gives them."""
     csrc = ROOT / "providers/cpu/csrc"
-    sources = [
-        csrc / f"{name}.cpp"
-        for name in (*CORE, "kernels_portable", "matmul", "mlp", "pack", "pages")
-    ]
+    names = ("kernels_portable", "lora", "matmul", "mlp", "mlp_lora", "pack", "pages")
+    sources = [csrc / f"{name}.cpp" for name in (*CORE, *names)]
     sources.append(Path(__file__).with_name("matmul_driver.cpp"))
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", *options]
     objects = []

@@ -223,7 +223,8 @@ def test_nothing_is_done_where_no_token_has_an_adapter(library_path: Path) -> No
         ({"slots": np.zeros(19, np.int32)}, "number of token slots must be 20, found 19"),
         ({"activations": np.zeros((1, 64), np.float32)}, "activations' rows must be 20, found 1"),
         ({"product": np.zeros((20, 161), np.float32)}, "product's columns must be 160, found 161"),
-        ({"slots": np.zeros((20, 1), np.int32)}, "inputs have 2, 2, 1, 3 and 2 dimensions"),
+        ({"product": np.zeros((20, 160, 1), np.float32)}, "must have 2 dimensions, found 3 and 2"),
+        ({"slots": np.zeros((20, 1), np.int32)}, "1, 3 and 2 dimensions, found 2, 3 and 2"),
     ],
 )
 def test_what_would_read_elsewhere_is_refused(

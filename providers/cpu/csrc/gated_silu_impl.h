@@ -1,11 +1,14 @@
 // The gate of a gated feed-forward layer. Compiled once per instruction set.
 #pragma once
 
+#include <stdint.h>
 #include <string.h>
 
-#include <stdint.h>
+#include "kernels.h"
 
 namespace {
+
+using onnxport::GatedSilu;
 
 static inline Vec::T gated_silu_of(Vec::T gate, Vec::T up) {
   const Vec::T one = Vec::set1(1.f);
@@ -16,18 +19,34 @@ static inline Vec::T gated_silu_of(Vec::T gate, Vec::T up) {
   return Vec::mul(Vec::div(gate, Vec::add(one, e)), up);
 }
 
-// output[i] = gate[i] / (1 + exp(-gate[i])) * up[i]
-static void gated_silu(const float* gate, const float* up, float* output, int64_t count) {
+template <bool kIsAdded>
+static void gated_silu_of_row(const GatedSilu& g) {
+  const auto load = [](const float* x, const float* added) {
+    return kIsAdded ? Vec::add(Vec::load(x), Vec::load(added)) : Vec::load(x);
+  };
   int64_t i = 0;
-  for (; i + Vec::kWidth <= count; i += Vec::kWidth)
-    Vec::store(output + i, gated_silu_of(Vec::load(gate + i), Vec::load(up + i)));
-  if (i == count) return;
-  float gates[16] = {}, ups[16] = {}, results[16];
-  const size_t rest = static_cast<size_t>(count - i) * sizeof(float);
-  memcpy(gates, gate + i, rest);
-  memcpy(ups, up + i, rest);
-  Vec::store(results, gated_silu_of(Vec::load(gates), Vec::load(ups)));
-  memcpy(output + i, results, rest);
+  for (; i + Vec::kWidth <= g.count; i += Vec::kWidth) {
+    const Vec::T gate = load(g.gate + i, g.gate_added + i), up = load(g.up + i, g.up_added + i);
+    Vec::store(g.output + i, gated_silu_of(gate, up));
+  }
+  if (i == g.count) return;
+  float values[4][16] = {}, results[16];
+  const size_t rest = static_cast<size_t>(g.count - i) * sizeof(float);
+  memcpy(values[0], g.gate + i, rest);
+  memcpy(values[1], g.up + i, rest);
+  if (kIsAdded) {
+    memcpy(values[2], g.gate_added + i, rest);
+    memcpy(values[3], g.up_added + i, rest);
+  }
+  Vec::store(results, gated_silu_of(load(values[0], values[2]), load(values[1], values[3])));
+  memcpy(g.output + i, results, rest);
+}
+
+static void gated_silu(const GatedSilu& g) {
+  if (g.gate_added)
+    gated_silu_of_row<true>(g);
+  else
+    gated_silu_of_row<false>(g);
 }
 
 }  // namespace

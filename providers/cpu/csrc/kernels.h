@@ -32,7 +32,7 @@ constexpr int64_t kLoraPanel = 64;  // numbers of a row side by side; PANEL in g
 
 enum LoraType { kLoraFloat, kLoraHalf, kLoraInt8 };
 
-// What one LoRA adapter adds to one projection: output += (scales * (input a^T)) b. Rows lie in
+// What one LoRA adapter adds to one projection: output = (output or 0) + (scales * (input a^T)) b. Rows lie in
 // panels: kLoraPanel numbers of the first row, as many of the second, and so on to the last, then
 // the next numbers of the first. So all is read from one end to the other.
 struct Lora {
@@ -43,9 +43,18 @@ struct Lora {
   const float* input;   // [tokens][depth]
   float* output;        // [tokens][stride], the projection's columns
   int64_t rank, depth, columns, stride, tokens;
+  bool is_added;  // else the output is set
   // What is asked for ahead: once it would be behind `end`, it is so many bytes further on.
   const char* end;
   int64_t jump;
+};
+
+// The gate of a feed-forward layer: output[i] = silu(gate[i]) * up[i].
+struct GatedSilu {
+  const float *gate, *up;
+  const float *gate_added, *up_added;  // what is added to them first; null: nothing
+  float* output;                       // overlaps none of them
+  int64_t count;
 };
 
 struct Kernels {
@@ -69,8 +78,7 @@ struct Kernels {
   void (*finish)(const Problem& problem, const RowBlock& block, const State* states,
                  int64_t num_states);
 
-  // output[i] = silu(gate[i]) * up[i]; no array overlaps another.
-  void (*gated_silu)(const float* gate, const float* up, float* output, int64_t count);
+  void (*gated_silu)(const GatedSilu& call);
 
   // Adds to the output of each token what an adapter adds to it.
   void (*add_lora)(const Lora& call);

@@ -110,6 +110,9 @@ static inline void lora_factors(const Lora& l, int64_t token, int64_t row, float
     }
 }
 
+// Whether the output holds what is to be added to when this row of B is the first one.
+static inline bool is_sum(const Lora& l, int64_t row) { return l.is_added || row > 0; }
+
 // output[t] += factors[t] x b over kCols vectors of each of kPanels panels, for `ranks` rows of B.
 template <class Type, int kTokens, int kPanels, int kCols>
 static inline void lora_columns(const Lora& l, int64_t token, int64_t row, int64_t ranks,
@@ -122,7 +125,9 @@ static inline void lora_columns(const Lora& l, int64_t token, int64_t row, int64
   ONNXPORT_UNROLL
   for (int t = 0; t < kTokens; t++) {
     ONNXPORT_UNROLL
-    for (int c = 0; c < kAll; c++) sum[t][c] = Vec::load(output + t * l.stride + c * Vec::kWidth);
+    for (int c = 0; c < kAll; c++)
+      sum[t][c] = is_sum(l, row) ? Vec::load(output + t * l.stride + c * Vec::kWidth)
+                                 : Vec::set1(0.f);
   }
   for (int64_t r = 0; r < ranks; r++, b += kLoraPanel) {
     Vec::T w[kAll];
@@ -154,7 +159,7 @@ static inline void lora_rest(const Lora& l, int64_t token, int64_t row, int64_t 
   const int64_t count = l.columns - column;
   float* output = l.output + token * l.stride + column;
   const auto* b = panel_of<Type>(l, row, column);
-  Vec::T sum = load_some<LoraFloat>(output, count);
+  Vec::T sum = is_sum(l, row) ? load_some<LoraFloat>(output, count) : Vec::set1(0.f);
   for (int64_t r = 0; r < ranks; r++)
     sum = Vec::fma(Vec::set1(factors[r]), load_some<Type>(b + r * kLoraPanel, count), sum);
   store_some(output, sum, count);
@@ -164,7 +169,8 @@ template <class Type, int kTokens>
 static inline void lora_tokens(const Lora& l, int64_t token) {
   constexpr int W = Vec::kWidth;
   float factors[kTokens * kLoraRanks];
-  for (int64_t row = 0; row < l.rank; row += kLoraRanks) {
+  int64_t row = 0;
+  do {  // once without a rank, too: the output may have to be set
     const int64_t ranks = l.rank - row < kLoraRanks ? l.rank - row : kLoraRanks;
     int64_t r = 0, c = 0;
     if constexpr (kTokens == 1) {
@@ -187,7 +193,8 @@ static inline void lora_tokens(const Lora& l, int64_t token) {
     if (c < l.columns)
       for (int t = 0; t < kTokens; t++)
         lora_rest<Type>(l, token + t, row, ranks, factors + t * kLoraRanks, c);
-  }
+    row += kLoraRanks;
+  } while (row < l.rank);
 }
 
 template <class Type>

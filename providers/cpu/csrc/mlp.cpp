@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "kernels.h"
+#include "mlp_lora.h"
 #include "pack.h"
 #include "product.h"
 
@@ -26,6 +27,7 @@ struct Run {
   const GatedMlp& mlp;
   Product gate_up, down;
   int64_t features, groups;  // features of a group
+  const MlpAdapters adapters;
   std::atomic<bool> out_of_memory{false};
 
   Run(const MatMulKernels& used, const GatedMlp& layer, const MatMul& first, const MatMul& second)
@@ -33,7 +35,9 @@ struct Run {
         activations(*active_kernels()),
         mlp(layer),
         gate_up(used, first),
-        down(used, second) {
+        down(used, second),
+        adapters(layer) {
+    if (adapters.normalized) gate_up.call.norm.normalized = adapters.normalized;
     features = group_features(second.block_size);
     groups = ceil_div(mlp.inner, features);
   }
@@ -60,8 +64,10 @@ struct Run {
     const int64_t block_end = block + ceil_div(count, down.call.block_size);
     for (int64_t row = row_begin; row < row_end; row++, outputs += stride) {
       alignas(64) float activated[kLargestBlock];
-      activations.gated_silu(outputs, outputs + width, activated, count);
-      kernels.quantize(down.call, activated, row, block, block_end);
+      GatedSilu silu{outputs, outputs + width, nullptr, nullptr, activated, count};
+      adapters.connect(silu, row, first);
+      activations.gated_silu(silu);
+      kernels.quantize(down.call, silu.output, row, block, block_end);
     }
     if (row_end < down.call.rows) return;
     for (int64_t row = row_end; row < padded_rows(down.call); row++)
@@ -106,10 +112,15 @@ int run_mlp(const MatMulKernels& kernels, const GatedMlp& mlp, ParallelFor paral
   activations.reserve(kernels, down);
   Run run(kernels, mlp, gate_up, down);
   const auto step = [&](int64_t count, Task task) {
+    if (count == 0) return 0;
     return run_tasks(count, task, &run, parallel_for, context);
   };
   int result = step(run.gate_up.quantize_tasks(), [](void* argument, size_t index) {
     static_cast<const Run*>(argument)->gate_up.quantize(static_cast<int64_t>(index));
+  });
+  if (result != 0) return result;
+  result = step(run.adapters.gate_up.tasks(), [](void* argument, size_t index) {
+    static_cast<const Run*>(argument)->adapters.gate_up.run(static_cast<int64_t>(index));
   });
   if (result != 0) return result;
   result = step(run.activate_tasks(), [](void* argument, size_t index) {
@@ -117,8 +128,12 @@ int run_mlp(const MatMulKernels& kernels, const GatedMlp& mlp, ParallelFor paral
   });
   if (result != 0) return result;
   if (run.out_of_memory) throw std::bad_alloc();
-  return step(run.down.multiply_tasks(), [](void* argument, size_t index) {
+  result = step(run.down.multiply_tasks(), [](void* argument, size_t index) {
     static_cast<const Run*>(argument)->down.multiply(static_cast<int64_t>(index));
+  });
+  if (result != 0) return result;
+  return step(run.adapters.down.tasks(), [](void* argument, size_t index) {
+    static_cast<const Run*>(argument)->adapters.down.run(static_cast<int64_t>(index));
   });
 }
 

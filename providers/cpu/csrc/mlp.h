@@ -7,6 +7,7 @@
 // cache until it is quantized for the next product, and never gets to memory.
 #pragma once
 
+#include "lora.h"
 #include "matmul.h"
 
 namespace onnxport {
@@ -16,10 +17,17 @@ static inline int64_t group_features(int64_t block_size) {
   return block_size < 64 ? 64 : block_size;
 }
 
+// Adapters of the rows, which add to the outputs of all three projections.
+struct MlpLora {
+  LoraSlots slots;
+  LoraPlace gate_up, down;  // of two parts, and of one
+};
+
 struct GatedMlp {
   int64_t inner;   // features between the two products
   MatMul gate_up;  // n: all packed features, a multiple of 2 * kPanel; see pack_gate_up
   MatMul down;     // k is inner
+  const MlpLora* lora = nullptr;
 };
 
 // Sets what follows from the rest: n of gate_up and k of down.

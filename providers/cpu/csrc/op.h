@@ -83,6 +83,9 @@ struct Tensor {
 // Throws a Failure that calls the value by `name`.
 Tensor describe(const Api& api, const char* name, const ort::Value* value);
 
+// An input that may not be there: null.
+const ort::Value* optional_input(const Api& api, const ort::KernelContext* context, size_t index);
+
 // What all our operators have in common; the rest is null.
 ort::CustomOp base_operator();
 

@@ -23,6 +23,14 @@ Tensor describe(const Api& api, const char* name, const ort::Value* value) {
   return tensor;
 }
 
+const ort::Value* optional_input(const Api& api, const ort::KernelContext* context, size_t index) {
+  size_t count = 0;
+  check(api.input_count(context, &count));
+  const ort::Value* value = nullptr;
+  if (index < count) check(api.input(context, index, &value));
+  return value;
+}
+
 namespace {
 
 struct Call {

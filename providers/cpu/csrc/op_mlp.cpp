@@ -1,8 +1,10 @@
 // onnxport.GatedMlp: MatMulNBits, with its norm if it has one, GatedSilu and MatMulNBits in one, to
-// the bit.
+// the bit. With the inputs of adapters, which are int8, and an AddLora behind both products.
 #include <memory>
+#include <string>
 
 #include "mlp.h"
+#include "op_adapters.h"
 #include "op_weights.h"
 #include "pack.h"
 #include "pages.h"
@@ -20,8 +22,13 @@ enum MlpInput : size_t {
   kDownScales,
   kSkip,
   kGamma,
+  kAdapters,
+  kAdapterRanks,
+  kAdapterWeights,
+  kAdapterScales,
   kMlpInputs
 };
+static_assert(kMlpInputs == kAdapters + kAdapterInputs, "adapters come last");
 
 size_t packed_bytes(const MatMul& m) {
   return static_cast<size_t>(num_panels(m) * panel_bytes(m));
@@ -30,6 +37,7 @@ size_t packed_bytes(const MatMul& m) {
 struct MlpKernel {
   Api api;
   GatedMlp settings;  // a call fills in the rest
+  MlpLora lora{};     // likewise; without a largest rank there are no adapters
   WeightMemory gate_up, down;
 
   MlpKernel(const Api& a, const GatedMlp& mlp)
@@ -41,6 +49,32 @@ struct MlpKernel {
     settings.down.weights = down.data();
   }
 };
+
+// A product's place in the slots of adapters, all but its parts.
+LoraPlace read_place(const Api& api, const ort::KernelInfo* info, const std::string& name,
+                     int64_t depth) {
+  LoraPlace place{};
+  place.offset = read_attribute(api, info, (name + "_offset").c_str());
+  place.ranks = read_attribute(api, info, (name + "_ranks").c_str());
+  place.depth = depth;
+  return place;
+}
+
+void read_lora(const Api& api, const ort::KernelInfo* info, const GatedMlp& mlp, MlpLora& lora) {
+  if (Status* status = api.attribute(info, "max_rank", &lora.slots.max_rank)) {
+    api.release(status);
+    lora.slots.max_rank = 0;
+    return;
+  }
+  lora.gate_up = read_place(api, info, "gate_up", mlp.gate_up.k);
+  lora.gate_up.parts = 2;
+  lora.gate_up.columns[0] = lora.gate_up.columns[1] = mlp.inner;
+  lora.down = read_place(api, info, "down", mlp.inner);
+  lora.down.parts = 1;
+  lora.down.columns[0] = mlp.down.n;
+  for (const LoraPlace& place : {lora.gate_up, lora.down})
+    check_place(api, kName, place, lora.slots.max_rank);
+}
 
 std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* info,
                                        ort::ElementType scales) {
@@ -65,6 +99,7 @@ std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* in
   mlp.gate_up.half_scales = are_halves(stored_scales(first, scales), elements(first.scales));
   mlp.down.half_scales = are_halves(stored_scales(second, scales), elements(second.scales));
   auto kernel = std::make_unique<MlpKernel>(api, mlp);
+  read_lora(api, info, mlp, kernel->lora);
   pack_gate_up(mlp, first.quants.as<const uint8_t>(), stored_scales(first, scales),
                kernel->gate_up.data());
   forget_weights(first, scales);
@@ -74,6 +109,27 @@ std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* in
   return kernel;
 }
 
+// The adapters of a call's rows. Throws a Failure unless the node has all that they need, or none.
+void read_call_lora(const Api& api, const ort::KernelContext* context, int64_t rows,
+                    MlpLora& lora) {
+  const bool has_rank = lora.slots.max_rank > 0;
+  const char* missing = has_rank ? nullptr : "max_rank";
+  bool any = has_rank;
+  constexpr const char* kNames[kAdapterInputs] = {"slots", "ranks", "weights", "scales"};
+  for (size_t i = 0; i < kAdapterInputs; i++) {
+    const bool given = optional_input(api, context, kAdapters + i) != nullptr;
+    any |= given;
+    if (!given && !missing) missing = kNames[i];
+  }
+  if (!any) return;
+  if (missing)
+    fail(api, ort::kInvalidArgument,
+         "%s: adapters need slots, ranks, weights, scales and max_rank; there is no %s", kName,
+         missing);
+  lora.slots = read_adapters(api, context, kName, kAdapters, kLoraInt8, lora.slots.max_rank, rows,
+                             {lora.gate_up, lora.down});
+}
+
 void compute(const MlpKernel& kernel, ort::KernelContext* context) {
   const Api& api = kernel.api;
   GatedMlp call = kernel.settings;
@@ -81,6 +137,9 @@ void compute(const MlpKernel& kernel, ort::KernelContext* context) {
   call.gate_up.rows = elements(input) / call.gate_up.k;
   call.gate_up.input = input.as<const float>();
   read_norm(api, context, kName, input, kSkip, call.gate_up);
+  MlpLora lora = kernel.lora;
+  read_call_lora(api, context, call.gate_up.rows, lora);
+  if (lora.slots.tokens) call.lora = &lora;
   input.dims[input.rank - 1] = call.down.n;
   ort::Value* out = nullptr;
   void* data = nullptr;
@@ -97,6 +156,8 @@ ort::CustomOp make_operator() {
   op.name = [](const ort::CustomOp*) { return kName; };
   op.input_type = [](const ort::CustomOp*, size_t index) -> int {
     if (index == kGateUpScales || index == kDownScales) return kStored;
+    if (index == kAdapterWeights) return ort::kInt8;
+    if (index == kAdapters || index == kAdapterRanks) return ort::kInt32;
     return index == kGateUp || index == kDown ? ort::kUint8 : ort::kFloat;
   };
   op.output_type = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };

@@ -25,14 +25,6 @@ void expect_elements(const Api& api, const char* op, const char* name, const Ten
          static_cast<long long>(wanted), static_cast<long long>(elements(tensor)));
 }
 
-const ort::Value* optional_input(const Api& api, const ort::KernelContext* context, size_t index) {
-  size_t count = 0;
-  check(api.input_count(context, &count));
-  const ort::Value* value = nullptr;
-  if (index < count) check(api.input(context, index, &value));
-  return value;
-}
-
 }  // namespace
 
 int64_t elements(const Tensor& tensor) {

@@ -1,0 +1,189 @@
+"""Feed-forward layers with LoRA adapters: as one operator, as five, and in NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from onnxport.graphs.lora import PANEL, in_panels
+from tests.kernels import matmul_cases, mlp_cases
+from tests.kernels.matmul_cases import Floats
+from tests.kernels.mlp_cases import MlpCase
+
+MAX_RANK = 20
+GATE_UP, DOWN = 5, 9  # offsets in a slot: numbers before the first, and between the products
+RANKS_AT = (1, 4)  # of gate and of down, in a slot's ranks
+INPUTS = ("slots", "ranks", "weights", "scales")
+
+# Of gate, up and down, by slot; none in slot 0. Slot 3 adds to the first product alone, slot 4 to
+# the second.
+RANKS = ((0, 0, 0), (16, 16, 16), (20, 1, 7), (3, 0, 0), (0, 0, 8))
+
+
+@dataclass(frozen=True)
+class AdaptedMlp:
+    """A layer, the adapters in its slots, and who has which."""
+
+    layer: MlpCase
+    slots: NDArray[np.int32]  # of each row
+    ranks: tuple[tuple[int, int, int], ...] = RANKS
+
+    @property
+    def widths(self) -> tuple[tuple[int, int], ...]:
+        """Inputs and outputs of gate, up and down."""
+        k, inner, n = self.layer.gate_up.k, self.layer.inner, self.layer.down.n
+        return (k, inner), (k, inner), (inner, n)
+
+    def rows(self, rows: NDArray[np.int64] | slice) -> AdaptedMlp:
+        """Some of the rows alone."""
+        x = self.layer.x[rows]
+        layer = MlpCase(self.layer.gate_up.replace(x=x), self.layer.down)
+        return replace(self, layer=layer, slots=self.slots[rows])
+
+    def stored(self, slot: int, part: int) -> tuple[NDArray[Any], NDArray[Any], Floats]:
+        """A [rank, inputs] and B [rank, outputs] in int8, and scales [rank]."""
+        random = np.random.default_rng([slot, part])
+        shapes = [(self.ranks[slot][part], width) for width in self.widths[part]]
+        a, b = (random.integers(-127, 128, shape).astype(np.int8) for shape in shapes)
+        return a, b, random.uniform(1e-5, 1e-4, len(a)).astype(np.float32)
+
+    def feeds(self) -> dict[str, NDArray[Any]]:
+        """The inputs of the model; where nothing is to be read there is what stands out."""
+        count = len(self.ranks)
+        first = MAX_RANK * sum(in_panels(n) for pair in self.widths[:2] for n in pair)
+        second = MAX_RANK * sum(in_panels(n) for n in self.widths[2])
+        ranks = np.zeros((count, 1, 6), np.int32)
+        weights = np.full((count - 1, GATE_UP + first + DOWN + second), 99, np.int8)
+        scales = np.full((*ranks.shape, MAX_RANK), np.nan, np.float32)
+        for slot in range(1, count):
+            begin = GATE_UP
+            for part in range(3):
+                begin = GATE_UP + first + DOWN if part == 2 else begin
+                a, b, own = self.stored(slot, part)
+                at = RANKS_AT[part == 2] + (part == 1)
+                ranks[slot, 0, at] = len(a)
+                scales[slot, 0, at, : len(a)] = own
+                for rows in (a, b):
+                    panels = _in_panels(rows)
+                    weights[slot - 1, begin : begin + len(panels)] = panels
+                    begin += len(panels)
+        given = (self.slots, ranks, weights, scales)
+        return {"x": self.layer.x, **dict(zip(INPUTS, given, strict=True))}
+
+    def places(self) -> dict[str, int]:
+        """The attributes of the operator."""
+        first = MAX_RANK * sum(in_panels(n) for pair in self.widths[:2] for n in pair)
+        return {
+            "max_rank": MAX_RANK,
+            "gate_up_offset": GATE_UP,
+            "gate_up_ranks": RANKS_AT[0],
+            "down_offset": GATE_UP + first + DOWN,
+            "down_ranks": RANKS_AT[1],
+        }
+
+
+def make_case(seed: int, rows: int) -> AdaptedMlp:
+    """A layer with several groups of features, none of whose widths is one of whole panels."""
+    layer = mlp_cases.make_case(seed, (4, 32), (8, 64), (100, 330, 90), rows)
+    slots = np.random.default_rng(seed).integers(0, len(RANKS), rows, np.int32)
+    return AdaptedMlp(layer, slots)
+
+
+def fused(case: AdaptedMlp, **changed: int | None) -> bytes:
+    """A model of the one node; `changed` are other attributes, None: without one."""
+    of = onnx.load_from_string(mlp_cases.fused(case.layer))
+    (node,) = of.graph.node
+    node.input.extend(["", "", *INPUTS])
+    attributes = {k: v for k, v in (case.places() | changed).items() if v is not None}
+    node.attribute.extend(helper.make_attribute(k, v) for k, v in attributes.items())
+    return _with_inputs(of, case)
+
+
+def separate(case: AdaptedMlp) -> bytes:
+    """A model of the operators that it is made of."""
+    of = onnx.load_from_string(mlp_cases.separate(case.layer))
+    first, silu, second = list(of.graph.node)
+    first.output[0], second.output[0] = "base", "sum"
+    k, inner, n = case.layer.gate_up.k, case.layer.inner, case.layer.down.n
+    assert k != inner
+    places = case.places()
+    nodes = [
+        first,
+        _adding("base", "x", "joined", (places, "gate_up"), (inner, inner)),
+        silu,
+        second,
+        _adding("sum", "activated", "y", (places, "down"), (n,)),
+    ]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del of.graph.node[:]
+    of.graph.node.extend(copies)
+    return _with_inputs(of, case)
+
+
+def _adding(
+    base: str, x: str, result: str, place: tuple[dict[str, int], str], columns: tuple[int, ...]
+) -> onnx.NodeProto:
+    attributes, name = place
+    return helper.make_node(
+        "AddLora",
+        [base, x, *INPUTS],
+        [result],
+        domain="onnxport",
+        offset=attributes[f"{name}_offset"],
+        ranks=attributes[f"{name}_ranks"],
+        max_rank=attributes["max_rank"],
+        **{f"columns{part}": n for part, n in enumerate((*columns, 0, 0)[:3])},
+    )
+
+
+def _with_inputs(of: onnx.ModelProto, case: AdaptedMlp) -> bytes:
+    kinds = (TensorProto.INT32, TensorProto.INT32, TensorProto.INT8, TensorProto.FLOAT)
+    feeds = case.feeds()
+    for name, kind in zip(INPUTS, kinds, strict=True):
+        dims = [f"{name}{axis}" for axis in range(feeds[name].ndim)]
+        of.graph.input.append(helper.make_tensor_value_info(name, kind, dims))
+    serialized: bytes = of.SerializeToString()
+    return serialized
+
+
+def run(library: Path, case: AdaptedMlp, serialized: bytes, threads: int = 2) -> Floats:
+    """[rows, N]"""
+    session = matmul_cases.session(library, serialized, threads)
+    found: Floats = session.run(["y"], case.feeds())[0]
+    return found
+
+
+def expected(case: AdaptedMlp) -> NDArray[np.float64]:
+    """What the operator gives but for rounding in float32, [rows, N]; products round to int8."""
+    layer = case.layer
+    joined = matmul_cases.expected(layer.gate_up)
+    inner = layer.inner
+    halves = [joined[:, :inner], joined[:, inner:]]
+    for part in range(2):
+        halves[part] = halves[part] + _added(case, part, layer.x)
+    with np.errstate(over="ignore"):
+        activated = halves[0] / (1 + np.exp(-halves[0])) * halves[1]
+    base = matmul_cases.expected(layer.down.replace(x=activated.astype(np.float32)))
+    return base + _added(case, 2, activated)
+
+
+def _added(case: AdaptedMlp, part: int, x: NDArray[Any]) -> NDArray[np.float64]:
+    """What the adapters of all rows add to gate, up or down."""
+    added = np.zeros((len(x), case.widths[part][1]))
+    for row, slot in enumerate(case.slots):
+        a, b, scales = (m.astype(np.float64) for m in case.stored(int(slot), part))
+        added[row] = (a @ x[row].astype(np.float64) * scales) @ b
+    return added
+
+
+def _in_panels(rows: NDArray[Any]) -> NDArray[Any]:
+    width = in_panels(rows.shape[1])
+    wide = np.full((len(rows), width), 99, rows.dtype)
+    wide[:, : rows.shape[1]] = rows
+    return wide.reshape(len(rows), width // PANEL, PANEL).swapaxes(0, 1).ravel()
