@@ -20,6 +20,7 @@ from onnxport.serving.speculation.trials import Trials
 from onnxport.serving.stats import SpeculationCounters
 
 LEAST_SPEEDUP = 1.02  # below that guessing is not worth the doubt
+CROWDED_STEPS = 8  # with more sequences than allowed, before these are counted again
 SHORTEST_S = 1e-9  # a clock may not see a step, and no step takes no time
 ROUND_GUESS = 0.25  # of a step: what guessing one place is taken to cost before it was measured
 
@@ -71,7 +72,6 @@ class Speculator:
         self._step: _Step | None = None  # the one in hand, if there are guesses
         self._began_s: float | None = None  # when it began, as far as it counts
         self._idle = 0  # steps to come in which guesses are not thought of
-        self._paused = 0  # how many there were since it was asked
         self._num_drafts = 0
         self._accepted_at = [0] * config.num_speculative_tokens
         self._num_draft_tokens = 0
@@ -182,7 +182,8 @@ class Speculator:
     def _may_guess(self, rows: int) -> bool:
         """Whether guesses may be thought of."""
         most_rows = self._config.disable_by_batch_size
-        if not rows or (most_rows is not None and rows > most_rows):
+        if most_rows is not None and rows > most_rows:
+            self._idle = CROWDED_STEPS
             return False
         return self._asker.drafter is not None and self._costs.is_fresh(rows)
 
