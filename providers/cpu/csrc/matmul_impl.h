@@ -35,6 +35,7 @@ namespace {
 // Below it a block counts as zero: 127 over the largest magnitude must not overflow.
 constexpr float kSmallest = 1e-36f;
 constexpr int64_t kChunkRows = 128;  // whose quants stay in the L2 cache
+constexpr int64_t kFarInputs = 4096;  // or do not, of more input features than these
 
 // One block of one row.
 ONNXPORT_INLINE void quantize_block(const MatMul& m, const float* x, int64_t at) {
@@ -237,6 +238,15 @@ ONNXPORT_INLINE void prefetch_outputs(const Outputs& out, int64_t offset, int64_
   }
 }
 
+// Asks for a group's inputs of a block, the next one. They lie a block of all rows further on,
+// where the processor does not look by itself.
+template <int kRows>
+ONNXPORT_INLINE void prefetch_inputs(const MatMul& m, int64_t row, int64_t block) {
+  const int8_t* first = m.quants + row_block(m, row, block) * m.block_size;
+  for (int64_t i = 0; i < kRows * m.block_size; i += 64)
+    Vec::prefetch(reinterpret_cast<const uint8_t*>(first + i));
+}
+
 // A panel's outputs of kUnits units of rows, from a vector on.
 template <class Dot, int kUnits, int kColumns>
 ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t vector) {
@@ -261,6 +271,9 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
       ONNXPORT_UNROLL
       for (int c = 0; c < kColumns; c++)
         sums[u][c] = Dot::start(m.corrections + at + u * Dot::kRows);
+    }
+    if constexpr (kRows > 1) {
+      if (m.k > kFarInputs) prefetch_inputs<kRows>(m, out.row, block + 1);
     }
     add_block<Dot>(weights + offset * 4, m.quants + at * m.block_size, m.block_size,
                    bytes_ahead(m, out, block), sums);
