@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from onnxport.providers.cpu.library import load_library
-from tests.kernels import matmul_cases, mlp_cases, norm_cases, run_ort
+from tests.kernels import matmul_cases, mlp_cases, mlp_lora_cases, norm_cases, run_ort
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
 from tests.kernels.conftest import ISAS
@@ -45,6 +45,12 @@ def main() -> None:
             serialized = norm_cases.add_norm(mlp_cases.fused(layer), norm)
             _, residual = norm_cases.run(path, serialized, layer.x, norm)
             assert residual.tobytes() == (layer.x + norm.skip).tobytes(), (seed, isa)
+    for seed in range(FIRST_SEED, FIRST_SEED + num_cases // 10):
+        adapted = mlp_lora_cases.make_case(seed, 1 + seed % 40)
+        for isa in isas:
+            library.onnxport_cpu_set_isa(isa.encode())
+            found = mlp_lora_cases.run(path, adapted, mlp_lora_cases.fused(adapted))
+            mlp_lora_cases.check(adapted, found)
     for feeds in BAD_INPUTS.values():
         with contextlib.suppress(Exception):
             run_ort.run(path, small_case(rotary_offset=0), feeds=feeds)

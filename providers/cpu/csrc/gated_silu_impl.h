@@ -21,12 +21,12 @@ static inline Vec::T gated_silu_of(Vec::T gate, Vec::T up) {
 
 template <bool kIsAdded>
 static void gated_silu_of_row(const GatedSilu& g) {
-  const auto load = [](const float* x, const float* added) {
-    return kIsAdded ? Vec::add(Vec::load(x), Vec::load(added)) : Vec::load(x);
+  const auto load = [](const float* x, const float* added, int64_t at) {
+    return kIsAdded ? Vec::add(Vec::load(x + at), Vec::load(added + at)) : Vec::load(x + at);
   };
   int64_t i = 0;
   for (; i + Vec::kWidth <= g.count; i += Vec::kWidth) {
-    const Vec::T gate = load(g.gate + i, g.gate_added + i), up = load(g.up + i, g.up_added + i);
+    const Vec::T gate = load(g.gate, g.gate_added, i), up = load(g.up, g.up_added, i);
     Vec::store(g.output + i, gated_silu_of(gate, up));
   }
   if (i == g.count) return;
@@ -38,7 +38,8 @@ static void gated_silu_of_row(const GatedSilu& g) {
     memcpy(values[2], g.gate_added + i, rest);
     memcpy(values[3], g.up_added + i, rest);
   }
-  Vec::store(results, gated_silu_of(load(values[0], values[2]), load(values[1], values[3])));
+  const Vec::T gate = load(values[0], values[2], 0), up = load(values[1], values[3], 0);
+  Vec::store(results, gated_silu_of(gate, up));
   memcpy(g.output + i, results, rest);
 }
 
