@@ -20,6 +20,9 @@ from onnxport.serving.speculation.trials import Trials
 from onnxport.serving.stats import SpeculationCounters
 
 LEAST_SPEEDUP = 1.02  # below that guessing is not worth the doubt
+# Of several sequences some get ahead of others, and those that are left at the end share steps that
+# take hardly less time: what that costs is in no measured step.
+LEAST_SPEEDUP_OF_MANY = 1.1
 CROWDED_STEPS = 8  # with more sequences than allowed, before these are counted again
 SHORTEST_S = 1e-9  # a clock may not see a step, and no step takes no time
 ROUND_GUESS = 0.25  # of a step: what guessing one place is taken to cost before it was measured
@@ -230,7 +233,8 @@ class Speculator:
         rate = self._acceptance.rate
         table = self._costs.table(len(requests), min(budget, sum(limits)))
         choice = choose_lengths([rate(one) for one in requests], limits, budget, table, round_s)
-        return choice if choice.speedup >= LEAST_SPEEDUP else None
+        least = LEAST_SPEEDUP if len(requests) == 1 else LEAST_SPEEDUP_OF_MANY
+        return choice if choice.speedup >= least else None
 
     # Guesses that take time: it is chosen first for whom they are made.
 

@@ -216,6 +216,20 @@ def test_right_guesses_that_cost_as_much_as_steps_are_not_made() -> None:
     assert sum(machine.lengths[200:]) < 80
 
 
+@pytest.mark.parametrize(("rows", "gain", "is_made"), [(1, 1.06, 1), (4, 1.06, 0), (4, 1.2, 1)])
+def test_several_sequences_have_to_gain_a_tenth(rows: int, gain: float, is_made: int) -> None:
+    """With each guess right nine times of ten, and steps that take as much longer as to gain it."""
+
+    def step_s(num_tokens: int) -> float:
+        return 0.01 * (1.0 + (1.9 / gain - 1.0) * (num_tokens - rows) / rows)
+
+    config = SpeculationConfig("ngram", num_speculative_tokens=1)
+    machine = Machine(step_s, 0.9, rows=rows, config=config)
+    machine.run(1000)
+    made = sum(machine.lengths[500:]) / (500 * rows)
+    assert made > 0.5 if is_made else made < 0.05
+
+
 def test_it_finds_out_when_guesses_become_right_and_wrong_again() -> None:
     machine = Machine(memory_bound, 0.0)
     machine.run(1000)
