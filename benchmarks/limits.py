@@ -52,9 +52,9 @@ def products(artifact: Path) -> Iterator[tuple[str, int, int, int, int]]:
 
 
 def read_bytes(artifact: Path) -> int:
-    """What a step reads: quantized weights, and a float32 scale for each block of them."""
+    """What a step reads: quantized weights, and a scale of two bytes for each block of them."""
     return sum(
-        n * k * bits // 8 + n * -(-k // size) * 4 for _, k, n, bits, size in products(artifact)
+        n * k * bits // 8 + n * -(-k // size) * 2 for _, k, n, bits, size in products(artifact)
     )
 
 

@@ -112,22 +112,29 @@ def physical_cores() -> int:
     return max(1, min(cores, usable))
 
 
-def huge_page_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[np.generic]:
+def huge_page_zeros(
+    shape: tuple[int, ...], dtype: DTypeLike, *, small_bytes: int = 0
+) -> NDArray[np.generic]:
     """A zeroed array on huge pages where the system has them.
 
     Pages are taken from the system when they are first written, so a pool that is larger than
     what is used costs address space alone.
+
+    Args:
+        shape: of the array.
+        dtype: of the array.
+        small_bytes: so much at the start has small pages, a multiple of their size: for arrays of
+            which there are many, and often only little is used.
     """
     wanted = np.dtype(dtype)
     count = int(np.prod(shape))
     size = max(1, count * wanted.itemsize)
-    if hasattr(
-        mmap, "MAP_PRIVATE"
-    ):  # shared, as is the default, few systems have huge pages for it
+    # Shared memory, as is the default, has huge pages only where a system was told so.
+    if hasattr(mmap, "MAP_PRIVATE"):
         region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
         region = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if hasattr(mmap, "MADV_HUGEPAGE") and size > small_bytes:
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
-            region.madvise(mmap.MADV_HUGEPAGE)
+            region.madvise(mmap.MADV_HUGEPAGE, small_bytes)
     return np.frombuffer(region, wanted, count).reshape(shape)

@@ -122,17 +122,48 @@ def test_cores_that_the_system_does_not_tell(
         assert memory.physical_cores() == wanted
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the mapping is read as in Linux")
+LINUX_ONLY = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="huge pages as Linux has them"
+)
+
+
+def mappings(begin: int, end: int) -> list[tuple[int, str, bool]]:
+    """Bytes, rights, and whether huge pages are wanted, of what is mapped between two places."""
+    found: list[tuple[int, str, bool]] = []
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if words[0].endswith(":"):
+            if inside and words[0] == "VmFlags:":
+                found[-1] = (*found[-1][:2], "hg" in words)
+            continue
+        first, last = (int(place, 16) for place in words[0].split("-"))
+        inside = first < end and last > begin
+        if inside:
+            found.append((min(last, end) - max(first, begin), words[1], False))
+    return found
+
+
+@LINUX_ONLY
 def test_zeros_are_memory_of_this_process_alone() -> None:
     """Linux has huge pages for shared memory only where it was told so."""
     array = memory.huge_page_zeros((3, 1 << 20), np.float32)
     assert array.shape == (3, 1 << 20)
     assert not array.any()
     array[1] = 1
-    first = array.ctypes.data
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(place, 16) for place in line.split()[0].split("-"))
-        if begin <= first < end:
-            assert line.split()[1] == "rw-p"
-            return
-    pytest.fail("it is nowhere")
+    begin = array.ctypes.data
+    assert mappings(begin, begin + array.nbytes) == [(array.nbytes, "rw-p", True)]
+
+
+@LINUX_ONLY
+def test_the_start_may_have_small_pages() -> None:
+    small = 1 << 20
+    array = memory.huge_page_zeros((3, 1 << 20), np.float32, small_bytes=small)
+    begin = array.ctypes.data
+    assert mappings(begin, begin + array.nbytes) == [
+        (small, "rw-p", False),
+        (array.nbytes - small, "rw-p", True),
+    ]
+    none = memory.huge_page_zeros((small,), np.int8, small_bytes=small)
+    begin = none.ctypes.data
+    assert not any(is_huge for _, _, is_huge in mappings(begin, begin + none.nbytes))
