@@ -1,6 +1,6 @@
 """Let our products add their bias themselves.
 
-`onnxport.MatMulNBits` adds it while its outputs are in registers. An operator of its own is one
+`onnxport.MatMulNBits` adds it to outputs that it has just written. An operator of its own is one
 more that a decode step has to start, in every layer whose projections have a bias. For devices
 whose operator library has them, after `fuse_input_norm`.
 """

@@ -1,7 +1,7 @@
 """Give our products their scales as the artifact stores them.
 
-`retype` converts scales to float32 for ONNX Runtime's operators. Ours convert them while they pack
-weights, to the same numbers, so nothing has to be read and kept in memory before that. For devices
+`retype` converts scales to float32 for ONNX Runtime's operators. Ours pack them as they are and
+compute with the same numbers, so nothing has to be converted and kept in memory. For devices
 whose operator library has them, after `use_int8_matmul` and `fuse_gated_mlp`.
 """
 
