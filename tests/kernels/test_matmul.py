@@ -152,15 +152,16 @@ def test_extremes(
             assert found[:-1].tobytes() == plain[:-1].tobytes()
 
 
+@pytest.mark.parametrize("rows", [4, 11])
 @pytest.mark.parametrize("block_size", cases.BLOCK_SIZES)
 def test_the_largest_sums_are_exact(
-    library_path: Path, library: ctypes.CDLL, available_isas: list[str], block_size: int
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], block_size: int, rows: int
 ) -> None:
     """All weights and inputs at an end of their range: nothing saturates or wraps around."""
-    signs = np.where(np.random.default_rng(4).integers(0, 2, (4, 512)), 1, -1)
+    signs = np.where(np.random.default_rng(4).integers(0, 2, (rows, 512)), 1, -1)
     signs[0], signs[1] = 1, -1
     for bits, byte in itertools.product(cases.BITS, (0x00, 0x0F, 0x80, 0xF0, 0xFF)):
-        case = cases.make_case(4, bits, block_size, 512, 40, 4)
+        case = cases.make_case(4, bits, block_size, 512, 40, rows)
         case.quants[:] = byte
         case.scales[:] = 1
         case.scales[7] = 0

@@ -1,18 +1,16 @@
-// Products for AVX2. Compiled with that set's flags: nothing
-// here may run before the processor has been asked, and nothing here may be shared with other
-// objects.
+// Products for AVX2. Compiled with that set's flags: nothing here may run before the processor has been
+// asked, and nothing here may be shared with other objects.
 #include "matmul.h"
 
 #if defined(__AVX2__) && defined(__FMA__)
 
 #include "matmul_vec_avx2.h"
-
-#include "matmul_impl.h"
+#include "matmul_many_avx2.h"
 
 namespace onnxport {
 namespace {
-constexpr MatMulKernels kKernels = {"avx2", kChunkRows, rows_of_tile<1>, quantize,
-                                    multiply_dots<Dot>};
+constexpr MatMulKernels kKernels = {"avx2", kChunkRows, rows_of_tile<1>, quantize_for_avx2,
+                                    multiply_for_avx2};
 }  // namespace
 
 const MatMulKernels* matmul_avx2() { return &kKernels; }
