@@ -77,11 +77,18 @@ class Evidence:
     speed: list[float] | None  # tokens per second: prefill, then decode by rows; None: not measured
 
     @property
+    def where(self) -> str:
+        """The device, and a processor's kernels: clouds call all processors of a maker alike."""
+        parts = [self.device, self.architecture]
+        if not self.emulated and (kernel := self.versions.get("attention kernel")):
+            parts.append(kernel)
+        return ", ".join(parts)
+
+    @property
     def file_name(self) -> str:
         """Named after what tells it from others."""
-        where = f"{self.device} {self.architecture}"
         kind = "emulated" if self.emulated else self.attention
-        parts = (self.provider, kind, where, self.precision)
+        parts = (self.provider, kind, self.where, self.precision)
         return "-".join(re.sub(r"\W+", "_", part).strip("_").lower() for part in parts) + ".json"
 
 
@@ -291,7 +298,7 @@ def render(evidence: Sequence[Evidence], notes: Sequence[Note]) -> str:
 
 
 def _order(one: Evidence) -> tuple[Any, ...]:
-    return one.emulated, one.device, one.attention, PRECISIONS.index(one.precision)
+    return one.emulated, one.where, one.attention, PRECISIONS.index(one.precision)
 
 
 def _row(cells: Iterable[str]) -> str:
@@ -300,7 +307,7 @@ def _row(cells: Iterable[str]) -> str:
 
 def _cells(one: Evidence) -> Iterator[str]:
     yield f"`{one.provider}`"
-    yield f"{one.device}, {one.architecture}"
+    yield one.where
     yield one.attention
     yield one.precision
     passed = "*emulated*" if one.emulated else "*measured*"

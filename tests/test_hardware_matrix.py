@@ -102,6 +102,16 @@ def test_stale_evidence(changes: dict[str, Any], message: str) -> None:
     assert EVIDENCE.provider in problem or "provider" in changes
 
 
+def test_processors_of_one_name_are_told_apart_by_their_kernels() -> None:
+    versions = [{"onnxruntime": "1.31.1", "attention kernel": name} for name in ("avx2", "avx512")]
+    older, newer = (replace(EVIDENCE, versions=one) for one in versions)
+    assert older.file_name != newer.file_name
+    assert "avx2" in older.where
+    assert replace(older, emulated=True).where == replace(newer, emulated=True).where
+    page = matrix.render([older, newer], [])
+    assert page.count(f"| {older.where} |") == page.count(f"| {newer.where} |") == 1
+
+
 def test_a_provider_may_be_installed_in_two_ways() -> None:
     text = {"cuda": ["onnxruntime-gpu==1"], "cuda-plugin": ["onnxruntime==2", "gpu-ep==0.4"]}
     pins = {name: [Requirement(line) for line in lines] for name, lines in text.items()}
