@@ -107,8 +107,16 @@ struct Dot : DotBase {
     return {_mm256_xor_si256(first, flip), _mm256_xor_si256(second, flip)};
   }
   static inline void add(Sum& sum, const Weights& w, const Inputs& x) {
-    sum = _mm256_dpbusd_avx_epi32(sum, w.first, x.first);
-    sum = _mm256_dpbusd_avx_epi32(sum, w.second, x.second);
+    add_four(sum, w.first, x.first);
+    add_four(sum, w.second, x.second);
+  }
+  static inline void add_four(Sum& sum, Vec::Ints w, Vec::Ints x) {
+#if defined(__GNUC__) && !defined(__clang__)
+    // Around the intrinsic, GCC 12 copies sums and stores some of them, again and again.
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
+#else
+    sum = _mm256_dpbusd_avx_epi32(sum, w, x);
+#endif
   }
   static inline void widen(Sum&, Partial) {}
 };
