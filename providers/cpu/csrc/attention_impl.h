@@ -326,7 +326,8 @@ static void prepare(const Problem& p, float* queries, int64_t begin, int64_t end
   run(p, queries, begin, end);
 }
 
-const Kernels kKernels = {ONNXPORT_KERNELS_NAME, Vec::kPrefersPairs, prepare,    attend,
-                          attend_segment,        finish,             gated_silu, add_lora};
+const Kernels kKernels = {ONNXPORT_KERNELS_NAME, Vec::kPrefersPairs, Vec::kConvertsHalf,
+                          prepare,               attend,             attend_segment,
+                          finish,                gated_silu,         add_lora};
 
 }  // namespace
