@@ -9,15 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 # Takes a cache, [num_blocks, block_size, kv_heads, head_size] as the graph declares it, and
 # returns a view of the same memory: [num_blocks, kv_heads, …, …], where the axes after the heads
 # make up the tokens of a block in their order, and then the channels of a token in theirs.
 CacheView = Callable[[NDArray[np.generic]], NDArray[np.generic]]
+
+LARGEST_HALF: Final = np.float32(65504)
+
+
+def convert(content: NDArray[Any], dtype: DTypeLike) -> NDArray[Any]:
+    """Return keys or values in another type of floats, those that have it as they are.
+
+    What is finite stays finite: past float16's range it becomes the largest number there, as in
+    the kernel that writes such a cache.
+    """
+    if content.dtype == dtype:
+        return content
+    if dtype == np.float16:
+        wide = content.astype(np.float32)
+        content = np.where(np.isinf(wide), wide, np.clip(wide, -LARGEST_HALF, LARGEST_HALF))
+    return content.astype(dtype)
 
 
 @dataclass(frozen=True, slots=True)

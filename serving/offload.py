@@ -29,6 +29,7 @@ from onnxport.kv.prefix import BlockKeys, unit_tokens
 from onnxport.kv.table import blocks_for
 from onnxport.kv.tiers import TieredStore
 from onnxport.providers.base import Capabilities, Model
+from onnxport.providers.blocks import convert
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.request import Request
 from onnxport.serving.scheduler import Scheduler
@@ -301,7 +302,7 @@ class Offloader:
         format_ = self._model.capabilities.kv_format
         shape = (format_.num_layers, 2, format_.num_kv_heads, self._unit, format_.head_size)
         array = np.frombuffer(content, element_type(dtype)).reshape(shape)
-        return array.astype(self._dtype, copy=False)
+        return convert(array, self._dtype)
 
     def _report(self, what: str, error: ProviderError) -> None:
         self._num_failed += 1

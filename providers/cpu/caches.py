@@ -2,9 +2,10 @@
 
 Our kernel stores float32, float16, bfloat16 or int8, tiled; the decomposed graph float32, as the
 graph contract lays it out. Where the processor multiplies pairs of bfloat16, and products may be
-less precise than float32 anyway, a bfloat16 cache lies in pairs. An int8 cache has a float32 scale
-for each token and KV head, of keys and of values: a 127th of the largest magnitude, so that nothing
-has to be calibrated and nothing is clipped. The bytes of a token depend on that token alone.
+less precise than float32 anyway, a bfloat16 cache lies in pairs. What float16 cannot hold becomes
+the largest number that it can, on every way into a cache. An int8 cache has a float32 scale for
+each token and KV head, of keys and of values: a 127th of the largest magnitude, so that nothing has
+to be calibrated and nothing is clipped. The bytes of a token depend on that token alone.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.onnxport_cpu_set_isa.argtypes = [ctypes.c_char_p]
     library.onnxport_cpu_prefers_pairs.restype = ctypes.c_int
     library.onnxport_cpu_prefers_pairs.argtypes = []
+    library.onnxport_cpu_converts_half.restype = ctypes.c_int
+    library.onnxport_cpu_converts_half.argtypes = []
     library.onnxport_cpu_matmul_isa.restype = ctypes.c_char_p
     library.onnxport_cpu_matmul_isa.argtypes = []
     library.onnxport_cpu_set_matmul_isa.restype = ctypes.c_int
@@ -53,6 +55,12 @@ def prefers_pairs() -> bool:
     """Whether attention over a bfloat16 cache is faster in pairs than over float32."""
     path = find_library()
     return path is not None and bool(load_library(path).onnxport_cpu_prefers_pairs())
+
+
+def converts_half() -> bool:
+    """Whether the processor converts float16, so that attention over such a cache is no slower."""
+    path = find_library()
+    return path is not None and bool(load_library(path).onnxport_cpu_converts_half())
 
 
 def matmul_isa() -> str | None:

@@ -29,7 +29,13 @@ from onnxport.providers.cpu.caches import (
     row_bytes,
     supported_dtypes,
 )
-from onnxport.providers.cpu.library import find_library, isa, matmul_isa, prefers_pairs
+from onnxport.providers.cpu.library import (
+    converts_half,
+    find_library,
+    isa,
+    matmul_isa,
+    prefers_pairs,
+)
 from onnxport.providers.graph_cache import GraphCache, LoweredGraph, graph_key
 from onnxport.providers.host_options import refuse_device_options
 from onnxport.providers.ort import (
@@ -189,8 +195,8 @@ def _choose_cache(
 ) -> tuple[str, Layout]:
     """The type of the caches, and how they lie in memory.
 
-    Where weights are multiplied with int8, bfloat16 in attention is no loss of precision: if the
-    processor is faster at that, it is the automatic choice.
+    Where weights are multiplied with int8, 16 bits in attention are no loss of precision: the
+    automatic choice is bfloat16 if the processor multiplies it, else float16 if it converts that.
     """
     dtype = options.kv_cache_dtype
     allowed = supported_dtypes(custom=kernel is not None)
@@ -203,7 +209,8 @@ def _choose_cache(
         return "float32", "plain"
     in_pairs = not is_exact and prefers_pairs()
     if dtype == "auto":
-        dtype = "bfloat16" if in_pairs else "float32"
+        half = "float32" if is_exact or not converts_half() else "float16"
+        dtype = "bfloat16" if in_pairs else half
     return dtype, "paired" if in_pairs and dtype == "bfloat16" else "tiled"
 
 
@@ -246,6 +253,7 @@ def _graph_cache(artifact: Artifact, options: LoadOptions, *, custom: bool) -> G
         "matmul_accuracy_level": options.matmul_accuracy_level,
         "matmul_isa": matmul_isa(),
         "prefers_pairs": prefers_pairs(),
+        "converts_half": converts_half(),
     }
     graphs = Path(contract.__file__).parent
     key = graph_key(artifact, (graphs, graphs / "passes", Path(__file__).parent), choices)

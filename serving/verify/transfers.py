@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from onnxport.kv.table import blocks_for
 from onnxport.providers.base import Model
+from onnxport.providers.blocks import convert
 from onnxport.serving.verify.decoding import Tokens
 from onnxport.serving.verify.prompts import Prompt
 from onnxport.serving.verify.sequence import LoneSequence
@@ -53,7 +54,7 @@ def resume(model: Model, saved: SavedPrompt, num_new: int) -> Tokens:
     sequence = LoneSequence(model, len(saved.prompt) + num_new, reverse=True)
     size = model.capabilities.block_size
     used = sequence.blocks[: blocks_for(len(saved.prompt), size)]
-    model.write_blocks(used, _split(saved.cache, size).astype(_cache_dtype(model)))
+    model.write_blocks(used, convert(_split(saved.cache, size), _cache_dtype(model)))
     sequence.num_computed = len(saved.prompt)
     tokens = [saved.first_token]
     while len(tokens) < num_new:

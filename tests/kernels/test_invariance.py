@@ -93,7 +93,10 @@ def test_batch_chunks_and_threads(
         assert whole.tobytes() == one_thread[0].tobytes()
         for s, count in enumerate(case.new_lengths):
             state, parts = case, []
-            cuts = sorted({0, count // 3, count // 3 + 1, count} if count > 2 else {0, count})
+            # Parts of one group of rows, of a few, which are read as they lie in the cache, and of
+            # many, for which the cache is converted first.
+            third = count // 3
+            cuts = sorted({0, third, third + 1, third + 4, count} if count > 2 else {0, count})
             for first, last in pairwise(cuts):
                 part = tokens_of(state, s, first, last)
                 output, key_cache, value_cache = run_ort.run(library_path, part)

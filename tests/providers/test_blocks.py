@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from onnxport.providers.blocks import (
     CacheLayout,
     HostBlocks,
+    convert,
     paired_layout,
     plain_layout,
     tiled_layout,
@@ -170,3 +171,30 @@ def test_caches_that_a_layout_cannot_view_are_refused() -> None:
         HostBlocks(halves, TILED)
     with pytest.raises(AssertionError, match="blocks of 24 tokens, tiles of 16"):
         HostBlocks(random_caches(24, np.float32, 1), TILED)
+
+
+ENDS = np.float32([1.0, -2.5, 65504, -65504, 65519, -65520, 1e6, -3e38, 2.0**-24, 0.0])
+
+
+@pytest.mark.parametrize("source", [np.float32, ml_dtypes.bfloat16])
+def test_what_float16_cannot_hold_becomes_its_largest_number(source: Any) -> None:
+    content = ENDS.astype(source)
+    expected = np.clip(content.astype(np.float64), -65504, 65504).astype(np.float16)
+    found = convert(content, np.float16)
+    assert found.dtype == np.float16
+    assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("source", [np.float32, ml_dtypes.bfloat16])
+def test_what_is_not_finite_stays_so_in_float16(source: Any) -> None:
+    content = np.array([np.inf, -np.inf, np.nan, 1], source)
+    np.testing.assert_array_equal(convert(content, np.float16), [np.inf, -np.inf, np.nan, 1])
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_wider_floats_hold_all_and_the_same_type_is_left_alone(kind: Any) -> None:
+    content = np.array([1.5, -np.inf, 0.25], kind)
+    assert convert(content, kind) is content
+    wide = convert(content, np.float32)
+    assert wide.dtype == np.float32
+    np.testing.assert_array_equal(wide, content.astype(np.float32))

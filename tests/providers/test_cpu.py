@@ -12,6 +12,7 @@ import pytest
 from onnxport.errors import CapacityError, ProviderError
 from onnxport.providers.base import LoadOptions, Model, StepInputs
 from onnxport.providers.cpu import provider as cpu
+from onnxport.providers.cpu.library import converts_half, find_library, load_library
 from onnxport.providers.registry import open_model
 from tests.exporter.checkpoints import VOCAB
 from tests.providers.conftest import ArtifactMaker
@@ -33,32 +34,50 @@ def test_a_16_bit_cache_is_near_the_float32_one(
             assert 0 < np.abs(found - expected).max() < tolerance * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("has_pairs", [True, False])
+@pytest.mark.parametrize(
+    ("has_pairs", "has_half", "fastest"),
+    [(True, True, "bfloat16"), (False, True, "float16"), (False, False, "float32")],
+)
 @pytest.mark.parametrize(
     ("precision", "level", "is_exact"),
-    [("int4", None, False), ("int4", 1, True), ("fp32", 4, True)],
+    [("int4", None, False), ("int4", 1, True), ("fp16", 4, True), ("fp32", 4, True)],
 )
-def test_bfloat16_is_chosen_where_it_is_faster_and_no_loss(
+def test_16_bits_are_chosen_where_they_are_faster_and_no_loss(
     tiny_artifact: ArtifactMaker,
     monkeypatch: pytest.MonkeyPatch,
     precision: str,
     level: int | None,
     has_pairs: bool,
+    has_half: bool,
+    fastest: str,
     is_exact: bool,
 ) -> None:
     monkeypatch.setattr(cpu, "prefers_pairs", lambda: has_pairs)
+    monkeypatch.setattr(cpu, "converts_half", lambda: has_half)
     path, options = tiny_artifact("llama", precision), {"matmul_accuracy_level": level}
     with (
         opened(path, "custom", **options) as chosen,
         opened(path, "custom", kv_cache_dtype="float32", **options) as exact,
     ):
-        in_pairs = has_pairs and not is_exact
-        assert chosen.capabilities.kv_cache_dtype == ("bfloat16" if in_pairs else "float32")
+        dtype = "float32" if is_exact else fastest
+        assert chosen.capabilities.kv_cache_dtype == dtype
         for step in two_steps(PROMPT):
             expected, found = exact.run(step).copy(), chosen.run(step)
             largest = np.abs(found - expected).max()
-            assert (largest > 0) == in_pairs
+            assert (largest > 0) == (dtype != "float32")
             assert largest < 0.1 * np.abs(expected).max()
+
+
+def test_every_set_but_the_portable_one_converts_float16() -> None:
+    library = load_library(find_library() or pytest.skip("the C++ kernels were not built"))
+    found = {}
+    try:
+        for name in ("avx512bf16", "avx512", "avx2", "neon", "portable"):
+            if library.onnxport_cpu_set_isa(name.encode()):
+                found[name] = converts_half()
+    finally:
+        library.onnxport_cpu_set_isa(None)
+    assert found == {name: name != "portable" for name in found}
 
 
 @pytest.mark.parametrize(("level", "layout"), [(1, "tiled"), (4, "paired")])

@@ -170,6 +170,7 @@ def test_what_cannot_be_known_is_not_kept(tiny_artifact: ArtifactMaker, tmp_path
         ({"kv_cache_dtype": "float16"}, None, None),
         ({}, "matmul_isa", None),
         ({}, "prefers_pairs", "another"),
+        ({}, "converts_half", "another"),
     ],
 )
 def test_each_choice_is_told_apart(

@@ -80,13 +80,23 @@ struct Chunk {
       group.scores = scores + first * kChunk;
       group.factors = factors + first;
       if (!whole) look(group, sights + first);
-      if (group.first < group.last) score<Vec::kMaxRows>(group);
+      if (group.first >= group.last) continue;
+      // Only the first group asks for the next chunk: one of them is enough.
+      if (kAhead && g == 0)
+        score<kAhead, Vec::kMaxRows>(group);
+      else
+        score<false, Vec::kMaxRows>(group);
     }
     softmax<kScaled, is_paired<Type>()>(whole ? nullptr : sights, static_cast<int>(count),
                                         rows.p.softcap, tiles.value_scale, scores,
                                         state.maximum + row, state.sum + row * 16, factors);
-    for (int64_t g = 0; g < number; g++)
-      if (groups[g].first < groups[g].last) add<Vec::kMaxRows>(groups[g]);
+    for (int64_t g = 0; g < number; g++) {
+      if (groups[g].first >= groups[g].last) continue;
+      if (kAhead && g == 0)
+        add<kAhead, Vec::kMaxRows>(groups[g]);
+      else
+        add<false, Vec::kMaxRows>(groups[g]);
+    }
   }
 
   // Finds what each row of a group sees.
@@ -106,28 +116,28 @@ struct Chunk {
   }
 
   // Calls the instance for a run-time number of rows.
-  template <int kRows>
+  template <bool kAsks, int kRows>
   void score(const Group& group) const {
     if constexpr (kRows > 1)
-      if (group.count < kRows) return score<kRows - 1>(group);
-    score_tiles<Type, kScaled, kAhead, kRows>(
+      if (group.count < kRows) return score<kAsks, kRows - 1>(group);
+    score_tiles<Type, kScaled, kAsks, kRows>(
         rows.queries + group.row * query_floats(rows.p), rows.head_size, tiles,
         group.first / kTile, (group.last + kTile - 1) / kTile, group.scores);
   }
 
-  template <int kRows>
+  template <bool kAsks, int kRows>
   void add(const Group& group) const {
     if constexpr (kRows > 1)
-      if (group.count < kRows) return add<kRows - 1>(group);
-    add_values<Type, kAhead, kRows>(group.scores, tiles, rows.head_size, group.first, group.last,
-                                    group.factors, rows.padded_size,
-                                    state.value + group.row * rows.padded_size);
+      if (group.count < kRows) return add<kAsks, kRows - 1>(group);
+    add_values<Type, kAsks, kRows>(group.scores, tiles, rows.head_size, group.first, group.last,
+                                   group.factors, rows.padded_size,
+                                   state.value + group.row * rows.padded_size);
   }
 };
 
 // Adds keys [first, last), inside one segment, to the state. Out is what the micro-kernels read:
 // the cache's type or, converted, Float32; both give the same bits. kAhead: where few rows share
-// what is read in the cache, the next chunk is asked for meanwhile.
+// what is read in the cache, the next chunk is asked for meanwhile, that of the next segment, too.
 template <class Type, bool kIsTiled, class Out = Float32, bool kAhead = false>
 static void attend_keys(const Rows& rows, int64_t first, int64_t last, const State& state,
                         const TileScratch& scratch, float* scores) {
@@ -142,7 +152,8 @@ static void attend_keys(const Rows& rows, int64_t first, int64_t last, const Sta
                                        static_cast<int>((token - base) / kTile), scratch, tiles);
       token = next;
     }
-    if constexpr (kAhead) look_ahead<Out>(p, table, rows.block.kv_head, base, last, tiles);
+    if constexpr (kAhead)
+      look_ahead<Out>(p, table, rows.block.kv_head, base, rows.all_keys().last, tiles);
     const Chunk<Out, has_scales<Type>(), kAhead> chunk{rows, base, end, tiles, state, scores};
     for (int64_t row = 0; row < rows.count; row += kScoreRows)
       chunk.attend(row, min_of(rows.count - row, kScoreRows));
@@ -153,11 +164,12 @@ using AttendKeys = void (*)(const Rows&, int64_t, int64_t, const State&, const T
                             float*);
 
 static inline AttendKeys attend_keys_for(const Problem& p, int64_t rows) {
-  const bool tiled = p.cache_layout == kTiled, few = rows <= Vec::kMaxRows && whole_vectors(p);
+  const bool tiled = p.cache_layout == kTiled, few = rows <= kScoreRows && whole_vectors(p);
   if (p.cache_layout == kPaired)
     return few ? attend_keys<PairedBFloat16, true, PairedBFloat16, true>
                : attend_keys<PairedBFloat16, true, PairedBFloat16>;
-  // Converting ahead pays where several groups of rows share what was converted.
+  // Converting ahead pays where many groups of rows share what was converted: what it writes does
+  // not fit into the first cache.
   const bool direct = tiled && few;
   switch (p.cache_type) {
     case kFloat16:
@@ -314,7 +326,8 @@ static void prepare(const Problem& p, float* queries, int64_t begin, int64_t end
   run(p, queries, begin, end);
 }
 
-const Kernels kKernels = {ONNXPORT_KERNELS_NAME, Vec::kPrefersPairs, prepare,    attend,
-                          attend_segment,        finish,             gated_silu, add_lora};
+const Kernels kKernels = {ONNXPORT_KERNELS_NAME, Vec::kPrefersPairs, Vec::kConvertsHalf,
+                          prepare,               attend,             attend_segment,
+                          finish,                gated_silu,         add_lora};
 
 }  // namespace

@@ -68,8 +68,15 @@ static inline void encode(Float32, const float* x, int64_t n, float* out) {
   memcpy(out, x, static_cast<size_t>(n) * sizeof(float));
 }
 
+// What is finite stays finite: past float16's range it becomes the largest number there, for an
+// infinite key would make every result that sees it a NaN.
 static inline void encode(Float16, const float* x, int64_t n, uint16_t* out) {
   for (int64_t i = 0; i < n; i += 8) Vec::store_half8(out + i, x + i);
+  for (int64_t i = 0; i < n; i++) {
+    const bool overflowed =
+        (out[i] & 0x7fffu) == 0x7c00u && (float_bits(x[i]) & 0x7fffffffu) < 0x7f800000u;
+    out[i] = static_cast<uint16_t>(out[i] - (overflowed ? 1 : 0));
+  }
 }
 
 static inline void encode(BFloat16, const float* x, int64_t n, uint16_t* out) {

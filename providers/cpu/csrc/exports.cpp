@@ -20,6 +20,11 @@ ONNXPORT_EXPORT int onnxport_cpu_prefers_pairs() {
   return onnxport::active_kernels()->prefers_pairs;
 }
 
+// 1 if that set converts float16 with instructions.
+ONNXPORT_EXPORT int onnxport_cpu_converts_half() {
+  return onnxport::active_kernels()->converts_half;
+}
+
 // Uses another instruction set from the next call on, or the best one again for null. Returns 0 if
 // the name is unknown or this processor lacks it.
 ONNXPORT_EXPORT int onnxport_cpu_set_isa(const char* name) { return onnxport::set_isa(name); }

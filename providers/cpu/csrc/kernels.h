@@ -63,6 +63,9 @@ struct Kernels {
   // Whether the paired layout is multiplied faster than floats.
   bool prefers_pairs;
 
+  // Whether a float16 cache costs no more than one of floats where neither has to come from memory.
+  bool converts_half;
+
   // Norm, rotation and scaling of the queries of tokens [begin, end) into queries
   // [kv_heads][num_tokens * group][head_size], in bfloat16 for the paired layout; their keys and
   // values into the cache.

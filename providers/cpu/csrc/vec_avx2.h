@@ -78,6 +78,7 @@ struct Vec {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), y);
   }
 
+  static constexpr bool kConvertsHalf = true;
   static constexpr bool kPrefersPairs = false;
   using Pairs = __m256i;
   static inline Pairs load_pairs(const uint16_t* p) {

@@ -65,6 +65,8 @@ struct Vec {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), y);
   }
 
+  static constexpr bool kConvertsHalf = true;
+
   // Pairs of bfloat16.
 #if defined(__AVX512BF16__)
   static constexpr bool kPrefersPairs = true;

@@ -67,6 +67,7 @@ struct Vec {
     vst1_u16(p + 4, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + 4))));
   }
 
+  static constexpr bool kConvertsHalf = true;
   static constexpr bool kPrefersPairs = false;
   using Pairs = uint32x4_t;
   static inline Pairs load_pairs(const uint16_t* p) { return vreinterpretq_u32_u16(vld1q_u16(p)); }

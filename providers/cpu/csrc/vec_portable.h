@@ -11,6 +11,7 @@
 //   round_to_bfloat16  n numbers, a multiple of 8; out may be where they are, or ahead of it
 //   store_bfloat16  rounds a vector to where kWidth / 2 floats have room
 //   kPrefersPairs  whether add_pairs is faster than two times fma
+//   kConvertsHalf  whether load_half is an instruction, so that reading half the bytes pays
 #pragma once
 
 #include <math.h>
@@ -87,6 +88,7 @@ struct Vec {
   static inline void store_half8(uint16_t* p, const float* x) {
     for (int i = 0; i < 8; i++) p[i] = onnxport::half_from_float(x[i]);
   }
+  static constexpr bool kConvertsHalf = false;
   static constexpr bool kPrefersPairs = false;
   struct Pairs {
     uint32_t v[4];
