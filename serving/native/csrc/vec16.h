@@ -28,22 +28,6 @@ typedef float Floats __attribute__((vector_size(kBytes)));
 typedef int32_t Ints __attribute__((vector_size(kBytes)));
 typedef uint32_t Bits __attribute__((vector_size(kBytes)));
 
-// Bit i is set where lane i of `a` is at least that of `b`.
-static inline uint32_t part_at_least(Floats a, Floats b) {
-#if defined(__AVX512F__)
-  return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), _CMP_GE_OQ);
-#elif defined(__AVX2__)
-  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(a >= b)));
-#elif defined(__x86_64__)
-  return static_cast<uint32_t>(_mm_movemask_ps(reinterpret_cast<__m128>(a >= b)));
-#else
-  const Ints yes = a >= b;
-  uint32_t bits = 0;
-  for (int i = 0; i < kPartLanes; i++) bits |= (static_cast<uint32_t>(yes[i]) & 1u) << i;
-  return bits;
-#endif
-}
-
 // Where one of two is NaN, gathered up.
 #if defined(__AVX512F__)
 typedef __mmask16 Found;
@@ -70,6 +54,44 @@ static inline bool any(Found found) {
   int32_t some = 0;
   for (int i = 0; i < kPartLanes; i++) some |= found[i];
   return some != 0;
+#endif
+}
+
+// Where lane i of `a` is at least that of `b`, as a mask that stays among the vectors: to make bits
+// of each costs more.
+static inline Found reaches(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), _CMP_GE_OQ);
+#else
+  return a >= b;
+#endif
+}
+
+// The lanes of `yes` that are not in `no`.
+static inline Found without(Found yes, Found no) { return static_cast<Found>(yes & ~no); }
+
+// Adds the lanes of `w` where a mask has them.
+static inline Floats add_where(Floats sum, Found mask, Floats w) {
+#if defined(__AVX512F__)
+  const __m512 old = reinterpret_cast<__m512>(sum);
+  return reinterpret_cast<Floats>(_mm512_mask_add_ps(old, mask, old, reinterpret_cast<__m512>(w)));
+#else
+  return sum + (mask ? w : Floats{});
+#endif
+}
+
+// Bit i is set where lane i of a mask is.
+static inline uint32_t bits_of(Found mask) {
+#if defined(__AVX512F__)
+  return mask;
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(mask)));
+#elif defined(__x86_64__)
+  return static_cast<uint32_t>(_mm_movemask_ps(reinterpret_cast<__m128>(mask)));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < kPartLanes; i++) bits |= (static_cast<uint32_t>(mask[i]) & 1u) << i;
+  return bits;
 #endif
 }
 
@@ -132,25 +154,10 @@ static inline Vec smaller(const Vec& a, const Vec& b) {
 
 static inline uint32_t at_least(const Vec& a, const Vec& b) {
   uint32_t bits = 0;
-  for (int i = 0; i < kParts; i++) bits |= part_at_least(a.part[i], b.part[i]) << (i * kPartLanes);
+  for (int i = 0; i < kParts; i++) {
+    bits |= bits_of(reaches(a.part[i], b.part[i])) << (i * kPartLanes);
+  }
   return bits;
-}
-
-// Adds the lanes of `w` where x is at least `bound`; `bits` says where.
-static inline Vec add_where_at_least(const Vec& sum, const Vec& x, const Vec& bound, const Vec& w,
-                                     uint32_t& bits) {
-#if defined(__AVX512F__)
-  bits = part_at_least(x.part[0], bound.part[0]);
-  const __m512 old = reinterpret_cast<__m512>(sum.part[0]);
-  const __m512 more = reinterpret_cast<__m512>(w.part[0]);
-  const __m512 both = _mm512_mask_add_ps(old, static_cast<__mmask16>(bits), old, more);
-  return {{reinterpret_cast<Floats>(both)}};
-#else
-  bits = at_least(x, bound);
-  return each([&](int i) {
-    return sum.part[i] + (x.part[i] >= bound.part[i] ? w.part[i] : Floats{});
-  });
-#endif
 }
 
 // exp2 of t <= 0, relative error 2e-7; 0 below -126, where what is computed means nothing; exactly 1
@@ -244,10 +251,18 @@ static inline int64_t append(uint32_t bits, const Vec& x, int64_t place, float* 
 #else
   const int64_t first = count;
   for (int p = 0; p < kParts; p++) {
+    const int32_t* set = kSetLanes.lanes[part_bits(bits, p)];
+#if defined(__AVX2__)
+    Ints order;
+    memcpy(&order, set, sizeof order);
+    const __m256 found = _mm256_permutevar8x32_ps(reinterpret_cast<__m256>(x.part[p]),
+                                                  reinterpret_cast<__m256i>(order));
+    _mm256_storeu_ps(values + count, found);
+#else
     float lanes[kPartLanes];
     memcpy(lanes, &x.part[p], sizeof lanes);
-    const int32_t* set = kSetLanes.lanes[part_bits(bits, p)];
     for (int i = 0; i < kPartLanes; i++) values[count + i] = lanes[set[i]];
+#endif
     count += kSetLanes.count[part_bits(bits, p)];
   }
   return append_places(bits, place, places, first);
