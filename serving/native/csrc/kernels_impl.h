@@ -219,8 +219,8 @@ double split(const float* values, int64_t count, Weighing by, const onnxport::Br
   int64_t size = 0;
   for (int64_t begin = 0; begin < count; begin += kChunk) {
     const int64_t end = begin + kChunk < count ? begin + kChunk : count;
-    // All weights of the chunk come first: amid the rest of the work, which is much, too few of them
-    // would be under way at once.
+    // All weights of the chunk come first: amid the rest of the work, which is much, too few of
+    // them would be under way at once.
     float weights[kChunk];
     Vec sum = splat(0.f), high[2] = {sum, sum};
     sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t place) {
