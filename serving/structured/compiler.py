@@ -6,6 +6,7 @@ llguidance, and what is built on it, is imported with the first grammar: most pr
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import threading
 import time
@@ -18,7 +19,9 @@ from typing import TYPE_CHECKING
 from onnxport.errors import OnnxportError, OverloadedError, RequestError
 from onnxport.serving.structured.automaton import Automaton
 from onnxport.serving.structured.expression import UnknownSyntaxError
-from onnxport.serving.structured.kept import KeptMasks, MaskMemory
+from onnxport.serving.structured.json_text import JsonText
+from onnxport.serving.structured.kept import KeptMasks, MaskMemory, Places
+from onnxport.serving.structured.schema import without_annotations
 from onnxport.serving.structured.spec import NAMES, StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
 
@@ -233,8 +236,8 @@ def compile_grammar(
     if reason:
         raise RequestError(f"{name} cannot be compiled: {_short(reason)}", param)
     kept = None
-    if masks is not None and (automaton := _automaton_of(spec, vocabulary)):
-        kept = MaskMemory(automaton, vocabulary.tokens, masks)
+    if masks is not None and (places := _places_of(spec, vocabulary)):
+        kept = MaskMemory(places, vocabulary.tokens, masks)
     compiled = CompiledGrammar(vocabulary, matcher, kept)
     first = compiled.sequence(0)
     try:
@@ -246,8 +249,12 @@ def compile_grammar(
     return compiled
 
 
-def _automaton_of(spec: StructuredOutputs, vocabulary: Vocabulary) -> Automaton | None:
+def _places_of(spec: StructuredOutputs, vocabulary: Vocabulary) -> Places | None:
     """Return what tells the states of a grammar apart, where that is known."""
+    if spec.kind == "json" and spec.whitespace_pattern is None:
+        any_object = without_annotations(json.loads(spec.text)) == {"type": "object"}
+        most_closed = vocabulary.most_closed
+        return JsonText(vocabulary.longest_token, most_closed) if any_object else None
     if spec.kind != "regex":
         return None
     try:

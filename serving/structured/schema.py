@@ -166,6 +166,13 @@ def check_schema(schema: Any, param: str = "structured_outputs.json") -> None:
         raise RequestError(f"the JSON schema cannot be enforced: {error}", param) from error
 
 
+def without_annotations(schema: Any) -> Any:
+    """Return a checked schema without what changes nothing, of its own and not of its parts."""
+    if not isinstance(schema, dict):
+        return schema
+    return {name: one for name, one in schema.items() if name not in (*ANNOTATIONS, *ROOT_ONLY)}
+
+
 def _check_keywords(where: str, schema: Mapping[str, Any]) -> None:
     """Raise ValueError for a keyword of one schema that would not be enforced."""
     for name, value in schema.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher
@@ -12,7 +13,6 @@ from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from onnxport.errors import OnnxportError
-from onnxport.serving.structured.automaton import Places
 from onnxport.serving.structured.kept import MaskMemory
 from onnxport.serving.structured.vocabulary import Vocabulary
 
@@ -24,7 +24,7 @@ class GrammarError(OnnxportError):
 class SequenceGrammar:
     """The grammar of one sequence; reads each token of its output once. One thread at a time."""
 
-    __slots__ = ("_kept", "_matcher", "_memory", "_num_read", "_places", "_vocabulary")
+    __slots__ = ("_kept", "_matcher", "_memory", "_num_read", "_place", "_vocabulary")
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SequenceGrammar:
         self._vocabulary = vocabulary
         self._num_read = num_prompt_tokens
         self._kept = kept
-        self._places = kept.start if kept else None
+        self._place = kept.start if kept else None
         self._memory: NDArray[np.int32] = np.empty((0, vocabulary.num_all_words), np.int32)
 
     def masks(self, tokens: array[int], draft: Sequence[int] = ()) -> NDArray[np.uint32]:
@@ -60,12 +60,12 @@ class SequenceGrammar:
             self._memory = np.zeros(shape, np.int32)
         rows = self._memory[: len(draft) + 1]
         num_taken = 0
-        places = self._places
+        place = self._place
         for number, token_id in enumerate(draft):
-            self._fill(number, places)
+            self._fill(number, place)
             num_taken += self._take([token_id])
-            places = self._after(places, [token_id])
-        self._fill(len(draft), places)
+            place = self._after(place, [token_id])
+        self._fill(len(draft), place)
         if num_taken:
             self._matcher.rollback(num_taken)
         self._check()
@@ -111,7 +111,7 @@ class SequenceGrammar:
         if new:
             self._take(new)
             self._num_read = len(tokens)
-            self._places = self._after(self._places, new)
+            self._place = self._after(self._place, new)
 
     def _take(self, token_ids: list[int]) -> int:
         """Move on; returns how many tokens the matcher took, which knows no end after the end."""
@@ -127,18 +127,18 @@ class SequenceGrammar:
         one = len(token_ids) == 1 and token_ids[0] in self._vocabulary.tokens.eos_tokens
         return one and self._matcher.is_stopped() and not self._matcher.is_error()
 
-    def _after(self, places: Places | None, token_ids: list[int]) -> Places | None:
+    def _after(self, place: Any | None, token_ids: list[int]) -> Any | None:
         """Return where the text ends after more tokens, which the matcher has taken."""
-        return self._kept.after(places, token_ids) if self._kept else None
+        return self._kept.after(place, token_ids) if self._kept else None
 
-    def _fill(self, number: int, places: Places | None) -> None:
+    def _fill(self, number: int, place: Any | None) -> None:
         """Write what may come next into a row of the memory."""
         row = self._memory[number]
-        if self._kept and self._kept.read(places, row):
+        if self._kept and self._kept.read(place, row):
             return
         fill_next_token_bitmask(self._matcher, self._memory, number)
         if self._kept and not self._matcher.is_error():
-            self._kept.write(places, row)
+            self._kept.write(place, row)
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -26,12 +26,14 @@ class Vocabulary:
         has_end: whether a token of the model ends a text; otherwise one beyond
             them all stands for the end.
         longest_token: no token's text has more characters.
+        most_closed: no token's text has more of the brackets that end lists and objects of JSON.
     """
 
     tokens: LLTokenizer
     vocab_size: int
     has_end: bool
     longest_token: int
+    most_closed: int
 
     @property
     def num_words(self) -> int:
@@ -77,8 +79,10 @@ class Vocabulary:
                 "out, or serve another model",
                 "structured_outputs",
             ) from error
-        # A character of a token's name stands for a byte or a character of its text.
-        return cls(tokens, vocab_size, has_end, max(map(len, names)))
+        # A character of a token's name stands for a byte or a character of its text; a name such as
+        # <0x7D> for one byte.
+        most_closed = max(1, *(name.count("]") + name.count("}") for name in names))
+        return cls(tokens, vocab_size, has_end, max(map(len, names)), most_closed)
 
 
 def _special(token_id: int) -> dict[str, object]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from tests.serving.samplers import ISAS, native
 from tests.serving.sampling_cases import KINDS, make_edits, make_logits, make_mask, mixed_batch
 from tests.serving.slow_sampling import possible
 
+CSRC = Path(__file__).parents[2] / "serving/native/csrc"
 Floats = NDArray[np.float32]
 VOCABS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 1000, 1023, 1025, 2049, 5003)
 NUDGE = 1e-6  # how far rounding may move the end of what is kept
@@ -284,6 +287,18 @@ def test_instruction_sets_agree_on_every_bit(isa: str) -> None:
     sampler = native(isa)
     assert sampler.isa == isa
     assert sampler.sample(logits, params) == native("portable").sample(logits, params)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_products_and_sums_are_rounded_once_without_an_instruction_for_it(tmp_path: Path) -> None:
+    """Also where double precision would round a sum to the middle between two floats."""
+    source, executable = Path(__file__).with_name("fused_driver.cpp"), tmp_path / "driver"
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
+    command = ["g++", *flags, "-ffp-contract=off", f"-I{CSRC}", str(source), "-o", str(executable)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([str(executable)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr
 
 
 def test_the_vocabulary_of_a_model_with_peaked_and_flat_logits() -> None:

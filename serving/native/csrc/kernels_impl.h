@@ -202,7 +202,7 @@ int64_t gather_bucket(const float* values, int64_t count, Bucketing by, int32_t 
     uint32_t bits = 0;
     for (int p = 0; p < kParts; p++) {
       const Floats yes = part_bucket(x.part[p], by) == bucket ? one : Floats{};
-      bits |= part_at_least(yes, one) << (p * kPartLanes);
+      bits |= bits_of(reaches(yes, one)) << (p * kPartLanes);
     }
     if (count - place < kLanes) bits &= (1u << (count - place)) - 1;
     size = append(bits, x, place, found, places, size);
@@ -219,16 +219,27 @@ double split(const float* values, int64_t count, Weighing by, const onnxport::Br
   int64_t size = 0;
   for (int64_t begin = 0; begin < count; begin += kChunk) {
     const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    // All weights of the chunk come first: amid the rest of the work, which is much, too few of
+    // them would be under way at once.
+    float weights[kChunk];
     Vec sum = splat(0.f), high[2] = {sum, sum};
     sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t place) {
       __builtin_prefetch(ahead + place);
       const Vec w = weight(x, by.maximum, by.scale);
       sum = add(sum, w);
+      store(weights + (place - begin), w);
+    });
+    sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t place) {
+      const Vec w = load(weights + (place - begin));
       uint32_t bits = 0;
-      for (int i = 0; i < 2; i++) {
-        uint32_t over;
-        high[i] = add_where_at_least(high[i], x, upper[i], w, over);
-        bits |= at_least(x, lower[i]) & ~over;
+      for (int p = 0; p < kParts; p++) {
+        Found inside{};
+        for (int i = 0; i < 2; i++) {
+          const Found over = reaches(x.part[p], upper[i].part[p]);
+          high[i].part[p] = add_where(high[i].part[p], over, w.part[p]);
+          inside |= without(reaches(x.part[p], lower[i].part[p]), over);
+        }
+        bits |= bits_of(inside) << (p * kPartLanes);
       }
       size = append_places(bits, place, split.places, size);
     });

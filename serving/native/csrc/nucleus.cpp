@@ -17,17 +17,20 @@ constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr double kWidest = 0.25;       // a bracket of a larger part of all saves nothing
 
 // Takes every kEvery-th run of 16 values.
-void take_sample(const Row& row, Scratch& s) {
+void take_sample(const Kernels& kernels, const Row& row, Scratch& s) {
   constexpr int64_t kRun = 16;
   s.sample.clear();
   for (int64_t i = 0; i + kRun <= row.count; i += kEvery * kRun) {
     s.sample.insert(s.sample.end(), row.values + i, row.values + i + kRun);
   }
+  const int64_t size = static_cast<int64_t>(s.sample.size());
+  s.sample_minimum = kernels.scan(s.sample.data(), size, nullptr).minimum;
 }
 
-// Those of the sample that are at least `least`, in scratch.bracketed.
+// Those of the sample that are at least `least`: all of it, or some in scratch.bracketed.
 Candidates sampled(const Kernels& kernels, float least, Scratch& s) {
   const int64_t size = static_cast<int64_t>(s.sample.size());
+  if (s.sample_minimum >= least) return {s.sample.data(), nullptr, size};
   Shelf& shelf = s.bracketed;
   shelf.make_room(size);
   return shelf.first(kernels.gather(s.sample.data(), size, nullptr, least, shelf.values.data(),
@@ -133,7 +136,7 @@ int32_t draw_above(const Kernels& kernels, const Row& row, float least, Weighing
     near = std::max(least, static_cast<float>(row.range.maximum - head));
   }
   const bool many = row.count > kMany;
-  if (many) take_sample(row, s);
+  if (many) take_sample(kernels, row, s);
   if (!many || kEvery * sampled(kernels, near, s).size <= kMany) {
     const Descent first = descend(kernels, gather(kernels, row, near, s), by, s);
     const double total = near > least ? total_of(kernels, row, by, s) : first.total();

@@ -9,6 +9,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -27,22 +29,6 @@ constexpr int kPartLanes = kLanes / kParts;
 typedef float Floats __attribute__((vector_size(kBytes)));
 typedef int32_t Ints __attribute__((vector_size(kBytes)));
 typedef uint32_t Bits __attribute__((vector_size(kBytes)));
-
-// Bit i is set where lane i of `a` is at least that of `b`.
-static inline uint32_t part_at_least(Floats a, Floats b) {
-#if defined(__AVX512F__)
-  return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), _CMP_GE_OQ);
-#elif defined(__AVX2__)
-  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(a >= b)));
-#elif defined(__x86_64__)
-  return static_cast<uint32_t>(_mm_movemask_ps(reinterpret_cast<__m128>(a >= b)));
-#else
-  const Ints yes = a >= b;
-  uint32_t bits = 0;
-  for (int i = 0; i < kPartLanes; i++) bits |= (static_cast<uint32_t>(yes[i]) & 1u) << i;
-  return bits;
-#endif
-}
 
 // Where one of two is NaN, gathered up.
 #if defined(__AVX512F__)
@@ -70,6 +56,44 @@ static inline bool any(Found found) {
   int32_t some = 0;
   for (int i = 0; i < kPartLanes; i++) some |= found[i];
   return some != 0;
+#endif
+}
+
+// Where lane i of `a` is at least that of `b`, as a mask that stays among the vectors: to make bits
+// of each costs more.
+static inline Found reaches(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), _CMP_GE_OQ);
+#else
+  return a >= b;
+#endif
+}
+
+// The lanes of `yes` that are not in `no`.
+static inline Found without(Found yes, Found no) { return static_cast<Found>(yes & ~no); }
+
+// Adds the lanes of `w` where a mask has them.
+static inline Floats add_where(Floats sum, Found mask, Floats w) {
+#if defined(__AVX512F__)
+  const __m512 old = reinterpret_cast<__m512>(sum);
+  return reinterpret_cast<Floats>(_mm512_mask_add_ps(old, mask, old, reinterpret_cast<__m512>(w)));
+#else
+  return sum + (mask ? w : Floats{});
+#endif
+}
+
+// Bit i is set where lane i of a mask is.
+static inline uint32_t bits_of(Found mask) {
+#if defined(__AVX512F__)
+  return mask;
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(mask)));
+#elif defined(__x86_64__)
+  return static_cast<uint32_t>(_mm_movemask_ps(reinterpret_cast<__m128>(mask)));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < kPartLanes; i++) bits |= (static_cast<uint32_t>(mask[i]) & 1u) << i;
+  return bits;
 #endif
 }
 
@@ -132,24 +156,51 @@ static inline Vec smaller(const Vec& a, const Vec& b) {
 
 static inline uint32_t at_least(const Vec& a, const Vec& b) {
   uint32_t bits = 0;
-  for (int i = 0; i < kParts; i++) bits |= part_at_least(a.part[i], b.part[i]) << (i * kPartLanes);
+  for (int i = 0; i < kParts; i++) {
+    bits |= bits_of(reaches(a.part[i], b.part[i])) << (i * kPartLanes);
+  }
   return bits;
 }
 
-// Adds the lanes of `w` where x is at least `bound`; `bits` says where.
-static inline Vec add_where_at_least(const Vec& sum, const Vec& x, const Vec& bound, const Vec& w,
-                                     uint32_t& bits) {
+// a * b + c, rounded once: in one instruction where there is one, with the same bits elsewhere.
+static inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
-  bits = part_at_least(x.part[0], bound.part[0]);
-  const __m512 old = reinterpret_cast<__m512>(sum.part[0]);
-  const __m512 more = reinterpret_cast<__m512>(w.part[0]);
-  const __m512 both = _mm512_mask_add_ps(old, static_cast<__mmask16>(bits), old, more);
-  return {{reinterpret_cast<Floats>(both)}};
+  return reinterpret_cast<Floats>(_mm512_fmadd_ps(
+      reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Floats>(_mm256_fmadd_ps(
+      reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#elif defined(__aarch64__)
+  return reinterpret_cast<Floats>(vfmaq_f32(reinterpret_cast<float32x4_t>(c),
+                                            reinterpret_cast<float32x4_t>(a),
+                                            reinterpret_cast<float32x4_t>(b)));
 #else
-  bits = at_least(x, bound);
-  return each([&](int i) {
-    return sum.part[i] + (x.part[i] >= bound.part[i] ? w.part[i] : Floats{});
-  });
+  // In double precision the product is exact and the sum is not. Rounded to odd, it rounds to float
+  // as the exact one (Boldo and Melquiond, Emulation of FMA and Correctly Rounded Sums, 2008).
+  typedef float Half __attribute__((vector_size(kBytes / 2)));
+  typedef double Doubles __attribute__((vector_size(kBytes)));
+  typedef uint64_t Longs __attribute__((vector_size(kBytes)));
+  Half x[2], y[2], z[2];  // as GCC takes vectors apart that are longer than the processor's
+  memcpy(x, &a, sizeof x);
+  memcpy(y, &b, sizeof y);
+  memcpy(z, &c, sizeof z);
+  for (int i = 0; i < 2; i++) {
+    const Doubles product =
+        __builtin_convertvector(x[i], Doubles) * __builtin_convertvector(y[i], Doubles);
+    const Doubles addend = __builtin_convertvector(z[i], Doubles);
+    const Doubles sum = product + addend;
+    const Doubles second = sum - product;  // what is lost of both parts, exactly: Knuth's TwoSum
+    const Doubles lost = (product - (sum - second)) + (addend - second);
+    // An even sum that lost something moves to the odd one on the side of what it lost: farther
+    // from 0 if that has its sign. All processors have these operations for 64 bits.
+    const Longs bits = reinterpret_cast<Longs>(sum), rest = reinterpret_cast<Longs>(lost);
+    const Longs moves = reinterpret_cast<Longs>(lost != 0.0) & ~bits & 1;
+    const Longs inwards = moves & ((bits ^ rest) >> 63);
+    const Longs odd = bits + moves - inwards - inwards;
+    z[i] = __builtin_convertvector(reinterpret_cast<Doubles>(odd), Half);
+  }
+  memcpy(&c, z, sizeof c);
+  return c;
 #endif
 }
 
@@ -163,11 +214,12 @@ static inline Floats part_exp2(Floats t) {
 #else
   const Floats f = t - (rounded - 12582912.f);
 #endif
-  Floats p = f * 1.326472707e-3f + 9.671512649e-3f;  // minimax of degree 5 on [-0.5, 0.5]
-  p = p * f + 5.550733744e-2f;
-  p = p * f + 2.402224209e-1f;
-  p = p * f + 6.931469776e-1f;
-  p = p * f + 1.f;
+  // Minimax of degree 5 on [-0.5, 0.5].
+  Floats p = fused(f, Floats{} + 1.326472707e-3f, Floats{} + 9.671512649e-3f);
+  p = fused(p, f, Floats{} + 5.550733744e-2f);
+  p = fused(p, f, Floats{} + 2.402224209e-1f);
+  p = fused(p, f, Floats{} + 6.931469776e-1f);
+  p = fused(p, f, Floats{} + 1.f);
   const Bits bits = reinterpret_cast<Bits>(p) + (reinterpret_cast<Bits>(rounded) << 23);
   return t >= -126.f ? reinterpret_cast<Floats>(bits) : Floats{};
 }
@@ -244,10 +296,18 @@ static inline int64_t append(uint32_t bits, const Vec& x, int64_t place, float* 
 #else
   const int64_t first = count;
   for (int p = 0; p < kParts; p++) {
+    const int32_t* set = kSetLanes.lanes[part_bits(bits, p)];
+#if defined(__AVX2__)
+    Ints order;
+    memcpy(&order, set, sizeof order);
+    const __m256 found = _mm256_permutevar8x32_ps(reinterpret_cast<__m256>(x.part[p]),
+                                                  reinterpret_cast<__m256i>(order));
+    _mm256_storeu_ps(values + count, found);
+#else
     float lanes[kPartLanes];
     memcpy(lanes, &x.part[p], sizeof lanes);
-    const int32_t* set = kSetLanes.lanes[part_bits(bits, p)];
     for (int i = 0; i < kPartLanes; i++) values[count + i] = lanes[set[i]];
+#endif
     count += kSetLanes.count[part_bits(bits, p)];
   }
   return append_places(bits, place, places, first);
