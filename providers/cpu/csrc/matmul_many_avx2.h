@@ -109,6 +109,12 @@ ONNXPORT_ALONE void multiply_rows(const MatMul& m, const Unpacked& unpacked, int
   const int8_t* quants = m.quants + at * block_size;
   const uint8_t* weights = unpacked.quants;
   Vec::Ints sums[kRows][kVectors];
+  ONNXPORT_UNROLL
+  for (int r = 0; r < kRows; r++) {
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kVectors; c++)
+      sums[r][c] = Vec::load_bytes(unpacked.start + c * Vec::kLanes * 4);
+  }
   for (int64_t begin = 0; begin < block_size; begin += group, quants += group) {
     Vec::Ints parts[kRows][kVectors];
     add_four<kRows, true>(quants, block_size, weights, parts);
@@ -125,10 +131,8 @@ ONNXPORT_ALONE void multiply_rows(const MatMul& m, const Unpacked& unpacked, int
     for (int r = 0; r < kRows; r++) {
       ONNXPORT_UNROLL
       for (int c = 0; c < kVectors; c++) {
-        const Vec::Ints before =
-            begin == 0 ? Vec::load_bytes(unpacked.start + c * Vec::kLanes * 4) : sums[r][c];
-        sums[r][c] =
-            _mm256_add_epi32(before, _mm256_madd_epi16(parts[r][c], _mm256_set1_epi16(1)));
+        const Vec::Ints two = _mm256_madd_epi16(parts[r][c], _mm256_set1_epi16(1));
+        sums[r][c] = _mm256_add_epi32(sums[r][c], two);
       }
     }
   }
