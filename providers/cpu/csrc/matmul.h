@@ -81,7 +81,8 @@ struct MatMulKernels {
   int64_t (*tile_rows)(int64_t rows);  // how many rows a tile has; kRowTile if rows exceed it
 
   // Quantizes blocks [begin, end) of a row. x holds their inputs, or is null for a row that only
-  // fills up the last tile: zeros. With a norm, the blocks must be all of the row.
+  // fills up the last tile: zeros. With a norm, the blocks must be all of the row. How quants are
+  // stored is between this and multiply: AVX2's are unsigned where there are many rows.
   void (*quantize)(const MatMul& call, const float* x, int64_t row, int64_t begin, int64_t end);
 
   void (*multiply)(const MatMul& call, const Part& part);
