@@ -4,7 +4,8 @@
         --a "python -m benchmarks.run_onnxport ARTIFACT --workloads W1,W2" \
         --b "PEER_PYTHON -m benchmarks.peers.openvino_genai MODEL_IR --workloads W1,W2"
 
-Each round starts both afresh, so that a change of the machine's mood hits both. For all peers and
+Each round starts both afresh, so that a change of the machine's mood hits both. With `--cold`
+each is stopped after its first token, and starts are all that is compared. For all peers and
 workloads at once there is `benchmarks.run_all`; this is for two variants of one of them.
 """
 
@@ -21,18 +22,35 @@ from collections import defaultdict
 Figures = dict[tuple[str, str], list[float]]  # (workload, figure) -> one value a run
 
 
-def collect(command: str, into: Figures) -> None:
-    """Run `command` and add the figures that it prints as JSON lines."""
+def collect(command: str, into: Figures, *, is_cold: bool) -> None:
+    """Run `command` and add the figures that it prints as JSON lines: all, or the first line's."""
+    for line in first_figures(command) if is_cold else all_figures(command):
+        values = json.loads(line)
+        workload = values.pop("workload")
+        if "skipped" in values:
+            print(f"{workload} is skipped: {values['skipped']}", file=sys.stderr)
+            continue
+        for figure, value in values.items():
+            into[workload, figure].append(value)
+
+
+def all_figures(command: str) -> list[str]:
+    """Lines of JSON that a command prints."""
     done = subprocess.run(shlex.split(command), check=True, capture_output=True, text=True)
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            values = json.loads(line)
-            workload = values.pop("workload")
-            if "skipped" in values:
-                print(f"{workload} is skipped: {values['skipped']}", file=sys.stderr)
-                continue
-            for figure, value in values.items():
-                into[workload, figure].append(value)
+    return [line for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def first_figures(command: str) -> list[str]:
+    """The first line of JSON that a command prints; what it would do then is not waited for."""
+    with subprocess.Popen(
+        shlex.split(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                process.kill()
+                return [line]
+    sys.exit(f"{command} ended with {process.returncode} and printed no figures")
 
 
 def main() -> None:
@@ -40,12 +58,13 @@ def main() -> None:
     parser.add_argument("--a", required=True)
     parser.add_argument("--b", required=True)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", action="store_true", help="compare cold starts alone")
     arguments = parser.parse_args()
     a: Figures = defaultdict(list)
     b: Figures = defaultdict(list)
     for _ in range(arguments.rounds):
-        collect(arguments.a, a)
-        collect(arguments.b, b)
+        collect(arguments.a, a, is_cold=arguments.cold)
+        collect(arguments.b, b, is_cold=arguments.cold)
     print("| workload | figure | A median (low–high) | B median (low–high) | A / B |")
     print("|---|---|---|---|---|")
     for key in a:
