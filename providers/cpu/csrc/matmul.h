@@ -86,6 +86,10 @@ struct MatMulKernels {
   void (*quantize)(const MatMul& call, const float* x, int64_t row, int64_t begin, int64_t end);
 
   void (*multiply)(const MatMul& call, const Part& part);
+
+  // Up to so many rows a product of few outputs may be computed in two passes, see coarse.h: sums
+  // of 4-bit weights begin with the corrections, and four even quants are ahead of four odd ones.
+  int64_t coarse_rows;
 };
 
 // Null where this build or this processor cannot run them.

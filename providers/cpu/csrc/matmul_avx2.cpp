@@ -10,7 +10,7 @@
 namespace onnxport {
 namespace {
 constexpr MatMulKernels kKernels = {"avx2", kChunkRows, rows_of_tile<1>, quantize_for_avx2,
-                                    multiply_for_avx2};
+                                    multiply_for_avx2, kManyRows - 1};
 }  // namespace
 
 const MatMulKernels* matmul_avx2() { return &kKernels; }

@@ -1,0 +1,490 @@
+#include "coarse.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <new>
+
+#include "half.h"
+#include "product.h"
+
+namespace onnxport {
+namespace {
+
+constexpr int kStep = 17;          // between two values of u
+constexpr float kVariance = 24.f;  // of e: (17 * 17 - 1) / 12
+constexpr float kDeviations = 7.f;
+// What else an output may be wrong by, for one block and scales of one: half a step where the sum
+// of the dither is rounded to whole steps; and what rounding of floats makes, at most 6e-8 * (blocks
+// + 2) of each block's share, which is not above |w| * |x| with |w| below 127 * sqrt(256).
+constexpr float kRoundedDither = 0.5f * kStep;
+constexpr float kRoundedFloats = 0.04f;
+constexpr int64_t kMostBlocks = 300;
+constexpr int64_t kMostRows = 16;
+
+constexpr int64_t kGrowingCalls = 8;  // in which the plane is made
+// If more than this fraction of the panels is computed twice, so many calls do without the plane.
+constexpr int64_t kRestingCalls = 64, kPayingShare = 4;
+
+// SplitMix64 of the place: see serving/sampler.py, which draws with it, too.
+uint64_t mixed(uint64_t value) {
+  value += 0x9E3779B97F4A7C15u;
+  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+  value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+  return value ^ (value >> 31);
+}
+
+std::vector<uint8_t> make_dither(const MatMul& product) {
+  std::vector<uint8_t> dither(static_cast<size_t>(num_blocks(product) * product.block_size));
+  for (size_t i = 0; i < dither.size(); i++) dither[i] = static_cast<uint8_t>(mixed(i) % kStep);
+  return dither;
+}
+
+MatMul plane_of(MatMul product) {
+  product.bits = 4;
+  product.weights = nullptr;
+  product.norm = {};
+  return product;
+}
+
+// Four bits of eight inputs of a panel's outputs: `from` holds two rows of words of four bytes, of
+// the first and of the last four inputs. Returns whether all weights are -127 or more; an output
+// that there is none of has zeros. Loops over 16 bits become vectors.
+bool convert_inputs(const uint8_t* from, const uint8_t* dither, uint8_t* to) {
+  constexpr int kLanes = 2 * kPanel;
+  // 1 / 17 in 16 bits, exact below 13107 where weights and dither are at most 270.
+  constexpr uint32_t kReciprocal = 3856;
+  uint16_t halves[2][kLanes];
+  uint16_t is_low = 0;
+  for (int half = 0; half < 2; half++) {
+    uint16_t words[kLanes], even_dither[kLanes], odd_dither[kLanes];
+    std::memcpy(words, from + half * kPanel * 4, sizeof words);
+    const uint8_t* d = dither + half * 4;
+    for (int i = 0; i < kLanes; i += 2) {
+      even_dither[i] = d[0];
+      odd_dither[i] = d[1];
+      even_dither[i + 1] = d[2];
+      odd_dither[i + 1] = d[3];
+    }
+    for (int i = 0; i < kLanes; i++) {
+      const auto flipped = static_cast<uint16_t>(words[i] ^ 0x8080u);
+      const auto even = static_cast<uint16_t>(flipped & 0xff);
+      const auto odd = static_cast<uint16_t>(flipped >> 8);
+      is_low |= static_cast<uint16_t>((even == 0) | (odd == 0));
+      const auto even_sum = static_cast<uint16_t>(even + even_dither[i] - 1);
+      const auto odd_sum = static_cast<uint16_t>(odd + odd_dither[i] - 1);
+      const auto low = static_cast<uint16_t>((even_sum * kReciprocal) >> 16);
+      const auto high = static_cast<uint16_t>((odd_sum * kReciprocal) >> 16);
+      halves[half][i] = static_cast<uint16_t>(low | (high << 4));
+    }
+  }
+  // A lane holds the byte of two inputs: two lanes are an output's.
+  for (int half = 0; half < 2; half++)
+    for (int output = 0; output < kPanel; output++) {
+      const uint16_t first = halves[half][2 * output], second = halves[half][2 * output + 1];
+      const auto both = static_cast<uint16_t>(first | (second << 8));
+      std::memcpy(to + output * 4 + half * 2, &both, sizeof both);
+    }
+  return is_low == 0;
+}
+
+// Magnitude of an output's scale among a block's packed ones.
+float scale_of(const MatMul& product, const uint8_t* scales, int64_t output) {
+  if (product.half_scales) {
+    uint16_t half;
+    std::memcpy(&half, scales + output * 2, sizeof half);
+    return std::fabs(float_from_half(half));
+  }
+  float scale;
+  std::memcpy(&scale, scales + output * 4, sizeof scale);
+  return std::fabs(scale);
+}
+
+// Makes a panel's plane, and the largest magnitude of each block's scales. Returns whether it can be
+// made.
+bool convert_panel(const MatMul& product, const MatMul& plane, const uint8_t* dither,
+                   const uint8_t* from, uint8_t* to, float* largest) {
+  bool is_good = true;
+  for (int64_t block = 0; block < num_blocks(product); block++) {
+    for (int64_t i = 0; i < product.block_size; i += 8)
+      is_good &= convert_inputs(from + i * kPanel, dither + i, to + i / 2 * kPanel);
+    dither += product.block_size;
+    const uint8_t* scales = from + quant_bytes(product);
+    std::memcpy(to + quant_bytes(plane), scales,
+                static_cast<size_t>(block_bytes(product) - quant_bytes(product)));
+    float most = 0.f;
+    for (int64_t output = 0; output < kPanel; output++) {
+      const float scale = scale_of(product, scales, output);
+      is_good &= std::isfinite(scale);
+      most = std::max(most, scale);
+    }
+    largest[block] = most;
+    from += block_bytes(product);
+    to += block_bytes(plane);
+  }
+  return is_good;
+}
+
+// The largest ones of some numbers.
+class Largest {
+ public:
+  explicit Largest(int64_t count) : count_(count) {}
+
+  void add(float number) {
+    if (size_ == count_) {
+      if (!(number > numbers_[0])) return;
+      std::pop_heap(numbers_, numbers_ + size_--, std::greater<float>());
+    }
+    numbers_[size_++] = number;
+    std::push_heap(numbers_, numbers_ + size_, std::greater<float>());
+  }
+
+  // The least of them, or what is less than all where there are not enough.
+  float last() const { return size_ == count_ ? numbers_[0] : -INFINITY; }
+
+ private:
+  float numbers_[kMostExact];
+  int64_t size_ = 0;
+  const int64_t count_;
+};
+
+// Memory of a call, kept from call to call.
+struct Workspace {
+  Quantized all, coarse;
+  Buffer deviations, rounded, maxima, most, marks, panels, order;
+};
+
+// Multiplies the outputs of a panel by a factor and returns the largest one; if one is not finite,
+// NaN. Lane by lane, which becomes vectors.
+float scaled_top(float* outputs, int64_t count, float factor) {
+  constexpr int64_t kLanes = 8;
+  float tops[kLanes], check[kLanes] = {};
+  std::fill(tops, tops + kLanes, -INFINITY);
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; lane++) {
+      const float x = outputs[i + lane] * factor;
+      outputs[i + lane] = x;
+      tops[lane] = tops[lane] < x ? x : tops[lane];
+      check[lane] += x * 0.f;
+    }
+  for (; i < count; i++) {
+    outputs[i] *= factor;
+    tops[0] = std::max(tops[0], outputs[i]);
+    check[0] += outputs[i] * 0.f;
+  }
+  float top = -INFINITY;
+  for (int64_t lane = 0; lane < kLanes; lane++) top = std::max(top, tops[lane]);
+  for (float one : check) top = one == one ? top : NAN;
+  return top;
+}
+
+// What there is of a plane.
+struct Plane {
+  const uint8_t* weights;
+  const uint8_t* dither;
+  const float* largest_scales;
+  int64_t ready;  // panels
+};
+
+struct Run {
+  const MatMulKernels& kernels;
+  MatMul call, plane;
+  const int32_t* exact;
+  const uint8_t* dither;
+  const float* largest_scales;
+  const int64_t ready, panels, blocks;
+  Workspace& space;
+  // [rows][blocks]: squared deviations and rounding errors of an output, for a scale of one.
+  float *deviations, *rounded;
+  // [rows][panels]: the largest of a panel's outputs as computed, and what the exact one may be.
+  float *maxima, *most;
+  float* order;        // [panels]
+  uint8_t* is_wanted;  // [panels], or has been
+  int32_t* wanted;     // [panels], of which the first num_wanted are computed next
+  int64_t num_wanted = 0;
+  std::atomic<int64_t> num_exact{0};  // panels that were computed again
+  float least[kMostRows];   // a row's likeliest panels have maxima from here on
+  float bounds[kMostRows];  // what is less cannot be one of a row's largest outputs
+  int64_t panels_per_task = 1;
+
+  Run(const MatMulKernels& used, const MatMul& product, const Plane& coarse, const int32_t* counts,
+      Workspace& s)
+      : kernels(used),
+        call(product),
+        plane(plane_of(product)),
+        exact(counts),
+        dither(coarse.dither),
+        largest_scales(coarse.largest_scales),
+        ready(coarse.ready),
+        panels(num_panels(product)),
+        blocks(num_blocks(product)),
+        space(s) {
+    plane.weights = coarse.weights;
+    space.all.reserve(kernels, call);
+    space.coarse.reserve(kernels, plane);
+    const auto rows = static_cast<size_t>(call.rows);
+    deviations = space.deviations.reserve<float>(rows * static_cast<size_t>(blocks));
+    rounded = space.rounded.reserve<float>(rows * static_cast<size_t>(blocks));
+    maxima = space.maxima.reserve<float>(rows * static_cast<size_t>(panels));
+    most = space.most.reserve<float>(rows * static_cast<size_t>(panels));
+    is_wanted = space.marks.reserve<uint8_t>(static_cast<size_t>(panels));
+    wanted = space.panels.reserve<int32_t>(static_cast<size_t>(panels));
+    order = space.order.reserve<float>(static_cast<size_t>(panels));
+    for (int64_t panel = 0; panel < panels; panel++) is_wanted[panel] = panel >= ready;
+    for (float& bound : bounds) bound = -INFINITY;
+    panels_per_task = Product(kernels, plane).panels_per_task;
+  }
+
+  // The quants of the whole product, even ones ahead of odd ones as four bits want them.
+  void quantize() {
+    for (int64_t row = 0; row < padded_rows(call); row++) {
+      const float* x = row < call.rows ? call.input + row * call.k : nullptr;
+      kernels.quantize(call, x, row, 0, blocks);
+      for (int64_t block = 0; block < blocks; block++) derive(row, block);
+    }
+  }
+
+  void derive(int64_t row, int64_t block) {
+    const int64_t at = row_block(call, row, block), size = call.block_size;
+    const int8_t* from = call.quants + at * size;
+    int8_t* to = plane.quants + at * size;
+    const uint8_t* d = dither + block * size;
+    int32_t sum = 0, squares = 0, dithered = 0;
+    for (int64_t i = 0; i < size; i++) {
+      sum += from[i];
+      squares += from[i] * from[i];
+      dithered += (kStep - d[i]) * from[i];
+    }
+    for (int64_t i = 0; i < size; i += 8)
+      for (int64_t j = 0; j < 4; j++) {
+        to[i + j] = from[i + 2 * j];
+        to[i + 4 + j] = from[i + 2 * j + 1];
+      }
+    const auto whole = static_cast<int32_t>(std::lround(static_cast<double>(dithered) / kStep));
+    plane.scales[at] = call.scales[at];
+    plane.corrections[at] = whole - 8 * sum;
+    if (row >= call.rows) return;
+    const float scale = call.scales[at], square = static_cast<float>(squares);
+    deviations[row * blocks + block] =
+        scale * scale * square * (kVariance * kDeviations * kDeviations);
+    rounded[row * blocks + block] = scale * (kRoundedDither + kRoundedFloats * std::sqrt(square));
+  }
+
+  int64_t coarse_tasks() const { return ceil_div(panels, panels_per_task); }
+
+  // Some panels' outputs: of those that have a plane by it.
+  void approximate(int64_t index) const {
+    const int64_t begin = index * panels_per_task;
+    const int64_t end = std::min(panels, begin + panels_per_task);
+    const int64_t middle = std::clamp(ready, begin, end);
+    if (begin < middle) kernels.multiply(plane, part(begin, middle));
+    if (middle < end) kernels.multiply(call, part(middle, end));
+    for (int64_t row = 0; row < call.rows; row++)
+      for (int64_t panel = begin; panel < end; panel++) look_at(row, panel);
+  }
+
+  Part part(int64_t begin, int64_t end) const {
+    return {begin, end, 0, call.rows, call.output + begin * kPanel, call.n};
+  }
+
+  void look_at(int64_t row, int64_t panel) const {
+    const int64_t count = std::min(kPanel, call.n - panel * kPanel);
+    float* outputs = call.output + row * call.n + panel * kPanel;
+    const float top = scaled_top(outputs, count, panel < ready ? kStep : 1.f);
+    float square = 0.f, error = 0.f;
+    if (panel < ready)
+      for (int64_t block = 0; block < blocks; block++) {
+        const float scale = largest_scales[panel * blocks + block];
+        square += scale * scale * deviations[row * blocks + block];
+        error += scale * rounded[row * blocks + block];
+      }
+    const int64_t at = row * panels + panel;
+    maxima[at] = top;
+    most[at] = top + std::sqrt(square) + error;
+  }
+
+  void want(int64_t panel) {
+    if (is_wanted[panel]) return;
+    is_wanted[panel] = 1;
+    wanted[num_wanted++] = static_cast<int32_t>(panel);
+  }
+
+  void compute(int64_t index) {
+    const int64_t panel = wanted[index];
+    if (!may_matter(panel)) return;
+    kernels.multiply(call, part(panel, panel + 1));
+    num_exact.fetch_add(1, std::memory_order_relaxed);
+  }
+
+  // Whether an output of a panel may be one of its row's largest. Most panels are wanted because of
+  // the one output that has the panel's largest scales, and seldom is that the one in question.
+  bool may_matter(int64_t panel) const {
+    for (int64_t row = 0; row < call.rows; row++) {
+      const int64_t at = row * panels + panel;
+      if (most[at] < bounds[row]) continue;
+      const float error = most[at] - maxima[at];
+      const int64_t count = std::min(kPanel, call.n - panel * kPanel);
+      const float* outputs = call.output + row * call.n + panel * kPanel;
+      for (int64_t i = 0; i < count; i++)
+        if (!(outputs[i] + error < bounds[row]) &&
+            !(outputs[i] + error_of(row, panel, i) < bounds[row]))
+          return true;
+    }
+    return false;
+  }
+
+  // What an output may be wrong by at most.
+  float error_of(int64_t row, int64_t panel, int64_t output) const {
+    const uint8_t* scales = plane.weights + panel * panel_bytes(plane) + quant_bytes(plane);
+    float square = 0.f, error = 0.f;
+    for (int64_t block = 0; block < blocks; block++, scales += block_bytes(plane)) {
+      const float scale = scale_of(plane, scales, output);
+      square += scale * scale * deviations[row * blocks + block];
+      error += scale * rounded[row * blocks + block];
+    }
+    return std::sqrt(square) + error;
+  }
+
+  // Wants as many panels as the row needs outputs: those that seem to have the largest ones.
+  void want_likeliest(int64_t row) {
+    const int64_t count = std::min<int64_t>(exact[row], panels);
+    const float* tops = maxima + row * panels;
+    std::copy(tops, tops + panels, order);
+    std::nth_element(order, order + count - 1, order + panels, std::greater<float>());
+    least[row] = order[count - 1];
+    for (int64_t panel = 0; panel < panels; panel++)
+      if (tops[panel] >= least[row]) want(panel);
+  }
+
+  // Wants all other panels that may have one of the row's largest outputs. Those just computed tell
+  // how large these are at least.
+  void want_possible(int64_t row) {
+    Largest largest(exact[row]);
+    for (int64_t panel = 0; panel < panels; panel++) {
+      if (maxima[row * panels + panel] < least[row]) continue;
+      const float* outputs = call.output + row * call.n + panel * kPanel;
+      for (int64_t i = 0; i < std::min(kPanel, call.n - panel * kPanel); i++) largest.add(outputs[i]);
+    }
+    bounds[row] = largest.last();
+    for (int64_t panel = 0; panel < panels; panel++)
+      if (!(most[row * panels + panel] < bounds[row])) want(panel);
+  }
+
+  bool has_numbers() const {
+    bool are = true;
+    for (int64_t i = 0; i < call.rows * panels; i++) are &= std::isfinite(most[i]);
+    return are;
+  }
+};
+
+// Computes the panels that are wanted.
+int compute_wanted(Run& run, ParallelFor parallel_for, void* context) {
+  const int64_t count = run.num_wanted;
+  run.num_wanted = 0;
+  if (count == 0) return 0;
+  const auto task = [](void* argument, size_t index) {
+    static_cast<Run*>(argument)->compute(static_cast<int64_t>(index));
+  };
+  return run_tasks(count, task, &run, parallel_for, context);
+}
+
+// What makes some more panels of a plane.
+struct Growth {
+  const MatMul& product;
+  const MatMul& plane;
+  const uint8_t* dither;
+  float* largest_scales;
+  uint8_t* weights;
+  int64_t begin;
+  std::atomic<bool> is_good{true};
+
+  void make(int64_t index) {
+    const int64_t panel = begin + index;
+    if (!convert_panel(product, plane, dither, product.weights + panel * panel_bytes(product),
+                       weights + panel * panel_bytes(plane),
+                       largest_scales + panel * num_blocks(product)))
+      is_good = false;
+  }
+};
+
+}  // namespace
+
+CoarseProduct::CoarseProduct(const MatMul& product)
+    : product_(product), dither_(make_dither(product)) {}
+
+bool CoarseProduct::suits(const MatMul& product) {
+  return product.bits == 8 && !product.bias && num_blocks(product) <= kMostBlocks;
+}
+
+bool CoarseProduct::pays(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact) {
+  if (is_hopeless_ || call.rows == 0 || call.rows > std::min(kernels.coarse_rows, kMostRows))
+    return false;
+  const auto is_few = [](int32_t count) { return count >= 1 && count <= kMostExact; };
+  if (!std::all_of(exact, exact + call.rows, is_few)) return false;
+  return rest_ <= 0 || rest_-- <= 0;
+}
+
+int CoarseProduct::run(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact,
+                       ParallelFor parallel_for, void* context) {
+  if (!pays(kernels, call, exact)) return run_matmul(kernels, call, parallel_for, context);
+  // The calling thread's; the others only use it until this call is over.
+  thread_local Workspace space;
+  const int64_t ready = ready_.load(std::memory_order_acquire);
+  const Plane plane{ready ? memory_->data() : nullptr, dither_.data(), largest_scales_.data(),
+                    ready};
+  Run run(kernels, call, plane, exact, space);
+  run.quantize();
+  const auto approximate = [](void* argument, size_t index) {
+    static_cast<const Run*>(argument)->approximate(static_cast<int64_t>(index));
+  };
+  const int64_t tasks = run.coarse_tasks();
+  if (const int result = run_tasks(tasks, approximate, &run, parallel_for, context)) return result;
+  if (run.has_numbers()) {
+    for (int64_t row = 0; row < call.rows; row++) run.want_likeliest(row);
+    if (const int result = compute_wanted(run, parallel_for, context)) return result;
+    for (int64_t row = 0; row < call.rows; row++) run.want_possible(row);
+  } else {
+    for (int64_t panel = 0; panel < run.panels; panel++) run.want(panel);
+  }
+  if (const int result = compute_wanted(run, parallel_for, context)) return result;
+  if (ready < run.panels) return grow(parallel_for, context);
+  if (run.num_exact > run.panels / kPayingShare) rest_ = kRestingCalls;
+  return 0;
+}
+
+bool CoarseProduct::reserve() {
+  if (memory_) return true;
+  try {
+    const MatMul plane = plane_of(product_);
+    largest_scales_.resize(static_cast<size_t>(num_panels(plane) * num_blocks(plane)));
+    memory_ = std::make_unique<WeightMemory>(
+        static_cast<size_t>(num_panels(plane) * panel_bytes(plane)));
+    return true;
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+}
+
+int CoarseProduct::grow(ParallelFor parallel_for, void* context) {
+  const std::unique_lock<std::mutex> lock(growing_, std::try_to_lock);
+  if (!lock) return 0;
+  const int64_t panels = num_panels(product_), begin = ready_.load(std::memory_order_relaxed);
+  if (begin == panels || !reserve()) {
+    is_hopeless_ = begin < panels;
+    return 0;
+  }
+  const MatMul plane = plane_of(product_);
+  Growth growth{product_, plane, dither_.data(), largest_scales_.data(), memory_->data(), begin};
+  const int64_t count = std::min(panels - begin, ceil_div(panels, kGrowingCalls));
+  const auto make = [](void* argument, size_t index) {
+    static_cast<Growth*>(argument)->make(static_cast<int64_t>(index));
+  };
+  if (const int result = run_tasks(count, make, &growth, parallel_for, context)) return result;
+  is_hopeless_ = !growth.is_good;
+  if (growth.is_good) ready_.store(begin + count, std::memory_order_release);
+  return 0;
+}
+
+}  // namespace onnxport
