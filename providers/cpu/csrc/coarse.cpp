@@ -25,7 +25,7 @@ constexpr int64_t kMostRows = 16;
 
 constexpr int64_t kGrowingCalls = 8;  // in which the plane is made
 // If more than this fraction of the panels is computed twice, so many calls do without the plane.
-constexpr int64_t kRestingCalls = 64, kPayingShare = 4;
+constexpr int64_t kRestingCalls = 64, kPayingShare = 3;
 
 // SplitMix64 of the place: see serving/sampler.py, which draws with it, too.
 uint64_t mixed(uint64_t value) {
@@ -44,7 +44,6 @@ std::vector<uint8_t> make_dither(const MatMul& product) {
 MatMul plane_of(MatMul product) {
   product.bits = 4;
   product.weights = nullptr;
-  product.norm = {};
   return product;
 }
 
@@ -200,7 +199,7 @@ struct Run {
   float *deviations, *rounded;
   // [rows][panels]: the largest of a panel's outputs as computed, and what the exact one may be.
   float *maxima, *most;
-  float* order;        // [panels]
+  float* order;        // [rows][panels]
   uint8_t* is_wanted;  // [panels], or has been
   int32_t* wanted;     // [panels], of which the first num_wanted are computed next
   int64_t num_wanted = 0;
@@ -222,6 +221,7 @@ struct Run {
         blocks(num_blocks(product)),
         space(s) {
     plane.weights = coarse.weights;
+    plane.norm.normalized = nullptr;  // the whole product writes it
     space.all.reserve(kernels, call);
     space.coarse.reserve(kernels, plane);
     const auto rows = static_cast<size_t>(call.rows);
@@ -231,41 +231,34 @@ struct Run {
     most = space.most.reserve<float>(rows * static_cast<size_t>(panels));
     is_wanted = space.marks.reserve<uint8_t>(static_cast<size_t>(panels));
     wanted = space.panels.reserve<int32_t>(static_cast<size_t>(panels));
-    order = space.order.reserve<float>(static_cast<size_t>(panels));
+    order = space.order.reserve<float>(rows * static_cast<size_t>(panels));
     for (int64_t panel = 0; panel < panels; panel++) is_wanted[panel] = panel >= ready;
     for (float& bound : bounds) bound = -INFINITY;
     panels_per_task = Product(kernels, plane).panels_per_task;
   }
 
-  // The quants of the whole product, even ones ahead of odd ones as four bits want them.
+  // Rows to int8 for both products: the same quants, in the order that each wants.
   void quantize() {
     for (int64_t row = 0; row < padded_rows(call); row++) {
       const float* x = row < call.rows ? call.input + row * call.k : nullptr;
       kernels.quantize(call, x, row, 0, blocks);
-      for (int64_t block = 0; block < blocks; block++) derive(row, block);
+      kernels.quantize(plane, x, row, 0, blocks);
+      for (int64_t block = 0; x && block < blocks; block++) add_dither(row, block);
     }
   }
 
-  void derive(int64_t row, int64_t block) {
-    const int64_t at = row_block(call, row, block), size = call.block_size;
-    const int8_t* from = call.quants + at * size;
-    int8_t* to = plane.quants + at * size;
-    const uint8_t* d = dither + block * size;
-    int32_t sum = 0, squares = 0, dithered = 0;
-    for (int64_t i = 0; i < size; i++) {
-      sum += from[i];
-      squares += from[i] * from[i];
-      dithered += (kStep - d[i]) * from[i];
+  // Lets the sums of four bits begin with the dither's, and notes what an output may be wrong by.
+  void add_dither(int64_t row, int64_t block) {
+    const int64_t at = row_block(call, row, block);
+    const int8_t* quants = call.quants + at * call.block_size;
+    const uint8_t* d = dither + block * call.block_size;
+    int32_t squares = 0, sum = 0;
+    for (int64_t i = 0; i < call.block_size; i++) {
+      squares += quants[i] * quants[i];
+      sum += (kStep - d[i]) * quants[i];
     }
-    for (int64_t i = 0; i < size; i += 8)
-      for (int64_t j = 0; j < 4; j++) {
-        to[i + j] = from[i + 2 * j];
-        to[i + 4 + j] = from[i + 2 * j + 1];
-      }
-    const auto whole = static_cast<int32_t>(std::lround(static_cast<double>(dithered) / kStep));
-    plane.scales[at] = call.scales[at];
-    plane.corrections[at] = whole - 8 * sum;
-    if (row >= call.rows) return;
+    plane.corrections[at] +=
+        static_cast<int32_t>(std::lround(static_cast<double>(sum) / kStep));
     const float scale = call.scales[at], square = static_cast<float>(squares);
     deviations[row * blocks + block] =
         scale * scale * square * (kVariance * kDeviations * kDeviations);
@@ -347,20 +340,24 @@ struct Run {
     return std::sqrt(square) + error;
   }
 
-  // Wants as many panels as the row needs outputs: those that seem to have the largest ones.
-  void want_likeliest(int64_t row) {
+  // Finds as many panels as the row needs outputs: those that seem to have the largest ones.
+  void find_likeliest(int64_t row) {
     const int64_t count = std::min<int64_t>(exact[row], panels);
     const float* tops = maxima + row * panels;
-    std::copy(tops, tops + panels, order);
-    std::nth_element(order, order + count - 1, order + panels, std::greater<float>());
-    least[row] = order[count - 1];
-    for (int64_t panel = 0; panel < panels; panel++)
-      if (tops[panel] >= least[row]) want(panel);
+    float* sorted = order + row * panels;
+    std::copy(tops, tops + panels, sorted);
+    std::nth_element(sorted, sorted + count - 1, sorted + panels, std::greater<float>());
+    least[row] = sorted[count - 1];
   }
 
-  // Wants all other panels that may have one of the row's largest outputs. Those just computed tell
-  // how large these are at least.
-  void want_possible(int64_t row) {
+  void want_likeliest() {
+    for (int64_t row = 0; row < call.rows; row++)
+      for (int64_t panel = 0; panel < panels; panel++)
+        if (maxima[row * panels + panel] >= least[row]) want(panel);
+  }
+
+  // Those panels, now computed, tell how large the row's largest outputs are at least.
+  void find_bound(int64_t row) {
     Largest largest(exact[row]);
     for (int64_t panel = 0; panel < panels; panel++) {
       if (maxima[row * panels + panel] < least[row]) continue;
@@ -368,8 +365,13 @@ struct Run {
       for (int64_t i = 0; i < std::min(kPanel, call.n - panel * kPanel); i++) largest.add(outputs[i]);
     }
     bounds[row] = largest.last();
-    for (int64_t panel = 0; panel < panels; panel++)
-      if (!(most[row * panels + panel] < bounds[row])) want(panel);
+  }
+
+  // Wants all other panels that may have one of their rows' largest outputs.
+  void want_possible() {
+    for (int64_t row = 0; row < call.rows; row++)
+      for (int64_t panel = 0; panel < panels; panel++)
+        if (!(most[row * panels + panel] < bounds[row])) want(panel);
   }
 
   bool has_numbers() const {
@@ -442,9 +444,18 @@ int CoarseProduct::run(const MatMulKernels& kernels, const MatMul& call, const i
   const int64_t tasks = run.coarse_tasks();
   if (const int result = run_tasks(tasks, approximate, &run, parallel_for, context)) return result;
   if (run.has_numbers()) {
-    for (int64_t row = 0; row < call.rows; row++) run.want_likeliest(row);
+    const auto likeliest = [](void* argument, size_t row) {
+      static_cast<Run*>(argument)->find_likeliest(static_cast<int64_t>(row));
+    };
+    const auto bound = [](void* argument, size_t row) {
+      static_cast<Run*>(argument)->find_bound(static_cast<int64_t>(row));
+    };
+    if (const int result = run_tasks(call.rows, likeliest, &run, parallel_for, context))
+      return result;
+    run.want_likeliest();
     if (const int result = compute_wanted(run, parallel_for, context)) return result;
-    for (int64_t row = 0; row < call.rows; row++) run.want_possible(row);
+    if (const int result = run_tasks(call.rows, bound, &run, parallel_for, context)) return result;
+    run.want_possible();
   } else {
     for (int64_t panel = 0; panel < run.panels; panel++) run.want(panel);
   }
