@@ -4,8 +4,9 @@
 
 Each round measures the limits (limits.cpp, compiled for this processor), and then runs a fresh
 process of `benchmarks.run_onnxport`, so that both meet the machine in one mood. A decode step reads
-all weights once, for a head that is not read whole is forbidden here; a prefill multiplies each with every token's activations, attention not counted.
-AMX tiles are not among the limits, so that prefill can come out above 1 where they exist.
+all weights once, for here it may not leave out parts of the head; a prefill multiplies each with
+every token's activations, attention not counted. AMX tiles are not among the limits, so that
+prefill can come out above 1 where they exist.
 """
 
 from __future__ import annotations

@@ -1,151 +1,58 @@
 #include "coarse.h"
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <new>
 
-#include "half.h"
+#include "coarse_plane.h"
 #include "product.h"
 
 namespace onnxport {
 namespace {
 
-constexpr int kStep = 17;          // between two values of u
-constexpr float kVariance = 24.f;  // of e: (17 * 17 - 1) / 12
-constexpr float kDeviations = 7.f;
+constexpr double kVariance = 24;  // of e: (17 * 17 - 1) / 12
+constexpr double kDeviations = 7;
 // What else an output may be wrong by, for one block and scales of one: half a step where the sum
-// of the dither is rounded to whole steps; and what rounding of floats makes, at most 6e-8 * (blocks
-// + 2) of each block's share, which is not above |w| * |x| with |w| below 127 * sqrt(256).
-constexpr float kRoundedDither = 0.5f * kStep;
-constexpr float kRoundedFloats = 0.04f;
+// of the dither is rounded to whole steps; and what rounding of floats makes in both products, at
+// most 6e-8 * 2 * (blocks + 3) of each block's share, which is not above |w| * |x| with |w| below
+// (127 + 8) * sqrt(256).
+constexpr double kRoundedDither = 0.51 * kCoarseStep;
+constexpr double kRoundedFloats = 0.08;
 constexpr int64_t kMostBlocks = 300;
+// Where outputs are so small that floats lose bits, each rounding may make 1.4e-45 more, and there
+// are up to 18 times kMostBlocks.
+constexpr double kLeastError = FLT_MIN;
+// With less than this, no block's share or sum of some exceeds a float, as these are not above
+// 2160 / kRoundedFloats times the error.
+constexpr double kMostError = 1e33;
 constexpr int64_t kMostRows = 16;
 
 constexpr int64_t kGrowingCalls = 8;  // in which the plane is made
 // If more than this fraction of the panels is computed twice, so many calls do without the plane.
-constexpr int64_t kRestingCalls = 64, kPayingShare = 4;
-
-// SplitMix64 of the place: see serving/sampler.py, which draws with it, too.
-uint64_t mixed(uint64_t value) {
-  value += 0x9E3779B97F4A7C15u;
-  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
-  value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
-  return value ^ (value >> 31);
-}
-
-std::vector<uint8_t> make_dither(const MatMul& product) {
-  std::vector<uint8_t> dither(static_cast<size_t>(num_blocks(product) * product.block_size));
-  for (size_t i = 0; i < dither.size(); i++) dither[i] = static_cast<uint8_t>(mixed(i) % kStep);
-  return dither;
-}
-
-MatMul plane_of(MatMul product) {
-  product.bits = 4;
-  product.weights = nullptr;
-  product.norm = {};
-  return product;
-}
-
-// Four bits of eight inputs of a panel's outputs: `from` holds two rows of words of four bytes, of
-// the first and of the last four inputs. Returns whether all weights are -127 or more; an output
-// that there is none of has zeros. Loops over 16 bits become vectors.
-bool convert_inputs(const uint8_t* from, const uint8_t* dither, uint8_t* to) {
-  constexpr int kLanes = 2 * kPanel;
-  // 1 / 17 in 16 bits, exact below 13107 where weights and dither are at most 270.
-  constexpr uint32_t kReciprocal = 3856;
-  uint16_t halves[2][kLanes];
-  uint16_t is_low = 0;
-  for (int half = 0; half < 2; half++) {
-    uint16_t words[kLanes], even_dither[kLanes], odd_dither[kLanes];
-    std::memcpy(words, from + half * kPanel * 4, sizeof words);
-    const uint8_t* d = dither + half * 4;
-    for (int i = 0; i < kLanes; i += 2) {
-      even_dither[i] = d[0];
-      odd_dither[i] = d[1];
-      even_dither[i + 1] = d[2];
-      odd_dither[i + 1] = d[3];
-    }
-    for (int i = 0; i < kLanes; i++) {
-      const auto flipped = static_cast<uint16_t>(words[i] ^ 0x8080u);
-      const auto even = static_cast<uint16_t>(flipped & 0xff);
-      const auto odd = static_cast<uint16_t>(flipped >> 8);
-      is_low |= static_cast<uint16_t>((even == 0) | (odd == 0));
-      const auto even_sum = static_cast<uint16_t>(even + even_dither[i] - 1);
-      const auto odd_sum = static_cast<uint16_t>(odd + odd_dither[i] - 1);
-      const auto low = static_cast<uint16_t>((even_sum * kReciprocal) >> 16);
-      const auto high = static_cast<uint16_t>((odd_sum * kReciprocal) >> 16);
-      halves[half][i] = static_cast<uint16_t>(low | (high << 4));
-    }
-  }
-  // A lane holds the byte of two inputs: two lanes are an output's.
-  for (int half = 0; half < 2; half++)
-    for (int output = 0; output < kPanel; output++) {
-      const uint16_t first = halves[half][2 * output], second = halves[half][2 * output + 1];
-      const auto both = static_cast<uint16_t>(first | (second << 8));
-      std::memcpy(to + output * 4 + half * 2, &both, sizeof both);
-    }
-  return is_low == 0;
-}
-
-// Magnitude of an output's scale among a block's packed ones.
-float scale_of(const MatMul& product, const uint8_t* scales, int64_t output) {
-  if (product.half_scales) {
-    uint16_t half;
-    std::memcpy(&half, scales + output * 2, sizeof half);
-    return std::fabs(float_from_half(half));
-  }
-  float scale;
-  std::memcpy(&scale, scales + output * 4, sizeof scale);
-  return std::fabs(scale);
-}
-
-// Makes a panel's plane, and the largest magnitude of each block's scales. Returns whether it can be
-// made.
-bool convert_panel(const MatMul& product, const MatMul& plane, const uint8_t* dither,
-                   const uint8_t* from, uint8_t* to, float* largest) {
-  bool is_good = true;
-  for (int64_t block = 0; block < num_blocks(product); block++) {
-    for (int64_t i = 0; i < product.block_size; i += 8)
-      is_good &= convert_inputs(from + i * kPanel, dither + i, to + i / 2 * kPanel);
-    dither += product.block_size;
-    const uint8_t* scales = from + quant_bytes(product);
-    std::memcpy(to + quant_bytes(plane), scales,
-                static_cast<size_t>(block_bytes(product) - quant_bytes(product)));
-    float most = 0.f;
-    for (int64_t output = 0; output < kPanel; output++) {
-      const float scale = scale_of(product, scales, output);
-      is_good &= std::isfinite(scale);
-      most = std::max(most, scale);
-    }
-    largest[block] = most;
-    from += block_bytes(product);
-    to += block_bytes(plane);
-  }
-  return is_good;
-}
+constexpr int64_t kRestingCalls = 64, kPayingShare = 3;
 
 // The largest ones of some numbers.
 class Largest {
  public:
-  explicit Largest(int64_t count) : count_(count) {}
+  explicit Largest(int64_t count) : count_(count) {
+    std::fill(numbers_, numbers_ + kMostExact, -INFINITY);
+  }
 
   void add(float number) {
-    if (size_ == count_) {
-      if (!(number > numbers_[0])) return;
-      std::pop_heap(numbers_, numbers_ + size_--, std::greater<float>());
-    }
-    numbers_[size_++] = number;
-    std::push_heap(numbers_, numbers_ + size_, std::greater<float>());
+    if (!(number > numbers_[0])) return;
+    std::pop_heap(numbers_, numbers_ + count_, std::greater<float>());
+    numbers_[count_ - 1] = number;
+    std::push_heap(numbers_, numbers_ + count_, std::greater<float>());
   }
 
   // The least of them, or what is less than all where there are not enough.
-  float last() const { return size_ == count_ ? numbers_[0] : -INFINITY; }
+  float last() const { return numbers_[0]; }
 
  private:
   float numbers_[kMostExact];
-  int64_t size_ = 0;
   const int64_t count_;
 };
 
@@ -197,10 +104,11 @@ struct Run {
   const int64_t ready, panels, blocks;
   Workspace& space;
   // [rows][blocks]: squared deviations and rounding errors of an output, for a scale of one.
-  float *deviations, *rounded;
+  // Squares of floats need a double's range.
+  double *deviations, *rounded;
   // [rows][panels]: the largest of a panel's outputs as computed, and what the exact one may be.
   float *maxima, *most;
-  float* order;        // [panels]
+  float* order;        // [rows][panels]
   uint8_t* is_wanted;  // [panels], or has been
   int32_t* wanted;     // [panels], of which the first num_wanted are computed next
   int64_t num_wanted = 0;
@@ -222,51 +130,45 @@ struct Run {
         blocks(num_blocks(product)),
         space(s) {
     plane.weights = coarse.weights;
+    plane.norm.normalized = nullptr;  // the whole product writes it
     space.all.reserve(kernels, call);
     space.coarse.reserve(kernels, plane);
     const auto rows = static_cast<size_t>(call.rows);
-    deviations = space.deviations.reserve<float>(rows * static_cast<size_t>(blocks));
-    rounded = space.rounded.reserve<float>(rows * static_cast<size_t>(blocks));
+    deviations = space.deviations.reserve<double>(rows * static_cast<size_t>(blocks));
+    rounded = space.rounded.reserve<double>(rows * static_cast<size_t>(blocks));
     maxima = space.maxima.reserve<float>(rows * static_cast<size_t>(panels));
     most = space.most.reserve<float>(rows * static_cast<size_t>(panels));
     is_wanted = space.marks.reserve<uint8_t>(static_cast<size_t>(panels));
     wanted = space.panels.reserve<int32_t>(static_cast<size_t>(panels));
-    order = space.order.reserve<float>(static_cast<size_t>(panels));
+    order = space.order.reserve<float>(rows * static_cast<size_t>(panels));
     for (int64_t panel = 0; panel < panels; panel++) is_wanted[panel] = panel >= ready;
     for (float& bound : bounds) bound = -INFINITY;
     panels_per_task = Product(kernels, plane).panels_per_task;
   }
 
-  // The quants of the whole product, even ones ahead of odd ones as four bits want them.
+  // Rows to int8 for both products: the same quants, in the order that each wants.
   void quantize() {
     for (int64_t row = 0; row < padded_rows(call); row++) {
       const float* x = row < call.rows ? call.input + row * call.k : nullptr;
       kernels.quantize(call, x, row, 0, blocks);
-      for (int64_t block = 0; block < blocks; block++) derive(row, block);
+      kernels.quantize(plane, x, row, 0, blocks);
+      for (int64_t block = 0; x && block < blocks; block++) add_dither(row, block);
     }
   }
 
-  void derive(int64_t row, int64_t block) {
-    const int64_t at = row_block(call, row, block), size = call.block_size;
-    const int8_t* from = call.quants + at * size;
-    int8_t* to = plane.quants + at * size;
-    const uint8_t* d = dither + block * size;
-    int32_t sum = 0, squares = 0, dithered = 0;
-    for (int64_t i = 0; i < size; i++) {
-      sum += from[i];
-      squares += from[i] * from[i];
-      dithered += (kStep - d[i]) * from[i];
+  // Lets the sums of four bits begin with the dither's, and notes what an output may be wrong by.
+  void add_dither(int64_t row, int64_t block) {
+    const int64_t at = row_block(call, row, block);
+    const int8_t* quants = call.quants + at * call.block_size;
+    const uint8_t* d = dither + block * call.block_size;
+    int32_t squares = 0, sum = 0;
+    for (int64_t i = 0; i < call.block_size; i++) {
+      squares += quants[i] * quants[i];
+      sum += (kCoarseStep - d[i]) * quants[i];
     }
-    for (int64_t i = 0; i < size; i += 8)
-      for (int64_t j = 0; j < 4; j++) {
-        to[i + j] = from[i + 2 * j];
-        to[i + 4 + j] = from[i + 2 * j + 1];
-      }
-    const auto whole = static_cast<int32_t>(std::lround(static_cast<double>(dithered) / kStep));
-    plane.scales[at] = call.scales[at];
-    plane.corrections[at] = whole - 8 * sum;
-    if (row >= call.rows) return;
-    const float scale = call.scales[at], square = static_cast<float>(squares);
+    const double whole = std::nearbyint(static_cast<double>(sum) / kCoarseStep);
+    plane.corrections[at] += static_cast<int32_t>(whole);
+    const double scale = call.scales[at], square = squares;
     deviations[row * blocks + block] =
         scale * scale * square * (kVariance * kDeviations * kDeviations);
     rounded[row * blocks + block] = scale * (kRoundedDither + kRoundedFloats * std::sqrt(square));
@@ -292,17 +194,13 @@ struct Run {
   void look_at(int64_t row, int64_t panel) const {
     const int64_t count = std::min(kPanel, call.n - panel * kPanel);
     float* outputs = call.output + row * call.n + panel * kPanel;
-    const float top = scaled_top(outputs, count, panel < ready ? kStep : 1.f);
-    float square = 0.f, error = 0.f;
-    if (panel < ready)
-      for (int64_t block = 0; block < blocks; block++) {
-        const float scale = largest_scales[panel * blocks + block];
-        square += scale * scale * deviations[row * blocks + block];
-        error += scale * rounded[row * blocks + block];
-      }
+    const float top = scaled_top(outputs, count, panel < ready ? kCoarseStep : 1.f);
     const int64_t at = row * panels + panel;
-    maxima[at] = top;
-    most[at] = top + std::sqrt(square) + error;
+    maxima[at] = most[at] = top;
+    if (panel >= ready) return;
+    const float* scales = largest_scales + panel * blocks;
+    const double error = error_of(row, [=](int64_t block) { return scales[block]; });
+    most[at] = error < kMostError ? static_cast<float>(top + error) : NAN;
   }
 
   void want(int64_t panel) {
@@ -324,7 +222,7 @@ struct Run {
     for (int64_t row = 0; row < call.rows; row++) {
       const int64_t at = row * panels + panel;
       if (most[at] < bounds[row]) continue;
-      const float error = most[at] - maxima[at];
+      const double error = static_cast<double>(most[at]) - maxima[at];
       const int64_t count = std::min(kPanel, call.n - panel * kPanel);
       const float* outputs = call.output + row * call.n + panel * kPanel;
       for (int64_t i = 0; i < count; i++)
@@ -335,41 +233,58 @@ struct Run {
     return false;
   }
 
-  // What an output may be wrong by at most.
-  float error_of(int64_t row, int64_t panel, int64_t output) const {
-    const uint8_t* scales = plane.weights + panel * panel_bytes(plane) + quant_bytes(plane);
-    float square = 0.f, error = 0.f;
-    for (int64_t block = 0; block < blocks; block++, scales += block_bytes(plane)) {
-      const float scale = scale_of(plane, scales, output);
+  // What an output may be wrong by at most, by its scale of each block.
+  template <class ScaleOf>
+  double error_of(int64_t row, ScaleOf scale_of_block) const {
+    double square = 0, error = kLeastError;
+    for (int64_t block = 0; block < blocks; block++) {
+      const double scale = scale_of_block(block);
       square += scale * scale * deviations[row * blocks + block];
       error += scale * rounded[row * blocks + block];
     }
     return std::sqrt(square) + error;
   }
 
-  // Wants as many panels as the row needs outputs: those that seem to have the largest ones.
-  void want_likeliest(int64_t row) {
-    const int64_t count = std::min<int64_t>(exact[row], panels);
-    const float* tops = maxima + row * panels;
-    std::copy(tops, tops + panels, order);
-    std::nth_element(order, order + count - 1, order + panels, std::greater<float>());
-    least[row] = order[count - 1];
-    for (int64_t panel = 0; panel < panels; panel++)
-      if (tops[panel] >= least[row]) want(panel);
+  double error_of(int64_t row, int64_t panel, int64_t output) const {
+    const uint8_t* scales = plane.weights + panel * panel_bytes(plane) + quant_bytes(plane);
+    return error_of(row, [=](int64_t block) {
+      return scale_of(plane, scales + block * block_bytes(plane), output);
+    });
   }
 
-  // Wants all other panels that may have one of the row's largest outputs. Those just computed tell
-  // how large these are at least.
-  void want_possible(int64_t row) {
+  // Finds as many panels as the row needs outputs: those that seem to have the largest ones.
+  void find_likeliest(int64_t row) {
+    const int64_t count = std::min<int64_t>(exact[row], panels);
+    const float* tops = maxima + row * panels;
+    float* sorted = order + row * panels;
+    std::copy(tops, tops + panels, sorted);
+    std::nth_element(sorted, sorted + count - 1, sorted + panels, std::greater<float>());
+    least[row] = sorted[count - 1];
+  }
+
+  void want_likeliest() {
+    for (int64_t row = 0; row < call.rows; row++)
+      for (int64_t panel = 0; panel < panels; panel++)
+        if (maxima[row * panels + panel] >= least[row]) want(panel);
+  }
+
+  // Those panels, now computed, tell how large the row's largest outputs are at least.
+  void find_bound(int64_t row) {
     Largest largest(exact[row]);
     for (int64_t panel = 0; panel < panels; panel++) {
       if (maxima[row * panels + panel] < least[row]) continue;
       const float* outputs = call.output + row * call.n + panel * kPanel;
-      for (int64_t i = 0; i < std::min(kPanel, call.n - panel * kPanel); i++) largest.add(outputs[i]);
+      const int64_t count = std::min(kPanel, call.n - panel * kPanel);
+      for (int64_t i = 0; i < count; i++) largest.add(outputs[i]);
     }
     bounds[row] = largest.last();
-    for (int64_t panel = 0; panel < panels; panel++)
-      if (!(most[row * panels + panel] < bounds[row])) want(panel);
+  }
+
+  // Wants all other panels that may have one of their rows' largest outputs.
+  void want_possible() {
+    for (int64_t row = 0; row < call.rows; row++)
+      for (int64_t panel = 0; panel < panels; panel++)
+        if (!(most[row * panels + panel] < bounds[row])) want(panel);
   }
 
   bool has_numbers() const {
@@ -432,8 +347,9 @@ int CoarseProduct::run(const MatMulKernels& kernels, const MatMul& call, const i
   // The calling thread's; the others only use it until this call is over.
   thread_local Workspace space;
   const int64_t ready = ready_.load(std::memory_order_acquire);
-  const Plane plane{ready ? memory_->data() : nullptr, dither_.data(), largest_scales_.data(),
-                    ready};
+  // What is not ready may be being made by another thread.
+  const Plane plane{ready ? memory_->data() : nullptr, dither_.data(),
+                    ready ? largest_scales_.data() : nullptr, ready};
   Run run(kernels, call, plane, exact, space);
   run.quantize();
   const auto approximate = [](void* argument, size_t index) {
@@ -442,9 +358,18 @@ int CoarseProduct::run(const MatMulKernels& kernels, const MatMul& call, const i
   const int64_t tasks = run.coarse_tasks();
   if (const int result = run_tasks(tasks, approximate, &run, parallel_for, context)) return result;
   if (run.has_numbers()) {
-    for (int64_t row = 0; row < call.rows; row++) run.want_likeliest(row);
+    const auto likeliest = [](void* argument, size_t row) {
+      static_cast<Run*>(argument)->find_likeliest(static_cast<int64_t>(row));
+    };
+    const auto bound = [](void* argument, size_t row) {
+      static_cast<Run*>(argument)->find_bound(static_cast<int64_t>(row));
+    };
+    if (const int result = run_tasks(call.rows, likeliest, &run, parallel_for, context))
+      return result;
+    run.want_likeliest();
     if (const int result = compute_wanted(run, parallel_for, context)) return result;
-    for (int64_t row = 0; row < call.rows; row++) run.want_possible(row);
+    if (const int result = run_tasks(call.rows, bound, &run, parallel_for, context)) return result;
+    run.want_possible();
   } else {
     for (int64_t panel = 0; panel < run.panels; panel++) run.want(panel);
   }
@@ -459,8 +384,8 @@ bool CoarseProduct::reserve() {
   try {
     const MatMul plane = plane_of(product_);
     largest_scales_.resize(static_cast<size_t>(num_panels(plane) * num_blocks(plane)));
-    memory_ = std::make_unique<WeightMemory>(
-        static_cast<size_t>(num_panels(plane) * panel_bytes(plane)));
+    const int64_t bytes = num_panels(plane) * panel_bytes(plane);
+    memory_ = std::make_unique<WeightMemory>(static_cast<size_t>(bytes));
     return true;
   } catch (const std::bad_alloc&) {
     return false;
@@ -471,8 +396,9 @@ int CoarseProduct::grow(ParallelFor parallel_for, void* context) {
   const std::unique_lock<std::mutex> lock(growing_, std::try_to_lock);
   if (!lock) return 0;
   const int64_t panels = num_panels(product_), begin = ready_.load(std::memory_order_relaxed);
-  if (begin == panels || !reserve()) {
-    is_hopeless_ = begin < panels;
+  if (begin == panels || is_hopeless_) return 0;
+  if (!reserve()) {
+    is_hopeless_ = true;
     return 0;
   }
   const MatMul plane = plane_of(product_);
@@ -482,8 +408,10 @@ int CoarseProduct::grow(ParallelFor parallel_for, void* context) {
     static_cast<Growth*>(argument)->make(static_cast<int64_t>(index));
   };
   if (const int result = run_tasks(count, make, &growth, parallel_for, context)) return result;
-  is_hopeless_ = !growth.is_good;
-  if (growth.is_good) ready_.store(begin + count, std::memory_order_release);
+  if (growth.is_good)
+    ready_.store(begin + count, std::memory_order_release);
+  else
+    is_hopeless_ = true;
   return 0;
 }
 

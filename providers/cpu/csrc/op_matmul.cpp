@@ -15,7 +15,16 @@ namespace {
 
 constexpr const char* kName = "MatMulNBits";
 
-enum MatMulInput : size_t { kActivations, kQuants, kScales, kSkip, kGamma, kBias, kExact, kMatMulInputs };
+enum MatMulInput : size_t {
+  kActivations,
+  kQuants,
+  kScales,
+  kSkip,
+  kGamma,
+  kBias,
+  kExact,
+  kMatMulInputs
+};
 
 struct MatMulKernel {
   Api api;
@@ -58,8 +67,9 @@ const int32_t* read_exact(const MatMulKernel& kernel, const ort::KernelContext* 
   if (!value) return nullptr;
   const Tensor exact = describe(api, "exact", value);
   if (elements(exact) != rows)
-    fail(api, ort::kInvalidArgument, "%s: exact must have a number for each of %lld rows, found %lld",
-         kName, static_cast<long long>(rows), static_cast<long long>(elements(exact)));
+    fail(api, ort::kInvalidArgument,
+         "%s: exact must have a number for each of %lld rows, found %lld", kName,
+         static_cast<long long>(rows), static_cast<long long>(elements(exact)));
   return exact.as<const int32_t>();
 }
 
