@@ -4,8 +4,10 @@
 
 Each round measures the limits (limits.cpp, compiled for this processor), and then runs a fresh
 process of `benchmarks.run_onnxport`, so that both meet the machine in one mood. A decode step reads
-all weights once; a prefill multiplies each with every token's activations, attention not counted.
-AMX tiles are not among the limits, so that prefill can come out above 1 where they exist.
+all weights once, or of an int8 head, where it is coarse, half and here and there a panel, which is
+not counted; decode is measured with such a head and without. A prefill multiplies each weight with
+every token's activations, attention not counted. AMX tiles are not among the limits, so that
+prefill can come out above 1 where they exist.
 """
 
 from __future__ import annotations
@@ -51,11 +53,18 @@ def products(artifact: Path) -> Iterator[tuple[str, int, int, int, int]]:
             yield (node.output[0], *values)
 
 
-def read_bytes(artifact: Path) -> int:
-    """What a step reads: quantized weights, and a scale of two bytes for each block of them."""
-    return sum(
-        n * k * bits // 8 + n * -(-k // size) * 2 for _, k, n, bits, size in products(artifact)
-    )
+def read_bytes(artifact: Path, *, coarse: bool) -> int:
+    """What a step reads: quantized weights, and a scale of two bytes for each block of them.
+
+    Args:
+        artifact: the model.
+        coarse: whether a head of 8 bits is read as one of 4.
+    """
+    total = 0
+    for name, k, n, bits, size in products(artifact):
+        read_bits = 4 if coarse and name.startswith(HEAD) else bits
+        total += n * k * read_bits // 8 + n * -(-k // size) * 2
+    return total
 
 
 def token_operations(artifact: Path) -> int:
@@ -69,6 +78,11 @@ def run(command: list[str]) -> list[dict[str, float]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+def by_workload(command: list[str]) -> dict[str, dict[str, float]]:
+    """The figures that a runner prints."""
+    return {str(one.pop("workload")): one for one in run(command)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -78,17 +92,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     artifact = arguments.artifact.resolve()
-    weights, operations = read_bytes(artifact), token_operations(artifact)
+    whole, coarse = (read_bytes(artifact, coarse=is_coarse) for is_coarse in (False, True))
+    operations = token_operations(artifact)
     runner = [sys.executable, "-m", "benchmarks.run_onnxport", str(artifact)]
-    runner += ["--workloads", "W1,W4", "--threads", str(arguments.threads)]
+    runner += ["--threads", str(arguments.threads), "--workloads"]
     shares: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder))
         for _ in range(arguments.rounds):
             limits = run([str(program), str(arguments.threads)])[0]
-            runs = run(runner)
-            found = {str(one.pop("workload")): one for one in runs}
-            rate = found["W1"]["decode_tok_s"] * weights / 1e9
+            exact = by_workload([*runner, "W1", "--no-coarse-head"])
+            rate = exact["W1"]["decode_tok_s"] * whole / 1e9
+            note(shares, "W1 decode, whole head, GB/s", rate, limits["read_gb_s"])
+            found = by_workload([*runner, "W1,W4"])
+            rate = found["W1"]["decode_tok_s"] * coarse / 1e9
             note(shares, "W1 decode, GB/s", rate, limits["read_gb_s"])
             for name in ("W1", "W4") if "int8" in limits else ():
                 rate = found[name]["prefill_tok_s"] * operations / 1e9
@@ -96,7 +113,8 @@ def main() -> None:
     machine = this_machine()
     print(f"{machine.processor}, {arguments.threads} threads; medians of {arguments.rounds} rounds")
     print(
-        f"weights of a step {weights / 1e6:.0f} MB, operations of a token {operations / 1e9:.2f}e9"
+        f"weights of a step {coarse / 1e6:.0f} MB, {whole / 1e6:.0f} with a whole head; operations "
+        f"of a token {operations / 1e9:.2f}e9"
     )
     for name, values in shares.items():
         print(f"{name:45} {median(values):.2f}")

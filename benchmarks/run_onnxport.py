@@ -52,6 +52,7 @@ def load(arguments: argparse.Namespace) -> Onnxport:
             max_model_len=max(arguments.max_model_len, runner.longest(arguments)),
             kv_cache_dtype=arguments.kv_cache_dtype,
             graph_cache=arguments.graph_cache,
+            coarse_head=not arguments.no_coarse_head,
         ),
         EngineConfig(
             max_num_batched_tokens=arguments.max_num_batched_tokens,
@@ -79,6 +80,9 @@ def main() -> None:
         type=Path,
         default=Path.home() / ".cache" / "onnxport" / "graphs",
         help="lowered graphs of earlier starts; the commands keep them there, too",
+    )
+    parser.add_argument(
+        "--no-coarse-head", action="store_true", help="read all of the head in every step"
     )
     parser.add_argument("--preemption", choices=("auto", "recompute", "swap"), default="auto")
     parser.add_argument(

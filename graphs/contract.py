@@ -17,6 +17,10 @@ PAST_SEQUENCE_LENGTHS: Final = "past_sequence_lengths"  # int32 [batch], tokens 
 ATTENTION_METADATA: Final = "attention_metadata"  # int32 [3], host: max query, max KV, min KV len
 LOGITS_INDICES: Final = "logits_indices"  # int32 [num_logits], rows of input_ids needing logits
 
+# Paged graph, an input of lowered graphs that need not compute all logits: how many of a row's
+# largest ones must be exact, 0 for all. Others may be anything less than the last of these.
+EXACT_LOGITS: Final = "exact_logits"  # int32 [num_logits]
+
 # Paged graph, an input that a lowering for compiled shapes has instead of ATTENTION_METADATA. Only
 # its length counts, and is the name of its dimension too: query tokens in an attention tile.
 QUERY_TILE: Final = "query_tile"  # int8 [query_tile]

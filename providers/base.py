@@ -81,6 +81,9 @@ class LoadOptions:
     max_adapters: int = 0  # LoRA adapters that can be loaded at once; 0: a graph without any
     max_adapter_rank: int = 16  # largest rank of an adapter
     graph_cache: Path | None = None  # folder that keeps lowered graphs; None: none is kept
+    # Whether a provider may keep half a byte more for each of the output head's weights, and so
+    # read less where `StepInputs.exact_logits` allows it; no token depends on it.
+    coarse_head: bool = True
 
     def __post_init__(self) -> None:
         """Spell types in one way, and refuse what no provider could mean."""
@@ -169,6 +172,7 @@ class Capabilities:
     emulated: bool = False  # a stand-in device ran the provider's own graph, see Provider
     max_adapters: int = 0  # slots for LoRA adapters, numbered from 1; 0: none
     max_adapter_rank: int = 0  # largest rank of an adapter; 0 without slots
+    takes_exact_logits: bool = False  # whether `run` may compute less by StepInputs.exact_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +187,9 @@ class StepInputs:
     logits_indices: NDArray[np.int32]  # [num_logits], indices into input_ids
     # [batch], the adapter slot of each row; 0 is the model without one. None: no row has one.
     adapter_slots: NDArray[np.int32] | None = None
+    # [num_logits], how many of a row's largest logits must be exact, at least 0, which stands for
+    # all. None: all of all rows. See `Model.run`.
+    exact_logits: NDArray[np.int32] | None = None
 
 
 class Model(Protocol):
@@ -195,6 +202,12 @@ class Model(Protocol):
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
         """Write the new tokens' K/V and return logits, float32 [num_logits, vocab], host.
+
+        Where a row asks for its k largest logits in `exact_logits`, these and all that equal the
+        k-th are what they would be if all had been asked for. Each of the others is less than the
+        k-th, and need not be what it would be: what draws among the k largest draws the same.
+        Rows with logits that are not finite are exact. A model may always return all of them
+        exact; `takes_exact_logits` says whether it would gain by not doing so.
 
         The array may be overwritten by the next `run`. Raises ProviderError when the device
         fails; the slots that the step would have written are undefined then, and all others of

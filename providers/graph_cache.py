@@ -55,7 +55,8 @@ class LoweredGraph:
 
     model: bytes  # a serialized ModelProto; its external data lies in the artifact
     is_exact: bool  # whether its products are in float32
-    stored_bytes: int  # of its initializers, without copies of converted ones
+    # Of its initializers, without copies of converted ones, and of what operators keep besides.
+    stored_bytes: int
     conversions: tuple[Conversion, ...] | None  # None: something else is attached, keep it not
 
     def convert(self, artifact: Artifact) -> dict[str, NDArray[Any]]:

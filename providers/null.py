@@ -38,6 +38,9 @@ class NullOptions:
     max_batch_tokens: int | None = None
     max_adapters: int = 0
     latency_s: float = 0.0  # slept in every run
+    # Return the least of a row's logits in the place of all that `StepInputs.exact_logits` does not
+    # ask for: whoever looks at one of these gets other tokens.
+    takes_exact_logits: bool = False
     fails: Callable[[int], bool] = field(default=lambda run: False)  # by number of the run, from 0
     # by number of the transfer, from 0: copies, reads and writes of blocks are counted together
     transfer_fails: Callable[[int], bool] = field(default=lambda transfer: False)
@@ -89,6 +92,7 @@ class NullModel:
             placement={"null": 1},
             max_adapters=options.max_adapters,
             max_adapter_rank=MAX_ADAPTER_RANK if options.max_adapters else 0,
+            takes_exact_logits=options.takes_exact_logits,
         )
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
@@ -124,7 +128,10 @@ class NullModel:
         self._positions[blocks, slots] = positions
         hashes = self._prefix_hashes(inputs.block_table, past + new)
         at = inputs.logits_indices
-        return self._logits(hashes[rows[at], positions[at]])
+        logits = self._logits(hashes[rows[at], positions[at]])
+        if inputs.exact_logits is not None and self.options.takes_exact_logits:
+            _keep_largest(logits, inputs.exact_logits)
+        return logits
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `providers.base.Model.copy_blocks`; a failure poisons the targets."""
@@ -223,6 +230,13 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
+def _keep_largest(logits: NDArray[np.float32], counts: NDArray[np.int32]) -> None:
+    """Replace what is less than a row's count-th largest; 0: nothing. [num_logits, vocab]."""
+    for row, count in zip(logits, counts.tolist(), strict=True):
+        if 0 < count < len(row):
+            row[row < np.partition(row, -count)[-count]] = row.min()
+
+
 def _adapter_mark(adapter: LoraAdapter) -> int:
     """Return a multiple of 2**32, below 2**61, that differs between adapters."""
     digest = hashlib.sha256()
@@ -271,6 +285,11 @@ def check_inputs(inputs: StepInputs, limits: Capabilities) -> None:
         assert slots.dtype == np.int32
         assert slots.shape == (batch,)
         assert ((slots >= 0) & (slots <= limits.max_adapters)).all()
+    if inputs.exact_logits is not None:
+        exact = inputs.exact_logits
+        assert exact.dtype == np.int32
+        assert exact.shape == inputs.logits_indices.shape
+        assert (exact >= 0).all()
     indices = inputs.logits_indices
     assert len(indices) >= 1
     assert ((indices >= 0) & (indices < num_tokens)).all()

@@ -71,6 +71,7 @@ class OrtModel(Transfers):
             self._run_options = run_options(NO_GRAPH)
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
+        self._takes_exact_logits = contract.EXACT_LOGITS in self._input_names
         self._plan: int | None = None  # the dimension that is bound
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
         self._bound_rows = -1  # of the logits
@@ -133,8 +134,17 @@ class OrtModel(Transfers):
         ):
             if name in self._input_names:
                 self._bind_input(name, array)
+        if self._takes_exact_logits:
+            exact = inputs.exact_logits
+            zeros = np.zeros(len(inputs.logits_indices), np.int32)
+            self._bind_input(contract.EXACT_LOGITS, zeros if exact is None else exact)
         if MEMORY_PLAN in self._input_names:
-            self._bind_plan(plan_dimension(inputs, has_slots=self._adapters is not None))
+            dimension = plan_dimension(
+                inputs,
+                has_slots=self._adapters is not None,
+                has_exact_logits=self._takes_exact_logits,
+            )
+            self._bind_plan(dimension)
         logits = self._bind_logits(len(inputs.logits_indices))
         self._session.run_with_iobinding(self._binding, self._run_options)
         return logits

@@ -20,7 +20,17 @@ class BatchPacker:
     arrays: a row costs the same however long its prompt and its table are.
     """
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_num_batched_tokens: int, *, takes_exact_logits: bool = False
+    ) -> None:
+        """Make the buffers.
+
+        Args:
+            max_num_seqs: rows that there is room for; more make it grow.
+            max_num_batched_tokens: most tokens of a step.
+            takes_exact_logits: whether the model gains by being told how many logits are needed.
+        """
+        self._takes_exact_logits = takes_exact_logits
         self._input_ids: NDArray[np.int64] = np.zeros(max_num_batched_tokens, np.int64)
         self._input_ids_view = self._input_ids.data.cast("B").cast("q")
         self._cumulative: NDArray[np.int32] = np.zeros(max_num_seqs + 1, np.int32)
@@ -47,6 +57,7 @@ class BatchPacker:
             attention_metadata=metadata,
             logits_indices=_logits_indices(plan, cumulative[1:]),
             adapter_slots=_adapter_slots(plan),
+            exact_logits=_exact_logits(plan) if self._takes_exact_logits else None,
         )
 
     def _pack_input_ids(self, plan: StepPlan) -> NDArray[np.int64]:
@@ -107,3 +118,17 @@ def _logits_indices(plan: StepPlan, ends: NDArray[np.int32]) -> NDArray[np.int32
     shifts = np.repeat(ends - stops, counts)
     indices: NDArray[np.int32] = np.arange(stops[-1], dtype=np.int32) + shifts
     return indices
+
+
+def _exact_logits(plan: StepPlan) -> NDArray[np.int32] | None:
+    """Return how many of a row's largest logits must be exact, int32 [num_logits]; see `Model.run`.
+
+    None where all rows need all of them, or nobody samples.
+    """
+    wanted = [0 if one.scores_missing else one.exact_logits for one in plan.requests]
+    if not any(wanted) or not plan.sampled:
+        return None
+    counts = plan.num_logits
+    if max(counts) == min(counts) == 1:
+        return np.array(wanted, np.int32)
+    return np.array(wanted, np.int32).repeat(counts)

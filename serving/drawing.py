@@ -21,6 +21,7 @@ BLOCK_ELEMENTS = 1 << 18  # logits worked on at once: 1 MiB of float32, which st
 RUN_ELEMENTS = 1 << 21  # logits of which the largest are sought at once: bounds what that allocates
 FIRST_NUCLEUS = 64  # likeliest tokens among which a nucleus is first looked for
 CHUNK = 256  # tokens summed up together
+MOST_EXACT = 64  # largest logits of a row that are worth telling the model of
 
 
 class RowParams(NamedTuple):
@@ -45,6 +46,19 @@ class RowParams(NamedTuple):
     def truncated(self) -> bool:
         """Whether some tokens are left out before one is drawn."""
         return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def exact_logits(self) -> int:
+        """How many of the largest logits decide all that comes of the row; 0: any of them may.
+
+        `top_p` and `min_p` choose among the `top_k` largest, and `min_p` compares with the very
+        largest. Log probabilities, changes and masks look at others.
+        """
+        if self.num_logprobs is not None or self.edits is not None or self.mask is not None:
+            return 0
+        if self.greedy:
+            return 1
+        return self.top_k if self.top_k is not None and self.top_k <= MOST_EXACT else 0
 
 
 def draw(logits: Floats, rows: Sequence[RowParams], numbers: Sequence[int]) -> Ids:

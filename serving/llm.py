@@ -87,6 +87,7 @@ class LLM:
         max_adapters: int = 0,
         max_adapter_rank: int = 16,
         graph_cache: str | Path | None = None,
+        coarse_head: bool = True,
         **limits: Unpack[EngineOptions],
     ) -> None:
         """Load an artifact.
@@ -118,6 +119,9 @@ class LLM:
             max_adapter_rank: the largest rank of an adapter.
             graph_cache: a folder of your own that keeps lowered graphs: the next start of the same
                 artifact takes less time. None: none is kept.
+            coarse_head: let the provider keep half a byte more for each of the output head's
+                weights, where it then reads less for greedy and top-k sampling (cpu); no token
+                depends on it.
             limits: more limits of the engine, by the names of `EngineConfig`.
 
         Raises:
@@ -139,6 +143,7 @@ class LLM:
             max_adapters=max_adapters,
             max_adapter_rank=max_adapter_rank,
             graph_cache=None if graph_cache is None else Path(graph_cache),
+            coarse_head=coarse_head,
         )
         folder = Path(model)
         engine = open_engine(

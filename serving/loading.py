@@ -86,9 +86,7 @@ def open_engine(
         from onnxport.serving.speculation.build import build_speculator
 
         tokens = config.max_num_batched_tokens
-        speculator = build_speculator(
-            config.speculation, path, provider, tokens, trials, chosen.graph_cache
-        )
+        speculator = build_speculator(config.speculation, path, provider, tokens, trials, chosen)
 
     def start(model: Model, standby: Standby) -> Engine:
         return Engine(

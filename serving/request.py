@@ -55,6 +55,7 @@ class Request:
         deadline_s: when the request ends unless it has before; infinite without a timeout.
         row: how its tokens are drawn, as far as that is the same for all of them.
         plain: whether its tokens are the likeliest of unchanged logits, and nothing else is asked.
+        exact_logits: see `RowParams.exact_logits`; the prompt's log probabilities are not counted.
         rules: what changes in its logits; None: nothing.
         grammar: what its output has to follow; None: nothing.
         scores: log probabilities of the prompt's tokens from its second on, as far as they are
@@ -67,6 +68,7 @@ class Request:
     __slots__ = (
         "adapter",
         "deadline_s",
+        "exact_logits",
         "finish_reason",
         "forked",
         "grammar",
@@ -130,6 +132,7 @@ class Request:
         )
         unchanged = rules is None and grammar is None
         self.plain = params.greedy and params.num_logprobs is None and unchanged
+        self.exact_logits = self.row.exact_logits if unchanged else 0
         self.rules = None if rules is None else SequenceRules(rules, len(tokens))
         self.grammar = grammar
         self.tokens = tokens

@@ -141,7 +141,9 @@ class Runtime:
         self.tokens = min(tokens, limits.max_batch_tokens or tokens)
         self.rows = min(most, limits.max_batch_rows or most, self.tokens)
         self.pool = pool
-        self.packer = BatchPacker(self.rows, self.tokens)
+        self.packer = BatchPacker(
+            self.rows, self.tokens, takes_exact_logits=limits.takes_exact_logits
+        )
 
     def _move_to(self, model: Model) -> list[Request]:
         """Go on with `model`, which is closed if that is not possible."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.passes.accuracy import set_accuracy
+from onnxport.graphs.passes.coarse_head import coarse_head_bytes, use_coarse_head
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.input_norm import fuse_input_norm
@@ -52,7 +53,7 @@ def lower(
     Args:
         graph: the artifact's paged graph.
         artifact: its weights.
-        options: `matmul_accuracy_level` is used.
+        options: `matmul_accuracy_level` and `coarse_head` are used.
         cache: type and layout of the KV caches; "plain" for the decomposed graph.
         lora: adds adapters, if there are to be any.
         int8: whether the processor has our products with int8 activations.
@@ -80,6 +81,9 @@ def lower(
             yield step
             step = use_stored_scales(step.model, graph)
             yield step
+            if options.coarse_head:
+                step = use_coarse_head(step.model)
+                yield step
         step = set_kv_dtype(step.model, cache_dtype)
         yield step
         yield keep_native(step.model, replace(KERNEL_LIMITS, attributes={"cache_layout": layout}))
@@ -118,7 +122,7 @@ def lowered_graph(
     return LoweredGraph(
         model=model.SerializeToString(),
         is_exact=is_exact,
-        stored_bytes=weight_bytes(model, {}),
+        stored_bytes=weight_bytes(model, {}) + coarse_head_bytes(model),
         conversions=known if len(known) == len(conversions) else None,
     )
 

@@ -146,6 +146,7 @@ class CpuProvider:
             placement=placement(session),
             max_adapters=options.max_adapters,
             max_adapter_rank=options.max_adapter_rank if options.max_adapters else 0,
+            takes_exact_logits=contract.EXACT_LOGITS in {one.name for one in session.get_inputs()},
         )
         adapters = lora.adapters() if lora else None
         pairs, blocks = allocate(spec, pool, cache_dtype, layout)
@@ -254,6 +255,7 @@ def _graph_cache(artifact: Artifact, options: LoadOptions, *, custom: bool) -> G
         "matmul_isa": matmul_isa(),
         "prefers_pairs": prefers_pairs(),
         "converts_half": converts_half(),
+        "coarse_head": options.coarse_head,
     }
     graphs = Path(contract.__file__).parent
     key = graph_key(artifact, (graphs, graphs / "passes", Path(__file__).parent), choices)

@@ -27,7 +27,7 @@ def build_speculator(
     provider: str,
     max_num_batched_tokens: int,
     trials: Path | None = None,
-    graph_cache: Path | None = None,
+    shared: LoadOptions | None = None,
 ) -> Speculator:
     """Return what guesses for the model in `target`; a draft model is loaded.
 
@@ -37,7 +37,8 @@ def build_speculator(
         provider: what a draft model runs on if the config does not say.
         max_num_batched_tokens: most tokens that a draft model computes to catch up with a request.
         trials: folder of measured trials for the provider "auto", see `open_model`.
-        graph_cache: folder that keeps lowered graphs, see `LoadOptions`.
+        shared: options of the target, of which a draft model takes over what is not the device's:
+            `graph_cache` and `coarse_head`.
 
     Raises:
         ArtifactError: a folder is not a valid artifact, or the two have not the same tokens.
@@ -47,11 +48,13 @@ def build_speculator(
     if config.model is None:
         return Speculator(NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min), config)
     check_same_tokens(target, config.model)
+    shared = shared or LoadOptions()
     options = LoadOptions(
         threads=config.threads,
         kv_cache_tokens=config.kv_cache_tokens,
         kv_memory=DRAFT_KV_MEMORY if config.kv_cache_tokens is None else None,
-        graph_cache=graph_cache,
+        graph_cache=shared.graph_cache,
+        coarse_head=shared.coarse_head,
     )
     model = open_model(config.model, config.provider or provider, options, trials)
     logger.info("loaded the draft model %s", describe(model.capabilities))

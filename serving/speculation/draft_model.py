@@ -64,12 +64,13 @@ class _Draft:
 
     def pending(self, most: int) -> DraftRow:
         """Return these tokens, the first `most` of them."""
+        exact = self.request.exact_logits
         if self.tokens:
             past = len(self.request.tokens) + len(self.tokens) - 1
-            return DraftRow(self.tokens[-1:], past, self.sequence.table.blocks)
+            return DraftRow(self.tokens[-1:], past, self.sequence.table.blocks, exact)
         past = self.sequence.num_computed
         new = self.request.tokens[past : past + most]
-        return DraftRow(new, past, self.sequence.table.blocks)
+        return DraftRow(new, past, self.sequence.table.blocks, exact)
 
     def note_computed(self, num_tokens: int) -> None:
         """Their K/V are in the cache."""

@@ -19,6 +19,7 @@ class DraftRow:
     tokens: Sequence[int]  # at least one
     num_past: int  # tokens before them, whose K/V are in the cache
     blocks: array[int]  # of the sequence: as many as hold both, or more
+    exact_logits: int = 0  # of the last token's logits, as in `StepInputs`
 
 
 def pack(rows: Sequence[DraftRow], block_size: int) -> StepInputs:
@@ -36,6 +37,7 @@ def pack(rows: Sequence[DraftRow], block_size: int) -> StepInputs:
         used = blocks_for(total[line], block_size)
         table[line, :used] = row.blocks[:used]
     longest = max(len(row.tokens) for row in rows)
+    exact = [row.exact_logits for row in rows]
     return StepInputs(
         input_ids=np.array(ids, np.int64),
         block_table=table,
@@ -43,4 +45,5 @@ def pack(rows: Sequence[DraftRow], block_size: int) -> StepInputs:
         past_sequence_lengths=np.array(past, np.int32),
         attention_metadata=np.array([longest, max(total), min(total)], np.int32),
         logits_indices=np.array(ends[1:], np.int32) - 1,
+        exact_logits=np.array(exact, np.int32) if any(exact) else None,
     )

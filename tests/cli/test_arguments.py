@@ -150,6 +150,22 @@ def test_memory_is_for_the_provider() -> None:
     assert load_options(parse("verify", "m")).kv_memory is None
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", "m"],
+        ["generate", "m", "x"],
+        ["chat", "m"],
+        ["verify", "m"],
+        ["bench", "latency", "m"],
+        ["bench", "throughput", "m"],
+    ],
+)
+def test_a_coarse_head_is_a_permission_that_is_given(command: list[str]) -> None:
+    assert load_options(parse(*command)).coarse_head
+    assert not load_options(parse(*command, "--no-coarse-head")).coarse_head
+
+
 @pytest.mark.parametrize("command", [["generate", "m", "x"], ["chat", "m"]])
 def test_sampling(command: list[str]) -> None:
     neutral = sampling_params(parse(*command, "--max-tokens", "5"))

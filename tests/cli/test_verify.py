@@ -185,9 +185,9 @@ def test_the_command_is_recorded_without_folders() -> None:
         return command_line(build_parser().parse_args(["verify", *arguments]), "model")
 
     assert recorded("/a/b/model", "--json") == "onnxport verify model"
-    given = ["--provider", "cuda", "--emulate", "--kv-cache-dtype", "float16"]
+    given = ["--provider", "cuda", "--emulate", "--no-coarse-head", "--kv-cache-dtype", "float16"]
     assert recorded("x", *given) == (
-        "onnxport verify model --provider cuda --kv-cache-dtype float16 --emulate"
+        "onnxport verify model --provider cuda --kv-cache-dtype float16 --emulate --no-coarse-head"
     )
 
 

@@ -168,6 +168,7 @@ def test_what_cannot_be_known_is_not_kept(tiny_artifact: ArtifactMaker, tmp_path
         ({"matmul_accuracy_level": 1}, None, None),
         ({"attention": "decomposed"}, None, None),
         ({"kv_cache_dtype": "float16"}, None, None),
+        ({"coarse_head": False}, None, None),
         ({}, "matmul_isa", None),
         ({}, "prefers_pairs", "another"),
         ({}, "converts_half", "another"),

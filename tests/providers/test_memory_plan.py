@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import xor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,16 @@ def step(new: list[int], logits: list[int], past: list[int], block_size: int) ->
 def test_it_is_known_by_the_number_of_tokens_alone(
     tiny_artifact: ArtifactMaker, max_adapters: int
 ) -> None:
-    path = tiny_artifact("llama", "int4")
-    with opened(path, "custom", max_adapters=max_adapters) as model:
+    check_plans(tiny_artifact("llama", "int4"), max_adapters=max_adapters)
+
+
+@pytest.mark.parametrize("coarse_head", [False, True])
+def test_logits_that_must_be_exact_do_not_count(wide_artifact: Path, coarse_head: bool) -> None:
+    check_plans(wide_artifact, coarse_head=coarse_head)
+
+
+def check_plans(path: Path, **options: object) -> None:
+    with opened(path, "custom", **options) as model:
         recorder = model._binding = Recorder(model._binding)  # type: ignore[attr-defined]
         for new, logits, past in STEPS:
             inputs = step(new, logits, past, model.capabilities.block_size)

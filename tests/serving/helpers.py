@@ -53,6 +53,7 @@ def null_engine(
     lost_at: Callable[[int], bool] = never,
     fallbacks: Sequence[NullModel] = (),
     latency_s: float = 0.0,
+    takes_exact_logits: bool = True,
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] | None = None,
     seed: int | None = 0,
@@ -70,6 +71,7 @@ def null_engine(
             max_batch_rows=max_batch_rows,
             max_batch_tokens=max_batch_tokens,
             latency_s=latency_s,
+            takes_exact_logits=takes_exact_logits,
             fails=fails,
             transfer_fails=transfer_fails,
             lost_at=lost_at,
@@ -136,7 +138,8 @@ def text(deltas: Sequence[CompletionDelta]) -> str:
 def alone(prompt: Sequence[int], params: SamplingParams = GREEDY, index: int = 0) -> list[int]:
     """The tokens of completion `index`, computed as a request of its own.
 
-    It has an engine without prefix cache to itself, and its prompt is computed at once.
+    It has an engine without prefix cache to itself, its prompt is computed at once, and all of its
+    logits are exact.
     """
     seed = None if params.seed is None else params.seed + index * SEED_STEP
     return list(_alone(tuple(prompt), dataclasses.replace(params, n=1, seed=seed)))
@@ -144,6 +147,11 @@ def alone(prompt: Sequence[int], params: SamplingParams = GREEDY, index: int = 0
 
 @cache
 def _alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
-    engine = null_engine(num_blocks=512, max_num_batched_tokens=512, enable_prefix_caching=False)
+    engine = null_engine(
+        num_blocks=512,
+        max_num_batched_tokens=512,
+        takes_exact_logits=False,
+        enable_prefix_caching=False,
+    )
     submit(engine, "alone", prompt, params)
     return tuple(tokens(run(engine)["alone"]))

@@ -133,8 +133,11 @@ PARTICULAR = LoadOptions(
     allowed_on_host=("Gather",),
     max_adapters=3,
     max_adapter_rank=8,
+    coarse_head=False,
 )
-SUITED = LoadOptions(threads=2, kv_cache_tokens=99, max_adapters=3, max_adapter_rank=8)
+SUITED = LoadOptions(
+    threads=2, kv_cache_tokens=99, max_adapters=3, max_adapter_rank=8, coarse_head=False
+)
 
 
 def open_null(tmp_path: Path, provider: str, *fallback: str, **more: Any) -> Engine:
@@ -235,6 +238,7 @@ def test_llm_passes_every_option_on(
         fallback=["auto"],
         max_adapters=2,
         max_adapter_rank=32,
+        coarse_head=False,
     ) as llm:
         assert llm._engine.config == EngineConfig(3, 100, 4)
         assert opened[0][2] == LoadOptions(
@@ -249,6 +253,7 @@ def test_llm_passes_every_option_on(
             allowed_on_host=("Gather",),
             max_adapters=2,
             max_adapter_rank=32,
+            coarse_head=False,
         )
         assert llm._engine.adapters._base is SPEC
         assert [one.provider for one in llm._engine._runtime._fallbacks] == ["auto"]

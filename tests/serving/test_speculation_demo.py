@@ -15,7 +15,10 @@ from onnxport import LLM, SamplingParams
 from onnxport.errors import ArtifactError, ProviderError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
+from onnxport.providers.base import LoadOptions, Model
+from onnxport.providers.registry import open_model
 from onnxport.serving.chat import Message
+from onnxport.serving.speculation import build
 from onnxport.serving.speculation.build import build_speculator, check_same_tokens
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.draft_model import ModelDrafter
@@ -164,3 +167,21 @@ def test_the_draft_model_runs_where_the_model_does(pair: tuple[Path, Path]) -> N
     assert limits.provider == "cpu"
     assert limits.num_blocks * limits.block_size == 512
     speculator.close()
+
+
+def test_the_draft_model_may_keep_what_the_model_may(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what suits any device; threads and memory are its own."""
+    asked: list[LoadOptions] = []
+
+    def listen(path: Path, provider: str, options: LoadOptions, trials: Path | None) -> Model:
+        asked.append(options)
+        return open_model(path, provider, options, trials)
+
+    monkeypatch.setattr(build, "open_model", listen)
+    config = SpeculationConfig("draft_model", model=pair[1], kv_cache_tokens=512)
+    shared = LoadOptions(threads=3, max_adapters=1, graph_cache=tmp_path, coarse_head=False)
+    build_speculator(config, pair[0], "cpu", 64, shared=shared).close()
+    wanted = LoadOptions(kv_cache_tokens=512, graph_cache=tmp_path, coarse_head=False)
+    assert asked == [wanted]

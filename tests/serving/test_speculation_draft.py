@@ -30,6 +30,7 @@ SAMPLED = SamplingParams(temperature=0.8, top_k=20, seed=3)
 
 def drafter(budget: int = 64, vocab_size: int = VOCAB, **options: Any) -> ModelDrafter:
     given = {"vocab_size": VOCAB, "num_blocks": 64, "block_size": 4, "max_model_len": 256}
+    given |= {"takes_exact_logits": True}
     return ModelDrafter(NullModel(NullOptions(**{**given, **options})), budget, vocab_size)
 
 

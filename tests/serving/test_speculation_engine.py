@@ -62,9 +62,14 @@ def drafting(
     fails: Callable[[int], bool] = never,
     lost_at: Callable[[int], bool] = never,
 ) -> Speculator:
-    model = model_type(
-        NullOptions(num_blocks=num_blocks, block_size=4, fails=fails, lost_at=lost_at)
+    options = NullOptions(
+        num_blocks=num_blocks,
+        block_size=4,
+        fails=fails,
+        lost_at=lost_at,
+        takes_exact_logits=True,
     )
+    model = model_type(options)
     return speculator(ModelDrafter(model, 64, 512))
 
 

@@ -15,8 +15,10 @@ import pytest
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.passes import coarse_head
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import LoadOptions, Model
+from onnxport.providers.cpu.library import matmul_isa
 from onnxport.providers.registry import get_provider
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
@@ -207,8 +209,11 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """The models' vocabulary of 2,048 is small for a coarse head; here it has to do."""
     made = World(tmp_path_factory.mktemp("sweep"))
-    yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coarse_head, "LEAST_OUTPUTS", made.spec.vocab_size)
+        yield made
     for model in made.models:
         model.close()
 
@@ -289,6 +294,8 @@ def test_what_was_swept_did_happen(world: World) -> None:
         assert world.num_preemptions[blocks] > 0, world.num_preemptions
     for method in ("ngram", "draft"):
         assert world.num_accepted[method] > 0, world.num_accepted
+    for lane in ("cpu", "cpu-int8"):
+        assert world.model(lane).capabilities.takes_exact_logits == (matmul_isa() is not None)
 
 
 def drain(engine: Engine) -> tuple[dict[tuple[str, int], list[int]], list[str]]:

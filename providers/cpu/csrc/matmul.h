@@ -82,10 +82,15 @@ struct MatMulKernels {
 
   // Quantizes blocks [begin, end) of a row. x holds their inputs, or is null for a row that only
   // fills up the last tile: zeros. With a norm, the blocks must be all of the row. How quants are
-  // stored is between this and multiply: AVX2's are unsigned where there are many rows.
+  // stored is between this and multiply, but for 8 bits: there they are signed and in order. AVX2's
+  // for 4 bits are unsigned where there are many rows.
   void (*quantize)(const MatMul& call, const float* x, int64_t row, int64_t begin, int64_t end);
 
   void (*multiply)(const MatMul& call, const Part& part);
+
+  // Up to so many rows a product of few outputs may be computed in two passes, see coarse.h: sums
+  // of 4-bit weights begin with the corrections, to which others may have been added.
+  int64_t coarse_rows;
 };
 
 // Null where this build or this processor cannot run them.

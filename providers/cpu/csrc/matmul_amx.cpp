@@ -158,7 +158,8 @@ void multiply(const MatMul& m, const Part& part) {
 
 constexpr MatMulKernels kKernels = {
     "amx", kAmxChunkRows, [](int64_t rows) { return rows <= kFewRows ? rows : kRowTile; }, quantize,
-    multiply};
+    multiply, kCoarseRows};
+static_assert(kCoarseRows <= kFewRows, "tiles know no corrections");
 
 }  // namespace
 

@@ -11,7 +11,7 @@
 namespace onnxport {
 namespace {
 constexpr MatMulKernels kKernels = {"avx512vnni", kChunkRows, rows_of_tile<1>, quantize,
-                                    multiply_dots<Dot>};
+                                    multiply_dots<Dot>, kCoarseRows};
 }  // namespace
 
 const MatMulKernels* matmul_avx512vnni() { return &kKernels; }

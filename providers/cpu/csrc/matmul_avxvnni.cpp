@@ -12,7 +12,7 @@
 namespace onnxport {
 namespace {
 constexpr MatMulKernels kKernels = {"avxvnni", kChunkRows, rows_of_tile<1>, quantize,
-                                    multiply_dots<Dot>};
+                                    multiply_dots<Dot>, kCoarseRows};
 }  // namespace
 
 const MatMulKernels* matmul_avxvnni() { return &kKernels; }

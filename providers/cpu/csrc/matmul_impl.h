@@ -35,6 +35,7 @@ namespace {
 // Below it a block counts as zero: 127 over the largest magnitude must not overflow.
 constexpr float kSmallest = 1e-36f;
 constexpr int64_t kChunkRows = 128;  // whose quants stay in the L2 cache
+constexpr int64_t kCoarseRows = 8;  // more of them wait for instructions, not for memory
 constexpr int64_t kFarInputs = 4096;  // or do not, of more input features than these
 
 // One block of one row.

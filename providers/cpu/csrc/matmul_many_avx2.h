@@ -111,9 +111,11 @@ ONNXPORT_ALONE void multiply_rows(const MatMul& m, const Unpacked& unpacked, int
   Vec::Ints sums[kRows][kVectors];
   ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++) {
+    const Vec::Ints correction = _mm256_set1_epi32(m.corrections[at + r]);
     ONNXPORT_UNROLL
     for (int c = 0; c < kVectors; c++)
-      sums[r][c] = Vec::load_bytes(unpacked.start + c * Vec::kLanes * 4);
+      sums[r][c] =
+          _mm256_add_epi32(correction, Vec::load_bytes(unpacked.start + c * Vec::kLanes * 4));
   }
   for (int64_t begin = 0; begin < block_size; begin += group, quants += group) {
     Vec::Ints parts[kRows][kVectors];
@@ -192,7 +194,9 @@ void quantize_for_avx2(const MatMul& m, const float* x, int64_t row, int64_t beg
   quantize(m, x, row, begin, end);
   if (!is_for_many(m)) return;
   for (int64_t block = begin; block < end; block++) {
-    int8_t* quants = m.quants + row_block(m, row, block) * m.block_size;
+    const int64_t at = row_block(m, row, block);
+    m.corrections[at] = 0;  // unpacking knows what takes the 128 out of a sum
+    int8_t* quants = m.quants + at * m.block_size;
     for (int64_t i = 0; i < m.block_size; i += 16) {
       __m128i* sixteen = reinterpret_cast<__m128i*>(quants + i);
       _mm_store_si128(sixteen, _mm_xor_si128(_mm_load_si128(sixteen), _mm_set1_epi8(-128)));

@@ -1,8 +1,11 @@
 // onnxport.MatMulNBits: com.microsoft.MatMulNBits at accuracy level 4 with our own kernels. Weights
 // are packed once, when the session is made. With the inputs skip and gamma it normalizes A + skip
-// first (see Norm), and returns that sum, too, and if asked for what was normalized.
+// first (see Norm), and returns that sum, too, and if asked for what was normalized. With the input
+// exact, int32 and one for each row, only so many of a row's largest outputs are sure to be exact,
+// and all others are less; zero: all are (see coarse.h).
 #include <memory>
 
+#include "coarse.h"
 #include "op_weights.h"
 #include "pack.h"
 #include "pages.h"
@@ -12,12 +15,22 @@ namespace {
 
 constexpr const char* kName = "MatMulNBits";
 
-enum MatMulInput : size_t { kActivations, kQuants, kScales, kSkip, kGamma, kBias, kMatMulInputs };
+enum MatMulInput : size_t {
+  kActivations,
+  kQuants,
+  kScales,
+  kSkip,
+  kGamma,
+  kBias,
+  kExact,
+  kMatMulInputs
+};
 
 struct MatMulKernel {
   Api api;
   WeightMemory weights;
   MatMul settings;  // a call fills in the rest
+  std::unique_ptr<CoarseProduct> coarse;  // null where it does not suit
 
   MatMulKernel(const Api& a, const MatMul& m)
       : api(a), weights(static_cast<size_t>(num_panels(m) * panel_bytes(m))), settings(m) {
@@ -41,7 +54,23 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   pack_weights_in_parts(m, weights.quants.as<const uint8_t>(), stored_scales(weights, scales),
                         kernel->weights.data());
   forget_weights(weights, scales);
+  if (CoarseProduct::suits(kernel->settings))
+    kernel->coarse = std::make_unique<CoarseProduct>(kernel->settings);
   return kernel;
+}
+
+// How many of each row's outputs must be exact; null: all.
+const int32_t* read_exact(const MatMulKernel& kernel, const ort::KernelContext* context,
+                          int64_t rows) {
+  const Api& api = kernel.api;
+  const ort::Value* value = optional_input(api, context, kExact);
+  if (!value) return nullptr;
+  const Tensor exact = describe(api, "exact", value);
+  if (elements(exact) != rows)
+    fail(api, ort::kInvalidArgument,
+         "%s: exact must have a number for each of %lld rows, found %lld", kName,
+         static_cast<long long>(rows), static_cast<long long>(elements(exact)));
+  return exact.as<const int32_t>();
 }
 
 void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
@@ -59,7 +88,12 @@ void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
   call.output = static_cast<float*>(data);
   if (!call.bias) refuse_input(api, context, kName, kBias, "bias");
   Parallel parallel{api, context};
-  if (run_matmul(*active_matmul(), call, parallel_for, &parallel) != 0) check(parallel.status);
+  const MatMulKernels& kernels = *active_matmul();
+  const int32_t* exact = read_exact(kernel, context, call.rows);
+  const int result = exact && kernel.coarse
+                         ? kernel.coarse->run(kernels, call, exact, parallel_for, &parallel)
+                         : run_matmul(kernels, call, parallel_for, &parallel);
+  if (result != 0) check(parallel.status);
 }
 
 template <ort::ElementType kStored>
@@ -68,6 +102,7 @@ ort::CustomOp make_operator() {
   op.name = [](const ort::CustomOp*) { return kName; };
   op.input_type = [](const ort::CustomOp*, size_t index) -> int {
     if (index == kScales) return kStored;
+    if (index == kExact) return ort::kInt32;
     return index == kQuants ? ort::kUint8 : ort::kFloat;
   };
   op.output_type = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };

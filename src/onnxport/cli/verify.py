@@ -33,7 +33,7 @@ RECORDED = (  # options that decide what is verified, in the order in which `com
     "threads",
     "allow_on_host",
 )
-FLAGS = ("emulate", "no_variants", "no_speed", "no_caches")
+FLAGS = ("emulate", "no_variants", "no_speed", "no_caches", "no_coarse_head")
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:

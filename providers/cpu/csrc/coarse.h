@@ -1,0 +1,65 @@
+// The largest outputs of a product with 8-bit weights, for rows that ask for no others: greedy and
+// top-k sampling of a vocabulary, whose weights are a third and more of all that a decode step
+// reads. Four bits of each weight are read first. They tell where the largest outputs may be, and
+// only there all eight are.
+//
+// With a fixed dither d of each input, uniform in [0, 17),
+//
+//   w = 17 * u - 119 - d + e,    u = (w + 127 + d) / 17, rounded down: 0 to 15
+//
+// and e is uniform in [-8, 8] whatever w is (subtractive dithering: Roberts, 1962), for inputs one
+// by one and independent of each other. So the error of an output,
+//
+//   sum over blocks of x_scale * w_scale * sum of e * x,
+//
+// is sub-Gaussian with the variance 24 * sum of (x_scale * w_scale)^2 * sum of x^2, 24 being that
+// of e: it exceeds 7 standard deviations with a chance below 2.3e-11 (Hoeffding, 1963, with the
+// variance in place of the squared range: the moments of e allow it). That is the chance to miss
+// one of a row's largest outputs, for any weights and inputs that were not made knowing the dither.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "matmul.h"
+#include "pages.h"
+
+namespace onnxport {
+
+constexpr int64_t kMostExact = 64;  // outputs of a row
+
+class CoarseProduct {
+ public:
+  // Whether a product can have one: 8 bits, no bias, and not very many inputs.
+  static bool suits(const MatMul& product);
+
+  // The product's packed weights must outlive this.
+  explicit CoarseProduct(const MatMul& product);
+
+  // As run_matmul, but of each row only its `exact` largest outputs, and what equals the last of
+  // them, have their exact bits; all others are less. exact is [rows], and where one is not 1 to
+  // kMostExact, or there are more rows than pay, all outputs of all rows are exact.
+  //
+  // The first calls compute all, and keep four bits of a part of the weights each. Concurrent calls
+  // are allowed.
+  int run(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact,
+          ParallelFor parallel_for, void* context);
+
+ private:
+  bool pays(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact);
+  int grow(ParallelFor parallel_for, void* context);
+  bool reserve();
+
+  const MatMul product_;
+  const std::vector<uint8_t> dither_;  // [k, up to whole blocks]
+  std::unique_ptr<WeightMemory> memory_;
+  std::vector<float> largest_scales_;  // [panels][blocks], magnitudes
+  std::atomic<int64_t> ready_{0};      // panels that have a plane; of the first ones
+  std::atomic<int64_t> rest_{0};       // calls to come that compute all
+  std::atomic<bool> is_hopeless_{false};
+  std::mutex growing_;
+};
+
+}  // namespace onnxport

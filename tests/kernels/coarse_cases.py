@@ -1,0 +1,104 @@
+"""Products of which few outputs must be exact: cases, and what must hold of their outputs.
+
+`exact` has a number for each row. If it is 1 to 64, so many of the row's largest outputs, and what
+equals the last of them, have the bits of the whole product, and all others are less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from tests.kernels import matmul_cases
+from tests.kernels.matmul_cases import Floats, MatMulCase
+
+MOST = 64  # outputs of a row that can be asked for
+GROWING_CALLS = 8  # in which four bits of the weights are taken apart
+WIDTHS = (1, 33, 96, 1200, 4096)
+DEPTHS = (1, 31, 100, 128, 257, 896)
+
+
+def random_case(seed: int) -> MatMulCase:
+    """One whose weights have eight bits but are never -128, with up to eight rows."""
+    rng = np.random.default_rng(seed)
+    block_size = int(rng.choice(matmul_cases.BLOCK_SIZES))
+    n, k, rows = int(rng.choice(WIDTHS)), int(rng.choice(DEPTHS)), int(rng.integers(1, 9))
+    case = matmul_cases.make_case(seed, 8, block_size, k, n, rows)
+    return case.replace(quants=np.maximum(case.quants, 1))
+
+
+def random_exact(rng: np.random.Generator, rows: int) -> NDArray[np.int32]:
+    """As many outputs of each row as one, or as few as in most requests, or as can be."""
+    return np.minimum(rng.geometric(0.1, rows), MOST).astype(np.int32)
+
+
+def case_of(levels: NDArray[np.int64], x: Floats, scales: Floats | float = 0.01) -> MatMulCase:
+    """A case of weights [N, K], K a multiple of 128, and scales [N, blocks] or one for all."""
+    n, k = levels.shape
+    return MatMulCase(
+        bits=8,
+        block_size=128,
+        x=x.astype(np.float32),
+        quants=(levels + 128).astype(np.uint8).reshape(n, k // 128, 128),
+        scales=np.broadcast_to(np.float32(scales), (n, k // 128)).copy(),
+    )
+
+
+def gaussian_case(seed: int, n: int, k: int, rows: int) -> MatMulCase:
+    """Weights as those of a model: half scales, each block's largest weight at 127."""
+    rng = np.random.default_rng(seed)
+    weights = rng.standard_normal((n, k // 128, 128), np.float32)
+    scales = (np.abs(weights).max(-1) / 127).astype(np.float16).astype(np.float32)
+    levels = np.clip(np.rint(weights / scales[..., None]), -127, 127).astype(np.int64)
+    return case_of(levels.reshape(n, k), rng.standard_normal((rows, k)), scales)
+
+
+def near_ties(seed: int, n: int, k: int, rows: int) -> MatMulCase:
+    """Four bits cannot tell the largest outputs apart: in an eighth of the panels, one each."""
+    rng = np.random.default_rng(seed)
+    base = rng.integers(-100, 101, k)
+    levels = rng.integers(-20, 21, (n, k))
+    close = rng.permutation(n // 32)[: n // 256] * 32
+    levels[close] = base + rng.integers(-2, 3, (len(close), k))
+    return case_of(levels, base / 60 + rng.standard_normal((rows, k)))
+
+
+def add_exact(serialized: bytes) -> bytes:
+    """The model with the input `exact`."""
+    of = onnx.load_from_string(serialized)
+    node = of.graph.node[0]
+    node.input.extend([""] * (6 - len(node.input)) + ["exact"])
+    of.graph.input.append(helper.make_tensor_value_info("exact", TensorProto.INT32, ["numbers"]))
+    return of.SerializeToString()
+
+
+def numbers(exact: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+    return np.asarray(exact, np.int32)
+
+
+def grow(session: ort.InferenceSession, case: MatMulCase) -> None:
+    """Calls until four bits of all weights are there."""
+    for _ in range(GROWING_CALLS):
+        session.run(["y"], {"x": case.x[:1], "exact": numbers([1])})
+
+
+def check(found: Floats, whole: Floats, exact: NDArray[np.int32]) -> None:
+    """Checks outputs [rows, N] against those of the whole product."""
+    for row, count in enumerate(exact):
+        last = np.sort(whole[row])[-min(count, whole.shape[1])]
+        largest = whole[row] >= last
+        assert found[row][largest].tobytes() == whole[row][largest].tobytes(), row
+        assert np.all(found[row][~largest] < last), row
+
+
+def deviations(case: MatMulCase) -> NDArray[np.float64]:
+    """The standard deviation of each approximate output, [rows, N], by the theory of coarse.h."""
+    quants, scales = matmul_cases.quantize(case)
+    rows = (quants.astype(np.float64) ** 2).sum(-1) * scales.astype(np.float64) ** 2
+    found: NDArray[np.float64] = np.sqrt(24 * rows @ (case.scales.astype(np.float64) ** 2).T)
+    return found

@@ -1,0 +1,318 @@
+"""onnxport.MatMulNBits with `exact`: few outputs of a row have the bits of the whole product."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.kernels import coarse_cases as cases
+from tests.kernels import matmul_cases, norm_cases
+from tests.kernels.coarse_cases import numbers
+from tests.kernels.matmul_cases import Floats, MatMulCase
+from tests.kernels.test_matmul import available_isas
+
+__all__ = ["available_isas"]  # a fixture
+
+NUM_CASES = 80
+GROUP = 20
+
+
+class Pair:
+    """Sessions of a case with `exact`, and without."""
+
+    def __init__(self, library_path: Path, case: MatMulCase) -> None:
+        serialized = matmul_cases.model(case)
+        self.coarse = matmul_cases.session(library_path, cases.add_exact(serialized))
+        self.plain = matmul_cases.session(library_path, serialized)
+
+    def run(self, x: Floats, exact: NDArray[np.int32]) -> Floats:
+        found: Floats = self.coarse.run(["y"], {"x": x, "exact": exact})[0]
+        return found
+
+    def whole(self, x: Floats) -> Floats:
+        found: Floats = self.plain.run(["y"], {"x": x})[0]
+        return found
+
+    def check(self, x: Floats, exact: NDArray[np.int32]) -> Floats:
+        found = self.run(x, exact)
+        cases.check(found, self.whole(x), exact)
+        return found
+
+
+@pytest.mark.parametrize("first", range(0, NUM_CASES, GROUP))
+def test_random_cases(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], first: int
+) -> None:
+    for seed in range(first, first + GROUP):
+        case = cases.random_case(seed)
+        for isa in available_isas:
+            rng = np.random.default_rng(seed)
+            library.onnxport_cpu_set_matmul_isa(isa.encode())
+            pair = Pair(library_path, case)
+            for _ in range(cases.GROWING_CALLS + 3):
+                count = int(rng.integers(1, len(case.x) + 1))
+                x = case.x[rng.permutation(len(case.x))[:count]]
+                pair.check(x, cases.random_exact(rng, count))
+
+
+def test_a_vocabulary(library_path: Path, library: ctypes.CDLL, available_isas: list[str]) -> None:
+    """Most of it is not computed again; how many panels have four bits grows call by call."""
+    rng = np.random.default_rng(5)
+    case = cases.gaussian_case(1, 20_000, 256, 7)
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        pair = Pair(library_path, case)
+        shares = []
+        for _ in range(cases.GROWING_CALLS + 1):
+            found, whole = pair.check(case.x[:1], numbers([1])), pair.whole(case.x[:1])
+            shares.append(float(np.mean(found != whole)))
+        assert shares[0] == 0
+        assert all(more > less + 0.05 for less, more in itertools.pairwise(shares))
+        assert shares[-1] > 0.7
+        for rows in range(1, 8):
+            for _ in range(4):
+                x = rng.standard_normal((rows, case.k)).astype(np.float32)
+                found = pair.check(x, cases.random_exact(rng, rows))
+        everything = pair.check(case.x[:1], numbers([cases.MOST]))
+        assert np.mean(everything != pair.whole(case.x[:1])) < 1
+
+
+@pytest.mark.parametrize("k", [256, 1024])
+def test_near_ties(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], k: int
+) -> None:
+    """What four bits say of the largest outputs is wrong, and how far off it is must be known."""
+    for seed in range(3):
+        case = cases.near_ties(seed, 20_000, k, 64)
+        rng = np.random.default_rng(seed)
+        for isa in available_isas:
+            library.onnxport_cpu_set_matmul_isa(isa.encode())
+            pair = Pair(library_path, case)
+            cases.grow(pair.coarse, case)
+            for first in range(0, len(case.x), 4):
+                x = case.x[first : first + 4]
+                found = pair.check(x, cases.random_exact(rng, len(x)))
+                assert np.mean(found != pair.whole(x)) > 0.4
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "constant", "rising"])
+def test_errors_are_those_of_theory(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], kind: str
+) -> None:
+    """Their variance does not depend on the weights, nor do they lean to one side."""
+    rng = np.random.default_rng(3)
+    case = cases.gaussian_case(4, 8192, 512, 40)
+    if kind != "gaussian":
+        levels = np.repeat(rng.integers(-127, 120, (8192, 1)), 512, 1)
+        if kind == "rising":
+            levels += np.arange(512) % 8
+        case = cases.case_of(levels, rng.uniform(0.5, 1, (40, 512)))
+    theory = cases.deviations(case)
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        pair = Pair(library_path, case)
+        cases.grow(pair.coarse, case)
+        errors = []
+        for row, sigma in zip(case.x, theory, strict=True):
+            found = pair.check(row[None], numbers([1]))[0].astype(np.float64)
+            error = (found - pair.whole(row[None])[0]) / sigma
+            errors.append(error[error != 0])
+        some = np.concatenate(errors)
+        assert len(some) > theory.size / 2
+        assert np.abs(some).max() < 6
+        # Of weights that repeat there are 17 different errors, in which chance has more of a say.
+        low, high = (0.9, 1.1) if kind == "gaussian" else (0.4, 2)
+        assert low < np.sqrt(np.mean(some**2)) < high
+        assert abs(np.mean(some)) < 0.1
+
+
+def odd_cases() -> dict[str, MatMulCase]:
+    """Weights and inputs that no model has, or few of its rows."""
+    rng = np.random.default_rng(8)
+    n, k = 3000, 256
+    levels, x = rng.integers(-127, 128, (n, k)), rng.standard_normal((3, k))
+    scales = (rng.standard_normal((n, 2)) * 0.02).astype(np.float32)
+    outlier, hollow, blank = x.copy(), levels.copy(), scales.copy()
+    outlier[:, 7] = 1e6
+    hollow[:, 128:] = 0
+    blank[rng.random(blank.shape) < 0.5] = 0
+    aligned = levels.copy()
+    aligned[::100] = 127 * np.sign(x[0])
+    steps = np.repeat(rng.integers(-127, 128, (n, 1)), k, 1)
+    close = cases.near_ties(2, n, k, 3)
+    return {
+        "constant rows": cases.case_of(steps, x),
+        "ones": cases.case_of(steps, np.ones_like(x)),
+        "equal rows": cases.case_of(np.tile(levels[:60], (50, 1)), x),
+        "all equal": cases.case_of(np.tile(levels[:1], (n, 1)), x),
+        "aligned": cases.case_of(aligned, x),
+        "extremes": cases.case_of(127 * np.sign(levels), np.sign(x)),
+        "outlier": cases.case_of(levels, outlier, scales),
+        "blocks of zeros": cases.case_of(hollow, x, scales),
+        "scales of zero": cases.case_of(levels, x, blank),
+        "no scales": cases.case_of(levels, x, 0.0),
+        "negative scales": cases.case_of(levels, x, -np.abs(scales)),
+        "inputs of zero": cases.case_of(levels, np.zeros_like(x), scales),
+        "denormal inputs": cases.case_of(levels, x * 1e-39, scales),
+        "small inputs": close.replace(x=close.x * np.float32(1e-25)),
+        "smallest inputs": close.replace(x=close.x * np.float32(1e-35)),
+        "small scales": close.replace(scales=close.scales * np.float32(1e-25)),
+        "denormal outputs": close.replace(
+            x=close.x * np.float32(1e-25), scales=close.scales * np.float32(1e-18)
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", odd_cases())
+def test_odd_cases(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], kind: str
+) -> None:
+    case = odd_cases()[kind]
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        for counts in ((1, 1, 1), (1, 20, 64), (64, 64, 64)):
+            pair = Pair(library_path, case)
+            for _ in range(cases.GROWING_CALLS + 2):
+                pair.check(case.x, numbers(counts))
+
+
+def test_what_is_not_finite(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    """In a row's inputs: it is all NaN. In outputs: all are exact. The other rows are, too."""
+    case = cases.gaussian_case(2, 3000, 256, 3)
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        pair = Pair(library_path, case)
+        for calls in (1, cases.GROWING_CALLS):
+            for _ in range(calls):
+                pair.check(case.x, numbers([5, 5, 5]))
+            for value in (np.nan, np.inf, -np.inf):
+                x = case.x.copy()
+                x[1, 200] = value
+                found = pair.run(x, numbers([5, 5, 5]))
+                assert np.isnan(found[1]).all()
+                assert found.tobytes() == pair.whole(x).tobytes()
+        # So large that sums overflow, some of them on the way alone.
+        x = case.x * np.float32(3e36)
+        x[:, 128:] *= -1
+        whole = pair.whole(x)
+        assert np.isinf(whole).any()
+        assert np.isfinite(whole).any()
+        assert pair.run(x, numbers([5, 5, 5])).tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("output", [0, 1500, 2999])
+def test_a_weight_of_minus_128(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], output: int
+) -> None:
+    """Four bits cannot stand for it: once it was met, the product is always whole."""
+    case = cases.gaussian_case(3, 3000, 256, 2)
+    case.quants[output, 1, 77] = 0
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        pair = Pair(library_path, case)
+        for _ in range(cases.GROWING_CALLS):
+            pair.check(case.x, numbers([1, 3]))
+        assert pair.run(case.x, numbers([1, 3])).tobytes() == pair.whole(case.x).tobytes()
+
+
+def test_input_norms(library_path: Path, library: ctypes.CDLL, available_isas: list[str]) -> None:
+    """What is added up and normalized is as without `exact`."""
+    for seed, k in enumerate((128, 256, 896)):
+        case = cases.gaussian_case(seed, 5000, k, 4)
+        norm = norm_cases.random_norm(seed, case.x)
+        serialized = norm_cases.add_norm(matmul_cases.model(case), norm, more=["normalized"])
+        for isa in available_isas:
+            library.onnxport_cpu_set_matmul_isa(isa.encode())
+            plain = matmul_cases.session(library_path, serialized)
+            coarse = matmul_cases.session(library_path, cases.add_exact(serialized))
+            feeds = {"x": case.x, "skip": norm.skip}
+            whole, *wanted = plain.run(None, feeds)
+            exact = numbers([1, 2, 3, 40])
+            for _ in range(cases.GROWING_CALLS + 2):
+                found, *more = coarse.run(None, feeds | {"exact": exact})
+                cases.check(found, whole, exact)
+                assert [a.tobytes() for a in more] == [a.tobytes() for a in wanted]
+
+
+def test_rows_that_want_all_outputs(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    """All outputs of all rows are exact if one asks for none, or too many, or rows are many."""
+    case = cases.gaussian_case(6, 3000, 256, 17)
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        pair = Pair(library_path, case)
+        cases.grow(pair.coarse, case)
+        assert pair.run(case.x[:2], numbers([1, 1])).tobytes() != pair.whole(case.x[:2]).tobytes()
+        for exact in ([0], [-1], [65], [2**31 - 1], [-(2**31)], [1, 0], [65, 1], [1, -5, 1]):
+            x = case.x[: len(exact)]
+            assert pair.run(x, numbers(exact)).tobytes() == pair.whole(x).tobytes(), exact
+        assert pair.run(case.x, numbers([1] * 17)).tobytes() == pair.whole(case.x).tobytes()
+        assert pair.run(case.x[:0], numbers([])).shape == (0, case.n)
+
+
+@pytest.mark.parametrize("exact", [[], [1], [1, 1, 1], [[1, 1], [1, 1]]])
+def test_another_number_of_rows_is_refused(
+    library_path: Path, available_isas: list[str], exact: list[int]
+) -> None:
+    assert available_isas
+    case = cases.gaussian_case(6, 64, 128, 2)
+    pair = Pair(library_path, case)
+    count = np.size(exact)
+    with pytest.raises(Exception, match=f"a number for each of 2 rows, found {count}|Invalid rank"):
+        pair.run(case.x, numbers(exact))
+
+
+def test_products_that_have_no_four_bits(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    """Weights that have four bits anyway, and a bias, which is added to them."""
+    case = cases.gaussian_case(7, 3000, 256, 2)
+    four = matmul_cases.make_case(7, 4, 128, 256, 3000, 2)
+    bias = np.random.default_rng(7).standard_normal(case.n).astype(np.float32)
+    models = {
+        "4 bits": (four, matmul_cases.model(four)),
+        "bias": (case, matmul_cases.add_bias(matmul_cases.model(case), bias)),
+    }
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        for name, (of, serialized) in models.items():
+            plain = matmul_cases.session(library_path, serialized)
+            coarse = matmul_cases.session(library_path, cases.add_exact(serialized))
+            whole = plain.run(["y"], {"x": of.x})[0]
+            for _ in range(cases.GROWING_CALLS + 2):
+                found = coarse.run(["y"], {"x": of.x, "exact": numbers([1, 1])})[0]
+                assert found.tobytes() == whole.tobytes(), name
+
+
+def test_concurrent_calls(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    """While four bits are made, and after calls that computed too much twice and made it rest."""
+    calls = 12
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        for seed in range(3):
+            case = cases.gaussian_case(seed, 6000, 256, calls)
+            pair = Pair(library_path, case)
+            whole = pair.whole(case.x)
+
+            def call(
+                seed: int, pair: Pair = pair, x: Floats = case.x, all_of: Floats = whole
+            ) -> None:
+                rng = np.random.default_rng(seed)
+                rows = rng.permutation(calls)[: rng.integers(1, 5)]
+                exact = cases.random_exact(rng, len(rows))
+                cases.check(pair.run(x[rows], exact), all_of[rows], exact)
+
+            with ThreadPoolExecutor(4) as pool:
+                for done in [pool.submit(call, i) for i in range(150)]:
+                    done.result()

@@ -1,0 +1,138 @@
+"""The cpu provider's output head, where rows ask for their largest logits alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from onnxport.errors import ProviderError
+from onnxport.graphs.artifact import Artifact
+from onnxport.providers.base import Attention, LoadOptions, Model, StepInputs
+from onnxport.providers.cpu import lowering
+from onnxport.providers.cpu.library import matmul_isa
+from tests.providers.conftest import WIDE_VOCAB, ArtifactMaker
+from tests.providers.models import opened
+
+pytestmark = pytest.mark.skipif(
+    matmul_isa() is None, reason="the kernel was not built, or this processor lacks what it needs"
+)
+Floats = NDArray[np.float32]
+FIRST_CALLS = 10  # in which four bits of the weights are made, and some more
+HIDDEN = 64
+
+
+def step(model: Model, seeds: list[int], exact: list[int] | None) -> Floats:
+    """Logits after the last of eight random tokens of each row, [len(seeds), vocab]."""
+    rows, new = len(seeds), 8
+    ids = [np.random.default_rng(seed).integers(3, 150, new) for seed in seeds]
+    inputs = StepInputs(
+        input_ids=np.concatenate(ids),
+        block_table=np.arange(rows, dtype=np.int32)[:, None],
+        cumulative_sequence_lengths=np.arange(0, rows * new + 1, new, dtype=np.int32),
+        past_sequence_lengths=np.zeros(rows, np.int32),
+        attention_metadata=np.array([new] * 3, np.int32),
+        logits_indices=np.arange(new - 1, rows * new, new, dtype=np.int32),
+        exact_logits=None if exact is None else np.array(exact, np.int32),
+    )
+    return model.run(inputs).copy()
+
+
+def check(found: Floats, wanted: Floats, exact: list[int]) -> None:
+    """Check what `Model.run` promises."""
+    for row, (got, whole, count) in enumerate(zip(found, wanted, exact, strict=True)):
+        least = np.partition(whole, -count)[-count]
+        counts = whole >= least
+        assert got[counts].tobytes() == whole[counts].tobytes(), (row, count)
+        assert (got[~counts] < least).all(), (row, count)
+
+
+@pytest.fixture(scope="module")
+def model(wide_artifact: Path) -> Iterator[Model]:
+    """A model whose head is ready."""
+    with opened(wide_artifact, "custom") as loaded:
+        for seed in range(FIRST_CALLS):
+            check(step(loaded, [seed], [1]), step(loaded, [seed], None), [1])
+        yield loaded
+
+
+@pytest.mark.parametrize("exact", [[1], [7], [1, 1], [5, 1, 2], [0]])
+def test_the_largest_logits_are_what_they_would_be(model: Model, exact: list[int]) -> None:
+    for seed in range(20):
+        seeds = [100 * seed + row for row in range(len(exact))]
+        counts = [count or WIDE_VOCAB for count in exact]
+        check(step(model, seeds, exact), step(model, seeds, None), counts)
+
+
+def test_it_does_not_compute_the_others(model: Model) -> None:
+    """Nearly all of them, once it has seen some steps; all of them when nothing is said."""
+    whole = step(model, [3], None)
+    few = step(model, [3], [1])
+    assert (few != whole).mean() > 0.5
+    assert step(model, [3], None).tobytes() == whole.tobytes()
+    assert step(model, [3], [0]).tobytes() == whole.tobytes()
+
+
+def test_a_number_for_each_row(model: Model) -> None:
+    with pytest.raises(ProviderError, match="a number for each of 1 rows, found 2"):
+        step(model, [3], [1, 1])
+    check(step(model, [3], [1]), step(model, [3], None), [1])
+
+
+def test_it_can_be_forbidden(wide_artifact: Path, model: Model) -> None:
+    assert model.capabilities.takes_exact_logits
+    with opened(wide_artifact, "custom", coarse_head=False) as plain:
+        assert not plain.capabilities.takes_exact_logits
+        wanted = step(model, [3], None).tobytes()
+        for _ in range(FIRST_CALLS):
+            assert step(plain, [3], [1]).tobytes() == wanted
+
+
+@pytest.mark.parametrize(
+    ("attention", "level"),
+    [pytest.param("custom", 1, id="float32"), pytest.param("decomposed", None, id="decomposed")],
+)
+def test_where_the_product_is_not_ours(
+    wide_artifact: Path, attention: Attention, level: int | None
+) -> None:
+    with opened(wide_artifact, attention, matmul_accuracy_level=level) as plain:
+        assert not plain.capabilities.takes_exact_logits
+        assert step(plain, [3], [1]).tobytes() == step(plain, [3], None).tobytes()
+
+
+def test_a_small_vocabulary_has_none(tiny_artifact: ArtifactMaker) -> None:
+    with opened(tiny_artifact("llama", "int4"), "custom") as small:
+        assert not small.capabilities.takes_exact_logits
+
+
+def test_a_graph_that_was_kept_has_it(wide_artifact: Path, model: Model, tmp_path: Path) -> None:
+    for _ in range(2):
+        with opened(wide_artifact, "custom", graph_cache=tmp_path) as kept:
+            assert kept.capabilities.takes_exact_logits
+            for _ in range(FIRST_CALLS):
+                check(step(kept, [3], [1]), step(model, [3], None), [1])
+
+
+def test_with_slots_for_adapters(wide_artifact: Path) -> None:
+    with opened(wide_artifact, "custom", max_adapters=1) as slots:
+        assert slots.capabilities.takes_exact_logits
+        whole = step(slots, [3], None)
+        for _ in range(FIRST_CALLS):
+            check(step(slots, [3], [2]), whole, [2])
+
+
+def test_its_memory_is_counted(wide_artifact: Path) -> None:
+    """As that of weights: a cache that takes a share of the rest is smaller."""
+    artifact = Artifact.read(wide_artifact)
+    sizes = []
+    for coarse_head in (False, True):
+        options = LoadOptions(coarse_head=coarse_head)
+        graph = artifact.load_graph("paged")
+        cache = ("float32", "tiled")
+        steps = list(lowering.lower(graph, artifact, options, cache, None, int8=True))  # type: ignore[arg-type]
+        lowered = lowering.lowered_graph(artifact, steps, is_exact=False, is_native=True)
+        sizes.append(lowered.stored_bytes)
+    assert sizes[1] - sizes[0] == HIDDEN * WIDE_VOCAB // 2

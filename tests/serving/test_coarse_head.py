@@ -1,0 +1,158 @@
+"""A head that is not read whole gives the tokens of one that is, whatever else happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onnxport import LLM, SamplingParams
+from onnxport.providers.base import LoadOptions, Model, StepInputs
+from onnxport.providers.cpu.library import matmul_isa
+from onnxport.providers.ort_model import OrtModel
+from onnxport.providers.registry import open_model
+from onnxport.serving.config import EngineConfig
+from onnxport.serving.engine import Engine
+from onnxport.serving.llm import TokensPrompt
+from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.serving.speculation.draft_model import ModelDrafter
+from onnxport.serving.speculation.ngram import NgramDrafter
+from tests.providers.conftest import WIDE_VOCAB
+from tests.serving.speculating import Eager
+
+pytestmark = pytest.mark.skipif(
+    matmul_isa() is None, reason="the kernel was not built, or this processor lacks what it needs"
+)
+_random = np.random.default_rng(4)
+SYSTEM = _random.integers(3, WIDE_VOCAB, 35).tolist()
+PROMPTS = [
+    SYSTEM,
+    [*SYSTEM, 9, 8, 7],
+    [*SYSTEM[:20], 5],
+    [7, 8, 9] * 6,
+    _random.integers(3, WIDE_VOCAB, 25).tolist(),
+    [4],
+]
+FEW: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "n": 2},
+    {"temperature": 1.3, "top_k": 3, "seed": 1},
+    {"temperature": 0.0},
+    {"temperature": 2.0, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 2, "n": 3},
+    {"temperature": 0.7, "top_k": 1},
+]
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0, "top_k": 20, "seed": 1, "prompt_logprobs": 1},
+    {"temperature": 0.0, "repetition_penalty": 1.4},
+    {"temperature": 1.0, "seed": 2},
+    {"temperature": 1.0, "top_k": 5, "seed": 3, "best_of": 2},
+]
+
+
+class Told:
+    """Counts rows of steps by whether only some of their logits had to be exact."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.few = self.all = 0
+        run = OrtModel.run
+
+        def listen(model: OrtModel, inputs: StepInputs) -> Any:
+            exact = inputs.exact_logits
+            few = 0 if exact is None else int(np.count_nonzero(exact))
+            self.few += few
+            self.all += len(inputs.logits_indices) - few
+            return run(model, inputs)
+
+        monkeypatch.setattr(OrtModel, "run", listen)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    return Told(monkeypatch)
+
+
+def completions(artifact: Path, mixes: list[dict[str, Any]], **options: Any) -> tuple[Any, Any]:
+    """All tokens and log probabilities, and the engine's counters; see `generated`."""
+    chosen = {"threads": 2, "kv_cache_tokens": 1024, "max_num_seqs": 4, **options}
+    with LLM(artifact, provider="cpu", **chosen) as llm:
+        return generated(llm, mixes), llm.stats()
+
+
+def generated(llm: LLM, mixes: list[dict[str, Any]]) -> list[Any]:
+    """What is generated, twice, the second time with what the first has left in the cache."""
+    prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS]
+    params = [SamplingParams(max_tokens=14, ignore_eos=True, **mix) for mix in mixes]
+    found: list[Any] = []
+    for _ in range(2):
+        outputs = llm.generate(prompts, params)
+        found += [[(one.token_ids, one.logprobs) for one in each.outputs] for each in outputs]
+        found += [each.prompt_logprobs for each in outputs]
+    return found
+
+
+@pytest.fixture(scope="module", params=["few", "mixed"])
+def mixes(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return FEW if request.param == "few" else MIXED
+
+
+@pytest.fixture(scope="module")
+def expected(wide_artifact: Path, mixes: list[dict[str, Any]]) -> Any:
+    found, _ = completions(
+        wide_artifact, mixes, coarse_head=False, enable_prefix_caching=False, threads=1
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"threads": 1, "max_num_batched_tokens": 11}, id="chunks"),
+        pytest.param({"max_num_seqs": 16}, id="many rows"),
+        pytest.param({"kv_cache_tokens": 112}, id="preemption"),
+        pytest.param(
+            {"kv_cache_tokens": 112, "preemption": "swap", "kv_host_memory": 1 << 22}, id="swap"
+        ),
+    ],
+)
+def test_the_tokens_are_the_same(
+    wide_artifact: Path,
+    mixes: list[dict[str, Any]],
+    expected: Any,
+    told: Told,
+    options: dict[str, Any],
+) -> None:
+    found, stats = completions(wide_artifact, mixes, **options)
+    assert found == expected
+    assert told.few > 50
+    assert (told.all > 50) == (mixes is MIXED)
+    assert (stats.num_preemptions > 0) == ("kv_cache_tokens" in options)
+    assert stats.prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_speculation_changes_none(
+    wide_artifact: Path, mixes: list[dict[str, Any]], expected: Any, told: Told, method: str
+) -> None:
+    """The draft model is the same one, so it guesses right where its own head does."""
+    model, draft = (loaded(wide_artifact) for _ in range(2))
+    drafter = ModelDrafter(draft, 64, WIDE_VOCAB) if method == "draft_model" else NgramDrafter(3, 1)
+    config = SpeculationConfig("ngram", num_speculative_tokens=3)
+    engine = Engine(model, None, EngineConfig(4, 64), speculator=Eager(drafter, config))
+    with LLM.from_engine(engine) as llm:
+        assert generated(llm, mixes) == expected
+        counters = llm.stats().speculation
+    assert counters is not None
+    assert counters.num_accepted_tokens > 0
+    if method == "draft_model" and mixes is FEW:
+        assert counters.num_accepted_tokens == counters.num_draft_tokens
+    assert told.few > 50
+    draft.close()
+
+
+def loaded(artifact: Path) -> Model:
+    return open_model(artifact, "cpu", LoadOptions(threads=2, kv_cache_tokens=1024))
