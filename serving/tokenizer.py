@@ -33,7 +33,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = fast.get_vocab_size()
         self._is_byte_level = isinstance(fast.decoder, decoders.ByteLevel)
-        self._alphabet = _byte_alphabet()
+        self._alphabet = byte_alphabet()
         self._bytes: dict[int, bytes] = {}  # of the tokens that were met so far
 
     @classmethod
@@ -116,7 +116,7 @@ class Tokenizer:
             return token.encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Return GPT-2's printable character of each byte: itself, or the next one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
