@@ -144,7 +144,7 @@ def test_fields_of_completions(
         ({"tools": [TOOL], "tool_choice": {**TOOL, "x": 1}}, "tool_choice", "one of the tools"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tool_choice": TOOL}, "tool_choice", "one of the tools"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "True"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
         ({"functions": [{}]}, "functions", "not supported yet"),
         ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
         ({"logprobs": 2}, "logprobs", "boolean"),
