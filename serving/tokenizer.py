@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnxport.errors import ArtifactError
-from onnxport.serving.detokenizer import ByteDetokenizer, WindowDetokenizer
+from onnxport.serving.detokenizer import REPLACEMENT, ByteDetokenizer, WindowDetokenizer
 from onnxport.serving.text import Pieces
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # how byte fallback spells a byte
 
 
 class Tokenizer:
@@ -81,6 +83,16 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special tokens included."""
         return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token by itself, which may be a part of a character."""
+        text = self.token_text(token_id)
+        if REPLACEMENT not in text:
+            return text.encode()
+        if not self._is_byte_level:
+            spelled = _BYTE.fullmatch(self._fast.id_to_token(token_id) or "")
+            return bytes([int(spelled[1], 16)]) if spelled else text.encode()
+        return self._bytes_of(token_id) or text.encode()
 
     def vocabulary(self) -> dict[str, int]:
         """Return every token as it is spelled, added ones included, and its id."""

@@ -83,7 +83,7 @@ class _Request(FormFields):
         _expect(f"a text or a list of texts, at most {MAX_STOP_STRINGS}"),
     ] = None
     stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -187,7 +187,7 @@ class _Request(FormFields):
             seed=self.seed,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
             max_tokens=max_tokens,
             logprobs=logprobs,
             n=1 if self.n is None else self.n,
@@ -228,7 +228,7 @@ class CompletionRequest(_Request):
     ]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # true unless told otherwise
 
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
@@ -372,8 +372,8 @@ class ChatRequest(_Request):
     tools: list[ToolDefinition] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool = True
-    add_special_tokens: bool = False
+    add_generation_prompt: bool | None = None  # true unless told otherwise
+    add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")

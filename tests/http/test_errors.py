@@ -177,7 +177,14 @@ def test_missing_fields(server: RunningServer) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"{broken", "not valid JSON"), (b"[1]", "one JSON object"), (b"", "one JSON object")],
+    [
+        (b"{broken", "not valid JSON"),
+        (b"[1]", "one JSON object"),
+        (b"", "one JSON object"),
+        (b'{"model": "\xff"}', "not UTF-8 at byte 11"),
+        (b'{"model": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"max_tokens": ' + b"1" * 5000 + b"}", "thousands of digits"),
+    ],
 )
 def test_bodies_that_are_no_object(server: RunningServer, content: bytes, words: str) -> None:
     headers = {"Content-Type": "application/json"}

@@ -245,6 +245,17 @@ def test_bad_words_by_hand(output: list[int], banned: set[int]) -> None:
     assert {*edits.banned.tolist()} == banned | {3, 10}
 
 
+def test_white_space_may_be_a_bad_word() -> None:
+    """It has no other spelling: a space before it would be white space too."""
+    rules = logit_rules(SamplingParams(bad_words=("\n", " \t")), END_IDS, VOCAB, whole)
+    assert rules is not None
+    assert rules.banned.tolist() == [1, 2]
+
+
+def whole(text: str) -> list[int]:
+    return [["\n", " \t"].index(text) + 1]
+
+
 def test_logits_that_may_not_be_written_are_copied() -> None:
     logits = random_logits(1)
     logits.flags.writeable = False
