@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.drawing import RowParams
+from onnxport.serving.grammar import told
 from onnxport.serving.outputs import Logprob, Refusal, TokenLogprobs
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import (
@@ -263,7 +264,7 @@ def grammar_masks(plan: StepPlan) -> dict[Request, Mask | str]:
                 masks[request] = request.grammar.masks(request.tokens, plan.drafts.get(row, ()))
             except Exception as error:
                 logger.error("the grammar of %s failed", request.request_id, exc_info=error)
-                masks[request] = f"the grammar failed: {type(error).__name__}: {error}"
+                masks[request] = told(error)
     return masks
 
 

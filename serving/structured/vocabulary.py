@@ -27,6 +27,7 @@ class Vocabulary:
         has_end: whether a token of the model ends a text; otherwise one beyond
             them all stands for the end.
         longest_token: no token's text has more characters.
+        texts: of added tokens in angle brackets that are text like any other.
         most_closed: no token's text has more of the brackets that end lists and objects of JSON.
     """
 
@@ -35,6 +36,7 @@ class Vocabulary:
     has_end: bool
     longest_token: int
     most_closed: int
+    texts: frozenset[str] = frozenset()
 
     @property
     def num_words(self) -> int:
@@ -71,7 +73,7 @@ class Vocabulary:
         names = tokenizer.vocabulary()
         missing = set(range(ends[-1] + 1)).difference(names.values())
         described["added_tokens"] += map(_special, sorted(missing))
-        _make_plain(described, ends)
+        plain = _make_plain(described, ends)
         text = json.dumps(described)
         try:
             tokens = LLTokenizer(text, n_vocab=size, eos_token=ends)
@@ -84,10 +86,11 @@ class Vocabulary:
         # A character of a token's name stands for a byte or a character of its text; a name such as
         # <0x7D> for one byte.
         most_closed = max(1, *(name.count("]") + name.count("}") for name in names))
-        return cls(tokens, vocab_size, has_end, max(map(len, names)), most_closed)
+        longest = max(map(len, names))
+        return cls(tokens, vocab_size, has_end, longest, most_closed, frozenset(plain))
 
 
-def _make_plain(described: dict[str, Any], ends: Collection[int]) -> None:
+def _make_plain(described: dict[str, Any], ends: Collection[int]) -> list[str]:
     """Let added tokens that are text, such as `<tool_call>`, be text for the compiler too.
 
     It takes every added token in angle brackets for a special one, which no text is made of. A
@@ -97,6 +100,9 @@ def _make_plain(described: dict[str, Any], ends: Collection[int]) -> None:
     Args:
         described: a tokenizer.json; changed.
         ends: the end tokens, which are special whatever the file says.
+
+    Returns:
+        Their texts.
     """
     added, vocab = described["added_tokens"], described["model"].get("vocab")
     plain = [
@@ -105,13 +111,14 @@ def _make_plain(described: dict[str, Any], ends: Collection[int]) -> None:
         if one["content"].startswith("<") and not one["special"] and one["id"] not in ends
     ]
     if not plain or not isinstance(vocab, dict):
-        return
+        return []
     byte_level = '"ByteLevel"' in json.dumps(described.get("decoder"))
     for one in plain:
         vocab.pop(one["content"], None)
     for one in added:
         vocab[_spelling(one["content"], byte_level) if one in plain else one["content"]] = one["id"]
     described["added_tokens"] = [one for one in added if one not in plain]
+    return [one["content"] for one in plain]
 
 
 def _spelling(text: str, byte_level: bool) -> str:
