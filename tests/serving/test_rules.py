@@ -308,6 +308,12 @@ def test_logits_that_are_not_finite_stay_the_models_fault() -> None:
         ({"min_tokens": -1}, "min_tokens", "-1"),
         ({"min_tokens": None}, "min_tokens", "None"),
         ({"min_tokens": 17}, "min_tokens", "max_tokens is 16"),
+        ({"stop_token_ids": 5}, "stop_token_ids", "is 5; give a list of token ids"),
+        ({"allowed_token_ids": "ab"}, "allowed_token_ids", "give a list of token ids"),
+        ({"logit_bias": [1]}, "logit_bias", "by token id"),
+        ({"ignore_eos": "no"}, "ignore_eos", "true or false"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output", "true or false"),
+        ({"temperature": np.float32(0.5)}, "temperature", "must be a Python number"),
     ],
 )
 def test_parameters_that_are_refused(fields: dict[str, Any], param: str, words: str) -> None:
