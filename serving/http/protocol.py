@@ -347,7 +347,7 @@ class ChatMessage(_Strict):
 class FunctionDefinition(_Strict):
     """A function: what the model is told of it, and whether its parameters have to be kept."""
 
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None  # forced calls have the form of the parameters whatever it says

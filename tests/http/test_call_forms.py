@@ -117,6 +117,7 @@ def test_without_tools_there_is_nothing_to_enforce(client: OpenAI) -> None:
 @pytest.mark.parametrize(
     ("more", "param", "words"),
     [
+        ({"tools": [function("", None)]}, "tools.0.function.name", "at least 1"),
         ({"tools": TOOLS, "guided_regex": "a"}, "tools", "another one"),
         ({"tools": [FIND], "parallel_tool_calls": False, "guided_regex": "a"}, "tools", "strict"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "boolean"),
