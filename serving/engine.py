@@ -24,6 +24,7 @@ from onnxport.serving.deadlines import Deadlines
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.events import Listener, StepRecord
 from onnxport.serving.fallback import Loss, Standby
+from onnxport.serving.grammar import told
 from onnxport.serving.growth import Growth, grow, prompt_logprobs
 from onnxport.serving.guesses import NO_DRAFTS, Drafts, Guesses, Guessing
 from onnxport.serving.intake import Intake
@@ -411,7 +412,7 @@ class Engine:
                 growth = grow(one, self._eos_token_ids, self._name)
             except Exception as error:
                 logger.error("request %s failed", request.request_id, exc_info=error)
-                growth = Growth(reason="error", error=f"{type(error).__name__}: {error}")
+                growth = Growth(reason="error", error=told(error))
             self._tally.generation_tokens += len(growth.token_ids)
             if growth.reason is not None:
                 deltas += self._end(request, growth.reason, growth)

@@ -9,6 +9,20 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.errors import OnnxportError
+from onnxport.serving.outputs import Refusal
+
+
+class GrammarError(OnnxportError):
+    """A grammar reached a limit in the middle of a text, or got a token that it forbids."""
+
+
+def told(error: Exception) -> str:
+    """Return why a sequence ends that a step could not go on with."""
+    if isinstance(error, GrammarError):
+        return Refusal(f"the grammar of the request failed: {error}; make it simpler")
+    return f"{type(error).__name__}: {error}"
+
 
 class Grammar(Protocol):
     """Where one sequence stands in its grammar.

@@ -83,6 +83,12 @@ class Intake:
         assert not isinstance(given, str)
         tokens = token_array(given, limits.vocab_size)
         longest = max_total_tokens(len(tokens), params.max_tokens, limits)
+        if params.min_tokens > (room := longest - len(tokens)):
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}, and after {len(tokens)} tokens of prompt "
+                f"there is room for {room}; shorten the prompt or ask for fewer tokens",
+                "min_tokens",
+            )
         stop_ids = frozenset(params.stop_token_ids)
         end_ids = stop_ids | self._eos_token_ids
         rules = logit_rules(params, end_ids, limits.vocab_size, encode)

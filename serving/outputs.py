@@ -10,6 +10,12 @@ FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error", "timeout")
 
 
+class Refusal(str):
+    """An error that the request itself is to blame for: sent again, it would fail again."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Logprob:
     """The log probability of one candidate token at one position."""

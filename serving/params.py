@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,9 +95,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts("stop", self.stop))
         object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(
+            self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids or ())
+        )
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids)
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; give true or false", name)
         object.__setattr__(self, "n", 1 if self.n is None else self.n)
         if self.top_k in (0, -1):  # vLLM's and OpenAI clients' ways to say "all"
             object.__setattr__(self, "top_k", None)
@@ -117,9 +123,6 @@ class SamplingParams:
                 "completions as are returned",
                 "best_of",
             )
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(self, name) or ():
-                _check_token(name, token_id)
         self._check_penalties()
         self._check_choices()
         form = self.structured_outputs
@@ -134,7 +137,14 @@ class SamplingParams:
         _check("repetition_penalty", self.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION)
         _check("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        biases = dict(self.logit_bias or ())
+        try:
+            biases = dict(self.logit_bias or ())
+        except (TypeError, ValueError) as error:
+            raise RequestError(
+                f"logit_bias is {repr(self.logit_bias)[:80]}; give what is added to each token, by "
+                "token id",
+                "logit_bias",
+            ) from error
         for token_id, bias in biases.items():
             _check_token("logit_bias", token_id)
             _check("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
@@ -226,6 +236,20 @@ def _texts(name: str, given: Any) -> tuple[str, ...]:
     return texts
 
 
+def _ids(name: str, given: Any) -> tuple[int, ...]:
+    """Return token ids as a tuple.
+
+    Raises:
+        RequestError: they are no list, or one is no token id.
+    """
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise RequestError(f"{name} is {given!r}; give a list of token ids", name)
+    token_ids = tuple(given)
+    for token_id in token_ids:
+        _check_token(name, token_id)
+    return token_ids
+
+
 def _check_token(name: str, token_id: int) -> None:
     """Raise RequestError unless `token_id` can be a token."""
     if not isinstance(token_id, int) or isinstance(token_id, bool):
@@ -236,6 +260,8 @@ def _check_token(name: str, token_id: int) -> None:
 def _check(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     """Raise RequestError unless low <= value <= high (low < value if `open_low`)."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not is_number:
+        raise RequestError(f"{name} is {value!r}; it must be a Python number", name)
     if not is_number or not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise RequestError(f"{name} is {value!r}; it must be in {bracket}{low}, {high}]", name)

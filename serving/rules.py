@@ -238,6 +238,7 @@ def _bad_words(texts: Sequence[str], encode: Encode | None) -> list[tuple[int, .
     """Return the tokens of each text, and of the text after a space, as vLLM does.
 
     vLLM leaves the second out where it has more tokens or fewer than the first; here both are bad.
+    Of a text that is white space, such as an end of a line, only itself is.
 
     Raises:
         RequestError: there is no tokenizer, or a text has no tokens.
@@ -246,13 +247,14 @@ def _bad_words(texts: Sequence[str], encode: Encode | None) -> list[tuple[int, .
         raise RequestError("bad_words need a tokenizer and this engine has none", "bad_words")
     words: dict[tuple[int, ...], None] = {}
     for text in texts:
-        for spelling in (text.lstrip(), " " + text.lstrip()):
-            word = tuple(encode(spelling)) if encode else ()
-            if not word:
+        word = text.lstrip()
+        for spelling in (word, " " + word) if word else (text,):
+            tokens = tuple(encode(spelling)) if encode else ()
+            if not tokens:
                 raise RequestError(
                     f"bad_words holds {text!r}, which has no tokens; remove it", "bad_words"
                 )
-            words[word] = None
+            words[tokens] = None
     return list(words)
 
 

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.drawing import RowParams
-from onnxport.serving.outputs import Logprob, TokenLogprobs
+from onnxport.serving.grammar import told
+from onnxport.serving.outputs import Logprob, Refusal, TokenLogprobs
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import (
     RowLogprobs,
@@ -188,7 +189,8 @@ def _reason(request: Request, logits: NDArray[np.float32]) -> str:
         "min_tokens": params.min_tokens > 0,
         "the grammar": request.grammar is not None,
     }
-    return NOTHING_LEFT.format(" and ".join(name for name, given in parts.items() if given))
+    named = " and ".join(name for name, given in parts.items() if given)
+    return Refusal(NOTHING_LEFT.format(named))
 
 
 def _sample_one_by_one(
@@ -262,7 +264,7 @@ def grammar_masks(plan: StepPlan) -> dict[Request, Mask | str]:
                 masks[request] = request.grammar.masks(request.tokens, plan.drafts.get(row, ()))
             except Exception as error:
                 logger.error("the grammar of %s failed", request.request_id, exc_info=error)
-                masks[request] = f"the grammar failed: {type(error).__name__}: {error}"
+                masks[request] = told(error)
     return masks
 
 

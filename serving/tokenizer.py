@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnxport.errors import ArtifactError
-from onnxport.serving.detokenizer import ByteDetokenizer, WindowDetokenizer
+from onnxport.serving.detokenizer import REPLACEMENT, ByteDetokenizer, WindowDetokenizer
 from onnxport.serving.text import Pieces
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # how byte fallback spells a byte
 
 
 class Tokenizer:
@@ -33,7 +35,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.vocab_size: int = fast.get_vocab_size()
         self._is_byte_level = isinstance(fast.decoder, decoders.ByteLevel)
-        self._alphabet = _byte_alphabet()
+        self._alphabet = byte_alphabet()
         self._bytes: dict[int, bytes] = {}  # of the tokens that were met so far
 
     @classmethod
@@ -82,6 +84,16 @@ class Tokenizer:
         """Return the text of one token by itself, special tokens included."""
         return self.decode([token_id], skip_special_tokens=False)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token by itself, which may be a part of a character."""
+        text = self.token_text(token_id)
+        if REPLACEMENT not in text:
+            return text.encode()
+        if not self._is_byte_level:
+            spelled = _BYTE.fullmatch(self._fast.id_to_token(token_id) or "")
+            return bytes([int(spelled[1], 16)]) if spelled else text.encode()
+        return self._bytes_of(token_id) or text.encode()
+
     def vocabulary(self) -> dict[str, int]:
         """Return every token as it is spelled, added ones included, and its id."""
         found: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
@@ -116,7 +128,7 @@ class Tokenizer:
             return token.encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Return GPT-2's printable character of each byte: itself, or the next one from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]

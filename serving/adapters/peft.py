@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from onnxport.errors import AdapterError
 from onnxport.graphs.lora import PROJECTIONS, LoraAdapter, LoraDelta, Projection, projection_shapes
 from onnxport.graphs.spec import ArchSpec
+from onnxport.serving.adapters.patterns import check_time
 from onnxport.serving.adapters.peft_config import PeftConfig, read_config
 
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
@@ -64,6 +65,7 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
         for layer in range(base.num_layers)
         for name in PROJECTIONS
     }
+    check_time(config.path, config.expressions, [*modules, *_OTHERS])
     shapes = projection_shapes(base)
     _check_modules(folder, config, pairs, set(modules), base)
     _check_shapes(folder, config, pairs, {each: shapes[modules[each][1]] for each in pairs})

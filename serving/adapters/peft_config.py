@@ -82,6 +82,13 @@ class PeftConfig:
         """The largest rank that a module may have."""
         return max((self.rank, *self.ranks.values()))
 
+    @property
+    def expressions(self) -> list[str]:
+        """All regular expressions, as names of modules are matched with them."""
+        whole = [each for each in (self.targets, self.excluded) if isinstance(each, str)]
+        endings = map(_ending, (*self.ranks, *self.alphas))
+        return [*whole, *endings, *map(_layer_number, self.layers_patterns)]
+
     def is_target(self, module: str) -> bool:
         """Whether the adapter changes a module of the base model."""
         if self.excluded and _fits(module, self.excluded):
@@ -104,7 +111,7 @@ class PeftConfig:
     def _layer(self, module: str) -> int | None:
         """The number of a module's layer; None where it has none."""
         for pattern in self.layers_patterns or (r"[^.]*",):
-            found = re.match(rf"(?:^|.*?\.)(?:{pattern})\.(\d+)\.", module)
+            found = re.match(_layer_number(pattern), module)
             if found is not None:
                 return int(found[1])
         return None
@@ -264,6 +271,11 @@ class _Reader:
 def _ending(pattern: str) -> str:
     """Return the expression that finds a pattern at the end of a module's name."""
     return rf"(?:.*\.)?(?:{pattern})$"
+
+
+def _layer_number(pattern: str) -> str:
+    """Return the expression that finds the number of a layer after a pattern."""
+    return rf"(?:^|.*?\.)(?:{pattern})\.(\d+)\."
 
 
 def _fits(module: str, names: str | Sequence[str]) -> bool:

@@ -52,7 +52,8 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
         if params.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_entries(results[0])
         choices = [
-            _whole(index, each, names, params.logprobs) for index, each in enumerate(results)
+            _whole(service, index, each, names, params.logprobs)
+            for index, each in enumerate(results)
         ]
         return header.body(choices, usage=usage.body(), **more)
 
@@ -64,19 +65,21 @@ def _encode(service: Service, body: ChatRequest, tools: list[dict[str, Any]]) ->
     text = service.template.render(
         [message.plain() for message in body.messages],
         tools,
-        body.add_generation_prompt,
+        body.add_generation_prompt is not False,
         **(body.chat_template_kwargs or {}),
     )
-    return service.tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
+    return service.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
 
-def _whole(index: int, result: Collected, names: set[str], top: int | None) -> dict[str, Any]:
+def _whole(
+    service: Service, index: int, result: Collected, names: set[str], top: int | None
+) -> dict[str, Any]:
     """Return a choice that has ended."""
     message, called = _message(result.text, names)
     return {
         "index": index,
         "message": message,
-        "logprobs": None if top is None else _logprobs(result.logprobs, top),
+        "logprobs": None if top is None else _logprobs(service, result.logprobs, top),
         "finish_reason": "tool_calls" if called else result.finish_reason,
     }
 
@@ -102,7 +105,8 @@ async def _chunks(
     """Yield the chunks of a stream, each of one choice, and the usage at the end if asked for."""
     usage = Usage(job)
     no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
-    choices = [_Streamed(index, names, job.params.logprobs) for index in range(job.num_choices)]
+    top = job.params.logprobs
+    choices = [_Streamed(service, index, names, top) for index in range(job.num_choices)]
     async with aclosing(generate(service.engine, job)) as deltas:
         async for index, delta in deltas:
             usage.add(index, delta)
@@ -115,7 +119,8 @@ async def _chunks(
 class _Streamed:
     """One choice of a stream: the role, the content and the calls, the finish reason."""
 
-    def __init__(self, index: int, names: set[str], top: int | None) -> None:
+    def __init__(self, service: Service, index: int, names: set[str], top: int | None) -> None:
+        self._service = service
         self._index = index
         self._top = top  # log probabilities of each position; None for none
         self._parser = ToolCallParser(names) if names else None
@@ -129,7 +134,7 @@ class _Streamed:
             yield self._choice({"role": "assistant", "content": ""})
         logprobs = None
         if delta.logprobs and self._top is not None:
-            logprobs = _logprobs(token_logprobs(delta), self._top)
+            logprobs = _logprobs(self._service, token_logprobs(delta), self._top)
         parsed = self._parse(delta)
         if parsed.content or logprobs:
             yield self._choice({"content": parsed.content}, logprobs)
@@ -172,22 +177,20 @@ def _tool_call(call: ParsedCall) -> dict[str, Any]:
     }
 
 
-def _logprobs(tokens: Sequence[tuple[int, TokenLogprobs]], top: int) -> dict[str, Any]:
+def _logprobs(
+    service: Service, tokens: Sequence[tuple[int, TokenLogprobs]], top: int
+) -> dict[str, Any]:
     """Return OpenAI's log probabilities of a chat, with the `top` likeliest of each position."""
     content = []
     for token_id, candidates in tokens:
-        ranked = sorted(candidates.values(), key=lambda one: one.rank)
-        likeliest = [_token(one) for one in ranked[:top]]
-        content.append({**_token(candidates[token_id]), "top_logprobs": likeliest})
+        ranked = sorted(candidates, key=lambda one: candidates[one].rank)
+        likeliest = [_token(service, one, candidates[one]) for one in ranked[:top]]
+        told = _token(service, token_id, candidates[token_id])
+        content.append({**told, "top_logprobs": likeliest})
     return {"content": content, "refusal": None}
 
 
-def _token(one: Logprob) -> dict[str, Any]:
-    """Return a token with its bytes; null where the token is a part of a character."""
-    text = one.decoded_token
-    known = "\ufffd" not in text
-    return {
-        "token": text,
-        "logprob": one.logprob,
-        "bytes": list(text.encode()) if known else None,
-    }
+def _token(service: Service, token_id: int, one: Logprob) -> dict[str, Any]:
+    """Return a token with its bytes, which tell where its text is a part of a character."""
+    known = service.tokenizer.token_bytes(token_id)
+    return {"token": one.decoded_token, "logprob": one.logprob, "bytes": list(known)}

@@ -36,7 +36,8 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     params = body.sampling_params(service.defaults)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     given = body.prompts()
-    prompts = await asyncio.to_thread(_encode, service, given, body.add_special_tokens)
+    special = body.add_special_tokens is not False
+    prompts = await asyncio.to_thread(_encode, service, given, special)
     header = Header.new("cmpl", "text_completion", body.model)
     job = Job(prompts, params, options, header.id)
     echoes = [""] * len(prompts) * params.n

@@ -73,6 +73,8 @@ def to_api_error(error: BaseException) -> ApiError:
             wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}  # whole seconds
             text = str(error)
             return ApiError(429, text, None, "rate_limit_exceeded", RATE_LIMIT, wait)
+        case HTTPException(status_code=400) if error.__cause__ is not None:
+            return ApiError(400, _unreadable(error.__cause__))
         case HTTPException():
             return ApiError(error.status_code, _status_message(error))
         case DeviceLostError():  # it stays lost, so there is no use in asking again
@@ -84,6 +86,16 @@ def to_api_error(error: BaseException) -> ApiError:
             logger.error("a request failed by a bug of the server", exc_info=error)
             text = "the server failed on this request; its log has the reason"
             return ApiError(500, text, kind=SERVER_ERROR)
+
+
+def _unreadable(cause: BaseException) -> str:
+    """Say why a body could not be read at all; FastAPI keeps it to itself."""
+    match cause:
+        case UnicodeDecodeError():
+            return f"the body is not UTF-8 at byte {cause.start}; send JSON in UTF-8"
+        case RecursionError():
+            return "the body is nested too deeply to be read; send something flatter"
+    return "the body cannot be read as JSON: it has a number of thousands of digits"
 
 
 def _status_message(error: HTTPException) -> str:

@@ -44,7 +44,6 @@ NEUTRAL_CHAT: Mapping[str, Any] = {
     "prompt_cache_retention": (),
     "functions": ([],),
     "function_call": ("auto", "none"),
-    "parallel_tool_calls": (True,),
     "echo": (False,),
     "continue_final_message": (False,),
     "chat_template": (),

@@ -100,22 +100,37 @@ class FormFields(_Part):
         return StructuredOutputs(json=asked.json_schema.content, param=param)
 
 
-def calls(tools: Sequence[Mapping[str, Any]], *, several: bool) -> StructuredOutputs:
-    """Return the form of a text that is calls of tools and nothing else.
+def calls(
+    tools: Sequence[Mapping[str, Any]], *, several: bool, forced: bool = True
+) -> StructuredOutputs:
+    """Return the form of a text that calls tools.
+
+    Where calls are forced the text is nothing else, and arguments have the form of their function's
+    parameters, `strict` or not. Otherwise there may be text before, between and after calls, or
+    no call at all; arguments of functions that are not strict are any object then.
 
     Args:
         tools: which may be called, in OpenAI's shape.
         several: whether there may be more than one call.
+        forced: whether there has to be one.
 
     Raises:
         RequestError: the parameters of a tool cannot be enforced.
     """
-    start = 'call ("\\n" call)*' if several else "call"
+    if forced:
+        rules = ['start: call ("\\n" call)*' if several else "start: call", f'opened: "{OPEN}\\n"']
+    else:
+        rules = [
+            "start: call* TEXT" if several else "start: call | TEXT",
+            f"opened[lazy]: /(?s:.*){OPEN}\\n/",
+            f"TEXT: /(?s:.*)/ & ~/(?s:.*){OPEN}(?s:.*)/",
+        ]
     shapes = " | ".join(f"shape_{index}" for index in range(len(tools)))
-    rules = [f"start: {start}", f'call: "{OPEN}\\n" ({shapes}) "\\n{CLOSE}"']
+    rules.append(f'call: opened ({shapes}) "\\n{CLOSE}"')
     for index, tool in enumerate(tools):
         function = tool["function"]
-        given = function.get("parameters") or {"type": "object", "properties": {}}
+        enforced = forced or function.get("strict")
+        given = (enforced and function.get("parameters")) or {"type": "object"}
         parameters = {key: each for key, each in given.items() if key not in ROOT_ONLY}
         check_schema(parameters, f"tools.{index}.function.parameters")
         before = f'{{"name": {json.dumps(function["name"])}, "arguments": '

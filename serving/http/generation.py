@@ -22,7 +22,7 @@ from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
 from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.errors import FINAL, SERVER_ERROR, ApiError
-from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
+from onnxport.serving.outputs import CompletionDelta, Refusal, TokenLogprobs
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.structured.spec import StructuredOutputs
@@ -43,6 +43,10 @@ class Tokenizer(Protocol):
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, as log probabilities name it."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character."""
         ...
 
 
@@ -318,6 +322,8 @@ async def _merged(
 
 def _check(delta: CompletionDelta, options: RequestOptions) -> None:
     """Raise what ended a request otherwise than by its own parameters."""
+    if isinstance(delta.error, Refusal):
+        raise ApiError(400, delta.error)
     if delta.finish_reason == "error":
         raise ApiError(500, delta.error or "the engine failed on this request", kind=SERVER_ERROR)
     if delta.finish_reason == "abort":

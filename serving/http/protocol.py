@@ -83,7 +83,7 @@ class _Request(FormFields):
         _expect(f"a text or a list of texts, at most {MAX_STOP_STRINGS}"),
     ] = None
     stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -187,7 +187,7 @@ class _Request(FormFields):
             seed=self.seed,
             stop=stop,
             stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=self.ignore_eos,
+            ignore_eos=bool(self.ignore_eos),
             max_tokens=max_tokens,
             logprobs=logprobs,
             n=1 if self.n is None else self.n,
@@ -228,7 +228,7 @@ class CompletionRequest(_Request):
     ]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # true unless told otherwise
 
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
@@ -347,10 +347,10 @@ class ChatMessage(_Strict):
 class FunctionDefinition(_Strict):
     """A function: what the model is told of it, and whether its parameters have to be kept."""
 
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # calls that `tool_choice` forces are enforced whatever it says
+    strict: bool | None = None  # forced calls have the form of the parameters whatever it says
 
 
 class ToolDefinition(_Strict):
@@ -371,8 +371,9 @@ class ChatRequest(_Request):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[ToolDefinition] | None = None
     tool_choice: Any = None
-    add_generation_prompt: bool = True
-    add_special_tokens: bool = False
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None  # true unless told otherwise
+    add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -399,8 +400,13 @@ class ChatRequest(_Request):
 
     def _check_tool_choice(self) -> None:
         choice = self.tool_choice
-        if choice in (None, "auto"):
-            self._check_strict()
+        if self._shapes_calls and super().form() is not None:
+            raise RequestError(
+                "functions that are strict, parallel_tool_calls false, and a tool_choice that "
+                "forces a call give the text a form, and another field asks for another one; send "
+                "one of them",
+                "tools" if choice in (None, "auto") else "tool_choice",
+            )
         if choice in (None, "auto", "none"):
             return
         names = [tool.function.name for tool in self.tools or ()]
@@ -414,23 +420,14 @@ class ChatRequest(_Request):
             raise RequestError(
                 'tool_choice is "required", and there are no tools; send some', "tool_choice"
             )
-        if super().form() is not None:
-            raise RequestError(
-                "tool_choice forces a call of a tool, and another field asks for another form of "
-                "the text; send one of them",
-                "tool_choice",
-            )
 
-    def _check_strict(self) -> None:
-        """Refuse strict functions where the model may call them or not: the text is free then."""
-        for index, tool in enumerate(self.tools or ()):
-            if tool.function.strict:
-                raise RequestError(
-                    f"the function {tool.function.name!r} is strict, but arguments are enforced "
-                    'only where tool_choice forces calls; set tool_choice to "required" or to '
-                    "the function, or leave strict out",
-                    f"tools.{index}.function.strict",
-                )
+    @property
+    def _shapes_calls(self) -> bool:
+        """Whether the form of the text says how tools are called."""
+        if self.tool_choice not in (None, "auto"):
+            return bool(self.tool_choice != "none")
+        strict = any(tool.function.strict for tool in self.tools or ())
+        return strict or (bool(self.tools) and self.parallel_tool_calls is False)
 
     @property
     def _forced_name(self) -> str | None:
@@ -441,14 +438,15 @@ class ChatRequest(_Request):
         return None
 
     def form(self) -> StructuredOutputs | None:
-        """Return the form of the text; that of calls where `tool_choice` forces them."""
-        if self.tool_choice in (None, "auto", "none"):
+        """Return the form of the text; that of calls where something is said about them."""
+        if not self._shapes_calls:
             return super().form()
         name = self._forced_name
-        tools = self.offered_tools()
+        tools = [tool.model_dump() for tool in self.tools or ()]
         if name is not None:
             tools = [tool for tool in tools if tool["function"]["name"] == name]
-        return calls(tools, several=name is None)
+        several = name is None and self.parallel_tool_calls is not False
+        return calls(tools, several=several, forced=self.tool_choice not in (None, "auto"))
 
     def offered_tools(self) -> list[dict[str, Any]]:
         """Return the tools the model is told of; none when `tool_choice` is "none"."""

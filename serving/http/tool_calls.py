@@ -8,11 +8,13 @@ stays content.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ class ToolCallParser:
             if start < 0:
                 content += self._take_content(final)
                 break
-            end = self._pending.find(CLOSE, start)
+            end = self._end(start + len(OPEN), final)
             if end < 0 and not final:
                 text = self._pending[:start].rstrip()
                 content += self._drop_space(text, keep=len(text))
@@ -74,6 +76,19 @@ class ToolCallParser:
             else:
                 content += self._drop_space(self._pending[:stop], keep=stop)
         return Parsed(content, tuple(calls))
+
+    def _end(self, start: int, final: bool) -> int:
+        """Return where a block's closing tag is; -1: not there yet.
+
+        A tag in the middle of one of its texts closes nothing, if that leads to a whole block.
+        """
+        first = end = self._pending.find(CLOSE, start)
+        while end >= 0:
+            whole = _is_whole(self._pending[start:end])
+            if whole is not None:
+                return end if whole else first
+            end = self._pending.find(CLOSE, end + 1)
+        return first if final else -1
 
     def _take_content(self, final: bool) -> str:
         """Take the text before anything that may be the start of a block."""
@@ -96,15 +111,33 @@ def _partial_tag(text: str) -> int:
     return next((n for n in range(longest, 0, -1) if OPEN.startswith(text[-n:])), 0)
 
 
+def _is_whole(inner: str) -> bool | None:
+    """Whether a text is JSON; None: it ends in the middle of one of the texts in it."""
+    try:
+        json.loads(inner)
+    except json.JSONDecodeError as error:
+        return None if error.msg.startswith("Unterminated string") else False
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _parse(inner: str, names: Collection[str]) -> ParsedCall | None:
     """Return the call in a block, or None when it is not one of an offered function."""
     try:
-        value = json.loads(inner)
-    except ValueError:
+        value = json.loads(inner, parse_constant=_not_json)
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return None
+        given = value.get("arguments", {})
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict) or value.get("name") not in names:
-        return None
-    arguments = value.get("arguments", {})
-    if isinstance(arguments, str):
-        return ParsedCall(value["name"], arguments)
-    return ParsedCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    if _SURROGATE.search(arguments):  # half of a character, which is JSON as an escape alone
+        if isinstance(given, str):
+            return None
+        arguments = json.dumps(given)
+    return ParsedCall(value["name"], arguments) if value["name"] in names else None
+
+
+def _not_json(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from onnxport.errors import OnnxportError, OverloadedError, RequestError
+from onnxport.serving.grammar import GrammarError
 from onnxport.serving.structured.automaton import Automaton
 from onnxport.serving.structured.expression import UnknownSyntaxError
 from onnxport.serving.structured.json_text import JsonText
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_TOKENS = array("q")
+NOTHING_FITS = "NoExtension"  # why the library stops where no token may come, and no end either
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,8 @@ class CompileLimits:
         max_cached_chars: characters of their texts, all together.
         max_grammar_size: symbols of one grammar.
         max_lexer_states: states of the automaton of one sequence, 1 to 2 kB each.
-        max_step_items: parser's items of one position.
+        max_step_items: parser's items of one mask.
+        max_row_items: parser's items of one position, some four an optional property.
     """
 
     timeout_s: float = 10.0
@@ -58,6 +61,7 @@ class CompileLimits:
     max_grammar_size: int = 200_000
     max_lexer_states: int = 50_000
     max_step_items: int = 50_000
+    max_row_items: int = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,13 +222,13 @@ def compile_grammar(
     """
     from llguidance import LLMatcher, LLParserLimits
 
-    from onnxport.serving.structured.sequence import GrammarError
     from onnxport.serving.structured.source import grammar_of
 
     name, param = NAMES[spec.kind], spec.where
-    grammar = grammar_of(spec)
+    grammar = grammar_of(spec, vocabulary.texts)
     parser_limits = LLParserLimits(
         step_max_items=limits.max_step_items,
+        max_items_in_row=limits.max_row_items,
         max_lexer_states=limits.max_lexer_states,
         max_grammar_size=limits.max_grammar_size,
         verbose_errors=False,
@@ -243,6 +247,8 @@ def compile_grammar(
     try:
         possible = first.masks(NO_TOKENS).any() or first.is_complete(NO_TOKENS)
     except GrammarError as error:
+        if NOTHING_FITS in str(error):
+            raise RequestError(f"no text fits {name}; correct it", param) from error
         raise RequestError(f"{name} is too complex: {_short(str(error))}", param) from error
     if not possible:
         raise RequestError(f"no text fits {name}; correct it", param)

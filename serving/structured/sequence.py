@@ -12,13 +12,9 @@ from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
-from onnxport.errors import OnnxportError
+from onnxport.serving.grammar import GrammarError
 from onnxport.serving.structured.kept import MaskMemory
 from onnxport.serving.structured.vocabulary import Vocabulary
-
-
-class GrammarError(OnnxportError):
-    """A grammar reached a limit in the middle of a text, or got a token that it forbids."""
 
 
 class SequenceGrammar:

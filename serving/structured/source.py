@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -29,11 +29,17 @@ JSON_OPTIONS: Mapping[str, str | bool | None] = {
 }
 _EMBEDDED = re.compile(r"%json\s*(?=\{)")
 _TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
+# A comment, a text, an expression, or a special token by its name.
+_ATOM = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|<[^<>\s]+>')
 _OPTIONS = re.compile(r"^\s*%llguidance\b.*", re.MULTILINE)
 
 
-def grammar_of(spec: StructuredOutputs) -> str:
+def grammar_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> str:
     """Return the grammar that llguidance compiles, in its own syntax, which extends Lark's.
+
+    Args:
+        spec: the form.
+        texts: of added tokens that are text like any other, whatever brackets they stand in.
 
     Raises:
         RequestError: the grammar has what would not be obeyed.
@@ -44,7 +50,7 @@ def grammar_of(spec: StructuredOutputs) -> str:
         return f"{HEAD}start: {_regex(spec.text)}"
     if spec.choice is not None:
         return f"{HEAD}start: {_regex('|'.join(map(_literally, spec.choice)))}"
-    return HEAD + _lark(spec.text, spec.where)
+    return HEAD + _with_texts(_lark(spec.text, spec.where), texts)
 
 
 def _json(spec: StructuredOutputs) -> str:
@@ -96,6 +102,15 @@ def _lark(text: str, param: str) -> str:
             param,
         )
     return _with_checked_schemas(text, param)
+
+
+def _with_texts(grammar: str, texts: Collection[str]) -> str:
+    """Return a grammar that spells `<name>` as a text where it names a token that is one."""
+
+    def spelled(found: re.Match[str]) -> str:
+        return json.dumps(found[0], ensure_ascii=False) if found[0] in texts else found[0]
+
+    return _ATOM.sub(spelled, grammar) if texts else grammar
 
 
 def _with_checked_schemas(text: str, param: str) -> str:

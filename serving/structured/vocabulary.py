@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onnxport.errors import RequestError
+from onnxport.serving.tokenizer import byte_alphabet
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -26,6 +27,7 @@ class Vocabulary:
         has_end: whether a token of the model ends a text; otherwise one beyond
             them all stands for the end.
         longest_token: no token's text has more characters.
+        texts: of added tokens in angle brackets that are text like any other.
         most_closed: no token's text has more of the brackets that end lists and objects of JSON.
     """
 
@@ -34,6 +36,7 @@ class Vocabulary:
     has_end: bool
     longest_token: int
     most_closed: int
+    texts: frozenset[str] = frozenset()
 
     @property
     def num_words(self) -> int:
@@ -70,6 +73,7 @@ class Vocabulary:
         names = tokenizer.vocabulary()
         missing = set(range(ends[-1] + 1)).difference(names.values())
         described["added_tokens"] += map(_special, sorted(missing))
+        plain = _make_plain(described, ends)
         text = json.dumps(described)
         try:
             tokens = LLTokenizer(text, n_vocab=size, eos_token=ends)
@@ -82,7 +86,47 @@ class Vocabulary:
         # A character of a token's name stands for a byte or a character of its text; a name such as
         # <0x7D> for one byte.
         most_closed = max(1, *(name.count("]") + name.count("}") for name in names))
-        return cls(tokens, vocab_size, has_end, max(map(len, names)), most_closed)
+        longest = max(map(len, names))
+        return cls(tokens, vocab_size, has_end, longest, most_closed, frozenset(plain))
+
+
+def _make_plain(described: dict[str, Any], ends: Collection[int]) -> list[str]:
+    """Let added tokens that are text, such as `<tool_call>`, be text for the compiler too.
+
+    It takes every added token in angle brackets for a special one, which no text is made of. A
+    model would have to spell out what it was trained to write as one token. So these become
+    ordinary tokens; the others join them in the vocabulary, or they would lose their ids.
+
+    Args:
+        described: a tokenizer.json; changed.
+        ends: the end tokens, which are special whatever the file says.
+
+    Returns:
+        Their texts.
+    """
+    added, vocab = described["added_tokens"], described["model"].get("vocab")
+    plain = [
+        one
+        for one in added
+        if one["content"].startswith("<") and not one["special"] and one["id"] not in ends
+    ]
+    if not plain or not isinstance(vocab, dict):
+        return []
+    byte_level = '"ByteLevel"' in json.dumps(described.get("decoder"))
+    for one in plain:
+        vocab.pop(one["content"], None)
+    for one in added:
+        vocab[_spelling(one["content"], byte_level) if one in plain else one["content"]] = one["id"]
+    described["added_tokens"] = [one for one in added if one not in plain]
+    return [one["content"] for one in plain]
+
+
+def _spelling(text: str, byte_level: bool) -> str:
+    """Return how a vocabulary spells a text: a printable character a byte, or ▁ for a space."""
+    if not byte_level:
+        return text.replace(" ", "▁")
+    chars = {byte: char for char, byte in byte_alphabet().items()}
+    return "".join(chars[byte] for byte in text.encode())
 
 
 def _special(token_id: int) -> dict[str, object]:

@@ -157,6 +157,21 @@ def test_logprobs(client: OpenAI, stream: bool) -> None:
         assert token.top_logprobs[0].logprob == token.logprob <= 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_of_tokens_join_to_the_text(client: OpenAI, stream: bool) -> None:
+    """Where a token is a part of a character, its bytes alone tell which."""
+    said = "é日😀"
+    ask = {"model": MODEL, "messages": user(said), "logprobs": True, "top_logprobs": 1}
+    if stream:
+        chunks = client.chat.completions.create(stream=True, **ask)
+        found = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
+        content = [token for one in found for token in one.content]
+    else:
+        content = client.chat.completions.create(**ask).choices[0].logprobs.content
+    assert bytes(one for token in content[:-1] for one in token.bytes).decode() == said
+    assert all(token.top_logprobs[0].bytes == token.bytes for token in content)
+
+
 def test_logprobs_of_the_sampled_token_alone(client: OpenAI) -> None:
     ask = {"model": MODEL, "messages": user("a"), "logprobs": True}
     content = client.chat.completions.create(**ask).choices[0].logprobs.content

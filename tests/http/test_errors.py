@@ -144,7 +144,7 @@ def test_fields_of_completions(
         ({"tools": [TOOL], "tool_choice": {**TOOL, "x": 1}}, "tool_choice", "one of the tools"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tool_choice": TOOL}, "tool_choice", "one of the tools"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "True"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
         ({"functions": [{}]}, "functions", "not supported yet"),
         ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
         ({"logprobs": 2}, "logprobs", "boolean"),
@@ -177,7 +177,14 @@ def test_missing_fields(server: RunningServer) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"{broken", "not valid JSON"), (b"[1]", "one JSON object"), (b"", "one JSON object")],
+    [
+        (b"{broken", "not valid JSON"),
+        (b"[1]", "one JSON object"),
+        (b"", "one JSON object"),
+        (b'{"model": "\xff"}', "not UTF-8 at byte 11"),
+        (b'{"model": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+        (b'{"max_tokens": ' + b"1" * 5000 + b"}", "thousands of digits"),
+    ],
 )
 def test_bodies_that_are_no_object(server: RunningServer, content: bytes, words: str) -> None:
     headers = {"Content-Type": "application/json"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
@@ -99,6 +99,15 @@ def test_what_ends_a_text_can_be_kept(ask: Ask) -> None:
     assert ask("abcdef", extra_body={"stop_token_ids": [letter("c")]}) == "ab"
 
 
+def test_when_nothing_is_left_it_is_the_request_that_is_wrong(ask: Ask) -> None:
+    """It is no error of the server, after which clients would ask again."""
+    more = {"allowed_token_ids": [letter("a")], "guided_choice": ["ab"]}
+    with pytest.raises(BadRequestError, match="allowed_token_ids and the grammar forbid all"):
+        ask("ab", extra_body=more)
+    with pytest.raises(BadRequestError, match=r"room for|max_tokens is 16"):
+        ask("ab", extra_body={"min_tokens": 10**9}, max_tokens=None)
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize("chat", [False, True])
 async def test_what_the_engine_is_asked_for(model_folder: Path, chat: bool) -> None:
@@ -121,6 +130,8 @@ async def test_what_the_engine_is_asked_for(model_folder: Path, chat: bool) -> N
     assert (await send(**fields, logit_bias={"4": -1.5, "10": 3})).status_code == 200
     wanted = SamplingParams(**fields, logit_bias={4: -1.5, 10: 3})  # type: ignore[arg-type]
     assert engine.asked[-1].params == wanted
-    nothing = dict.fromkeys([*fields, "logit_bias"]) | {"max_tokens": 9, "ignore_eos": False}
+    nothing = dict.fromkeys([*fields, "logit_bias", "add_special_tokens"]) | {"max_tokens": 9}
+    if chat:
+        nothing["add_generation_prompt"] = None
     assert (await send(**nothing)).status_code == 200
     assert engine.asked[-1].params == SamplingParams(max_tokens=9)

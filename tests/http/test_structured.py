@@ -45,10 +45,6 @@ TOOLS: Any = [
     },
     {"type": "function", "function": {"name": "wash", "parameters": {"const": {"warm": True}}}},
 ]
-STRICT: Any = [
-    TOOLS[0],
-    {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}},
-]
 FORMS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": None, "structured_outputs": None, "guided_json": None}, None),
@@ -284,13 +280,7 @@ def calls_of(asked: Any, stream: bool) -> list[Any]:
 @pytest.mark.parametrize(
     ("more", "param", "words"),
     [
-        ({"tool_choice": "required", "response_format": NAMED}, "tool_choice", "another form"),
-        ({"tools": STRICT}, "tools.1.function.strict", 'set tool_choice to "required"'),
-        (
-            {"tools": STRICT, "tool_choice": "auto"},
-            "tools.1.function.strict",
-            "'f' is strict, but arguments are enforced only where",
-        ),
+        ({"tool_choice": "required", "response_format": NAMED}, "tool_choice", "another one"),
         (
             {
                 "tool_choice": "required",

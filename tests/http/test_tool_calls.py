@@ -38,6 +38,21 @@ def parse(*pieces: str) -> tuple[str, list[ParsedCall]]:
             "",
             [ParsedCall("add", '{"a": 1}')],
         ),
+        (
+            '<tool_call>{"name": "add", "arguments": {"a": "\\ud800é"}}</tool_call>',
+            "",
+            [ParsedCall("add", '{"a": "\\ud800\\u00e9"}')],  # a half is told as the escape it was
+        ),
+        (
+            '<tool_call>{"name": "add", "arguments": {"a": "x</tool_call>y"}}</tool_call>!',
+            "!",
+            [ParsedCall("add", '{"a": "x</tool_call>y"}')],
+        ),
+        (
+            f'<tool_call>{{"name": "add</tool_call>\n{CALL}',
+            '<tool_call>{"name": "add</tool_call>',
+            [ADD],
+        ),
     ],
 )
 def test_calls(text: str, content: str, calls: list[ParsedCall]) -> None:
@@ -51,6 +66,13 @@ def test_calls(text: str, content: str, calls: list[ParsedCall]) -> None:
         "a <tool_call>{broken</tool_call> b",
         'a \n <tool_call>{"name": "other", "arguments": {}}</tool_call>',
         "<tool_call>[1]</tool_call>",
+        '<tool_call>{"name": ["add"]}</tool_call>',
+        '<tool_call>{"name": {"add": 1}, "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": NaN}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": "\\ud800"}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": ' + "[" * 5000 + "</tool_call>",
+        '<tool_call>{"name": "add", "arguments": ' + "[" * 5000 + "]" * 5000 + "}</tool_call>",
+        '<tool_call>{"name": "add</tool_call>',
         "an open \n <tool_call>{",
         "almost <tool_cal",
         "  ",
@@ -68,7 +90,19 @@ def test_content_is_given_as_early_as_it_can() -> None:
     assert parser.feed("b>").content == "<b>"
 
 
-PIECES = ["<tool_call>", "</tool_call>", CALL, "<", "tool", " ", "\n", "x", json.dumps({"name": 1})]
+PIECES = [
+    "<tool_call>",
+    "</tool_call>",
+    CALL,
+    "<",
+    "tool",
+    " ",
+    "\n",
+    "x",
+    json.dumps({"name": 1}),
+    '{"name": "add',
+    '"}',
+]
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=8), st.data())

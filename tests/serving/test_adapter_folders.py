@@ -14,6 +14,7 @@ import pytest
 
 from onnxport.errors import AdapterError
 from onnxport.graphs.lora import PROJECTIONS, LoraAdapter, LoraDelta
+from onnxport.serving.adapters.patterns import check_time
 from onnxport.serving.adapters.peft import fingerprint, read_adapter
 from tests.graphs.artifacts import SPEC
 from tests.serving.adapting import (
@@ -153,6 +154,26 @@ def test_the_fingerprint_is_of_what_is_computed(tmp_path: Path) -> None:
     assert len({fingerprint(LoraAdapter({one: delta})) for one in where}) == 3
     assert of(lora_alpha=8.0) == of(tensors) == names[0]
     assert of(lora_alpha=16) == of(use_rslora=True)  # 16 / 4 and 8 / sqrt(4)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": r"(.*)*X"},
+        {"exclude_modules": r"((.*\.?)*q_proj)*X"},
+        {"rank_pattern": {r"(.*)*X": 4}},
+        {"alpha_pattern": {r"(.*.*)*X": 4}},
+        {"layers_to_transform": [0], "layers_pattern": r"(.*)*X"},
+    ],
+)
+def test_an_expression_that_takes_for_ever_is_refused(
+    tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would stop every thread of the process."""
+    monkeypatch.setattr(check_time, "__defaults__", (1.0,))
+    write_adapter(tmp_path, **config)
+    with pytest.raises(AdapterError, match="regular expressions take more than 1 s"):
+        read_adapter(tmp_path, SPEC)
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,17 @@ def test_bad_words_by_hand(output: list[int], banned: set[int]) -> None:
     assert {*edits.banned.tolist()} == banned | {3, 10}
 
 
+def test_white_space_may_be_a_bad_word() -> None:
+    """It has no other spelling: a space before it would be white space too."""
+    rules = logit_rules(SamplingParams(bad_words=("\n", " \t")), END_IDS, VOCAB, whole)
+    assert rules is not None
+    assert rules.banned.tolist() == [1, 2]
+
+
+def whole(text: str) -> list[int]:
+    return [["\n", " \t"].index(text) + 1]
+
+
 def test_logits_that_may_not_be_written_are_copied() -> None:
     logits = random_logits(1)
     logits.flags.writeable = False
@@ -297,6 +308,12 @@ def test_logits_that_are_not_finite_stay_the_models_fault() -> None:
         ({"min_tokens": -1}, "min_tokens", "-1"),
         ({"min_tokens": None}, "min_tokens", "None"),
         ({"min_tokens": 17}, "min_tokens", "max_tokens is 16"),
+        ({"stop_token_ids": 5}, "stop_token_ids", "is 5; give a list of token ids"),
+        ({"allowed_token_ids": "ab"}, "allowed_token_ids", "give a list of token ids"),
+        ({"logit_bias": [1]}, "logit_bias", "by token id"),
+        ({"ignore_eos": "no"}, "ignore_eos", "true or false"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output", "true or false"),
+        ({"temperature": np.float32(0.5)}, "temperature", "must be a Python number"),
     ],
 )
 def test_parameters_that_are_refused(fields: dict[str, Any], param: str, words: str) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from onnxport.errors import RequestError
 from onnxport.serving.engine import Engine
-from onnxport.serving.outputs import CompletionDelta
+from onnxport.serving.outputs import CompletionDelta, Refusal
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.structured.compiler import CompileLimits, GrammarCompiler
 from onnxport.serving.structured.spec import StructuredOutputs
@@ -170,6 +170,7 @@ def test_when_nothing_is_left_the_request_ends_alone() -> None:
     deltas = run(one)
     assert reasons(deltas["wrong"]) == reasons(deltas["banned"]) == ["error"]
     assert "allowed_token_ids and the grammar forbid" in (deltas["wrong"][-1].error or "")
+    assert isinstance(deltas["wrong"][-1].error, Refusal)
     assert "bad_words and the grammar forbid" in (deltas["banned"][-1].error or "")
     assert text(deltas["right"]).isdigit()
 
@@ -183,7 +184,8 @@ def test_a_limit_in_the_middle_ends_one_request() -> None:
     submit(one, "right", [31], with_form(FORMS[2]))
     deltas = run(one)
     assert reasons(deltas["broken"]) == ["error"]
-    assert "GrammarError" in (deltas["broken"][-1].error or "")
+    assert "the grammar of the request failed" in (deltas["broken"][-1].error or "")
+    assert isinstance(deltas["broken"][-1].error, Refusal)
     assert tokens(deltas["broken"])
     check(FORMS[2], text(deltas["right"]))
 

@@ -5,18 +5,27 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
 
 from onnxport.errors import OnnxportError, OverloadedError, RequestError
 from onnxport.serving.structured import compiler
-from onnxport.serving.structured.compiler import CompiledGrammar, CompileLimits, GrammarCompiler
+from onnxport.serving.structured.compiler import (
+    CompiledGrammar,
+    CompileLimits,
+    GrammarCompiler,
+    compile_grammar,
+)
 from onnxport.serving.structured.spec import MAX_CHARS, MAX_CHOICES, StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
+from onnxport.serving.tokenizer import Tokenizer
 
-from .structured import accepts, compiled, vocabulary, write
+from .structured import LIMITS, accepts, compiled, tokenizer, vocabulary, write
 
 REGEXES = (
     r"\d{3}-\d{4}",
@@ -80,6 +89,22 @@ def test_gbnf_is_translated() -> None:
     assert not accepts(grammar, "a,,b")
 
 
+def test_tokens_that_are_text_may_be_named_as_such() -> None:
+    """The library's syntax for special tokens, where this one is none any more."""
+    words = tokenizer()
+    fast = FastTokenizer.from_str(words.to_json())
+    fast.add_tokens([AddedToken("<call>", special=False)])
+    read = Tokenizer(fast, words.eos_token_ids)
+    known = Vocabulary.build(read, read.vocab_size, read.eos_token_ids)
+    text = 'start: <call> x "<call>" // <call>\nx: /"<call>|<\\/a>/'
+    grammar = compile_grammar(StructuredOutputs(grammar=text), known, LIMITS).sequence(0)
+    for written in ('<call>"<call><call>', "<call></a><call>"):
+        tokens = array("q", read.encode(written, add_special_tokens=False))
+        assert grammar.num_possible(array("q"), tokens) == len(tokens)
+    with pytest.raises(RequestError, match="unknown special token"):
+        compile_grammar(StructuredOutputs(grammar="start: <other>"), known, LIMITS)
+
+
 def test_schemas_inside_a_grammar_are_as_strict_as_others() -> None:
     text = 'start: "<" json ">"\njson: %json {"format": "date", "type": "string"}'
     grammar = compiled(StructuredOutputs(grammar=text))
@@ -98,7 +123,9 @@ def test_schemas_inside_a_grammar_are_as_strict_as_others() -> None:
         ({"regex": "["}, "regex", "unclosed"),
         ({"regex": r"(a)\1"}, "regex", "backreferences"),
         ({"regex": "a(?!b)"}, "regex", "look-around"),
-        ({"regex": r"[^\x00-\x{10FFFF}]"}, "regex", ""),
+        ({"regex": r"[^\x00-\x{10FFFF}]"}, "regex", "no text fits"),
+        ({"grammar": "start: start"}, "grammar", "no text fits"),
+        ({"json": {"$ref": "#"}}, "json", "no text fits"),
         ({"grammar": 'first: "a"'}, "grammar", "no start rule"),
         ({"grammar": 'start: "a" B'}, "grammar", 'unknown name: "B"'),
         ({"grammar": 'start: x\nx[temperature=0.5]: "a"'}, "grammar", "temperature"),
@@ -262,6 +289,13 @@ def test_limits_of_size() -> None:
     with pytest.raises(RequestError, match="too big"):
         compiler.compile_grammar(many, vocabulary(), limits)
     compiled(many)
+
+
+def test_a_thousand_properties_that_may_be_left_out() -> None:
+    """The library's own limit of a position, 2,000 items, would be reached after the brace."""
+    names = {f"p{n}": {"type": "null"} for n in range(1000)}
+    many = StructuredOutputs(json={"properties": names, "type": "object"})
+    assert accepts(compiled(many), '{"p3": null, "p999": null}')
 
 
 def test_the_vocabulary_is_read_once_and_when_needed() -> None:

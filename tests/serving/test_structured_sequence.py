@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import models, pre_tokenizers
 
 from onnxport.errors import RequestError
 from onnxport.serving.structured.compiler import CompileLimits, compile_grammar
@@ -186,6 +186,49 @@ def test_byte_fallback() -> None:
         pieces = words.detokenizer([words.encode("p")[0]])
         texts.add("".join([*map(pieces.add, tokens), pieces.finish()]))
     assert texts == {"the sea", " the 日"}
+
+
+def angle_brackets(kind: str) -> Tokenizer:
+    """A tokenizer with added tokens in angle brackets: three texts, and a special one."""
+    fast = byte_level() if kind == "byte-level" else byte_fallback()
+    fast.add_tokens([AddedToken(each, special=False) for each in ADDED[:3]])
+    fast.add_special_tokens([AddedToken(ADDED[3], special=True)])
+    return Tokenizer(fast, frozenset([fast.token_to_id(EOS)]))
+
+
+ADDED = ("<tool_call>", "<think it>", "<｜é▁>", "<|special|>")
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte fallback"])
+def test_added_tokens_that_are_text_may_be_written(kind: str) -> None:
+    """Models are trained to write `<tool_call>` as one token, and do badly at spelling it out."""
+    words = angle_brackets(kind)
+    ids = [words.token_to_id(each) for each in ADDED]
+    read = Vocabulary.build(words, words.vocab_size + 3, words.eos_token_ids)
+    form = StructuredOutputs(choice=tuple(f"{each}\n" for each in ADDED))
+    first = set(ids_of(compile_grammar(form, read, LIMITS).sequence(0).masks(array("q"))[0]))
+    assert first >= set(ids[:2])
+    assert ids[3] not in first
+    assert (ids[2] in first) == (kind == "byte-level")  # the other's ▁ is a space
+    for index in (0, 1):
+        grammar = compile_grammar(form, read, LIMITS).sequence(0)
+        tokens = array("q", [ids[index]])
+        left = {words.token_text(one) for one in ids_of(grammar.masks(tokens)[0])}
+        assert left == {"\n"}
+    text = compile_grammar(StructuredOutputs(regex="(?s).*"), read, LIMITS).sequence(0)
+    anything = set(ids_of(text.masks(array("q"))[0]))
+    assert {*ids[:3], *words.eos_token_ids} <= anything
+    assert ids[3] not in anything
+
+
+def test_an_end_token_is_no_text_whatever_its_file_says() -> None:
+    words = angle_brackets("byte-level")
+    end = words.token_to_id("<tool_call>")
+    assert end is not None
+    read = Vocabulary.build(words, words.vocab_size, {end})
+    form = StructuredOutputs(choice=("<tool_call>\n",))
+    grammar = compile_grammar(form, read, LIMITS).sequence(0)
+    assert end not in ids_of(grammar.masks(array("q"))[0])
 
 
 def test_other_tokenizers_are_refused() -> None:

@@ -70,6 +70,17 @@ def test_any_tokens_give_the_text_of_the_whole(ids: list[int]) -> None:
     assert "".join(pieces(BYTES, ids)) == BYTES.decode(ids)
 
 
+def test_bytes_of_single_tokens() -> None:
+    for text in ("é日😀", "the sea"):
+        ids = BYTES.encode(text, add_special_tokens=False)
+        assert b"".join(map(BYTES.token_bytes, ids)).decode() == text
+    assert BYTES.token_bytes(0) == EOS.encode()
+    assert BYTES.token_bytes(100_000) == b""
+    name = FALLBACK.token_to_id("<0xE9>")
+    assert name is not None
+    assert FALLBACK.token_bytes(name) == b"\xe9"
+
+
 def test_tokens_without_bytes() -> None:
     assert BYTES.decode([0]) == ""
     assert BYTES.token_text(0) == EOS
