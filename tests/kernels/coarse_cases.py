@@ -68,6 +68,43 @@ def near_ties(seed: int, n: int, k: int, rows: int) -> MatMulCase:
     return case_of(levels, base / 60 + rng.standard_normal((rows, k)))
 
 
+def dither(count: int) -> NDArray[np.int64]:
+    """That of each input: 0 to 16, from SplitMix64 of its place."""
+    with np.errstate(over="ignore"):
+        value = np.arange(count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((value ^ (value >> np.uint64(31))) % np.uint64(17)).astype(np.int64)
+
+
+def misleading(errors: Sequence[float], n: int = 4096, k: int = 256) -> MatMulCase:
+    """Outputs far above all others, each in a panel of its own, of which four bits say too little.
+
+    So many standard deviations too little; of negative `errors`, too much. The first output is the
+    largest one, barely, and so on.
+    """
+    rng = np.random.default_rng(1)
+    signs = rng.choice([-1, 1], k)
+    levels = rng.integers(-20, 21, (n, k))
+    for place, wrong in enumerate(errors):
+        aim = round(wrong * np.sqrt(24 * k))
+        error = np.zeros(k, np.int64)  # of the weights along the signs, -8 to 8
+        while error.sum() != aim:
+            error[rng.integers(k)] += np.sign(aim - error.sum())
+            error = np.clip(error, -8, 8)
+        # w = 17 u - 119 - d + e, whose sum along the signs is nearly that of the other rows.
+        bias = -119 - dither(k) + error * signs
+        steps = np.rint((60 * signs - bias) / 17).astype(np.int64)
+        weights = 17 * steps + bias
+        for i in rng.permutation(k):
+            if (weights * signs).sum() < 60 * k - 20 * place:
+                weights[i] += 17 * signs[i]
+            if (weights * signs).sum() >= 60 * k - 20 * place + 17:
+                weights[i] -= 17 * signs[i]
+        levels[place * 320 + 7] = weights
+    return case_of(levels, signs[None])
+
+
 def add_exact(serialized: bytes) -> bytes:
     """The model with the input `exact`."""
     of = onnx.load_from_string(serialized)
@@ -79,6 +116,12 @@ def add_exact(serialized: bytes) -> bytes:
 
 def numbers(exact: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
     return np.asarray(exact, np.int32)
+
+
+def with_calls(case: MatMulCase, seed: int) -> tuple[MatMulCase, list[NDArray[np.int32]]]:
+    """As many calls as grow everything and some more: of each how many outputs of each row."""
+    rng = np.random.default_rng(seed)
+    return case, [random_exact(rng, len(case.x)) for _ in range(GROWING_CALLS + 3)]
 
 
 def grow(session: ort.InferenceSession, case: MatMulCase) -> None:

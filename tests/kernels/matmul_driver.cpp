@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "coarse.h"
 #include "kernels.h"
 #include "mlp.h"
 
@@ -67,6 +68,13 @@ Stored read_product() {
   return stored;
 }
 
+// How many of each row's outputs must be exact in each of some calls.
+std::vector<std::vector<int32_t>> read_calls(int64_t rows) {
+  std::vector<std::vector<int32_t>> calls(static_cast<size_t>(read_array<int64_t>(1)[0]));
+  for (std::vector<int32_t>& exact : calls) exact = read_array<int32_t>(rows);
+  return calls;
+}
+
 // Points a call to where its input, norm and weights are.
 void connect(MatMul& m, Stored& stored, const uint8_t* weights) {
   m.weights = weights;
@@ -105,6 +113,35 @@ void run_product() {
   write(output, stored, run_matmul(*onnxport::active_matmul(), m, run_on_threads, nullptr));
 }
 
+// The calls of a product one after the other; and of those that are to be concurrent, all at once.
+void run_coarse() {
+  Stored stored = read_product();
+  const auto calls = read_calls(stored.product.rows);
+  const bool at_once = read_array<int64_t>(1)[0] != 0;
+  MatMul m = stored.product;
+  const Packed packed(m);
+  pack_weights(m, stored.quants.data(), stored.scales.data(), packed.data);
+  connect(m, stored, packed.data);
+  onnxport::CoarseProduct coarse(m);
+  std::vector<std::vector<float>> outputs(calls.size());
+  std::vector<int> results(calls.size());
+  const auto run = [&](size_t i) {
+    outputs[i].resize(static_cast<size_t>(m.rows * m.n));
+    MatMul call = m;
+    call.output = outputs[i].data();
+    results[i] = coarse.run(*onnxport::active_matmul(), call, calls[i].data(), run_on_threads,
+                            nullptr);
+  };
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < calls.size(); i++)
+    if (at_once)
+      threads.emplace_back(run, i);
+    else
+      run(i);
+  for (std::thread& thread : threads) thread.join();
+  for (size_t i = 0; i < calls.size(); i++) write(outputs[i], stored, results[i]);
+}
+
 void run_layer() {
   Stored first = read_product(), second = read_product();
   onnxport::GatedMlp mlp{second.product.k, first.product, second.product};
@@ -131,8 +168,9 @@ int main(int argc, char** argv) {
   }
   if (!onnxport::set_matmul_isa(argv[1])) return 2;
   if (argc > 2 && !onnxport::set_isa(argv[2])) return 2;
-  const std::vector<int64_t> counts = read_array<int64_t>(2);
+  const std::vector<int64_t> counts = read_array<int64_t>(3);
   for (int64_t left = counts[0]; left > 0; left--) run_product();
   for (int64_t left = counts[1]; left > 0; left--) run_layer();
+  for (int64_t left = counts[2]; left > 0; left--) run_coarse();
   return 0;
 }

@@ -1,9 +1,11 @@
 """Builds matmul_driver.cpp and runs products and feed-forward layers through it.
 
-The input is the number of products and that of layers, then for each product K, N, bits,
-block_size, rows and whether there is a norm as int64, the activations, quants and scales, and the
-norm's epsilon, skip and gamma; a layer is two of them, the second one without rows or a norm. The
-answer is the bytes of each output, and after it, where there is a norm, of what it added up.
+The input is the numbers of products, of layers and of products of few outputs, then for each
+product K, N, bits, block_size, rows and whether there is a norm as int64, the activations, quants
+and scales, and the norm's epsilon, skip and gamma; a layer is two of them, the second one without
+rows or a norm. A product of few outputs is followed by the number of its calls, of each how many
+outputs of the rows must be exact as int32, and whether the calls are concurrent. The answer is the
+bytes of each output, and after it, where there is a norm, of what it added up.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tests.kernels.matmul_cases import Floats, MatMulCase
 from tests.kernels.mlp_cases import MlpCase
@@ -24,7 +27,10 @@ from tests.kernels.standalone import CORE, ROOT
 def build(compiler: str, folder: Path, set_flags: dict[str, str], *options: str) -> Path:
     """Compiles the driver; `set_flags` are those of the sources named, as CMake gives them."""
     csrc = ROOT / "providers/cpu/csrc"
-    names = ("kernels_portable", "lora", "matmul", "mlp", "mlp_lora", "pack", "pages")
+    names = (
+        *("coarse", "coarse_plane", "kernels_portable", "lora", "matmul", "mlp", "mlp_lora"),
+        *("pack", "pages"),
+    )
     sources = [csrc / f"{name}.cpp" for name in (*CORE, *names)]
     sources.append(Path(__file__).with_name("matmul_driver.cpp"))
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", *options]
@@ -47,7 +53,7 @@ def run(command: list[str], isa: str, cases: list[MatMulCase]) -> list[Floats]:
     """Runs all cases in one process; each output is [rows, N]."""
     shapes = [(len(case.rows()), case.n) for case in cases]
     products = [(case, None) for case in cases]
-    return _run_driver([*command, isa], (len(cases), 0), products, shapes)
+    return _run_driver([*command, isa], (len(cases), 0, 0), products, shapes)
 
 
 def run_normalized(
@@ -55,14 +61,14 @@ def run_normalized(
 ) -> list[Floats]:
     """Runs all cases in one process; of each the output [rows, N], then the residual [rows, K]."""
     shapes = [shape for case, _ in cases for shape in ((len(case.x), case.n), case.x.shape)]
-    return _run_driver([*command, isa], (len(cases), 0), cases, shapes)
+    return _run_driver([*command, isa], (len(cases), 0, 0), cases, shapes)
 
 
 def run_layers(command: list[str], isas: list[str], cases: list[MlpCase]) -> list[Floats]:
     """Runs all layers in one process; each output is [rows, N]."""
     shapes = [(len(case.x), case.down.n) for case in cases]
     products = [(of, None) for case in cases for of in _parts(case)]
-    return _run_driver([*command, *isas], (0, len(cases)), products, shapes)
+    return _run_driver([*command, *isas], (0, len(cases), 0), products, shapes)
 
 
 def run_normalized_layers(
@@ -74,7 +80,23 @@ def run_normalized_layers(
     for case, norm in cases:
         first, second = _parts(case)
         products += [(first, norm), (second, None)]
-    return _run_driver([*command, *isas], (0, len(cases)), products, shapes)
+    return _run_driver([*command, *isas], (0, len(cases), 0), products, shapes)
+
+
+def run_coarse(
+    command: list[str],
+    isa: str,
+    cases: list[tuple[MatMulCase, list[NDArray[np.int32]]]],
+    at_once: bool = False,
+) -> list[list[Floats]]:
+    """Runs cases and their calls' `exact` in one process; of each case each call's [rows, N]."""
+    parts, shapes = [struct.pack("3q", 0, 0, len(cases))], []
+    for case, calls in cases:
+        parts += [_serialize(case), struct.pack("q", len(calls)), np.stack(calls).tobytes()]
+        parts.append(struct.pack("q", at_once))
+        shapes += [(len(case.x), case.n)] * len(calls)
+    found = iter(_run_bytes([*command, isa], b"".join(parts), shapes))
+    return [[next(found) for _ in calls] for _, calls in cases]
 
 
 def _parts(case: MlpCase) -> tuple[MatMulCase, MatMulCase]:
@@ -83,19 +105,25 @@ def _parts(case: MlpCase) -> tuple[MatMulCase, MatMulCase]:
 
 def _run_driver(
     command: list[str],
-    counts: tuple[int, int],
+    counts: tuple[int, int, int],
     products: Sequence[tuple[MatMulCase, Norm | None]],
     shapes: list[tuple[int, ...]],
 ) -> list[Floats]:
-    parts = [struct.pack("2q", *counts)]
-    for case, norm in products:
-        rows = case.rows()
-        sizes = (case.k, case.n, case.bits, case.block_size, len(rows), norm is not None)
-        arrays = [rows, case.quants, case.scales]
-        if norm is not None:
-            arrays += [np.float32(norm.epsilon), norm.skip, norm.gamma]
-        parts += [struct.pack("6q", *sizes), *(np.asarray(a, order="C").tobytes() for a in arrays)]
-    done = subprocess.run(command, input=b"".join(parts), capture_output=True, check=False)
+    parts = [struct.pack("3q", *counts), *(_serialize(case, norm) for case, norm in products)]
+    return _run_bytes(command, b"".join(parts), shapes)
+
+
+def _serialize(case: MatMulCase, norm: Norm | None = None) -> bytes:
+    rows = case.rows()
+    sizes = (case.k, case.n, case.bits, case.block_size, len(rows), norm is not None)
+    arrays = [rows, case.quants, case.scales]
+    if norm is not None:
+        arrays += [np.float32(norm.epsilon), norm.skip, norm.gamma]
+    return struct.pack("6q", *sizes) + b"".join(np.asarray(a, order="C").tobytes() for a in arrays)
+
+
+def _run_bytes(command: list[str], data: bytes, shapes: list[tuple[int, ...]]) -> list[Floats]:
+    done = subprocess.run(command, input=data, capture_output=True, check=False)
     assert done.returncode == 0, (done.returncode, done.stderr)
     values = np.frombuffer(done.stdout, np.float32)
     ends = np.cumsum([rows * columns for rows, columns in shapes])

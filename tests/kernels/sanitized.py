@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from onnxport.providers.cpu.library import load_library
-from tests.kernels import matmul_cases, mlp_cases, mlp_lora_cases, norm_cases, run_ort
+from tests.kernels import coarse_cases, matmul_cases, mlp_cases, mlp_lora_cases, norm_cases, run_ort
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
 from tests.kernels.conftest import ISAS
@@ -51,6 +51,15 @@ def main() -> None:
             library.onnxport_cpu_set_isa(isa.encode())
             found = mlp_lora_cases.run(path, adapted, mlp_lora_cases.fused(adapted))
             mlp_lora_cases.check(adapted, found)
+    for seed in range(FIRST_SEED, FIRST_SEED + num_cases // 10):
+        few, calls = coarse_cases.with_calls(coarse_cases.random_case(seed), seed)
+        for isa in matmul_isas:
+            library.onnxport_cpu_set_matmul_isa(isa.encode())
+            whole = matmul_cases.run(path, few)
+            coarse = matmul_cases.session(path, coarse_cases.add_exact(matmul_cases.model(few)))
+            for exact in calls:
+                feeds = {"x": few.x, "exact": exact}
+                coarse_cases.check(coarse.run(["y"], feeds)[0], whole, exact)
     for feeds in BAD_INPUTS.values():
         with contextlib.suppress(Exception):
             run_ort.run(path, small_case(rotary_offset=0), feeds=feeds)

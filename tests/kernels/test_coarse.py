@@ -101,6 +101,24 @@ def test_near_ties(
                 assert np.mean(found != pair.whole(x)) > 0.4
 
 
+@pytest.mark.parametrize("errors", [[6.7, 0], [3, -6], [-6, 3], [-6, 6], [3, -3, -6, 0, 6.7]])
+def test_what_misleads(
+    library_path: Path,
+    library: ctypes.CDLL,
+    available_isas: list[str],
+    errors: list[float],
+) -> None:
+    """As far as seven standard deviations, outputs are found where four bits say otherwise."""
+    case = cases.misleading(errors)
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        pair = Pair(library_path, case)
+        cases.grow(pair.coarse, case)
+        for count in range(1, len(errors) + 1):
+            found = pair.check(case.x, numbers([count]))[0]
+            assert list(np.argsort(-found)[:count]) == [7 + 320 * i for i in range(count)]
+
+
 @pytest.mark.parametrize("kind", ["gaussian", "constant", "rising"])
 def test_errors_are_those_of_theory(
     library_path: Path, library: ctypes.CDLL, available_isas: list[str], kind: str

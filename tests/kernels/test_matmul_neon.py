@@ -8,10 +8,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from onnxport.providers.cpu.library import find_library, load_library
-from tests.kernels import matmul_cases, matmul_standalone, mlp_cases, norm_cases
+from tests.kernels import coarse_cases, matmul_cases, matmul_standalone, mlp_cases, norm_cases
 from tests.kernels.mlp_cases import MlpCase
 from tests.kernels.test_neon import COMPILER, EMULATOR, ON_ARM
 
@@ -96,6 +97,27 @@ def test_input_norms(driver: Path, library: ctypes.CDLL | None, isa: str) -> Non
             serialized = norm_cases.add_norm(matmul_cases.model(case), norm)
             wanted, _ = norm_cases.run(path, serialized, case.x, norm)
             assert output.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("isa", ["dotprod", "i8mm"])
+def test_products_of_few_outputs(driver: Path, library: ctypes.CDLL | None, isa: str) -> None:
+    """The largest ones have the bits of the whole product, and so those of other machines."""
+    cases = [coarse_cases.random_case(seed) for seed in range(NUM_CASES // 3)]
+    cases += [coarse_cases.near_ties(1, 4096, 256, 4), coarse_cases.gaussian_case(1, 8000, 128, 3)]
+    called = [coarse_cases.with_calls(case, seed) for seed, case in enumerate(cases)]
+    whole = matmul_standalone.run(command(driver), isa, cases)
+    found = matmul_standalone.run_coarse(command(driver), isa, called)
+    path = find_library()
+    native = library is not None and library.onnxport_cpu_matmul_isa() is not None
+    for (case, calls), outputs, wanted in zip(called, found, whole, strict=True):
+        both = list(outputs)
+        if native and path is not None:
+            serialized = coarse_cases.add_exact(matmul_cases.model(case))
+            session = matmul_cases.session(path, serialized)
+            both += [session.run(["y"], {"x": case.x, "exact": exact})[0] for exact in calls]
+        for exact, output in zip(calls * 2, both, strict=False):
+            coarse_cases.check(output, wanted, exact)
+    assert max(np.mean(output != whole[-1]) for output in found[-1]) > 0.3
 
 
 @pytest.mark.parametrize("isa", ["dotprod", "i8mm"])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from onnxport.providers.cpu.library import matmul_isa
-from tests.kernels import matmul_standalone, mlp_cases, norm_cases, standalone
+from tests.kernels import coarse_cases, matmul_standalone, mlp_cases, norm_cases, standalone
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
 
@@ -58,7 +58,7 @@ def test_random_cases_sanitized(tmp_path: Path) -> None:
 @pytest.mark.skipif(platform.system() != "Linux", reason="needs g++'s ThreadSanitizer")
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 def test_feed_forward_threads_sanitized(tmp_path: Path) -> None:
-    """The same for products and the layers that are made of them."""
+    """The same for products, the layers that are made of them, and products of few outputs."""
     if not os.path.isabs(runtime("libtsan.so")):
         pytest.skip("g++ has no ThreadSanitizer library")
     if matmul_isa() is None or platform.machine() != "x86_64":
@@ -75,6 +75,16 @@ def test_feed_forward_threads_sanitized(tmp_path: Path) -> None:
     )
     for (case, norm), residual in zip(normed, with_norms[1::2], strict=True):
         assert residual.tobytes() == (case.x + norm.skip).tobytes()
+
+    coarse = [
+        coarse_cases.with_calls(coarse_cases.gaussian_case(s, 1500, 128, 2), s) for s in (1, 2)
+    ]
+    whole = matmul_standalone.run([str(driver)], "avx2", [case for case, _ in coarse])
+    for at_once in (False, True):
+        found = matmul_standalone.run_coarse([str(driver)], "avx2", coarse, at_once)
+        for (_, calls), outputs, wanted in zip(coarse, found, whole, strict=True):
+            for exact, output in zip(calls, outputs, strict=True):
+                coarse_cases.check(output, wanted, exact)
 
 
 @pytest.mark.slow
