@@ -117,7 +117,7 @@ def test_products_of_few_outputs(driver: Path, library: ctypes.CDLL | None, isa:
             both += [session.run(["y"], {"x": case.x, "exact": exact})[0] for exact in calls]
         for exact, output in zip(calls * 2, both, strict=False):
             coarse_cases.check(output, wanted, exact)
-    assert max(np.mean(output != whole[-1]) for output in found[-1]) > 0.3
+    assert max(np.mean(output != whole[-1]) for output in found[-1]) > 0.1
 
 
 @pytest.mark.parametrize("isa", ["dotprod", "i8mm"])
