@@ -15,7 +15,10 @@ from onnxport import LLM, SamplingParams
 from onnxport.errors import ArtifactError, ProviderError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
+from onnxport.providers.base import LoadOptions, Model
+from onnxport.providers.registry import open_model
 from onnxport.serving.chat import Message
+from onnxport.serving.speculation import build
 from onnxport.serving.speculation.build import build_speculator, check_same_tokens
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.draft_model import ModelDrafter
@@ -164,3 +167,24 @@ def test_the_draft_model_runs_where_the_model_does(pair: tuple[Path, Path]) -> N
     assert limits.provider == "cpu"
     assert limits.num_blocks * limits.block_size == 512
     speculator.close()
+
+
+def test_a_tiny_draft_model_has_one_thread_unless_told(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+
+    def noting(path: Path, provider: str, options: LoadOptions, trials: Path | None) -> Model:
+        asked.append(options.threads)
+        return open_model(path, provider, options, trials)
+
+    monkeypatch.setattr(build, "open_model", noting)
+    for threads in (None, 2):
+        given = SpeculationConfig(
+            "draft_model", model=pair[1], kv_cache_tokens=512, threads=threads
+        )
+        build_speculator(given, pair[0], "cpu", 64).close()
+    monkeypatch.setattr(build, "FEW_BYTES", 1000)
+    given = SpeculationConfig("draft_model", model=pair[1], kv_cache_tokens=512)
+    build_speculator(given, pair[0], "cpu", 64).close()
+    assert asked == [1, 2, None]
