@@ -2,7 +2,9 @@
 
     python -m benchmarks.speculation --artifact MODEL --draft DRAFT
 
-The same requests with and without, alternating, in one process; the first round warms both up.
+The same requests with and without, in one process; the two take turns batch by batch, and who
+begins takes turns too, so that a machine whose speed varies does so for both. The first round
+warms up.
 Figures are tokens a second after the first token of each request, and the ratio within a round.
 Each pair of outputs is compared: any difference ends the run.
 
@@ -19,7 +21,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -122,10 +124,30 @@ def decoded(outputs: Sequence[RequestOutput]) -> tuple[int, float]:
     return tokens, max(filter(None, ends)) - min(filter(None, starts))
 
 
-def once(llm: LLM, case: Case, options: argparse.Namespace) -> tuple[float, list[tuple[int, ...]]]:
-    """Run a case; returns tokens a second over its batches, and all tokens."""
+@dataclass(slots=True)
+class Run:
+    """What one of the two models made of a round."""
+
+    llm: LLM
+    tokens: int = 0
+    seconds: float = 0.0
+    texts: list[tuple[int, ...]] = field(default_factory=list)
+
+    def add(self, given: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
+        """Run a batch."""
+        prompts = [{"prompt_token_ids": one} for one in given]
+        outputs = self.llm.generate(prompts, list(params))  # type: ignore[arg-type]
+        tokens, seconds = decoded(outputs)
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        self.texts += [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def round_of(
+    case: Case, plain: LLM, guessing: LLM, options: argparse.Namespace
+) -> tuple[float, float]:
+    """Run a case with both, in turns; returns tokens a second over its batches, of each."""
     temperature = HOT if case.name == "random" else 0.0
-    ids = prompts(case, llm, options.artifact, options.streams * case.rows)
+    ids = prompts(case, plain, options.artifact, options.streams * case.rows)
     params = [
         SamplingParams(
             temperature=temperature,
@@ -135,16 +157,14 @@ def once(llm: LLM, case: Case, options: argparse.Namespace) -> tuple[float, list
         )
         for number in range(len(ids))
     ]
-    tokens, seconds = 0, 0.0
-    texts = []
-    for start in range(0, len(ids), case.rows):
-        batch = slice(start, start + case.rows)
-        given = [{"prompt_token_ids": one} for one in ids[batch]]
-        outputs = llm.generate(given, params[batch])  # type: ignore[arg-type]
-        more, taken_s = decoded(outputs)
-        tokens, seconds = tokens + more, seconds + taken_s
-        texts += [tuple(output.outputs[0].token_ids) for output in outputs]
-    return tokens / seconds, texts
+    runs = without, having = Run(plain), Run(guessing)
+    for number in range(options.streams):
+        batch = slice(number * case.rows, (number + 1) * case.rows)
+        for run in runs[:: -1 if number % 2 else 1]:
+            run.add(ids[batch], params[batch])
+    if without.texts != having.texts:
+        raise SystemExit(f"{case.label}: speculation has changed the output")
+    return without.tokens / without.seconds, having.tokens / having.seconds
 
 
 def measure(case: Case, options: argparse.Namespace) -> Figures:
@@ -158,7 +178,7 @@ def measure(case: Case, options: argparse.Namespace) -> Figures:
             options.num_speculative_tokens,
             model=options.draft,
             provider=options.draft_provider,
-            threads=options.threads,
+            threads=options.draft_threads,
             kv_cache_tokens=16_384,
             disable_by_batch_size=options.most_rows,
         )
@@ -187,10 +207,7 @@ def compare(case: Case, plain: LLM, guessing: LLM, options: argparse.Namespace) 
     without, having = [], []
     before = guessing.stats()
     for number in range(options.rounds + 1):
-        slow, expected = once(plain, case, options)
-        fast, found = once(guessing, case, options)
-        if found != expected:
-            raise SystemExit(f"{case.label}: speculation has changed the output")
+        slow, fast = round_of(case, plain, guessing, options)
         if number:
             without.append(slow)
             having.append(fast)
@@ -232,6 +249,7 @@ def main() -> None:
     parser.add_argument("--provider", default="cpu")
     parser.add_argument("--draft-provider", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--draft-threads", type=int, help="as in the speculative config")
     parser.add_argument("--tokens", type=int, default=256, help="generated a request")
     parser.add_argument("--streams", type=int, default=8, help="batches a round")
     parser.add_argument("--rounds", type=int, default=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,10 +15,11 @@ from onnxport.serving.topm import top_m
 
 def sample_greedy(logits: Floats) -> Sampled:
     """See `sampler.sample_greedy`."""
-    tokens = logits.argmax(axis=1)
-    maxima = logits[np.arange(len(tokens)), tokens]  # argmax stops at the first NaN
-    invalid = np.flatnonzero(~np.isfinite(maxima)) if not np.isfinite(maxima).all() else ()
-    return Sampled(tokens.tolist(), None, tuple(int(row) for row in invalid))
+    tokens = logits.argmax(axis=1).tolist()
+    # Of few rows each is looked at by itself in less time. argmax stops at the first NaN.
+    maxima = map(logits.item, range(len(tokens)), tokens)
+    invalid = tuple(row for row, value in enumerate(maxima) if not math.isfinite(value))
+    return Sampled(tokens, None, invalid)
 
 
 def sample(logits: Floats, rows: Sequence[RowParams]) -> Sampled:

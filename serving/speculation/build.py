@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from onnxport.errors import ArtifactError
-from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.registry import open_model
 from onnxport.serving.fallback import describe
@@ -19,6 +19,9 @@ from onnxport.serving.tokenizer import TOKENIZER_FILE, Tokenizer
 logger = logging.getLogger(__name__)
 
 DRAFT_KV_MEMORY = 0.1  # of the free memory
+# Of weights, that one thread has read before another one is awake: threads sleep between two runs,
+# and a draft is many short ones.
+FEW_BYTES = 1 << 20
 
 
 def build_speculator(
@@ -49,8 +52,9 @@ def build_speculator(
         return Speculator(NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min), config)
     check_same_tokens(target, config.model)
     shared = shared or LoadOptions()
+    threads = config.threads or _default_threads(config.model)
     options = LoadOptions(
-        threads=config.threads,
+        threads=threads,
         kv_cache_tokens=config.kv_cache_tokens,
         kv_memory=DRAFT_KV_MEMORY if config.kv_cache_tokens is None else None,
         graph_cache=shared.graph_cache,
@@ -59,8 +63,14 @@ def build_speculator(
     model = open_model(config.model, config.provider or provider, options, trials)
     logger.info("loaded the draft model %s", describe(model.capabilities))
     vocab_size = Artifact.read(target, check_graphs=False).manifest.model.vocab_size
-    drafter = ModelDrafter(model, max_num_batched_tokens, vocab_size, config.threads)
+    drafter = ModelDrafter(model, max_num_batched_tokens, vocab_size, threads)
     return Speculator(drafter, config)
+
+
+def _default_threads(draft: Path) -> int | None:
+    """Return how many threads a draft model gets if nobody says; None: the provider's choice."""
+    weights = Artifact.read(draft, check_graphs=False).manifest.files[WEIGHTS_FILE]
+    return 1 if weights.size <= FEW_BYTES else None
 
 
 def check_same_tokens(target: Path, draft: Path) -> None:

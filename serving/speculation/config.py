@@ -26,7 +26,8 @@ class SpeculationConfig:
         prompt_lookup_min: the shortest; "ngram" only.
         model: the draft model's artifact folder; "draft_model" only, which needs it.
         provider: what the draft model runs on; None: as the model it drafts for.
-        threads: its compute threads; None: the provider's choice.
+        threads: its compute threads; None: one for a model of up to 1 MiB, else the provider's
+            choice.
         kv_cache_tokens: the size of its KV cache; None: a tenth of the free memory.
         disable_by_batch_size: nothing is guessed in steps of more sequences; None: as it pays.
 

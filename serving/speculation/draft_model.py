@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.table import BlockTable, blocks_for, release_tail
-from onnxport.providers.base import Model
+from onnxport.providers.base import Model, StepInputs
 from onnxport.serving import numpy_sampler
 from onnxport.serving.drawing import RowParams
 from onnxport.serving.request import Request
-from onnxport.serving.sampled import Sampled
 from onnxport.serving.sampler import sample
 from onnxport.serving.sampling import Position, row_params
-from onnxport.serving.speculation.packing import DraftRow, pack
+from onnxport.serving.speculation.packing import DraftRow, advance, pack, room
 
 logger = logging.getLogger(__name__)
 
@@ -135,17 +134,16 @@ class ModelDrafter:
         nearer the next time.
         """
         proposals: list[Sequence[int]] = [()] * len(requests)
-        growing = self._drafts(requests, lengths)
-        growing.sort(key=lambda draft: draft.num_pending)
-        budget = self._budget
-        while growing:
-            drawn: list[_Draft] = []
-            for group in self._groups(growing, budget):
-                drawn += self._run(group)
-            for draft in drawn:
-                proposals[draft.number] = draft.tokens
-            growing = [draft for draft in drawn if _goes_on(draft)]
-            budget = len(growing)
+        begun = self._drafts(requests, lengths)
+        begun.sort(key=lambda draft: draft.num_pending)
+        growing: list[_Draft] = []
+        for group in self._groups(begun, self._budget):
+            growing += self._run(group)
+        for draft in growing:
+            proposals[draft.number] = draft.tokens  # which still grow
+        growing = [draft for draft in growing if _goes_on(draft)]
+        for first in range(0, len(growing), self._most_rows):
+            self._go_on(growing[first : first + self._most_rows])
         return proposals
 
     def forget(self, request: Request) -> None:
@@ -221,7 +219,7 @@ class ModelDrafter:
             yield group
 
     def _run(self, group: Sequence[tuple[_Draft, DraftRow]]) -> list[_Draft]:
-        """Compute; return the drafts that have got one more token."""
+        """Compute what is missing; return the drafts that have got their first token."""
         rows = [row for _, row in group]
         logits = self._model.run(pack(rows, self._limits.block_size))
         for draft, row in group:
@@ -229,22 +227,51 @@ class ModelDrafter:
         ready = [line for line, (draft, _) in enumerate(group) if not draft.num_pending]
         if not ready:
             return []
-        drafts = [group[line][0] for line in ready]
         if len(ready) < len(rows):
             logits = logits[ready]
-        drawn = self._draw(drafts, _widened(logits, self._vocab_size))
+        return self._draw([group[line][0] for line in ready], logits)
+
+    def _go_on(self, drafts: list[_Draft]) -> None:
+        """Let drafts grow to their ends, all of them by a token a run.
+
+        Small models make thousands of runs a second: as long as the same drafts grow within their
+        blocks, their arrays are packed once.
+        """
+        inputs: StepInputs | None = None
+        left = 0  # times that the arrays can be moved on
+        while drafts:
+            if inputs is None or not left:
+                rows = [draft.pending(1) for draft in drafts]
+                inputs = pack(rows, self._limits.block_size)
+                left = room(rows, self._limits.block_size)
+            else:
+                advance(inputs, [draft.tokens[-1] for draft in drafts])
+                left -= 1
+            logits = self._model.run(inputs)
+            for draft in drafts:
+                draft.note_computed(1)
+            growing = [draft for draft in self._draw(drafts, logits) if _goes_on(draft)]
+            if len(growing) < len(drafts):
+                drafts, inputs = growing, None
+
+    def _draw(self, drafts: Sequence[_Draft], logits: NDArray[np.float32]) -> list[_Draft]:
+        """Draw the next token of each draft as the request would; return those that have got one.
+
+        Args:
+            drafts: the ones.
+            logits: float32 [len(drafts), vocabulary of the draft model].
+        """
+        logits = _widened(logits, self._vocab_size)
+        if all(draft.request.plain for draft in drafts):
+            drawn = numpy_sampler.sample_greedy(logits)  # the fastest for rows as few as these
+        else:
+            drawn = sample(logits, [_row_params(draft) for draft in drafts], self._num_threads)
         grown = []
         for line, draft in enumerate(drafts):
             if line not in drawn.invalid:
                 draft.tokens.append(drawn.token_ids[line])
                 grown.append(draft)
         return grown
-
-    def _draw(self, drafts: Sequence[_Draft], logits: NDArray[np.float32]) -> Sampled:
-        """Draw the next token of each draft as the request would."""
-        if all(draft.request.plain for draft in drafts):
-            return numpy_sampler.sample_greedy(logits)  # the fastest for rows as few as these
-        return sample(logits, [_row_params(draft) for draft in drafts], self._num_threads)
 
 
 def _goes_on(draft: _Draft) -> bool:

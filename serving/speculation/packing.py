@@ -31,11 +31,13 @@ def pack(rows: Sequence[DraftRow], block_size: int) -> StepInputs:
         ends.append(len(ids))
         past.append(row.num_past)
         total.append(row.num_past + len(row.tokens))
-    width = blocks_for(max(total), block_size)
-    table = np.zeros((len(rows), width), np.int32)
-    for line, row in enumerate(rows):
-        used = blocks_for(total[line], block_size)
-        table[line, :used] = row.blocks[:used]
+    tables = [
+        row.blocks[: blocks_for(length, block_size)]
+        for row, length in zip(rows, total, strict=True)
+    ]
+    table = np.zeros((len(rows), max(map(len, tables))), np.int32)
+    for line, blocks in enumerate(tables):
+        table[line, : len(blocks)] = blocks
     longest = max(len(row.tokens) for row in rows)
     exact = [row.exact_logits for row in rows]
     return StepInputs(
@@ -47,3 +49,21 @@ def pack(rows: Sequence[DraftRow], block_size: int) -> StepInputs:
         logits_indices=np.array(ends[1:], np.int32) - 1,
         exact_logits=np.array(exact, np.int32) if any(exact) else None,
     )
+
+
+def room(rows: Sequence[DraftRow], block_size: int) -> int:
+    """Return how many times the rows' arrays can be moved on, before one needs another block."""
+    return min(-(row.num_past + len(row.tokens)) % block_size for row in rows)
+
+
+def advance(inputs: StepInputs, tokens: Sequence[int]) -> None:
+    """Let the arrays of a run be those of the next one: each row goes on with one token.
+
+    Args:
+        inputs: of a run of one token a row, whose blocks have room for another one.
+        tokens: the next ones, one a row.
+    """
+    inputs.input_ids[:] = tokens
+    past, bounds = inputs.past_sequence_lengths, inputs.attention_metadata[1:]
+    past += 1
+    bounds += 1

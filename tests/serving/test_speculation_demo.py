@@ -183,5 +183,26 @@ def test_the_draft_model_may_keep_what_the_model_may(
     config = SpeculationConfig("draft_model", model=pair[1], kv_cache_tokens=512)
     shared = LoadOptions(threads=3, max_adapters=1, graph_cache=tmp_path, coarse_head=False)
     build_speculator(config, pair[0], "cpu", 64, shared=shared).close()
-    wanted = LoadOptions(kv_cache_tokens=512, graph_cache=tmp_path, coarse_head=False)
+    wanted = LoadOptions(threads=1, kv_cache_tokens=512, graph_cache=tmp_path, coarse_head=False)
     assert asked == [wanted]
+
+
+def test_a_tiny_draft_model_has_one_thread_unless_told(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+
+    def noting(path: Path, provider: str, options: LoadOptions, trials: Path | None) -> Model:
+        asked.append(options.threads)
+        return open_model(path, provider, options, trials)
+
+    monkeypatch.setattr(build, "open_model", noting)
+    for threads in (None, 2):
+        given = SpeculationConfig(
+            "draft_model", model=pair[1], kv_cache_tokens=512, threads=threads
+        )
+        build_speculator(given, pair[0], "cpu", 64).close()
+    monkeypatch.setattr(build, "FEW_BYTES", 1000)
+    given = SpeculationConfig("draft_model", model=pair[1], kv_cache_tokens=512)
+    build_speculator(given, pair[0], "cpu", 64).close()
+    assert asked == [1, 2, None]

@@ -6,7 +6,9 @@ the same model that are all right prove that the cache held what it should.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from dataclasses import asdict
 from random import Random
 from typing import Any
 
@@ -20,7 +22,9 @@ from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.rules import logit_rules
+from onnxport.serving.speculation import draft_model
 from onnxport.serving.speculation.draft_model import ModelDrafter
+from onnxport.serving.speculation.packing import DraftRow, advance, pack, room
 from tests.serving.helpers import alone
 from tests.serving.speculating import GREEDY, request
 
@@ -95,6 +99,46 @@ def test_each_token_is_computed_once() -> None:
         assert model.num_runs == expected
         one.tokens.extend([*found, 5])
         assert tested.num_behind(one) == 2  # the last guess and what came after it
+
+
+def test_arrays_that_are_moved_on_are_those_of_the_next_run() -> None:
+    blocks = [array("i", [3, 5, 2]), array("i", [7, 1, 4])]
+    pasts, tokens = [17, 28], [5, 6]
+
+    def rows() -> list[DraftRow]:
+        return [DraftRow([one], *rest) for one, *rest in zip(tokens, pasts, blocks, strict=True)]
+
+    inputs = pack(rows(), 16)
+    assert room(rows(), 16) == 3  # the second row holds 29 tokens then, of 32
+    for number in range(3):
+        pasts = [past + 1 for past in pasts]
+        tokens = [10 + number, 20 + number]
+        advance(inputs, tokens)
+        for name, expected in asdict(pack(rows(), 16)).items():
+            np.testing.assert_array_equal(getattr(inputs, name), expected)
+    assert room(rows(), 16) == 0
+
+
+def test_growing_drafts_are_packed_again_only_where_they_must(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = []
+
+    def noting(rows: Sequence[DraftRow], block_size: int) -> Any:
+        packed.append([row.num_past for row in rows])
+        return pack(rows, block_size)
+
+    monkeypatch.setattr(draft_model, "pack", noting)
+    one = drafter()
+    size = one._limits.block_size
+    long = request([1] * (3 * size - 3))
+    short = request([2] * (3 * size - 3))
+    found = one.propose([long, short], [6, 2])
+    assert [len(guess) for guess in found] == [6, 2]
+    end = 3 * size - 3
+    # What is missing, both, one when the other ends, and one that enters a block.
+    assert packed == [[0, 0], [end, end], [end + 1], [end + 3]]
+    assert list(found[0]) == right(long, 6)
 
 
 def test_rows_are_computed_together() -> None:
