@@ -22,7 +22,7 @@ from collections import defaultdict
 Figures = dict[tuple[str, str], list[float]]  # (workload, figure) -> one value a run
 
 
-def collect(command: str, into: Figures, *, is_cold: bool) -> None:
+def collect(command: str, into: Figures, *, is_cold: bool = False) -> None:
     """Run `command` and add the figures that it prints as JSON lines: all, or the first line's."""
     for line in first_figures(command) if is_cold else all_figures(command):
         values = json.loads(line)

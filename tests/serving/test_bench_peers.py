@@ -299,3 +299,8 @@ def test_our_runner(tmp_path: Path) -> None:
     into: compare.Figures = defaultdict(list)
     compare.collect(" ".join([*command, *options, "--workloads", "S1"]), into)
     assert len(into["S1", "wall_s"]) == 2
+    cold: compare.Figures = defaultdict(list)
+    compare.collect(" ".join([*command, *options, "--workloads", "S1"]), cold, is_cold=True)
+    assert set(cold) == {("cold", "first_token_s"), ("cold", "peak_rss_mib")}
+    with pytest.raises(SystemExit, match="printed no figures"):
+        compare.collect(f"{sys.executable} -c pass", cold, is_cold=True)
