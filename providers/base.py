@@ -82,7 +82,8 @@ class LoadOptions:
     max_adapter_rank: int = 16  # largest rank of an adapter
     graph_cache: Path | None = None  # folder that keeps lowered graphs; None: none is kept
     # Whether a provider may keep half a byte more for each of the output head's weights, and so
-    # read less where `StepInputs.exact_logits` allows it; no token depends on it.
+    # read less where `StepInputs.exact_logits` allows it. Tokens are the same, but for the chance
+    # that docs/providers.md tells.
     coarse_head: bool = True
 
     def __post_init__(self) -> None:
@@ -205,8 +206,8 @@ class Model(Protocol):
 
         Where a row asks for its k largest logits in `exact_logits`, these and all that equal the
         k-th are what they would be if all had been asked for. Each of the others is less than the
-        k-th, and need not be what it would be: what draws among the k largest draws the same.
-        Rows with logits that are not finite are exact. A model may always return all of them
+        k-th, and need not be what it would be: what draws among the k largest draws the same. A
+        model may miss one of them with a chance of at most 2.3e-11 (docs/providers.md). Rows with logits that are not finite are exact. A model may always return all of them
         exact; `takes_exact_logits` says whether it would gain by not doing so.
 
         The array may be overwritten by the next `run`. Raises ProviderError when the device

@@ -136,8 +136,9 @@ class OrtModel(Transfers):
                 self._bind_input(name, array)
         if self._takes_exact_logits:
             exact = inputs.exact_logits
-            zeros = np.zeros(len(inputs.logits_indices), np.int32)
-            self._bind_input(contract.EXACT_LOGITS, zeros if exact is None else exact)
+            if exact is None:
+                exact = np.zeros(len(inputs.logits_indices), np.int32)
+            self._bind_input(contract.EXACT_LOGITS, exact)
         if MEMORY_PLAN in self._input_names:
             dimension = plan_dimension(
                 inputs,
