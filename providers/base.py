@@ -207,8 +207,9 @@ class Model(Protocol):
         Where a row asks for its k largest logits in `exact_logits`, these and all that equal the
         k-th are what they would be if all had been asked for. Each of the others is less than the
         k-th, and need not be what it would be: what draws among the k largest draws the same. A
-        model may miss one of them with a chance of at most 2.3e-11 (docs/providers.md). Rows with logits that are not finite are exact. A model may always return all of them
-        exact; `takes_exact_logits` says whether it would gain by not doing so.
+        model may miss one of them with a chance of at most 2.3e-11 (docs/providers.md). Rows
+        with logits that are not finite are exact. A model may always return all of them exact;
+        `takes_exact_logits` says whether it would gain by not doing so.
 
         The array may be overwritten by the next `run`. Raises ProviderError when the device
         fails; the slots that the step would have written are undefined then, and all others of
