@@ -33,6 +33,7 @@ Product::Product(const MatMulKernels& used, const MatMul& product)
   const int64_t bytes = num_panels(call) * panel_bytes(call) / kFewTasks;
   panels_per_task = std::max<int64_t>(
       1, std::clamp(bytes, kTaskBytes, kLargestTaskBytes) / panel_bytes(call));
+  if (call.rows == 1) panels_per_task = ceil_div(panels_per_task, kernels.streams) * kernels.streams;
   panel_tasks = ceil_div(num_panels(call), panels_per_task);
 }
 

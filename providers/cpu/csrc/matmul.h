@@ -91,6 +91,9 @@ struct MatMulKernels {
   // Up to so many rows a product of few outputs may be computed in two passes, see coarse.h: sums
   // of 4-bit weights begin with the corrections, to which others may have been added.
   int64_t coarse_rows;
+
+  // A single row's panels are read so many at a time; a task that has as many loses nothing.
+  int64_t streams = 1;
 };
 
 // Null where this build or this processor cannot run them.

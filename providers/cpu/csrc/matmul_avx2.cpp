@@ -5,7 +5,7 @@
 #if defined(__AVX2__) && defined(__FMA__)
 
 #include "matmul_vec_avx2.h"
-#include "matmul_many_avx2.h"
+#include "matmul_one_avx2.h"
 
 namespace onnxport {
 namespace {
@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kMostCoarseRows = 16;
 
 constexpr MatMulKernels kKernels = {"avx2", kChunkRows, rows_of_tile<1>, quantize_for_avx2,
-                                    multiply_for_avx2, kMostCoarseRows};
+                                    multiply_for_avx2, kMostCoarseRows, kStreams};
 }  // namespace
 
 const MatMulKernels* matmul_avx2() { return &kKernels; }

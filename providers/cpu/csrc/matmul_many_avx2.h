@@ -204,12 +204,5 @@ void quantize_for_avx2(const MatMul& m, const float* x, int64_t row, int64_t beg
   }
 }
 
-void multiply_for_avx2(const MatMul& m, const Part& part) {
-  if (is_for_many(m))
-    multiply_many(m, part);
-  else
-    multiply_dots<Dot>(m, part);
-}
-
 }  // namespace
 }  // namespace onnxport
