@@ -219,13 +219,20 @@ struct Outputs {
   int64_t group, groups;  // of rows, that read the same panel
 };
 
-// From weights to those that are asked for meanwhile. The first group of rows asks half a block or
-// more ahead: the processor's own prefetching stops at the end of each page, and at the end of what
-// it finds room to run ahead. The others, who find their weights in the cache, share the next panel
-// among them, so that memory is not idle while they multiply.
+// From weights to those that are asked for meanwhile. The first group of rows asks some blocks ahead,
+// 2 KiB or more: the processor's own prefetching stops at the end of each page, and at the end of
+// what it finds room to run ahead. Whole blocks, so that no line between two of them is left out. The
+// other groups, who find their weights in the cache, share the next panel among them, so that memory
+// is not idle while they multiply.
 static inline int64_t bytes_ahead(const MatMul& m, const Outputs& out, int64_t block) {
-  if (out.group == 0) return 2048;
+  if (out.group == 0) return ceil_div(2048, block_bytes(m)) * block_bytes(m);
   return block % (out.groups - 1) == out.group - 1 ? panel_bytes(m) : 0;
+}
+
+// Asks for scales of kPanel outputs.
+ONNXPORT_INLINE void prefetch_scales(const MatMul& m, const uint8_t* packed) {
+  Vec::prefetch(packed);
+  if (!m.half_scales) Vec::prefetch(packed + 64);
 }
 
 // Asks for what rows of outputs will be written to. It is rarely in a cache, and stores that wait
@@ -262,10 +269,11 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
   if constexpr (kRows > 1) prefetch_outputs<kRows, kColumns>(out, offset, m.rows - out.row);
   const uint8_t* weights = m.weights + out.panel * panel_bytes(m);
   for (int64_t block = 0; block < blocks; block++, weights += block_bytes(m)) {
-    const int64_t at = row_block(m, out.row, block);
+    const int64_t at = row_block(m, out.row, block), ahead = bytes_ahead(m, out, block);
     alignas(64) float converted[kColumns * Vec::kLanes];
     const float* scales =
         read_scales(m, weights + quant_bytes(m), offset, kColumns * Vec::kLanes, converted);
+    prefetch_scales(m, weights + quant_bytes(m) + ahead);
     typename Dot::Sum sums[kUnits][kColumns];
     ONNXPORT_UNROLL
     for (int u = 0; u < kUnits; u++) {
@@ -276,8 +284,7 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
     if constexpr (kRows > 1) {
       if (m.k > kFarInputs) prefetch_inputs<kRows>(m, out.row, block + 1);
     }
-    add_block<Dot>(weights + offset * 4, m.quants + at * m.block_size, m.block_size,
-                   bytes_ahead(m, out, block), sums);
+    add_block<Dot>(weights + offset * 4, m.quants + at * m.block_size, m.block_size, ahead, sums);
     ONNXPORT_UNROLL
     for (int u = 0; u < kUnits; u++) {
       ONNXPORT_UNROLL

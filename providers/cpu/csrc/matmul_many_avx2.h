@@ -58,6 +58,7 @@ ONNXPORT_INLINE void store_bytes(uint8_t* p, Vec::Ints a) {
 ONNXPORT_ALONE void unpack(const MatMul& m, const uint8_t* weights, Unpacked& out) {
   const int64_t ahead = block_bytes(m);
   out.scales = read_scales(m, weights + quant_bytes(m), 0, kPanel, out.converted);
+  prefetch_scales(m, weights + quant_bytes(m) + ahead);
   const Vec::Ints eight = _mm256_set1_epi8(8), ones = _mm256_set1_epi8(1);
   Vec::Ints sums[kVectors];
   ONNXPORT_UNROLL
