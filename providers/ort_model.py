@@ -72,6 +72,7 @@ class OrtModel(Transfers):
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
         self._takes_exact_logits = contract.EXACT_LOGITS in self._input_names
+        self._all_logits = np.zeros(0, np.int32)  # as EXACT_LOGITS: all of each row
         self._plan: int | None = None  # the dimension that is bound
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
         self._bound_rows = -1  # of the logits
@@ -130,14 +131,17 @@ class OrtModel(Transfers):
             (contract.PAST_SEQUENCE_LENGTHS, inputs.past_sequence_lengths),
             (contract.ATTENTION_METADATA, inputs.attention_metadata),
             (contract.LOGITS_INDICES, inputs.logits_indices),
-            (contract.QUERY_TILE, np.zeros(query_tile, np.int8)),
         ):
             if name in self._input_names:
                 self._bind_input(name, array)
+        if contract.QUERY_TILE in self._input_names:
+            self._bind_input(contract.QUERY_TILE, np.zeros(query_tile, np.int8))
         if self._takes_exact_logits:
             exact = inputs.exact_logits
             if exact is None:
-                exact = np.zeros(len(inputs.logits_indices), np.int32)
+                if len(self._all_logits) != len(inputs.logits_indices):
+                    self._all_logits = np.zeros(len(inputs.logits_indices), np.int32)
+                exact = self._all_logits
             self._bind_input(contract.EXACT_LOGITS, exact)
         if MEMORY_PLAN in self._input_names:
             dimension = plan_dimension(
@@ -153,18 +157,15 @@ class OrtModel(Transfers):
     def _bind_input(self, name: str, array: NDArray[Any]) -> None:
         """Let the next run read the array; a device copies it now.
 
-        Where the session reads host memory, what was bound last is written to if it fits: step by
-        step of the same requests nothing is bound anew.
+        A session that reads host memory reads the array itself, so the one that is bound already,
+        with what is in it by now, is not bound again.
         """
         if self._inputs is None:
             self._binding.bind_cpu_input(name, array)
-            return
-        bound = self._inputs.get(name)
-        if bound is None or bound.shape != array.shape or bound.dtype != array.dtype:
-            bound = self._inputs[name] = array.copy()
-            self._binding.bind_cpu_input(name, bound)
-        else:
-            bound[...] = array
+        elif self._inputs.get(name) is not array:
+            assert array.flags.c_contiguous, "else a copy would be bound"
+            self._binding.bind_cpu_input(name, array)
+            self._inputs[name] = array
 
     def _bind_logits(self, rows: int) -> NDArray[np.float32]:
         """The memory that logits of so many rows go to."""

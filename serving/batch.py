@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import operator
+from array import array
+from collections.abc import Iterable
 from itertools import accumulate
+from math import prod
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,13 +15,20 @@ from numpy.typing import NDArray
 from onnxport.providers.base import StepInputs
 from onnxport.serving.draft import StepPlan
 
+Number = TypeVar("Number", np.int32, np.int64)
+
 
 class BatchPacker:
     """Packs plans into `StepInputs`, in buffers that the next `pack` overwrites.
 
-    That is safe because `Model.run` returns before the next step is packed and keeps no input.
-    Tokens and blocks are copied through memoryviews, from the requests' own int64 and int32
-    arrays: a row costs the same however long its prompt and its table are.
+    That is safe because `Model.run` returns before the next step is packed. As long as a shape
+    stays the same, so does the array, the object, that has it: a model that keeps it bound finds
+    the next step's numbers in it.
+
+    After a step that has read all weights, NumPy's code is in no cache, and a call of it takes
+    longer than a row takes here. So arrays are filled through memoryviews, and tokens and blocks
+    from the requests' own int64 and int32 arrays: a row costs the same however long its prompt and
+    its table are.
     """
 
     def __init__(
@@ -27,14 +38,17 @@ class BatchPacker:
 
         Args:
             max_num_seqs: rows that there is room for; more make it grow.
-            max_num_batched_tokens: most tokens of a step.
+            max_num_batched_tokens: most tokens of a step; likewise.
             takes_exact_logits: whether the model gains by being told how many logits are needed.
         """
         self._takes_exact_logits = takes_exact_logits
-        self._input_ids: NDArray[np.int64] = np.zeros(max_num_batched_tokens, np.int64)
-        self._input_ids_view = self._input_ids.data.cast("B").cast("q")
-        self._cumulative: NDArray[np.int32] = np.zeros(max_num_seqs + 1, np.int32)
-        self._grow_block_table(max_num_seqs)
+        self._input_ids = _Buffer(np.int64, max_num_batched_tokens)
+        self._block_table = _Buffer(np.int32, max_num_seqs)
+        self._cumulative = _Buffer(np.int32, max_num_seqs + 1)
+        self._past = _Buffer(np.int32, max_num_seqs)
+        self._metadata = _Buffer(np.int32, 3)
+        self._logits_indices = _Buffer(np.int32, max_num_seqs)
+        self._exact_logits = _Buffer(np.int32, max_num_seqs)
 
     def pack(self, plan: StepPlan) -> StepInputs:
         """Return the arrays of `plan`, whose requests already hold their new blocks.
@@ -42,26 +56,23 @@ class BatchPacker:
         Logits are asked for where the plan needs them. When it does nowhere, they are asked for
         once, at the end, and not used: no graph has to take an empty axis.
         """
-        # Python's own sums: after a step that has read all weights, NumPy's code is in no cache.
-        rows = len(plan.requests)
-        cumulative = self._cumulative[: rows + 1]
-        cumulative[1:] = list(accumulate(plan.num_new))
-        past = np.array(plan.num_past, np.int32)
+        ends = list(accumulate(plan.num_new))
         total = list(map(operator.add, plan.num_past, plan.num_new))
-        metadata = np.array([max(plan.num_new), max(total), min(total)], np.int32)
+        exact = _exact_logits(plan) if self._takes_exact_logits else None
         return StepInputs(
-            input_ids=self._pack_input_ids(plan),
+            input_ids=self._pack_input_ids(plan, ends[-1]),
             block_table=self._pack_block_table(plan),
-            cumulative_sequence_lengths=cumulative,
-            past_sequence_lengths=past,
-            attention_metadata=metadata,
-            logits_indices=_logits_indices(plan, cumulative[1:]),
+            cumulative_sequence_lengths=self._cumulative.fill([0, *ends]),
+            past_sequence_lengths=self._past.fill(plan.num_past),
+            attention_metadata=self._metadata.fill([max(plan.num_new), max(total), min(total)]),
+            logits_indices=self._logits_indices.fill(_logits_indices(plan, ends)),
             adapter_slots=_adapter_slots(plan),
-            exact_logits=_exact_logits(plan) if self._takes_exact_logits else None,
+            exact_logits=None if exact is None else self._exact_logits.fill(exact),
         )
 
-    def _pack_input_ids(self, plan: StepPlan) -> NDArray[np.int64]:
-        view = self._input_ids_view
+    def _pack_input_ids(self, plan: StepPlan, num_tokens: int) -> NDArray[np.int64]:
+        packed = self._input_ids.shaped((num_tokens,))
+        view = self._input_ids.view
         end = 0
         for row, request in enumerate(plan.requests):
             start, past, new = end, plan.num_past[row], plan.num_new[row]
@@ -70,29 +81,61 @@ class BatchPacker:
                 guessed = plan.drafts[row]
                 own = new - len(guessed)
                 view[start : start + own] = request.tokens[past : past + own]
-                self._input_ids[start + own : end] = guessed
+                view[start + own : end] = array("q", guessed)
             else:
                 view[start:end] = request.tokens[past : past + new]
-        return self._input_ids[:end]
+        return packed
 
     def _pack_block_table(self, plan: StepPlan) -> NDArray[np.int32]:
         tables = [request.table.blocks for request in plan.requests]
         width = max(map(len, tables))
-        size = len(tables) * width
-        if size > self._block_table.size:
-            self._grow_block_table(2 * size)
-        packed = self._block_table[:size]
-        packed.fill(0)
-        view = self._block_table_view
+        packed = self._block_table.shaped((len(tables), width))
+        view = self._block_table.view
         start = 0
         for blocks in tables:
-            view[start : start + len(blocks)] = blocks
+            end = start + len(blocks)
+            view[start:end] = blocks
             start += width
-        return packed.reshape(-1, width)
+            if end < start:
+                view[end:start] = array("i", bytes(4 * (start - end)))
+        return packed
 
-    def _grow_block_table(self, size: int) -> None:
-        self._block_table: NDArray[np.int32] = np.zeros(size, np.int32)
-        self._block_table_view = self._block_table.data.cast("B").cast("i")
+
+class _Buffer(Generic[Number]):
+    """Room for an array that has other numbers in every step, and seldom another shape.
+
+    Attributes:
+        view: of all numbers that there is room for, or more; `shaped` may replace it.
+    """
+
+    def __init__(self, dtype: type[Number], size: int) -> None:
+        self._dtype: type[Number] = dtype
+        self._code: Literal["q", "i"] = "q" if dtype is np.int64 else "i"
+        self._room: NDArray[Number]  # of one axis
+        self._array: NDArray[Number]  # its front, as it was last asked for
+        self._shape: tuple[int, ...]  # of that
+        self._make_room(size)
+
+    def shaped(self, shape: tuple[int, ...]) -> NDArray[Number]:
+        """The array of a shape: the one of the call before if that had the same."""
+        if self._shape != shape:
+            size = prod(shape)
+            if size > self._room.size:
+                self._make_room(2 * size)
+            self._array, self._shape = self._room[:size].reshape(shape), shape
+        return self._array
+
+    def fill(self, numbers: Iterable[int]) -> NDArray[Number]:
+        """The array of these numbers."""
+        values = array(self._code, numbers)
+        filled = self.shaped((len(values),))
+        self.view[: len(values)] = values
+        return filled
+
+    def _make_room(self, size: int) -> None:
+        self._room = self._array = np.zeros(size, self._dtype)
+        self._shape = (size,)
+        self.view: memoryview[Any] = self._room.data.cast("B").cast(self._code)
 
 
 def _adapter_slots(plan: StepPlan) -> NDArray[np.int32] | None:
@@ -102,33 +145,25 @@ def _adapter_slots(plan: StepPlan) -> NDArray[np.int32] | None:
     return np.array([request.adapter_slot for request in plan.requests], np.int32)
 
 
-def _logits_indices(plan: StepPlan, ends: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the tokens after which logits are needed, int32 [num_logits]; never none.
+def _logits_indices(plan: StepPlan, ends: list[int]) -> list[int]:
+    """Return the tokens after which logits are needed; never none.
 
     Args:
         plan: of the step.
-        ends: int32 [num_rows], where each row ends among the tokens.
+        ends: where each row ends among the tokens.
     """
     if len(plan.sampled) == len(ends) == sum(plan.num_logits):
-        return ends - 1
-    counts = np.array(plan.num_logits, np.int32)
-    if not counts.any():
-        return ends[-1:] - 1
-    stops = counts.cumsum(dtype=np.int32)
-    shifts = np.repeat(ends - stops, counts)
-    indices: NDArray[np.int32] = np.arange(stops[-1], dtype=np.int32) + shifts
-    return indices
+        return [end - 1 for end in ends]
+    rows = zip(ends, plan.num_logits, strict=True)
+    return [token for end, count in rows for token in range(end - count, end)] or [ends[-1] - 1]
 
 
-def _exact_logits(plan: StepPlan) -> NDArray[np.int32] | None:
-    """Return how many of a row's largest logits must be exact, int32 [num_logits]; see `Model.run`.
+def _exact_logits(plan: StepPlan) -> list[int] | None:
+    """Return how many of a row's largest logits must be exact, one a row of logits.
 
-    None where all rows need all of them, or nobody samples.
+    None where all rows need all of them, or nobody samples. See `Model.run`.
     """
     wanted = [0 if one.scores_missing else one.exact_logits for one in plan.requests]
     if not any(wanted) or not plan.sampled:
         return None
-    counts = plan.num_logits
-    if max(counts) == min(counts) == 1:
-        return np.array(wanted, np.int32)
-    return np.array(wanted, np.int32).repeat(counts)
+    return [one for one, count in zip(wanted, plan.num_logits, strict=True) for _ in range(count)]

@@ -162,7 +162,8 @@ class Planner:
         budget = budget_tokens or self._max_num_batched_tokens
         draft = self._make_room(loading, budget) if only is None else self._draft(budget)
         prefills = self._plan_decodes(draft, only)
-        self._plan_prompts(draft, prefills, only, loading)
+        if prefills or self._queues.waiting:
+            self._plan_prompts(draft, prefills, only, loading)
         if drafts:
             for row in range(draft.num_decodes):
                 if guessed := drafts.get(draft.requests[row]):

@@ -154,6 +154,23 @@ def two_steps(prompt: list[int]) -> list[StepInputs]:
     ]
 
 
+def test_what_is_in_an_array_by_the_next_run_is_read_and_nothing_is_written(
+    tiny_artifact: ArtifactMaker,
+) -> None:
+    path = tiny_artifact("llama", "fp32")
+    prompts = [PROMPT, list(reversed(PROMPT))]
+    with opened(path, "custom") as model:
+        expected = [model.run(two_steps(prompt)[0]).copy() for prompt in prompts]
+        assert np.abs(expected[0] - expected[1]).max() > 0
+        step, other = two_steps(prompts[0])[0], two_steps(prompts[1])[0]
+        assert model.run(step).tobytes() == expected[0].tobytes()
+        step.input_ids[:] = other.input_ids
+        assert model.run(step).tobytes() == expected[1].tobytes()
+        third = two_steps(prompts[0])[0]
+        assert model.run(third).tobytes() == expected[0].tobytes()
+        assert (step.input_ids == other.input_ids).all()
+
+
 def test_every_node_runs_on_the_cpu_and_the_report_says_so(tiny_artifact: ArtifactMaker) -> None:
     with opened(tiny_artifact("llama", "int4"), "custom") as model:
         capabilities = model.capabilities

@@ -67,3 +67,48 @@ def test_buffers_are_reused_and_grow() -> None:
     plan = bench.scheduler.plan()
     bench.scheduler.reserve(plan)
     assert np.shares_memory(packer.pack(plan).input_ids, packer.pack(plan).input_ids)
+
+
+def test_an_array_stays_the_same_object_while_its_shape_does() -> None:
+    bench = Bench(num_blocks=100, rows=2, budget=300)
+    packer = BatchPacker(max_num_seqs=2, max_num_batched_tokens=300)
+    bench.submit("a", 5)
+    packed(bench, packer)
+    steps = []
+    for _ in range(4):  # behind 5, 6, 7 and 8 tokens, in blocks of 4
+        plan = bench.scheduler.plan()
+        reservation = bench.scheduler.reserve(plan)
+        steps.append(packer.pack(plan))
+        bench.scheduler.commit(plan, reservation)
+        plan.requests[0].tokens.append(7)
+    assert all(one.input_ids is steps[0].input_ids for one in steps)
+    assert all(one.past_sequence_lengths is steps[0].past_sequence_lengths for one in steps)
+    assert steps[1].block_table is steps[2].block_table
+    assert steps[2].block_table is not steps[3].block_table
+    assert steps[3].block_table.tolist() == [[0, 1, 2]]
+    assert steps[3].past_sequence_lengths.tolist() == [8]
+
+
+def test_what_a_wider_table_leaves_behind_is_not_read() -> None:
+    bench = Bench(num_blocks=100, rows=3, budget=300)
+    packer = BatchPacker(max_num_seqs=3, max_num_batched_tokens=300)
+    bench.submit("a", 14)
+    bench.submit("b", 2)
+    assert packed(bench, packer)["block_table"] == [[0, 1, 2, 3], [4, 0, 0, 0]]
+    bench.submit("c", 2)
+    assert packed(bench, packer)["block_table"] == [[0, 1, 2, 3], [4, 0, 0, 0], [5, 0, 0, 0]]
+
+
+def test_guesses_and_logits_of_several_tokens() -> None:
+    bench = Bench(num_blocks=100, rows=3, budget=300)
+    packer = BatchPacker(max_num_seqs=3, max_num_batched_tokens=300)
+    bench.submit("a", 4)
+    bench.submit("b", 6)
+    packed(bench, packer)
+    rows = bench.scheduler.plan().requests
+    plan = bench.scheduler.plan(drafts={rows[1]: (3, 5)})
+    bench.scheduler.reserve(plan)
+    inputs = packer.pack(plan)
+    assert inputs.input_ids.tolist() == [7, 7, 3, 5]
+    assert inputs.cumulative_sequence_lengths.tolist() == [0, 1, 4]
+    assert inputs.logits_indices.tolist() == [0, 1, 2, 3]
