@@ -363,7 +363,7 @@ def test_our_runner(tmp_path: Path) -> None:
     ):
         subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=True, capture_output=True)
     command = [sys.executable, "-m", "benchmarks.run_onnxport", str(artifact)]
-    options = ["--threads", "1", "--highest-id", "500", "--repeat", "2"]
+    options = ["--threads", "1", "--highest-id", "500", "--repeat", "2", "--settle-s", "0"]
     found = pairs.run(PAIR, OURS, [*command, *options], ["S2", "W5"], 120)
     assert found.failed is None
     assert set(found.figures) == {"cold", "S2", "W5"}
