@@ -106,6 +106,26 @@ def test_it_ends_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert library.left > 0
 
 
+def test_it_ends_when_the_model_goes_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [Model()]
+
+    class Pause(threading.Event):
+        waited = 0
+
+        def wait(self, timeout: float | None = None) -> bool:
+            Pause.waited += 1
+            if Pause.waited == 2:  # after the start's own
+                models.clear()
+            return False
+
+    monkeypatch.setattr(settling.threading, "Event", Pause)
+    library = Library(3)
+    reference: Any = settling.weakref.ref(models[0])
+    settling._settle(reference, library)
+    assert Pause.waited == 2
+    assert library.left == 3
+
+
 def test_progress_is_odd_while_a_step_runs() -> None:
     seen: list[int] = []
 
