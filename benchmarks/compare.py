@@ -5,7 +5,8 @@
         --b "PEER_PYTHON -m benchmarks.peers.openvino_genai MODEL_IR --workloads W1,W2"
 
 Each round starts both afresh, so that a change of the machine's mood hits both. With `--cold`
-each is stopped after its first token, and starts are all that is compared. For all peers and
+each is stopped after its first token, and starts are all that is compared. Before the first round
+each is started once for nothing, for what a change of the code makes anew. For all peers and
 workloads at once there is `benchmarks.run_all`; this is for two variants of one of them.
 """
 
@@ -19,12 +20,24 @@ import subprocess
 import sys
 from collections import defaultdict
 
+from benchmarks.cold import COLD, StartError, start
+from benchmarks.pairs import environment
+
 Figures = dict[tuple[str, str], list[float]]  # (workload, figure) -> one value a run
 
 
 def collect(command: str, into: Figures, *, is_cold: bool = False) -> None:
-    """Run `command` and add the figures that it prints as JSON lines: all, or the first line's."""
-    for line in first_figures(command) if is_cold else all_figures(command):
+    """Run `command` and add the figures that it prints as JSON lines, or those of its start."""
+    if is_cold:
+        for figure, value in first_figures(command).items():
+            into[COLD, figure].append(value)
+        return
+    done = subprocess.run(
+        shlex.split(command), check=True, capture_output=True, text=True, env=environment()
+    )
+    for line in done.stdout.splitlines():
+        if not line.startswith("{"):
+            continue
         values = json.loads(line)
         workload = values.pop("workload")
         if "skipped" in values:
@@ -34,23 +47,12 @@ def collect(command: str, into: Figures, *, is_cold: bool = False) -> None:
             into[workload, figure].append(value)
 
 
-def all_figures(command: str) -> list[str]:
-    """Lines of JSON that a command prints."""
-    done = subprocess.run(shlex.split(command), check=True, capture_output=True, text=True)
-    return [line for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def first_figures(command: str) -> list[str]:
-    """The first line of JSON that a command prints; what it would do then is not waited for."""
-    with subprocess.Popen(
-        shlex.split(command), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                process.kill()
-                return [line]
-    sys.exit(f"{command} ended with {process.returncode} and printed no figures")
+def first_figures(command: str) -> dict[str, float]:
+    """How a command's start went; what it would do then is not waited for."""
+    try:
+        return start(shlex.split(command))
+    except StartError as error:
+        sys.exit(f"{command} printed no figures: {error}")
 
 
 def main() -> None:
@@ -62,6 +64,8 @@ def main() -> None:
     arguments = parser.parse_args()
     a: Figures = defaultdict(list)
     b: Figures = defaultdict(list)
+    for command in (arguments.a, arguments.b):
+        first_figures(command)
     for _ in range(arguments.rounds):
         collect(arguments.a, a, is_cold=arguments.cold)
         collect(arguments.b, b, is_cold=arguments.cold)

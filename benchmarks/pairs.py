@@ -89,16 +89,26 @@ class Store:
         partial.replace(self._path)
 
 
-def run(
-    pair: Pair, side: str, command: Sequence[str], workloads: Sequence[str], timeout_s: float
-) -> Run:
-    """Start a runner afresh and read what it prints; what it printed before a failure stays.
+def environment() -> dict[str, str]:
+    """The environment of a runner.
 
     It may use the bytecode of a checkout, whatever the caller's environment says: an installed
     package has its own, and compiling every module would be a part of each cold start.
     """
+    return {name: value for name, value in os.environ.items() if name != NO_BYTECODE}
+
+
+def why_ended(code: int, errors: str) -> str:
+    """What is told of a process that failed: its exit code, and the end of its errors."""
+    last = [line for line in errors.splitlines() if line.strip()][-FAILED_LINES:]
+    return FOLDERS.sub("", f"exit code {code}: {' | '.join(last)}")
+
+
+def run(
+    pair: Pair, side: str, command: Sequence[str], workloads: Sequence[str], timeout_s: float
+) -> Run:
+    """Start a runner afresh and read what it prints; what it printed before a failure stays."""
     given = [*command, "--workloads", ",".join(workloads)]
-    environment = {name: value for name, value in os.environ.items() if name != NO_BYTECODE}
     failed: str | None = None
     try:
         done = subprocess.run(
@@ -108,12 +118,11 @@ def run(
             timeout=timeout_s,
             check=False,
             cwd=ROOT,
-            env=environment,
+            env=environment(),
         )
         out = done.stdout
         if done.returncode:
-            last = [line for line in done.stderr.splitlines() if line.strip()][-FAILED_LINES:]
-            failed = FOLDERS.sub("", f"exit code {done.returncode}: {' | '.join(last)}")
+            failed = why_ended(done.returncode, done.stderr)
     except subprocess.TimeoutExpired as error:
         out = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
         failed = f"not done within {timeout_s:g} s"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.cold import COLD
 from benchmarks.pairs import OURS, Run
 
 BEGIN, END = "<!-- benchmarks.run_all begins: {} -->", "<!-- benchmarks.run_all ends: {} -->"
@@ -22,7 +23,7 @@ TITLES = {
     "first_token_s": "cold start to first token s",
 }
 HEADLINES = {
-    "cold": ("first_token_s", "peak_rss_mib"),
+    COLD: ("first_token_s", "peak_rss_mib"),
     "W1": ("decode_tok_s", "prefill_tok_s", "peak_rss_mib"),
     "W2": ("output_tok_s", "decode_tok_s", "prefill_tok_s", "peak_rss_mib"),
     "W3": ("output_tok_s", "itl_ms", "peak_rss_mib"),
@@ -53,7 +54,11 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run]) -> list[Comparison]:
-    """Compare what both sides of pairs have, in the order of the headlines."""
+    """Compare what both sides of pairs have, in the order of the headlines.
+
+    How a process started that then ran workloads is no figure: the first one after a change of the
+    code would count, and what ran before it. Cold starts are pairs of their own.
+    """
     found: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     sides = {(run.pair, run.side): run for run in runs}
     for (pair, side), ours in sides.items():
@@ -61,6 +66,8 @@ def compare(runs: Sequence[Run]) -> list[Comparison]:
         if side != OURS or theirs is None:
             continue
         for workload in ours.figures.keys() & theirs.figures.keys():
+            if (workload == COLD) != (pair.group == COLD):
+                continue
             for figure in headlines(workload):
                 values = ours.figures[workload][figure], theirs.figures[workload][figure]
                 found.setdefault((workload, figure, pair.peer), []).append(values)
@@ -74,7 +81,7 @@ def headlines(workload: str) -> tuple[str, ...]:
 
 
 def _order(workload: str) -> tuple[int, str, int]:
-    if workload == "cold":
+    if workload == COLD:
         return 0, "", 0
     return 1 + "WSC".index(workload[0]), workload[0], int(workload[1:])
 

@@ -5,7 +5,8 @@
 
 The folder keeps checkpoint, models, environments (venvs/PEER), logs, results.jsonl. Started again,
 it goes on where it was interrupted; with more rounds it adds them. In every round each peer has a
-turn on each group of workloads, and onnxport one right before it: A B, A C, A B, A C.
+turn on each group of workloads, and onnxport one right before it: A B, A C, A B, A C. Cold starts
+are compared first, by themselves: see `benchmarks.cold`.
 
 It writes a section of benchmarks/RESULTS.md for each shape, and benchmarks/plots/*.svg.
 """
@@ -25,7 +26,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from benchmarks import pairs, results
+from benchmarks import cold, pairs, results
 from benchmarks.curves import draw
 from benchmarks.make_checkpoint import SHAPES
 from benchmarks.pairs import OURS, Pair, Store
@@ -211,6 +212,13 @@ def measure(
     """Run every pair that is not there yet."""
     wanted = groups(arguments.workloads, arguments.quick)
     for number in range(arguments.rounds):
+        for other in others:
+            pair = Pair(number, other.name, cold.COLD)
+            if not store.whole(pair, [cold.COLD], retry=arguments.retry):
+                print(f"round {number + 1}, cold starts: {OURS}, {other.name}", flush=True)
+                commands = {one.name: one.command(arguments) for one in (side, other)}
+                starts = 1 if arguments.quick else cold.STARTS
+                keep(store, pair, cold.by_turns(pair, commands, starts, arguments.timeout))
         for group, workloads in wanted.items():
             for other in others:
                 pair = Pair(number, other.name, group)
@@ -221,10 +229,15 @@ def measure(
                     pairs.run(pair, one.name, one.command(arguments), workloads, arguments.timeout)
                     for one in (side, other)
                 ]
-                for one in done:
-                    if one.failed:
-                        print(f"  {one.side} failed: {one.failed}", flush=True)
-                store.replace(pair, done)
+                keep(store, pair, done)
+
+
+def keep(store: Store, pair: Pair, done: Sequence[pairs.Run]) -> None:
+    """Keep the runs of a pair, and say what failed."""
+    for one in done:
+        if one.failed:
+            print(f"  {one.side} failed: {one.failed}", flush=True)
+    store.replace(pair, done)
 
 
 def told(arguments: argparse.Namespace) -> list[str]:

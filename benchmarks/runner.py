@@ -2,8 +2,10 @@
 
 Each prints one JSON object a line. The first is the cold start: `{"workload": "cold",
 "first_token_s": …, "peak_rss_mib": …}`, from the start of the process to the first token of a
-prompt of 128 tokens. Then comes one a workload and repetition, with the figures of
-`workloads.summary` and the peak memory while it ran, or `{"workload": …, "skipped": why}`.
+prompt of 128 tokens. Then the process rests for some seconds, for a start may put off what is
+done when there is time, and workloads tell how it runs afterwards. Then comes one a workload and
+repetition, with the figures of `workloads.summary` and the peak memory while it ran, or
+`{"workload": …, "skipped": why}`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from benchmarks.workloads import (
 )
 
 Times = list[list[float]]
+SETTLE_S = 5.0
 
 
 class Unsupported(Exception):  # noqa: N818
@@ -69,6 +72,12 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--workloads", default="W1,W2", help="names with commas between")
     made.add_argument("--threads", type=int, default=2)
     made.add_argument("--repeat", type=int, default=1)
+    made.add_argument(
+        "--settle-s",
+        type=float,
+        default=SETTLE_S,
+        help=f"seconds between start and workloads, for what a start puts off ({SETTLE_S:g})",
+    )
     made.add_argument("--highest-id", type=int, default=HIGHEST_ID, help="of random token ids")
     return made
 
@@ -108,6 +117,7 @@ def main(arguments: argparse.Namespace, load: Callable[[], Runner]) -> None:
     first_s = runner.run(warm_up)[0][0]
     cold = {"first_token_s": age_s + first_s, "peak_rss_mib": peak_rss_mib()}
     tell("cold", cold)
+    time.sleep(arguments.settle_s)
     for repetition in range(arguments.repeat):
         for name, workload in workloads.items():
             requests = workload.requests(seed_of(name, repetition), arguments.highest_id)

@@ -76,6 +76,7 @@ class OrtModel(Transfers):
         self._plan: int | None = None  # the dimension that is bound
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
         self._bound_rows = -1  # of the logits
+        self._progress = 0
         self._inputs: dict[str, NDArray[Any]] | None = {} if is_host else None
         for cache in caches:
             self._binding.bind_ortvalue_input(cache.input_name, cache.value)
@@ -86,12 +87,18 @@ class OrtModel(Transfers):
         """What was really loaded."""
         return self._capabilities
 
+    @property
+    def progress(self) -> int:
+        """Grows when a step begins and when it ends: odd while one runs. From any thread."""
+        return self._progress
+
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
         """See `providers.base.Model.run`."""
         if self._session is None:
             raise ProviderError(CLOSED)
         if self._adapters is None:
             refuse_slots(inputs)
+        self._progress += 1
         try:
             if self._replay is not None and len(inputs.input_ids) == len(inputs.block_table):
                 return self._replay.run(self._padded(inputs))
@@ -104,6 +111,8 @@ class OrtModel(Transfers):
         except Exception as error:
             doing = f"running a batch of {len(inputs.input_ids)} tokens"
             raise device_error(error, doing, self._device) from error
+        finally:
+            self._progress += 1
 
     def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
         """See `providers.base.Model.set_adapter`."""

@@ -36,6 +36,12 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.onnxport_cpu_matmul_isa.argtypes = []
     library.onnxport_cpu_set_matmul_isa.restype = ctypes.c_int
     library.onnxport_cpu_set_matmul_isa.argtypes = [ctypes.c_char_p]
+    library.onnxport_cpu_settle.restype = ctypes.c_int64
+    library.onnxport_cpu_settle.argtypes = []
+    library.onnxport_cpu_unsettled_pages.restype = ctypes.c_int64
+    library.onnxport_cpu_unsettled_pages.argtypes = []
+    library.onnxport_cpu_set_slow_page_ns.restype = ctypes.c_int64
+    library.onnxport_cpu_set_slow_page_ns.argtypes = [ctypes.c_int64]
     return library
 
 

@@ -36,6 +36,7 @@ from onnxport.providers.cpu.library import (
     matmul_isa,
     prefers_pairs,
 )
+from onnxport.providers.cpu.settling import settle_later
 from onnxport.providers.graph_cache import GraphCache, LoweredGraph, graph_key
 from onnxport.providers.host_options import refuse_device_options
 from onnxport.providers.ort import (
@@ -151,9 +152,12 @@ class CpuProvider:
         adapters = lora.adapters() if lora else None
         pairs, blocks = allocate(spec, pool, cache_dtype, layout)
         caches = _cache_tensors(pairs)
-        return OrtModel(
+        model = OrtModel(
             session, capabilities, caches, blocks, attached, adapters=adapters, is_host=True
         )
+        if kernel is not None:
+            settle_later(model, kernel)
+        return model
 
 
 def processor_name() -> str:

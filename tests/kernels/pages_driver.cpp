@@ -1,4 +1,6 @@
 // Takes and frees memory of weights; test_pages.py reads what it prints.
+// With an argument: of pages that took long to get.
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -49,9 +51,50 @@ void print_whole(const char* when, const Tensors& tensors) {
   std::printf("%s %d\n", when, whole);
 }
 
+// MiB of this process that lie on huge pages; -1 where Linux has none to give.
+long huge() {
+  std::FILE* rollup = std::fopen("/proc/self/smaps_rollup", "r");
+  char line[256];
+  long found = -1;
+  while (rollup && std::fgets(line, sizeof line, rollup))
+    std::sscanf(line, "AnonHugePages: %ld", &found);
+  if (rollup) std::fclose(rollup);
+  return found < 0 ? found : found >> 10;
+}
+
+// Tensors on small pages, one of which is freed, that become huge while others read them.
+void settle_pages() {
+  Tensors tensors;
+  for (const size_t bytes : {3 * kMiB, 40 * kMiB, 50 * kMiB, 170 * kMiB, 21 * kMiB + 7})
+    tensors.push_back(std::make_unique<Tensor>(bytes, static_cast<int>(tensors.size()) + 1));
+  std::printf("small %ld %ld\n", static_cast<long>(onnxport::unsettled_pages()), huge());
+  tensors[2].reset();
+  print_sizes("unsettled");
+  std::atomic<bool> is_done{false};
+  std::thread reader([&] {
+    do print_whole("read", tensors);
+    while (!is_done);
+  });
+  long pages = 0;
+  for (long left = onnxport::unsettled_pages(), now; left; left = now) {
+    now = static_cast<long>(onnxport::settle());
+    pages++;
+    if (now >= left) std::printf("none was settled 1 1 1\n");
+  }
+  is_done = true;
+  reader.join();
+  std::printf("settled %ld %ld\n", pages, huge());
+  print_sizes("huge");
+}
+
 }  // namespace
 
-int main() {
+int main(int count, char**) {
+  if (count > 1) {  // each page is slow
+    onnxport::set_slow_page_ns(-1);
+    settle_pages();
+    return 0;
+  }
   print_sizes("before");
   {
     Tensors tensors;
@@ -61,6 +104,7 @@ int main() {
       tensors.push_back(std::make_unique<Tensor>(bytes, static_cast<int>(tensors.size()) + 1));
     print_whole("taken", tensors);
     print_sizes("full");
+    if (onnxport::set_slow_page_ns(1'000'000'000'000) < 1'000'000) std::printf("hasty 1 1 1\n");
     tensors[4].reset();  // 90 MiB, between others
     print_whole("left", tensors);
     print_sizes("freed");

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from benchmarks import compare, curves, pairs, results, run_all, runner
+from benchmarks import cold, compare, curves, pairs, results, run_all, runner
 from benchmarks.pairs import OURS, Pair, Run, Store
 from benchmarks.peers.registry import PEERS
 from benchmarks.workloads import WORKLOADS, Request, Workload, seed_of, summary
@@ -25,8 +26,10 @@ def figures(value: float) -> dict[str, float]:
     return dict.fromkeys(results.TITLES, value)
 
 
-def both(number: int, ours: float, theirs: float, workload: str = "W1") -> list[Run]:
-    pair = Pair(number, "peer", "core")
+def both(
+    number: int, ours: float, theirs: float, workload: str = "W1", group: str = "core"
+) -> list[Run]:
+    pair = Pair(number, "peer", group)
     return [
         Run(pair, side, (workload,), {workload: figures(value)})
         for side, value in ((OURS, ours), ("peer", theirs))
@@ -185,6 +188,70 @@ def test_a_run_may_use_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.figures == {"W1": {"refused": 0}}
 
 
+def told(seconds: float | str) -> str:
+    """Code that tells a cold start, whatever `seconds` is when it runs, and then goes on."""
+    figures = f"workload='cold', first_token_s={seconds}, peak_rss_mib=7"
+    return f"import json, time; print(json.dumps(dict({figures})), flush=True); time.sleep(60)"
+
+
+def test_cold_starts_take_turns_and_the_first_of_each_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "turns"
+
+    def side(name: str, seconds: Sequence[int]) -> list[str]:
+        write = f"import pathlib, sys; p = pathlib.Path({str(path)!r}); f = p.open('a'); "
+        write += f"f.write({name!r}); f.close(); assert sys.argv[1:] == ['--workloads', 'W1']; "
+        which = f"{list(seconds)!r}[p.read_text().count({name!r}) - 1]"
+        return script(write + told(which))
+
+    sides = {OURS: side("a", [90, 1, 5, 2]), "peer": side("b", [0, 4, 3, 30])}
+    pair = Pair(0, "peer", cold.COLD)
+    ours, theirs = cold.by_turns(pair, sides, 3, 60)
+    assert path.read_text() == "abababab"
+    assert ours.figures == {"cold": {"first_token_s": 2, "peak_rss_mib": 7}}
+    assert theirs.figures["cold"]["first_token_s"] == 4
+    assert ours.failed is theirs.failed is None
+    store = Store(tmp_path / "results.jsonl")
+    store.replace(pair, [ours, theirs])
+    assert Store(tmp_path / "results.jsonl").whole(pair, [cold.COLD], retry=True)
+
+
+def test_who_cannot_start_is_not_started_again(tmp_path: Path) -> None:
+    path = tmp_path / "turns"
+    fails = script(f"open({str(path)!r}, 'a').write('x'); open('/no/such/folder/file')")
+    pair = Pair(0, "peer", cold.COLD)
+    ours, theirs = cold.by_turns(pair, {OURS: script(told(1)), "peer": fails}, 2, 60)
+    assert ours.figures["cold"]["first_token_s"] == 1
+    assert theirs.figures == {}
+    assert theirs.failed is not None
+    assert theirs.failed.startswith("exit code 1: ")
+    assert "/no/such" not in theirs.failed
+    assert path.read_text() == "x"
+
+
+def test_a_start_has_bytecode_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    code = "import sys; " + told("int(sys.dont_write_bytecode)")
+    assert cold.start(script(code))["first_token_s"] == 0
+    with pytest.raises(cold.StartError, match=r"^not done within 0.1 s$"):
+        cold.start(script("import time; time.sleep(60)"), 0.1)
+
+
+def test_what_is_compared_is_started_once_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "turns"
+
+    def side(name: str) -> str:
+        code = f"p = open({str(path)!r}, 'a'); p.write({name!r}); p.close(); {told(1)}"
+        return shlex.join(script(code))
+
+    arguments = ["compare", "--a", side("a"), "--b", side("b"), "--rounds", "2", "--cold"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    compare.main()
+    assert path.read_text() == "ababab"
+    assert "| cold | first_token_s | 1 (1–1) | 1 (1–1) | 1.00 |" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_run_that_does_not_end() -> None:
     line = json.dumps({"workload": "W1", "wall_s": 1.0})
@@ -218,10 +285,17 @@ def test_what_one_side_lacks_is_not_compared() -> None:
 
 
 def test_tables_are_in_order() -> None:
-    names = ["C128", "S64", "W2", "cold", "S8", "W1", "C16384"]
+    names = ["C128", "S64", "W2", "S8", "W1", "C16384"]
     runs = [run for n, name in enumerate(names) for run in both(n, 1.0, 1.0, name)]
+    runs += both(0, 1.0, 1.0, "cold", group="cold")
     found = list(dict.fromkeys(one.workload for one in results.compare(runs)))
     assert found == ["cold", "W1", "W2", "S8", "S64", "C128", "C16384"]
+
+
+def test_starts_before_workloads_are_no_cold_starts() -> None:
+    assert results.compare(both(0, 1.0, 1.0, "cold")) == []
+    [first, *_] = results.compare(both(0, 1.0, 2.0, "cold", group="cold"))
+    assert (first.figure, first.ratios) == ("first_token_s", (2.0,))
 
 
 def test_a_column_a_peer() -> None:
@@ -289,7 +363,7 @@ def test_our_runner(tmp_path: Path) -> None:
     ):
         subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=True, capture_output=True)
     command = [sys.executable, "-m", "benchmarks.run_onnxport", str(artifact)]
-    options = ["--threads", "1", "--highest-id", "500", "--repeat", "2"]
+    options = ["--threads", "1", "--highest-id", "500", "--repeat", "2", "--settle-s", "0"]
     found = pairs.run(PAIR, OURS, [*command, *options], ["S2", "W5"], 120)
     assert found.failed is None
     assert set(found.figures) == {"cold", "S2", "W5"}
@@ -299,8 +373,8 @@ def test_our_runner(tmp_path: Path) -> None:
     into: compare.Figures = defaultdict(list)
     compare.collect(" ".join([*command, *options, "--workloads", "S1"]), into)
     assert len(into["S1", "wall_s"]) == 2
-    cold: compare.Figures = defaultdict(list)
-    compare.collect(" ".join([*command, *options, "--workloads", "S1"]), cold, is_cold=True)
-    assert set(cold) == {("cold", "first_token_s"), ("cold", "peak_rss_mib")}
+    starts: compare.Figures = defaultdict(list)
+    compare.collect(" ".join([*command, *options, "--workloads", "S1"]), starts, is_cold=True)
+    assert set(starts) == {("cold", "first_token_s"), ("cold", "peak_rss_mib")}
     with pytest.raises(SystemExit, match="printed no figures"):
-        compare.collect(f"{sys.executable} -c pass", cold, is_cold=True)
+        compare.collect(f"{sys.executable} -c pass", starts, is_cold=True)

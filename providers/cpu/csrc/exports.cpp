@@ -5,6 +5,7 @@
 
 #include "kernels.h"
 #include "matmul.h"
+#include "pages.h"
 
 #if defined(_WIN32)
 #define ONNXPORT_EXPORT extern "C" __declspec(dllexport)
@@ -39,6 +40,17 @@ ONNXPORT_EXPORT const char* onnxport_cpu_matmul_isa() {
 // As onnxport_cpu_set_isa.
 ONNXPORT_EXPORT int onnxport_cpu_set_matmul_isa(const char* name) {
   return onnxport::set_matmul_isa(name);
+}
+
+// Makes one more huge page of the small ones that weights lie on; returns how many are left.
+ONNXPORT_EXPORT int64_t onnxport_cpu_settle() { return onnxport::settle(); }
+
+// How many huge pages weights could have instead of small ones.
+ONNXPORT_EXPORT int64_t onnxport_cpu_unsettled_pages() { return onnxport::unsettled_pages(); }
+
+// For tests: the time of a huge page that is slow. Returns what it was.
+ONNXPORT_EXPORT int64_t onnxport_cpu_set_slow_page_ns(int64_t slow_ns) {
+  return onnxport::set_slow_page_ns(slow_ns);
 }
 
 // Size of the Problem structure, so that a caller can check its own declaration of it.

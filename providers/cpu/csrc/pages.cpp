@@ -5,9 +5,11 @@
 #if defined(__linux__)
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <vector>
 #endif
@@ -24,8 +26,30 @@ constexpr uintptr_t kLine = 64;
 
 uintptr_t round_up(uintptr_t value, uintptr_t unit) { return (value + unit - 1) / unit * unit; }
 
+#if defined(MADV_COLLAPSE)
+constexpr int kCollapse = MADV_COLLAPSE;
+#else
+constexpr int kCollapse = 25;  // since Linux 6.1; an older one, or no such wish, leaves small pages
+#endif
+
+// To make 2 MiB of zeros takes a quarter of a millisecond, on slow processors one.
+constexpr int64_t kSlowPageNs = 2'000'000;
+constexpr int kSlowPages = 3;  // in a row: one may have been interrupted
+// One in eight is probed, the first of a tensor among them; those that pack it write to the others.
+constexpr uintptr_t kProbeStep = 8 * kHugePage;
+
+std::atomic<int64_t> slow_page_ns{kSlowPageNs};
+
+int64_t thread_ns() {
+  timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+}
+
 std::mutex region_mutex;
 std::weak_ptr<Region> last_region;  // the one with room; it lives as long as what lies in it
+std::vector<std::weak_ptr<Region>> regions;
+int slow_in_row = 0;  // the last pages that were probed, in whichever region
 
 }  // namespace
 
@@ -37,6 +61,8 @@ class Region {
     if (mapped_ == MAP_FAILED) throw std::bad_alloc();
     next_ = round_up(reinterpret_cast<uintptr_t>(mapped_), kHugePage);
     end_ = next_ + mapped_bytes_ - kHugePage;
+    small_ = end_;
+    is_gone_.resize((end_ - next_) / kHugePage);
     madvise(reinterpret_cast<void*>(next_), end_ - next_, MADV_HUGEPAGE);  // a wish
   }
   Region(const Region&) = delete;
@@ -45,34 +71,113 @@ class Region {
 
   // Null where it has no room.
   uint8_t* take(uintptr_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
     if (bytes > end_ - next_) return nullptr;
     const uintptr_t taken = next_;
     next_ += round_up(bytes, kLine);  // end_ is at a line, too
+    if (small_ == end_) probe(round_up(taken, kHugePage), taken + bytes);
     return reinterpret_cast<uint8_t*>(taken);
   }
 
   // Others may lie here, and live on. A page at an end may be theirs, too.
   void give_back(const uint8_t* data, uintptr_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
     const auto address = reinterpret_cast<uintptr_t>(data);
     const uintptr_t begin = round_up(address, kHugePage);
     const uintptr_t end = (address + bytes) / kHugePage * kHugePage;
-    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+    if (begin >= end) return;
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+    for (uintptr_t page = begin; page < end; page += kHugePage) is_gone_[index(page)] = true;
+  }
+
+  // Whole small pages that are taken: what takes the rest of the last one may come yet.
+  int64_t num_small() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return small_ < next_ ? static_cast<int64_t>((next_ - small_) / kHugePage) : 0;
+  }
+
+  // Makes the next ones of these huge, and what is taken later, once there are none left.
+  void settle() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    while (small_ + kHugePage <= next_ && is_gone_[index(small_)]) small_ += kHugePage;
+    if (small_ + kHugePage <= next_) {
+      const auto page = reinterpret_cast<void*>(small_);
+      madvise(page, kHugePage, MADV_HUGEPAGE);
+      madvise(page, kHugePage, kCollapse);
+      small_ += kHugePage;
+    }
+    if (small_ + kHugePage <= next_) return;
+    madvise(reinterpret_cast<void*>(small_), end_ - small_, MADV_HUGEPAGE);
+    small_ = end_;
   }
 
  private:
+  size_t index(uintptr_t page) const { return is_gone_.size() - (end_ - page) / kHugePage; }
+
+  // Writes to some pages of a range that is new, and sees how long that takes. With region_mutex.
+  void probe(uintptr_t begin, uintptr_t end) {
+    for (uintptr_t page = begin; page < end; page += slow_in_row ? kHugePage : kProbeStep) {
+      const int64_t start = thread_ns();
+      *reinterpret_cast<volatile uint8_t*>(page) = 0;
+      slow_in_row = thread_ns() - start > slow_page_ns ? slow_in_row + 1 : 0;
+      if (slow_in_row < kSlowPages) continue;
+      small_ = page + kHugePage;
+      if (small_ < end_)
+        madvise(reinterpret_cast<void*>(small_), end_ - small_, MADV_NOHUGEPAGE);
+      return;
+    }
+  }
+
+  std::mutex mutex_;
   uintptr_t mapped_bytes_;
   void* mapped_;
   uintptr_t next_, end_;
+  uintptr_t small_;  // where small pages begin; end_: there are none
+  std::vector<bool> is_gone_;  // of each huge page, whether it was given back
 };
 
 WeightMemory::WeightMemory(size_t bytes) : bytes_(bytes), data_(nullptr) {
   const std::lock_guard<std::mutex> lock(region_mutex);
   region_ = last_region.lock();
   if (region_) data_ = region_->take(bytes);
-  if (data_) return;
-  region_ = std::make_shared<Region>(std::max<uintptr_t>(kRegion, bytes));
-  data_ = region_->take(bytes);
-  last_region = region_;
+  if (!data_) {
+    region_ = std::make_shared<Region>(std::max<uintptr_t>(kRegion, bytes));
+    data_ = region_->take(bytes);
+    last_region = region_;
+    const auto is_gone = [](const std::weak_ptr<Region>& one) { return one.expired(); };
+    regions.erase(std::remove_if(regions.begin(), regions.end(), is_gone), regions.end());
+    regions.push_back(region_);
+  }
+}
+
+int64_t set_slow_page_ns(int64_t slow_ns) { return slow_page_ns.exchange(slow_ns); }
+
+namespace {
+
+// The regions there are.
+std::vector<std::shared_ptr<Region>> living_regions() {
+  const std::lock_guard<std::mutex> lock(region_mutex);
+  std::vector<std::shared_ptr<Region>> living;
+  for (const std::weak_ptr<Region>& one : regions)
+    if (std::shared_ptr<Region> region = one.lock()) living.push_back(std::move(region));
+  return living;
+}
+
+}  // namespace
+
+int64_t unsettled_pages() {
+  int64_t pages = 0;
+  for (const auto& region : living_regions()) pages += region->num_small();
+  return pages;
+}
+
+int64_t settle() {
+  for (const auto& region : living_regions())
+    if (region->num_small()) {
+      region->settle();
+      break;
+    }
+  return unsettled_pages();
 }
 
 namespace {
@@ -125,6 +230,10 @@ WeightMemory::WeightMemory(size_t bytes)
     : region_(std::make_shared<Region>(bytes)), bytes_(bytes), data_(region_->data()) {}
 
 void forget_file_pages(const void*, size_t) {}
+
+int64_t set_slow_page_ns(int64_t) { return 0; }
+int64_t settle() { return 0; }
+int64_t unsettled_pages() { return 0; }
 #endif
 
 WeightMemory::~WeightMemory() { region_->give_back(data_, bytes_); }
