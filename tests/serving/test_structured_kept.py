@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
+from onnxport.serving.grammar import GrammarError
 from onnxport.serving.structured import sequence
 from onnxport.serving.structured.automaton import MOST_AT_ONCE, Automaton
 from onnxport.serving.structured.compiler import compile_grammar
 from onnxport.serving.structured.expression import UnknownSyntaxError
 from onnxport.serving.structured.kept import KeptMasks
-from onnxport.serving.structured.sequence import GrammarError, SequenceGrammar
+from onnxport.serving.structured.sequence import SequenceGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
 
 from .structured import LIMITS, PROMPT, ids_of, tokenizer, vocabulary
