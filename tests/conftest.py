@@ -3,6 +3,12 @@
 import os
 import signal
 import tempfile
+from importlib.util import find_spec
+
+if find_spec("hypothesis") is not None:  # where other wheels are tested, only conformance runs
+    from tests.tiers import register_profile
+
+    register_profile()
 
 
 def pytest_configure() -> None:

@@ -190,6 +190,7 @@ def test_ten_thousand_steps_of_faults(
     assert null_model(engine).closed
 
 
+@pytest.mark.slow
 async def test_hundreds_of_clients_that_come_and_go() -> None:
     dice = random.Random(11)
     faults = Faults(random.Random(12))

@@ -249,6 +249,7 @@ def test_an_empty_key_would_leave_a_door_open(
         keys(*arguments, variable=variable)
 
 
+@pytest.mark.slow
 def test_contradictions_are_told_before_anything_is_loaded(
     artifact: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -252,6 +252,7 @@ def test_this_machine() -> None:
     assert found["problems"] == []
 
 
+@pytest.mark.slow
 def test_an_artifact_on_this_machine(artifact: Path) -> None:
     done = onnxport("devices", artifact, "--json")
     assert (done.returncode, done.stderr) == (0, "")

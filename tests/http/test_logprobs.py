@@ -13,6 +13,7 @@ from onnxport.serving.http.logprobs import CompletionLogprobs, chat_logprobs
 from onnxport.serving.outputs import Logprob, TokenLogprobs
 from onnxport.serving.tokenizer import Tokenizer
 from tests.serving.tokenizers_for_tests import byte_fallback, byte_level
+from tests.tiers import examples
 
 from .conftest import RunningServer
 from .fake import events
@@ -94,7 +95,7 @@ def test_of_tokens_with_one_text_none_is_lost() -> None:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), st.integers(0, 9))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_offsets_count_the_characters_of_the_text(text: str, start: int) -> None:
     """Bytes one by one: each has the place of its character, in whatever pieces they come."""
     token_ids = [byte(one) for one in text.encode()]

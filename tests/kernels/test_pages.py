@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_memory_of_weights(tmp_path: Path) -> None:
     csrc, executable = ROOT / "providers/cpu/csrc", tmp_path / "driver"
     sources = [csrc / "pages.cpp", Path(__file__).with_name("pages_driver.cpp")]

@@ -21,6 +21,7 @@ from onnxport.serving.structured.compiler import CompileLimits, GrammarCompiler
 from onnxport.serving.structured.sequence import SequenceGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
+from tests.tiers import examples
 
 from .helpers import null_engine, reasons, run, submit, text, tokens
 from .prophet import Prophet
@@ -104,7 +105,7 @@ requests = st.lists(
 
 
 @given(requests, st.sampled_from([{}, {"num_blocks": 110, "max_num_batched_tokens": 9}]))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_in_any_company(asked: list[Any], options: dict[str, Any]) -> None:
     """Batched, chunked, forked and preempted, texts have their form and the tokens of one alone."""
     together = engine(**options)

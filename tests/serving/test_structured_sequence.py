@@ -20,6 +20,7 @@ from onnxport.serving.structured.sequence import SequenceGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
 from onnxport.serving.tokenizer import Tokenizer
+from tests.tiers import examples
 
 from .structured import LIMITS, PADDING, PROMPT, compiled, ids_of, tokenizer, vocabulary
 from .tokenizers_for_tests import EOS, byte_fallback, byte_level
@@ -47,7 +48,7 @@ def possible(written: bytes) -> set[int]:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_masks_against_a_slow_reference(seed: int) -> None:
     rng = np.random.default_rng(seed)
     grammar = compiled(CHOICE).sequence(len(PROMPT))
@@ -79,7 +80,7 @@ def walk(grammar: SequenceGrammar, tokens: array[int], rng: np.random.Generator)
 
 
 @given(FORMS, st.integers(0, 2**32), st.lists(st.integers(0, 6), min_size=1, max_size=12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_drafts_leave_no_trace(form: StructuredOutputs, seed: int, lengths: list[int]) -> None:
     """Masks after each token of a draft are those without one; a wrong draft changes nothing."""
     rng = np.random.default_rng(seed)
