@@ -34,7 +34,7 @@ REQUESTS = 200
 # Scenarios. `simulate` itself checks the engine's invariants at the end, and that nobody is left.
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", every(4, SCENARIOS))
 def test_every_request_ends_once(name: str) -> None:
     scenario = SCENARIOS[name]
     run = simulate(scenario, REQUESTS)
@@ -45,6 +45,7 @@ def test_every_request_ends_once(name: str) -> None:
     assert run.ttft_s.p50 <= run.ttft_s.p90 <= run.ttft_s.p99 <= run.ttft_s.most <= run.virtual_s
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_figures() -> None:
     def figures(seed: int) -> Figures:
         return replace(simulate(chat(), REQUESTS, seed), real_s=0.0)

@@ -24,8 +24,6 @@ Exported = tuple[PreTrainedModel, Artifact]
 FAST = {
     "llama",
     "llama-mqa-biases",
-    "llama-tied",
-    "llama-llama3",
     "mistral-window",
     "qwen2",
     "qwen3",
