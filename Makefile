@@ -35,7 +35,7 @@ bench: $(VENV)/test-installed  ## every peer, its environment included; see docs
 
 fast: dev  ## what to run while working: no install step after the first, under three minutes
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	PYTHONPATH=$(CURDIR)/.dev $(BIN)/pytest -m "not slow" -x -n auto
+	PYTHONPATH=$(CURDIR)/.dev $(BIN)/pytest -m "not slow" --hypothesis-profile=fast -x -n auto
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .

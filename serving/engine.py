@@ -16,34 +16,33 @@ from onnxport.errors import (
     RequestError,
 )
 from onnxport.graphs.spec import ArchSpec
+from onnxport.kv.table import Reservation
 from onnxport.providers.base import Capabilities, Model
 from onnxport.serving import sampling
 from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.config import EngineConfig
-from onnxport.serving.deadlines import Deadlines
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.events import Listener, StepRecord
 from onnxport.serving.fallback import Loss, Standby
-from onnxport.serving.grammar import told
-from onnxport.serving.growth import Growth, grow, prompt_logprobs
+from onnxport.serving.growth import Growth
 from onnxport.serving.guesses import NO_DRAFTS, Drafts, Guesses, Guessing
 from onnxport.serving.intake import Intake
 from onnxport.serving.limits import remaining_total
 from onnxport.serving.masks import MaskThread
-from onnxport.serving.outputs import CompletionDelta, FinishReason
+from onnxport.serving.outputs import CompletionDelta, Failure
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.retries import Retries
 from onnxport.serving.runtime import Runtime
+from onnxport.serving.sampler import RowLogprobs
 from onnxport.serving.sampling import Drawn, with_siblings
+from onnxport.serving.sequences import Sequences
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.structured.compiler import GrammarCompiler
 from onnxport.serving.tally import Tally
 from onnxport.serving.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-NOTHING = Growth()
 
 
 class Engine:
@@ -87,15 +86,21 @@ class Engine:
         self._clock = clock
         self._runtime = runtime
         self._scheduler = runtime.scheduler
-        self._eos_token_ids = eos_token_ids
         self._intake = Intake(
             runtime.limits, config, runtime.rows, tokenizer, eos_token_ids, runtime.adapters
         )
         self._tally = Tally()
-        self._requests: dict[str, list[Request]] = {}  # unfinished sequences by request
-        self._deadlines = Deadlines()
         self._retries = Retries(runtime.tokens)
         self._guessing = Guessing(speculator)
+        self._sequences = Sequences(
+            runtime.scheduler,
+            runtime.adapters,
+            self._guessing,
+            self._tally,
+            clock,
+            tokenizer,
+            eos_token_ids,
+        )
         self._masks = MaskThread()
         self._sampling_threads = sampling_threads
         self._closed = False
@@ -186,7 +191,7 @@ class Engine:
             raise OnnxportError("the engine is closed and takes no more requests")
         if self.failure is not None:
             raise DeviceLostError(self.failure)
-        if request.request_id in self._requests:
+        if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         if self.queue_room(request.options) < 1:
             raise self.overload()
@@ -198,10 +203,7 @@ class Engine:
             self.adapters.hold(request.adapter)
         group = with_siblings(request)  # which may not stay together in the scheduler
         self._scheduler.submit(request)
-        self._requests[request.request_id] = list(group)
-        self._tally.prompt_tokens += request.num_prompt_tokens
-        self._deadlines.add(group, len(self._requests))
-        self._tally.tell("queued", request, request.times.arrival_s)
+        self._sequences.add(group)
 
     def overload(self) -> OverloadedError:
         """Count a request that finds the queue full, and return the error for it."""
@@ -217,7 +219,7 @@ class Engine:
 
     def abort(self, request_id: str) -> list[CompletionDelta]:
         """End a request now; returns the last deltas of its sequences, none if it is unknown."""
-        return self._end_all(self._requests.get(request_id, ()), "abort")
+        return self._sequences.abort(request_id)
 
     def step(self) -> list[CompletionDelta]:
         """Compute one batch; returns what it added to each sequence.
@@ -228,7 +230,7 @@ class Engine:
         is lost, a fallback takes over and computes all requests again from their tokens; without
         one they end with "error", and the engine has failed.
         """
-        deltas = self._expire()
+        deltas = self._sequences.expire()
         try:
             loading = self._runtime.load()
             drafts = NO_DRAFTS if self._guessing.rests() else self._guess()
@@ -250,14 +252,12 @@ class Engine:
         self._scheduler.check()
         self.adapters.check()
         running = {request for request in self._scheduler.requests() if request.running}
-        known = {one for group in self._requests.values() for one in group}
         waiting = {one for request in self._scheduler.requests() for one in request.siblings}
-        assert known == running | waiting | {*self._scheduler.requests()}
+        assert set(self._sequences) == running | waiting | {*self._scheduler.requests()}
 
     def close(self) -> list[CompletionDelta]:
         """Abort every unfinished request, save what is cached, free the model. Idempotent."""
-        groups = list(self._requests.values())
-        deltas = [delta for group in groups for delta in self._end_all(group, "abort")]
+        deltas = self._sequences.abort_all()
         if not self._closed:
             self._closed = True
             self._masks.close()
@@ -271,14 +271,6 @@ class Engine:
 
     # A step.
 
-    def _expire(self) -> list[CompletionDelta]:
-        """End the requests whose time is up."""
-        deltas: list[CompletionDelta] = []
-        if self._deadlines:
-            for request in self._deadlines.passed(self._clock()):
-                deltas += self._end(request, "timeout")
-        return deltas
-
     def _guess(self) -> Drafts:
         """Return tokens that may follow those of requests that decode, for the step to check."""
         if self._retries.careful:
@@ -287,22 +279,19 @@ class Engine:
         return self._guessing.next(self._scheduler.running, budget)
 
     def _execute(self, plan: StepPlan) -> list[CompletionDelta]:
+        """Reserve what a plan needs, compute it, commit it and deliver what came of it."""
         start_s = self._clock()
         reservation = self._scheduler.reserve(plan)
         for request in plan.preempted:
             self._tally.tell("preempted", request, start_s)
         try:
-            with self._masks.of(plan) as masks:
-                logits = self._runtime.compute(plan, reservation)
-            threads = self._sampling_threads
-            drawn = sampling.sample_step(plan, logits, masks(), threads)
-            scores = sampling.score_prompts(plan, logits, threads)
+            drawn, scores = self._compute(plan, reservation)
         except BaseException as error:
             self._scheduler.rollback(reservation)
             if isinstance(error, DeviceLostError) or not isinstance(error, Exception):
                 raise
             return self._fail(plan, error)
-        self._note_starts(plan, start_s)
+        self._sequences.start(plan, start_s)
         accepted = self._guessing.accept(plan, drawn)
         self._scheduler.commit(plan, reservation, accepted)
         for request, found in scores:
@@ -311,13 +300,27 @@ class Engine:
         self._retries.note_good()
         now = self._clock()
         num_before = self._tally.generation_tokens
-        deltas, gaps = self._deliver(drawn, now)
+        deltas, gaps = self._sequences.deliver(drawn, now)
         self._note_costs(plan, now - start_s)
         num_sampled = self._tally.generation_tokens - num_before
         rows = len(plan.requests)
         record = StepRecord(start_s, now, rows, plan.num_tokens, num_sampled, tuple(gaps))
         self._tally.note_step(record)
         return deltas
+
+    def _compute(
+        self, plan: StepPlan, reservation: Reservation
+    ) -> tuple[list[Drawn], list[tuple[Request, list[RowLogprobs]]]]:
+        """Pack, run and sample; changes nothing that a rollback does not undo.
+
+        Returns:
+            The tokens, and the log probabilities of prompts.
+        """
+        with self._masks.of(plan) as masks:
+            logits = self._runtime.compute(plan, reservation)
+        threads = self._sampling_threads
+        drawn = sampling.sample_step(plan, logits, masks(), threads)
+        return drawn, sampling.score_prompts(plan, logits, threads)
 
     def _note_costs(self, plan: StepPlan, elapsed_s: float) -> None:
         """Tell those who decide by measured times how long a step took."""
@@ -348,7 +351,7 @@ class Engine:
             )
             return []
         logger.error("request %s failed", requests[0].request_id, exc_info=error)
-        return self._end(requests[0], "error", Growth(error=f"{type(error).__name__}: {error}"))
+        return self._end(requests[0], Failure.of(error))
 
     def _fall_back(self, error: DeviceLostError) -> list[CompletionDelta]:
         """The device is gone: go on with another provider, or end every request."""
@@ -362,13 +365,17 @@ class Engine:
         deltas: list[CompletionDelta] = []
         for request in list(self._scheduler.requests()):
             if self.failure is not None:
-                deltas += self._end(request, "error", Growth(error=self.failure))
+                deltas += self._end(request, Failure(self.failure))
                 continue
             try:
                 self._fit(request)
             except CapacityError as reason:
-                deltas += self._end(request, "error", Growth(error=str(reason)))
+                deltas += self._end(request, Failure(str(reason)))
         return deltas
+
+    def _end(self, request: Request, failure: Failure) -> list[CompletionDelta]:
+        """End a sequence that nothing can be done for."""
+        return self._sequences.end(request, "error", Growth(failure=failure))
 
     def _fit(self, request: Request) -> None:
         """Let a request that was accepted for another model get no longer than this one takes.
@@ -379,124 +386,3 @@ class Engine:
         longest = remaining_total(len(request.tokens), request.max_total_tokens, self.capabilities)
         for one in with_siblings(request):
             one.max_total_tokens = longest
-
-    def _note_starts(self, plan: StepPlan, start_s: float) -> None:
-        """Note which requests this step starts, or lets go on after a preemption."""
-        for row, request in enumerate(plan.requests):
-            if not request.running:
-                if request.times.scheduled_s is None:
-                    request.times.scheduled_s = start_s
-                self._tally.tell("scheduled", request, start_s)
-            if request.siblings and row in plan.sampled:
-                for one in request.siblings:
-                    one.times.scheduled_s = start_s
-                    self._tally.tell("scheduled", one, start_s)
-
-    def _deliver(
-        self, drawn: Sequence[Drawn], now_s: float
-    ) -> tuple[list[CompletionDelta], list[float]]:
-        """Append the tokens that were drawn and end the sequences that are done.
-
-        Returns:
-            The deltas, and the times since the previous token of each that was not a first one.
-        """
-        deltas: list[CompletionDelta] = []
-        gaps: list[float] = []
-        for one in drawn:
-            request = one.request
-            if one.token_ids:
-                gaps += self._note_token(request, now_s)
-            if one.failure is not None:
-                self._scheduler.distrust(request)
-            try:
-                growth = grow(one, self._eos_token_ids, self._name)
-            except Exception as error:
-                logger.error("request %s failed", request.request_id, exc_info=error)
-                growth = Growth(reason="error", error=told(error))
-            self._tally.generation_tokens += len(growth.token_ids)
-            if growth.reason is not None:
-                deltas += self._end(request, growth.reason, growth)
-                continue
-            deltas.append(
-                CompletionDelta(
-                    request.request_id,
-                    request.index,
-                    growth.text,
-                    growth.token_ids,
-                    growth.logprobs,
-                    None,
-                    num_cached_tokens=request.num_cached_tokens,
-                    prompt_logprobs=prompt_logprobs(request, self._name),
-                )
-            )
-        return deltas, gaps
-
-    def _note_token(self, request: Request, now_s: float) -> list[float]:
-        """Note when a sequence got tokens; returns how long after the last ones, if there were."""
-        times = request.times
-        gaps = [] if times.last_token_s is None else [now_s - times.last_token_s]
-        times.last_token_s = now_s
-        if times.first_token_s is None:
-            times.first_token_s = now_s
-            self._tally.tell("first_token", request, now_s)
-        return gaps
-
-    def _name(self, token_id: int) -> str:
-        return self.tokenizer.token_text(token_id) if self.tokenizer else ""
-
-    # Ends.
-
-    def _end_all(self, group: Sequence[Request], reason: FinishReason) -> list[CompletionDelta]:
-        """End all sequences of a request."""
-        deltas: list[CompletionDelta] = []
-        for request in list(group):
-            if request.finish_reason is None:
-                deltas += self._end(request, reason)
-        return deltas
-
-    def _end(
-        self, request: Request, reason: FinishReason, last: Growth = NOTHING
-    ) -> list[CompletionDelta]:
-        """End a sequence, and siblings that still wait for it; the one place where they end."""
-        entries = prompt_logprobs(request, self._name)
-        text, stop_reason = last.text, last.stop_reason
-        cut = isinstance(stop_reason, str) or reason == "error"
-        if request.text is not None and not cut:
-            rest, stop = request.text.finish()
-            text += rest
-            if stop is not None:
-                reason, stop_reason = "stop", stop
-        self._scheduler.finish(request, reason)
-        now = self._clock()
-        deltas = []
-        for one in with_siblings(request):
-            first = one is request
-            deltas.append(
-                CompletionDelta(
-                    request_id=one.request_id,
-                    index=one.index,
-                    text=text if first else "",
-                    token_ids=last.token_ids if first else (),
-                    logprobs=last.logprobs if first else None,
-                    finish_reason=reason,
-                    stop_reason=stop_reason if first else None,
-                    num_cached_tokens=one.num_cached_tokens,
-                    error=last.error,
-                    prompt_logprobs=entries if first else None,
-                )
-            )
-            self._forget(one, reason, now)
-        return deltas
-
-    def _forget(self, request: Request, reason: FinishReason, now_s: float) -> None:
-        """Let go of a sequence that has ended."""
-        request.text = None
-        request.grammar = None
-        self._guessing.forget(request)
-        group = self._requests[request.request_id]
-        group.remove(request)
-        if not group:
-            del self._requests[request.request_id]
-            if request.adapter is not None:
-                self.adapters.release(request.adapter)
-        self._tally.note_end(request, reason, now_s)

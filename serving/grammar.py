@@ -10,18 +10,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import OnnxportError
-from onnxport.serving.outputs import Refusal
+from onnxport.serving.outputs import Failure
 
 
 class GrammarError(OnnxportError):
-    """A grammar reached a limit in the middle of a text, or got a token that it forbids."""
+    """A grammar reached a limit in the middle of a text: it asks for too much."""
 
 
-def told(error: Exception) -> str:
+class ForbiddenTokenError(OnnxportError):
+    """A grammar got a token that it forbids: its mask was not kept to, which is a fault of ours."""
+
+
+def failure_of(error: Exception) -> Failure:
     """Return why a sequence ends that a step could not go on with."""
     if isinstance(error, GrammarError):
-        return Refusal(f"the grammar of the request failed: {error}; make it simpler")
-    return f"{type(error).__name__}: {error}"
+        message = f"the grammar of the request failed: {error}; make it simpler"
+        return Failure(message, refused=True)
+    if isinstance(error, ForbiddenTokenError):
+        return Failure(f"internal error: {error}. The request is not to blame; please report this")
+    return Failure.of(error)
 
 
 class Grammar(Protocol):

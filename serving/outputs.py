@@ -10,10 +10,17 @@ FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error", "timeout")
 
 
-class Refusal(str):
-    """An error that the request itself is to blame for: sent again, it would fail again."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a sequence ended with "error"."""
 
-    __slots__ = ()
+    message: str
+    refused: bool = False  # the request itself is to blame: sent again, it would fail again
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Return the failure of a request that an error, which is not its fault, has ended."""
+        return cls(f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,5 +90,10 @@ class CompletionDelta:
     finish_reason: FinishReason | None  # set exactly once, on the last delta
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0  # prompt tokens whose K/V were not computed for this request
-    error: str | None = None  # why finish_reason is "error"
+    failure: Failure | None = None  # why finish_reason is "error"
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # with the first token of 0
+
+    @property
+    def error(self) -> str | None:
+        """What happened, where finish_reason is "error"."""
+        return None if self.failure is None else self.failure.message

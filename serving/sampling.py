@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.drawing import RowParams
-from onnxport.serving.grammar import told
-from onnxport.serving.outputs import Logprob, Refusal, TokenLogprobs
+from onnxport.serving.grammar import failure_of
+from onnxport.serving.outputs import Failure, Logprob, TokenLogprobs
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import (
     RowLogprobs,
@@ -38,9 +38,9 @@ from onnxport.serving.sampler import (
 logger = logging.getLogger(__name__)
 
 Mask = NDArray[np.uint32]
-Masks = Mapping[Request, "Mask | str"]  # what a grammar allows, or why it cannot say
+Masks = Mapping[Request, Mask | Failure]  # what a grammar allows, or why it cannot say
 Naming = Callable[[int], str]
-NOT_FINITE = "the model's logits are not finite numbers"
+NOT_FINITE = Failure("the model's logits are not finite numbers")
 NOTHING_LEFT = (
     "no token is left to draw: {} forbid all of them; allow more"  # names what the request has
 )
@@ -52,7 +52,7 @@ class Drawn(NamedTuple):
     request: Request
     token_ids: tuple[int, ...]  # the accepted ones of its draft, and the one after them
     logprobs: tuple[RowLogprobs, ...] | None = None  # one a token; None: not asked for
-    failure: str | None = None  # why there is no token after `token_ids`
+    failure: Failure | None = None  # why there is no token after `token_ids`
 
 
 class Position(NamedTuple):
@@ -99,7 +99,7 @@ def sample_step(
         first = ends[row] - 1 - len(draft)
         for request in with_siblings(plan.requests[row]):
             mask = masks.get(request) if request.grammar is not None else None
-            if isinstance(mask, str):
+            if isinstance(mask, Failure):
                 drawn.append(Drawn(request, (), None, mask))
                 continue
             drafts.append(draft)
@@ -119,7 +119,7 @@ def _accept(
     positions: Sequence[Position],
     drafts: Sequence[tuple[int, ...]],
     sampled: Sampled,
-    failed: Mapping[int, str],
+    failed: Mapping[int, Failure],
 ) -> list[Drawn]:
     """Keep of each sequence's tokens those up to the first that its draft did not guess."""
     drawn: list[Drawn] = []
@@ -142,7 +142,7 @@ def _accept(
 
 def _sample(
     positions: Sequence[Position], logits: NDArray[np.float32], num_threads: int | None
-) -> tuple[Sampled, dict[int, str]]:
+) -> tuple[Sampled, dict[int, Failure]]:
     """Draw a token for each position.
 
     Returns:
@@ -173,12 +173,12 @@ def sample_positions(
 
 def _failures(
     positions: Sequence[Position], logits: NDArray[np.float32], sampled: Sampled
-) -> dict[int, str]:
+) -> dict[int, Failure]:
     """Return why some positions have no token, by their number."""
     return {index: _reason(positions[index].request, logits[index]) for index in sampled.invalid}
 
 
-def _reason(request: Request, logits: NDArray[np.float32]) -> str:
+def _reason(request: Request, logits: NDArray[np.float32]) -> Failure:
     """Return why nothing can be drawn from `logits`, float32 [vocab]."""
     if not np.isfinite(logits.max()) or (request.rules is None and request.grammar is None):
         return NOT_FINITE
@@ -190,23 +190,23 @@ def _reason(request: Request, logits: NDArray[np.float32]) -> str:
         "the grammar": request.grammar is not None,
     }
     named = " and ".join(name for name, given in parts.items() if given)
-    return Refusal(NOTHING_LEFT.format(named))
+    return Failure(NOTHING_LEFT.format(named), refused=True)
 
 
 def _sample_one_by_one(
     positions: Sequence[Position], logits: NDArray[np.float32], num_threads: int | None
-) -> tuple[Sampled, dict[int, str]]:
+) -> tuple[Sampled, dict[int, Failure]]:
     """Draw each token by itself, so that the one that cannot be drawn fails alone."""
     tokens: list[int] = []
     logprobs: list[RowLogprobs | None] = []
-    failed: dict[int, str] = {}
+    failed: dict[int, Failure] = {}
     for index, position in enumerate(positions):
         row = logits[index : index + 1]
         try:
             one = sample_positions([position], row, num_threads)
         except Exception as error:
             one = Sampled([0], None, ())
-            failed[index] = f"{type(error).__name__}: {error}"
+            failed[index] = Failure.of(error)
         if one.invalid:
             failed[index] = _failures([position], row, one)[0]
         tokens += one.token_ids
@@ -253,9 +253,9 @@ def score_prompts(
     return found
 
 
-def grammar_masks(plan: StepPlan) -> dict[Request, Mask | str]:
+def grammar_masks(plan: StepPlan) -> dict[Request, Mask | Failure]:
     """Return what the grammars of a plan's sequences allow; see `sample_step`. Never raises."""
-    masks: dict[Request, Mask | str] = {}
+    masks: dict[Request, Mask | Failure] = {}
     for row in plan.sampled:
         for request in with_siblings(plan.requests[row]):
             if request.grammar is None:
@@ -264,7 +264,7 @@ def grammar_masks(plan: StepPlan) -> dict[Request, Mask | str]:
                 masks[request] = request.grammar.masks(request.tokens, plan.drafts.get(row, ()))
             except Exception as error:
                 logger.error("the grammar of %s failed", request.request_id, exc_info=error)
-                masks[request] = told(error)
+                masks[request] = failure_of(error)
     return masks
 
 

@@ -19,7 +19,7 @@ from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.engine import Engine
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
-from onnxport.serving.outputs import CompletionDelta
+from onnxport.serving.outputs import CompletionDelta, Failure
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.stats import EngineStats
@@ -349,10 +349,11 @@ class AsyncEngine:
         for call in calls:
             with contextlib.suppress(InvalidStateError):  # it is done, or nobody waits any more
                 call.set_exception(OnnxportError(message))
+        failure = Failure(message)
         for stream in streams:
             name = stream.request_id
             last = [
-                (stream, CompletionDelta(name, index, "", (), None, "error", error=message))
+                (stream, CompletionDelta(name, index, "", (), None, "error", failure=failure))
                 for index in sorted(stream.unfinished)
             ]
             try:

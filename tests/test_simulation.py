@@ -26,6 +26,7 @@ from benchmarks.simulate.plots import FIGURES, draw
 from benchmarks.simulate.scenarios import SCENARIOS, chat, contention, flood, mixed, uncached
 from benchmarks.simulate.traffic import Lengths, Stream, next_turns
 from onnxport.serving.config import EngineConfig
+from tests.tiers import every
 
 REQUESTS = 200
 
@@ -33,7 +34,7 @@ REQUESTS = 200
 # Scenarios. `simulate` itself checks the engine's invariants at the end, and that nobody is left.
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", every(4, SCENARIOS))
 def test_every_request_ends_once(name: str) -> None:
     scenario = SCENARIOS[name]
     run = simulate(scenario, REQUESTS)
@@ -44,6 +45,7 @@ def test_every_request_ends_once(name: str) -> None:
     assert run.ttft_s.p50 <= run.ttft_s.p90 <= run.ttft_s.p99 <= run.ttft_s.most <= run.virtual_s
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_figures() -> None:
     def figures(seed: int) -> Figures:
         return replace(simulate(chat(), REQUESTS, seed), real_s=0.0)
@@ -97,11 +99,13 @@ def test_refused_clients_try_again_until_their_patience_ends() -> None:
     assert run.refused == run.gave_up > 0
 
 
+@pytest.mark.slow
 def test_priorities_spare_short_requests_the_wait_behind_long_ones() -> None:
     fcfs, priority = (simulate(mixed(1.5, policy), 400) for policy in ("fcfs", "priority"))
     assert priority.tenants["chat"].ttft_s.p99 < fcfs.tenants["chat"].ttft_s.p99 / 2
 
 
+@pytest.mark.slow
 def test_fair_turns_spare_light_tenants_the_flood() -> None:
     for policy, spared in (("fcfs", False), ("fair", True)):
         run = simulate(flood(policy), 800)
@@ -110,6 +114,7 @@ def test_fair_turns_spare_light_tenants_the_flood() -> None:
         assert (max(light) < heavy / 4) == spared, (policy, light, heavy)
 
 
+@pytest.mark.slow
 def test_fair_turns_give_equal_shares_under_contention() -> None:
     fcfs, fair = (simulate(contention(policy), 1000).jain for policy in ("fcfs", "fair"))
     assert fair > 0.99
@@ -154,7 +159,7 @@ def test_fairness_measures() -> None:
 
 
 @pytest.mark.parametrize(("rows", "budget_tokens"), [(64, 512), (60, 64), (8, 32), (1, 16)])
-@pytest.mark.parametrize("length", [1, 15, 449, 450, 1500])
+@pytest.mark.parametrize("length", every(3, [1, 15, 449, 450, 1500]))
 def test_a_prompt_is_computed_in_time_while_all_others_decode(
     length: int, rows: int, budget_tokens: int
 ) -> None:
@@ -190,7 +195,7 @@ def test_a_flood_of_prompts_delays_a_token_by_one_full_step_at_most(rows: int, l
 
 
 @pytest.mark.parametrize("num_others", [1, 2, 5])
-@pytest.mark.parametrize("length", [1, 16, 17, 100])
+@pytest.mark.parametrize("length", every(3, [1, 16, 17, 100]))
 @pytest.mark.parametrize("warm_steps", [1, 2, 4, 7])
 def test_fair_turns_bound_a_prompt_beside_floods(
     num_others: int, length: int, warm_steps: int
@@ -199,6 +204,7 @@ def test_fair_turns_bound_a_prompt_beside_floods(
     assert fair.seen <= fair.bound
 
 
+@pytest.mark.slow
 def test_without_fair_turns_a_prompt_waits_for_the_whole_flood() -> None:
     fcfs = prompt_beside_tenants(100, "fcfs")
     assert fcfs.seen > 10 * fcfs.bound
@@ -216,6 +222,7 @@ def test_without_fair_turns_the_flood_takes_the_rows_first() -> None:
     assert starts_before("fcfs", 4, 100, 20) == 8  # all that were in the queue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_study_is_drawn_as_a_small_svg(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (the bench extra)")

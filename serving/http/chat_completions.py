@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
@@ -20,14 +21,31 @@ from onnxport.serving.http.generation import (
     Usage,
     collect,
     generate,
-    prompt_entries,
     token_logprobs,
     unless_disconnected,
 )
+from onnxport.serving.http.logprobs import chat_logprobs, prompt_entries
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.protocol import ChatRequest
 from onnxport.serving.http.tool_calls import Parsed, ParsedCall, ToolCallParser
-from onnxport.serving.outputs import CompletionDelta, Logprob, TokenLogprobs
+from onnxport.serving.outputs import CompletionDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a request decides about how its answer is told."""
+
+    names: frozenset[str]  # of the functions that were offered
+    named: bool  # whether `tool_choice` has the name of one
+    top: int | None  # log probabilities of each position; None: none are told
+
+    def finish_reason(self, reason: str | None, called: bool) -> str | None:
+        """Return why a choice ended, which OpenAI, and vLLM after it, tells by how it was asked.
+
+        A call of the one function that may be called is a "stop", any other one is "tool_calls".
+        What was cut stays "length": calls may be missing.
+        """
+        return "tool_calls" if called and not self.named and reason == "stop" else reason
 
 
 async def respond(service: Service, request: Request, body: ChatRequest) -> Response:
@@ -36,13 +54,17 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
     params = body.sampling_params(service.defaults)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     tools = body.offered_tools()
-    names = {tool["function"]["name"] for tool in tools}
+    told = Told(
+        frozenset(tool["function"]["name"] for tool in tools),
+        body.named_function is not None,
+        params.logprobs,
+    )
     prompt = await asyncio.to_thread(_encode, service, body, tools)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     header = Header.new("chatcmpl", kind, body.model)
     job = Job([prompt], params, options, header.id)
     if body.stream:
-        return await sse.respond(request, _chunks(service, job, header, names, body.include_usage))
+        return await sse.respond(request, _chunks(service, job, header, told, body.include_usage))
     usage = Usage(job)
 
     async def whole() -> dict[str, Any]:
@@ -50,11 +72,8 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
             results = await collect(deltas, usage)
         more: dict[str, Any] = {}
         if params.prompt_logprobs is not None:
-            more["prompt_logprobs"] = prompt_entries(results[0])
-        choices = [
-            _whole(service, index, each, names, params.logprobs)
-            for index, each in enumerate(results)
-        ]
+            more["prompt_logprobs"] = prompt_entries(results[0].prompt_logprobs)
+        choices = [_whole(service, index, each, told) for index, each in enumerate(results)]
         return header.body(choices, usage=usage.body(), **more)
 
     return JSONResponse(await unless_disconnected(request, whole()))
@@ -71,20 +90,22 @@ def _encode(service: Service, body: ChatRequest, tools: list[dict[str, Any]]) ->
     return service.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
 
-def _whole(
-    service: Service, index: int, result: Collected, names: set[str], top: int | None
-) -> dict[str, Any]:
+def _whole(service: Service, index: int, result: Collected, told: Told) -> dict[str, Any]:
     """Return a choice that has ended."""
-    message, called = _message(result.text, names)
+    message, called = _message(result.text, told.names)
+    logprobs = None
+    if told.top is not None:
+        logprobs = chat_logprobs(service.tokenizer, result.logprobs, told.top)
     return {
         "index": index,
         "message": message,
-        "logprobs": None if top is None else _logprobs(service, result.logprobs, top),
-        "finish_reason": "tool_calls" if called else result.finish_reason,
+        "logprobs": logprobs,
+        "finish_reason": told.finish_reason(result.finish_reason, called),
+        "stop_reason": result.stop_reason,
     }
 
 
-def _message(text: str, names: set[str]) -> tuple[dict[str, Any], bool]:
+def _message(text: str, names: frozenset[str]) -> tuple[dict[str, Any], bool]:
     """Return the assistant's message, and whether it calls tools."""
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if not names:
@@ -100,13 +121,12 @@ def _message(text: str, names: set[str]) -> tuple[dict[str, Any], bool]:
 
 
 async def _chunks(
-    service: Service, job: Job, header: Header, names: set[str], include_usage: bool
+    service: Service, job: Job, header: Header, told: Told, include_usage: bool
 ) -> sse.Chunks:
     """Yield the chunks of a stream, each of one choice, and the usage at the end if asked for."""
     usage = Usage(job)
     no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
-    top = job.params.logprobs
-    choices = [_Streamed(service, index, names, top) for index in range(job.num_choices)]
+    choices = [_Streamed(service, index, told) for index in range(job.num_choices)]
     async with aclosing(generate(service.engine, job)) as deltas:
         async for index, delta in deltas:
             usage.add(index, delta)
@@ -119,11 +139,11 @@ async def _chunks(
 class _Streamed:
     """One choice of a stream: the role, the content and the calls, the finish reason."""
 
-    def __init__(self, service: Service, index: int, names: set[str], top: int | None) -> None:
+    def __init__(self, service: Service, index: int, told: Told) -> None:
         self._service = service
         self._index = index
-        self._top = top  # log probabilities of each position; None for none
-        self._parser = ToolCallParser(names) if names else None
+        self._told = told
+        self._parser = ToolCallParser(told.names) if told.names else None
         self._num_calls = 0
         self._started = False
 
@@ -133,18 +153,19 @@ class _Streamed:
             self._started = True
             yield self._choice({"role": "assistant", "content": ""})
         logprobs = None
-        if delta.logprobs and self._top is not None:
-            logprobs = _logprobs(self._service, token_logprobs(delta), self._top)
+        if delta.logprobs and self._told.top is not None:
+            tokenizer = self._service.tokenizer
+            logprobs = chat_logprobs(tokenizer, token_logprobs(delta), self._told.top)
         parsed = self._parse(delta)
         if parsed.content or logprobs:
             yield self._choice({"content": parsed.content}, logprobs)
         for call in parsed.calls:
-            told = {"index": self._num_calls, **_tool_call(call)}
+            numbered = {"index": self._num_calls, **_tool_call(call)}
             self._num_calls += 1
-            yield self._choice({"tool_calls": [told]})
+            yield self._choice({"tool_calls": [numbered]})
         if delta.finish_reason:
-            reason = "tool_calls" if self._num_calls else delta.finish_reason
-            yield self._choice({}, finish_reason=reason)
+            reason = self._told.finish_reason(delta.finish_reason, self._num_calls > 0)
+            yield {**self._choice({}, finish_reason=reason), "stop_reason": delta.stop_reason}
 
     def _parse(self, delta: CompletionDelta) -> Parsed:
         if self._parser is None:
@@ -175,22 +196,3 @@ def _tool_call(call: ParsedCall) -> dict[str, Any]:
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }
-
-
-def _logprobs(
-    service: Service, tokens: Sequence[tuple[int, TokenLogprobs]], top: int
-) -> dict[str, Any]:
-    """Return OpenAI's log probabilities of a chat, with the `top` likeliest of each position."""
-    content = []
-    for token_id, candidates in tokens:
-        ranked = sorted(candidates, key=lambda one: candidates[one].rank)
-        likeliest = [_token(service, one, candidates[one]) for one in ranked[:top]]
-        told = _token(service, token_id, candidates[token_id])
-        content.append({**told, "top_logprobs": likeliest})
-    return {"content": content, "refusal": None}
-
-
-def _token(service: Service, token_id: int, one: Logprob) -> dict[str, Any]:
-    """Return a token with its bytes, which tell where its text is a part of a character."""
-    known = service.tokenizer.token_bytes(token_id)
-    return {"token": one.decoded_token, "logprob": one.logprob, "bytes": list(known)}

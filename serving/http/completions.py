@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -19,15 +19,18 @@ from onnxport.serving.http.generation import (
     Usage,
     collect,
     generate,
-    prompt_entries,
     token_logprobs,
     unless_disconnected,
+)
+from onnxport.serving.http.logprobs import (
+    CompletionLogprobs,
+    extend,
+    no_logprobs,
+    prompt_entries,
 )
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.protocol import CompletionRequest
 from onnxport.serving.outputs import TokenLogprobs
-
-LOGPROB_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # OpenAI's
 
 
 async def respond(service: Service, request: Request, body: CompletionRequest) -> Response:
@@ -58,7 +61,7 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
             prompt = prompts[index // params.n] if body.echo else []
             choice = _whole(service, index, echo, result, prompt, body)
             if params.prompt_logprobs is not None and body.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = prompt_entries(result)
+                choice["prompt_logprobs"] = prompt_entries(result.prompt_logprobs)
             choices.append(choice)
         return choices
 
@@ -72,18 +75,18 @@ async def _chunks(
     """Yield the chunks of a stream: text as it comes, and the usage at the end if asked for."""
     usage = Usage(job)
     no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
-    offsets = [TextOffsets(len(echo)) for echo in echoes]
+    told = [CompletionLogprobs(service.tokenizer, len(echo)) for echo in echoes]
     pending = list(echoes)  # told with the first delta of each choice
     async with aclosing(generate(service.engine, job)) as deltas:
         async for index, delta in deltas:
             usage.add(index, delta)
             logprobs = None
             if job.params.logprobs is not None:
-                logprobs = offsets[index].body(token_logprobs(delta))
+                logprobs = told[index].body(token_logprobs(delta))
             text, pending[index] = pending[index] + delta.text, ""
             if text or delta.finish_reason or (logprobs and logprobs["tokens"]):
-                choice = _choice(index, text, logprobs, delta.finish_reason)
-                yield header.body([choice], **no_usage)
+                ends = (delta.finish_reason, delta.stop_reason)
+                yield header.body([_choice(index, text, logprobs, *ends)], **no_usage)
     if include_usage:
         yield header.body([], usage=usage.body())
 
@@ -99,7 +102,7 @@ def _whole(
     """Return a choice that has ended.
 
     Args:
-        service: names the first token of a prompt, which has no log probability.
+        service: names tokens.
         index: of the choice.
         echo: the prompt's text, where it is wanted back.
         result: the completion.
@@ -107,28 +110,20 @@ def _whole(
         body: of the request.
     """
     text, tokens = echo + result.text, result.logprobs
-    if body.only_prompt:
-        text, tokens = echo, []
+    ends = (result.finish_reason, result.stop_reason)
+    if body.only_prompt:  # a token was generated that nobody asked for
+        text, tokens, ends = echo, [], ("length", None)
     logprobs = None
     if body.logprobs is not None:
-        offsets = TextOffsets(0 if prompt else len(echo))
-        logprobs = _no_logprobs()
+        lists = CompletionLogprobs(service.tokenizer, 0 if prompt else len(echo))
+        logprobs = no_logprobs()
         if prompt:
-            logprobs = offsets.first(service.tokenizer.token_text(prompt[0]))
+            logprobs = lists.first(prompt[0])
             told = zip(prompt[1:], (result.prompt_logprobs or ())[1:], strict=True)
             rest = [(token_id, entry) for token_id, entry in told if entry is not None]
-            _extend(logprobs, offsets.body(_likeliest(rest, body.logprobs)))
-        _extend(logprobs, offsets.body(tokens))
-    return _choice(index, text, logprobs, result.finish_reason)
-
-
-def _no_logprobs() -> dict[str, Any]:
-    return {name: [] for name in LOGPROB_LISTS}
-
-
-def _extend(logprobs: dict[str, Any], more: Mapping[str, Any]) -> None:
-    for name, values in more.items():
-        logprobs[name] += values
+            extend(logprobs, lists.body(_likeliest(rest, body.logprobs)))
+        extend(logprobs, lists.body(tokens))
+    return _choice(index, text, logprobs, *ends)
 
 
 def _likeliest(
@@ -145,9 +140,19 @@ def _likeliest(
 
 
 def _choice(
-    index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+    index: int,
+    text: str,
+    logprobs: dict[str, Any] | None,
+    finish_reason: str | None,
+    stop_reason: int | str | None,
 ) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    return {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+        "stop_reason": stop_reason,
+    }
 
 
 def _encode(service: Service, given: list[str | list[int]], special: bool) -> list[list[int]]:
@@ -162,32 +167,3 @@ def _texts(service: Service, given: list[str | list[int]]) -> list[str]:
     """Return the text of each prompt."""
     decode = service.tokenizer.decode
     return [one if isinstance(one, str) else decode(one) for one in given]
-
-
-class TextOffsets:
-    """Builds the log probabilities of the completions endpoint, which count characters."""
-
-    def __init__(self, offset: int) -> None:
-        self._offset = offset
-
-    def first(self, text: str) -> dict[str, Any]:
-        """Return the lists for the first token of a prompt, which nothing predicts."""
-        self._offset += len(text)
-        return dict(
-            zip(LOGPROB_LISTS, ([text], [None], [None], [self._offset - len(text)]), strict=True)
-        )
-
-    def body(self, tokens: Sequence[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
-        """Return OpenAI's four parallel lists for the next tokens."""
-        texts: list[str] = []
-        values: list[float] = []
-        top: list[dict[str, float]] = []
-        offsets: list[int] = []
-        for token_id, candidates in tokens:
-            sampled = candidates[token_id]
-            texts.append(sampled.decoded_token)
-            values.append(sampled.logprob)
-            top.append({one.decoded_token: one.logprob for one in candidates.values()})
-            offsets.append(self._offset)
-            self._offset += len(sampled.decoded_token)
-        return dict(zip(LOGPROB_LISTS, (texts, values, top, offsets), strict=True))

@@ -22,7 +22,7 @@ from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
 from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.errors import FINAL, SERVER_ERROR, ApiError
-from onnxport.serving.outputs import CompletionDelta, Refusal, TokenLogprobs
+from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.structured.spec import StructuredOutputs
@@ -233,6 +233,7 @@ class Collected:
 
     text: str = ""
     finish_reason: str | None = None
+    stop_reason: int | str | None = None  # the stop string or stop token that ended it
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # of its prompt
 
@@ -241,6 +242,7 @@ class Collected:
         self.text += delta.text
         self.logprobs += token_logprobs(delta)
         self.finish_reason = delta.finish_reason or self.finish_reason
+        self.stop_reason = delta.stop_reason
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
 
@@ -322,8 +324,8 @@ async def _merged(
 
 def _check(delta: CompletionDelta, options: RequestOptions) -> None:
     """Raise what ended a request otherwise than by its own parameters."""
-    if isinstance(delta.error, Refusal):
-        raise ApiError(400, delta.error)
+    if delta.failure is not None and delta.failure.refused:
+        raise ApiError(400, delta.failure.message)
     if delta.finish_reason == "error":
         raise ApiError(500, delta.error or "the engine failed on this request", kind=SERVER_ERROR)
     if delta.finish_reason == "abort":
@@ -389,22 +391,3 @@ async def collect(
             group = sorted(group, key=Collected.score, reverse=True)[: params.n]
         chosen += group
     return chosen
-
-
-def prompt_entries(result: Collected) -> list[dict[str, Any] | None] | None:
-    """Return vLLM's form of a prompt's log probabilities; None unless they were asked for."""
-    if result.prompt_logprobs is None:
-        return None
-    return [
-        None
-        if entry is None
-        else {
-            str(token_id): {
-                "logprob": one.logprob,
-                "rank": one.rank,
-                "decoded_token": one.decoded_token,
-            }
-            for token_id, one in entry.items()
-        }
-        for entry in result.prompt_logprobs
-    ]

@@ -410,7 +410,7 @@ class ChatRequest(_Request):
         if choice in (None, "auto", "none"):
             return
         names = [tool.function.name for tool in self.tools or ()]
-        if choice != "required" and self._forced_name not in names:
+        if choice != "required" and self.named_function not in names:
             raise RequestError(
                 f'tool_choice is {repr(choice)[:80]}; use "auto", "none", "required", or '
                 '{"type": "function", "function": {"name": …}} with the name of one of the tools',
@@ -430,8 +430,8 @@ class ChatRequest(_Request):
         return strict or (bool(self.tools) and self.parallel_tool_calls is False)
 
     @property
-    def _forced_name(self) -> str | None:
-        """The function that `tool_choice` names."""
+    def named_function(self) -> str | None:
+        """The function that `tool_choice` names; None: it names none."""
         match self.tool_choice:
             case {"type": "function", "function": {"name": str(name)}, **more} if not more:
                 return name
@@ -441,7 +441,7 @@ class ChatRequest(_Request):
         """Return the form of the text; that of calls where something is said about them."""
         if not self._shapes_calls:
             return super().form()
-        name = self._forced_name
+        name = self.named_function
         tools = [tool.model_dump() for tool in self.tools or ()]
         if name is not None:
             tools = [tool for tool in tools if tool["function"]["name"] == name]

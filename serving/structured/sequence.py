@@ -12,7 +12,7 @@ from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
-from onnxport.serving.grammar import GrammarError
+from onnxport.serving.grammar import ForbiddenTokenError, GrammarError
 from onnxport.serving.structured.kept import MaskMemory
 from onnxport.serving.structured.vocabulary import Vocabulary
 
@@ -48,7 +48,8 @@ class SequenceGrammar:
         """Return which tokens may come next; see `Grammar.masks`.
 
         Raises:
-            GrammarError: a limit is reached, or a token came that may not.
+            GrammarError: a limit is reached.
+            ForbiddenTokenError: a token came that may not.
         """
         self._read(tokens)
         if len(self._memory) <= len(draft):
@@ -77,7 +78,7 @@ class SequenceGrammar:
         """
         try:
             self._read(tokens)
-        except GrammarError:
+        except (GrammarError, ForbiddenTokenError):
             return 0
         size = self._vocabulary.tokens.vocab_size
         known = list(takewhile(lambda token_id: token_id < size, draft))
@@ -91,7 +92,7 @@ class SequenceGrammar:
         """Whether the output is whole and nothing may follow it but an end token.
 
         Raises:
-            GrammarError: as `masks`.
+            GrammarError, ForbiddenTokenError: as `masks`.
         """
         self._read(tokens)
         self._check()
@@ -115,7 +116,11 @@ class SequenceGrammar:
         if num_taken < len(token_ids):
             self._check()
             if not self._is_end(token_ids[num_taken:]):
-                raise GrammarError(f"token {token_ids[num_taken]} came, which the grammar forbids")
+                if num_taken:  # whoever asks again is told of the same token
+                    self._matcher.rollback(num_taken)
+                raise ForbiddenTokenError(
+                    f"token {token_ids[num_taken]} came, which the grammar forbids"
+                )
         return num_taken
 
     def _is_end(self, token_ids: list[int]) -> bool:

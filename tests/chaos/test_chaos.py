@@ -168,7 +168,7 @@ def test_ten_thousand_steps_of_faults(
 
     stats = engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
-    assert not engine._requests
+    assert not list(engine._sequences)
     assert not engine._scheduler._swapped
     assert not engine._scheduler._tenants
     watch.check_all_ended()
@@ -190,6 +190,7 @@ def test_ten_thousand_steps_of_faults(
     assert null_model(engine).closed
 
 
+@pytest.mark.slow
 async def test_hundreds_of_clients_that_come_and_go() -> None:
     dice = random.Random(11)
     faults = Faults(random.Random(12))
@@ -274,4 +275,4 @@ async def test_hundreds_of_clients_that_come_and_go() -> None:
     assert ends["length"] > 50
     assert ends["left"] > 5
     assert stats.finished["abort"] > 0  # how many ended by themselves before is a matter of time
-    assert not engine._requests
+    assert not list(engine._sequences)

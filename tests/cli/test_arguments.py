@@ -11,15 +11,8 @@ from typing import Any
 import pytest
 
 from onnxport.cli import build_parser, main
-from onnxport.cli.arguments import (
-    ENGINE_OPTIONS,
-    engine_config,
-    load_options,
-    memory,
-    sampling_params,
-    seconds,
-    size,
-)
+from onnxport.cli.arguments import ENGINE_OPTIONS, engine_config, load_options, sampling_params
+from onnxport.cli.values import memory, seconds, size
 from onnxport.errors import CapacityError, RequestError
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.params import SamplingParams
@@ -256,6 +249,7 @@ def test_an_empty_key_would_leave_a_door_open(
         keys(*arguments, variable=variable)
 
 
+@pytest.mark.slow
 def test_contradictions_are_told_before_anything_is_loaded(
     artifact: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

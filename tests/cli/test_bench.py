@@ -31,6 +31,7 @@ def bench(kind: str, *arguments: str | Path, **environment: str) -> tuple[dict[s
     return report, done.stdout
 
 
+@pytest.mark.slow
 def test_latency(artifact: Path, tmp_path: Path) -> None:
     path, plot = tmp_path / "out.json", tmp_path / "out.png"
     load = ("--batch-size", "2", "--input-len", "9", "--output-len", "5", "--num-iters", "3")

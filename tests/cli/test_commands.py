@@ -232,6 +232,7 @@ def test_chat_in_a_terminal(artifact: Path) -> None:
     os.close(leader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals(artifact: Path, number: int, code: int) -> None:
     chat = subprocess.Popen(

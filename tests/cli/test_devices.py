@@ -234,6 +234,7 @@ def test_without_onnxruntime(
     assert found["onnxruntime"]["devices"] == []
 
 
+@pytest.mark.slow
 def test_this_machine() -> None:
     assert re.search(r"^cpu +yes  onnxruntime ", onnxport("devices").stdout, re.MULTILINE)
     found = json.loads(onnxport("devices", "--json").stdout)
@@ -252,6 +253,7 @@ def test_this_machine() -> None:
     assert found["problems"] == []
 
 
+@pytest.mark.slow
 def test_an_artifact_on_this_machine(artifact: Path) -> None:
     done = onnxport("devices", artifact, "--json")
     assert (done.returncode, done.stderr) == (0, "")

@@ -134,6 +134,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(artifact: Path) -> None
         assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
 
 
+@pytest.mark.slow
 def test_several_keys_a_queue_and_deadlines(artifact: Path) -> None:
     limits = ("--max-num-seqs", "1", "--max-queued-requests", "6", "--scheduling-policy", "fair")
     ask: Any = {"model": "tiny", "prompt": "ab", "max_tokens": 30}
@@ -156,6 +157,7 @@ def test_several_keys_a_queue_and_deadlines(artifact: Path) -> None:
         assert ended.value.status_code == 504
 
 
+@pytest.mark.slow
 def test_a_deadline_for_all(artifact: Path) -> None:
     with serving(artifact, "--request-timeout", "0.0001") as (address, _):
         body = {"model": "tiny", "prompt": "ab", "max_tokens": 30, "ignore_eos": True}
@@ -183,6 +185,7 @@ def test_what_was_computed_is_found_again_in_another_run(artifact: Path, tmp_pat
     assert stats["num_tier_errors"] == 0
 
 
+@pytest.mark.slow
 def test_without_a_prefix_cache(artifact: Path) -> None:
     body = {"model": "tiny", "prompt": "The same prompt, over and over. " * 3, "max_tokens": 1}
     with serving(artifact, "--no-enable-prefix-caching") as (address, _):

@@ -131,6 +131,7 @@ def test_a_missing_provider_verifies_nothing(
     assert "fake: missing. there is no such device here" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EMULATED)
 def test_emulation_is_said_everywhere(
     artifact: Path, capsys: pytest.CaptureFixture[str], name: str

@@ -28,6 +28,7 @@ def generate(folder: Path, prompt: NDArray[np.int64], count: int) -> list[int]:
     return [int(token) for token in generator.get_sequence(0)[len(prompt) :]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["llama", "llama-tied", "mistral-window", "qwen2", "qwen2-window", "qwen3"]
 )

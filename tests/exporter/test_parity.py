@@ -21,7 +21,20 @@ KINDS: list[Kind] = ["gqa", "decomposed", "custom"]
 Exported = tuple[PreTrainedModel, Artifact]
 
 
-@pytest.fixture(scope="module", params=checkpoints.CASES)
+FAST = {
+    "llama",
+    "llama-mqa-biases",
+    "mistral-window",
+    "qwen2",
+    "qwen3",
+}
+PARAMS = [
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+    for name in checkpoints.CASES
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     folder = tmp_path_factory.mktemp(request.param)
     model = checkpoints.make(checkpoints.CASES[request.param], folder / "checkpoint")

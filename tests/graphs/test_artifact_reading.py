@@ -19,6 +19,7 @@ from onnxport.errors import ArtifactError
 from onnxport.graphs.artifact import Artifact, FileInfo, Manifest, TensorRef
 from onnxport.graphs.tensors import numpy_dtype
 from tests.graphs.artifacts import MANIFEST, SPEC, write
+from tests.tiers import examples
 
 
 def edit_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -131,7 +132,7 @@ def test_a_truncated_file_is_named(folder: Path, name: str) -> None:
         Artifact.read(folder)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_a_flipped_bit_anywhere_is_found(
     position: float, bit: int, tmp_path_factory: pytest.TempPathFactory

@@ -23,6 +23,7 @@ from onnxport.graphs import artifact_writer
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.artifact_writer import ArtifactWriter
 from tests.graphs.artifacts import MANIFEST, SPEC, write
+from tests.tiers import examples
 
 
 def test_what_is_written_is_read(folder: Path) -> None:
@@ -48,7 +49,7 @@ dtypes = st.sampled_from(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     shapes=st.lists(
         st.tuples(dtypes, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=70)),

@@ -17,12 +17,13 @@ from onnxport.graphs.passes.decompose import Bounds, decompose
 from tests.graphs.paged_models import feeds, paged_case, paged_model, run
 from tests.graphs.test_decompose import Ragged, agrees, varied
 from tests.kernels.reference import Case
+from tests.tiers import every
 
 SEEDS = [seed for seed in range(160) if seed % 4 != 3]
 SEEDS = [seed for seed in SEEDS if paged_case(seed).slot_mapping is None]
 
 
-@pytest.mark.parametrize("seed", SEEDS[::2])
+@pytest.mark.parametrize("seed", every(3, SEEDS[::2]))
 def test_equals_the_reference_and_the_other_bounds(seed: int) -> None:
     case, tile_tokens = varied(seed)
     model = paged_model(case)
@@ -145,7 +146,7 @@ def padded(case: Case, r: np.random.Generator) -> Case:
     )
 
 
-@pytest.mark.parametrize("seed", SEEDS[1::3])
+@pytest.mark.parametrize("seed", every(3, SEEDS[1::3]))
 def test_padding_changes_nothing(seed: int) -> None:
     case = paged_case(seed)
     if case.cosine is not None:  # the padding's positions need their angles

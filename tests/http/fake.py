@@ -19,7 +19,7 @@ from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
 from onnxport.serving.http.app import AppOptions, create_app
-from onnxport.serving.outputs import CompletionDelta, FinishReason, Logprob
+from onnxport.serving.outputs import CompletionDelta, Failure, FinishReason, Logprob
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.structured.spec import StructuredOutputs
@@ -44,7 +44,7 @@ class FakeEngine:
     """Says `answers[completion index]`, one character of each a step, the same for every prompt.
 
     Attributes:
-        ends: the reason of the last delta.
+        ends, stop_reason, failure: of the last delta.
         refusals: raised at the call, in turn; None lets the request pass.
         cached: prompt tokens that are told to be cached, by number of the request.
     """
@@ -52,6 +52,8 @@ class FakeEngine:
     tokenizer: Tokenizer
     answers: Sequence[str] = ("ok",)
     ends: FinishReason = "stop"
+    stop_reason: int | str | None = None
+    failure: Failure | None = None
     refusals: list[Exception | None] = field(default_factory=list)
     cached: Sequence[int] = ()
     asked: list[Asked] = field(default_factory=list)
@@ -123,7 +125,9 @@ class FakeEngine:
                     tuple(entry),
                     (entry,) if entry and params.logprobs is not None else None,
                     reason,
+                    self.stop_reason if reason else None,
                     num_cached_tokens=cached,
+                    failure=self.failure if reason else None,
                 )
 
 

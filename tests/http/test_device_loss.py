@@ -71,6 +71,7 @@ def test_streams_go_on_with_the_same_text(
     assert "takes over" in err
 
 
+@pytest.mark.slow
 def test_without_a_fallback_each_stream_gets_one_error(start_server: StartServer) -> None:
     server = start_server(lost_at=25, latency_s=0.005)
     for error in stream_all(server):

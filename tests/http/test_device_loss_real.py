@@ -155,6 +155,7 @@ def expected(artifact: Path) -> list[list[str]]:
 TIERS = {"kv_host_memory": 1 << 20, "preemption": "swap"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("provider", "options", "config"),
     [

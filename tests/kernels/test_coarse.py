@@ -16,6 +16,7 @@ from tests.kernels import matmul_cases, norm_cases
 from tests.kernels.coarse_cases import numbers
 from tests.kernels.matmul_cases import Floats, MatMulCase
 from tests.kernels.test_matmul import available_isas
+from tests.tiers import every
 
 __all__ = ["available_isas"]  # a fixture
 
@@ -83,7 +84,7 @@ def test_a_vocabulary(library_path: Path, library: ctypes.CDLL, available_isas: 
         assert np.mean(everything != pair.whole(case.x[:1])) < 1
 
 
-@pytest.mark.parametrize("k", [256, 1024])
+@pytest.mark.parametrize("k", every(2, [256, 1024]))
 def test_near_ties(
     library_path: Path, library: ctypes.CDLL, available_isas: list[str], k: int
 ) -> None:

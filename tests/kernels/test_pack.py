@@ -84,6 +84,7 @@ def check(driver: Path, cases: list[MatMulCase]) -> None:
     assert found.size == 0
 
 
+@pytest.mark.slow
 def test_every_size_of_block(driver: Path) -> None:
     shapes = itertools.product(BITS, BLOCK_SIZES, DEPTHS, WIDTHS)
     check(driver, [make_case(seed, *shape, rows=1) for seed, shape in enumerate(shapes)])

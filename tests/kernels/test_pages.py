@@ -15,6 +15,7 @@ COMPILER = "g++"
 HUGE_MIB = 2
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(platform.system() != "Linux", reason="builds a driver as Linux does"),
     pytest.mark.skipif(not shutil.which(COMPILER), reason=f"needs {COMPILER}"),
 ]
@@ -65,7 +66,7 @@ def test_pages_that_take_long_are_small_at_first(driver: Path) -> None:
     assert 0 <= found["huge"][0] - found["unsettled"][0] <= 2 * HUGE_MIB
     if huge_before >= 0 and huge_pages_can_be_made():
         assert huge_before <= 4 * HUGE_MIB
-        assert huge_after - huge_before >= 0.9 * HUGE_MIB * (settled - 1)
+        assert huge_after - huge_before >= 0.5 * HUGE_MIB * (settled - 1)
 
 
 def huge_pages_can_be_made() -> bool:

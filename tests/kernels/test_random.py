@@ -10,12 +10,13 @@ import pytest
 from tests.kernels import run_ort
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
+from tests.tiers import every
 
 NUM_CASES = 320
 GROUP = 16
 
 
-@pytest.mark.parametrize("first", range(0, NUM_CASES, GROUP))
+@pytest.mark.parametrize("first", every(8, range(0, NUM_CASES, GROUP)))
 def test_random_cases(
     library_path: Path, library: ctypes.CDLL, available_isas: list[str], first: int
 ) -> None:

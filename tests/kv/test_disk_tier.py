@@ -17,6 +17,7 @@ from onnxport.errors import CapacityError, OnnxportError
 from onnxport.kv.disk_file import DiskFormat, Entry
 from onnxport.kv.disk_folder import TEMPORARY_AGE_S
 from onnxport.kv.disk_tier import DiskTier
+from tests.tiers import examples
 
 FORMAT = DiskFormat(
     "5e" * 32, unit_tokens=2, num_layers=1, num_kv_heads=1, head_size=2, dtype="float16"
@@ -628,4 +629,6 @@ class DiskMachine(RuleBasedStateMachine):
 
 
 TestDiskMachine = DiskMachine.TestCase
-TestDiskMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDiskMachine.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from onnxport.errors import CapacityError
 from onnxport.kv.pool import BlockPool, Eviction
 from onnxport.kv.prefix import BlockKeys
+from tests.tiers import examples
 
 
 def keys(number: int) -> BlockKeys:
@@ -291,4 +292,6 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(
+    max_examples=examples(60), stateful_step_count=40, deadline=None
+)

@@ -14,6 +14,7 @@ from onnxport.kv.disk_file import DiskFormat, Entry
 from onnxport.kv.disk_tier import DiskTier
 from onnxport.kv.host_tier import HostTier
 from onnxport.kv.tiers import TieredStore
+from tests.tiers import examples
 
 FORMAT = DiskFormat("5e" * 32, 2, 1, 1, 2, "float16")
 SIZE = FORMAT.content_bytes("float16")
@@ -295,4 +296,6 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestStoreMachine.settings = settings(
+    max_examples=examples(50), stateful_step_count=40, deadline=None
+)

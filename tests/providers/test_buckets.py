@@ -23,6 +23,7 @@ from onnxport.providers.buckets import Buckets, PaddedStep, StepShape, pad, size
 from onnxport.providers.ort import ort_value, start_session
 from tests.exporter.checkpoints import VOCAB
 from tests.providers.conftest import ArtifactMaker
+from tests.tiers import examples
 
 POOL = 10_000  # blocks
 ROW = 90  # blocks that a row may have
@@ -86,7 +87,7 @@ def slots(inputs: StepInputs, block_size: int, first_row: int = 0) -> Iterator[t
             yield int(inputs.block_table[row, position // block_size]), position % block_size
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(steps() | steps(decoding=True))
 def test_the_real_part_is_untouched(case: tuple[Buckets, StepInputs]) -> None:
     buckets, inputs = case
@@ -105,7 +106,7 @@ def test_the_real_part_is_untouched(case: tuple[Buckets, StepInputs]) -> None:
     assert set(padded.inputs.logits_indices[padded.num_logits :].tolist()) <= {last}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(steps() | steps(decoding=True))
 def test_padding_writes_distinct_spare_slots_alone(case: tuple[Buckets, StepInputs]) -> None:
     buckets, inputs = case
@@ -117,7 +118,7 @@ def test_padding_writes_distinct_spare_slots_alone(case: tuple[Buckets, StepInpu
     assert all(POOL <= block < POOL + buckets.spare_blocks for block, _ in written)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(steps() | steps(decoding=True))
 def test_a_padded_step_is_a_valid_step(case: tuple[Buckets, StepInputs]) -> None:
     buckets, inputs = case
@@ -135,7 +136,7 @@ def test_a_padded_step_is_a_valid_step(case: tuple[Buckets, StepInputs]) -> None
     assert (padded.logits_indices < len(padded.input_ids)).all()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(steps() | steps(decoding=True))
 def test_every_shape_is_one_of_those_stated(case: tuple[Buckets, StepInputs]) -> None:
     buckets, inputs = case

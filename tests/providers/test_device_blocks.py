@@ -16,6 +16,7 @@ from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers.blocks import HostBlocks, plain_layout
 from onnxport.providers.device_blocks import DeviceBlocks, device_caches
 from onnxport.providers.ort import CPU
+from tests.tiers import examples
 
 NUM_BLOCKS, BLOCK_SIZE, LAYERS, HEADS, WIDTH = 12, 4, 2, 3, 8
 
@@ -55,7 +56,7 @@ def test_transfers_are_those_of_the_host(dtype: int, group: int | None) -> None:
     both = Both(dtype, group)
     both.check()
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=examples(40), deadline=None)
     @given(BLOCKS, BLOCKS, st.integers(0, 1000))
     def moves(written: list[int], copied: list[int], seed: int) -> None:
         content = both.content(len(written), seed)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.providers.conftest import ArtifactMaker
+from tests.tiers import every
 
 # Of others, all that running a model on the cpu provider takes: onnx brings those after it.
 NEEDED = {
@@ -77,7 +78,7 @@ def test_the_package_itself_imports_nobody() -> None:
     assert {name for name in found if name.startswith("onnxport.")} == {"onnxport.version"}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int4"])
+@pytest.mark.parametrize("precision", every(2, ["int4", "fp32"]))
 def test_a_model_on_the_cpu_takes_what_it_needs(
     tiny_artifact: ArtifactMaker, precision: str
 ) -> None:
@@ -87,7 +88,7 @@ def test_a_model_on_the_cpu_takes_what_it_needs(
     assert not {f"onnxport.{name}" for name in LATER} & found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int4"])
+@pytest.mark.parametrize("precision", every(2, ["int4", "fp32"]))
 def test_a_graph_that_was_lowered_before_takes_no_onnx(
     tiny_artifact: ArtifactMaker, tmp_path: Path, precision: str
 ) -> None:

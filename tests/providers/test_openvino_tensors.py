@@ -18,6 +18,7 @@ from onnxport.providers.openvino.tensors import TensorBlocks, _runs, allocate_re
 from tests.providers import models
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.models import run_rows
+from tests.tiers import examples
 
 ov = pytest.importorskip("openvino", reason="openvino is not installed: pip install '.[openvino]'")
 
@@ -80,7 +81,7 @@ def test_transfers_are_those_of_the_host(dtype: str, transposed: bool) -> None:
     both = Both(dtype, transposed)
     both.check()  # zeros
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=examples(40), deadline=None)
     @given(BLOCKS, BLOCKS, st.integers(0, 1000))
     def moves(written: list[int], copied: list[int], seed: int) -> None:
         content = both.content(len(written), seed)

@@ -45,6 +45,7 @@ from tests.serving.helpers import (
     submit,
     tokens,
 )
+from tests.tiers import examples
 
 MIB = 1 << 20
 PROMPT = [(i * 7) % 500 for i in range(22)]
@@ -62,7 +63,7 @@ def names(engine: Engine) -> list[str]:
 # Who gets which adapter.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_whatever_is_in_the_batch_each_gets_its_own(data: st.DataObject) -> None:
     draw = data.draw
@@ -365,7 +366,7 @@ def test_a_slot_that_cannot_be_emptied_is_used_again(caplog: pytest.LogCaptureFi
 # Another model takes over.
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(lost=st.integers(0, 12), batched=st.sampled_from([4, 9, 40]), hidden=st.booleans())
 def test_a_model_that_takes_over_gets_all_adapters(lost: int, batched: int, hidden: bool) -> None:
     spare = NullModel(null_options(block_size=8, num_blocks=40, max_adapters=3))

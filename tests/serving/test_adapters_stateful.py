@@ -15,6 +15,7 @@ from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
 from tests.serving.adapting import adapter_engine, alone_with, content, null_options
 from tests.serving.helpers import checked_step, null_model, tokens
+from tests.tiers import examples
 
 NAMES, SEEDS, SLOTS = ["a", "b", "c"], [0, 1, 2, 3], 2
 PROMPTS = [[7], list(range(9)), list(range(26)), [*range(8), *range(100, 115)]]
@@ -143,5 +144,7 @@ class Adapters(RuleBasedStateMachine):
         assert not null_model(self.engine)._adapters
 
 
-Adapters.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+Adapters.TestCase.settings = settings(
+    max_examples=examples(25), stateful_step_count=40, deadline=None
+)
 TestAdapters = Adapters.TestCase

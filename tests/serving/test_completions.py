@@ -7,7 +7,7 @@ import pytest
 
 from onnxport.errors import RequestError
 from onnxport.serving.collect import OutputCollector
-from onnxport.serving.outputs import CompletionDelta, CompletionOutput, Logprob
+from onnxport.serving.outputs import CompletionDelta, CompletionOutput, Failure, Logprob
 from onnxport.serving.params import SamplingParams
 from tests.serving.helpers import (
     GREEDY,
@@ -236,7 +236,7 @@ def test_a_completion_that_failed_is_not_the_best() -> None:
     collector = OutputCollector(request)
     likely = {5: Logprob(-0.1, 1, "")}
     unlikely = {5: Logprob(-9.0, 3, "")}
-    collector.add(CompletionDelta("a", 0, "", (5,), (likely,), "error", error="broken"))
+    collector.add(CompletionDelta("a", 0, "", (5,), (likely,), "error", failure=Failure("broken")))
     collector.add(CompletionDelta("a", 1, "", (5,), (unlikely,), "length"))
     [output] = collector.output().outputs
     assert output.finish_reason == "length"

@@ -19,6 +19,7 @@ from onnxport.serving.request import Request
 from tests.serving.bench import Bench, rows
 from tests.serving.helpers import alone, null_engine, null_model, reasons, run, submit, tokens
 from tests.serving.prophet import Prophet
+from tests.tiers import examples
 
 PROMPTS: dict[str, list[int]] = {
     "a": [1, 2, 3, 4, 5, 6, 7],
@@ -193,7 +194,7 @@ def test_no_guess_goes_beyond_max_tokens() -> None:
     assert prophet.num_drafted == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     mixes=st.lists(st.sampled_from(MIXES), min_size=4, max_size=4),
     length=st.integers(1, 9),
@@ -359,7 +360,7 @@ def submit_with_grammar(
     return group
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     mix=st.sampled_from(MIXES[:4]),
     length=st.integers(0, 6),

@@ -19,6 +19,7 @@ from onnxport.serving.request import Request
 from tests.serving.helpers import Clock, alone, checked_step, null_engine, run, submit
 from tests.serving.prophet import Prophet
 from tests.serving.watch import Watch
+from tests.tiers import examples
 
 MAIN = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 BRANCHES = [MAIN, [*MAIN[:6], *range(60, 76)], [*MAIN[:8], *range(80, 96)], [1] * 22]
@@ -306,10 +307,10 @@ TestTieredMachine = TieredMachine.TestCase
 TestGuessingMachine = GuessingMachine.TestCase
 TestLosingMachine = LosingMachine.TestCase
 TestEngineMachine.settings = TestTieredMachine.settings = settings(
-    max_examples=120,
+    max_examples=examples(120),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
-TestLosingMachine.settings = settings(TestEngineMachine.settings, max_examples=100)
+TestLosingMachine.settings = settings(TestEngineMachine.settings, max_examples=examples(100))
 TestGuessingMachine.settings = TestLosingMachine.settings

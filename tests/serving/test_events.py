@@ -140,7 +140,7 @@ def test_deadlines_of_requests_that_ended_are_forgotten() -> None:
     for index in range(400):
         submit(engine, str(index), [1], SamplingParams(max_tokens=1), timeout_s=1000.0)
         run(engine)
-    assert len(engine._deadlines) <= 2 + 64
+    assert len(engine._sequences._deadlines) <= 2 + 64
     submit(engine, "a", [1], timeout_s=1.0)
     clock.now_s += 2
     assert reasons(run(engine)["a"]) == ["timeout"]

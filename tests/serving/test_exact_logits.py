@@ -26,6 +26,7 @@ from onnxport.serving.tokenizer import Tokenizer
 from tests.serving.bench import Bench
 from tests.serving.helpers import null_engine, null_model, run, submit
 from tests.serving.tokenizers_for_tests import byte_level
+from tests.tiers import examples
 
 TOKENIZER = Tokenizer(byte_level(), frozenset({0, 5}))
 VOCAB = 512
@@ -189,7 +190,7 @@ def test_a_model_without_use_for_them_is_told_nothing() -> None:
 # The samplers.
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_samplers_look_at_no_others(data: st.DataObject) -> None:
     """Nor at how far below the others are, where the last of those that count has equals."""

@@ -35,6 +35,7 @@ from tests.serving.helpers import (
     tokens,
 )
 from tests.serving.watch import Watch
+from tests.tiers import examples
 
 MIB = 1 << 20
 PREFIX = [(i * 7) % 500 for i in range(64)]
@@ -52,7 +53,7 @@ def spare(**options: Any) -> NullModel:
 # Whatever happens, the tokens are the same.
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_a_loss_changes_no_token(data: st.DataObject) -> None:
     draw = data.draw

@@ -25,6 +25,7 @@ from onnxport.serving.sampler import native_sampler, sample
 from tests.serving.samplers import ISAS, native
 from tests.serving.sampling_cases import KINDS, make_edits, make_logits, make_mask, mixed_batch
 from tests.serving.slow_sampling import possible
+from tests.tiers import examples
 
 CSRC = Path(__file__).parents[2] / "serving/native/csrc"
 Floats = NDArray[np.float32]
@@ -84,7 +85,7 @@ def slowly(logits: Floats, row: RowParams) -> set[int]:
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.data(), st.sampled_from(VOCABS), st.sampled_from(KINDS), st.integers(0, 99), st.booleans()
 )
@@ -128,7 +129,7 @@ def quickly(logits: Floats, row: RowParams) -> set[int]:
     return found
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     seed=st.integers(0, 9),
@@ -289,6 +290,7 @@ def test_instruction_sets_agree_on_every_bit(isa: str) -> None:
     assert sampler.sample(logits, params) == native("portable").sample(logits, params)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 def test_products_and_sums_are_rounded_once_without_an_instruction_for_it(tmp_path: Path) -> None:
     """Also where double precision would round a sum to the middle between two floats."""

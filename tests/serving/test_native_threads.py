@@ -19,6 +19,7 @@ from onnxport.serving.sampler import logprobs, native_sampler, sample, sample_gr
 from tests.kernels.test_sanitized import runtime
 from tests.serving.samplers import ISAS, native
 from tests.serving.sampling_cases import mixed_batch
+from tests.tiers import examples
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "serving/native/csrc"
@@ -27,7 +28,7 @@ LOGITS, PARAMS = mixed_batch(56, 20_011)  # wide enough to be sampled, and share
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(num_threads=st.integers(2, 9), num_rows=st.integers(1, 56), first=st.integers(0, 55))
 def test_a_row_has_the_same_bits_with_any_number_of_threads(
     isa: str, num_threads: int, num_rows: int, first: int

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from onnxport.serving.config import SchedulingPolicy
 from onnxport.serving.draft import StepPlan
 from tests.serving.bench import Bench, group, name_of, names, rows
+from tests.tiers import examples
 
 PREFIX = list(range(100, 112))
 
@@ -214,7 +215,7 @@ def test_priorities_come_before_tenants() -> None:
     assert rows(bench.step()) == [("b", 0, 10), ("a", 0, 4), ("c", 0, 2)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     budget=st.integers(8, 40),
     rest=st.lists(st.tuples(st.integers(1, 40), st.sampled_from("cd")), max_size=12),
@@ -313,7 +314,7 @@ def test_a_prompt_is_computed_within_the_bound_that_is_stated(rows_: int, budget
     assert steps <= -(-170 // (budget - rows_ + 1))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     policy=st.sampled_from(["fcfs", "priority", "fair"]),
     num_blocks=st.integers(4, 12),

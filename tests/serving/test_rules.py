@@ -22,6 +22,7 @@ from onnxport.serving.rules import logit_rules
 from onnxport.serving.sampler import sample, uniform
 from onnxport.serving.sampling import Position, row_params, sample_positions
 from tests.serving.slow_sampling import changed, possible, probabilities
+from tests.tiers import examples
 
 VOCAB = 40
 END_IDS = frozenset({1, 2})
@@ -88,7 +89,7 @@ def valid(mix: dict[str, Any]) -> SamplingParams | None:
     return params
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(mixes=st.lists(st.tuples(mixes, outputs, outputs), min_size=1, max_size=5), seed=token_ids)
 def test_what_a_batch_draws_is_what_the_reference_allows_each_row(
     mixes: list[tuple[dict[str, Any], list[int], list[int]]], seed: int
@@ -120,7 +121,7 @@ def test_what_a_batch_draws_is_what_the_reference_allows_each_row(
             assert alone.logprobs == [together.logprobs[line]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(mix=mixes, prompt=outputs, output=outputs, cuts=st.sets(st.integers(0, 12)))
 def test_counting_token_by_token_is_counting_at_once(
     mix: dict[str, Any], prompt: list[int], output: list[int], cuts: set[int]

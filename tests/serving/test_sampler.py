@@ -12,6 +12,7 @@ from onnxport.serving.drawing import RowParams
 from onnxport.serving.sampler import uniform
 from onnxport.serving.topm import top_m
 from tests.serving.samplers import ISAS, Sampler, sampler_named
+from tests.tiers import examples
 
 VOCABS = (5, 64, 257, 3000)
 
@@ -68,7 +69,7 @@ def test_greedy_takes_the_likeliest_and_of_equals_the_first(sampler: Sampler) ->
     assert sampler.sample(logits, [RowParams(temperature=1.0, top_k=1)] * 2).token_ids == [1, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     vocab=st.sampled_from(VOCABS),
     seed=st.integers(0, 1000),

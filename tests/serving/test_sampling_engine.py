@@ -20,6 +20,7 @@ from onnxport.serving.tokenizer import Tokenizer
 from tests.serving.helpers import null_engine, reasons, run, submit, tokens
 from tests.serving.slow_sampling import changed, possible
 from tests.serving.tokenizers_for_tests import byte_level
+from tests.tiers import examples
 
 TOKENIZER = Tokenizer(byte_level(), frozenset({0, 5}))
 VOCAB = TOKENIZER.vocab_size
@@ -86,7 +87,7 @@ def check(prompt: list[int], output: list[int], params: SamplingParams, index: i
         assert token_id in possible(values, params, number), (place, params)
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=examples(16), deadline=None)
 @given(
     several=requests,
     tier=st.sampled_from([{}, {"preemption": "swap", "kv_host_memory": 1 << 20}]),

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnxport.serving.shares import Shares
+from tests.tiers import examples
 
 QUANTUM = 8
 
@@ -135,7 +136,7 @@ def test_a_debt_stays_while_its_tenant_has_nothing_to_compute() -> None:
     assert serve(shares, {"a": 100, "b": 100}, 8) == [("a", 8)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     quantum=st.integers(1, 20),
     steps=st.lists(
@@ -175,7 +176,7 @@ def test_two_that_always_have_more_get_the_same(
     assert abs(served["a"] - served["b"]) <= quantum
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     quantum=st.integers(1, 10),
     steps=st.lists(

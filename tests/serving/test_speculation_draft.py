@@ -27,6 +27,7 @@ from onnxport.serving.speculation.draft_model import ModelDrafter
 from onnxport.serving.speculation.packing import DraftRow, advance, pack, room
 from tests.serving.helpers import alone
 from tests.serving.speculating import GREEDY, request
+from tests.tiers import examples
 
 VOCAB = 512
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, seed=3)
@@ -72,7 +73,7 @@ def test_another_model_is_another_guess() -> None:
     assert guesses(tested, [one], [4])[0] != right(other, 4)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.data())
 def test_any_number_of_guesses_may_come_true(data: st.DataObject) -> None:
     tested = drafter(num_blocks=data.draw(st.sampled_from([12, 24, 64])), budget=24)

@@ -37,6 +37,7 @@ from tests.serving.helpers import (
     tokens,
 )
 from tests.serving.speculating import Eager
+from tests.tiers import examples
 
 CONFIG = SpeculationConfig("ngram", num_speculative_tokens=4)
 LONG = SamplingParams(temperature=0.0, max_tokens=40)
@@ -119,7 +120,7 @@ MIXES: Sequence[dict[str, Any]] = (
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     mixes=st.lists(st.sampled_from(MIXES), min_size=4, max_size=4),
     guesser=st.sampled_from(["same", "doubtful", "ngram"]),
@@ -300,6 +301,7 @@ class Stubborn:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["stubborn", "model", "ngram"])
 def test_samples_have_the_distribution_of_the_target(drafter: str) -> None:
     number = 3000

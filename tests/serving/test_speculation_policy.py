@@ -17,6 +17,7 @@ from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.costs import ENOUGH_SAMPLES, FRESH_NOTES, StepCosts, ascending
 from onnxport.serving.speculation.lengths import choose_lengths
 from tests.serving.speculating import Machine, request
+from tests.tiers import examples
 
 
 def memory_bound(num_tokens: int) -> float:
@@ -145,7 +146,7 @@ def test_acceptance_goes_from_all_to_one() -> None:
     assert acceptance.rate(bad) == acceptance.rate(new)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.lists(st.tuples(st.floats(0.0, 0.98), st.integers(0, 3)), min_size=1, max_size=3),
     st.integers(1, 6),

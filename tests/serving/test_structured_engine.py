@@ -8,19 +8,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnxport.errors import RequestError
 from onnxport.serving.engine import Engine
-from onnxport.serving.outputs import CompletionDelta, Refusal
+from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.structured.compiler import CompileLimits, GrammarCompiler
+from onnxport.serving.structured.sequence import SequenceGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
+from tests.tiers import examples
 
 from .helpers import null_engine, reasons, run, submit, text, tokens
+from .prophet import Prophet
 from .structured import PADDING, assert_valid, tokenizer, vocabulary
 
 POINT = {
@@ -71,6 +75,13 @@ def of(deltas: Sequence[CompletionDelta], index: int) -> list[CompletionDelta]:
     return [delta for delta in deltas if delta.index == index]
 
 
+def refused(deltas: Sequence[CompletionDelta]) -> bool:
+    """Whether a request ended with a failure, and is told that it is to blame."""
+    failure = deltas[-1].failure
+    assert failure is not None
+    return failure.refused
+
+
 requests = st.lists(
     st.tuples(
         st.sampled_from(FORMS),
@@ -94,7 +105,7 @@ requests = st.lists(
 
 
 @given(requests, st.sampled_from([{}, {"num_blocks": 110, "max_num_batched_tokens": 9}]))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_in_any_company(asked: list[Any], options: dict[str, Any]) -> None:
     """Batched, chunked, forked and preempted, texts have their form and the tokens of one alone."""
     together = engine(**options)
@@ -170,7 +181,7 @@ def test_when_nothing_is_left_the_request_ends_alone() -> None:
     deltas = run(one)
     assert reasons(deltas["wrong"]) == reasons(deltas["banned"]) == ["error"]
     assert "allowed_token_ids and the grammar forbid" in (deltas["wrong"][-1].error or "")
-    assert isinstance(deltas["wrong"][-1].error, Refusal)
+    assert refused(deltas["wrong"])
     assert "bad_words and the grammar forbid" in (deltas["banned"][-1].error or "")
     assert text(deltas["right"]).isdigit()
 
@@ -185,9 +196,41 @@ def test_a_limit_in_the_middle_ends_one_request() -> None:
     deltas = run(one)
     assert reasons(deltas["broken"]) == ["error"]
     assert "the grammar of the request failed" in (deltas["broken"][-1].error or "")
-    assert isinstance(deltas["broken"][-1].error, Refusal)
+    assert refused(deltas["broken"])
     assert tokens(deltas["broken"])
     check(FORMS[2], text(deltas["right"]))
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+def test_a_forbidden_token_is_our_own_fault(
+    monkeypatch: pytest.MonkeyPatch, speculates: bool
+) -> None:
+    """A mask that is not kept to: the text before the token stays, and so do all others."""
+    letters = tokenizer().encode("abc", add_special_tokens=False)
+    masks = SequenceGrammar.masks
+
+    def wrong(grammar: SequenceGrammar, tokens: Any, draft: Sequence[int] = ()) -> Any:
+        found = masks(grammar, tokens, draft)
+        return np.full_like(found, 0xFFFFFFFF) if list(tokens[:1]) == [30] else found
+
+    monkeypatch.setattr(SequenceGrammar, "masks", wrong)
+    one = engine(speculator=Prophet(lambda request: letters[:1] * 9) if speculates else None)
+    bias = {letter: 100.0 - 20 * place for place, letter in enumerate(letters)}
+    form = StructuredOutputs(regex="a{3}b+")
+    ban = SamplingParams(temperature=0.0, logprobs=0, logit_bias=bias, structured_outputs=form)
+    submit(one, "wrong", [30], ban)
+    submit(one, "right", [31], replace(ban, max_tokens=5))
+    deltas = run(one)
+    failure = deltas["wrong"][-1].failure
+    assert failure is not None
+    assert not failure.refused
+    assert failure.message.startswith(f"internal error: token {letters[0]} came, which the grammar")
+    assert reasons(deltas["wrong"]) == ["error"]
+    assert text(deltas["wrong"]) == "aaa"
+    assert tokens(deltas["wrong"]) == [letters[0]] * 3
+    assert sum(len(delta.logprobs or ()) for delta in deltas["wrong"]) == 3
+    assert text(deltas["right"]) == "aaabb"
+    assert reasons(deltas["right"]) == ["length"]
 
 
 def test_a_model_without_end_tokens() -> None:

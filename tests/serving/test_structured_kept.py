@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
+from onnxport.serving.grammar import GrammarError
 from onnxport.serving.structured import sequence
 from onnxport.serving.structured.automaton import MOST_AT_ONCE, Automaton
 from onnxport.serving.structured.compiler import compile_grammar
 from onnxport.serving.structured.expression import UnknownSyntaxError
 from onnxport.serving.structured.kept import KeptMasks
-from onnxport.serving.structured.sequence import GrammarError, SequenceGrammar
+from onnxport.serving.structured.sequence import SequenceGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
+from tests.tiers import examples
 
 from .structured import LIMITS, PROMPT, ids_of, tokenizer, vocabulary
 
@@ -54,7 +56,7 @@ def kept_and_not(expression: str) -> tuple[SequenceGrammar, SequenceGrammar, Seq
 
 
 @given(EXPRESSIONS.map("".join), st.integers(0, 2**32))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_kept_masks_are_those_that_would_be_computed(expression: str, seed: int) -> None:
     """Of an expression at random, along texts at random, with drafts."""
     assume(expression.strip())

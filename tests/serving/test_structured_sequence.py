@@ -14,11 +14,13 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from onnxport.errors import RequestError
+from onnxport.serving.grammar import ForbiddenTokenError, GrammarError
 from onnxport.serving.structured.compiler import CompileLimits, compile_grammar
-from onnxport.serving.structured.sequence import GrammarError, SequenceGrammar
+from onnxport.serving.structured.sequence import SequenceGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
 from onnxport.serving.tokenizer import Tokenizer
+from tests.tiers import examples
 
 from .structured import LIMITS, PADDING, PROMPT, compiled, ids_of, tokenizer, vocabulary
 from .tokenizers_for_tests import EOS, byte_fallback, byte_level
@@ -46,7 +48,7 @@ def possible(written: bytes) -> set[int]:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_masks_against_a_slow_reference(seed: int) -> None:
     rng = np.random.default_rng(seed)
     grammar = compiled(CHOICE).sequence(len(PROMPT))
@@ -78,7 +80,7 @@ def walk(grammar: SequenceGrammar, tokens: array[int], rng: np.random.Generator)
 
 
 @given(FORMS, st.integers(0, 2**32), st.lists(st.integers(0, 6), min_size=1, max_size=12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_drafts_leave_no_trace(form: StructuredOutputs, seed: int, lengths: list[int]) -> None:
     """Masks after each token of a draft are those without one; a wrong draft changes nothing."""
     rng = np.random.default_rng(seed)
@@ -109,8 +111,20 @@ def test_tokens_may_come_several_at_a_time() -> None:
     assert not grammar.is_complete(text[:-1])
     assert grammar.is_complete(text)
     assert grammar.is_complete(array("q", [*text, END]))
-    with pytest.raises(GrammarError, match="forbids"):
-        compiled(NUMBERS).sequence(0).masks(array("q", text[1:]))
+
+
+def test_a_forbidden_token_is_named_however_often() -> None:
+    """Those that came with it, and may, are not read twice."""
+    text = tokenizer().encode("[12", add_special_tokens=False)
+    grammar = compiled(NUMBERS).sequence(0)
+    tokens = array("q", [*text, text[0]])
+    for _ in range(3):
+        with pytest.raises(ForbiddenTokenError, match=f"token {text[0]} came, which the grammar"):
+            grammar.masks(tokens)
+        with pytest.raises(ForbiddenTokenError):
+            grammar.is_complete(tokens)
+        assert grammar.num_possible(tokens, text[1:]) == 0
+    assert grammar.num_possible(array("q", text), text[1:2]) == 1
 
 
 def test_copies_do_not_share_a_state() -> None:

@@ -13,6 +13,7 @@ from onnxport.serving.detokenizer import ByteDetokenizer, WindowDetokenizer
 from onnxport.serving.text import TextStream, find_stop, longest_beginning
 from onnxport.serving.tokenizer import Tokenizer
 from tests.serving.tokenizers_for_tests import EOS, TOOL, byte_fallback, byte_level
+from tests.tiers import examples
 
 BYTES = Tokenizer(byte_level())
 FALLBACK = Tokenizer(byte_fallback())
@@ -40,7 +41,7 @@ def test_the_right_detokenizer_is_chosen() -> None:
     assert isinstance(FALLBACK.detokenizer([]), WindowDetokenizer)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_pieces_of_any_text_join_to_it_and_are_never_broken(text: str) -> None:
     ids = BYTES.encode(text)
@@ -49,7 +50,7 @@ def test_pieces_of_any_text_join_to_it_and_are_never_broken(text: str) -> None:
         assert REPLACEMENT in text or REPLACEMENT not in "".join(found)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
 def test_split_at_every_byte(text: str) -> None:
     ids = [BYTES.token_to_id(char) for char in _byte_tokens(text)]
@@ -63,7 +64,7 @@ def _byte_tokens(text: str) -> list[str]:
     return [alphabet[byte] for byte in text.encode()]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(0, BYTES.vocab_size - 1), max_size=30))
 def test_any_tokens_give_the_text_of_the_whole(ids: list[int]) -> None:
     """Whatever the tokens: broken characters, special and added tokens."""
@@ -89,7 +90,7 @@ def test_tokens_without_bytes() -> None:
     assert "".join(pieces(BYTES, ids)) == f"a{TOOL}bc"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters=" "), max_size=12))
 def test_byte_fallback_joins_to_the_text(text: str) -> None:
     assert "".join(pieces(FALLBACK, fallback_ids(text))) == text
@@ -168,7 +169,7 @@ def test_stop_strings(
     assert stream(split, stop) == (released, found)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     text=st.text("abc", max_size=12),
     stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -189,7 +190,7 @@ def test_how_text_is_split_makes_no_difference(
         assert (found, "".join(by_letter)) == (None, text)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     split=st.lists(st.text("abc", max_size=3), max_size=6),
     stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),

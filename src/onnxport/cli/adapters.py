@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnxport.cli.arguments import positive
+from onnxport.cli.values import positive
 from onnxport.errors import AdapterError, CapacityError
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from onnxport.cli.arguments import (
     add_engine_options,
     add_load_options,
     add_speculation_options,
-    positive,
-    seconds,
 )
+from onnxport.cli.values import positive, seconds
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")  # serving.bench.online's, not imported
 API_KEY_VARIABLE = "ONNXPORT_API_KEY"

@@ -17,10 +17,10 @@ from onnxport.cli.arguments import (
     add_sampling_options,
     add_speculation_options,
     command,
-    positive,
     sampling_params,
 )
 from onnxport.cli.session import deltas, interruptible, open_session
+from onnxport.cli.values import positive
 from onnxport.errors import CapacityError, RequestError
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from onnxport.cli.arguments import (
     add_speculation_options,
     add_structure_options,
     command,
-    positive,
     sampling_params,
     structured_outputs,
 )
 from onnxport.cli.session import deltas, open_session
+from onnxport.cli.values import positive
 
 if TYPE_CHECKING:
     from onnxport.serving.engine import Engine

@@ -21,10 +21,9 @@ from onnxport.cli.arguments import (
     add_queue_options,
     add_speculation_options,
     command,
-    port,
-    seconds,
 )
 from onnxport.cli.session import load_engine
+from onnxport.cli.values import port, seconds
 from onnxport.errors import ExportError, RequestError
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,158 @@
+r"""Log probabilities as both endpoints tell them: OpenAI's two forms, and vLLM's of a prompt.
+
+A token may be a part of a character, and is no text then. Its name tells its bytes as OpenAI does:
+`bytes:\xe2\x82` in the lists of completions, `\xe2\x82` in a chat, where `bytes` has them, too.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onnxport.serving.detokenizer import REPLACEMENT
+from onnxport.serving.http.generation import Tokenizer
+from onnxport.serving.outputs import Logprob, TokenLogprobs
+
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # OpenAI's, of completions
+
+
+class CompletionLogprobs:
+    """Builds the four parallel lists of one choice of `/v1/completions`, from its start on.
+
+    `text_offset` counts the characters of the text before a token. A part of a character is where
+    that character begins.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, offset: int) -> None:
+        """Begin where the first token's text will be, `offset` characters into the text."""
+        self._tokenizer = tokenizer
+        self._offset = offset
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def first(self, token_id: int) -> dict[str, Any]:
+        """Return the lists for the first token of a prompt, which nothing predicts."""
+        text = self._tokenizer.token_text(token_id)
+        name = _name(self._tokenizer, token_id, text, "bytes:")
+        return _lists([name], [None], [None], [self._advance(token_id, text)])
+
+    def body(self, tokens: Sequence[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
+        """Return the lists for the next tokens, each with its candidates."""
+        names: list[str] = []
+        values: list[float] = []
+        top: list[dict[str, float]] = []
+        offsets: list[int] = []
+        for token_id, candidates in tokens:
+            sampled = candidates[token_id]
+            called = self._names(token_id, candidates)
+            names.append(called[token_id])
+            values.append(sampled.logprob)
+            top.append({called[one]: entry.logprob for one, entry in candidates.items()})
+            offsets.append(self._advance(token_id, sampled.decoded_token))
+        return _lists(names, values, top, offsets)
+
+    def _names(self, token_id: int, candidates: TokenLogprobs) -> dict[int, str]:
+        """Return the names of a position's tokens, no two the same, for they are keys.
+
+        Where several tokens have one text, such as those beyond a tokenizer's, which have none, it
+        names the token that was sampled, or else the likeliest. Others are called as vLLM does
+        where it tells ids.
+        """
+        found: dict[int, str] = {}
+        taken: set[str] = set()
+        for one in (token_id, *(other for other in candidates if other != token_id)):
+            text = candidates[one].decoded_token
+            name = _name(self._tokenizer, one, text, "bytes:")
+            found[one] = f"token_id:{one}" if name in taken else name
+            taken.add(name)
+        return found
+
+    def _advance(self, token_id: int, text: str) -> int:
+        """Move on by a token; returns where it began."""
+        start = self._offset
+        known = self._tokenizer.token_bytes(token_id) if REPLACEMENT in text else text.encode()
+        self._offset += len(self._decoder.decode(known))
+        return start
+
+
+def no_logprobs() -> dict[str, Any]:
+    """Return the lists of completions without an entry."""
+    return _lists([], [], [], [])
+
+
+def extend(logprobs: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Append lists of completions to others."""
+    for name, values in more.items():
+        logprobs[name] += values
+
+
+def _lists(
+    names: list[str],
+    values: Sequence[float | None],
+    top: Sequence[dict[str, float] | None],
+    offsets: list[int],
+) -> dict[str, Any]:
+    return dict(zip(LISTS, (names, values, top, offsets), strict=True))
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, tokens: Sequence[tuple[int, TokenLogprobs]], top: int
+) -> dict[str, Any]:
+    """Return OpenAI's log probabilities of a chat, with the `top` likeliest of each position."""
+    content = []
+    for token_id, candidates in tokens:
+        ranked = sorted(candidates, key=lambda one: candidates[one].rank)
+        likeliest = [_entry(tokenizer, one, candidates[one]) for one in ranked[:top]]
+        told = _entry(tokenizer, token_id, candidates[token_id])
+        content.append({**told, "top_logprobs": likeliest})
+    return {"content": content, "refusal": None}
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, one: Logprob) -> dict[str, Any]:
+    """Return a token with its bytes."""
+    name = _name(tokenizer, token_id, one.decoded_token, "")
+    return {
+        "token": name,
+        "logprob": one.logprob,
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
+
+
+def prompt_entries(
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None,
+) -> list[dict[str, Any] | None] | None:
+    """Return vLLM's form of a prompt's log probabilities; None unless they were asked for."""
+    if prompt_logprobs is None:
+        return None
+    return [
+        None
+        if entry is None
+        else {
+            str(token_id): {
+                "logprob": one.logprob,
+                "rank": one.rank,
+                "decoded_token": one.decoded_token,
+            }
+            for token_id, one in entry.items()
+        }
+        for entry in prompt_logprobs
+    ]
+
+
+def _name(tokenizer: Tokenizer, token_id: int, text: str, prefix: str) -> str:
+    """Return what a token is called: its text, or its bytes after `prefix` where they are none."""
+    if REPLACEMENT not in text:
+        return text
+    known = tokenizer.token_bytes(token_id)
+    try:
+        known.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(map(_spelled, known))
+    return text
+
+
+def _spelled(byte: int) -> str:
+    r"""Return a byte as ASCII has it, or else as `\xe2`; a backslash is doubled."""
+    if byte == ord("\\"):
+        return "\\\\"
+    return chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}"

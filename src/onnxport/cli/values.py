@@ -1,0 +1,69 @@
+"""What the text after an option means: counts, ports, times and sizes, for `argparse`'s `type`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from decimal import Decimal
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?B?)|B)?", re.IGNORECASE)
+
+
+def positive(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def port(text: str) -> int:
+    """Parse a TCP port; 0 lets the system choose."""
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 65535")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Parse a time of more than 0 seconds."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value
+
+
+def size(text: str) -> int:
+    """Parse a number of bytes, alone or with a unit as GNU's tools take it.
+
+    1G, 1Gi and 1GiB are 2**30 bytes, 1GB is 10**9; likewise K, M and T. A number with a unit may
+    have a fraction.
+    """
+    found = SIZE.fullmatch(text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; give bytes, or a unit as in 512MiB, 8GiB, 2G or 1.5GB"
+        )
+    number, letter, rest = found.groups()
+    if letter is None and "." in number:
+        raise argparse.ArgumentTypeError(f"{text!r} is a part of a byte; add a unit, as in 1.5GiB")
+    base = 1000 if (rest or "").upper() == "B" else 1024
+    power = " KMGT".index((letter or " ").upper())
+    return int(Decimal(number) * Decimal(base) ** power)
+
+
+def memory(text: str) -> int | float:
+    """Parse a size in bytes, or a share of the free memory such as 60% or 0.6."""
+    share = re.fullmatch(r"(\d+(?:\.\d+)?) *%|(\d*\.\d+)", text.strip())
+    if share is None:
+        if num_bytes := size(text):
+            return num_bytes
+        raise argparse.ArgumentTypeError("0 bytes are no memory; leave it out for the default")
+    value = float(share[1]) / 100 if share[1] else float(share[2])
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no share of the free memory; give more than 0% and at most 100%, or a "
+            "size such as 8GiB"
+        )
+    return value
