@@ -12,6 +12,7 @@ import pytest
 
 from tests.kernels import run_ort
 from tests.kernels.cases import cache_contents, random_case
+from tests.kernels.checks import check
 from tests.kernels.reference import Case
 
 
@@ -89,6 +90,7 @@ def test_batch_chunks_and_threads(
     for isa in available_isas:
         library.onnxport_cpu_set_isa(isa.encode())
         whole, keys, values = run_ort.run(library_path, case)
+        check(case, (whole, keys, values))
         one_thread = run_ort.run(library_path, case, threads=1)
         assert whole.tobytes() == one_thread[0].tobytes()
         for s, count in enumerate(case.new_lengths):

@@ -26,7 +26,7 @@ constexpr size_t kEnoughBlocks = 32;
 struct Work {
   RowBlock block;
   int64_t segment;
-  State state;  // where a segment's result goes
+  size_t state;  // where a segment's result goes, in Workspace::all_states
   bool divided;
 };
 
@@ -130,7 +130,8 @@ void attend_task(void* argument, size_t index) {
   run.guarded([&] {
     float* scratch = thread_scratch(scratch_floats(run.p.head_size));
     if (work.divided)
-      run.kernels.attend_segment(run.p, run.queries, work.block, work.segment, work.state, scratch);
+      run.kernels.attend_segment(run.p, run.queries, work.block, work.segment,
+                                 run.space.all_states[work.state], scratch);
     else
       run.kernels.attend(run.p, run.queries, work.block, scratch);
   });
@@ -163,9 +164,11 @@ KeyRange block_keys(const Problem& p, const RowBlock& block) {
           visible_keys(p, block.sequence, (block.row_end - 1) / group).last};
 }
 
+int64_t rows_of(const RowBlock& block) { return block.row_end - block.row_begin; }
+
 int64_t cost(const Problem& p, const RowBlock& block) {
   const KeyRange keys = block_keys(p, block);
-  return (keys.last - keys.first) * (block.row_end - block.row_begin) * p.head_size;
+  return (keys.last - keys.first) * rows_of(block) * p.head_size;
 }
 
 // Row blocks in space.blocks, the long ones first so that no thread is left with one at the end.
@@ -186,34 +189,54 @@ void plan_blocks(const Problem& p, Workspace& space) {
                      [&](const RowBlock& a, const RowBlock& b) { return cost(p, a) > cost(p, b); });
 }
 
+// Divides blocks [begin, end), which are the heads of the same rows, along their keys. Of the same
+// keys, heads come one after the other and so mostly on one thread: their tiles lie side by side in
+// the cache, and with one head's the processor reads ahead what is the next head's.
+void divide(const Problem& p, size_t begin, size_t end, Workspace& space) {
+  const KeyRange keys = block_keys(p, space.blocks[begin]);
+  const int64_t first = keys.first / kSegment, last = (keys.last + kSegment - 1) / kSegment;
+  const size_t states = space.all_states.size(), count = static_cast<size_t>(last - first);
+  const size_t heads = end - begin;
+  for (size_t i = 0; i < heads; i++)
+    space.divisions.push_back({space.blocks[begin + i], states + i * count, count});
+  for (size_t s = 0; s < count; s++)
+    for (size_t i = 0; i < heads; i++)
+      space.work.push_back({space.blocks[begin + i], first + static_cast<int64_t>(s),
+                            states + i * count + s, true});
+  space.all_states.resize(states + heads * count);
+}
+
+void place_states(const Problem& p, Workspace& space) {
+  int64_t floats = 0;
+  for (const Work& work : space.work)
+    if (work.divided) floats += state_floats(rows_of(work.block), p.head_size);
+  float* memory = space.states.reserve<float>(static_cast<size_t>(floats));
+  for (const Work& work : space.work) {
+    if (!work.divided) continue;
+    space.all_states[work.state] = state_at(memory, rows_of(work.block));
+    memory += state_floats(rows_of(work.block), p.head_size);
+  }
+}
+
 void plan_work(const Problem& p, Workspace& space) {
   space.work.clear();
   space.divisions.clear();
   space.all_states.clear();
-  const bool divide = p.parallel_for && space.blocks.size() < kEnoughBlocks;
-  int64_t floats = 0;
-  for (const RowBlock& block : space.blocks) {
-    const KeyRange keys = block_keys(p, block);
-    const int64_t first = keys.first / kSegment, last = (keys.last + kSegment - 1) / kSegment;
-    if (!divide || last - first < 2) {
-      space.work.push_back({block, 0, {}, false});
-      continue;
-    }
-    space.divisions.push_back({block, space.all_states.size(), static_cast<size_t>(last - first)});
-    for (int64_t segment = first; segment < last; segment++) {
-      space.work.push_back({block, segment, {}, true});
-      space.all_states.push_back({});
-      floats += state_floats(block.row_end - block.row_begin, p.head_size);
+  const std::vector<RowBlock>& blocks = space.blocks;
+  for (size_t begin = 0, end = 0; begin < blocks.size(); begin = end) {
+    const RowBlock& first = blocks[begin];
+    while (end < blocks.size() && blocks[end].sequence == first.sequence &&
+           blocks[end].row_begin == first.row_begin)
+      end++;
+    const KeyRange keys = block_keys(p, first);
+    const bool is_long = keys.last > (keys.first / kSegment + 1) * kSegment;
+    if (p.parallel_for && blocks.size() < kEnoughBlocks && is_long) {
+      divide(p, begin, end, space);
+    } else {
+      for (size_t i = begin; i < end; i++) space.work.push_back({blocks[i], 0, 0, false});
     }
   }
-  float* memory = space.states.reserve<float>(static_cast<size_t>(floats));
-  size_t next = 0;
-  for (Work& work : space.work) {
-    if (!work.divided) continue;
-    const int64_t rows = work.block.row_end - work.block.row_begin;
-    work.state = space.all_states[next++] = state_at(memory, rows);
-    memory += state_floats(rows, p.head_size);
-  }
+  place_states(p, space);
 }
 
 }  // namespace

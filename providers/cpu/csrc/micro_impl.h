@@ -15,6 +15,15 @@ namespace {
 #define ONNXPORT_UNROLL
 #endif
 
+// Two rounds of a loop in one, where its own instructions count.
+#if defined(__clang__)
+#define ONNXPORT_TWICE _Pragma("clang loop unroll_count(2)")
+#elif defined(__GNUC__)
+#define ONNXPORT_TWICE _Pragma("GCC unroll 2")
+#else
+#define ONNXPORT_TWICE
+#endif
+
 constexpr int kVecsPerTile = kTile / Vec::kWidth;
 constexpr float kHidden = -1e30f;  // below every logit, and no NaN when two are subtracted
 // Rows whose logits become weights together: many independent chains of operations.
@@ -34,6 +43,34 @@ static inline void prefetch_ahead(const Element* here, int64_t ahead) {
   prefetch(reinterpret_cast<const char*>(here) + ahead);
 }
 
+// sum[r][c] += factors[r * row] * operand(c). What is kept in registers meanwhile is what there is
+// less of: three rows and four columns would need more than AVX2's sixteen the other way round.
+template <int kRows, int kCols, class Operand>
+static inline void add_products(const float* factors, int64_t row, const Operand& operand,
+                                Vec::T (&sum)[kRows][kCols]) {
+  if constexpr (kRows < kCols) {
+    Vec::T factor[kRows];
+    ONNXPORT_UNROLL
+    for (int r = 0; r < kRows; r++) factor[r] = Vec::set1(factors[r * row]);
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kCols; c++) {
+      const Vec::T x = operand(c);
+      ONNXPORT_UNROLL
+      for (int r = 0; r < kRows; r++) sum[r][c] = Vec::fma(factor[r], x, sum[r][c]);
+    }
+  } else {
+    Vec::T x[kCols];
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kCols; c++) x[c] = operand(c);
+    ONNXPORT_UNROLL
+    for (int r = 0; r < kRows; r++) {
+      const Vec::T factor = Vec::set1(factors[r * row]);
+      ONNXPORT_UNROLL
+      for (int c = 0; c < kCols; c++) sum[r][c] = Vec::fma(factor, x[c], sum[r][c]);
+    }
+  }
+}
+
 // kRows queries against kCols vectors of keys from `column` on: scores[r][column * width ...] for
 // rows kChunk apart.
 template <class Type, bool kScaled, bool kAhead, int kRows, int kCols>
@@ -45,19 +82,14 @@ static inline void score_block(const float* queries, int64_t head_size,
     ONNXPORT_UNROLL
     for (int c = 0; c < kCols; c++) sum[r][c] = Vec::set1(0.f);
   }
+  ONNXPORT_TWICE
   for (int64_t d = 0; d < head_size; d++) {
-    Vec::T key[kCols];
-    ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++) {
-      key[c] = Type::load(vectors.key[column + c] + d * kTile);
-      if (kAhead) prefetch_ahead(vectors.key[column + c] + d * kTile, vectors.ahead[column + c]);
-    }
-    ONNXPORT_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      const Vec::T query = Vec::set1(queries[r * head_size + d]);
-      ONNXPORT_UNROLL
-      for (int c = 0; c < kCols; c++) sum[r][c] = Vec::fma(query, key[c], sum[r][c]);
-    }
+    const auto key = [&](int c) {
+      const typename Type::Element* from = vectors.key[column + c] + d * kTile;
+      if (kAhead) prefetch_ahead(from, vectors.ahead[column + c]);
+      return Type::load(from);
+    };
+    add_products(queries + d, head_size, key, sum);
   }
   ONNXPORT_UNROLL
   for (int c = 0; c < kCols; c++) {
@@ -162,18 +194,11 @@ static inline void value_block(const float* weights, const Tiles<Type>& tiles, i
     const int64_t stride = tiles.value_stride[tile];
     const typename Type::Element* value = tiles.value[tile] + (t % kTile) * stride + channel;
     for (; t < end; t++, value += stride) {
-      Vec::T x[kCols];
-      ONNXPORT_UNROLL
-      for (int c = 0; c < kCols; c++) {
-        x[c] = Type::load(value + c * Vec::kWidth);
+      const auto channels = [&](int c) {
         if (kAhead) prefetch_ahead(value + c * Vec::kWidth, tiles.ahead[tile]);
-      }
-      ONNXPORT_UNROLL
-      for (int r = 0; r < kRows; r++) {
-        const Vec::T w = Vec::set1(weights[r * kChunk + t]);
-        ONNXPORT_UNROLL
-        for (int c = 0; c < kCols; c++) sum[r][c] = Vec::fma(w, x[c], sum[r][c]);
-      }
+        return Type::load(value + c * Vec::kWidth);
+      };
+      add_products(weights + t, kChunk, channels, sum);
     }
   }
   ONNXPORT_UNROLL
