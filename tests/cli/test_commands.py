@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
@@ -26,15 +25,10 @@ pytestmark = pytest.mark.timeout(120)
 COMMANDS = ["export", "generate", "chat", "serve", "verify", "bench", "devices", "version"]
 
 
-def test_help_lists_the_commands_and_is_fast() -> None:
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = onnxport("--help")
-        times.append(time.perf_counter() - start)
+def test_help_lists_the_commands() -> None:
+    done = onnxport("--help")
     assert done.returncode == 0
     assert re.findall(r"^    (\w+) ", done.stdout, re.MULTILINE) == COMMANDS
-    assert min(times) < 0.3
 
 
 def test_help_imports_nothing_heavy() -> None:
