@@ -12,7 +12,7 @@ namespace onnxport {
 namespace {
 
 constexpr int64_t kStreams = 2;
-constexpr int64_t kStreamAhead = 1024;  // bytes; less came late, and more drove out what was to come
+constexpr int64_t kStreamAhead = 1024;  // bytes; the best of 512 to 2,048 on a Zen 3
 
 // Adds a block's products of the row with the panels of two streams, `apart` bytes from one another.
 template <class Dot>

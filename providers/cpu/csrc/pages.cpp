@@ -29,8 +29,15 @@ uintptr_t round_up(uintptr_t value, uintptr_t unit) { return (value + unit - 1) 
 #if defined(MADV_COLLAPSE)
 constexpr int kCollapse = MADV_COLLAPSE;
 #else
-constexpr int kCollapse = 25;  // since Linux 6.1; an older one, or no such wish, leaves small pages
+constexpr int kCollapse = 25;
 #endif
+
+// Whether small pages can be made huge later: since Linux 6.1. An advice that is not known is an
+// error even for nothing.
+bool can_settle() {
+  static const bool can = madvise(nullptr, 0, kCollapse) == 0;
+  return can;
+}
 
 // To make 2 MiB of zeros takes a quarter of a millisecond, on slow processors one.
 constexpr int64_t kSlowPageNs = 2'000'000;
@@ -75,7 +82,7 @@ class Region {
     if (bytes > end_ - next_) return nullptr;
     const uintptr_t taken = next_;
     next_ += round_up(bytes, kLine);  // end_ is at a line, too
-    if (small_ == end_) probe(round_up(taken, kHugePage), taken + bytes);
+    if (small_ == end_ && can_settle()) probe(round_up(taken, kHugePage), taken + bytes);
     return reinterpret_cast<uint8_t*>(taken);
   }
 
