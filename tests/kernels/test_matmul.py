@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.kernels import matmul_cases as cases
+from tests.tiers import every
 
 ISAS = ("amx", "avx512vnni", "avxvnni", "avx2", "i8mm", "dotprod")
 NUM_CASES = 120
@@ -33,7 +34,7 @@ def available_isas(library: ctypes.CDLL) -> Iterator[list[str]]:
     library.onnxport_cpu_set_matmul_isa(None)
 
 
-@pytest.mark.parametrize("first", range(0, NUM_CASES, GROUP))
+@pytest.mark.parametrize("first", every(2, range(0, NUM_CASES, GROUP)))
 def test_random_cases(
     library_path: Path, library: ctypes.CDLL, available_isas: list[str], first: int
 ) -> None:

@@ -14,6 +14,7 @@ from tests.kernels import matmul_cases, mlp_cases
 from tests.kernels.conftest import ISAS
 from tests.kernels.mlp_cases import MlpCase
 from tests.kernels.test_matmul import ISAS as MATMUL_ISAS
+from tests.tiers import every
 
 NUM_CASES = 80
 GROUP = 20
@@ -44,7 +45,7 @@ def small_case(rows: int = 3) -> MlpCase:
     return mlp_cases.make_case(3, INT4, (8, 64), (96, 70, 40), rows)
 
 
-@pytest.mark.parametrize("first", range(0, NUM_CASES, GROUP))
+@pytest.mark.parametrize("first", every(2, range(0, NUM_CASES, GROUP)))
 def test_random_cases(
     library_path: Path, library: ctypes.CDLL, available_sets: Sets, first: int
 ) -> None:

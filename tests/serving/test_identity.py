@@ -11,6 +11,7 @@ import pytest
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
 from tests.serving.helpers import alone, null_engine, reasons, run, submit, tokens
+from tests.tiers import every
 
 _random = random.Random(5)
 SYSTEM = [_random.randrange(512) for _ in range(37)]
@@ -107,7 +108,7 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("tiers", every(2, TIERS))
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 @pytest.mark.parametrize(
     "num_blocks", [27, *(pytest.param(more, marks=pytest.mark.slow) for more in (33, 45))]
