@@ -11,10 +11,11 @@ from fastapi.responses import JSONResponse, Response
 
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.http import adapters, chat_completions, completions, errors
+from onnxport.serving.http.chat_request import ChatRequest
+from onnxport.serving.http.completion_request import CompletionRequest
 from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.generation import DisconnectedError, Engine, Service
 from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
-from onnxport.serving.http.protocol import ChatRequest, CompletionRequest
 from onnxport.serving.metrics import Metrics
 from onnxport.version import __version__
 

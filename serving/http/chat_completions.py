@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from onnxport.serving.http import sse
+from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.generation import (
     Collected,
     Header,
@@ -26,7 +27,6 @@ from onnxport.serving.http.generation import (
 )
 from onnxport.serving.http.logprobs import chat_logprobs, prompt_entries
 from onnxport.serving.http.middleware import key_tenant
-from onnxport.serving.http.protocol import ChatRequest
 from onnxport.serving.http.tool_calls import Parsed, ParsedCall, ToolCallParser
 from onnxport.serving.outputs import CompletionDelta
 

@@ -11,6 +11,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from onnxport.serving.http import sse
+from onnxport.serving.http.completion_request import CompletionRequest
 from onnxport.serving.http.generation import (
     Collected,
     Header,
@@ -29,7 +30,6 @@ from onnxport.serving.http.logprobs import (
     prompt_entries,
 )
 from onnxport.serving.http.middleware import key_tenant
-from onnxport.serving.http.protocol import CompletionRequest
 from onnxport.serving.outputs import TokenLogprobs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,6 +42,18 @@ class RunningServer:
                 return stats
             time.sleep(0.02)
         raise AssertionError(f"wanted {wanted}, found {stats}")
+
+    def wait_for_refusal(self) -> None:
+        """Return once the server accepts no connections."""
+        host, port = self.url.removeprefix("http://").split(":")
+        deadline = time.monotonic() + WAIT_TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection((host, int(port))).close()
+            except ConnectionRefusedError:
+                return
+            time.sleep(0.02)
+        raise AssertionError("the server still accepts connections")
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
         """Send a signal; return the exit code and what was printed."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,17 @@ def _taken(settings: dict[str, Any], options: Any) -> dict[str, Any]:
     return {n: tuple(value) if isinstance(value, list) else value for n, value in found.items()}
 
 
+def _held(path: Path) -> Callable[[int], bool]:
+    """Let all steps but the first wait while a file is there; none fails."""
+
+    def fails(run: int) -> bool:
+        while run > 0 and path.exists():
+            time.sleep(0.005)
+        return False
+
+    return fails
+
+
 def main(folder: Path, settings: dict[str, Any]) -> None:
     """Serve until a signal."""
     server = _taken(settings, ServerOptions)
@@ -108,6 +121,9 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     fail_after = settings.pop("fail_after", None)
     if fail_after is not None:
         settings["fails"] = lambda run: run >= fail_after
+    hold = settings.pop("hold", None)  # a file; while it is there, steps wait
+    if hold is not None:
+        settings["fails"] = _held(Path(hold))
     end = SPECIAL.index("<|im_end|>") - len(SPECIAL)
     tokenizer = ServingTokenizer.from_folder(folder, frozenset())
     tokenizer.eos_token_ids = frozenset({tokenizer.vocab_size + end})

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from onnxport.errors import ArtifactError
+from onnxport.serving.http.completion_request import CompletionRequest
 from onnxport.serving.http.defaults import SamplingDefaults
-from onnxport.serving.http.protocol import CompletionRequest
 
 
 def read(folder: Path, **config: Any) -> SamplingDefaults:

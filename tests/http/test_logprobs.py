@@ -129,3 +129,12 @@ def test_of_a_prompt_that_is_told_too(server: RunningServer) -> None:
     spelled = [f"bytes:\\x{one:02x}" for one in "é日".encode()]
     assert logprobs["tokens"] == [*spelled, "a"]
     assert logprobs["text_offset"] == [0, 0, 1, 1, 1, 2]
+
+
+def test_offsets_of_a_prompt_and_its_completion_count_characters(server: RunningServer) -> None:
+    """Not tokens, of which `hi` is one and `日` three; not bytes, of which `日` has three, too."""
+    body = {"model": MODEL, "prompt": "é" + say("日hi"), "echo": True, "logprobs": 0}
+    [choice] = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"]
+    assert choice["text"] == "é<|say|>日hi<|over|>日hi"
+    prompt, answer = [0, 0, 1, 8, 8, 8, 9, 11], [19, 19, 19, 20, 22]  # the last one ends it
+    assert choice["logprobs"]["text_offset"] == prompt + answer

@@ -18,6 +18,7 @@ from tests.kernels import matmul_cases
 from tests.kernels.matmul_cases import Floats, MatMulCase
 
 MOST = 64  # outputs of a row that can be asked for
+MOST_BLOCKS = 300  # of inputs
 GROWING_CALLS = 8  # in which four bits of the weights are taken apart
 WIDTHS = (1, 33, 96, 1200, 4096)
 DEPTHS = (1, 31, 100, 128, 257, 896)
@@ -103,6 +104,50 @@ def misleading(errors: Sequence[float], n: int = 4096, k: int = 256) -> MatMulCa
                 weights[i] -= 17 * signs[i]
         levels[place * 320 + 7] = weights
     return case_of(levels, signs[None])
+
+
+def _by_blocks(
+    rows: Sequence[NDArray[np.int8]], block_size: int, x: float, scale: float
+) -> MatMulCase:
+    """In the first panels an output each whose weights are one level a block; others are noise.
+
+    Each of `rows` is [blocks]. All inputs are `x`, all scales `scale`.
+    """
+    k, n = len(rows[0]) * block_size, 96
+    levels = np.random.default_rng(1).integers(-3, 4, (n, k), np.int8)
+    for panel, row in enumerate(rows):
+        levels[32 * panel + 7] = np.repeat(row, block_size)
+    return MatMulCase(
+        bits=8,
+        block_size=block_size,
+        x=np.full((1, k), x, np.float32),
+        quants=(levels.view(np.uint8) ^ 128).reshape(n, -1, block_size),
+        scales=np.full((n, k // block_size), scale, np.float32),
+    )
+
+
+def swallowed() -> MatMulCase:
+    """The largest output is 300 blocks of 7.7 times the smallest float, and what four bits say, 0.
+
+    Their sums are a 17th of that: less than half of the smallest float, block by block. Another
+    output is of 100 blocks of twice as much, which four bits see.
+    """
+    hidden, other = np.full(MOST_BLOCKS, 64, np.int8), np.zeros(MOST_BLOCKS, np.int8)
+    other[:100] = 127
+    x, smallest = 1e-20, float(np.finfo(np.float32).smallest_subnormal)
+    return _by_blocks([hidden, other], 16, x, 7.7 * smallest / (16 * 64 * x))
+
+
+def overflowing() -> MatMulCase:
+    """An output overflows on the way: 200 blocks make 3.6e38, and 100 more take half of it off.
+
+    So it is infinite; four bits, whose sums are a 17th, say 1.8e38. Another one, 2.2e38 all the
+    time, is larger than that.
+    """
+    hidden, other = np.full(MOST_BLOCKS, 127, np.int8), np.zeros(MOST_BLOCKS, np.int8)
+    hidden[200:] = -127
+    other[:120] = 127
+    return _by_blocks([hidden, other], 256, 1e12, 3.6e38 / (200 * 256 * 127 * 1e12))
 
 
 def add_exact(serialized: bytes) -> bytes:

@@ -28,8 +28,8 @@ def build(compiler: str, folder: Path, set_flags: dict[str, str], *options: str)
     """Compiles the driver; `set_flags` are those of the sources named, as CMake gives them."""
     csrc = ROOT / "providers/cpu/csrc"
     names = (
-        *("coarse", "coarse_plane", "kernels_portable", "lora", "matmul", "mlp", "mlp_lora"),
-        *("pack", "pages"),
+        *("coarse", "coarse_plane", "coarse_run", "kernels_portable", "lora", "matmul", "mlp"),
+        *("mlp_lora", "pack", "pages"),
     )
     sources = [csrc / f"{name}.cpp" for name in (*CORE, *names)]
     sources.append(Path(__file__).with_name("matmul_driver.cpp"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -199,6 +200,38 @@ def test_odd_cases(
             pair = Pair(library_path, case)
             for _ in range(cases.GROWING_CALLS + 2):
                 pair.check(case.x, numbers(counts))
+
+
+@pytest.mark.parametrize("make", [cases.swallowed, cases.overflowing])
+def test_what_floats_cannot_tell(
+    library_path: Path,
+    library: ctypes.CDLL,
+    available_isas: list[str],
+    make: Callable[[], MatMulCase],
+) -> None:
+    """The error of four bits' sums is what rounding makes of them, not what the theory says."""
+    case = make()
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        pair = Pair(library_path, case)
+        whole = pair.whole(case.x)[0]
+        assert list(np.argsort(-whole)[:2]) == [7, 39]
+        for _ in range(cases.GROWING_CALLS + 1):
+            pair.check(case.x, numbers([1]))
+
+
+@pytest.mark.parametrize("factor", [1e-25, 1e25])
+def test_what_floats_can_tell(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], factor: float
+) -> None:
+    """Outputs that are small or large, but not that much, are not all computed."""
+    case = cases.gaussian_case(1, 3000, 256, 1)
+    x = case.x * np.float32(factor)
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        pair = Pair(library_path, case)
+        cases.grow(pair.coarse, case)
+        assert np.mean(pair.check(x, numbers([1])) != pair.whole(x)) > 0.3
 
 
 def test_what_is_not_finite(

@@ -11,6 +11,7 @@ import pytest
 
 from onnxport.errors import CapacityError, ProviderError
 from onnxport.providers.base import LoadOptions, Model, StepInputs
+from onnxport.providers.cpu import library
 from onnxport.providers.cpu import provider as cpu
 from onnxport.providers.cpu.library import converts_half, find_library, load_library
 from onnxport.providers.registry import open_model
@@ -52,8 +53,8 @@ def test_16_bits_are_chosen_where_they_are_faster_and_no_loss(
     fastest: str,
     is_exact: bool,
 ) -> None:
-    monkeypatch.setattr(cpu, "prefers_pairs", lambda: has_pairs)
-    monkeypatch.setattr(cpu, "converts_half", lambda: has_half)
+    monkeypatch.setattr(library, "prefers_pairs", lambda: has_pairs)
+    monkeypatch.setattr(library, "converts_half", lambda: has_half)
     path, options = tiny_artifact("llama", precision), {"matmul_accuracy_level": level}
     with (
         opened(path, "custom", **options) as chosen,
@@ -84,7 +85,7 @@ def test_every_set_but_the_portable_one_converts_float16() -> None:
 def test_a_bfloat16_cache_lies_in_pairs_where_products_may_be_rounded(
     tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch, level: int, layout: str
 ) -> None:
-    monkeypatch.setattr(cpu, "prefers_pairs", lambda: True)
+    monkeypatch.setattr(library, "prefers_pairs", lambda: True)
     layouts = []
     allocate = cpu.allocate
 
@@ -184,7 +185,7 @@ def test_every_node_runs_on_the_cpu_and_the_report_says_so(tiny_artifact: Artifa
 def test_without_the_kernel_the_decomposed_graph_runs_and_says_so(
     tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cpu, "find_library", lambda: None)
+    monkeypatch.setattr(library, "find_library", lambda: None)
     with opened(tiny_artifact("llama", "int4"), None) as model:
         assert model.capabilities.attention == "decomposed"
     assert "not built" in caplog.text

@@ -11,7 +11,7 @@ import pytest
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.passes.result import PassResult
 from onnxport.providers.base import LoadOptions, Model, StepInputs
-from onnxport.providers.cpu import lowering
+from onnxport.providers.cpu import library, lowering
 from onnxport.providers.cpu import provider as cpu
 from onnxport.providers.cpu.library import matmul_isa
 from onnxport.providers.registry import open_model
@@ -168,7 +168,7 @@ def test_without_the_kernel_onnx_runtime_computes_them(
     tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(cpu, "matmul_isa", lambda: None)
+    monkeypatch.setattr(library, "matmul_isa", lambda: None)
     model = opened(tiny_artifact("llama", "int4"))
     assert np.isfinite(step(model, [(0, 0, [5, 6, 7])])).all()
     model.close()

@@ -11,7 +11,7 @@ import pytest
 from onnxport.errors import ProviderError
 from onnxport.providers import memory
 from onnxport.providers.base import Features, LoadOptions
-from onnxport.providers.cpu import provider as cpu
+from onnxport.providers.cpu import library
 from onnxport.providers.cpu.library import find_library
 from onnxport.providers.registry import get_provider, open_model
 from tests.providers import models
@@ -95,7 +95,7 @@ def test_openvino_computes_nothing_in_float16(tiny_artifact: ArtifactMaker) -> N
 
 def test_without_the_kernel_there_is_one_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_library() is None or features("cpu").attention == ("custom", "decomposed")
-    monkeypatch.setattr(cpu, "find_library", lambda: None)
+    monkeypatch.setattr(library, "find_library", lambda: None)
     assert features("cpu") == Features(("decomposed",), ("float32",), ("float32",))
 
 

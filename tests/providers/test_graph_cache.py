@@ -17,7 +17,9 @@ from onnxport.graphs.artifact import GRAPH_FILES, WEIGHTS_FILE, Artifact
 from onnxport.graphs.passes import retype
 from onnxport.providers import graph_cache
 from onnxport.providers.base import LoadOptions, Model
+from onnxport.providers.cpu import library
 from onnxport.providers.cpu import provider as cpu
+from onnxport.providers.cpu.graph_source import find_graph_cache
 from onnxport.providers.graph_cache import Conversion, GraphCache, LoweredGraph, graph_key
 from onnxport.providers.registry import open_model
 from tests.providers.conftest import ArtifactMaker
@@ -79,7 +81,7 @@ def test_a_kept_graph_is_the_one_that_was_made(
     precision: str,
     attention: str,
 ) -> None:
-    if attention == "custom" and cpu.find_library() is None:
+    if attention == "custom" and library.find_library() is None:
         pytest.skip("the C++ kernels were not built")
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(retype, "INLINE_BYTES", 128)  # some are converted beside the graph
@@ -182,20 +184,20 @@ def test_each_choice_is_told_apart(
     name: str | None,
     result: object,
 ) -> None:
-    if cpu.matmul_isa() is None:
+    if library.matmul_isa() is None:
         pytest.skip("the C++ kernels were not built, or this processor has no kernel of ours")
     artifact = Artifact.read(tiny_artifact("llama", "int4"))
     chosen = LoadOptions(graph_cache=tmp_path)
 
     def path(of: LoadOptions) -> Path:
-        kept = cpu._graph_cache(artifact, of, custom=of.attention != "decomposed")
+        kept = find_graph_cache(artifact, of, custom=of.attention != "decomposed")
         assert kept is not None
         return kept.path
 
     first = path(chosen)
     assert path(replace(chosen, threads=3, kv_cache_tokens=99)) == first
     if name is not None:
-        monkeypatch.setattr(cpu, name, lambda: result)
+        monkeypatch.setattr(library, name, lambda: result)
     assert path(replace(chosen, **options)) != first
 
 

@@ -90,6 +90,7 @@ ort::CustomOp base_operator() {
   op.variadic_output_min_arity = op.variadic_output_homogeneity = one;
   op.start_version = one;
   op.end_version = [](const ort::CustomOp*) { return INT32_MAX; };
+  op.may_inplace = op.alias_map = [](int**, int**) { return size_t{0}; };
   op.release_may_inplace = op.release_alias_map = [](int*, int*) {};
   return op;
 }

@@ -86,7 +86,11 @@ Tensor describe(const Api& api, const char* name, const ort::Value* value);
 // An input that may not be there: null.
 const ort::Value* optional_input(const Api& api, const ort::KernelContext* context, size_t index);
 
-// What all our operators have in common; the rest is null.
+// Memory of the output 0, which gets the shape of a tensor.
+void* open_output(const Api& api, ort::KernelContext* context, const Tensor& shape);
+
+// What all our operators have in common: none of their outputs is an input's memory unless they say
+// so. The rest is null.
 ort::CustomOp base_operator();
 
 ort::CustomOp gated_silu_operator();
@@ -120,6 +124,22 @@ Status* guarded(const Api& api, F f) noexcept {
   } catch (...) {
     return api.create_status(ort::kFail, "onnxport CPU operator: unknown error");
   }
+}
+
+// Lets an operator make kernels, whose member `api` is the session's, and run them. Both may throw.
+template <class K, std::unique_ptr<K> (*kMake)(const Api&, const ort::KernelInfo*),
+          void (*kCompute)(const K&, ort::KernelContext*)>
+void set_kernel(ort::CustomOp& op) {
+  op.create_kernel = [](const ort::CustomOp*, const void* const* table,
+                        const ort::KernelInfo* info, void** out) -> Status* {
+    const Api api{table};
+    return guarded(api, [&] { *out = kMake(api, info).release(); });
+  };
+  op.destroy_kernel = [](void* kernel) { delete static_cast<K*>(kernel); };
+  op.compute = [](void* state, ort::KernelContext* context) -> Status* {
+    const K& kernel = *static_cast<const K*>(state);
+    return guarded(kernel.api, [&] { kCompute(kernel, context); });
+  };
 }
 
 // One node: what its attributes say.

@@ -159,6 +159,14 @@ void* open_cache(const Call& call, size_t output, const Tensor& input, const Pro
 
 }  // namespace
 
+void* open_output(const Api& api, ort::KernelContext* context, const Tensor& shape) {
+  ort::Value* out = nullptr;
+  void* data = nullptr;
+  check(api.output(context, 0, shape.dims, shape.rank, &out));
+  check(api.mutable_data(out, &data));
+  return data;
+}
+
 int parallel_for(void* context, size_t count, Task task, void* argument) {
   Parallel& parallel = *static_cast<Parallel*>(context);
   parallel.status = parallel.api.parallel_for(parallel.context, task, count, 0, argument);

@@ -2,6 +2,7 @@
 // operators take a Split that copies both halves and three passes more.
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 
 #include "kernels.h"
 #include "op.h"
@@ -27,7 +28,16 @@ struct Run {
   }
 };
 
-void compute(const Api& api, ort::KernelContext* context) {
+struct SiluKernel {
+  Api api;
+};
+
+std::unique_ptr<SiluKernel> make_kernel(const Api& api, const ort::KernelInfo*) {
+  return std::make_unique<SiluKernel>(SiluKernel{api});
+}
+
+void compute(const SiluKernel& kernel, ort::KernelContext* context) {
+  const Api& api = kernel.api;
   const ort::Value* value = nullptr;
   check(api.input(context, 0, &value));
   Tensor input = describe(api, "input", value);
@@ -39,12 +49,9 @@ void compute(const Api& api, ort::KernelContext* context) {
   int64_t rows = 1;
   for (size_t i = 0; i + 1 < input.rank; i++) rows *= input.dims[i];
   input.dims[input.rank - 1] = last / 2;
-  ort::Value* out = nullptr;
-  void* data = nullptr;
-  check(api.output(context, 0, input.dims, input.rank, &out));
-  check(api.mutable_data(out, &data));
+  float* output = static_cast<float*>(open_output(api, context, input));
 
-  Run run{input.as<const float>(), static_cast<float*>(data), rows, last / 2, 1};
+  Run run{input.as<const float>(), output, rows, last / 2, 1};
   if (rows * run.inner == 0) return;
   run.rows_per_task = std::max<int64_t>(1, kTaskElements / run.inner);
   const int64_t tasks = (rows + run.rows_per_task - 1) / run.rows_per_task;
@@ -67,18 +74,7 @@ ort::CustomOp gated_silu_operator() {
   op.input_characteristic = op.output_characteristic = [](const ort::CustomOp*, size_t) -> int {
     return ort::kRequired;
   };
-  op.create_kernel = [](const ort::CustomOp*, const void* const* table, const ort::KernelInfo*,
-                        void** out) -> Status* {
-    const Api api{table};
-    return guarded(api, [&] { *out = new Api(api); });
-  };
-  op.destroy_kernel = [](void* kernel) { delete static_cast<Api*>(kernel); };
-  op.compute = [](void* kernel, ort::KernelContext* context) -> Status* {
-    const Api& api = *static_cast<const Api*>(kernel);
-    return guarded(api, [&] { compute(api, context); });
-  };
-  const auto none = [](int**, int**) { return size_t{0}; };
-  op.may_inplace = op.alias_map = none;
+  set_kernel<SiluKernel, make_kernel, compute>(op);
   return op;
 }
 

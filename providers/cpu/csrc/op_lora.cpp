@@ -22,9 +22,9 @@ struct LoraKernel {
   int64_t width;  // of all projections
 };
 
-std::unique_ptr<LoraKernel> make_lora_kernel(const Api& api, const ort::KernelInfo* info,
-                                             LoraType type) {
-  auto kernel = std::make_unique<LoraKernel>(LoraKernel{api, type, {}, 0, 0});
+template <LoraType kType>
+std::unique_ptr<LoraKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
+  auto kernel = std::make_unique<LoraKernel>(LoraKernel{api, kType, {}, 0, 0});
   LoraPlace& place = kernel->place;
   check(api.attribute(info, "offset", &place.offset));
   check(api.attribute(info, "max_rank", &kernel->max_rank));
@@ -67,10 +67,7 @@ void compute(const LoraKernel& kernel, ort::KernelContext* context) {
   const int64_t rows = product.dims[0];
   const LoraSlots slots =
       read_adapters(api, context, kName, kAdapters, kernel.type, kernel.max_rank, rows, {place});
-  ort::Value* out = nullptr;
-  void* data = nullptr;
-  check(api.output(context, 0, product.dims, product.rank, &out));
-  check(api.mutable_data(out, &data));
+  void* data = open_output(api, context, product);
   if (data != product.data)
     std::memcpy(data, product.data, static_cast<size_t>(rows * kernel.width) * sizeof(float));
   LoraSum sum(slots, place, rows);
@@ -107,16 +104,7 @@ ort::CustomOp make_operator() {
     return index == kScales ? ort::kOptional : ort::kRequired;
   };
   op.output_characteristic = [](const ort::CustomOp*, size_t) -> int { return ort::kRequired; };
-  op.create_kernel = [](const ort::CustomOp*, const void* const* table,
-                        const ort::KernelInfo* info, void** out) -> Status* {
-    const Api api{table};
-    return guarded(api, [&] { *out = make_lora_kernel(api, info, kType).release(); });
-  };
-  op.destroy_kernel = [](void* kernel) { delete static_cast<LoraKernel*>(kernel); };
-  op.compute = [](void* state, ort::KernelContext* context) -> Status* {
-    const LoraKernel& kernel = *static_cast<const LoraKernel*>(state);
-    return guarded(kernel.api, [&] { compute(kernel, context); });
-  };
+  set_kernel<LoraKernel, make_kernel<kType>, compute>(op);
   op.may_inplace = op.alias_map = product_alias;
   return op;
 }

@@ -38,8 +38,8 @@ struct MatMulKernel {
   }
 };
 
-std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo* info,
-                                          ort::ElementType scales) {
+template <ort::ElementType kStored>
+std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
   MatMul m{};
   m.k = read_attribute(api, info, "K");
   m.n = read_attribute(api, info, "N");
@@ -48,12 +48,12 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   m.norm.epsilon = read_epsilon(api, info, kName);
   check_product(api, kName, m);
   const Weights weights = read_weights(api, info, kName, m, {kQuants, "B", "scales"});
-  m.half_scales = are_halves(stored_scales(weights, scales), elements(weights.scales));
+  m.half_scales = are_halves(stored_scales(weights, kStored), elements(weights.scales));
   m.bias = read_bias(api, info, kName, m, kBias);
   auto kernel = std::make_unique<MatMulKernel>(api, m);
-  pack_weights_in_parts(m, weights.quants.as<const uint8_t>(), stored_scales(weights, scales),
+  pack_weights_in_parts(m, weights.quants.as<const uint8_t>(), stored_scales(weights, kStored),
                         kernel->weights.data());
-  forget_weights(weights, scales);
+  forget_weights(weights, kStored);
   if (CoarseProduct::suits(kernel->settings))
     kernel->coarse = std::make_unique<CoarseProduct>(kernel->settings);
   return kernel;
@@ -81,11 +81,7 @@ void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
   call.input = input.as<const float>();
   read_norm(api, context, kName, input, kSkip, call);
   input.dims[input.rank - 1] = call.n;
-  ort::Value* out = nullptr;
-  void* data = nullptr;
-  check(api.output(context, 0, input.dims, input.rank, &out));
-  check(api.mutable_data(out, &data));
-  call.output = static_cast<float*>(data);
+  call.output = static_cast<float*>(open_output(api, context, input));
   if (!call.bias) refuse_input(api, context, kName, kBias, "bias");
   Parallel parallel{api, context};
   const MatMulKernels& kernels = *active_matmul();
@@ -98,34 +94,14 @@ void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
 
 template <ort::ElementType kStored>
 ort::CustomOp make_operator() {
-  ort::CustomOp op = base_operator();
+  ort::CustomOp op = product_operator<kSkip, kMatMulInputs>();
   op.name = [](const ort::CustomOp*) { return kName; };
   op.input_type = [](const ort::CustomOp*, size_t index) -> int {
     if (index == kScales) return kStored;
     if (index == kExact) return ort::kInt32;
     return index == kQuants ? ort::kUint8 : ort::kFloat;
   };
-  op.output_type = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };
-  op.input_type_count = [](const ort::CustomOp*) { return size_t{kMatMulInputs}; };
-  op.output_type_count = [](const ort::CustomOp*) { return size_t{3}; };
-  op.input_characteristic = [](const ort::CustomOp*, size_t index) -> int {
-    return index < kSkip ? ort::kRequired : ort::kOptional;
-  };
-  op.output_characteristic = [](const ort::CustomOp*, size_t index) -> int {
-    return index == 0 ? ort::kRequired : ort::kOptional;
-  };
-  op.create_kernel = [](const ort::CustomOp*, const void* const* table,
-                        const ort::KernelInfo* info, void** out) -> Status* {
-    const Api api{table};
-    return guarded(api, [&] { *out = make_kernel(api, info, kStored).release(); });
-  };
-  op.destroy_kernel = [](void* kernel) { delete static_cast<MatMulKernel*>(kernel); };
-  op.compute = [](void* state, ort::KernelContext* context) -> Status* {
-    const MatMulKernel& kernel = *static_cast<const MatMulKernel*>(state);
-    return guarded(kernel.api, [&] { compute(kernel, context); });
-  };
-  const auto none = [](int**, int**) { return size_t{0}; };
-  op.may_inplace = op.alias_map = none;
+  set_kernel<MatMulKernel, make_kernel<kStored>, compute>(op);
   return op;
 }
 

@@ -76,8 +76,8 @@ void read_lora(const Api& api, const ort::KernelInfo* info, const GatedMlp& mlp,
     check_place(api, kName, place, lora.slots.max_rank);
 }
 
-std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* info,
-                                       ort::ElementType scales) {
+template <ort::ElementType kStored>
+std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
   GatedMlp mlp{};
   mlp.inner = read_attribute(api, info, "inner");
   mlp.gate_up.k = read_attribute(api, info, "K");
@@ -96,16 +96,16 @@ std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* in
   const Weights first =
       read_weights(api, info, kName, joined, {kGateUp, "gate_up", "gate_up_scales"});
   const Weights second = read_weights(api, info, kName, mlp.down, {kDown, "down", "down_scales"});
-  mlp.gate_up.half_scales = are_halves(stored_scales(first, scales), elements(first.scales));
-  mlp.down.half_scales = are_halves(stored_scales(second, scales), elements(second.scales));
+  mlp.gate_up.half_scales = are_halves(stored_scales(first, kStored), elements(first.scales));
+  mlp.down.half_scales = are_halves(stored_scales(second, kStored), elements(second.scales));
   auto kernel = std::make_unique<MlpKernel>(api, mlp);
   read_lora(api, info, mlp, kernel->lora);
-  pack_gate_up(mlp, first.quants.as<const uint8_t>(), stored_scales(first, scales),
+  pack_gate_up(mlp, first.quants.as<const uint8_t>(), stored_scales(first, kStored),
                kernel->gate_up.data());
-  forget_weights(first, scales);
+  forget_weights(first, kStored);
   pack_weights_in_parts(mlp.down, second.quants.as<const uint8_t>(),
-                        stored_scales(second, scales), kernel->down.data());
-  forget_weights(second, scales);
+                        stored_scales(second, kStored), kernel->down.data());
+  forget_weights(second, kStored);
   return kernel;
 }
 
@@ -141,18 +141,14 @@ void compute(const MlpKernel& kernel, ort::KernelContext* context) {
   read_call_lora(api, context, call.gate_up.rows, lora);
   if (lora.slots.tokens) call.lora = &lora;
   input.dims[input.rank - 1] = call.down.n;
-  ort::Value* out = nullptr;
-  void* data = nullptr;
-  check(api.output(context, 0, input.dims, input.rank, &out));
-  check(api.mutable_data(out, &data));
-  call.down.output = static_cast<float*>(data);
+  call.down.output = static_cast<float*>(open_output(api, context, input));
   Parallel parallel{api, context};
   if (run_mlp(*active_matmul(), call, parallel_for, &parallel) != 0) check(parallel.status);
 }
 
 template <ort::ElementType kStored>
 ort::CustomOp make_operator() {
-  ort::CustomOp op = base_operator();
+  ort::CustomOp op = product_operator<kSkip, kMlpInputs>();
   op.name = [](const ort::CustomOp*) { return kName; };
   op.input_type = [](const ort::CustomOp*, size_t index) -> int {
     if (index == kGateUpScales || index == kDownScales) return kStored;
@@ -160,27 +156,7 @@ ort::CustomOp make_operator() {
     if (index == kAdapters || index == kAdapterRanks) return ort::kInt32;
     return index == kGateUp || index == kDown ? ort::kUint8 : ort::kFloat;
   };
-  op.output_type = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };
-  op.input_type_count = [](const ort::CustomOp*) { return size_t{kMlpInputs}; };
-  op.output_type_count = [](const ort::CustomOp*) { return size_t{3}; };
-  op.input_characteristic = [](const ort::CustomOp*, size_t index) -> int {
-    return index < kSkip ? ort::kRequired : ort::kOptional;
-  };
-  op.output_characteristic = [](const ort::CustomOp*, size_t index) -> int {
-    return index == 0 ? ort::kRequired : ort::kOptional;
-  };
-  op.create_kernel = [](const ort::CustomOp*, const void* const* table,
-                        const ort::KernelInfo* info, void** out) -> Status* {
-    const Api api{table};
-    return guarded(api, [&] { *out = make_kernel(api, info, kStored).release(); });
-  };
-  op.destroy_kernel = [](void* kernel) { delete static_cast<MlpKernel*>(kernel); };
-  op.compute = [](void* state, ort::KernelContext* context) -> Status* {
-    const MlpKernel& kernel = *static_cast<const MlpKernel*>(state);
-    return guarded(kernel.api, [&] { compute(kernel, context); });
-  };
-  const auto none = [](int**, int**) { return size_t{0}; };
-  op.may_inplace = op.alias_map = none;
+  set_kernel<MlpKernel, make_kernel<kStored>, compute>(op);
   return op;
 }
 

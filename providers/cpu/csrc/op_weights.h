@@ -61,4 +61,22 @@ float read_epsilon(const Api& api, const ort::KernelInfo* info, const char* op);
 void read_norm(const Api& api, ort::KernelContext* context, const char* op, const Tensor& input,
                size_t first, MatMul& call);
 
+// An operator of products: its first inputs are required; all others, and what read_norm gives
+// beside the output, a node may do without. Its name, its inputs' types and its kernels are still
+// to be set.
+template <size_t kRequiredInputs, size_t kInputs>
+ort::CustomOp product_operator() {
+  ort::CustomOp op = base_operator();
+  op.output_type = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };
+  op.input_type_count = [](const ort::CustomOp*) { return kInputs; };
+  op.output_type_count = [](const ort::CustomOp*) { return size_t{3}; };
+  op.input_characteristic = [](const ort::CustomOp*, size_t index) -> int {
+    return index < kRequiredInputs ? ort::kRequired : ort::kOptional;
+  };
+  op.output_characteristic = [](const ort::CustomOp*, size_t index) -> int {
+    return index == 0 ? ort::kRequired : ort::kOptional;
+  };
+  return op;
+}
+
 }  // namespace onnxport::op

@@ -1,0 +1,81 @@
+"""What the `cpu` provider chooses by a load's options and the processor, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from onnxport.errors import ProviderError
+from onnxport.providers.base import LoadOptions
+from onnxport.providers.cpu import library
+from onnxport.providers.cpu.caches import TILE, Layout, supported_dtypes
+from onnxport.providers.host_options import refuse_device_options
+
+logger = logging.getLogger(__name__)
+
+COMPUTE_DTYPE = "float32"  # of activations
+BLOCK_SIZE = TILE  # tokens; the kernel takes multiples
+NO_KERNEL = (
+    "the C++ attention kernel was not built (no C++17 compiler when onnxport was installed), so "
+    "attention runs in the slower decomposed graph; install a compiler and reinstall onnxport"
+)
+
+
+def check(options: LoadOptions) -> None:
+    """Refuse what the processor has not, and what could have no effect."""
+    if options.dtype not in ("auto", COMPUTE_DTYPE):
+        raise ProviderError(
+            f"dtype is {options.dtype!r}; the cpu provider computes in {COMPUTE_DTYPE} only, ask "
+            "for that or auto"
+        )
+    refuse_device_options("cpu", options)
+
+
+def choose_kernel(options: LoadOptions) -> Path | None:
+    """The kernel library to use, None for the decomposed graph."""
+    if options.attention not in (None, "custom", "decomposed"):
+        raise ProviderError(
+            f"the cpu provider has no {options.attention!r} attention, for ONNX Runtime ships no "
+            "CPU kernel; ask for custom or decomposed"
+        )
+    kernel = None if options.attention == "decomposed" else library.find_library()
+    if kernel is None and options.attention == "custom":
+        raise ProviderError(f"custom attention was asked for, but {NO_KERNEL}")
+    if kernel is None and options.attention is None:
+        logger.warning("%s", NO_KERNEL)
+    return kernel
+
+
+def choose_cache(
+    options: LoadOptions, kernel: Path | None, *, is_exact: bool
+) -> tuple[str, Layout]:
+    """The type of the caches, and how they lie in memory.
+
+    Where weights are multiplied with int8, 16 bits in attention are no loss of precision: the
+    automatic choice is bfloat16 if the processor multiplies it, else float16 if it converts that.
+    """
+    dtype = options.kv_cache_dtype
+    allowed = supported_dtypes(custom=kernel is not None)
+    if dtype not in ("auto", *allowed):
+        raise ProviderError(
+            f"kv_cache_dtype is {dtype!r}; the cpu provider's "
+            f"{'custom' if kernel else 'decomposed'} attention stores {', '.join(allowed)} or auto"
+        )
+    if kernel is None:
+        return "float32", "plain"
+    in_pairs = not is_exact and library.prefers_pairs()
+    if dtype == "auto":
+        half = "float32" if is_exact or not library.converts_half() else "float16"
+        dtype = "bfloat16" if in_pairs else half
+    return dtype, "paired" if in_pairs and dtype == "bfloat16" else "tiled"
+
+
+def choose_block_size(options: LoadOptions, kernel: Path | None) -> int:
+    """The tokens of a block of the cache."""
+    size = BLOCK_SIZE if options.block_size is None else options.block_size
+    if size < 1 or (kernel and size % BLOCK_SIZE):
+        raise ProviderError(
+            f"block_size is {size}; the cpu provider's kernel takes positive multiples of "
+            f"{BLOCK_SIZE}, the decomposed graph any positive number"
+        )
+    return size

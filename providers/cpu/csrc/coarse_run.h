@@ -1,0 +1,30 @@
+// A call of a product of which few outputs must be exact: see coarse.h.
+#pragma once
+
+#include "matmul.h"
+
+namespace onnxport {
+
+constexpr int64_t kMostCoarseRows = 16;
+
+// What there is of a plane.
+struct Plane {
+  const uint8_t* weights;
+  const uint8_t* dither;
+  const float* largest_scales;
+  int64_t ready;  // panels
+};
+
+struct CoarseCall {
+  const MatMulKernels& kernels;
+  const MatMul& product;
+  const Plane plane;
+  const int32_t* exact;   // [rows], 1 to kMostExact each
+  int64_t num_exact = 0;  // panels that had to be computed again
+};
+
+// Computes the outputs as CoarseProduct::run says, of up to kMostCoarseRows rows. Returns zero or
+// what parallel_for returned.
+int run_coarse(CoarseCall& call, ParallelFor parallel_for, void* context);
+
+}  // namespace onnxport

@@ -1,0 +1,111 @@
+"""The graph that the `cpu` provider runs: as an earlier start left it, or lowered now."""
+
+from __future__ import annotations
+
+import logging
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from onnxport.graphs import contract
+from onnxport.graphs.artifact import Artifact
+from onnxport.providers.base import LoadOptions
+from onnxport.providers.cpu import library
+from onnxport.providers.cpu.caches import Layout
+from onnxport.providers.graph_cache import GraphCache, LoweredGraph, graph_key
+
+if TYPE_CHECKING:
+    import onnx
+
+    from onnxport.providers.cpu.lora import HostLora
+
+logger = logging.getLogger(__name__)
+
+
+class GraphSource:
+    """Reads what was kept; else reads the artifact's graph, applies the passes and keeps that."""
+
+    def __init__(self, artifact: Artifact, options: LoadOptions, *, custom: bool) -> None:
+        """Look for a graph that was kept.
+
+        Args:
+            artifact: what is loaded.
+            options: the passes obey them.
+            custom: whether attention is to be our kernel's.
+        """
+        self._artifact = artifact
+        self._options = options
+        self._kept = find_graph_cache(artifact, options, custom=custom)
+        self._known = self._kept.read() if self._kept else None
+
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether all products are to be in float32."""
+        if self._known is not None:
+            return self._known.is_exact
+        from onnxport.graphs.passes.accuracy import takes_int8
+
+        return not takes_int8(self._graph, self._options.matmul_accuracy_level)
+
+    def lowered(
+        self, cache: tuple[str, Layout], lora: HostLora | None
+    ) -> tuple[LoweredGraph, dict[str, NDArray[Any]]]:
+        """Return the graph to run, and the contents of the initializers that are attached to it.
+
+        Args:
+            cache: type and layout of the KV caches; "plain" for the decomposed graph.
+            lora: adds adapters, if there are to be any; such a graph was never kept.
+        """
+        if self._known is not None:
+            logger.info("%s: lowered by an earlier start", self._artifact.path.name)
+            return self._known, self._known.convert(self._artifact)
+        graph, converted = self._lower(cache, lora)
+        if self._kept:
+            self._kept.write(graph)
+        return graph, converted
+
+    @cached_property
+    def _graph(self) -> onnx.ModelProto:
+        """The artifact's."""
+        return self._artifact.load_graph("paged")
+
+    def _lower(
+        self, cache: tuple[str, Layout], lora: HostLora | None
+    ) -> tuple[LoweredGraph, dict[str, NDArray[Any]]]:
+        # Its passes import onnx.
+        from onnxport.providers.cpu import lowering
+
+        artifact, int8 = self._artifact, library.matmul_isa() is not None
+        steps = list(lowering.lower(self._graph, artifact, self._options, cache, lora, int8=int8))
+        for step in steps:
+            logger.info("%s: %s", artifact.path.name, step)
+        lowered = lowering.lowered_graph(
+            artifact, steps, is_exact=self.is_exact, is_native=cache[1] != "plain"
+        )
+        return lowered, lowering.converted(steps)
+
+
+def find_graph_cache(
+    artifact: Artifact, options: LoadOptions, *, custom: bool
+) -> GraphCache | None:
+    """Where the lowered graph is kept; None where it is not, as with adapters."""
+    if options.graph_cache is None or options.max_adapters:
+        return None
+    import onnxruntime as ort
+
+    choices = {
+        "provider": "cpu",
+        "onnxruntime": ort.__version__,
+        "attention": "custom" if custom else "decomposed",
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "matmul_accuracy_level": options.matmul_accuracy_level,
+        "matmul_isa": library.matmul_isa(),
+        "prefers_pairs": library.prefers_pairs(),
+        "converts_half": library.converts_half(),
+        "coarse_head": options.coarse_head,
+    }
+    graphs = Path(contract.__file__).parent
+    key = graph_key(artifact, (graphs, graphs / "passes", Path(__file__).parent), choices)
+    return None if key is None else GraphCache(options.graph_cache, key)

@@ -1,0 +1,100 @@
+"""What a chat is made of: its messages, and the tools that the model may call."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from onnxport.errors import RequestError
+from onnxport.serving.http.protocol import Strict, expect
+
+
+class ContentPart(Strict):
+    """One part of a message's content; its type is checked when the prompt is rendered."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ContentPart:
+        if self.type == "text" and self.text is None:
+            raise RequestError("a content part of type 'text' has no text", "messages")
+        if self.type == "text" and self.model_extra:
+            raise RequestError(
+                f"a content part of type 'text' has unknown fields {sorted(self.model_extra)}; "
+                "remove them",
+                "messages",
+            )
+        return self
+
+
+class FunctionCall(Strict):
+    """The function of an earlier tool call."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A tool call that the assistant made earlier."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class ChatMessage(Strict):
+    """One message of the conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        str | list[ContentPart] | None, expect("a text or a list of content parts")
+    ] = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = Field(default=None, max_length=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatMessage:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise RequestError(
+                f"a message of role {self.role!r} has no content; only an assistant message with "
+                "tool_calls may be without",
+                "messages",
+            )
+        if self.tool_calls and self.role != "assistant":
+            raise RequestError(
+                f"a message of role {self.role!r} has tool_calls; only the assistant's may",
+                "messages",
+            )
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message as the chat template takes it."""
+        return self.model_dump(exclude_none=True, exclude={"annotations"})
+
+
+class FunctionDefinition(Strict):
+    """A function: what the model is told of it, and whether its parameters have to be kept."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # forced calls have the form of the parameters whatever it says
+
+
+class ToolDefinition(Strict):
+    """A tool the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition

@@ -1,0 +1,120 @@
+"""The body of `/v1/chat/completions`; `protocol` says what becomes of each field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from onnxport.errors import RequestError
+from onnxport.serving.chat import RESERVED
+from onnxport.serving.http.chat_messages import ChatMessage, ToolDefinition
+from onnxport.serving.http.defaults import SamplingDefaults
+from onnxport.serving.http.fields import NEUTRAL_CHAT
+from onnxport.serving.http.forms import calls
+from onnxport.serving.http.protocol import RequestBody
+from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
+from onnxport.serving.structured.spec import StructuredOutputs
+
+
+class ChatRequest(RequestBody):
+    """The body of `/v1/chat/completions`."""
+
+    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_CHAT
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None  # true unless told otherwise
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(
+                "top_logprobs was given without logprobs; set logprobs to true", "top_logprobs"
+            )
+        self._check_tool_choice()
+        if reserved := RESERVED & (self.chat_template_kwargs or {}).keys():
+            raise RequestError(
+                f"chat_template_kwargs sets {sorted(reserved)}, which the request itself sets; "
+                "remove them",
+                "chat_template_kwargs",
+            )
+        both = None not in (self.max_tokens, self.max_completion_tokens)
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise RequestError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is "
+                f"{self.max_completion_tokens}; they mean the same. Send one.",
+                "max_completion_tokens",
+            )
+        return self
+
+    def _check_tool_choice(self) -> None:
+        choice = self.tool_choice
+        if self._shapes_calls and super().form() is not None:
+            raise RequestError(
+                "functions that are strict, parallel_tool_calls false, and a tool_choice that "
+                "forces a call give the text a form, and another field asks for another one; send "
+                "one of them",
+                "tools" if choice in (None, "auto") else "tool_choice",
+            )
+        if choice in (None, "auto", "none"):
+            return
+        names = [tool.function.name for tool in self.tools or ()]
+        if choice != "required" and self.named_function not in names:
+            raise RequestError(
+                f'tool_choice is {repr(choice)[:80]}; use "auto", "none", "required", or '
+                '{"type": "function", "function": {"name": …}} with the name of one of the tools',
+                "tool_choice",
+            )
+        if not names:
+            raise RequestError(
+                'tool_choice is "required", and there are no tools; send some', "tool_choice"
+            )
+
+    @property
+    def _shapes_calls(self) -> bool:
+        """Whether the form of the text says how tools are called."""
+        if self.tool_choice not in (None, "auto"):
+            return bool(self.tool_choice != "none")
+        strict = any(tool.function.strict for tool in self.tools or ())
+        return strict or (bool(self.tools) and self.parallel_tool_calls is False)
+
+    @property
+    def named_function(self) -> str | None:
+        """The function that `tool_choice` names; None: it names none."""
+        match self.tool_choice:
+            case {"type": "function", "function": {"name": str(name)}, **more} if not more:
+                return name
+        return None
+
+    def form(self) -> StructuredOutputs | None:
+        """Return the form of the text; that of calls where something is said about them."""
+        if not self._shapes_calls:
+            return super().form()
+        name = self.named_function
+        tools = [tool.model_dump() for tool in self.tools or ()]
+        if name is not None:
+            tools = [tool for tool in tools if tool["function"]["name"] == name]
+        several = name is None and self.parallel_tool_calls is not False
+        return calls(tools, several=several, forced=self.tool_choice not in (None, "auto"))
+
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """Return the tools the model is told of; none when `tool_choice` is "none"."""
+        if self.tool_choice == "none":
+            return []
+        untold = {"function": {"strict"}}
+        return [tool.model_dump(exclude_none=True, exclude=untold) for tool in self.tools or ()]
+
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
+        """Return the decoding parameters; up to the context length unless told otherwise."""
+        given = self.max_completion_tokens
+        limit = self.max_tokens if given is None else given
+        return self.sampling(defaults, limit, (self.top_logprobs or 0) if self.logprobs else None)

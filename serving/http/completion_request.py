@@ -1,0 +1,68 @@
+"""The body of `/v1/completions`; `protocol` says what becomes of each field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from onnxport.errors import RequestError
+from onnxport.serving.http.defaults import SamplingDefaults
+from onnxport.serving.http.fields import NEUTRAL_COMPLETION
+from onnxport.serving.http.protocol import RequestBody, TokenId, expect
+from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
+
+
+class CompletionRequest(RequestBody):
+    """The body of `/v1/completions`."""
+
+    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_COMPLETION
+
+    prompt: Annotated[
+        str | list[str] | list[TokenId] | list[list[TokenId]],
+        expect("a text, a list of texts, a list of token ids, or a list of such lists"),
+    ]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None  # true unless told otherwise
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None and self.stream:
+            raise RequestError(
+                "echo was given with logprobs and stream; log probabilities of the prompt come "
+                "with the whole response only. Set stream to false, or remove one of the others.",
+                "echo",
+            )
+        return self
+
+    @property
+    def only_prompt(self) -> bool:
+        """Whether the prompt is wanted back, with its log probabilities, and nothing after it."""
+        return bool(self.echo) and self.max_tokens == 0 and not self.stream
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return one entry a prompt, a text or token ids.
+
+        Raises:
+            RequestError: there is no prompt, or an empty one.
+        """
+        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        token_ids = [one for one in given if isinstance(one, int)]
+        several = [one for one in given if not isinstance(one, int)]
+        prompts: list[str | list[int]] = [token_ids] if token_ids else several
+        if not prompts or any(isinstance(one, list) and not one for one in prompts):
+            raise RequestError(
+                "prompt is empty; send a text, token ids, or a list of either", "prompt"
+            )
+        return prompts
+
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
+        """Return the decoding parameters; 16 tokens unless told otherwise."""
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        params = self.sampling(defaults, 1 if self.only_prompt else max_tokens, self.logprobs)
+        if self.echo and self.logprobs is not None:
+            return replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+        return params
