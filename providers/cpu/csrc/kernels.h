@@ -32,9 +32,9 @@ constexpr int64_t kLoraPanel = 64;  // numbers of a row side by side; PANEL in g
 
 enum LoraType { kLoraFloat, kLoraHalf, kLoraInt8 };
 
-// What one LoRA adapter adds to one projection: output = (output or 0) + (scales * (input a^T)) b. Rows lie in
-// panels: kLoraPanel numbers of the first row, as many of the second, and so on to the last, then
-// the next numbers of the first. So all is read from one end to the other.
+// What one LoRA adapter adds to one projection: output = (output or 0) + (scales * (input a^T)) b.
+// Rows lie in panels: kLoraPanel numbers of the first row, as many of the second, and so on to the
+// last, then the next numbers of the first. So all is read from one end to the other.
 struct Lora {
   LoraType type;
   const void* a;        // [panels of depth][rank][kLoraPanel]

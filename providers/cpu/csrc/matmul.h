@@ -10,9 +10,9 @@
 //
 //   y[row][n] = sum over blocks, in order, of fma(float(S) * x_scale, w_scale, y)
 //
-// with S, the block's sum of products of integers, exact; the bias is added last. Every path computes just this, so the
-// bits of a row's result depend on that row and the weights alone: not on the other rows, on their
-// number, on the number of threads or on the instruction set.
+// with S, the block's sum of products of integers, exact; the bias is added last. Every path
+// computes just this, so the bits of a row's result depend on that row and the weights alone: not
+// on the other rows, on their number, on the number of threads or on the instruction set.
 #pragma once
 
 #include "attention.h"

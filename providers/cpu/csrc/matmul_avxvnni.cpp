@@ -1,6 +1,6 @@
-// Products for AVX-VNNI, the 256 bits of VNNI that processors without AVX-512 have. Compiled with that set's flags: nothing
-// here may run before the processor has been asked, and nothing here may be shared with other
-// objects.
+// Products for AVX-VNNI, the 256 bits of VNNI that processors without AVX-512 have. Compiled with
+// that set's flags: nothing here may run before the processor has been asked, and nothing here may
+// be shared with other objects.
 #include "matmul.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__AVXVNNI__)
