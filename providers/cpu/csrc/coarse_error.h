@@ -24,6 +24,7 @@ constexpr double kLeastError = FLT_MIN;
 // With less than this, no block's share or sum of some exceeds a float, as these are not above
 // 2160 / kRoundedFloats times the error.
 constexpr double kMostError = 1e33;
+
 struct CoarseErrors {
   int64_t blocks;
   // [rows][blocks]: squared deviations and rounding errors of an output, for a scale of one.
