@@ -107,7 +107,7 @@ def measure(rows: int, params: SamplingParams, vocab: int, steps: int) -> dict[s
         ("model", engine._runtime.model, "run"),
         ("sample", sampling, "sample_step"),
         ("commit", engine._scheduler, "commit"),
-        ("deliver", engine, "_deliver"),
+        ("deliver", engine._sequences, "deliver"),
     ):
         if hasattr(owner, "__dict__"):
             setattr(owner, method, clock.timed(name, getattr(owner, method)))

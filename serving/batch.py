@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from array import array
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from typing import Any, Generic, Literal, TypeVar
@@ -24,6 +25,9 @@ class BatchPacker:
     That is safe because `Model.run` returns before the next step is packed. As long as a shape
     stays the same, so does the array, the object, that has it: a model that keeps it bound finds
     the next step's numbers in it.
+
+    A plan that follows another, as `following` makes it, has that plan's own fields. Of those
+    nothing is packed that is in the buffers already.
 
     After a step that has read all weights, NumPy's code is in no cache, and a call of it takes
     longer than a row takes here. So arrays are filled through memoryviews, and tokens and blocks
@@ -49,6 +53,7 @@ class BatchPacker:
         self._metadata = _Buffer(np.int32, 3)
         self._logits_indices = _Buffer(np.int32, max_num_seqs)
         self._exact_logits = _Buffer(np.int32, max_num_seqs)
+        self._packed: tuple[StepPlan, StepInputs] | None = None  # what is in the buffers
 
     def pack(self, plan: StepPlan) -> StepInputs:
         """Return the arrays of `plan`, whose requests already hold their new blocks.
@@ -56,6 +61,13 @@ class BatchPacker:
         Logits are asked for where the plan needs them. When it does nowhere, they are asked for
         once, at the end, and not used: no graph has to take an empty axis.
         """
+        last, self._packed = self._packed, None
+        follows = last is not None and _follows(plan, last[0])
+        inputs = self._follow(plan, last[1]) if last and follows else self._pack(plan)
+        self._packed = plan, inputs
+        return inputs
+
+    def _pack(self, plan: StepPlan) -> StepInputs:
         ends = list(accumulate(plan.num_new))
         total = list(map(operator.add, plan.num_past, plan.num_new))
         exact = _exact_logits(plan) if self._takes_exact_logits else None
@@ -69,6 +81,22 @@ class BatchPacker:
             adapter_slots=_adapter_slots(plan),
             exact_logits=None if exact is None else self._exact_logits.fill(exact),
         )
+
+    def _follow(self, plan: StepPlan, inputs: StepInputs) -> StepInputs:
+        """Pack what has changed since the last plan, which gave `inputs`."""
+        self._input_ids.fill([request.tokens[-1] for request in plan.requests])
+        self._past.fill(plan.num_past)
+        self._metadata.fill([1, max(plan.num_past) + 1, min(plan.num_past) + 1])
+        table = inputs.block_table
+        width = table.shape[1]
+        for row, num_new in enumerate(plan.num_new_blocks):
+            if not num_new:
+                continue
+            blocks = plan.requests[row].table.blocks
+            if len(blocks) > width:
+                return replace(inputs, block_table=self._pack_block_table(plan))
+            self._block_table.view[row * width + len(blocks) - 1] = blocks[-1]
+        return inputs
 
     def _pack_input_ids(self, plan: StepPlan, num_tokens: int) -> NDArray[np.int64]:
         packed = self._input_ids.shaped((num_tokens,))
@@ -99,6 +127,11 @@ class BatchPacker:
             if end < start:
                 view[end:start] = array("i", bytes(4 * (start - end)))
         return packed
+
+
+def _follows(plan: StepPlan, last: StepPlan) -> bool:
+    """Whether `plan` was made by `following` from `last`."""
+    return plan.requests is last.requests and plan.num_new is last.num_new
 
 
 class _Buffer(Generic[Number]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from onnxport.errors import (
     CapacityError,
@@ -20,6 +20,7 @@ from onnxport.kv.table import Reservation
 from onnxport.providers.base import Capabilities, Model
 from onnxport.serving import sampling
 from onnxport.serving.adapters.registry import AdapterRegistry
+from onnxport.serving.beside import Beside
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.events import Listener, StepRecord
@@ -28,7 +29,6 @@ from onnxport.serving.growth import Growth
 from onnxport.serving.guesses import NO_DRAFTS, Drafts, Guesses, Guessing
 from onnxport.serving.intake import Intake
 from onnxport.serving.limits import remaining_total
-from onnxport.serving.masks import MaskThread
 from onnxport.serving.outputs import CompletionDelta, Failure
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
@@ -98,10 +98,9 @@ class Engine:
             self._guessing,
             self._tally,
             clock,
-            tokenizer,
             eos_token_ids,
         )
-        self._masks = MaskThread()
+        self._beside = Beside()
         self._sampling_threads = sampling_threads
         self._closed = False
 
@@ -218,11 +217,26 @@ class Engine:
         )
 
     def abort(self, request_id: str) -> list[CompletionDelta]:
-        """End a request now; returns the last deltas of its sequences, none if it is unknown."""
-        return self._sequences.abort(request_id)
+        """End a request now; returns the last deltas of its sequences, none if it is unknown.
+
+        What `advance` returned before must be deltas already.
+        """
+        return self.deltas(self._sequences.abort(request_id))
 
     def step(self) -> list[CompletionDelta]:
-        """Compute one batch; returns what it added to each sequence.
+        """Compute one batch; returns what it added to each sequence. See `advance`."""
+        return self.deltas(self.advance())
+
+    def deltas(self, growths: Iterable[Growth]) -> list[CompletionDelta]:
+        """Make what `advance` returned readable: give it its text, and its tokens their names.
+
+        To be called with everything that it returns, in order, and not twice at once; but in any
+        thread, while the engine goes on.
+        """
+        return [growth.delta(self._name) for growth in growths]
+
+    def advance(self) -> list[Growth]:
+        """Compute one batch; returns what it added to each sequence, without the text.
 
         A sequence is in the result when it got a token or ended. When the model or the sampler
         fails, the step leaves no trace. Its requests are then tried in halves, until the one that
@@ -230,14 +244,14 @@ class Engine:
         is lost, a fallback takes over and computes all requests again from their tokens; without
         one they end with "error", and the engine has failed.
         """
-        deltas = self._sequences.expire()
+        growths = self._sequences.expire()
         try:
             loading = self._runtime.load()
             drafts = NO_DRAFTS if self._guessing.rests() else self._guess()
             plan = self._retries.next_plan(self._scheduler, loading, drafts)
-            return deltas + self._execute(plan) if plan.requests else deltas
+            return growths + self._execute(plan) if plan.requests else growths
         except DeviceLostError as error:
-            return deltas + self._fall_back(error)
+            return growths + self._fall_back(error)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
@@ -256,11 +270,14 @@ class Engine:
         assert set(self._sequences) == running | waiting | {*self._scheduler.requests()}
 
     def close(self) -> list[CompletionDelta]:
-        """Abort every unfinished request, save what is cached, free the model. Idempotent."""
-        deltas = self._sequences.abort_all()
+        """Abort every unfinished request, save what is cached, free the model. Idempotent.
+
+        What `advance` returned before must be deltas already.
+        """
+        deltas = self.deltas(self._sequences.abort_all())
         if not self._closed:
             self._closed = True
-            self._masks.close()
+            self._beside.close()
             if self.grammars is not None:
                 self.grammars.close()
             try:
@@ -268,6 +285,10 @@ class Engine:
             finally:
                 self._runtime.close()
         return deltas
+
+    def _name(self, token_id: int) -> str:
+        """Return the text of one token by itself."""
+        return self.tokenizer.token_text(token_id) if self.tokenizer else ""
 
     # A step.
 
@@ -278,8 +299,8 @@ class Engine:
         budget = self._runtime.tokens - self._scheduler.num_running
         return self._guessing.next(self._scheduler.running, budget)
 
-    def _execute(self, plan: StepPlan) -> list[CompletionDelta]:
-        """Reserve what a plan needs, compute it, commit it and deliver what came of it."""
+    def _execute(self, plan: StepPlan) -> list[Growth]:
+        """Reserve what a plan needs, compute it, commit it and append what came of it."""
         start_s = self._clock()
         reservation = self._scheduler.reserve(plan)
         for request in plan.preempted:
@@ -300,13 +321,13 @@ class Engine:
         self._retries.note_good()
         now = self._clock()
         num_before = self._tally.generation_tokens
-        deltas, gaps = self._sequences.deliver(drawn, now)
+        growths, gaps = self._sequences.deliver(drawn, now)
         self._note_costs(plan, now - start_s)
         num_sampled = self._tally.generation_tokens - num_before
         rows = len(plan.requests)
         record = StepRecord(start_s, now, rows, plan.num_tokens, num_sampled, tuple(gaps))
         self._tally.note_step(record)
-        return deltas
+        return growths
 
     def _compute(
         self, plan: StepPlan, reservation: Reservation
@@ -316,7 +337,7 @@ class Engine:
         Returns:
             The tokens, and the log probabilities of prompts.
         """
-        with self._masks.of(plan) as masks:
+        with self._beside.run(plan, self._scheduler) as masks:
             logits = self._runtime.compute(plan, reservation)
         threads = self._sampling_threads
         drawn = sampling.sample_step(plan, logits, masks(), threads)
@@ -328,7 +349,7 @@ class Engine:
             self._runtime.offloader.costs.note_step(elapsed_s, plan.num_tokens)
         self._guessing.note_step(plan, elapsed_s)
 
-    def _fail(self, plan: StepPlan, error: Exception) -> list[CompletionDelta]:
+    def _fail(self, plan: StepPlan, error: Exception) -> list[Growth]:
         """Nothing was computed: look for the request that made the step fail."""
         self._tally.num_failed_steps += 1
         requests = plan.requests
@@ -351,9 +372,9 @@ class Engine:
             )
             return []
         logger.error("request %s failed", requests[0].request_id, exc_info=error)
-        return self._end(requests[0], Failure.of(error))
+        return self._sequences.end(requests[0], "error", Failure.of(error))
 
-    def _fall_back(self, error: DeviceLostError) -> list[CompletionDelta]:
+    def _fall_back(self, error: DeviceLostError) -> list[Growth]:
         """The device is gone: go on with another provider, or end every request."""
         self._tally.num_failed_steps += 1
         yielded = self._runtime.fall_back(error)
@@ -362,20 +383,16 @@ class Engine:
         for request in yielded:
             self._tally.tell("preempted", request, now)
         self._intake.move_to(self._runtime.limits, self._runtime.rows)
-        deltas: list[CompletionDelta] = []
+        growths: list[Growth] = []
         for request in list(self._scheduler.requests()):
             if self.failure is not None:
-                deltas += self._end(request, Failure(self.failure))
+                growths += self._sequences.end(request, "error", Failure(self.failure))
                 continue
             try:
                 self._fit(request)
             except CapacityError as reason:
-                deltas += self._end(request, Failure(str(reason)))
-        return deltas
-
-    def _end(self, request: Request, failure: Failure) -> list[CompletionDelta]:
-        """End a sequence that nothing can be done for."""
-        return self._sequences.end(request, "error", Growth(failure=failure))
+                growths += self._sequences.end(request, "error", Failure(str(reason)))
+        return growths
 
     def _fit(self, request: Request) -> None:
         """Let a request that was accepted for another model get no longer than this one takes.

@@ -1,4 +1,9 @@
-"""What a step adds to one sequence: its next tokens and their text, up to the one that ends it."""
+"""What a step adds to one sequence: its next tokens, up to the one that ends it, and their text.
+
+Which tokens are added, and whether the sequence goes on, has to be known before the next step can
+be planned. Their text has not, but where stop strings end it: the rest of a `Growth` can be worked
+out while the model runs again.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +13,77 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from onnxport.serving.grammar import failure_of
-from onnxport.serving.outputs import Failure, FinishReason, TokenLogprobs
+from onnxport.serving.outputs import CompletionDelta, Failure, FinishReason, TokenLogprobs
 from onnxport.serving.request import Request
+from onnxport.serving.sampler import RowLogprobs
 from onnxport.serving.sampling import Drawn, token_logprobs
+from onnxport.serving.text import TextStream
 
 logger = logging.getLogger(__name__)
 
 Naming = Callable[[int], str]
-PromptLogprobs = tuple[TokenLogprobs | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Growth:
-    """What was appended to a sequence."""
+    """What was appended to a sequence. Not to be changed; frozen it would be slow to make."""
 
-    text: str = ""
+    request_id: str
+    index: int
+    num_cached_tokens: int
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # one a token; None: not asked for
+    logprobs: tuple[RowLogprobs, ...] | None = None  # one a token; None: not asked for
+    scores: list[RowLogprobs] | None = None  # of the prompt, once all are there
+    text: str = ""  # as far as it is made
+    stream: TextStream | None = None  # makes the rest
+    num_spelled: int = 0  # tokens that it makes text of, the first ones
     reason: FinishReason | None = None  # why the sequence ends here; None: it goes on
     stop_reason: int | str | None = None  # the stop token or stop string that ends it
     failure: Failure | None = None  # why `reason` is "error"
+
+    def delta(self, name: Naming) -> CompletionDelta:
+        """Return it with its text; once, and in order. Any thread may, while steps go on.
+
+        If the text cannot be made, a sequence that goes on ends with the next step.
+
+        Args:
+            name: returns the text of a token.
+        """
+        text, reason, failure = self.text, self.reason, self.failure
+        if self.stream is not None:
+            text = self._spell(self.stream)
+            if self.stream.failure is not None and reason is not None:
+                reason, failure = "error", self.stream.failure
+        entries = None
+        if self.logprobs is not None:
+            entries = tuple(token_logprobs(one, name) for one in self.logprobs)
+        scores: tuple[TokenLogprobs | None, ...] | None = None
+        if self.scores is not None:
+            scores = (None, *(token_logprobs(one, name) for one in self.scores))
+        return CompletionDelta(
+            self.request_id,
+            self.index,
+            text,
+            self.token_ids,
+            entries,
+            reason,
+            self.stop_reason,
+            self.num_cached_tokens,
+            failure,
+            scores,
+        )
+
+    def _spell(self, stream: TextStream) -> str:
+        """Return the text, "" if it cannot be made."""
+        if stream.failure is not None:
+            return ""
+        try:
+            text = "".join([stream.add(one)[0] for one in self.token_ids[: self.num_spelled]])
+            return text if self.reason in (None, "error") else text + stream.finish()[0]
+        except Exception as error:
+            logger.error("the text of request %s failed", self.request_id, exc_info=error)
+            stream.failure = Failure.of(error)
+            return ""
 
 
 class End(NamedTuple):
@@ -38,7 +94,18 @@ class End(NamedTuple):
     failure: Failure | None = None
 
 
-def grow(drawn: Drawn, eos_token_ids: frozenset[int], name: Naming) -> Growth:
+class Added(NamedTuple):
+    """What one token is to a sequence."""
+
+    text: str = ""  # of a stream that looks for stop strings
+    is_text: bool = True
+    end: End | None = None  # why the sequence ends with it; None: it goes on
+
+
+GOES_ON = Added()
+
+
+def grow(drawn: Drawn, eos_token_ids: frozenset[int]) -> Growth:
     """Append the tokens that were drawn, up to one that ends the sequence.
 
     Where one cannot be taken, as by a grammar that forbids it, the sequence fails, and keeps those
@@ -47,57 +114,91 @@ def grow(drawn: Drawn, eos_token_ids: frozenset[int], name: Naming) -> Growth:
     Args:
         drawn: the tokens.
         eos_token_ids: end tokens of the model.
-        name: returns the text of a token.
     """
     request = drawn.request
-    text = ""
+    stream = request.text
+    if stream is not None and stream.failure is not None:
+        return _growth(drawn, 0, "", 0, End("error", None, stream.failure))
+    text, num_spelled = "", 0
     for count, token_id in enumerate(drawn.token_ids, 1):
         try:
-            piece, end = _append(request, token_id, eos_token_ids)
+            added = _append(request, token_id, eos_token_ids)
         except Exception as error:
             logger.error("request %s failed", request.request_id, exc_info=error)
-            return _growth(drawn, count - 1, name, text, End("error", None, failure_of(error)))
-        text += piece
-        if end is not None:
-            return _growth(drawn, count, name, text, end)
-    end = None if drawn.failure is None else End("error", None, drawn.failure)
-    return _growth(drawn, len(drawn.token_ids), name, text, end)
+            end = End("error", None, failure_of(error))
+            return _growth(drawn, count - 1, text, num_spelled, end)
+        text += added.text
+        num_spelled += added.is_text
+        if added.end is not None:
+            return _growth(drawn, count, text, num_spelled, added.end)
+    last = None if drawn.failure is None else End("error", None, drawn.failure)
+    return _growth(drawn, len(drawn.token_ids), text, num_spelled, last)
 
 
-def prompt_logprobs(request: Request, name: Naming) -> PromptLogprobs | None:
+def ending(request: Request, reason: FinishReason, failure: Failure | None = None) -> Growth:
+    """Return the end of a sequence that gets no more tokens.
+
+    Args:
+        request: the sequence.
+        reason: why it ends.
+        failure: why `reason` is "error".
+    """
+    return _growth(Drawn(request, ()), 0, "", 0, End(reason, None, failure))
+
+
+def _append(request: Request, token_id: int, eos_token_ids: frozenset[int]) -> Added:
+    """Append a token."""
+    request.tokens.append(token_id)
+    ends = token_id in request.stop_token_ids
+    is_text = not ends or request.params.include_stop_str_in_output
+    piece, stop = "", None
+    if is_text and request.text is not None and request.text.may_stop:
+        piece, stop = request.text.add(token_id)
+    if stop is not None:
+        return Added(piece, is_text, End("stop", stop))
+    if ends:
+        # As in vLLM, an end of the model is told only where it was asked for as a stop token alone.
+        told = request.params.ignore_eos or token_id not in eos_token_ids
+        return Added(piece, is_text, End("stop", token_id if told else None))
+    if request.grammar is not None and request.grammar.is_complete(request.tokens):
+        return Added(piece, is_text, End("stop"))
+    if len(request.tokens) >= request.max_total_tokens:
+        return Added(piece, is_text, End("length"))
+    return Added(piece, is_text) if piece else GOES_ON
+
+
+def _growth(drawn: Drawn, count: int, text: str, num_spelled: int, end: End | None) -> Growth:
+    """Return what the first `count` of the tokens that were drawn add; some of them are text."""
+    request = drawn.request
+    stream = request.text
+    reason, stop_reason, failure = end or (None, None, None)
+    if stream is not None and stream.may_stop:
+        if reason not in (None, "error") and not isinstance(stop_reason, str):
+            rest, stop = stream.finish()
+            text += rest
+            if stop is not None:
+                reason, stop_reason = "stop", stop
+        stream = None
+    logprobs = drawn.logprobs
+    return Growth(
+        request.request_id,
+        request.index,
+        request.num_cached_tokens,
+        drawn.token_ids[:count],
+        None if logprobs is None else logprobs[:count],
+        _take_scores(request),
+        text,
+        stream,
+        num_spelled,
+        reason,
+        stop_reason,
+        failure,
+    )
+
+
+def _take_scores(request: Request) -> list[RowLogprobs] | None:
     """Return the log probabilities of the prompt, once, when all are there."""
     if request.scores is None or request.scores_missing:
         return None
     scores, request.scores = request.scores, None
-    return (None, *(token_logprobs(one, name) for one in scores))
-
-
-def _append(
-    request: Request, token_id: int, eos_token_ids: frozenset[int]
-) -> tuple[str, End | None]:
-    """Append a token; returns its text, and why the sequence ends with it, if it does."""
-    request.tokens.append(token_id)
-    ends = token_id in request.stop_token_ids
-    piece, stop = "", None
-    if request.text and (not ends or request.params.include_stop_str_in_output):
-        piece, stop = request.text.add(token_id)
-    if stop is not None:
-        return piece, End("stop", stop)
-    if ends:
-        # As in vLLM, an end of the model is told only where it was asked for as a stop token alone.
-        told = request.params.ignore_eos or token_id not in eos_token_ids
-        return piece, End("stop", token_id if told else None)
-    if request.grammar is not None and request.grammar.is_complete(request.tokens):
-        return piece, End("stop")
-    return piece, End("length") if len(request.tokens) >= request.max_total_tokens else None
-
-
-def _growth(drawn: Drawn, count: int, name: Naming, text: str, end: End | None) -> Growth:
-    """Return what the first `count` of the tokens that were drawn add."""
-    entries = None
-    if drawn.logprobs is not None:
-        entries = tuple(token_logprobs(one, name) for one in drawn.logprobs[:count])
-    tokens = drawn.token_ids[:count]
-    if end is None:
-        return Growth(text, tokens, entries)
-    return Growth(text, tokens, entries, end.reason, end.stop_reason, end.failure)
+    return scores

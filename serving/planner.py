@@ -36,49 +36,12 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-
-from sortedcontainers import SortedKeyList
 
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.table import blocks_for
 from onnxport.serving.draft import Draft, StepPlan
+from onnxport.serving.queues import Queues
 from onnxport.serving.request import Request
-from onnxport.serving.shares import Shares
-from onnxport.serving.waiting import WaitingQueue
-
-
-def _by_rank() -> SortedKeyList[Request, tuple[int, int, int]]:
-    return SortedKeyList(key=lambda request: request.rank)
-
-
-@dataclass(slots=True)
-class Queues:
-    """Who waits, who runs, and whose turn it is: the scheduler's state, which plans look at.
-
-    Attributes:
-        quantum: tokens of prompts that a tenant may compute in a round.
-        running: the first in rank first.
-        num_rows: rows that the running requests hold, for siblings too.
-        shares: by priority.
-        last_start: tenant -> number of its latest start, from 1.
-    """
-
-    quantum: int
-    waiting: WaitingQueue = field(default_factory=WaitingQueue)
-    running: SortedKeyList[Request, tuple[int, int, int]] = field(default_factory=_by_rank)
-    num_rows: int = 0
-    shares: dict[int, Shares] = field(default_factory=dict)
-    last_start: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self.running or len(self.waiting))
-
-    def shares_of(self, level: int) -> Shares:
-        """The shares of one priority; fresh ones, which are not kept, where there are none."""
-        return self.shares.get(level) or Shares(self.quantum)
 
 
 class _Lane:

@@ -17,9 +17,11 @@ from onnxport.kv.pool import BlockPool
 from onnxport.kv.table import Claim, Reservation, blocks_for, release_tail
 from onnxport.serving.config import SchedulingPolicy
 from onnxport.serving.draft import StepPlan
+from onnxport.serving.following import following
 from onnxport.serving.outputs import FinishReason
 from onnxport.serving.params import RequestOptions
-from onnxport.serving.planner import Planner, Queues
+from onnxport.serving.planner import Planner
+from onnxport.serving.queues import Queues
 from onnxport.serving.request import Request
 from onnxport.serving.shares import Shares
 
@@ -46,6 +48,8 @@ class Scheduler:
         self._arrivals = count()
         self._starts = count(1)
         self._tenants: Counter[str] = Counter()  # their unfinished requests
+        self._last: StepPlan | None = None  # the plan since whose commit nothing has changed
+        self._ahead: tuple[StepPlan, StepPlan | None] | None = None  # a plan, and what follows it
         self._swapped: set[bytes] = set()  # keys of the blocks of preempted requests
         self._queued: Counter[str] = Counter()  # tenant -> requests that were never started
         self.num_preemptions = 0
@@ -104,6 +108,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request; the caller has checked that the pool can hold it."""
+        self._last = None
         priority = 0 if self._policy == "fcfs" else request.options.priority
         arrival = next(self._arrivals)
         for one in (request, *request.siblings):
@@ -126,6 +131,7 @@ class Scheduler:
             The requests that yielded.
         """
         assert 1 <= max_num_seqs <= max_num_batched_tokens
+        self._last = self._ahead = None
         yielded = list(self._queues.running)
         for request in yielded:
             self._preempt(request)
@@ -143,6 +149,7 @@ class Scheduler:
 
         The one place where requests end.
         """
+        self._last = self._ahead = None
         if request.running:
             self._queues.running.remove(request)
             self._queues.num_rows -= request.num_rows
@@ -178,14 +185,34 @@ class Scheduler:
         budget_tokens: int | None = None,
         drafts: Mapping[Request, Sequence[int]] | None = None,
     ) -> StepPlan:
-        """See `Planner.plan`."""
+        """See `Planner.plan`; a step that follows from the last one is not looked for again."""
+        if self._last is not None and only is None and not drafts:
+            plan = self._following(self._last)
+            if plan is not None:
+                return plan
         return self._planner.plan(only, loading, budget_tokens, drafts)
+
+    def plan_ahead(self, plan: StepPlan) -> None:
+        """Look what follows a plan, beside the model that runs it, so that `plan` finds it.
+
+        In any thread, without a lock: it only reads, and what it finds is used only after that very
+        plan, and if nothing has changed since.
+        """
+        self._ahead = (plan, following(plan, self._queues, self._pool))
+
+    def _following(self, last: StepPlan) -> StepPlan | None:
+        """Return what follows the last step, worked out already or now."""
+        ahead = self._ahead
+        if ahead is not None and ahead[0] is last:
+            return ahead[1]
+        return following(last, self._queues, self._pool)
 
     def reserve(self, plan: StepPlan) -> Reservation:
         """Preempt as planned and take the step's blocks.
 
         A preemption stays even if the step is rolled back: others may have overwritten its blocks.
         """
+        self._last = None
         claims = []
         for row, (request, num_new) in enumerate(
             zip(plan.requests, plan.num_new_blocks, strict=True)
@@ -238,6 +265,7 @@ class Scheduler:
                 self._fork(plan.requests[row])
         if self._policy == "fair":
             self._settle(plan)
+        self._last = plan
 
     def check(self) -> None:
         """Assert the invariants of requests and blocks (for tests; linear in everything)."""
@@ -252,6 +280,8 @@ class Scheduler:
             assert not any(one.running or len(one.table) for one in request.siblings)
         assert all(request.running for request in self._queues.running)
         assert not any(one.running or one.num_computed_tokens for one in self._queues.waiting)
+        if self._last is not None and (plan := self._following(self._last)) is not None:
+            assert plan == self._planner.plan(), "what follows is not what would be planned"
         queued = sum(not one.num_preemptions for one in self._queues.waiting)
         assert self.num_queued == queued, f"{self.num_queued} counted, {queued} queued"
 

@@ -7,16 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.deadlines import Deadlines
 from onnxport.serving.draft import StepPlan
-from onnxport.serving.growth import Growth, grow, prompt_logprobs
+from onnxport.serving.growth import Growth, ending, grow
 from onnxport.serving.guesses import Guessing
-from onnxport.serving.outputs import CompletionDelta, FinishReason
+from onnxport.serving.outputs import Failure, FinishReason
 from onnxport.serving.request import Request
 from onnxport.serving.sampling import Drawn, with_siblings
 from onnxport.serving.scheduler import Scheduler
 from onnxport.serving.tally import Tally
-from onnxport.serving.tokenizer import Tokenizer
-
-NOTHING = Growth()
 
 
 class Sequences:
@@ -29,7 +26,6 @@ class Sequences:
         guessing: Guessing,
         tally: Tally,
         clock: Callable[[], float],
-        tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
     ) -> None:
         """Begin without any.
@@ -40,7 +36,6 @@ class Sequences:
             guessing: told of those that have ended.
             tally: counts and tells what becomes of them.
             clock: the time in seconds.
-            tokenizer: names tokens; None: they have no names.
             eos_token_ids: tokens that end a generation.
         """
         self._scheduler = scheduler
@@ -48,7 +43,6 @@ class Sequences:
         self._guessing = guessing
         self._tally = tally
         self._clock = clock
-        self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         self._groups: dict[str, list[Request]] = {}  # unfinished sequences by request
         self._deadlines = Deadlines()
@@ -84,15 +78,13 @@ class Sequences:
                     one.times.scheduled_s = start_s
                     self._tally.tell("scheduled", one, start_s)
 
-    def deliver(
-        self, drawn: Sequence[Drawn], now_s: float
-    ) -> tuple[list[CompletionDelta], list[float]]:
+    def deliver(self, drawn: Sequence[Drawn], now_s: float) -> tuple[list[Growth], list[float]]:
         """Append the tokens that were drawn and end the sequences that are done.
 
         Returns:
-            The deltas, and the times since the previous token of each that was not a first one.
+            What was added, and the times since the previous token of each that was not a first one.
         """
-        deltas: list[CompletionDelta] = []
+        growths: list[Growth] = []
         gaps: list[float] = []
         for one in drawn:
             request = one.request
@@ -100,24 +92,13 @@ class Sequences:
                 gaps += self._note_token(request, now_s)
             if one.failure is not None:
                 self._scheduler.distrust(request)
-            growth = grow(one, self._eos_token_ids, self._name)
+            growth = grow(one, self._eos_token_ids)
             self._tally.generation_tokens += len(growth.token_ids)
-            if growth.reason is not None:
-                deltas += self.end(request, growth.reason, growth)
-                continue
-            deltas.append(
-                CompletionDelta(
-                    request.request_id,
-                    request.index,
-                    growth.text,
-                    growth.token_ids,
-                    growth.logprobs,
-                    None,
-                    num_cached_tokens=request.num_cached_tokens,
-                    prompt_logprobs=prompt_logprobs(request, self._name),
-                )
-            )
-        return deltas, gaps
+            if growth.reason is None:
+                growths.append(growth)
+            else:
+                growths += self._finish(request, growth)
+        return growths, gaps
 
     def _note_token(self, request: Request, now_s: float) -> list[float]:
         """Note when a sequence got tokens; returns how long after the last ones, if there were."""
@@ -129,64 +110,50 @@ class Sequences:
             self._tally.tell("first_token", request, now_s)
         return gaps
 
-    def _name(self, token_id: int) -> str:
-        return self._tokenizer.token_text(token_id) if self._tokenizer else ""
-
     # Ends.
 
-    def expire(self) -> list[CompletionDelta]:
+    def expire(self) -> list[Growth]:
         """End those whose time is up."""
-        deltas: list[CompletionDelta] = []
+        growths: list[Growth] = []
         if self._deadlines:
             for request in self._deadlines.passed(self._clock()):
-                deltas += self.end(request, "timeout")
-        return deltas
+                growths += self.end(request, "timeout")
+        return growths
 
-    def abort(self, request_id: str) -> list[CompletionDelta]:
+    def abort(self, request_id: str) -> list[Growth]:
         """End all sequences of a request, if there is such a request."""
-        deltas: list[CompletionDelta] = []
+        growths: list[Growth] = []
         for request in list(self._groups.get(request_id, ())):
             if request.finish_reason is None:
-                deltas += self.end(request, "abort")
-        return deltas
+                growths += self.end(request, "abort")
+        return growths
 
-    def abort_all(self) -> list[CompletionDelta]:
+    def abort_all(self) -> list[Growth]:
         """End every sequence."""
-        return [delta for request_id in list(self._groups) for delta in self.abort(request_id)]
+        return [growth for request_id in list(self._groups) for growth in self.abort(request_id)]
 
     def end(
-        self, request: Request, reason: FinishReason, last: Growth = NOTHING
-    ) -> list[CompletionDelta]:
-        """End a sequence, and siblings that still wait for it; the one place where they end."""
-        entries = prompt_logprobs(request, self._name)
-        text, stop_reason = last.text, last.stop_reason
-        cut = isinstance(stop_reason, str) or reason == "error"
-        if request.text is not None and not cut:
-            rest, stop = request.text.finish()
-            text += rest
-            if stop is not None:
-                reason, stop_reason = "stop", stop
+        self, request: Request, reason: FinishReason, failure: Failure | None = None
+    ) -> list[Growth]:
+        """End a sequence that gets no more tokens, and siblings that still wait for it.
+
+        Args:
+            request: the sequence.
+            reason: why it ends.
+            failure: why `reason` is "error".
+        """
+        return self._finish(request, ending(request, reason, failure))
+
+    def _finish(self, request: Request, last: Growth) -> list[Growth]:
+        """End a sequence with its last growth; the one place where they end."""
+        reason = last.reason
+        assert reason is not None
         self._scheduler.finish(request, reason)
         now = self._clock()
-        deltas = []
+        growths = [last, *(ending(one, reason, last.failure) for one in request.siblings)]
         for one in with_siblings(request):
-            first = one is request
-            deltas.append(
-                CompletionDelta(
-                    request_id=one.request_id,
-                    index=one.index,
-                    text=text if first else "",
-                    token_ids=last.token_ids if first else (),
-                    logprobs=last.logprobs if first else None,
-                    finish_reason=reason,
-                    stop_reason=stop_reason if first else None,
-                    num_cached_tokens=one.num_cached_tokens,
-                    failure=last.failure,
-                    prompt_logprobs=entries if first else None,
-                )
-            )
             self._forget(one, reason, now)
-        return deltas
+        return growths
 
     def _forget(self, request: Request, reason: FinishReason, now_s: float) -> None:
         """Let go of a sequence that has ended."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from onnxport.serving.outputs import Failure
+
 
 class Pieces(Protocol):
     """Turns tokens into pieces of text; see `detokenizer`."""
@@ -22,9 +24,21 @@ class TextStream:
 
     The stop string that is complete first ends the text, and of those that are complete at the
     same character the longest: how the text was split into tokens makes no difference.
+
+    Attributes:
+        may_stop: whether there are stop strings, so that the text may end its sequence.
+        failure: why there is no more text; None: there is. Set by who finds it out.
     """
 
-    __slots__ = ("_held", "_includes_stop", "_num_early", "_pieces", "_stop")
+    __slots__ = (
+        "_held",
+        "_includes_stop",
+        "_num_early",
+        "_pieces",
+        "_stop",
+        "failure",
+        "may_stop",
+    )
 
     def __init__(
         self,
@@ -47,6 +61,8 @@ class TextStream:
         self._includes_stop = includes_stop
         self._num_early = min_tokens  # tokens still to come that end no stop string
         self._held = ""  # a beginning of some stop string
+        self.may_stop = bool(stop)
+        self.failure: Failure | None = None
 
     def add(self, token_id: int) -> tuple[str, str | None]:
         """Return new text, and the stop string that ended it or None."""

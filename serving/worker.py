@@ -19,8 +19,10 @@ from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.engine import Engine
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
+from onnxport.serving.growth import Growth
 from onnxport.serving.outputs import CompletionDelta, Failure
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.publisher import Publisher
 from onnxport.serving.request import Request
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.structured.spec import StructuredOutputs
@@ -47,7 +49,8 @@ class AsyncEngine:
     """Runs an engine in a thread of its own and streams its deltas.
 
     The thread is the only one to touch the engine. It sleeps on a condition while there is
-    nothing to do, and gives each event loop the deltas of a step in one call.
+    nothing to do. While it goes on with the next step, another thread makes the text of the last
+    one, and gives each event loop the deltas in one call.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -63,6 +66,7 @@ class AsyncEngine:
         self._failure: BaseException | None = None
         self._num_submitted = 0  # requests that the engine has not been given yet
         self._stats = engine.stats()
+        self._publisher = Publisher(self._publish)
         self._thread = threading.Thread(target=self._run, name="onnxport-engine", daemon=True)
         self._thread.start()
 
@@ -272,15 +276,21 @@ class AsyncEngine:
                     self._commands.append(lambda: self._abort(stream))
                     self._wakeup.notify()
 
-    # Everything below runs in the engine's thread.
+    # Everything below runs in the engine's thread, but for `_publish`.
 
     def _run(self) -> None:
         try:
             while self._take_commands():
-                self._publish(self._engine.step())
-            self._publish(self._engine.close())
+                growths = self._engine.advance()
+                self._stats = self._engine.stats()
+                self._publisher.put(growths)
+            self._publisher.flush()
+            self._send(self._engine.close())
+            self._stats = self._engine.stats()
+            self._publisher.close()
         except BaseException as error:
             logger.critical("the engine's thread failed", exc_info=error)
+            self._publisher.close()
             self._fail(error)
 
     def _take_commands(self) -> bool:
@@ -306,16 +316,21 @@ class AsyncEngine:
                 stream.loop.call_soon_threadsafe(stream.queue.put_nowait, error)
 
     def _abort(self, stream: _Stream) -> None:
+        self._publisher.flush()
         if self._streams.get(stream.request_id) is stream:  # else it has ended already
-            self._publish(self._engine.abort(stream.request_id))
+            self._send(self._engine.abort(stream.request_id))
+            self._stats = self._engine.stats()
 
     def _abort_all(self) -> None:
         for stream in list(self._streams.values()):
             self._abort(stream)
 
-    def _publish(self, deltas: list[CompletionDelta]) -> None:
+    def _publish(self, growths: list[Growth]) -> None:
+        """Make the deltas of a step, and hand them on; in the publisher's thread."""
+        self._send(self._engine.deltas(growths))
+
+    def _send(self, deltas: list[CompletionDelta]) -> None:
         """Hand the deltas to their loops, one call a loop."""
-        self._stats = self._engine.stats()
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, CompletionDelta]]] = {}
         with self._wakeup:
             for delta in deltas:
@@ -333,11 +348,10 @@ class AsyncEngine:
                     self._abandon(stream)
 
     def _abandon(self, stream: _Stream) -> None:
-        """End a request whose event loop is gone."""
+        """Have a request ended whose event loop is gone."""
         with self._wakeup:
-            self._streams.pop(stream.request_id, None)
-        self._engine.abort(stream.request_id)
-        self._stats = self._engine.stats()
+            self._commands.append(lambda: self._abort(stream))
+            self._wakeup.notify()
 
     def _fail(self, error: BaseException) -> None:
         """End every stream with an error; the engine is not to be used again."""

@@ -18,6 +18,7 @@ from onnxport.errors import (
 )
 from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.engine import Engine
+from onnxport.serving.growth import Growth
 from onnxport.serving.llm import LLM, TokensPrompt
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -136,12 +137,12 @@ async def test_an_engine_that_fails_lets_nobody_wait(
 ) -> None:
     entered, go = threading.Event(), threading.Event()
 
-    def bug(self: Engine) -> list[CompletionDelta]:
+    def bug(self: Engine) -> list[Growth]:
         entered.set()
         go.wait(5)
         raise LookupError("lost")
 
-    monkeypatch.setattr(Engine, "step", bug)
+    monkeypatch.setattr(Engine, "advance", bug)
     worker = AsyncEngine(adapter_engine())
     stream = asyncio.create_task(collect(worker, None))
     await asyncio.to_thread(entered.wait, 5)

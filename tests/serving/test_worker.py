@@ -10,6 +10,7 @@ import pytest
 
 from onnxport.errors import CapacityError, OnnxportError, OverloadedError, RequestError
 from onnxport.serving.engine import Engine
+from onnxport.serving.growth import Growth
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.worker import AsyncEngine
@@ -200,10 +201,10 @@ async def _last(worker: AsyncEngine) -> CompletionDelta:
 
 
 async def test_a_bug_in_the_engine_ends_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bug(self: Engine) -> list[CompletionDelta]:
+    def bug(self: Engine) -> list[Growth]:
         raise LookupError("lost")
 
-    monkeypatch.setattr(Engine, "step", bug)
+    monkeypatch.setattr(Engine, "advance", bug)
     worker = AsyncEngine(null_engine())
     results = await asyncio.gather(*(_last(worker) for _ in range(3)), return_exceptions=True)
     for result in results:  # the last may come too late to be scheduled

@@ -1,0 +1,56 @@
+"""The step after one in which every request decodes: known before that one has run."""
+
+from __future__ import annotations
+
+from onnxport.kv.pool import BlockPool
+from onnxport.serving.draft import StepPlan
+from onnxport.serving.queues import Queues
+
+
+def following(plan: StepPlan, queues: Queues, pool: BlockPool) -> StepPlan | None:
+    """Return what `Planner.plan` would choose after a plan, if all its requests decode and go on.
+
+    That is, if each gets one token and nothing else happens. It may be asked for as soon as the
+    blocks of `plan` are taken, and in any thread. Where the two have a field in common, they share
+    it, the object.
+
+    Args:
+        plan: a step that runs, or is the last that ran.
+        queues: who waits and runs.
+        pool: where blocks come from.
+
+    Returns:
+        The plan; None where it has to be looked for.
+    """
+    requests, block_size = plan.requests, pool.block_size
+    if (
+        plan.num_decodes != len(requests)
+        or len(queues.running) != len(requests)
+        or len(queues.waiting)
+        or plan.drafts
+    ):
+        return None
+    num_past = tuple([past + 1 for past in plan.num_past])
+    num_new_blocks = []
+    for request, past in zip(requests, num_past, strict=True):
+        blocks = request.table.blocks
+        is_full = past == len(blocks) * block_size
+        if request.forked and not is_full and pool.ref_count(blocks[-1]) > 1:
+            return None
+        num_new_blocks.append(int(is_full))
+    if sum(num_new_blocks) > pool.num_free:
+        return None
+    return StepPlan(
+        requests=requests,
+        num_decodes=plan.num_decodes,
+        num_past=num_past,
+        num_new=plan.num_new,
+        num_logits=plan.num_logits,
+        num_new_blocks=tuple(num_new_blocks),
+        shared={},
+        copied=frozenset(),
+        sampled=plan.sampled,
+        drafts={},
+        preempted=(),
+        turns={},
+    )
