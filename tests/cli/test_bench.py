@@ -152,7 +152,10 @@ def test_errors_say_what_to_do(
 
 @pytest.mark.parametrize(
     ("module", "arguments"),
-    [("httpx", ["serve"]), ("matplotlib", ["latency", "nothing", "--plot", "out.png"])],
+    [
+        pytest.param("httpx", ["serve"], marks=pytest.mark.slow),
+        ("matplotlib", ["latency", "nothing", "--plot", "out.png"]),
+    ],
 )
 def test_without_the_extra(module: str, arguments: list[str]) -> None:
     code = f"import sys; sys.modules[{module!r}] = None; from onnxport.cli import main; "

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from onnxport.cli import main
+from tests.tiers import every
 
 from .conftest import command, onnxport
 
@@ -42,7 +43,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "['onnxport'] False"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", every(4, COMMANDS))
 def test_every_command_has_help(name: str) -> None:
     done = onnxport(name, "--help")
     assert (done.returncode, done.stderr) == (0, "")
@@ -50,16 +51,19 @@ def test_every_command_has_help(name: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        [],
-        ["bench"],
-        ["import"],
-        ["generate"],
-        ["generate", "a", "b", "--max-tokens", "0"],
-        ["export", "a", "b", "--precision", "int3"],
-        ["serve", "a", "--port", "70000"],
-        ["devices", "a", "extra"],
-    ],
+    every(
+        4,
+        [
+            [],
+            ["bench"],
+            ["import"],
+            ["generate"],
+            ["generate", "a", "b", "--max-tokens", "0"],
+            ["export", "a", "b", "--precision", "int3"],
+            ["serve", "a", "--port", "70000"],
+            ["devices", "a", "extra"],
+        ],
+    ),
 )
 def test_wrong_usage_exits_2(arguments: list[str]) -> None:
     done = onnxport(*arguments)
@@ -121,6 +125,7 @@ def test_generate_in_a_form(artifact: Path, tmp_path: Path) -> None:
         assert re.fullmatch(expected, done.stdout.strip()), done.stdout
 
 
+@pytest.mark.slow
 def test_verify_finds_a_changed_file(artifact: Path, tmp_path: Path) -> None:
     changed = tmp_path / "changed"
     shutil.copytree(artifact, changed)
@@ -184,6 +189,7 @@ def test_chat_through_a_pipe(artifact: Path) -> None:
     assert done.stdout[:half] == done.stdout[half:]  # the second began anew
 
 
+@pytest.mark.slow
 def test_chat_says_when_the_conversation_is_too_long(artifact: Path) -> None:
     lines = "x" * 300 + "\nhi\n"
     done = onnxport("chat", artifact, "--max-tokens", "5", stdin=lines)
@@ -243,6 +249,7 @@ def test_signals(artifact: Path, number: int, code: int) -> None:
     assert (chat.returncode, err.strip()) == (code, "")
 
 
+@pytest.mark.slow
 def test_output_into_a_closed_pipe_is_quiet() -> None:
     shell = f"{sys.executable} -m onnxport devices --json | head -c 1"
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)

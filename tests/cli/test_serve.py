@@ -56,6 +56,7 @@ def test_a_provider_that_cannot_be_used_and_one_that_may_take_over(artifact: Pat
     assert "cpu is tried instead" in done.stderr
 
 
+@pytest.mark.slow
 def test_name_key_and_limits(artifact: Path) -> None:
     limits = ("--max-model-len", "32", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
     with serving(artifact, "--served-model-name", "other", *limits, ONNXPORT_API_KEY="sesame") as (
@@ -126,6 +127,7 @@ def test_a_cache_that_cannot_be_written(checkpoint: Path, tmp_path: Path) -> Non
     assert "ONNXPORT_CACHE" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_told_before_anything_is_loaded(artifact: Path) -> None:
     with serving(artifact) as (address, _):
         port = address.rpartition(":")[2]

@@ -57,6 +57,7 @@ def test_every_provider_here_gives_the_same_answers(artifact: Path) -> None:
         assert f"\n{name}: ok on " in done.stdout or f"\n{name}: missing. " in done.stdout
 
 
+@pytest.mark.slow
 def test_json(artifact: Path) -> None:
     done = onnxport("verify", artifact, "--json", "--provider", "cpu", "--threads", "1")
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from onnxport.providers import registry
 from onnxport.providers.base import Model
 from tests.conformance.lanes import Found, Lane, all_lanes
 from tests.conformance.make import DIAGONAL, FAMILIES, artifact_path, make_artifact
@@ -16,6 +17,7 @@ from tests.conformance.reference import Reference
 from tests.conformance.rules import Rule, rule_of
 
 FAST = {("mistral-window", "fp32"), ("qwen3", "int4")}  # the rest is left out of `make fast`
+WHOLE_EMULATION = registry.EMULATED[0]  # the others, lowered likewise, run a part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,16 @@ def combinations(lane: Lane) -> Iterator[Combination]:
                 yield Combination(lane, family, precision)
 
 
+def is_fast(one: Combination) -> bool:
+    """Whether `make fast` runs it: of most emulated providers, only int4 as they choose."""
+    if (one.family, one.precision) not in FAST:
+        return False
+    lane = one.lane
+    if not lane.emulated or lane.provider == WHOLE_EMULATION:
+        return True
+    return one.precision == "int4" and "dtype" not in lane.options
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Cross the lanes that are here with families and precisions."""
     lanes = chosen_lanes(metafunc.config)
@@ -97,7 +109,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "loaded" in metafunc.fixturenames:
         params = []
         for one in (one for lane in lanes for one in combinations(lane)):
-            slow = [] if (one.family, one.precision) in FAST else [pytest.mark.slow]
+            slow = [] if is_fast(one) else [pytest.mark.slow]
             name = f"{one.lane.name}-{one.family}-{one.precision}"
             params.append(pytest.param(one, marks=slow, id=name))
         metafunc.parametrize("loaded", params, indirect=True, scope="session")

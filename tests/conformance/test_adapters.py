@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnxport.errors import ProviderError
 from onnxport.providers.base import Model
 from tests.conformance.adapting import MAX_RANK, SHAPES, AdaptedReference
-from tests.conformance.conftest import FAST, Combination, chosen_lanes, combinations
+from tests.conformance.conftest import Combination, chosen_lanes, combinations, is_fast
 from tests.conformance.lanes import Lane
 from tests.conformance.make import DIAGONAL
 from tests.conformance.models import step
@@ -64,7 +64,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             pair = (one.family, one.precision)
             if lane.name not in WHOLE and pair not in DIAGONAL:
                 continue
-            slow = [] if pair in FAST else [pytest.mark.slow]
+            slow = [] if is_fast(one) else [pytest.mark.slow]
             name = f"{lane.name}-{one.family}-{one.precision}"
             params.append(pytest.param(one, marks=slow, id=name))
     metafunc.parametrize("adapted", params, indirect=True, scope="module")

@@ -76,7 +76,15 @@ def interrupted(model: Model) -> Outcome:
     return outcome
 
 
-WAYS = (batched, chunked, chunked_by_13, cached, recomputed, swapped, interrupted)
+WAYS = (
+    batched,
+    chunked,
+    pytest.param(chunked_by_13, marks=pytest.mark.slow),
+    cached,
+    pytest.param(recomputed, marks=pytest.mark.slow),
+    swapped,
+    interrupted,
+)
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,7 @@ def agrees(case: Case, found: dict[str, np.ndarray], atol: float = 1e-5) -> None
     np.testing.assert_allclose(found["out0"], attend(case, *present), atol=atol, rtol=atol)
 
 
-@pytest.mark.parametrize("seed", every(3, SEEDS))
+@pytest.mark.parametrize("seed", every(6, SEEDS))
 def test_equals_the_reference(seed: int) -> None:
     case, tile_tokens = varied(seed)
     result = decompose(paged_model(case), tile_tokens=tile_tokens)

@@ -11,6 +11,8 @@ import openai
 import pytest
 from openai import OpenAI
 
+from tests.tiers import every
+
 from .conftest import RunningServer, StartServer
 from .scripted import MODEL, say
 
@@ -42,7 +44,7 @@ def stream_all(server: RunningServer) -> list[str | Exception]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"kv_host_memory": 1 << 20, "preemption": "swap"}, {"max_num_seqs": 2}],
+    every(3, [{}, {"kv_host_memory": 1 << 20, "preemption": "swap"}, {"max_num_seqs": 2}]),
     ids=["plain", "tiers", "two rows"],
 )
 def test_streams_go_on_with_the_same_text(

@@ -104,6 +104,7 @@ def test_a_prompt_that_was_seen_before_is_cached(client: OpenAI) -> None:
     assert cached(extra_body={"cache_salt": "secret"}) == found
 
 
+@pytest.mark.slow
 def test_priorities_need_a_policy(client: OpenAI, start_server: StartServer) -> None:
     ask = {"model": MODEL, "prompt": say("ok"), "extra_body": {"priority": 1}}
     with pytest.raises(openai.BadRequestError, match="fcfs") as caught:
@@ -174,6 +175,7 @@ async def test_prompts_that_the_queue_cannot_hold_together(start_server: StartSe
     server.stop()
 
 
+@pytest.mark.slow
 def test_more_prompts_than_the_queue_ever_holds(start_server: StartServer) -> None:
     server = start_server(max_num_seqs=1, max_queued_requests=2)
     with client_of(server) as client:

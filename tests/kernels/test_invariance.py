@@ -14,6 +14,7 @@ from tests.kernels import run_ort
 from tests.kernels.cases import cache_contents, random_case
 from tests.kernels.checks import check
 from tests.kernels.reference import Case
+from tests.tiers import every
 
 
 def mixed_case(seed: int, cache_type: str, layout: str) -> Case:
@@ -76,7 +77,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("cache_type", "layout"), KINDS)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", every(2, [0, 1]))
 def test_batch_chunks_and_threads(
     library_path: Path,
     library: ctypes.CDLL,

@@ -78,7 +78,12 @@ EXACT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("target", "draft"), [("cpu", "cpu"), ("cpu", "openvino"), ("openvino", "cpu")]
+    ("target", "draft"),
+    [
+        ("cpu", "cpu"),
+        ("cpu", "openvino"),
+        pytest.param("openvino", "cpu", marks=pytest.mark.slow),
+    ],
 )
 def test_a_draft_model_changes_no_token(pair: tuple[Path, Path], target: str, draft: str) -> None:
     if "openvino" in (target, draft):
