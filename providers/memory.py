@@ -14,6 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 CGROUPS = Path("/sys/fs/cgroup")
 MEMORY = Path("/proc/meminfo")
 PROCESSORS = Path("/sys/devices/system/cpu")
+HUGE_PAGE = 2 << 20  # bytes, on most processors
 NO_LIMIT = 1 << 60  # cgroup v1 writes a number above this for none
 
 
@@ -129,12 +130,14 @@ def huge_page_zeros(
     wanted = np.dtype(dtype)
     count = int(np.prod(shape))
     size = max(1, count * wanted.itemsize)
-    # Shared memory, as is the default, has huge pages only where a system was told so.
-    if hasattr(mmap, "MAP_PRIVATE"):
-        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    else:
-        region = mmap.mmap(-1, size)
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return np.frombuffer(mmap.mmap(-1, size), wanted, count).reshape(shape)
+    # Shared memory, as is the default, has huge pages only where a system was told so. An array
+    # that has room for one begins where one does.
+    extra = HUGE_PAGE if size >= HUGE_PAGE else 0
+    region = mmap.mmap(-1, size + extra, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -np.frombuffer(region, np.uint8, 1).ctypes.data % HUGE_PAGE if extra else 0
     if hasattr(mmap, "MADV_HUGEPAGE") and size > small_bytes:
         with contextlib.suppress(OSError):  # a kernel without transparent huge pages
-            region.madvise(mmap.MADV_HUGEPAGE, small_bytes)
-    return np.frombuffer(region, wanted, count).reshape(shape)
+            region.madvise(mmap.MADV_HUGEPAGE, start + small_bytes, size - small_bytes)
+    return np.frombuffer(region, wanted, count, start).reshape(shape)

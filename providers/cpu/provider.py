@@ -17,7 +17,9 @@ from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
 from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, Device, Features, KVFormat, LoadOptions, Probe
 from onnxport.providers.cpu import library
+from onnxport.providers.cpu.cache_pages import CachePages
 from onnxport.providers.cpu.caches import (
+    SMALL_BYTES,
     CachePair,
     allocate,
     canonical_dtype,
@@ -105,7 +107,8 @@ class CpuProvider:
             is_host=True,
         )
         if kernel is not None:
-            settle_later(model, kernel)
+            arrays = [array for pair in pairs for array in pair]
+            settle_later(model, kernel, CachePages(arrays, SMALL_BYTES))
         return model
 
 

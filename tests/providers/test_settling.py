@@ -1,4 +1,4 @@
-"""Huge pages of weights that are made after the start. Nothing is timed."""
+"""Huge pages that are made after the start, one after the other. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from onnxport.errors import ProviderError
 from onnxport.providers.cpu import settling
+from onnxport.providers.cpu.cache_pages import CachePages
 from onnxport.providers.ort_model import OrtModel
 
 
@@ -37,15 +38,18 @@ class Library:
         return self.left
 
 
+NO_CACHES = CachePages([], 0)
+
+
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("START_S", "BUSY_S", "IDLE_S"):
+    for name in ("START_S", "BUSY_TIMES", "IDLE_S", "CHECK_S"):
         monkeypatch.setattr(settling, name, 0.0)
 
 
 def start(model: Any, library: Library, monkeypatch: pytest.MonkeyPatch) -> threading.Thread | None:
     monkeypatch.setattr(settling, "load_library", lambda path: library)
-    return settling.settle_later(model, Path("library"))
+    return settling.settle_later(model, Path("library"), NO_CACHES)
 
 
 def test_nothing_is_started_where_nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,29 +73,69 @@ def test_all_become_huge_whatever_the_model_does(
     assert library.left == 0
 
 
+class Pauses:
+    """Pauses in place of a thread's, which take no time; `then` is what happens in each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
+        """Names tell them apart, as long as one after a page takes 0 seconds."""
+        self.turns: list[str] = []
+        names = {0.0: "rest"}
+        for seconds, name in enumerate(("START_S", "IDLE_S", "CHECK_S"), 1):
+            monkeypatch.setattr(settling, name, float(seconds))
+            names[float(seconds)] = name.removesuffix("_S").lower()
+
+        class Pause(threading.Event):
+            def wait(_, timeout: float | None = None) -> bool:  # noqa: N805
+                assert timeout is not None
+                self.turns.append(names[timeout])
+                then()
+                return False
+
+        monkeypatch.setattr(settling.threading, "Event", Pause)
+
+    def settle(self, model: Any, *kinds: Any) -> str:
+        """What happened. Not in a thread: `Event` is also what a thread begins with."""
+        settling._settle(settling.weakref.ref(model), kinds)
+        return " ".join(self.turns)
+
+
 def test_while_steps_run_each_page_waits_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[str] = []
-
-    class Pause(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            turns.append("pause")
-            return False
-
     model = Model()
 
     def step() -> None:
-        turns.append("page")
-        model.progress += 2 if len(turns) < 8 else 0
+        model.progress += 2 if pauses.turns.count("page") < 3 else 0
 
+    pauses = Pauses(monkeypatch, step)
+    library = Library(6, lambda: pauses.turns.append("page"))
+    text = pauses.settle(model, settling.WeightPages(library), NO_CACHES)  # type: ignore[arg-type]
+    assert text == "start " + 3 * "idle page rest " + "idle page page page check"
+
+
+def test_one_long_step_counts_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    model.progress = 7
+    pauses = Pauses(monkeypatch, lambda: None)
+    library = Library(3, lambda: pauses.turns.append("page"))
+    text = pauses.settle(model, settling.WeightPages(library))  # type: ignore[arg-type]
+    assert text == "start" + 3 * " idle page rest"
+
+
+def test_the_rest_is_many_times_what_a_page_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+
+    class Pause(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            rests.append(timeout or 0.0)
+            return False
+
+    model = Model()
+    model.progress = 1
+    times = iter([10.0, 10.25, 20.0, 20.5])
     monkeypatch.setattr(settling.threading, "Event", Pause)
-    library = Library(6, step)
-    # Not a thread: `Event` is also what a thread begins with.
-    monkeypatch.setattr(settling, "load_library", lambda path: library)
-    settling._settle(settling.weakref.ref(model), library)
-    text = " ".join(turns)
-    assert text.startswith("pause pause page pause page pause"), text
-    assert text.endswith("page page page"), text
-    assert turns.count("page") == 6
+    monkeypatch.setattr(settling.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(settling, "BUSY_TIMES", 8)
+    settling._settle(settling.weakref.ref(model), (settling.WeightPages(Library(2)),))  # type: ignore[arg-type]
+    assert rests == [0, 0, 2.0, 0, 4.0]
 
 
 def test_it_ends_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,9 +165,61 @@ def test_it_ends_when_the_model_goes_while_it_waits(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(settling.threading, "Event", Pause)
     library = Library(3)
     reference: Any = settling.weakref.ref(models[0])
-    settling._settle(reference, library)
+    settling._settle(reference, (settling.WeightPages(library), NO_CACHES))  # type: ignore[arg-type]
     assert Pause.waited == 2
     assert library.left == 3
+
+
+class Filling:
+    """Pages of which some are worth it once the model has done so many steps."""
+
+    def __init__(self, model: Model, needed: list[int]) -> None:
+        self._model = model
+        self.needed = needed
+        self.looks = 0
+
+    def __len__(self) -> int:
+        return len(self.needed)
+
+    def settle(self) -> bool:
+        self.looks += 1
+        if self._model.progress < self.needed[0]:
+            return False
+        del self.needed[0]
+        return True
+
+
+def test_pages_that_are_not_worth_it_yet_are_looked_at_again_after_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Model()
+    caches = Filling(model, [4, 4, 4, 6])
+
+    def step() -> None:
+        if pauses.turns[-4:] == ["idle", "check"] * 2:
+            model.progress += 2
+            pauses.turns.append("step")
+
+    pauses = Pauses(monkeypatch, step)
+    pauses.settle(model, caches)
+    assert not caches.needed
+    # At the start and after each of three steps, not again without one.
+    assert pauses.turns.count("step") == 3
+    assert caches.looks == 4 + 3
+
+
+def test_nothing_is_looked_at_while_it_lasts_once_caches_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model that was closed may live on."""
+    model = Model()
+    caches = Filling(model, [2])
+    pauses = Pauses(monkeypatch, lambda: None)
+    monkeypatch.setattr(
+        Filling, "__len__", lambda self: len(self.needed) if len(pauses.turns) < 9 else 0
+    )
+    assert pauses.settle(model, caches) == "start" + 4 * " idle check"
+    assert caches.looks == 1
 
 
 def test_progress_is_odd_while_a_step_runs() -> None:
