@@ -66,7 +66,7 @@ class CachePages:
             if offset + HUGE_PAGE <= array.nbytes
         )
         self._num_places = len(self._left)
-        self._num_refused = 0
+        self._refused: list[int] = []  # why, of each that is not tried again, as in `errno`
 
     def __len__(self) -> int:
         """How many are left; none once the caches are gone."""
@@ -87,22 +87,18 @@ class CachePages:
             return False
         self._left.popleft()
         error = _collapse(place.address)
-        if error:
-            self._refused(place, error)
-        return not error
-
-    def _refused(self, place: _Place, error: int) -> None:
         if error in FOR_NOW and place.tries + 1 < TRIES:
             self._left.append(_Place(place.memory, place.address, place.tries + 1))
-            return
-        self._num_refused += 1
-        if not self._left:
+        elif error:
+            self._refused.append(error)
+        if self._refused and not self._left:
             logger.info(
                 "Linux refused %d of %d huge pages for KV caches, the last one with: %s",
-                self._num_refused,
+                len(self._refused),
                 self._num_places,
-                os.strerror(error),
+                os.strerror(self._refused[-1]),
             )
+        return not error
 
 
 @cache

@@ -35,7 +35,11 @@ def fill(array: NDArray[Any], count: int = ENOUGH, first: int = 0) -> None:
 
 
 def huge_kib(address: int) -> int:
-    """Of the mapping that an address lies in, what is on huge pages."""
+    """Of the mapping that an address lies in, what is on huge pages.
+
+    It may be more than the array's: Linux makes one mapping of neighbours that want huge pages, and
+    NumPy wants them for arrays of 4 MiB.
+    """
     is_here = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *others = line.split()
@@ -88,7 +92,7 @@ def test_its_beginning_becomes_huge_once_it_is_nearly_full() -> None:
     if not pages.settle():
         pytest.skip("the system has no huge page left")
     assert len(pages) == 0
-    assert huge_kib(array.ctypes.data) == HUGE_PAGE >> 10
+    assert huge_kib(array.ctypes.data) >= HUGE_PAGE >> 10
     assert np.array_equal(flat[:ENOUGH], content)
     assert not flat[ENOUGH:].any()
 
@@ -104,8 +108,9 @@ def test_of_longer_beginnings_all_first_pages_come_first() -> None:
     assert len(pages) == 2
     for array in arrays:
         fill(array, first=HUGE_PAGE)
-    assert made(pages) == [True, True], "or the system has no huge page left"
-    assert [huge_kib(array.ctypes.data) for array in arrays] == [4096, 4096]
+    if made(pages) != [True, True]:
+        pytest.skip("the system has no huge page left")
+    assert all(huge_kib(array.ctypes.data) >= 2 * HUGE_PAGE >> 10 for array in arrays)
 
 
 @needs_collapse
@@ -178,11 +183,18 @@ def test_none_is_tried_for_ever(refusals: list[int], caplog: pytest.LogCaptureFi
     ]
 
 
-def test_one_that_is_refused_for_good_is_tried_once(refusals: list[int]) -> None:
+def test_one_that_is_refused_for_good_is_tried_once(
+    refusals: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And told of, whichever comes last."""
     arrays = [cache() for _ in range(3)]
     pages = CachePages(arrays, HUGE_PAGE)
     refusals[:] = [errno.EINVAL]
-    assert made(pages) == [False, True, True]
+    with caplog.at_level("INFO"):
+        assert made(pages) == [False, True, True]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Linux refused 1 of 3 huge pages for KV caches, the last one with: Invalid argument"
+    ]
 
 
 @needs_collapse
@@ -259,4 +271,4 @@ def test_a_model_s_caches_are_settled_in_use(
         assert np.array_equal(model.read_blocks(others), held[others])
     if 0 in made_kib:
         pytest.skip("the system has no huge page left")
-    assert made_kib == [HUGE_PAGE >> 10] * len(places)
+    assert min(made_kib) >= HUGE_PAGE >> 10
