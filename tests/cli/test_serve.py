@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -127,11 +128,10 @@ def test_a_cache_that_cannot_be_written(checkpoint: Path, tmp_path: Path) -> Non
     assert "ONNXPORT_CACHE" in done.stderr
 
 
-@pytest.mark.slow
 def test_a_port_in_use_is_told_before_anything_is_loaded(artifact: Path) -> None:
-    with serving(artifact) as (address, _):
-        port = address.rpartition(":")[2]
-        done = onnxport("serve", artifact, "--port", port)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = onnxport("serve", artifact, "--port", str(port))
         assert done.returncode == 1
         assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
 

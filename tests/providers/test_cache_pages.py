@@ -104,7 +104,9 @@ def test_of_longer_beginnings_all_first_pages_come_first() -> None:
     assert len(pages) == 4
     for array in arrays:
         fill(array)
-    assert made(pages, 3) == [True, True, False], "or the system has no huge page left"
+    if made(pages, 2) != [True, True]:
+        pytest.skip("the system has no huge page left")
+    assert not pages.settle()
     assert len(pages) == 2
     for array in arrays:
         fill(array, first=HUGE_PAGE)
