@@ -33,7 +33,7 @@ openvino-gpu: $(VENV)/test-installed  ## what Intel's GPU plugin compiles; see s
 bench: $(VENV)/test-installed  ## every peer, its environment included; see docs/benchmarks.md
 	$(BIN)/python -m benchmarks.run_all $(BENCH_FOLDER) --install $(BENCH_OPTIONS)
 
-fast: dev  ## what to run while working: no install step after the first, three to four minutes on two cores
+fast: dev  ## what to run while working: no install step after the first, about three minutes on two slow cores
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	PYTHONPATH=$(CURDIR)/.dev $(BIN)/pytest -m "not slow" --hypothesis-profile=fast -x -n auto
 
