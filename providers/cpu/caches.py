@@ -21,7 +21,6 @@ from onnxport.graphs.paged import TOKEN_SCALE_BYTES
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.blocks import (
     CacheCodec,
-    CacheLayout,
     CodedBlocks,
     HostBlocks,
     paired_layout,
@@ -39,6 +38,7 @@ TILE: Final = 16  # tokens that lie side by side, so that one register holds a c
 # ones, of which it uses some per cent: a tenth of a second, and 100 MB.
 SMALL_BYTES: Final = 2 << 20
 INT8: Final = "int8"
+QUAD: Final = 4  # neighbours in a product of int8, side by side in its cache
 CACHE_DTYPES: Final[dict[str, Any]] = {
     "float32": np.float32,
     "float16": np.float16,
@@ -96,14 +96,17 @@ def int8_blocks(pairs: Sequence[CachePair]) -> CodedBlocks:
     """
     _, block_size, kv_heads, width = pairs[0][0].shape
     block_shape = (kv_heads, block_size, width - TOKEN_SCALE_BYTES)
-    layout = tiled_layout(TILE)
-    key, value = (_codec(layout, is_key=is_key) for is_key in (True, False))
+    key, value = (_codec(is_key=is_key) for is_key in (True, False))
     return CodedBlocks(pairs, block_shape, key, value)
 
 
-def _codec(layout: CacheLayout, *, is_key: bool) -> CacheCodec:
+def _codec(*, is_key: bool) -> CacheCodec:
     def parts(stored: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Views of blocks: int8 [n, kv_heads, tiles, 16, head_size], float32 [..., 16, 1]."""
+        """Views of blocks: a tile's numbers, int8, and its scales, float32 [..., 16, 1].
+
+        The numbers are [n, kv_heads, tiles, 16, head_size] but for one more axis: of keys the last
+        one is divided into quads, of values the tokens are.
+        """
         count, block_size, kv_heads, width = stored.shape
         size = width - TOKEN_SCALE_BYTES
         tiles = stored.reshape(count, kv_heads, block_size // TILE, TILE * width)
@@ -111,18 +114,19 @@ def _codec(layout: CacheLayout, *, is_key: bool) -> CacheCodec:
         scales = tiles[..., TILE * size :].view(np.float32).reshape(tokens)
         flat = tiles[..., : TILE * size]
         if is_key:
-            return flat.reshape(*tiles.shape[:3], size, TILE).swapaxes(3, 4), scales
-        return flat.reshape(*tiles.shape[:3], TILE, size), scales
+            return flat.reshape(*tiles.shape[:3], size // QUAD, TILE, QUAD).swapaxes(3, 4), scales
+        return flat.reshape(*tiles.shape[:3], TILE // QUAD, size, QUAD).swapaxes(4, 5), scales
 
     def decode(stored: NDArray[Any]) -> NDArray[np.float32]:
         numbers, scales = parts(stored)
-        wide: NDArray[np.float32] = numbers.astype(np.float32) * scales
-        return wide.reshape(*wide.shape[:2], -1, wide.shape[-1])
+        rows: NDArray[np.float32] = numbers.astype(np.float32).reshape(*scales.shape[:-1], -1)
+        rows *= scales
+        return rows.reshape(*rows.shape[:2], -1, rows.shape[-1])
 
     def encode(content: NDArray[np.float32], stored: NDArray[Any]) -> None:
         numbers, scales = parts(stored)
-        rows = content.reshape(numbers.shape)
-        scales[...], numbers[...] = quantize(rows)
+        scales[...], rounded = quantize(content.reshape(*scales.shape[:-1], -1))
+        numbers[...] = rounded.reshape(numbers.shape)
 
     return CacheCodec(decode, encode)
 

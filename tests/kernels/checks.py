@@ -53,4 +53,17 @@ def check(case: Case, found: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
         bound = reference.attend(case, key_cache, np.abs(value_cache)) * 2.0**-8
         assert np.all(np.abs(output - expected) <= bound + TOLERANCE), case.name
         return
+    if case.cache_type == "int8":
+        check_integers(case, expected, output)
+        return
     np.testing.assert_allclose(output, expected, rtol=TOLERANCE, atol=TOLERANCE, err_msg=case.name)
+
+
+def check_integers(case: Case, expected: np.ndarray, found: np.ndarray) -> None:
+    """The reference's numbers, but where a query or a weight lies in the middle of two steps."""
+    difference = np.abs(found - expected)
+    np.testing.assert_array_less(difference, 0.02, err_msg=case.name)
+    other = np.mean(difference > TOLERANCE * (1 + np.abs(expected)))
+    assert other < 0.15, (
+        f"{case.name}: {other:.0%} differ"
+    )  # all rows of few may have such a number

@@ -1,9 +1,9 @@
 """A slow, obvious NumPy version of `com.microsoft.PagedAttention`, written from its schema.
 
 Everything is computed in float64 and one query row at a time; only what the cache stores is rounded
-to the cache's type, and in the paired layout the scaled query to bfloat16. The window follows ONNX
-Runtime's CUDA kernel, which hands FlashAttention `local_window_size - 1` as the left window: the
-query's own position counts.
+to the cache's type, in the paired layout the scaled query to bfloat16, and over an int8 cache query
+and weights to eight bits. The window follows ONNX Runtime's CUDA kernel, which hands FlashAttention
+`local_window_size - 1` as the left window: the query's own position counts.
 """
 
 from __future__ import annotations
@@ -158,7 +158,36 @@ def write_cache(case: Case) -> tuple[np.ndarray, np.ndarray]:
 def round_query(case: Case, query: np.ndarray, scale: float) -> np.ndarray:
     """Rounds what the operator multiplies keys with: ahead of a tanh, or for powers of two."""
     factor = scale / case.softcap if case.softcap else scale * np.log2(np.e)
-    return (query * factor).astype(np.float32).astype(bfloat16).astype(float) / factor
+    scaled = (query * factor).astype(np.float32)
+    if case.cache_type == "int8":
+        return np.stack([round_pairs(row, 127) for row in scaled]) / factor
+    return scaled.astype(bfloat16).astype(float) / factor
+
+
+def round_pairs(x: np.ndarray, most: int) -> np.ndarray:
+    """x [n] in steps of a most-th of the largest sum of two neighbours' magnitudes."""
+    pairs = np.abs(x).reshape(-1, 2).sum(axis=1)
+    if not np.isfinite(pairs).all():
+        return np.full(len(x), np.nan)
+    if pairs.max() < 1e-36:
+        return np.zeros(len(x))
+    step = pairs.max().astype(float) / most
+    return np.rint(x / step) * step
+
+
+def round_weights(weights: np.ndarray, seen: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Softmax weights [positions], by chunks of 64, as they are multiplied with int8 values.
+
+    What is rounded is a weight times the scale of its value; a scale is a chunk's own.
+    """
+    rounded = np.zeros(len(weights))
+    for begin in range(0, len(weights), 64):
+        here = slice(begin, begin + 64)
+        scaled = np.where(seen[here], weights[here] * scales[here], 0)
+        even = np.append(scaled, np.zeros(len(scaled) % 2))
+        by = np.where(scales[here] > 0, scales[here], 1)
+        rounded[here] = round_pairs(even, 255)[: len(scaled)] / by
+    return rounded
 
 
 def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray) -> np.ndarray:
@@ -175,12 +204,15 @@ def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray) -> np.nda
         # Entries left of every window are never looked at.
         blocks = np.clip(case.block_table[s, positions // case.block_size], 0, len(key_cache) - 1)
         keys = decode(case, key_cache[blocks, positions % case.block_size])
-        values = decode(case, value_cache[blocks, positions % case.block_size])
+        rows = value_cache[blocks, positions % case.block_size]
+        values = decode(case, rows)
+        if case.cache_type == "int8":
+            value_scales = np.ascontiguousarray(rows[..., -4:]).view(np.float32)[..., 0]
         for i in range(count):
             token, position = starts[s] + i, case.past_lengths[s] + i
             query = rms_norm(case.query[token].astype(float), case.q_norm, case.epsilon)
             query = rotate(case, query, position)
-            if case.layout == "paired":
+            if case.layout == "paired" or case.cache_type == "int8":
                 query = round_query(case, query, scale)
             seen = np.ones(total, bool)
             if case.causal:
@@ -195,8 +227,12 @@ def attend(case: Case, key_cache: np.ndarray, value_cache: np.ndarray) -> np.nda
                 sink = -np.inf if case.head_sink is None else float(case.head_sink[head])
                 top = max(logits.max(), sink)
                 weights = np.exp(logits - top)
-                weights /= weights.sum() + np.exp(sink - top)
-                output[token, head] = weights @ values[seen, g]
+                denominator = weights.sum() + np.exp(sink - top)
+                if case.cache_type == "int8":
+                    every = np.zeros(len(seen))
+                    every[seen] = weights
+                    weights = round_weights(every, seen, value_scales[:, g])[seen]
+                output[token, head] = weights @ values[seen, g] / denominator
     return output.reshape(len(output), -1)
 
 
@@ -236,8 +272,13 @@ def to_tiled(cache: np.ndarray, key: bool) -> np.ndarray:
     tiles = cache.reshape(blocks, size // 16, 16, heads, width).transpose(0, 3, 1, 2, 4)
     channels = number_channels(cache)
     numbers, scales = tiles[..., :channels], tiles[..., channels:]
-    parts = [numbers.swapaxes(3, 4) if key else numbers, scales]
-    flat = [part.reshape(*tiles.shape[:3], -1) for part in parts]
+    if cache.dtype == np.int8 and key:  # [..., channels / 4, 16, 4]
+        numbers = numbers.reshape(*tiles.shape[:4], channels // 4, 4).swapaxes(3, 4)
+    elif cache.dtype == np.int8:  # [..., 4, channels, 4]
+        numbers = numbers.reshape(*tiles.shape[:3], 4, 4, channels).swapaxes(4, 5)
+    elif key:
+        numbers = numbers.swapaxes(3, 4)
+    flat = [part.reshape(*tiles.shape[:3], -1) for part in (numbers, scales)]
     return np.ascontiguousarray(np.concatenate(flat, axis=-1)).reshape(cache.shape)
 
 
@@ -247,9 +288,13 @@ def from_tiled(cache: np.ndarray, key: bool) -> np.ndarray:
     channels = number_channels(cache)
     tiles = cache.reshape(blocks, heads, size // 16, 16 * width)
     numbers, scales = tiles[..., : 16 * channels], tiles[..., 16 * channels :]
-    order = (channels, 16) if key else (16, channels)
-    numbers = numbers.reshape(*tiles.shape[:3], *order)
-    numbers = numbers.swapaxes(3, 4) if key else numbers
+    if cache.dtype == np.int8 and key:
+        numbers = numbers.reshape(*tiles.shape[:3], channels // 4, 16, 4).swapaxes(3, 4)
+    elif cache.dtype == np.int8:
+        numbers = numbers.reshape(*tiles.shape[:3], 4, channels, 4).swapaxes(4, 5)
+    elif key:
+        numbers = numbers.reshape(*tiles.shape[:3], channels, 16).swapaxes(3, 4)
+    numbers = numbers.reshape(*tiles.shape[:3], 16, channels)
     rows = np.concatenate([numbers, scales.reshape(*tiles.shape[:3], 16, -1)], axis=-1)
     return rows.transpose(0, 2, 3, 1, 4).reshape(cache.shape)
 

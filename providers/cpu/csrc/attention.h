@@ -8,15 +8,20 @@
 namespace onnxport {
 
 // kInt8 has a float32 scale for each token and KV head, computed when the token is written from the
-// largest magnitude of its head_size numbers: number = int8 * scale. It is tiled always.
+// largest magnitude of its head_size numbers: number = int8 * scale. It is tiled always. Queries and
+// softmax weights are rounded to eight bits for it, too, so that products and their sums are of
+// integers, and exact: see quads_impl.h.
 enum CacheType : int64_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3 };
 
 // kCanonical: [num_blocks][block_size][kv_heads][head_size], the operator schema's own order.
 // kTiled, for every block:
 //   key   [kv_heads][block_size / 16][head_size][16], sixteen tokens side by side in a register
 //   value [kv_heads][block_size / 16][16][head_size]
-// and in int8, after the sixteen tokens of each tile, their sixteen scales. A row of the cache
-// tensor is head_size + 4 bytes then, the layout's [num_blocks][block_size][kv_heads] of them.
+// and in int8, where four neighbours in a product lie side by side,
+//   key   [kv_heads][block_size / 16][head_size / 4][16][4], four channels of a token
+//   value [kv_heads][block_size / 16][4][head_size][4], four tokens of a channel
+// with the sixteen scales of each tile after its tokens. A row of the cache tensor is head_size + 4
+// bytes then, the layout's [num_blocks][block_size][kv_heads] of them.
 // kPaired, in bfloat16 only, tiles whose neighbours in a product lie side by side:
 //   key   [kv_heads][block_size / 16][head_size / 2][16][2], two channels of a token
 //   value [kv_heads][block_size / 16][8][head_size][2], two tokens of a channel

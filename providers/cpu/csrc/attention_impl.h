@@ -44,32 +44,34 @@ static inline void clear(const State& state, int64_t count, int64_t padded_size)
 }
 
 // One chunk of keys, from key `base` on, and rows over it.
-template <class Type, bool kScaled, bool kAhead>
+template <class Type, bool kAhead>
 struct Chunk {
+  static constexpr int kMostRows = most_rows<Type>();
+
   const Rows& rows;
   int64_t base, end;  // end: of the keys that there are
   const Tiles<Type>& tiles;
   const State& state;
   float* scores;  // [kMostScoreRows][kChunk]
 
-  // Up to kMaxRows rows, whose products go together, and the tokens that any of them sees.
+  // Up to kMostRows rows, whose products go together, and the tokens that any of them sees.
   struct Group {
     int64_t row, count;
     int first, last;
     float* scores;
-    const float* factors;
+    const float *factors, *scales;
   };
 
   // Rows [row, row + count) at most kScoreRows.
   void attend(int64_t row, int64_t count) const {
-    Group groups[kScoreRows / Vec::kMaxRows];
+    Group groups[kScoreRows / kMostRows];
     Sight sights[kScoreRows];
-    float factors[kScoreRows];
+    float factors[kScoreRows], scales[kScoreRows];
     // What a row sees begins and ends no earlier than what the row before sees.
     const bool whole = rows.keys[row].last >= base + kChunk &&
                        rows.keys[row + count - 1].first <= base && end == base + kChunk;
     // Groups of even size: seven rows are 4 + 3 where six fit, rather than 6 + 1.
-    const int64_t number = (count + Vec::kMaxRows - 1) / Vec::kMaxRows;
+    const int64_t number = (count + kMostRows - 1) / kMostRows;
     for (int64_t g = 0; g < number; g++) {
       const int64_t first = count * g / number;
       Group& group = groups[g];
@@ -79,23 +81,24 @@ struct Chunk {
       group.last = kChunk;
       group.scores = scores + first * kChunk;
       group.factors = factors + first;
+      group.scales = scales + first;
       if (!whole) look(group, sights + first);
       if (group.first >= group.last) continue;
       // Only the first group asks for the next chunk: one of them is enough.
       if (kAhead && g == 0)
-        score<kAhead, Vec::kMaxRows>(group);
+        score<kAhead, kMostRows>(group);
       else
-        score<false, Vec::kMaxRows>(group);
+        score<false, kMostRows>(group);
     }
-    softmax<kScaled, is_paired<Type>()>(whole ? nullptr : sights, static_cast<int>(count),
-                                        rows.p.softcap, tiles.value_scale, scores,
-                                        state.maximum + row, state.sum + row * 16, factors);
+    softmax<Type>(whole ? nullptr : sights, static_cast<int>(count), rows.p.softcap,
+                  tiles.value_scale, scores, state.maximum + row, state.sum + row * 16, factors,
+                  scales);
     for (int64_t g = 0; g < number; g++) {
       if (groups[g].first >= groups[g].last) continue;
       if (kAhead && g == 0)
-        add<kAhead, Vec::kMaxRows>(groups[g]);
+        add<kAhead, kMostRows>(groups[g]);
       else
-        add<false, Vec::kMaxRows>(groups[g]);
+        add<false, kMostRows>(groups[g]);
     }
   }
 
@@ -120,7 +123,7 @@ struct Chunk {
   void score(const Group& group) const {
     if constexpr (kRows > 1)
       if (group.count < kRows) return score<kAsks, kRows - 1>(group);
-    score_tiles<Type, kScaled, kAsks, kRows>(
+    score_tiles<Type, kAsks, kRows>(
         rows.queries + group.row * query_floats(rows.p), rows.head_size, tiles,
         group.first / kTile, (group.last + kTile - 1) / kTile, group.scores);
   }
@@ -129,14 +132,14 @@ struct Chunk {
   void add(const Group& group) const {
     if constexpr (kRows > 1)
       if (group.count < kRows) return add<kAsks, kRows - 1>(group);
-    add_values<Type, kAsks, kRows>(group.scores, tiles, rows.head_size, group.first, group.last,
-                                   group.factors, rows.padded_size,
+    add_values<Type, kAsks, kRows>(group.scores, group.scales, tiles, rows.head_size, group.first,
+                                   group.last, group.factors, rows.padded_size,
                                    state.value + group.row * rows.padded_size);
   }
 };
 
 // Adds keys [first, last), inside one segment, to the state. Out is what the micro-kernels read:
-// the cache's type or, converted, Float32; both give the same bits. kAhead: where few rows share
+// the cache's type or, of floats converted, Float32; both give the same bits. kAhead: where few rows share
 // what is read in the cache, the next chunk is asked for meanwhile, that of the next segment, too.
 template <class Type, bool kIsTiled, class Out = Float32, bool kAhead = false>
 static void attend_keys(const Rows& rows, int64_t first, int64_t last, const State& state,
@@ -154,7 +157,7 @@ static void attend_keys(const Rows& rows, int64_t first, int64_t last, const Sta
     }
     if constexpr (kAhead)
       look_ahead<Out>(p, table, rows.block.kv_head, base, rows.all_keys().last, tiles);
-    const Chunk<Out, has_scales<Type>(), kAhead> chunk{rows, base, end, tiles, state, scores};
+    const Chunk<Out, kAhead> chunk{rows, base, end, tiles, state, scores};
     for (int64_t row = 0; row < rows.count; row += kScoreRows)
       chunk.attend(row, min_of(rows.count - row, kScoreRows));
   }
@@ -178,8 +181,7 @@ static inline AttendKeys attend_keys_for(const Problem& p, int64_t rows) {
     case kBFloat16:
       if (direct) return attend_keys<BFloat16, true, BFloat16, true>;
       return tiled ? attend_keys<BFloat16, true> : attend_keys<BFloat16, false>;
-    case kInt8:
-      return direct ? attend_keys<Int8, true, Int8, true> : attend_keys<Int8, true>;
+    case kInt8: return few ? attend_keys<Int8, true, Int8, true> : attend_keys<Int8, true, Int8>;
     default:
       if (direct) return attend_keys<Float32, true, Float32, true>;
       return tiled ? attend_keys<Float32, true> : attend_keys<Float32, false>;

@@ -42,12 +42,10 @@ struct PairedBFloat16 {
   static constexpr int kScaleElements = 0;
 };
 
-// Scales are not applied here: the key's go into the logits, the value's into the weights.
+// A vector holds Vec::kWidth quads. The key's scales go into the logits, the value's into the weights.
 struct Int8 {
   using Element = int8_t;
   static constexpr int kScaleElements = kScaleBytes;
-  static inline Vec::T load(const int8_t* p) { return Vec::load_int8(p); }
-  static inline float to_float(int8_t x) { return static_cast<float>(x); }
 };
 
 template <class Type>
@@ -62,6 +60,12 @@ constexpr bool is_paired() {
 template <>
 constexpr bool is_paired<PairedBFloat16>() {
   return true;
+}
+
+// How many neighbours in a product lie side by side.
+template <class Type>
+constexpr int neighbours() {
+  return has_scales<Type>() ? 4 : is_paired<Type>() ? 2 : 1;
 }
 
 static inline void encode(Float32, const float* x, int64_t n, float* out) {
@@ -119,8 +123,8 @@ static inline int64_t canonical_at(const Problem& p, int64_t block, int64_t offs
   return ((block * p.block_size + offset) * p.kv_heads + head) * p.head_size;
 }
 
-// Element offset of the tile that holds a slot. In it a token's key begins at `slot % kTile`, its
-// channels kTile apart, and its value at `slot % kTile * head_size`.
+// Element offset of the tile that holds a slot. In it, but for pairs and quads, a token's key begins
+// at `slot % kTile`, its channels kTile apart, and its value at `slot % kTile * head_size`.
 template <class Type>
 static inline int64_t tile_at(const Problem& p, int64_t block, int64_t offset, int64_t head) {
   const int64_t row = (block * p.kv_heads + head) * p.block_size + offset / kTile * kTile;

@@ -87,7 +87,8 @@ Features detect() {
   found.amx = found.vnni && (d >> 24 & 1) && (d >> 25 & 1) && may_use_tiles(state);
   if (last_part >= 1) cpuid(7, r, 1);
   found.avxvnni = found.avx2 && last_part >= 1 && (r[0] >> 4 & 1);
-  found.bf16 = found.avx512 && last_part >= 1 && (r[0] >> 5 & 1);
+  // with VNNI, as every processor so far has it
+  found.bf16 = found.vnni && last_part >= 1 && (r[0] >> 5 & 1);
   return found;
 }
 #elif defined(__aarch64__) && defined(__linux__)

@@ -1,5 +1,6 @@
-// The kernels for AVX-512 with products of bfloat16. Compiled with that set's flags: nothing here may
-// run before the processor has been asked, and nothing here may be shared with other objects.
+// The kernels for AVX-512 with products of bfloat16, and of bytes (VNNI). Compiled with that set's
+// flags: nothing here may run before the processor has been asked, and nothing here may be shared with
+// other objects.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && \
     defined(__AVX512VL__) && defined(__AVX512BF16__)
 

@@ -2,46 +2,15 @@
 // between them. Compiled once per instruction set.
 #pragma once
 
-#include "tiles_impl.h"
+#include "pairs_impl.h"
+#include "quads_impl.h"
 
 namespace {
 
-// The accumulators only stay in registers if every loop over them is gone.
-#if defined(__clang__)
-#define ONNXPORT_UNROLL _Pragma("clang loop unroll(full)")
-#elif defined(__GNUC__)
-#define ONNXPORT_UNROLL _Pragma("GCC unroll 16")
-#else
-#define ONNXPORT_UNROLL
-#endif
-
-// Two rounds of a loop in one, where its own instructions count.
-#if defined(__clang__)
-#define ONNXPORT_TWICE _Pragma("clang loop unroll_count(2)")
-#elif defined(__GNUC__)
-#define ONNXPORT_TWICE _Pragma("GCC unroll 2")
-#else
-#define ONNXPORT_TWICE
-#endif
-
-constexpr int kVecsPerTile = kTile / Vec::kWidth;
 constexpr float kHidden = -1e30f;  // below every logit, and no NaN when two are subtracted
 // Rows whose logits become weights together: many independent chains of operations.
 constexpr int kScoreRows = 4 * Vec::kMaxRows;
 static_assert(kScoreRows <= kMostScoreRows && kScoreRows % Vec::kWidth == 0, "see softmax()");
-
-// Vectors of sixteen-token tiles: where their channels begin, and where their scales lie.
-template <class Type>
-struct KeyVectors {
-  const typename Type::Element* key[kTilesPerChunk * kVecsPerTile];
-  const float* scale[kTilesPerChunk * kVecsPerTile];
-  int64_t ahead[kTilesPerChunk * kVecsPerTile];  // see Tiles
-};
-
-template <class Element>
-static inline void prefetch_ahead(const Element* here, int64_t ahead) {
-  prefetch(reinterpret_cast<const char*>(here) + ahead);
-}
 
 // sum[r][c] += factors[r * row] * operand(c). What is kept in registers meanwhile is what there is
 // less of: three rows and four columns would need more than AVX2's sixteen the other way round.
@@ -73,7 +42,7 @@ static inline void add_products(const float* factors, int64_t row, const Operand
 
 // kRows queries against kCols vectors of keys from `column` on: scores[r][column * width ...] for
 // rows kChunk apart.
-template <class Type, bool kScaled, bool kAhead, int kRows, int kCols>
+template <class Type, bool kAhead, int kRows, int kCols>
 static inline void score_block(const float* queries, int64_t head_size,
                                const KeyVectors<Type>& vectors, int column, float* scores) {
   Vec::T sum[kRows][kCols];
@@ -94,85 +63,57 @@ static inline void score_block(const float* queries, int64_t head_size,
   ONNXPORT_UNROLL
   for (int c = 0; c < kCols; c++) {
     float* to = scores + (column + c) * Vec::kWidth;
-    const Vec::T scale = kScaled ? Vec::load(vectors.scale[column + c]) : Vec::set1(1.f);
     ONNXPORT_UNROLL
-    for (int r = 0; r < kRows; r++)
-      Vec::store(to + r * kChunk, kScaled ? Vec::mul(sum[r][c], scale) : sum[r][c]);
+    for (int r = 0; r < kRows; r++) Vec::store(to + r * kChunk, sum[r][c]);
   }
 }
 
-// Likewise of pairs: queries [rows][head_size] in bfloat16.
-template <bool kAhead, int kRows, int kCols>
-static inline void score_pairs(const float* queries, int64_t head_size,
-                               const KeyVectors<PairedBFloat16>& vectors, int column,
-                               float* scores) {
-  Vec::T sum[kRows][kCols];
-  ONNXPORT_UNROLL
-  for (int r = 0; r < kRows; r++) {
-    ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++) sum[r][c] = Vec::set1(0.f);
-  }
-  const int64_t pairs = head_size / 2;
-  for (int64_t d = 0; d < pairs; d++) {
-    Vec::Pairs key[kCols];
-    ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++) {
-      const uint16_t* from = vectors.key[column + c] + d * 2 * kTile;
-      key[c] = Vec::load_pairs(from);
-      if (kAhead) prefetch_ahead(from, vectors.ahead[column + c]);
-    }
-    ONNXPORT_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      const Vec::Pairs query = Vec::set1_pair(queries + r * pairs + d);
-      ONNXPORT_UNROLL
-      for (int c = 0; c < kCols; c++) sum[r][c] = Vec::add_pairs(query, key[c], sum[r][c]);
-    }
-  }
-  ONNXPORT_UNROLL
-  for (int r = 0; r < kRows; r++) {
-    ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++)
-      Vec::store(scores + r * kChunk + (column + c) * Vec::kWidth, sum[r][c]);
-  }
-}
-
-template <class Type, bool kScaled, bool kAhead, int kRows, int kCols>
+template <class Type, bool kAhead, int kRows, int kCols>
 static inline void score_columns(const float* queries, int64_t head_size,
                                  const KeyVectors<Type>& vectors, int column, float* scores) {
-  if constexpr (is_paired<Type>())
+  if constexpr (has_scales<Type>())
+    score_quads<kAhead, kRows, kCols>(queries, head_size, vectors, column, scores);
+  else if constexpr (is_paired<Type>())
     score_pairs<kAhead, kRows, kCols>(queries, head_size, vectors, column, scores);
   else
-    score_block<Type, kScaled, kAhead, kRows, kCols>(queries, head_size, vectors, column, scores);
+    score_block<Type, kAhead, kRows, kCols>(queries, head_size, vectors, column, scores);
+}
+
+// Rows whose products go together.
+template <class Type>
+constexpr int most_rows() {
+  return has_scales<Type>() ? Vec::kQuadRows : Vec::kMaxRows;
 }
 
 // Few rows leave registers for more columns, which hide the latency of the multiply-add.
-template <int kRows>
+template <class Type, int kRows>
 constexpr int columns() {
-  return kRows * 2 <= Vec::kMaxRows ? 2 * Vec::kColumns : Vec::kColumns;
+  return kRows * 2 <= most_rows<Type>() ? 2 * Vec::kColumns : Vec::kColumns;
 }
 
-template <class Type, bool kScaled, bool kAhead, int kRows>
+template <class Type, bool kAhead, int kRows>
 static inline void score_tiles(const float* queries, int64_t head_size, const Tiles<Type>& tiles,
                                int first, int last, float* scores) {
   KeyVectors<Type> vectors;
   for (int i = first; i < last; i++)
     for (int v = 0; v < kVecsPerTile; v++) {
       vectors.key[i * kVecsPerTile + v] =
-          tiles.key[i] + v * Vec::kWidth * (is_paired<Type>() ? 2 : 1);
-      if (kScaled) vectors.scale[i * kVecsPerTile + v] = tiles.key_scale[i] + v * Vec::kWidth;
+          tiles.key[i] + v * Vec::kWidth * neighbours<Type>();
+      if (has_scales<Type>())
+        vectors.scale[i * kVecsPerTile + v] = tiles.key_scale[i] + v * Vec::kWidth;
       if (kAhead) vectors.ahead[i * kVecsPerTile + v] = tiles.ahead[i];
     }
-  constexpr int kCols = columns<kRows>();
+  constexpr int kCols = columns<Type, kRows>();
   int c = first * kVecsPerTile;
   const int end = last * kVecsPerTile;
   for (; c + kCols <= end; c += kCols)
-    score_columns<Type, kScaled, kAhead, kRows, kCols>(queries, head_size, vectors, c, scores);
+    score_columns<Type, kAhead, kRows, kCols>(queries, head_size, vectors, c, scores);
   if constexpr (kCols > 2) {
     for (; c + 2 <= end; c += 2)
-      score_columns<Type, kScaled, kAhead, kRows, 2>(queries, head_size, vectors, c, scores);
+      score_columns<Type, kAhead, kRows, 2>(queries, head_size, vectors, c, scores);
   }
   for (; c < end; c++)
-    score_columns<Type, kScaled, kAhead, kRows, 1>(queries, head_size, vectors, c, scores);
+    score_columns<Type, kAhead, kRows, 1>(queries, head_size, vectors, c, scores);
 }
 
 // sums[r][0 .. kCols * width) = factor[r] * sums + weights[r] x values over tokens [first, last).
@@ -209,82 +150,36 @@ static inline void value_block(const float* weights, const Tiles<Type>& tiles, i
   }
 }
 
-// Likewise of pairs: weights [rows][2 * kChunk] in bfloat16, zero for tokens of a tile outside
-// [first, last). There the values may be anything, so that they are left out of the products, too.
-template <bool kAhead, int kRows, int kCols>
-static inline void value_pairs(const float* weights, const Tiles<PairedBFloat16>& tiles,
-                               int64_t channel, int first, int last, const float* factor,
-                               int64_t row, float* sums) {
-  Vec::T sum[kRows][kCols];
-  ONNXPORT_UNROLL
-  for (int r = 0; r < kRows; r++) {
-    const Vec::T f = Vec::set1(factor[r]);
-    ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++)
-      sum[r][c] = Vec::mul(f, Vec::load(sums + r * row + channel + c * Vec::kWidth));
-  }
-  const auto add = [&](const uint16_t* value, int t, int64_t ahead, bool is_first, bool is_last) {
-    Vec::Pairs x[kCols];
-    ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++) {
-      x[c] = Vec::load_pairs(value + c * 2 * Vec::kWidth);
-      if (kAhead) prefetch_ahead(value + c * 2 * Vec::kWidth, ahead);
-      if (is_first || is_last) x[c] = Vec::one_of_pairs(x[c], is_first);
-    }
-    ONNXPORT_UNROLL
-    for (int r = 0; r < kRows; r++) {
-      const Vec::Pairs w = Vec::set1_pair(weights + r * kChunk + t / 2);
-      ONNXPORT_UNROLL
-      for (int c = 0; c < kCols; c++) sum[r][c] = Vec::add_pairs(w, x[c], sum[r][c]);
-    }
-  };
-  for (int tile = first / kTile; tile * kTile < last; tile++) {
-    const int base = tile * kTile;
-    const int64_t stride = tiles.value_stride[tile], ahead = tiles.ahead[tile];
-    const uint16_t* value = tiles.value[tile] + 2 * channel;
-    if (first <= base && base + kTile <= last) {
-      for (int t = base; t < base + kTile; t += 2, value += stride)
-        add(value, t, ahead, false, false);
-      continue;
-    }
-    const int from = first > base ? first / 2 * 2 : base;
-    const int end = base + kTile < last ? base + kTile : last;
-    value += (from - base) / 2 * stride;
-    for (int t = from; t < end; t += 2, value += stride)
-      add(value, t, ahead, t < first, t + 1 == last);
-  }
-  ONNXPORT_UNROLL
-  for (int r = 0; r < kRows; r++) {
-    ONNXPORT_UNROLL
-    for (int c = 0; c < kCols; c++)
-      Vec::store(sums + r * row + channel + c * Vec::kWidth, sum[r][c]);
-  }
-}
-
+// Weights are multiplied with scale where Type has scales; else it is not read.
 template <class Type, bool kAhead, int kRows, int kCols>
-static inline void value_columns(const float* weights, const Tiles<Type>& tiles, int64_t channel,
-                                 int first, int last, const float* factor, int64_t row,
-                                 float* sums) {
-  if constexpr (is_paired<Type>())
+static inline void value_columns(const float* weights, const float* scale, const Tiles<Type>& tiles,
+                                 int64_t channel, int first, int last, const float* factor,
+                                 int64_t row, float* sums) {
+  if constexpr (has_scales<Type>())
+    value_quads<kAhead, kRows, kCols>(weights, scale, tiles, channel, first, last, factor, row,
+                                      sums);
+  else if constexpr (is_paired<Type>())
     value_pairs<kAhead, kRows, kCols>(weights, tiles, channel, first, last, factor, row, sums);
   else
     value_block<Type, kAhead, kRows, kCols>(weights, tiles, channel, first, last, factor, row, sums);
 }
 
 template <class Type, bool kAhead, int kRows>
-static inline void add_values(const float* weights, const Tiles<Type>& tiles, int64_t head_size,
-                              int first, int last, const float* factor, int64_t row, float* sums) {
-  constexpr int kCols = columns<kRows>();
+static inline void add_values(const float* weights, const float* scale, const Tiles<Type>& tiles,
+                              int64_t head_size, int first, int last, const float* factor,
+                              int64_t row, float* sums) {
+  constexpr int kCols = columns<Type, kRows>();
   constexpr int W = Vec::kWidth;
   int64_t d = 0;
   for (; d + kCols * W <= head_size; d += kCols * W)
-    value_columns<Type, kAhead, kRows, kCols>(weights, tiles, d, first, last, factor, row, sums);
+    value_columns<Type, kAhead, kRows, kCols>(weights, scale, tiles, d, first, last, factor, row,
+                                             sums);
   if constexpr (kCols > 2) {
     for (; d + 2 * W <= head_size; d += 2 * W)
-      value_columns<Type, kAhead, kRows, 2>(weights, tiles, d, first, last, factor, row, sums);
+      value_columns<Type, kAhead, kRows, 2>(weights, scale, tiles, d, first, last, factor, row, sums);
   }
   for (; d < head_size; d += W)
-    value_columns<Type, kAhead, kRows, 1>(weights, tiles, d, first, last, factor, row, sums);
+    value_columns<Type, kAhead, kRows, 1>(weights, scale, tiles, d, first, last, factor, row, sums);
 }
 
 // tanh to a few units in the last place: the exponential form cancels near zero, where the series
@@ -331,31 +226,48 @@ static inline float largest(const Sight& sight, float softcap, float* logits) {
 }
 
 // Turns a row's logits into weights, in place; in pairs, rounded to bfloat16. Returns total and
-// their sum. value_scale has sixteen numbers a tile that weights are to be multiplied with, after
-// they were summed.
-template <bool kIsWhole, bool kIsScaled, bool kInPairs>
-static inline Vec::T weigh(const Sight& sight, Vec::T shift, const float* const* value_scale,
-                           Vec::T total, float* logits) {
+// their sum.
+template <class Type, bool kIsWhole>
+static inline Vec::T weigh(const Sight& sight, Vec::T shift, Vec::T total, float* logits) {
   const int begin = kIsWhole ? 0 : sight.begin, end = kIsWhole ? kChunk : sight.end;
   for (int t = begin; t < end; t += Vec::kWidth) {
     const Vec::T e = Vec::exp2(Vec::sub(Vec::load(logits + t), shift));
     total = Vec::add(total, e);
-    if constexpr (kInPairs)
+    if constexpr (is_paired<Type>())
       Vec::store_bfloat16(logits + t / 2, e);  // ahead of what is still to be read
     else
-      Vec::store(logits + t,
-                 kIsScaled ? Vec::mul(e, Vec::load(value_scale[t / kTile] + t % kTile)) : e);
+      Vec::store(logits + t, e);
   }
   return total;
 }
 
+// Likewise for an int8 cache: weights are multiplied with the scales of the values, sixteen a tile,
+// after they were summed, and rounded to bytes, of which scale becomes the scale.
+template <bool kIsWhole>
+static inline Vec::T weigh_quads(const Sight& sight, Vec::T shift, const float* const* value_scale,
+                                 Vec::T total, float* logits, float* scale) {
+  const int begin = kIsWhole ? 0 : sight.begin, end = kIsWhole ? kChunk : sight.end;
+  Vec::T largest = Vec::set1(0.f);
+  for (int t = begin; t < end; t += Vec::kWidth) {
+    const Vec::T e = Vec::exp2(Vec::sub(Vec::load(logits + t), shift));
+    total = Vec::add(total, e);
+    Vec::T weight = Vec::mul(e, Vec::load(value_scale[t / kTile] + t % kTile));
+    // the scale of a token that the row does not see may be anything
+    if (!kIsWhole) weight = Vec::keep(weight, sight.first - t, sight.last - t, 0.f);
+    Vec::store(logits + t, weight);
+    largest = Vec::max_bits(largest, Vec::add(weight, Vec::swap_neighbours(weight)));
+  }
+  *scale = round_weights(largest, begin, end, logits);
+  return total;
+}
+
 // Turns the logits of up to kScoreRows rows into weights and updates maximum and sum. factor[r] is
-// what the earlier sums have to be multiplied with. Arrays have room for whole vectors of rows.
-// Without sights, every row sees the whole chunk.
-template <bool kIsScaled, bool kInPairs>
+// what the earlier sums have to be multiplied with, and for an int8 cache scale[r] the weights.
+// Arrays have room for whole vectors of rows. Without sights, every row sees the whole chunk.
+template <class Type>
 static inline void softmax(const Sight* sights, int rows, float softcap,
                            const float* const* value_scale, float* scores, float* maximum,
-                           float* sum, float* factor) {
+                           float* sum, float* factor, float* scale) {
   constexpr int W = Vec::kWidth;
   const auto is_whole = [=](int r) { return !sights || sights[r].is_whole(); };
   float now[kScoreRows] = {}, shift[kScoreRows];
@@ -375,10 +287,14 @@ static inline void softmax(const Sight* sights, int rows, float softcap,
     float* s = scores + r * kChunk;
     const Vec::T by = Vec::set1(shift[r]);
     const Vec::T total = Vec::mul(Vec::load(sum + r * 16), Vec::set1(factor[r]));
-    Vec::store(sum + r * 16,
-               is_whole(r)
-                   ? weigh<true, kIsScaled, kInPairs>({}, by, value_scale, total, s)
-                   : weigh<false, kIsScaled, kInPairs>(sights[r], by, value_scale, total, s));
+    if constexpr (has_scales<Type>())
+      Vec::store(sum + r * 16,
+                 is_whole(r)
+                     ? weigh_quads<true>({}, by, value_scale, total, s, scale + r)
+                     : weigh_quads<false>(sights[r], by, value_scale, total, s, scale + r));
+    else
+      Vec::store(sum + r * 16, is_whole(r) ? weigh<Type, true>({}, by, total, s)
+                                           : weigh<Type, false>(sights[r], by, total, s));
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <math.h>
 
+#include "quads_impl.h"
 #include "tiles_impl.h"
 
 namespace {
@@ -94,13 +95,16 @@ static inline void prepare_query(const Problem& p, const TokenPlace& place, int6
     float* x = queries + (kv_head * p.num_tokens + token) * group * row;
     for (int64_t i = 0; i < group; i++, x += row, source += p.head_size) {
       prefetch_next(source, p.query_stride, p.head_size);
-      if (p.cache_layout != kPaired) {
+      if (p.cache_layout != kPaired && p.cache_type != kInt8) {
         project(p, source, p.q_norm_weight, place.position, scale, x);
         continue;
       }
       float projected[kMaxHeadSize];
       project(p, source, p.q_norm_weight, place.position, scale, projected);
-      Vec::round_to_bfloat16(projected, p.head_size, x);
+      if (p.cache_type == kInt8)
+        round_query(projected, p.head_size, x);
+      else
+        Vec::round_to_bfloat16(projected, p.head_size, x);
     }
   }
 }
@@ -118,12 +122,21 @@ static inline void store_vector(const float* x, int64_t n, int64_t step,
   for (int64_t i = 0; i < n; i++) out[i * step] = encoded[i];
 }
 
-// Likewise in an int8 tile, with the scale of its token.
-static inline void store_scaled(const Problem& p, const float* x, int64_t step, int64_t token,
-                                int8_t* out, int8_t* tile) {
+// Likewise as a token of an int8 tile, with its scale.
+static inline void store_key_quads(const Problem& p, const float* x, int64_t token, int8_t* tile) {
   int8_t encoded[kMaxHeadSize];
   const float scale = encode(Int8{}, x, p.head_size, encoded);
-  for (int64_t i = 0; i < p.head_size; i++) out[i * step] = encoded[i];
+  for (int64_t i = 0; i < p.head_size; i += 4)
+    memcpy(tile + i * kTile + token * 4, encoded + i, 4);
+  memcpy(tile + kTile * p.head_size + token * kScaleBytes, &scale, sizeof scale);
+}
+
+static inline void store_value_quads(const Problem& p, const float* x, int64_t token,
+                                     int8_t* tile) {
+  int8_t encoded[kMaxHeadSize];
+  const float scale = encode(Int8{}, x, p.head_size, encoded);
+  int8_t* out = tile + token / 4 * 4 * p.head_size + token % 4;
+  for (int64_t i = 0; i < p.head_size; i++) out[4 * i] = encoded[i];
   memcpy(tile + kTile * p.head_size + token * kScaleBytes, &scale, sizeof scale);
 }
 
@@ -159,8 +172,8 @@ static void store_token(const Problem& p, const TokenPlace& place, int64_t token
     if constexpr (is_paired<Type>()) {
       store_paired(p, x, value, i, keys, values);
     } else if constexpr (has_scales<Type>()) {
-      store_scaled(p, x, kTile, i, keys + i, keys);
-      store_scaled(p, value, 1, i, values + i * p.head_size, values);
+      store_key_quads(p, x, i, keys);
+      store_value_quads(p, value, i, values);
     } else {
       store_vector<Type>(x, p.head_size, kIsTiled ? kTile : 1, keys + i);
       store_vector<Type>(value, p.head_size, 1, values + i * p.head_size);

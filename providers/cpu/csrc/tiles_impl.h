@@ -1,7 +1,7 @@
 // Turns a stretch of cached keys and values into what the micro-kernels read: per tile of sixteen
-// tokens, keys [head_size][16] and values [16][stride]. Tiles that lie so in the cache are used
-// there, in the cache's type, where few rows share them; everything else is converted to float into
-// scratch. Compiled once per instruction set.
+// tokens, keys [head_size][16] and values [16][stride], or pairs or quads of them. Tiles that lie so
+// in the cache are used there, in the cache's type, where few rows share them, pairs and quads
+// always; everything else is converted to float into scratch. Compiled once per instruction set.
 #pragma once
 
 #include "cache_impl.h"
@@ -20,7 +20,7 @@ ONNXPORT_PREFETCHES void prefetch(const char* p) { __builtin_prefetch(p, 0, 3); 
 constexpr int kTilesPerChunk = kChunk / kTile;
 
 // The scales of an int8 cache are not applied: they are null for other types. From one value to the
-// next, or in pairs from one pair of tokens to the next, it is value_stride elements.
+// next, or in pairs and quads from one of tokens to the next, it is value_stride elements.
 template <class Type>
 struct Tiles {
   using Element = typename Type::Element;
@@ -74,38 +74,39 @@ struct TileSource<Type, true> {
       out.key_scale[i] = scales_of(p, key);
       out.value_scale[i] = scales_of(p, value);
     }
-    if constexpr (is_paired<Type>()) {
+    constexpr int64_t kSide = neighbours<Type>();
+    if constexpr (kSide > 1) {
       out.key[i] = key;
       out.value[i] = value;
-      out.value_stride[i] = 2 * p.head_size;
+      out.value_stride[i] = kSide * p.head_size;
       if (whole_vectors(p)) return;
-      uint16_t* values = reinterpret_cast<uint16_t*>(scratch.value + i * kTile * row);
-      for (int64_t t = 0; t < kTile / 2; t++)
-        memcpy(values + t * 2 * row, value + t * 2 * p.head_size,
-               static_cast<size_t>(p.head_size) * 4);
+      Element* values = reinterpret_cast<Element*>(scratch.value + i * kTile * row);
+      for (int64_t t = 0; t < kTile / kSide; t++)
+        memcpy(values + t * kSide * row, value + t * kSide * p.head_size,
+               static_cast<size_t>(kSide * p.head_size) * sizeof(Element));
       out.value[i] = values;
-      out.value_stride[i] = 2 * row;
-      return;
-    }
-    if constexpr (kDirect) {
-      out.key[i] = key;
-      if (whole_vectors(p)) {
-        out.value[i] = value;
-        out.value_stride[i] = p.head_size;
-        return;
-      }
+      out.value_stride[i] = kSide * row;
     } else {
-      float* keys = scratch.key + i * kTile * row;
-      decode(Type{}, key, p.head_size * kTile, keys);
-      out.key[i] = keys;
-    }
-    // Without whole vectors, Out is Float32: see attend_keys_for.
-    if constexpr (is_float32<Out>()) {
-      float* values = scratch.value + i * kTile * row;
-      for (int64_t t = first - base; t < last - base; t++)
-        decode(Type{}, value + t * p.head_size, p.head_size, values + t * row);
-      out.value[i] = values;
-      out.value_stride[i] = row;
+      if constexpr (kDirect) {
+        out.key[i] = key;
+        if (whole_vectors(p)) {
+          out.value[i] = value;
+          out.value_stride[i] = p.head_size;
+          return;
+        }
+      } else {
+        float* keys = scratch.key + i * kTile * row;
+        decode(Type{}, key, p.head_size * kTile, keys);
+        out.key[i] = keys;
+      }
+      // Without whole vectors, Out is Float32: see attend_keys_for.
+      if constexpr (is_float32<Out>()) {
+        float* values = scratch.value + i * kTile * row;
+        for (int64_t t = first - base; t < last - base; t++)
+          decode(Type{}, value + t * p.head_size, p.head_size, values + t * row);
+        out.value[i] = values;
+        out.value_stride[i] = row;
+      }
     }
   }
 };

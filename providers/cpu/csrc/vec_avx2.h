@@ -105,6 +105,40 @@ struct Vec {
     return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(~0xffff)));
   }
 
+  static constexpr int kQuadRows = 4;  // 4 x 2 sums, 2 operands, 1 broadcast, 1 product and ones
+  using Ints = __m256i;
+  using Quads = __m256i;
+  static inline Quads load_quads(const int8_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static inline Quads set1_quad(const float* p) { return _mm256_castps_si256(set1(*p)); }
+  static inline Ints set1_int(const float* p) { return _mm256_castps_si256(set1(*p)); }
+  static inline Quads add_128(Quads a) {
+    return _mm256_xor_si256(a, _mm256_set1_epi8(static_cast<char>(0x80)));
+  }
+  static inline Ints add_quads(Quads a, Quads b, Ints c) {
+    const __m256i twos = _mm256_maddubs_epi16(a, b);
+    return _mm256_add_epi32(c, _mm256_madd_epi16(twos, _mm256_set1_epi16(1)));
+  }
+  static inline T to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
+  static inline void store_bytes(uint8_t* p, T a) {
+    const __m256i x = _mm256_cvtps_epi32(a);
+    const __m128i words =
+        _mm_packus_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+  }
+  static inline T swap_neighbours(T a) { return _mm256_permute_ps(a, 0xb1); }
+  static inline T max_bits(T a, T b) {
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+  }
+  static inline uint32_t reduce_max_bits(T a) {
+    const __m256i b = _mm256_castps_si256(a);
+    __m128i x = _mm_max_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
+    x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+    x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0xb1));
+    return static_cast<uint32_t>(_mm_cvtsi128_si32(x));
+  }
+
   static inline void transpose(const float* const* src, int64_t offset, float* dst) {
     for (int half = 0; half < 2; half++) {
       T row[4];

@@ -112,6 +112,36 @@ struct Vec {
     return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(~0xffff)));
   }
 
+  static constexpr int kQuadRows = 8;  // 8 x 2 sums, 2 operands, 1 broadcast, products and ones
+  using Ints = __m512i;
+  using Quads = __m512i;
+  static inline Quads load_quads(const int8_t* p) { return _mm512_loadu_si512(p); }
+  static inline Quads set1_quad(const float* p) { return _mm512_castps_si512(set1(*p)); }
+  static inline Ints set1_int(const float* p) { return _mm512_castps_si512(set1(*p)); }
+  static inline Quads add_128(Quads a) {
+    return _mm512_xor_si512(a, _mm512_set1_epi8(static_cast<char>(0x80)));
+  }
+  static inline Ints add_quads(Quads a, Quads b, Ints c) {
+#if defined(__AVX512VNNI__)
+    return _mm512_dpbusd_epi32(c, a, b);
+#else
+    const __m512i twos = _mm512_maddubs_epi16(a, b);
+    return _mm512_add_epi32(c, _mm512_madd_epi16(twos, _mm512_set1_epi16(1)));
+#endif
+  }
+  static inline T to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
+  static inline void store_bytes(uint8_t* p, T a) {
+    const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  }
+  static inline T swap_neighbours(T a) { return _mm512_permute_ps(a, 0xb1); }
+  static inline T max_bits(T a, T b) {
+    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+  }
+  static inline uint32_t reduce_max_bits(T a) {
+    return static_cast<uint32_t>(_mm512_reduce_max_epi32(_mm512_castps_si512(a)));
+  }
+
   static inline void transpose(const float* const* src, int64_t offset, float* dst) {
     // Quarters of four rows land in one register, so that two rounds of shuffles finish it.
     for (int quarter = 0; quarter < 4; quarter++) {

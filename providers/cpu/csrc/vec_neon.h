@@ -92,6 +92,36 @@ struct Vec {
     return vreinterpretq_f32_u32(vandq_u32(a, vdupq_n_u32(0xffff0000u)));
   }
 
+  static constexpr int kQuadRows = 4;
+  using Ints = int32x4_t;
+  using Quads = int8x16_t;
+  static inline Quads load_quads(const int8_t* p) { return vld1q_s8(p); }
+  static inline Quads set1_quad(const float* p) { return vreinterpretq_s8_f32(set1(*p)); }
+  static inline Ints set1_int(const float* p) { return vreinterpretq_s32_f32(set1(*p)); }
+  static inline Quads add_128(Quads a) { return veorq_s8(a, vdupq_n_s8(-128)); }
+  static inline Ints add_quads(Quads a, Quads b, Ints c) {
+    const uint8x16_t bytes = vreinterpretq_u8_s8(a);
+    const int16x8_t a0 = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(bytes)));
+    const int16x8_t a1 = vreinterpretq_s16_u16(vmovl_high_u8(bytes));
+    // products of 16 bits fit: no byte of either is larger than its pairs' sum allows
+    const int16x8_t low = vmulq_s16(a0, vmovl_s8(vget_low_s8(b)));
+    const int16x8_t high = vmulq_s16(a1, vmovl_high_s8(b));
+    return vpadalq_s16(c, vpaddq_s16(low, high));
+  }
+  static inline T to_floats(Ints a) { return vcvtq_f32_s32(a); }
+  static inline void store_bytes(uint8_t* p, T a) {
+    const uint16x4_t words = vmovn_u32(vcvtnq_u32_f32(a));
+    const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
+    vst1_lane_u32(reinterpret_cast<uint32_t*>(p), vreinterpret_u32_u8(bytes), 0);
+  }
+  static inline T swap_neighbours(T a) { return vrev64q_f32(a); }
+  static inline T max_bits(T a, T b) {
+    return vreinterpretq_f32_s32(vmaxq_s32(vreinterpretq_s32_f32(a), vreinterpretq_s32_f32(b)));
+  }
+  static inline uint32_t reduce_max_bits(T a) {
+    return static_cast<uint32_t>(vmaxvq_s32(vreinterpretq_s32_f32(a)));
+  }
+
   static inline void transpose(const float* const* src, int64_t offset, float* dst) {
     const T a = load(src[0] + offset), b = load(src[1] + offset);
     const T c = load(src[2] + offset), d = load(src[3] + offset);

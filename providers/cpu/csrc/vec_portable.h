@@ -11,6 +11,16 @@
 //   round_to_bfloat16  n numbers, a multiple of 8; out may be where they are, or ahead of it
 //   store_bfloat16  rounds a vector to where kWidth / 2 floats have room
 //   kPrefersPairs  whether add_pairs is faster than two times fma
+//   Quads     kWidth quads of bytes; Ints as many sums, of 32 bits
+//   set1_quad, set1_int  the quad, or the integer, that lies in a float's place
+//   add_128   makes uint8 of int8
+//   add_quads c and the four products of each quad, a's bytes unsigned and b's signed; the first two
+//             together, and the last two, are no more than 16 bits hold
+//   kQuadRows rows of quads held in registers at once, kColumns vectors each
+//   store_bytes  rounds numbers from 0 to 255 to the nearest, ties to even; anything for a NaN
+//   swap_neighbours  lanes 0 and 1, 2 and 3, and so on
+//   max_bits, reduce_max_bits  the larger bits as signed integers: of what is not negative the larger
+//             number, and a NaN if there is one
 //   kConvertsHalf  whether load_half is an instruction, so that reading half the bytes pays
 #pragma once
 
@@ -123,6 +133,54 @@ struct Vec {
   }
   static inline T second(Pairs a) {
     return each([&](int i) { return onnxport::bits_float(a.v[i] & 0xffff0000u); });
+  }
+
+  static constexpr int kQuadRows = 4;
+  struct Ints {
+    int32_t v[4];
+  };
+  struct Quads {
+    uint8_t v[16];
+  };
+  static inline Quads load_quads(const int8_t* p) {
+    Quads r;
+    memcpy(r.v, p, sizeof r.v);
+    return r;
+  }
+  static inline Quads set1_quad(const float* p) {
+    Quads r;
+    for (int i = 0; i < 4; i++) memcpy(r.v + 4 * i, p, 4);
+    return r;
+  }
+  static inline Ints set1_int(const float* p) {
+    int32_t x;
+    memcpy(&x, p, sizeof x);
+    return {{x, x, x, x}};
+  }
+  static inline Quads add_128(Quads a) {
+    for (uint8_t& byte : a.v) byte ^= 0x80u;
+    return a;
+  }
+  static inline Ints add_quads(Quads a, Quads b, Ints c) {
+    for (int i = 0; i < 16; i++) c.v[i / 4] += a.v[i] * static_cast<int8_t>(b.v[i]);
+    return c;
+  }
+  static inline T to_floats(Ints a) {
+    return each([&](int i) { return static_cast<float>(a.v[i]); });
+  }
+  static inline void store_bytes(uint8_t* p, T a) {
+    for (int i = 0; i < 4; i++)
+      p[i] = a.v[i] >= 0.f ? static_cast<uint8_t>(nearbyintf(a.v[i])) : uint8_t{0};
+  }
+  static inline T swap_neighbours(T a) { return {{a.v[1], a.v[0], a.v[3], a.v[2]}}; }
+  static inline int32_t bits(float x) { return static_cast<int32_t>(onnxport::float_bits(x)); }
+  static inline T max_bits(T a, T b) {
+    return each([&](int i) { return bits(a.v[i]) > bits(b.v[i]) ? a.v[i] : b.v[i]; });
+  }
+  static inline uint32_t reduce_max_bits(T a) {
+    int32_t largest = bits(a.v[0]);
+    for (float x : a.v) largest = bits(x) > largest ? bits(x) : largest;
+    return static_cast<uint32_t>(largest);
   }
 
   static inline void transpose(const float* const* src, int64_t offset, float* dst) {
