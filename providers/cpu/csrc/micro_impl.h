@@ -88,6 +88,8 @@ constexpr int most_rows() {
 // Few rows leave registers for more columns, which hide the latency of the multiply-add.
 template <class Type, int kRows>
 constexpr int columns() {
+  if (has_scales<Type>())
+    return 4 * kRows <= Vec::kQuadSums ? 4 : 2 * kRows <= Vec::kQuadSums ? 2 : 1;
   return kRows * 2 <= most_rows<Type>() ? 2 * Vec::kColumns : Vec::kColumns;
 }
 

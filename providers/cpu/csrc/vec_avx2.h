@@ -105,7 +105,8 @@ struct Vec {
     return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(~0xffff)));
   }
 
-  static constexpr int kQuadRows = 4;  // 4 x 2 sums, 2 operands, 1 broadcast, 1 product and ones
+  static constexpr int kQuadRows = 8;
+  static constexpr int kQuadSums = 8;  // and operands, a broadcast, products and ones of 16
   using Ints = __m256i;
   using Quads = __m256i;
   static inline Quads load_quads(const int8_t* p) {

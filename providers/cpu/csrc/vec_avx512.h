@@ -112,7 +112,8 @@ struct Vec {
     return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(~0xffff)));
   }
 
-  static constexpr int kQuadRows = 8;  // 8 x 2 sums, 2 operands, 1 broadcast, products and ones
+  static constexpr int kQuadRows = 8;
+  static constexpr int kQuadSums = 16;  // and operands, a broadcast, products and ones of 32
   using Ints = __m512i;
   using Quads = __m512i;
   static inline Quads load_quads(const int8_t* p) { return _mm512_loadu_si512(p); }

@@ -93,6 +93,7 @@ struct Vec {
   }
 
   static constexpr int kQuadRows = 4;
+  static constexpr int kQuadSums = 8;
   using Ints = int32x4_t;
   using Quads = int8x16_t;
   static inline Quads load_quads(const int8_t* p) { return vld1q_s8(p); }

@@ -16,7 +16,7 @@
 //   add_128   makes uint8 of int8
 //   add_quads c and the four products of each quad, a's bytes unsigned and b's signed; the first two
 //             together, and the last two, are no more than 16 bits hold
-//   kQuadRows rows of quads held in registers at once, kColumns vectors each
+//   kQuadRows query rows whose sums of quads are held in registers at once; kQuadSums vectors of them
 //   store_bytes  rounds numbers from 0 to 255 to the nearest, ties to even; anything for a NaN
 //   swap_neighbours  lanes 0 and 1, 2 and 3, and so on
 //   max_bits, reduce_max_bits  the larger bits as signed integers: of what is not negative the larger
@@ -136,6 +136,7 @@ struct Vec {
   }
 
   static constexpr int kQuadRows = 4;
+  static constexpr int kQuadSums = 8;
   struct Ints {
     int32_t v[4];
   };
