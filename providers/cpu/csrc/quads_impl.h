@@ -69,6 +69,7 @@ static inline void score_quads(const float* queries, int64_t head_size,
     ONNXPORT_UNROLL
     for (int c = 0; c < kCols; c++) sum[r][c] = correction;
   }
+  ONNXPORT_TWICE
   for (int64_t d = 0; d < quads; d++) {
     Vec::Quads key[kCols];
     ONNXPORT_UNROLL
@@ -126,7 +127,9 @@ static inline void value_quads(const float* weights, const float* scale, const T
     const int64_t stride = tiles.value_stride[tile], ahead = tiles.ahead[tile];
     const int8_t* value = tiles.value[tile] + 4 * channel;
     if (kAhead && channel == 0) prefetch_ahead(tiles.value_scale[tile], ahead);
-    for (int quad = tile * kTile / 4; quad < (tile + 1) * kTile / 4; quad++, value += stride) {
+    const float* of_tile = weights + tile * (kTile / 4);
+    ONNXPORT_UNROLL
+    for (int quad = 0; quad < kTile / 4; quad++, value += stride) {
       Vec::Quads x[kCols];
       ONNXPORT_UNROLL
       for (int c = 0; c < kCols; c++) {
@@ -135,7 +138,7 @@ static inline void value_quads(const float* weights, const float* scale, const T
       }
       ONNXPORT_UNROLL
       for (int r = 0; r < kRows; r++) {
-        const Vec::Quads w = Vec::set1_quad(weights + r * kChunk + quad);
+        const Vec::Quads w = Vec::set1_quad(of_tile + r * kChunk + quad);
         ONNXPORT_UNROLL
         for (int c = 0; c < kCols; c++) sum[r][c] = Vec::add_quads(w, x[c], sum[r][c]);
       }
