@@ -33,9 +33,11 @@ openvino-gpu: $(VENV)/test-installed  ## what Intel's GPU plugin compiles; see s
 bench: $(VENV)/test-installed  ## every peer, its environment included; see docs/benchmarks.md
 	$(BIN)/python -m benchmarks.run_all $(BENCH_FOLDER) --install $(BENCH_OPTIONS)
 
+# Bytecode is kept (and ignored by git): compiled anew, tests, sources and their rewritten assertions
+# take each of pytest's workers ten seconds.
 fast: dev  ## what to run while working: no install step after the first, about three minutes on two slow cores
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	PYTHONPATH=$(CURDIR)/.dev $(BIN)/pytest -m "not slow" --hypothesis-profile=fast -x -n auto
+	PYTHONPATH=$(CURDIR)/.dev PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -m "not slow" --hypothesis-profile=fast -x -n auto
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .
