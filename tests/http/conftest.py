@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def _start(model_folder: Path) -> Iterator[StartServer]:
-    started: list[RunningServer] = []
+@contextmanager
+def _servers(model_folder: Path) -> Iterator[StartServer]:
+    """Give what starts servers, and end them all, also one that a test did not wait for."""
+    processes: list[subprocess.Popen[str]] = []
 
     def start(**settings: Any) -> RunningServer:
         process = subprocess.Popen(
@@ -86,24 +88,33 @@ def _start(model_folder: Path) -> Iterator[StartServer]:
             stderr=subprocess.PIPE,
             text=True,
         )
+        processes.append(process)
         assert process.stdout is not None
         address = process.stdout.readline().strip()
         if not address:
             _, err = process.communicate(timeout=STOP_TIMEOUT_S)
             pytest.fail(f"the server did not start: {err}")
-        started.append(RunningServer(address, process))
-        return started[-1]
+        return RunningServer(address, process)
 
-    yield start
-    for server in started:
-        with server.process as process:  # closes its pipes
-            process.kill()
+    try:
+        yield start
+    finally:
+        for process in processes:
+            with process:  # closes its pipes
+                process.kill()
+
+
+@pytest.fixture(scope="session")
+def _start(model_folder: Path) -> Iterator[StartServer]:
+    with _servers(model_folder) as start:
+        yield start
 
 
 @pytest.fixture
-def start_server(_start: StartServer) -> StartServer:
-    """Return a function that starts a server of its own for a test."""
-    return _start
+def start_server(model_folder: Path) -> Iterator[StartServer]:
+    """Return a function that starts a server of its own for a test, which ends with the test."""
+    with _servers(model_folder) as start:
+        yield start
 
 
 @pytest.fixture(scope="session")
