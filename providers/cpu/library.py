@@ -48,7 +48,7 @@ def load_library(path: Path) -> ctypes.CDLL:
 def isa() -> str | None:
     """Returns the kernels' instruction set; None where the library was not built.
 
-    One of `avx512bf16`, `avx512`, `avx2`, `neon`, `portable`.
+    One of `amx`, `avx512bf16`, `avx512`, `avx2`, `neon`, `portable`.
     """
     path = find_library()
     if path is None:

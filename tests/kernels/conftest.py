@@ -8,7 +8,7 @@ import pytest
 
 from onnxport.providers.cpu.library import find_library, load_library
 
-ISAS = ("avx512bf16", "avx512", "avx2", "neon", "portable")
+ISAS = ("amx", "avx512bf16", "avx512", "avx2", "neon", "portable")
 
 
 @pytest.fixture(scope="session")

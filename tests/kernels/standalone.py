@@ -21,6 +21,7 @@ CORE = (
     "validate",
     "kernels_avx2",
     "kernels_avx512",
+    "kernels_amx",
     "kernels_avx512bf16",
     "kernels_neon",
     "matmul_amx",

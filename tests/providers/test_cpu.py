@@ -73,7 +73,7 @@ def test_every_set_but_the_portable_one_converts_float16() -> None:
     library = load_library(find_library() or pytest.skip("the C++ kernels were not built"))
     found = {}
     try:
-        for name in ("avx512bf16", "avx512", "avx2", "neon", "portable"):
+        for name in ("amx", "avx512bf16", "avx512", "avx2", "neon", "portable"):
             if library.onnxport_cpu_set_isa(name.encode()):
                 found[name] = converts_half()
     finally:

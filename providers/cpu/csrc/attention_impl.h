@@ -43,6 +43,35 @@ static inline void clear(const State& state, int64_t count, int64_t padded_size)
   memset(state.value, 0, static_cast<size_t>(count * padded_size) * sizeof(float));
 }
 
+// Whether each of rows [row, row + count) sees all keys of the chunk from `base` on, of which those
+// before `end` are there. What a row sees begins and ends no earlier than what the row before sees.
+static inline bool see_all(const Rows& rows, int64_t base, int64_t end, int64_t row,
+                           int64_t count) {
+  return rows.keys[row].last >= base + kChunk && rows.keys[row + count - 1].first <= base &&
+         end == base + kChunk;
+}
+
+// Finds what each of these rows sees of the chunk. Returns the tokens that any of them sees, and what
+// logits they are to have: of whole steps of so many tokens, or none.
+static inline Sight look(const Rows& rows, int64_t base, int64_t end, int64_t row, int64_t count,
+                         int step, Sight* sights) {
+  for (int64_t r = 0; r < count; r++) {
+    const KeyRange& keys = rows.keys[row + r];
+    sights[r].first = static_cast<int>(max_of(keys.first - base, 0));
+    sights[r].last = static_cast<int>(min_of(keys.last, end) - base);
+  }
+  Sight all{sights[0].first, sights[count - 1].last, 0, 0};
+  if (all.first < all.last) {
+    all.begin = all.first / step * step;
+    all.end = (all.last + step - 1) / step * step;
+  }
+  for (int64_t r = 0; r < count; r++) {
+    sights[r].begin = all.begin;
+    sights[r].end = all.end;
+  }
+  return all;
+}
+
 // One chunk of keys, from key `base` on, and rows over it.
 template <class Type, bool kAhead>
 struct Chunk {
@@ -67,9 +96,7 @@ struct Chunk {
     Group groups[kScoreRows / kMostRows];
     Sight sights[kScoreRows];
     float factors[kScoreRows], scales[kScoreRows];
-    // What a row sees begins and ends no earlier than what the row before sees.
-    const bool whole = rows.keys[row].last >= base + kChunk &&
-                       rows.keys[row + count - 1].first <= base && end == base + kChunk;
+    const bool whole = see_all(rows, base, end, row, count);
     // Groups of even size: seven rows are 4 + 3 where six fit, rather than 6 + 1.
     const int64_t number = (count + kMostRows - 1) / kMostRows;
     for (int64_t g = 0; g < number; g++) {
@@ -82,7 +109,11 @@ struct Chunk {
       group.scores = scores + first * kChunk;
       group.factors = factors + first;
       group.scales = scales + first;
-      if (!whole) look(group, sights + first);
+      if (!whole) {
+        const Sight seen = look(rows, base, end, group.row, group.count, kTile, sights + first);
+        group.first = seen.first;
+        group.last = seen.last;
+      }
       if (group.first >= group.last) continue;
       // Only the first group asks for the next chunk: one of them is enough.
       if (kAhead && g == 0)
@@ -99,22 +130,6 @@ struct Chunk {
         add<kAhead, kMostRows>(groups[g]);
       else
         add<false, kMostRows>(groups[g]);
-    }
-  }
-
-  // Finds what each row of a group sees.
-  void look(Group& group, Sight* sights) const {
-    for (int64_t r = 0; r < group.count; r++) {
-      const KeyRange& keys = rows.keys[group.row + r];
-      sights[r].first = static_cast<int>(max_of(keys.first - base, 0));
-      sights[r].last = static_cast<int>(min_of(keys.last, end) - base);
-    }
-    group.first = sights[0].first;
-    group.last = sights[group.count - 1].last;
-    const bool none = group.first >= group.last;
-    for (int64_t r = 0; r < group.count; r++) {
-      sights[r].begin = none ? 0 : group.first / kTile * kTile;
-      sights[r].end = none ? 0 : (group.last + kTile - 1) / kTile * kTile;
     }
   }
 
@@ -138,6 +153,19 @@ struct Chunk {
   }
 };
 
+// Loads the tiles of tokens [begin, end) of the chunk that begins with token `base`.
+template <class Type, bool kIsTiled, class Out>
+static inline void load_tiles(const Problem& p, const int32_t* table, int64_t head, int64_t base,
+                              int64_t begin, int64_t end, const TileScratch& scratch,
+                              Tiles<Out>& tiles) {
+  for (int64_t token = begin; token < end;) {
+    const int64_t next = min_of(token / kTile * kTile + kTile, end);
+    TileSource<Type, kIsTiled>::load(p, table, head, token, next,
+                                     static_cast<int>((token - base) / kTile), scratch, tiles);
+    token = next;
+  }
+}
+
 // Adds keys [first, last), inside one segment, to the state. Out is what the micro-kernels read:
 // the cache's type or, of floats converted, Float32; both give the same bits. kAhead: where few rows share
 // what is read in the cache, the next chunk is asked for meanwhile, that of the next segment, too.
@@ -149,12 +177,7 @@ static void attend_keys(const Rows& rows, int64_t first, int64_t last, const Sta
   for (int64_t base = first / kChunk * kChunk; base < last; base += kChunk) {
     const int64_t begin = max_of(first, base), end = min_of(last, base + kChunk);
     Tiles<Out> tiles;
-    for (int64_t token = begin; token < end;) {
-      const int64_t next = min_of(token / kTile * kTile + kTile, end);
-      TileSource<Type, kIsTiled>::load(p, table, rows.block.kv_head, token, next,
-                                       static_cast<int>((token - base) / kTile), scratch, tiles);
-      token = next;
-    }
+    load_tiles<Type, kIsTiled>(p, table, rows.block.kv_head, base, begin, end, scratch, tiles);
     if constexpr (kAhead)
       look_ahead<Out>(p, table, rows.block.kv_head, base, rows.all_keys().last, tiles);
     const Chunk<Out, kAhead> chunk{rows, base, end, tiles, state, scores};
@@ -166,7 +189,18 @@ static void attend_keys(const Rows& rows, int64_t first, int64_t last, const Sta
 using AttendKeys = void (*)(const Rows&, int64_t, int64_t, const State&, const TileScratch&,
                             float*);
 
+}  // namespace
+
+#if defined(ONNXPORT_KERNELS_AMX)
+#include "attention_amx.h"
+#endif
+
+namespace {
+
 static inline AttendKeys attend_keys_for(const Problem& p, int64_t rows) {
+#if defined(ONNXPORT_KERNELS_AMX)
+  if (const AttendKeys attend = attend_keys_amx_for(p, rows)) return attend;
+#endif
   const bool tiled = p.cache_layout == kTiled, few = rows <= kScoreRows && whole_vectors(p);
   if (p.cache_layout == kPaired)
     return few ? attend_keys<PairedBFloat16, true, PairedBFloat16, true>

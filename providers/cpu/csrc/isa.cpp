@@ -31,7 +31,7 @@ struct Features {
   bool avx512 = false;   // F, BW, DQ, VL
   bool bf16 = false;     // AVX-512 with products of bfloat16
   bool vnni = false;     // AVX-512 with VNNI
-  bool amx = false;      // with tiles of int8
+  bool amx = false;      // with both, and tiles of int8 and of bfloat16
   bool dotprod = false;  // Arm's dot products of int8
   bool i8mm = false;     // and its products of matrices of int8
 };
@@ -84,11 +84,12 @@ Features detect() {
   found.avx512 = found.avx2 && (state & 0xe6) == 0xe6 && (b >> 16 & 1) && (b >> 17 & 1) &&
                  (b >> 30 & 1) && (b >> 31 & 1);
   found.vnni = found.avx512 && (c >> 11 & 1);
-  found.amx = found.vnni && (d >> 24 & 1) && (d >> 25 & 1) && may_use_tiles(state);
+  const bool has_tiles = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
   if (last_part >= 1) cpuid(7, r, 1);
   found.avxvnni = found.avx2 && last_part >= 1 && (r[0] >> 4 & 1);
   // with VNNI, as every processor so far has it
   found.bf16 = found.vnni && last_part >= 1 && (r[0] >> 5 & 1);
+  found.amx = found.bf16 && has_tiles && may_use_tiles(state);
   return found;
 }
 #elif defined(__aarch64__) && defined(__linux__)
@@ -123,14 +124,15 @@ const Features& features() {
 }
 
 // Best first.
-constexpr int kSets = 5;
+constexpr int kSets = 6;
 
 const Kernels* supported(int i) {
   switch (i) {
-    case 0: return features().bf16 ? kernels_avx512bf16() : nullptr;
-    case 1: return features().avx512 ? kernels_avx512() : nullptr;
-    case 2: return features().avx2 ? kernels_avx2() : nullptr;
-    case 3: return kernels_neon();
+    case 0: return features().amx ? kernels_amx() : nullptr;
+    case 1: return features().bf16 ? kernels_avx512bf16() : nullptr;
+    case 2: return features().avx512 ? kernels_avx512() : nullptr;
+    case 3: return features().avx2 ? kernels_avx2() : nullptr;
+    case 4: return kernels_neon();
     default: return kernels_portable();
   }
 }

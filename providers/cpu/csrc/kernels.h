@@ -92,6 +92,7 @@ const Kernels* kernels_portable();
 const Kernels* kernels_avx2();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512bf16();
+const Kernels* kernels_amx();
 const Kernels* kernels_neon();
 
 // The set in use: the best one, unless set_isa chose. set_isa(null) returns to the best one and

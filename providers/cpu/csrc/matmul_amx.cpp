@@ -5,6 +5,7 @@
 
 #if defined(__AMX_INT8__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 
+#include "amx.h"
 #include "matmul_vec_avx512.h"
 
 #include "matmul_impl.h"
@@ -17,26 +18,14 @@ constexpr int64_t kMostInputs = 128;   // of a block, for which there are tile r
 constexpr int64_t kAmxChunkRows = 256;  // whose totals stay in the L1 cache
 constexpr int kLanes = 16;
 
-// Sums start from here: a tile register that is loaded does not wait for its last use, as one that
-// is set to zero does.
-alignas(64) constexpr int32_t kZeros[kLanes * kLanes] = {};
-
 // The tile registers: two sums, two parts of a row tile, two columns of two parts of weights.
-struct alignas(64) TileConfiguration {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-
-  // inputs: those that one instruction multiplies, 64 or fewer.
-  explicit TileConfiguration(int64_t inputs) {
-    for (int t = 0; t < 8; t++) {
-      rows[t] = kLanes;
-      row_bytes[t] = 64;
-    }
-    for (int t = 2; t < 4; t++) row_bytes[t] = static_cast<uint16_t>(inputs);
-    for (int t = 4; t < 8; t++) rows[t] = static_cast<uint8_t>(inputs / 4);
-  }
-};
+// inputs: those that one instruction multiplies, 64 or fewer.
+TileConfiguration configuration_for(int64_t inputs) {
+  TileConfiguration configuration;
+  for (int t = 2; t < 4; t++) configuration.row_bytes[t] = static_cast<uint16_t>(inputs);
+  for (int t = 4; t < 8; t++) configuration.rows[t] = static_cast<uint8_t>(inputs / 4);
+  return configuration;
+}
 
 // Sums of a row tile that are not yet part of the totals. They are added while the tile registers
 // work on the next ones.
@@ -112,8 +101,8 @@ void multiply_tiles(const MatMul& m, const Part& part, int64_t panel) {
       const int64_t at = row_block(m, part.row_begin + tile * kRowTile, block);
       const int8_t* quants = m.quants + at * m.block_size;
       const auto stride = static_cast<size_t>(m.block_size);
-      _tile_loadd(0, kZeros, 64);
-      _tile_loadd(1, kZeros, 64);
+      _tile_loadd(0, kZeroRegister, 64);
+      _tile_loadd(1, kZeroRegister, 64);
       _tile_loadd(2, quants, stride);
       _tile_dpbssd(0, 2, 4);
       _tile_dpbssd(1, 2, 5);
@@ -145,7 +134,7 @@ void multiply_tiles(const MatMul& m, const Part& part, int64_t panel) {
 
 void multiply(const MatMul& m, const Part& part) {
   if (m.rows <= kFewRows || m.block_size > kMostInputs) return multiply_dots<Dot>(m, part);
-  const TileConfiguration configuration(m.block_size < 64 ? m.block_size : 64);
+  const TileConfiguration configuration = configuration_for(m.block_size < 64 ? m.block_size : 64);
   _tile_loadconfig(&configuration);
   for (int64_t panel = part.panel_begin; panel < part.panel_end; panel++) {
     if (m.block_size == 128)
