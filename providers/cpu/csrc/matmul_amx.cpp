@@ -8,52 +8,97 @@
 #include "amx.h"
 #include "matmul_vec_avx512.h"
 
-#include "matmul_impl.h"
+#include "matmul_one_impl.h"
 
 namespace onnxport {
 namespace {
 
 constexpr int64_t kFewRows = 8;        // up to so many, VNNI is faster
 constexpr int64_t kMostInputs = 128;   // of a block, for which there are tile registers
-constexpr int64_t kAmxChunkRows = 256;  // whose totals stay in the L1 cache
+constexpr int64_t kAmxChunkRows = 256;  // whose totals stay in the L2 cache
+constexpr int64_t kStretchBytes = 1 << 14;  // of weights as bytes, which stay in the L1 cache
 constexpr int kLanes = 16;
 
-// The tile registers: two sums, two parts of a row tile, two columns of two parts of weights.
+// A load has to wait for stores before it whose addresses end in the same twelve bits, and those of
+// sums wait for the products. So their rows do not lie side by side, where they would share them with
+// whole tiles of activations and weights: apart like this, products take half the time.
+constexpr int64_t kSumStride = 2048 + 64;  // bytes
+
+// The tile registers: four sums, two parts of a row tile, two columns of weights.
 // inputs: those that one instruction multiplies, 64 or fewer.
 TileConfiguration configuration_for(int64_t inputs) {
   TileConfiguration configuration;
-  for (int t = 2; t < 4; t++) configuration.row_bytes[t] = static_cast<uint16_t>(inputs);
-  for (int t = 4; t < 8; t++) configuration.rows[t] = static_cast<uint8_t>(inputs / 4);
+  for (int t = 4; t < 6; t++) configuration.row_bytes[t] = static_cast<uint16_t>(inputs);
+  for (int t = 6; t < 8; t++) configuration.rows[t] = static_cast<uint8_t>(inputs / 4);
   return configuration;
 }
 
-// Sums of a row tile that are not yet part of the totals. They are added while the tile registers
-// work on the next ones.
-struct Pending {
-  const int32_t* sums;      // [2][16 rows][16]
+// A row tile's products with a block of a panel, whose sums are in a pair of tile registers.
+struct Unit {
+  const int8_t* quants;     // [16 rows][block_size]
+  const uint8_t* columns;   // [block_size / 4][2][16][4]
   const float* row_scales;  // [16]
-  const uint8_t* scales;    // [kPanel], packed
-  const MatMul* product;
+  const float* scales;      // [kPanel]
   float* totals;            // [16][kPanel]
 };
 
-ONNXPORT_INLINE void add(const Pending& p) {
-  alignas(64) float converted[kPanel];
-  const float* scales = read_scales(*p.product, p.scales, 0, kPanel, converted);
-  for (int c = 0; c < 2; c++) {
-    const __m512 scale = _mm512_loadu_ps(scales + c * kLanes);
-    for (int r = 0; r < kLanes; r++) {
-      float* total = p.totals + r * kPanel + c * kLanes;
-      const __m512i sum = _mm512_load_si512(p.sums + (c * kLanes + r) * kLanes);
-      _mm512_store_ps(total, accumulate(_mm512_load_ps(total), sum,
-                                        _mm512_set1_ps(p.row_scales[r]), scale));
-    }
+// kPair: of the registers of sums, 0 or 1. kParts: instructions for a block, 1 or 2. A name of a
+// register has to be a literal.
+template <int kPair, int kParts>
+ONNXPORT_INLINE void start(const Unit& unit, size_t block_size) {
+  if constexpr (kPair == 0) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_loadd(4, unit.quants, block_size);
+    _tile_loadd(6, unit.columns, 128);
+    _tile_dpbssd(0, 4, 6);
+    _tile_loadd(7, unit.columns + 64, 128);
+    _tile_dpbssd(1, 4, 7);
+  } else {
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_loadd(4, unit.quants, block_size);
+    _tile_loadd(6, unit.columns, 128);
+    _tile_dpbssd(2, 4, 6);
+    _tile_loadd(7, unit.columns + 64, 128);
+    _tile_dpbssd(3, 4, 7);
+  }
+  if constexpr (kParts == 2) {
+    _tile_loadd(5, unit.quants + 64, block_size);
+    _tile_loadd(6, unit.columns + 2048, 128);
+    if constexpr (kPair == 0)
+      _tile_dpbssd(0, 5, 6);
+    else
+      _tile_dpbssd(2, 5, 6);
+    _tile_loadd(7, unit.columns + 2112, 128);
+    if constexpr (kPair == 0)
+      _tile_dpbssd(1, 5, 7);
+    else
+      _tile_dpbssd(3, 5, 7);
   }
 }
 
-ONNXPORT_INLINE void prefetch(const uint8_t* weights, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64)
-    _mm_prefetch(reinterpret_cast<const char*>(weights + i), _MM_HINT_T0);
+// Adds a unit's sums to the totals, while the tile registers work on the next one.
+template <int kPair>
+ONNXPORT_INLINE void finish(const Unit& unit, char* sums) {
+  if constexpr (kPair == 0) {
+    _tile_stored(0, sums, kSumStride);
+    _tile_stored(1, sums + 64, kSumStride);
+  } else {
+    _tile_stored(2, sums, kSumStride);
+    _tile_stored(3, sums + 64, kSumStride);
+  }
+  const __m512 scales[2] = {_mm512_load_ps(unit.scales), _mm512_load_ps(unit.scales + kLanes)};
+  ONNXPORT_UNROLL
+  for (int r = 0; r < kRowTile; r++) {
+    const __m512 row_scale = _mm512_set1_ps(unit.row_scales[r]);
+    ONNXPORT_UNROLL
+    for (int c = 0; c < 2; c++) {
+      float* total = unit.totals + r * kPanel + c * kLanes;
+      const __m512i sum = _mm512_load_si512(sums + r * kSumStride + c * 64);
+      _mm512_store_ps(total, accumulate(_mm512_load_ps(total), sum, row_scale, scales[c]));
+    }
+  }
 }
 
 // Nibbles to signed bytes, in the order of the 8-bit format.
@@ -70,56 +115,69 @@ ONNXPORT_INLINE void unpack(const uint8_t* weights, int64_t bytes, uint8_t* out)
   }
 }
 
-// kParts: instructions for a block, 1 or 2.
+ONNXPORT_INLINE void prefetch(const uint8_t* weights, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) Vec::prefetch(weights + i);
+}
+
+// Some blocks of a panel, one after the other, as the tile registers read them.
+struct Stretch {
+  int64_t first, count;  // blocks
+  const uint8_t* columns;
+  int64_t stride;  // bytes from one block's columns to the next one's
+  alignas(64) float scales[kStretchBytes / 512][kPanel];
+  alignas(64) uint8_t unpacked[kStretchBytes];
+
+  void read(const MatMul& m, const uint8_t* weights) {
+    const int64_t quants = quant_bytes(m), bytes = block_bytes(m);
+    columns = m.bits == 4 ? unpacked : weights;
+    stride = m.bits == 4 ? kPanel * m.block_size : bytes;
+    for (int64_t i = 0; i < count; i++, weights += bytes) {
+      if (m.bits == 4)
+        unpack(weights, quants, unpacked + i * stride);
+      else
+        prefetch(weights + count * bytes, quants);
+      const float* from = read_scales(m, weights + quants, 0, kPanel, scales[i]);
+      if (from != scales[i]) memcpy(scales[i], from, sizeof scales[i]);
+    }
+  }
+};
+
 template <int kParts>
 void multiply_tiles(const MatMul& m, const Part& part, int64_t panel) {
   alignas(64) float totals[kAmxChunkRows * kPanel];
-  alignas(64) int32_t sums[2][2 * kLanes * kLanes];
-  alignas(64) uint8_t unpacked[kPanel * kMostInputs];
+  alignas(64) char sums[(kLanes - 1) * kSumStride + 128];
+  Stretch stretch;
   const int64_t blocks = num_blocks(m), tiles = ceil_div(part.row_end - part.row_begin, kRowTile);
-  const uint8_t* weights = m.weights + panel * panel_bytes(m);
+  const int64_t most = kStretchBytes / (kPanel * m.block_size);
+  const auto block_size = static_cast<size_t>(m.block_size);
   for (int64_t i = 0; i < tiles * kRowTile * kPanel; i += kLanes)
     _mm512_store_ps(totals + i, _mm512_setzero_ps());
-
-  Pending pending{};
-  int half = 0;
-  for (int64_t block = 0; block < blocks; block++, weights += block_bytes(m)) {
-    const uint8_t* columns = weights;
-    if (m.bits == 4) {
-      unpack(weights, quant_bytes(m), unpacked);
-      columns = unpacked;
-    } else {
-      prefetch(weights + block_bytes(m), quant_bytes(m));
-    }
-    _tile_loadd(4, columns, 128);
-    _tile_loadd(5, columns + 64, 128);
-    if (kParts == 2) {
-      _tile_loadd(6, columns + 2048, 128);
-      _tile_loadd(7, columns + 2112, 128);
-    }
+  Unit units[2];
+  for (stretch.first = 0; stretch.first < blocks; stretch.first += most) {
+    stretch.count = blocks - stretch.first < most ? blocks - stretch.first : most;
+    stretch.read(m, m.weights + panel * panel_bytes(m) + stretch.first * block_bytes(m));
+    int64_t number = 0;
     for (int64_t tile = 0; tile < tiles; tile++) {
-      const int64_t at = row_block(m, part.row_begin + tile * kRowTile, block);
-      const int8_t* quants = m.quants + at * m.block_size;
-      const auto stride = static_cast<size_t>(m.block_size);
-      _tile_loadd(0, kZeroRegister, 64);
-      _tile_loadd(1, kZeroRegister, 64);
-      _tile_loadd(2, quants, stride);
-      _tile_dpbssd(0, 2, 4);
-      _tile_dpbssd(1, 2, 5);
-      if (kParts == 2) {
-        _tile_loadd(3, quants + 64, stride);
-        _tile_dpbssd(0, 3, 6);
-        _tile_dpbssd(1, 3, 7);
+      for (int64_t i = 0; i < stretch.count; i++, number++) {
+        const int64_t at =
+            row_block(m, part.row_begin + tile * kRowTile, stretch.first + i);
+        Unit& unit = units[number % 2];
+        unit = {m.quants + at * m.block_size, stretch.columns + i * stretch.stride, m.scales + at,
+                stretch.scales[i], totals + tile * kRowTile * kPanel};
+        if (number % 2 == 0) {
+          start<0, kParts>(unit, block_size);
+          if (number > 0) finish<1>(units[1], sums);
+        } else {
+          start<1, kParts>(unit, block_size);
+          finish<0>(units[0], sums);
+        }
       }
-      _tile_stored(0, sums[half], 64);
-      _tile_stored(1, sums[half] + 256, 64);
-      if (pending.sums) add(pending);
-      pending = {sums[half], m.scales + at, weights + quant_bytes(m), &m,
-                 totals + tile * kRowTile * kPanel};
-      half ^= 1;
     }
+    if (number % 2 == 0)
+      finish<1>(units[1], sums);
+    else
+      finish<0>(units[0], sums);
   }
-  add(pending);
   float* const first = part.output + (panel - part.panel_begin) * kPanel;
   float* output = first;
   const float* total = totals;
@@ -133,7 +191,7 @@ void multiply_tiles(const MatMul& m, const Part& part, int64_t panel) {
 }
 
 void multiply(const MatMul& m, const Part& part) {
-  if (m.rows <= kFewRows || m.block_size > kMostInputs) return multiply_dots<Dot>(m, part);
+  if (m.rows <= kFewRows || m.block_size > kMostInputs) return multiply_dots_or_one<Dot>(m, part);
   const TileConfiguration configuration = configuration_for(m.block_size < 64 ? m.block_size : 64);
   _tile_loadconfig(&configuration);
   for (int64_t panel = part.panel_begin; panel < part.panel_end; panel++) {
@@ -147,7 +205,7 @@ void multiply(const MatMul& m, const Part& part) {
 
 constexpr MatMulKernels kKernels = {
     "amx", kAmxChunkRows, [](int64_t rows) { return rows <= kFewRows ? rows : kRowTile; }, quantize,
-    multiply, kCoarseRows};
+    multiply, kCoarseRows, Vec::kStreams};
 static_assert(kCoarseRows <= kFewRows, "tiles know no corrections");
 
 }  // namespace

@@ -5,7 +5,7 @@
 #if defined(__AVX2__) && defined(__FMA__)
 
 #include "matmul_vec_avx2.h"
-#include "matmul_one_avx2.h"
+#include "matmul_many_avx2.h"
 
 namespace onnxport {
 namespace {
@@ -13,8 +13,15 @@ namespace {
 // have too few panels in common that none of them needs.
 constexpr int64_t kMostCoarseRows = 16;
 
+void multiply_for_avx2(const MatMul& m, const Part& part) {
+  if (is_for_many(m))
+    multiply_many(m, part);
+  else
+    multiply_dots_or_one<Dot>(m, part);
+}
+
 constexpr MatMulKernels kKernels = {"avx2", kChunkRows, rows_of_tile<1>, quantize_for_avx2,
-                                    multiply_for_avx2, kMostCoarseRows, kStreams};
+                                    multiply_for_avx2, kMostCoarseRows, Vec::kStreams};
 }  // namespace
 
 const MatMulKernels* matmul_avx2() { return &kKernels; }

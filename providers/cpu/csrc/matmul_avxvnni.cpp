@@ -7,12 +7,12 @@
 
 #include "matmul_vec_avx2.h"
 
-#include "matmul_impl.h"
+#include "matmul_one_impl.h"
 
 namespace onnxport {
 namespace {
 constexpr MatMulKernels kKernels = {"avxvnni", kChunkRows, rows_of_tile<1>, quantize,
-                                    multiply_dots<Dot>, kCoarseRows};
+                                    multiply_dots_or_one<Dot>, kCoarseRows, Vec::kStreams};
 }  // namespace
 
 const MatMulKernels* matmul_avxvnni() { return &kKernels; }

@@ -12,6 +12,8 @@
 //                zero at first, that holds kGroup inputs' products and goes into the sum by widen()
 //   load_half    of Vec: kLanes float16, as floats
 //   kZeroPoint8  of Vec: what prepare() adds to weights of eight bits
+//   kStreams     of Vec: panels that one row reads side by side, and
+//   kStreamAhead  how many bytes ahead it asks for each: see matmul_one_impl.h
 #pragma once
 
 #include <float.h>

@@ -13,14 +13,13 @@
 // 32640 into each half of a lane. Sums are exact; the bits of outputs are those of matmul_impl.h.
 #pragma once
 
-#include "matmul_impl.h"
+#include "matmul_one_impl.h"
 
 namespace onnxport {
 namespace {
 
 constexpr int64_t kManyRows = 8;      // with fewer, unpacking costs more than it saves
 constexpr int64_t kSharingRows = 64;  // whose inputs and totals stay in the first cache meanwhile
-constexpr int kVectors = kPanel / Vec::kLanes;
 constexpr int64_t kFourInputs = kPanel * 4;  // bytes of unpacked weights
 
 // A panel's weights of one block.

@@ -1,48 +1,47 @@
-// One row's products for AVX2: two panels side by side.
+// One row's products: some panels side by side. Compiled once for each set.
 //
 // One row waits for memory. What brings it is the processor's own prefetching, which follows what is
-// really read and runs further ahead on two streams than on one; and half of the broadcasts are
-// spared. Asking a short way ahead is what gets it across the ends of pages. The scales, a line of
-// each block, are better not asked for.
+// really read and runs further ahead on several streams than on one; and broadcasts are spared.
+// Asking a short way ahead is what gets it across the ends of pages. The scales, a line of each block,
+// are better not asked for.
 #pragma once
 
-#include "matmul_many_avx2.h"
+#include "matmul_impl.h"
 
 namespace onnxport {
 namespace {
 
-constexpr int64_t kStreams = 2;
-constexpr int64_t kStreamAhead = 1024;  // bytes; the best of 512 to 2,048 on a Zen 3
+constexpr int kVectors = kPanel / Vec::kLanes;
 
-// Adds a block's products of the row with the panels of two streams, `apart` bytes from one another.
+// Adds a block's products of the row with the panels of the streams, `apart` bytes from one another.
 template <class Dot>
 ONNXPORT_INLINE void add_streams(const uint8_t* weights, int64_t apart, const int8_t* quants,
                                  int64_t block_size,
-                                 typename Dot::Sum (&sums)[kStreams][kVectors]) {
+                                 typename Dot::Sum (&sums)[Vec::kStreams][kVectors]) {
   constexpr bool kWidens = Dot::kGroup != 0;
   const int64_t group = kWidens && Dot::kGroup < block_size ? Dot::kGroup : block_size;
   for (int64_t begin = 0; begin < block_size; begin += group) {
-    typename Dot::Partial parts[kStreams][kVectors];
+    typename Dot::Partial parts[Vec::kStreams][kVectors];
     ONNXPORT_UNROLL
-    for (int s = 0; s < kStreams; s++) {
+    for (int s = 0; s < Vec::kStreams; s++) {
       ONNXPORT_UNROLL
       for (int c = 0; c < kVectors; c++)
-        parts[s][c] = kWidens ? _mm256_setzero_si256() : sums[s][c];
+        parts[s][c] = kWidens ? typename Dot::Partial() : sums[s][c];
     }
     int64_t i = begin;
     do {
       const auto x = Dot::inputs(quants + i, block_size);
       ONNXPORT_UNROLL
-      for (int s = 0; s < kStreams; s++) {
+      for (int s = 0; s < Vec::kStreams; s++) {
         ONNXPORT_UNROLL
         for (int c = 0; c < kVectors; c++)
-          Dot::add(parts[s][c], read_weights<Dot>(weights + s * apart, c, kStreamAhead), x);
+          Dot::add(parts[s][c], read_weights<Dot>(weights + s * apart, c, Vec::kStreamAhead), x);
       }
       weights += kPanel * Dot::kBits;
       i += 8;
     } while (i < begin + group);
     ONNXPORT_UNROLL
-    for (int s = 0; s < kStreams; s++) {
+    for (int s = 0; s < Vec::kStreams; s++) {
       ONNXPORT_UNROLL
       for (int c = 0; c < kVectors; c++) {
         if constexpr (kWidens)
@@ -54,13 +53,13 @@ ONNXPORT_INLINE void add_streams(const uint8_t* weights, int64_t apart, const in
   }
 }
 
-// A row's outputs of two panels, `apart` panels from one another.
+// A row's outputs of a panel of each stream, `apart` panels from one another.
 template <class Dot>
-ONNXPORT_ALONE void multiply_two(const MatMul& m, int64_t row, int64_t panel, int64_t apart,
+ONNXPORT_ALONE void multiply_streams(const MatMul& m, int64_t row, int64_t panel, int64_t apart,
                                  float* output) {
-  Vec::Floats totals[kStreams][kVectors];
+  Vec::Floats totals[Vec::kStreams][kVectors];
   ONNXPORT_UNROLL
-  for (int s = 0; s < kStreams; s++) {
+  for (int s = 0; s < Vec::kStreams; s++) {
     ONNXPORT_UNROLL
     for (int c = 0; c < kVectors; c++) totals[s][c] = Vec::set1(0.f);
   }
@@ -68,16 +67,16 @@ ONNXPORT_ALONE void multiply_two(const MatMul& m, int64_t row, int64_t panel, in
   const uint8_t* weights = m.weights + panel * panel_bytes(m);
   for (int64_t block = 0; block < blocks; block++, weights += block_bytes(m)) {
     const int64_t at = row_block(m, row, block);
-    typename Dot::Sum sums[kStreams][kVectors];
+    typename Dot::Sum sums[Vec::kStreams][kVectors];
     ONNXPORT_UNROLL
-    for (int s = 0; s < kStreams; s++) {
+    for (int s = 0; s < Vec::kStreams; s++) {
       ONNXPORT_UNROLL
       for (int c = 0; c < kVectors; c++) sums[s][c] = Dot::start(m.corrections + at);
     }
     add_streams<Dot>(weights, apart_bytes, m.quants + at * m.block_size, m.block_size, sums);
     const Vec::Floats scale = Vec::set1(m.scales[at]);
     ONNXPORT_UNROLL
-    for (int s = 0; s < kStreams; s++) {
+    for (int s = 0; s < Vec::kStreams; s++) {
       alignas(64) float converted[kPanel];
       const float* scales =
           read_scales(m, weights + s * apart_bytes + quant_bytes(m), 0, kPanel, converted);
@@ -88,7 +87,7 @@ ONNXPORT_ALONE void multiply_two(const MatMul& m, int64_t row, int64_t panel, in
     }
   }
   ONNXPORT_UNROLL
-  for (int s = 0; s < kStreams; s++) {
+  for (int s = 0; s < Vec::kStreams; s++) {
     const int64_t of_stream = panel + s * apart;
     float* to = output + s * apart * kPanel;
     store_outputs<kVectors>(to, m.n - of_stream * kPanel, totals[s]);
@@ -96,27 +95,27 @@ ONNXPORT_ALONE void multiply_two(const MatMul& m, int64_t row, int64_t panel, in
   }
 }
 
-// A part's outputs of its only row. Each stream is a half of the panels, from end to end.
+// A part's outputs of its only row. Each stream is an equal share of the panels, from end to end.
 template <class Dot>
 void multiply_one(const MatMul& m, const Part& part) {
-  const int64_t apart = (part.panel_end - part.panel_begin) / kStreams;
+  const int64_t apart = (part.panel_end - part.panel_begin) / Vec::kStreams;
   for (int64_t i = 0; i < apart; i++)
-    multiply_two<Dot>(m, part.row_begin, part.panel_begin + i, apart, part.output + i * kPanel);
+    multiply_streams<Dot>(m, part.row_begin, part.panel_begin + i, apart, part.output + i * kPanel);
   Part left = part;
-  left.panel_begin += kStreams * apart;
-  left.output += kStreams * apart * kPanel;
+  left.panel_begin += Vec::kStreams * apart;
+  left.output += Vec::kStreams * apart * kPanel;
   multiply_panels<Dot>(m, left);
 }
 
-void multiply_for_avx2(const MatMul& m, const Part& part) {
-  if (is_for_many(m))
-    multiply_many(m, part);
-  else if (part.row_end - part.row_begin > 1)
-    multiply_dots<Dot>(m, part);
+// Whatever the number of rows.
+template <template <int> class Dots>
+void multiply_dots_or_one(const MatMul& m, const Part& part) {
+  if (m.rows > 1)
+    multiply_dots<Dots>(m, part);
   else if (m.bits == 4)
-    multiply_one<Dot<4>>(m, part);
+    multiply_one<Dots<4>>(m, part);
   else
-    multiply_one<Dot<8>>(m, part);
+    multiply_one<Dots<8>>(m, part);
 }
 
 }  // namespace
