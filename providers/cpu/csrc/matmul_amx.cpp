@@ -106,7 +106,6 @@ ONNXPORT_INLINE void unpack(const uint8_t* weights, int64_t bytes, uint8_t* out)
   const __m512i zero_point = _mm512_set1_epi8(8);
   for (int64_t i = 0; i < bytes; i += 128, out += 256) {
     for (int c = 0; c < 128; c += 64) {
-      Vec::prefetch(weights + i + c + 2048);
       const __m512i packed = Vec::load_bytes(weights + i + c);
       const __m512i low = Vec::low_nibbles(packed), high = Vec::high_nibbles(packed);
       _mm512_store_si512(out + c, _mm512_sub_epi8(low, zero_point));
@@ -152,11 +151,11 @@ void multiply_tiles(const MatMul& m, const Part& part, int64_t panel) {
   Unit units[2];
   for (stretch.first = 0; stretch.first < blocks; stretch.first += most) {
     stretch.count = blocks - stretch.first < most ? blocks - stretch.first : most;
-    stretch.read(m, m.weights + panel * panel_bytes(m) + stretch.first * block_bytes(m));
-    // Bytes are read from where they are, and asked for a stretch ahead.
-    const int64_t share =
-        m.bits == 8 ? ceil_div(stretch.count * block_bytes(m), stretch.count * tiles * 64) * 64 : 0;
-    const uint8_t* ahead = stretch.columns + stretch.count * block_bytes(m);
+    const uint8_t* weights = m.weights + panel * panel_bytes(m) + stretch.first * block_bytes(m);
+    stretch.read(m, weights);
+    // The next stretch is asked for meanwhile, a share of it with each unit.
+    const int64_t share = ceil_div(block_bytes(m), tiles * 64) * 64;
+    const uint8_t* ahead = weights + stretch.count * block_bytes(m);
     int64_t number = 0;
     for (int64_t tile = 0; tile < tiles; tile++) {
       for (int64_t i = 0; i < stretch.count; i++, number++) {

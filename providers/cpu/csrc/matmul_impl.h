@@ -12,6 +12,7 @@
 //                zero at first, that holds kGroup inputs' products and goes into the sum by widen()
 //   load_half    of Vec: kLanes float16, as floats
 //   kZeroPoint8  of Vec: what prepare() adds to weights of eight bits
+//   kAhead       of Vec: how many bytes ahead several rows ask for a panel's weights
 //   kStreams     of Vec: panels that one row reads side by side, and
 //   kStreamAhead  how many bytes ahead it asks for each: see matmul_one_impl.h
 #pragma once
@@ -222,12 +223,12 @@ struct Outputs {
 };
 
 // From weights to those that are asked for meanwhile. The first group of rows asks some blocks ahead,
-// 2 KiB or more: the processor's own prefetching stops at the end of each page, and at the end of
+// kAhead bytes or more: the processor's own prefetching stops at the end of each page, and at the end of
 // what it finds room to run ahead. Whole blocks, so that no line between two of them is left out. The
 // other groups, who find their weights in the cache, share the next panel among them, so that memory
 // is not idle while they multiply.
 static inline int64_t bytes_ahead(const MatMul& m, const Outputs& out, int64_t block) {
-  if (out.group == 0) return ceil_div(2048, block_bytes(m)) * block_bytes(m);
+  if (out.group == 0) return ceil_div(Vec::kAhead, block_bytes(m)) * block_bytes(m);
   return block % (out.groups - 1) == out.group - 1 ? panel_bytes(m) : 0;
 }
 

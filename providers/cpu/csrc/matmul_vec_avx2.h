@@ -17,6 +17,7 @@ struct Vec {
   static constexpr int64_t kZeroPoint8 = 0;
 #endif
   static constexpr int64_t kStreams = 2, kStreamAhead = 1024;  // the best on a Zen 3
+  static constexpr int64_t kAhead = 2048;
   using Floats = __m256;
   using Ints = __m256i;
 

@@ -13,6 +13,8 @@ struct Vec {
   static constexpr int kLanes = 16;
   static constexpr int64_t kZeroPoint8 = 128;  // one factor must be unsigned
   static constexpr int64_t kStreams = 4, kStreamAhead = 3072;  // the best on a Xeon with AMX
+  // Of 2 to 16 KiB the best on that Xeon for two to eight rows, by some per cent.
+  static constexpr int64_t kAhead = 6144;
   using Floats = __m512;
   using Ints = __m512i;
 
@@ -29,8 +31,9 @@ struct Vec {
   static inline Ints load_bytes(const uint8_t* p) { return _mm512_load_si512(p); }
   static inline Ints low_nibbles(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
   static inline Ints high_nibbles(Ints a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
+  // Into the second cache, which waits for more lines at once than the first.
   ONNXPORT_INLINE void prefetch(const uint8_t* p) {
-    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
   }
 
   static inline float largest_magnitude(const float* x, int64_t count) {

@@ -13,6 +13,7 @@ namespace {
 struct Vec {
   static constexpr int kLanes = 4;
   static constexpr int64_t kZeroPoint8 = 0;
+  static constexpr int64_t kAhead = 2048;
   using Floats = float32x4_t;
   using Ints = int32x4_t;
 
