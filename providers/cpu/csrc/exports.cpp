@@ -13,7 +13,7 @@
 #define ONNXPORT_EXPORT extern "C" __attribute__((visibility("default")))
 #endif
 
-// The name of the instruction set in use: "amx", "avx512bf16", "avx512", "avx2", "neon" or "portable".
+// The name of the instruction set in use: see library.isa() in Python.
 ONNXPORT_EXPORT const char* onnxport_cpu_isa() { return onnxport::active_kernels()->name; }
 
 // 1 if that set multiplies a cache of bfloat16 in the paired layout faster than one of float.
