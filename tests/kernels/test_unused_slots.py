@@ -1,4 +1,4 @@
-"""What lies in the cache where no token of a sequence is, or none that it sees, reaches no output."""
+"""What no token of a sequence lies in, or none that it sees, reaches no output."""
 
 from __future__ import annotations
 
