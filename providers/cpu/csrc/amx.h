@@ -9,10 +9,6 @@ namespace {
 // Of a tile register: 16 rows of 64 bytes.
 constexpr int kRegisterRows = 16, kRegisterBytes = 64;
 
-// Sums start from here: a tile register that is loaded does not wait for its last use, as one that
-// is set to zero does.
-alignas(64) constexpr int32_t kZeroRegister[kRegisterRows * kRegisterBytes / 4] = {};
-
 // The shapes of the eight tile registers: whole ones.
 struct alignas(64) TileConfiguration {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};

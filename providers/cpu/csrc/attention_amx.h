@@ -64,10 +64,10 @@ template <Product kProduct, int kTiles, int kColumns>
 static inline void multiply_registers(const Left& left, const Right& right, int64_t steps, char* out,
                                       int64_t out_stride) {
   const auto rows = static_cast<size_t>(left.stride), columns = static_cast<size_t>(right.stride);
-  _tile_loadd(0, kZeroRegister, kRegisterBytes);
-  if constexpr (kTiles > 1) _tile_loadd(1, kZeroRegister, kRegisterBytes);
-  if constexpr (kColumns > 1) _tile_loadd(2, kZeroRegister, kRegisterBytes);
-  if constexpr (kTiles > 1 && kColumns > 1) _tile_loadd(3, kZeroRegister, kRegisterBytes);
+  _tile_zero(0);
+  if constexpr (kTiles > 1) _tile_zero(1);
+  if constexpr (kColumns > 1) _tile_zero(2);
+  if constexpr (kTiles > 1 && kColumns > 1) _tile_zero(3);
   for (int64_t s = 0; s < steps; s++) {
     _tile_loadd(6, right.column[0] + s * right.step, columns);
     _tile_loadd(4, left.tile[0] + s * kRegisterBytes, rows);
