@@ -159,8 +159,7 @@ void multiply_tiles(const MatMul& m, const Part& part, int64_t panel) {
     int64_t number = 0;
     for (int64_t tile = 0; tile < tiles; tile++) {
       for (int64_t i = 0; i < stretch.count; i++, number++) {
-        const int64_t at =
-            row_block(m, part.row_begin + tile * kRowTile, stretch.first + i);
+        const int64_t at = row_block(m, part.row_begin + tile * kRowTile, stretch.first + i);
         prefetch(ahead, share);
         ahead += share;
         Unit& unit = units[number % 2];

@@ -223,8 +223,8 @@ struct Outputs {
 };
 
 // From weights to those that are asked for meanwhile. The first group of rows asks some blocks ahead,
-// kAhead bytes or more: the processor's own prefetching stops at the end of each page, and at the end of
-// what it finds room to run ahead. Whole blocks, so that no line between two of them is left out. The
+// kAhead bytes or more: the processor's own prefetching stops at the end of each page, and at the end
+// of what it finds room to run ahead. Whole blocks, so that no line between two of them is left out. The
 // other groups, who find their weights in the cache, share the next panel among them, so that memory
 // is not idle while they multiply.
 static inline int64_t bytes_ahead(const MatMul& m, const Outputs& out, int64_t block) {
