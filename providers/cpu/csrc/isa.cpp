@@ -31,7 +31,7 @@ struct Features {
   bool avx512 = false;   // F, BW, DQ, VL
   bool bf16 = false;     // AVX-512 with products of bfloat16
   bool vnni = false;     // AVX-512 with VNNI
-  bool amx = false;      // with both, and tiles of int8 and of bfloat16
+  bool amx = false;      // with both, tiles of int8 and of bfloat16, and products of bit matrices
   bool dotprod = false;  // Arm's dot products of int8
   bool i8mm = false;     // and its products of matrices of int8
 };
@@ -85,11 +85,12 @@ Features detect() {
                  (b >> 30 & 1) && (b >> 31 & 1);
   found.vnni = found.avx512 && (c >> 11 & 1);
   const bool has_tiles = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
+  const bool has_bit_matrices = c >> 8 & 1;
   if (last_part >= 1) cpuid(7, r, 1);
   found.avxvnni = found.avx2 && last_part >= 1 && (r[0] >> 4 & 1);
   // with VNNI, as every processor so far has it
   found.bf16 = found.vnni && last_part >= 1 && (r[0] >> 5 & 1);
-  found.amx = found.bf16 && has_tiles && may_use_tiles(state);
+  found.amx = found.bf16 && has_tiles && has_bit_matrices && may_use_tiles(state);
   return found;
 }
 #elif defined(__aarch64__) && defined(__linux__)
