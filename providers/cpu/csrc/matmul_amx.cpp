@@ -22,8 +22,9 @@ constexpr int64_t kFurtherAhead = 8192;     // bytes that they ask beyond the ne
 constexpr int kLanes = 16;
 
 // A load has to wait for stores before it whose addresses end in the same twelve bits, and those
-// of sums wait for the products. So their rows do not lie side by side, where they would share them
-// with whole tiles of activations and weights. In a loop of products alone that took twice the time.
+// of sums wait for the products. So their rows do not lie side by side, where they would share
+// them with whole tiles of activations and weights. In a loop of products alone that took twice the
+// time.
 constexpr int64_t kSumStride = 2048 + 64;  // bytes
 
 // For the same reason the places of what is stored are chosen within a page, of what was tried the
