@@ -53,7 +53,7 @@ def _shape(
         "num_attention_heads": heads,
         "num_key_value_heads": kv,
         "hidden_act": "silu",
-        "max_position_embeddings": 32_768 if family == "qwen2" else 8_192,
+        "max_position_embeddings": 32_768,
         "rms_norm_eps": eps,
         "rope_theta": theta,
         "tie_word_embeddings": tied,

@@ -122,8 +122,10 @@ def install(peer: Peer, python: Path, log: Path) -> None:
     """Make an environment and install the peer there."""
     if not python.exists():
         call([sys.executable, "-m", "venv", str(python.parent.parent)], log)
-    command = [str(python), "-m", "pip", "install", "--quiet", *peer.requirements]
-    call(command, log, peer.environment)
+    pip = [str(python), "-m", "pip"]
+    call([*pip, "install", "--quiet", *peer.requirements], log, peer.environment)
+    if peer.unneeded:
+        call([*pip, "uninstall", "--quiet", "--yes", *peer.unneeded], log)
 
 
 def call(command: Sequence[str], log: Path, more: Mapping[str, str] | None = None) -> None:

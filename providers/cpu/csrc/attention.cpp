@@ -1,5 +1,6 @@
 // Divides a problem into tasks and runs them: all new tokens into the cache first, then attention,
-// then, where one sequence's keys were divided, the merging of their parts.
+// then, where one sequence's keys were divided, the merging of their parts. Segments of keys that
+// several sequences have in the same blocks are attended to by all of their rows at once.
 #include "attention.h"
 
 #include <algorithm>
@@ -21,6 +22,8 @@ constexpr int64_t kSerialAttend = 1 << 14;
 constexpr int64_t kTilesFrom = 8 * kTile;  // tokens
 // Fewer row blocks than this are divided along their keys, too.
 constexpr size_t kEnoughBlocks = 32;
+// Rows of several sequences that go together over keys they share, at most.
+constexpr int64_t kSharedRows = 64;
 
 // A row block over all of its keys, or over one segment of them.
 struct Work {
@@ -36,12 +39,27 @@ struct Division {
   size_t first, count;
 };
 
+// Sequences [begin, end), whose first so many keys, whole segments, are in the same blocks. Of each
+// KV head and segment there is one state of all their rows, from `states` on.
+struct Group {
+  int64_t begin, end, keys;
+  size_t states;
+};
+
+// A state that is made of some rows of another one.
+struct Slice {
+  size_t state, from;
+  int64_t row;
+};
+
 struct Workspace {
   Buffer queries, states;
   std::vector<RowBlock> blocks;
   std::vector<Work> work;
   std::vector<Division> divisions;
   std::vector<State> all_states;
+  std::vector<Group> groups;
+  std::vector<Slice> slices;
 };
 
 // Workspaces go back here, so that concurrent calls, from any number of sessions, each have one
@@ -189,17 +207,90 @@ void plan_blocks(const Problem& p, Workspace& space) {
                      [&](const RowBlock& a, const RowBlock& b) { return cost(p, a) > cost(p, b); });
 }
 
+int64_t rows_of(const Problem& p, int64_t begin, int64_t end) {
+  return (p.cumulative_lengths[end] - p.cumulative_lengths[begin]) * (p.num_heads / p.kv_heads);
+}
+
+// Keys that all new tokens of a sequence see, in whole segments.
+int64_t segments_before(const Problem& p, int64_t sequence) {
+  const int64_t tokens = p.cumulative_lengths[sequence + 1] - p.cumulative_lengths[sequence];
+  if (tokens == 0 || visible_keys(p, sequence, tokens - 1).first > 0) return 0;
+  return p.past_lengths[sequence] / kSegment * kSegment;
+}
+
+// The first keys that two sequences have in the same blocks, in whole segments, up to so many.
+int64_t shared_keys(const Problem& p, int64_t one, int64_t other, int64_t most) {
+  const int32_t* a = p.block_table + one * p.table_width;
+  const int32_t* b = p.block_table + other * p.table_width;
+  int64_t blocks = 0;
+  while (blocks * p.block_size < most && a[blocks] == b[blocks]) blocks++;
+  return std::min(most, blocks * p.block_size) / kSegment * kSegment;
+}
+
+// Finds sequences of few rows, one behind the other, that begin with the same blocks. As many as
+// fit go together while another one saves more than what it does not share takes away.
+void find_groups(const Problem& p, Workspace& space) {
+  space.groups.clear();
+  for (int64_t begin = 0, end; begin < p.batch; begin = end) {
+    end = begin + 1;
+    int64_t keys = segments_before(p, begin);
+    while (keys && end < p.batch && rows_of(p, begin, end + 1) <= kSharedRows) {
+      const int64_t most = std::min(keys, segments_before(p, end));
+      const int64_t common = shared_keys(p, begin, end, most);
+      if (common * (end - begin) < std::max<int64_t>(1, keys * (end - begin - 1))) break;
+      keys = common;
+      end++;
+    }
+    if (end - begin > 1) space.groups.push_back({begin, end, keys, 0});
+  }
+}
+
+const Group* group_of(const Workspace& space, int64_t sequence) {
+  for (const Group& group : space.groups)
+    if (group.begin <= sequence && sequence < group.end) return &group;
+  return nullptr;
+}
+
+// What the rows of each group share: heads of the same keys one after the other, as divide() has
+// them.
+void plan_groups(const Problem& p, Workspace& space) {
+  for (Group& group : space.groups) {
+    const auto heads = static_cast<size_t>(p.kv_heads);
+    const auto segments = static_cast<size_t>(group.keys / kSegment);
+    group.states = space.all_states.size();
+    for (size_t segment = 0; segment < segments; segment++)
+      for (size_t head = 0; head < heads; head++) {
+        const RowBlock block{static_cast<int32_t>(group.begin), static_cast<int32_t>(head), 0,
+                             static_cast<int32_t>(rows_of(p, group.begin, group.end)),
+                             static_cast<int32_t>(group.keys)};
+        space.work.push_back(
+            {block, static_cast<int64_t>(segment), group.states + head * segments + segment, true});
+      }
+    space.all_states.resize(group.states + heads * segments);
+  }
+}
+
 // Divides blocks [begin, end), which are the heads of the same rows, along their keys. Of the same
 // keys, heads come one after the other and so mostly on one thread: their tiles lie side by side in
-// the cache, and with one head's the processor reads ahead what is the next head's.
-void divide(const Problem& p, size_t begin, size_t end, Workspace& space) {
-  const KeyRange keys = block_keys(p, space.blocks[begin]);
+// the cache, and with one head's the processor reads ahead what is the next head's. What the rows'
+// group has done already is taken from there.
+void divide(const Problem& p, size_t begin, size_t end, const Group* group, Workspace& space) {
+  const RowBlock& first_block = space.blocks[begin];
+  const KeyRange keys = block_keys(p, first_block);
   const int64_t first = keys.first / kSegment, last = (keys.last + kSegment - 1) / kSegment;
   const size_t states = space.all_states.size(), count = static_cast<size_t>(last - first);
   const size_t heads = end - begin;
-  for (size_t i = 0; i < heads; i++)
-    space.divisions.push_back({space.blocks[begin + i], states + i * count, count});
-  for (size_t s = 0; s < count; s++)
+  const size_t shared = group ? static_cast<size_t>(group->keys / kSegment) : 0;
+  for (size_t i = 0; i < heads; i++) {
+    const RowBlock& block = space.blocks[begin + i];
+    space.divisions.push_back({block, states + i * count, count});
+    for (size_t s = 0; s < shared; s++) {
+      const size_t from = group->states + static_cast<size_t>(block.kv_head) * shared + s;
+      const int64_t row = rows_of(p, group->begin, block.sequence) + block.row_begin;
+      space.slices.push_back({states + i * count + s, from, row});
+    }
+  }
+  for (size_t s = shared; s < count; s++)
     for (size_t i = 0; i < heads; i++)
       space.work.push_back({space.blocks[begin + i], first + static_cast<int64_t>(s),
                             states + i * count + s, true});
@@ -216,12 +307,20 @@ void place_states(const Problem& p, Workspace& space) {
     space.all_states[work.state] = state_at(memory, rows_of(work.block));
     memory += state_floats(rows_of(work.block), p.head_size);
   }
+  for (const Slice& slice : space.slices) {
+    const State& from = space.all_states[slice.from];
+    space.all_states[slice.state] = {from.maximum + slice.row, from.sum + slice.row * 16,
+                                     from.value + slice.row * padded(p.head_size)};
+  }
 }
 
 void plan_work(const Problem& p, Workspace& space) {
   space.work.clear();
   space.divisions.clear();
   space.all_states.clear();
+  space.slices.clear();
+  find_groups(p, space);
+  plan_groups(p, space);
   const std::vector<RowBlock>& blocks = space.blocks;
   for (size_t begin = 0, end = 0; begin < blocks.size(); begin = end) {
     const RowBlock& first = blocks[begin];
@@ -230,8 +329,9 @@ void plan_work(const Problem& p, Workspace& space) {
       end++;
     const KeyRange keys = block_keys(p, first);
     const bool is_long = keys.last > (keys.first / kSegment + 1) * kSegment;
-    if (p.parallel_for && blocks.size() < kEnoughBlocks && is_long) {
-      divide(p, begin, end, space);
+    const Group* group = group_of(space, first.sequence);
+    if (group || (p.parallel_for && blocks.size() < kEnoughBlocks && is_long)) {
+      divide(p, begin, end, group, space);
     } else {
       for (size_t i = begin; i < end; i++) space.work.push_back({blocks[i], 0, 0, false});
     }

@@ -30,7 +30,9 @@ struct Rows {
     const int64_t first = block.kv_head * p.num_tokens + p.cumulative_lengths[block.sequence];
     if (all_queries) queries = all_queries + (first * group + block.row_begin) * query_floats(p);
     for (int64_t row = 0; row < count; row++)
-      keys[row] = visible_keys(p, block.sequence, (block.row_begin + row) / group);
+      keys[row] = block.shared_keys
+                      ? KeyRange{0, block.shared_keys}
+                      : visible_keys(p, block.sequence, (block.row_begin + row) / group);
   }
 
   // The keys that any row of the block sees.

@@ -19,6 +19,9 @@ struct RowBlock {
   int32_t kv_head;
   int32_t row_begin;  // counted from the sequence's first new token
   int32_t row_end;
+  // Not 0: the rows are this sequence's and those of the sequences behind it, and only the first so
+  // many keys are meant, which all of them have in the same blocks of the cache.
+  int32_t shared_keys = 0;
 };
 
 // Online softmax state of up to kRowBlock rows, base-2 logarithms throughout.
