@@ -50,6 +50,8 @@ class _Place:
 class CachePages:
     """The huge pages that could be at the beginnings of caches, and are not yet."""
 
+    waits = False
+
     def __init__(self, caches: Iterable[NDArray[Any]], small_bytes: int) -> None:
         """Remember where small pages are.
 

@@ -40,6 +40,10 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.onnxport_cpu_settle.argtypes = []
     library.onnxport_cpu_unsettled_pages.restype = ctypes.c_int64
     library.onnxport_cpu_unsettled_pages.argtypes = []
+    library.onnxport_cpu_plane_parts_left.restype = ctypes.c_int64
+    library.onnxport_cpu_plane_parts_left.argtypes = []
+    library.onnxport_cpu_make_plane_part.restype = ctypes.c_int
+    library.onnxport_cpu_make_plane_part.argtypes = []
     library.onnxport_cpu_set_slow_page_ns.restype = ctypes.c_int64
     library.onnxport_cpu_set_slow_page_ns.argtypes = [ctypes.c_int64]
     return library

@@ -108,7 +108,8 @@ class CpuProvider:
         )
         if kernel is not None:
             arrays = [array for pair in pairs for array in pair]
-            settle_later(model, kernel, CachePages(arrays, SMALL_BYTES))
+            has_planes = model.capabilities.takes_exact_logits
+            settle_later(model, kernel, CachePages(arrays, SMALL_BYTES), has_planes=has_planes)
         return model
 
 

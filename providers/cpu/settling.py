@@ -1,9 +1,13 @@
-"""Huge pages in place of small ones, later, while the model has nothing to do.
+"""What a start puts off, done later, while the model has nothing to do.
 
 On a virtual machine whose host took back what was free, a huge page can take ten milliseconds to
 get: more than all else of a start. `csrc/pages.cpp` sees that and goes on with small pages, which
 are read a tenth to a seventh slower. And KV caches begin on small ones everywhere, as long as they
 are short (`cache_pages.py`). So a thread makes huge ones of both after the start.
+
+Where the largest logits are found by four bits of a head's weights (`csrc/coarse.h`), the first
+steps make these, which takes them twice their time. What the first request leaves, that thread
+makes, too.
 """
 
 from __future__ import annotations
@@ -23,27 +27,34 @@ from onnxport.providers.ort_model import OrtModel
 
 logger = logging.getLogger(__name__)
 
-START_S = 1.0  # before the first page: a request may have waited for the start
-IDLE_S = 0.1  # without a step, or between two pages at least
-# Between two pages while steps run, which wait for each: so many times what the last one took.
+START_S = 1.0  # before the first piece: a request may have waited for the start
+IDLE_S = 0.1  # without a step, or between two pieces at least
+# Between two pieces while steps run, which wait for each: so many times what the last one took.
 BUSY_TIMES = 50
-CHECK_S = 1.0  # until pages that are not worth it yet are looked at again
+CHECK_S = 1.0  # until what is not worth it yet is looked at again
 
 
-class Pages(Protocol):
-    """Small pages, of which huge ones can be made."""
+class Work(Protocol):
+    """What can be done piece by piece, such as making huge pages of small ones."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is done only while nothing runs."""
+        ...
 
     def __len__(self) -> int:
-        """How many are left."""
+        """How many pieces are left."""
         ...
 
     def settle(self) -> bool:
-        """Make one; False if none is worth it yet."""
+        """Do one; False if none is worth it yet."""
         ...
 
 
 class WeightPages:
-    """Those of all weights that a kernel library has packed."""
+    """The small pages of all weights that a kernel library has packed."""
+
+    waits = False
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Ask that library."""
@@ -59,33 +70,61 @@ class WeightPages:
         return True
 
 
-def settle_later(model: OrtModel, kernel: Path, caches: CachePages) -> threading.Thread | None:
-    """Start a thread that makes huge pages until there are no more to make, or `model` is gone.
+class Planes:
+    """Four bits of the weights of heads, as far as steps have not made them.
+
+    Steps that need them make them faster, on all threads, so these are not disturbed.
+    """
+
+    waits = True
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Ask that library."""
+        self._library = library
+
+    def __len__(self) -> int:
+        """How many parts are left; it counts as one that no step has needed any yet."""
+        left = int(self._library.onnxport_cpu_plane_parts_left())
+        return 1 if left < 0 else left
+
+    def settle(self) -> bool:
+        """Make one; False if no step has needed any yet."""
+        return bool(self._library.onnxport_cpu_make_plane_part())
+
+
+def settle_later(
+    model: OrtModel, kernel: Path, caches: CachePages, *, has_planes: bool = False
+) -> threading.Thread | None:
+    """Start a thread that works until there is nothing left to do, or `model` is gone.
 
     Args:
         model: whose steps come first.
         kernel: the operator library that packed its weights.
         caches: its KV caches' beginnings.
+        has_planes: whether its largest logits are found by four bits of the weights.
 
     Returns:
-        The thread; None where all lies on huge pages, or nothing can be made one.
+        The thread; None where there is nothing to do: all lies on huge pages, or nothing can be
+        made one.
     """
-    weights = WeightPages(load_library(kernel))
+    library = load_library(kernel)
+    weights = WeightPages(library)
+    kinds: tuple[Work, ...] = (weights, *((Planes(library),) if has_planes else ()), caches)
     if num_weights := len(weights):
         logger.info("%d huge pages of weights are made later, for they take long here", num_weights)
-    if not num_weights and not len(caches):
+    if not any(map(len, kinds)):
         return None
     thread = threading.Thread(
         target=_settle,
-        args=(weakref.ref(model), (weights, caches)),
-        name="huge-pages",
+        args=(weakref.ref(model), kinds),
+        name="settling",
         daemon=True,
     )
     thread.start()
     return thread
 
 
-def _settle(model: weakref.ref[OrtModel], kinds: Sequence[Pages]) -> None:
+def _settle(model: weakref.ref[OrtModel], kinds: Sequence[Work]) -> None:
     pause = threading.Event()  # that nobody sets
     pause.wait(START_S)
     looked = -1  # after so many steps nothing was worth it
@@ -99,7 +138,7 @@ def _settle(model: weakref.ref[OrtModel], kinds: Sequence[Pages]) -> None:
             pause.wait(CHECK_S)
             continue
         is_idle = steps == before and steps % 2 == 0
-        took_s = _settle_one(kinds)
+        took_s = _settle_one([kind for kind in kinds if is_idle or not kind.waits])
         # One while steps run; while nothing happens, one after the other.
         while is_idle and took_s is not None and _steps(model) == steps:
             took_s = _settle_one(kinds)
@@ -110,10 +149,10 @@ def _settle(model: weakref.ref[OrtModel], kinds: Sequence[Pages]) -> None:
             pause.wait(BUSY_TIMES * took_s)
 
 
-def _settle_one(kinds: Sequence[Pages]) -> float | None:
-    """Make one page; the seconds that it took, or None if none was worth it."""
+def _settle_one(kinds: Sequence[Work]) -> float | None:
+    """Do one piece; the seconds that it took, or None if none was worth it."""
     start = time.perf_counter()
-    is_made = any(len(pages) and pages.settle() for pages in kinds)
+    is_made = any(len(kind) and kind.settle() for kind in kinds)
     return time.perf_counter() - start if is_made else None
 
 

@@ -76,8 +76,8 @@ def test_every_product_gets_three_nodes(fp32: Artifact) -> None:
             assert found[product.b] == [rows, outputs]
             last = readers[product.b][0][0]
             own, base = made[last.input[0]], made[last.input[2]]
-            assert (last.op_type, own.op_type, base.op_type) == ("Gemm", "Mul", "MatMul")
-            low = made[own.input[0]]
+            assert (last.op_type, own.op_type, base.op_type) == ("Gemm", "Where", "MatMul")
+            low = made[own.input[1]]
             assert (low.op_type, attribute_int(low, "transB", 0)) == ("Gemm", 1)
             assert low.input[0] == base.input[0]
             assert len(readers[base.output[0]]) == 1
@@ -91,7 +91,7 @@ def test_only_the_rows_that_need_logits_reach_the_end_of_the_last_layer(fp32: Ar
     for layer in range(spec.num_layers):
         for kind in WHOLE:
             own = made[readers[LoraProduct(layer, kind).b][0][0].input[0]]
-            equal = made[made[own.input[1]].input[0]]
+            equal = made[own.input[0]]
             slots = made[equal.input[0]].input[0]
             selected = layer == spec.num_layers - 1 and kind != "qkv"
             assert (slots != TOKEN_SLOTS) == selected, (layer, kind)

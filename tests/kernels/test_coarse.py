@@ -75,7 +75,9 @@ def test_a_vocabulary(library_path: Path, library: ctypes.CDLL, available_isas: 
             found, whole = pair.check(case.x[:1], numbers([1])), pair.whole(case.x[:1])
             shares.append(float(np.mean(found != whole)))
         assert shares[0] == 0
-        assert all(more > less + 0.05 for less, more in itertools.pairwise(shares))
+        # Other models of this process may have a thread that makes some between calls.
+        assert shares[1] > 0.05
+        assert all(more >= less for less, more in itertools.pairwise(shares))
         assert shares[-1] > 0.7
         for rows in range(1, 8):
             for _ in range(4):
@@ -343,6 +345,35 @@ def test_products_that_have_no_four_bits(
             for _ in range(cases.GROWING_CALLS + 2):
                 found = coarse.run(["y"], {"x": of.x, "exact": numbers([1, 1])})[0]
                 assert found.tobytes() == whole.tobytes(), name
+
+
+def test_four_bits_are_made_between_calls(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    """Once a call has begun; in any thread, whatever calls do; then nothing is left."""
+    rng = np.random.default_rng(6)
+    case = cases.gaussian_case(2, 20_000, 256, 7)
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        pair = Pair(library_path, case)
+        while library.onnxport_cpu_make_plane_part():
+            pass
+        found, whole = pair.check(case.x[:1], numbers([1])), pair.whole(case.x[:1])
+        assert found.tobytes() == whole.tobytes(), "made before any call"
+        left = library.onnxport_cpu_plane_parts_left()
+        assert left > 8
+        with ThreadPoolExecutor(2) as pool:
+            making = [pool.submit(library.onnxport_cpu_make_plane_part) for _ in range(left // 2)]
+            for _ in range(3):
+                count = int(rng.integers(1, 5))
+                pair.check(case.x[:count], cases.random_exact(rng, count))
+            assert all(one.result() in (0, 1) for one in making)
+        while library.onnxport_cpu_make_plane_part():
+            pass
+        assert library.onnxport_cpu_plane_parts_left() == 0
+        found = pair.check(case.x[:1], numbers([1]))
+        assert np.mean(found != whole) > 0.7
+        pair.check(case.x, numbers([1] * len(case.x)))
 
 
 def test_concurrent_calls(

@@ -172,7 +172,9 @@ def test_sequences_that_share_blocks(
         one_thread = run_ort.run(library_path, case, threads=1)
         assert whole.tobytes() == one_thread[0].tobytes()
         for s, count in enumerate(case.new_lengths):
-            alone = run_ort.run(library_path, tokens_of(case, s, 0, count))[0] if count else whole[:0]
+            alone = (
+                run_ort.run(library_path, tokens_of(case, s, 0, count))[0] if count else whole[:0]
+            )
             assert alone.tobytes() == whole[starts[s] : starts[s + 1]].tobytes(), (isa, s)
 
 

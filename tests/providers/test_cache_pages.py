@@ -240,7 +240,8 @@ def test_a_model_s_caches_are_settled_in_use(
     given: list[CachePages] = []
     threads: list[threading.Thread | None] = []
 
-    def settle_later(model: Any, kernel: Path, pages: CachePages) -> None:
+    def settle_later(model: Any, kernel: Path, pages: CachePages, *, has_planes: bool) -> None:
+        assert has_planes == model.capabilities.takes_exact_logits
         given.append(pages)
         threads.append(settling.settle_later(model, kernel, pages))
 

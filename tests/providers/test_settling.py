@@ -1,4 +1,4 @@
-"""Huge pages that are made after the start, one after the other. Nothing is timed."""
+"""What is made after the start, one piece after the other. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -173,6 +173,8 @@ def test_it_ends_when_the_model_goes_while_it_waits(monkeypatch: pytest.MonkeyPa
 class Filling:
     """Pages of which some are worth it once the model has done so many steps."""
 
+    waits = False
+
     def __init__(self, model: Model, needed: list[int]) -> None:
         self._model = model
         self.needed = needed
@@ -206,6 +208,55 @@ def test_pages_that_are_not_worth_it_yet_are_looked_at_again_after_steps(
     # At the start and after each of three steps, not again without one.
     assert pauses.turns.count("step") == 3
     assert caches.looks == 4 + 3
+
+
+class Planes(Library):
+    """Planes in so many parts, none of which is made before the model has done some steps."""
+
+    def __init__(self, model: Model, parts: int, begin: int = 0) -> None:
+        super().__init__(0)
+        self.parts = parts
+        self.made_at: list[int] = []
+        self._model = model
+        self._begin = begin
+
+    def onnxport_cpu_plane_parts_left(self) -> int:
+        return self.parts if self._model.progress >= self._begin else -1
+
+    def onnxport_cpu_make_plane_part(self) -> int:
+        if self._model.progress < self._begin or not self.parts:
+            return 0
+        self.made_at.append(self._model.progress)
+        self.parts -= 1
+        return 1
+
+
+def test_planes_are_made_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before a step has begun one, nor while steps run."""
+    model = Model()
+    library = Planes(model, 5, begin=2)
+
+    def step() -> None:
+        model.progress += 1 if model.progress < 9 else 0
+        if model.progress == 9 and len(pauses.turns) > 30:
+            model.progress = 10
+
+    pauses = Pauses(monkeypatch, step)
+    pauses.settle(model, settling.WeightPages(library), settling.Planes(library))  # type: ignore[arg-type]
+    assert library.made_at == [10] * 5
+
+
+def test_only_a_model_that_needs_planes_has_a_thread_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Model()
+    library = Planes(model, 3)
+    assert start(model, library, monkeypatch) is None
+    thread = settling.settle_later(model, Path("library"), NO_CACHES, has_planes=True)  # type: ignore[arg-type]
+    assert thread is not None
+    thread.join(60)
+    assert library.parts == 0
+    assert settling.settle_later(model, Path("library"), NO_CACHES, has_planes=True) is None  # type: ignore[arg-type]
 
 
 def test_nothing_is_looked_at_while_it_lasts_once_caches_are_gone(

@@ -12,6 +12,7 @@ namespace onnxport {
 namespace {
 
 constexpr int64_t kGrowingCalls = 8;  // in which the plane is made
+constexpr int64_t kIdleParts = 64;    // or so many between calls
 // If more than this fraction of the panels is computed twice, so many calls do without the plane.
 constexpr int64_t kRestingCalls = 64, kPayingShare = 3;
 
@@ -34,10 +35,36 @@ struct Growth {
   }
 };
 
+// All tasks on this thread.
+int one_by_one(void*, size_t count, Task task, void* argument) {
+  for (size_t i = 0; i < count; i++) task(argument, i);
+  return 0;
+}
+
+// The products there are. Never destroyed, as threads that ask for them may outlive static objects.
+struct Register {
+  std::mutex mutex;
+  std::vector<CoarseProduct*> products;
+};
+
+Register& living() {
+  static Register* instance = new Register;
+  return *instance;
+}
+
 }  // namespace
 
 CoarseProduct::CoarseProduct(const MatMul& product)
-    : product_(product), dither_(make_dither(product)) {}
+    : product_(product), dither_(make_dither(product)) {
+  const std::lock_guard<std::mutex> lock(living().mutex);
+  living().products.push_back(this);
+}
+
+CoarseProduct::~CoarseProduct() {
+  const std::lock_guard<std::mutex> lock(living().mutex);
+  std::vector<CoarseProduct*>& products = living().products;
+  products.erase(std::remove(products.begin(), products.end(), this), products.end());
+}
 
 bool CoarseProduct::suits(const MatMul& product) {
   return product.bits == 8 && !product.bias && num_blocks(product) <= kMostBlocks;
@@ -60,7 +87,7 @@ int CoarseProduct::run(const MatMulKernels& kernels, const MatMul& call, const i
                     ready ? largest_scales_.data() : nullptr, ready};
   CoarseCall coarse{kernels, call, plane, exact};
   if (const int result = run_coarse(coarse, parallel_for, context)) return result;
-  if (ready < panels) return grow(parallel_for, context);
+  if (ready < panels) return grow(kGrowingCalls, parallel_for, context);
   if (coarse.num_exact > panels / kPayingShare) rest_ = kRestingCalls;
   return 0;
 }
@@ -78,7 +105,15 @@ bool CoarseProduct::reserve() {
   }
 }
 
-int CoarseProduct::grow(ParallelFor parallel_for, void* context) {
+bool CoarseProduct::has_begun() const { return ready_ > 0; }
+
+int64_t CoarseProduct::parts_left() const {
+  const int64_t panels = num_panels(product_), missing = panels - ready_;
+  return is_hopeless_ ? 0 : ceil_div(missing, ceil_div(panels, kIdleParts));
+}
+
+// Makes one of so many parts.
+int CoarseProduct::grow(int64_t parts, ParallelFor parallel_for, void* context) {
   const std::unique_lock<std::mutex> lock(growing_, std::try_to_lock);
   if (!lock) return 0;
   const int64_t panels = num_panels(product_), begin = ready_.load(std::memory_order_relaxed);
@@ -89,7 +124,7 @@ int CoarseProduct::grow(ParallelFor parallel_for, void* context) {
   }
   const MatMul plane = plane_of(product_);
   Growth growth{product_, plane, dither_.data(), largest_scales_.data(), memory_->data(), begin};
-  const int64_t count = std::min(panels - begin, ceil_div(panels, kGrowingCalls));
+  const int64_t count = std::min(panels - begin, ceil_div(panels, parts));
   const auto make = [](void* argument, size_t index) {
     static_cast<Growth*>(argument)->make(static_cast<int64_t>(index));
   };
@@ -99,6 +134,22 @@ int CoarseProduct::grow(ParallelFor parallel_for, void* context) {
   else
     is_hopeless_ = true;
   return 0;
+}
+
+int64_t plane_parts_left() {
+  const std::lock_guard<std::mutex> lock(living().mutex);
+  int64_t parts = -1;
+  for (const CoarseProduct* product : living().products)
+    if (product->has_begun()) parts = std::max<int64_t>(parts, 0) + product->parts_left();
+  return parts;
+}
+
+bool make_plane_part() {
+  const std::lock_guard<std::mutex> lock(living().mutex);  // so that none of them goes meanwhile
+  for (CoarseProduct* product : living().products)
+    if (product->has_begun() && product->parts_left())
+      return product->grow(kIdleParts, one_by_one, nullptr) == 0;
+  return false;
 }
 
 }  // namespace onnxport

@@ -37,20 +37,28 @@ class CoarseProduct {
 
   // The product's packed weights must outlive this.
   explicit CoarseProduct(const MatMul& product);
+  CoarseProduct(const CoarseProduct&) = delete;
+  CoarseProduct& operator=(const CoarseProduct&) = delete;
+  ~CoarseProduct();
 
   // As run_matmul, but of each row only its `exact` largest outputs, and what equals the last of
   // them, have their exact bits; all others are less. exact is [rows], and where one is not 1 to
   // kMostExact, or there are more rows than pay, all outputs of all rows are exact.
   //
-  // The first calls compute all, and keep four bits of a part of the weights each. Concurrent calls
-  // are allowed.
+  // The first calls compute all, and keep four bits of a part of the weights each; what is missing
+  // then can be made between calls, see make_plane_part. Concurrent calls are allowed.
   int run(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact,
           ParallelFor parallel_for, void* context);
 
  private:
   bool pays(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact);
-  int grow(ParallelFor parallel_for, void* context);
+  int grow(int64_t parts, ParallelFor parallel_for, void* context);
   bool reserve();
+  bool has_begun() const;
+  int64_t parts_left() const;
+
+  friend int64_t plane_parts_left();
+  friend bool make_plane_part();
 
   const MatMul product_;
   const std::vector<uint8_t> dither_;  // [k, up to whole blocks]
@@ -61,5 +69,12 @@ class CoarseProduct {
   std::atomic<bool> is_hopeless_{false};
   std::mutex growing_;
 };
+
+// How many parts are missing of the planes that calls have begun, of all products there are; -1: no
+// call has begun one. A part takes a thread some milliseconds. From any thread.
+int64_t plane_parts_left();
+
+// Makes one of them; false: there is none to make. From any thread.
+bool make_plane_part();
 
 }  // namespace onnxport

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <new>
 
+#include "coarse.h"
 #include "kernels.h"
 #include "matmul.h"
 #include "pages.h"
@@ -47,6 +48,13 @@ ONNXPORT_EXPORT int64_t onnxport_cpu_settle() { return onnxport::settle(); }
 
 // How many huge pages weights could have instead of small ones.
 ONNXPORT_EXPORT int64_t onnxport_cpu_unsettled_pages() { return onnxport::unsettled_pages(); }
+
+// How many parts are missing of the four bits of weights that some products read first, and calls
+// have begun to keep; -1: none has begun.
+ONNXPORT_EXPORT int64_t onnxport_cpu_plane_parts_left() { return onnxport::plane_parts_left(); }
+
+// Makes one of these parts; 0: there is none to make.
+ONNXPORT_EXPORT int onnxport_cpu_make_plane_part() { return onnxport::make_plane_part(); }
 
 // For tests: the time of a huge page that is slow. Returns what it was.
 ONNXPORT_EXPORT int64_t onnxport_cpu_set_slow_page_ns(int64_t slow_ns) {
