@@ -98,6 +98,7 @@ class AdapterSlots:
     def put(self, slot: int, adapter: LoraAdapter) -> None:
         """See `Storage`. Raises ProviderError where a number is none that the type can hold."""
         rows = self._rows(adapter)
+        self.remove(slot)
         at = self._weights[slot - 1]
         for product, begin in self._places.items():
             for projection in KINDS[product.kind]:

@@ -43,7 +43,10 @@ class Storage(Protocol):
     """The weights of the adapters in their slots."""
 
     def put(self, slot: int, adapter: LoraAdapter) -> None:
-        """Fill a slot, which is empty, with an adapter that fits the model."""
+        """Fill a slot with an adapter that fits the model, in place of what is there.
+
+        Where it is refused, the slot stays as it was.
+        """
         ...
 
     def remove(self, slot: int) -> None:
@@ -92,12 +95,11 @@ class Adapters:
             )
         if adapter is not None:
             check_adapter(adapter, self._spec, self._max_rank)
-        if slot in self._filled:
-            self._filled.remove(slot)
-            self._storage.remove(slot)
-        if adapter is not None:
             self._storage.put(slot, adapter)
             self._filled.add(slot)
+        elif slot in self._filled:
+            self._filled.remove(slot)
+            self._storage.remove(slot)
 
     def step(self, inputs: StepInputs) -> AdapterStep:
         """What a step reads. Raises ProviderError where a row's slot is not filled."""
@@ -225,7 +227,10 @@ class AdapterStacks:
 
     def put(self, slot: int, adapter: LoraAdapter) -> None:
         """See `Storage`. Raises ProviderError where a number is too large for the type."""
-        self._adapters[slot] = converted(adapter, self._dtype)
+        deltas = converted(adapter, self._dtype)
+        if slot in self._adapters:
+            self.remove(slot)
+        self._adapters[slot] = deltas
 
     def remove(self, slot: int) -> None:
         """See `Storage`."""

@@ -17,7 +17,7 @@ from onnxport.errors import CapacityError, ProviderError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.lora import KINDS, LoraAdapter, LoraDelta, LoraProduct
+from onnxport.graphs.lora import KINDS, LoraAdapter, LoraDelta, LoraProduct, projection_shapes
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import adapters as module
 from onnxport.providers import cuda
@@ -228,6 +228,25 @@ def test_what_is_refused_leaves_the_slot_as_it_was(model: Model, spec: ArchSpec)
     np.testing.assert_array_equal(logits(model, 1), before)
 
 
+@KERNEL
+@pytest.mark.parametrize("number", [np.inf, np.nan, 3e38])
+def test_what_int8_cannot_hold_leaves_the_slot_as_it_was(
+    tiny_artifact: ArtifactMaker, number: float
+) -> None:
+    path = tiny_artifact("qwen3", "int4")
+    spec = Artifact.read(path).manifest.model
+    with opened(path, "custom", max_adapters=1) as model:
+        model.set_adapter(1, make_adapter(spec, 2))
+        before = logits(model, 1)
+        outputs, inputs = projection_shapes(spec)["q_proj"]
+        refused = one_delta("q_proj", (4, inputs), (outputs, 4))
+        delta = next(iter(refused.deltas.values()))
+        delta.a[:] = delta.b[:] = number
+        with pytest.raises(ProviderError, match="the LoRA adapter does not fit"):
+            model.set_adapter(1, refused)
+        np.testing.assert_array_equal(logits(model, 1), before)
+
+
 def test_a_row_with_an_empty_slot(model: Model) -> None:
     with pytest.raises(ProviderError, match=r"slots 2, and there is none; filled are none"):
         logits(model, 2)
@@ -263,10 +282,16 @@ def test_numbers_that_float16_cannot_hold(tiny_artifact: ArtifactMaker) -> None:
     model = get_provider("cuda", emulate=True).load(artifact, options)
     adapter = one_delta("q_proj", (1, 64), (64, 1))
     next(iter(adapter.deltas.values())).b[3] = 1e5
-    with pytest.raises(ProviderError, match=r"'B of q_proj' holds 100000, .* too large for float1"):
+    said = r"'B of q_proj' holds 100000, .* too large for float1"
+    with pytest.raises(ProviderError, match=said):
         model.set_adapter(1, adapter)
     with pytest.raises(ProviderError, match="slots 1, and there is none"):
         logits(model, 1)
+    model.set_adapter(1, make_adapter(artifact.manifest.model, 2))
+    before = logits(model, 1)
+    with pytest.raises(ProviderError, match=said):
+        model.set_adapter(1, adapter)
+    np.testing.assert_array_equal(logits(model, 1), before)
     model.close()
 
 
