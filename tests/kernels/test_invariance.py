@@ -16,30 +16,45 @@ from tests.kernels.checks import check
 from tests.kernels.reference import Case
 from tests.tiers import every
 
+BLOCK_SIZE = 16
 
-def mixed_case(seed: int, cache_type: str, layout: str) -> Case:
-    """A long decode, a prefill, a chunk and a sequence without new tokens."""
-    rng = np.random.default_rng(seed)
-    past, new = [1400, 0, 530, 9], [1, 70, 40, 0]
-    block_size, kv_heads, group, head_size = 16, 2, 3, 64
-    needed = [-(-(p + n) // block_size) for p, n in zip(past, new, strict=True)]
-    free = list(rng.permutation(sum(needed)))
-    table = np.zeros((4, max(needed)), np.int32)
-    for s, count in enumerate(needed):
-        table[s, :count] = [free.pop() for _ in range(count)]
-    shape = (sum(needed), block_size, kv_heads, head_size)
-    tokens = sum(new)
 
-    def normal(*size: int) -> np.ndarray:
-        return rng.standard_normal(size).astype(np.float32)
+def case_of(
+    rng: np.random.Generator,
+    past: list[int],
+    new: list[int],
+    table: np.ndarray,
+    *,
+    kind: tuple[str, str],
+    heads: tuple[int, int] = (2, 3),
+    window: int | None = None,
+) -> Case:
+    """A case of sequences whose blocks are known.
+
+    Args:
+        rng: what it holds.
+        past: tokens of each that are in the cache.
+        new: others.
+        table: blocks of each, whose numbers leave none out.
+        kind: type and layout of the cache.
+        heads: KV heads, and query heads of each.
+        window: of keys; None: all.
+    """
+    cache_type, layout = kind
+    kv_heads, group = heads
+    head_size, tokens = 64, sum(new)
+    shape = (int(table.max()) + 1, BLOCK_SIZE, kv_heads, head_size)
+
+    def normal(heads: int) -> np.ndarray:
+        return rng.standard_normal((tokens, heads, head_size)).astype(np.float32)
 
     return Case(
         num_heads=kv_heads * group,
         kv_heads=kv_heads,
         head_size=head_size,
-        query=normal(tokens, kv_heads * group, head_size),
-        key=normal(tokens, kv_heads, head_size),
-        value=normal(tokens, kv_heads, head_size),
+        query=normal(kv_heads * group),
+        key=normal(kv_heads),
+        value=normal(kv_heads),
         key_cache=cache_contents(rng, shape, cache_type),
         value_cache=cache_contents(rng, shape, cache_type),
         past_lengths=past,
@@ -47,8 +62,26 @@ def mixed_case(seed: int, cache_type: str, layout: str) -> Case:
         block_table=table,
         cache_type=cache_type,
         layout=layout,
-        window=600 if seed % 2 else None,
+        window=window,
     )
+
+
+def blocks_of(past: list[int], new: list[int]) -> list[int]:
+    """How many blocks each sequence needs."""
+    return [-(-(p + n) // BLOCK_SIZE) for p, n in zip(past, new, strict=True)]
+
+
+def mixed_case(seed: int, cache_type: str, layout: str) -> Case:
+    """A long decode, a prefill, a chunk and a sequence without new tokens."""
+    rng = np.random.default_rng(seed)
+    past, new = [1400, 0, 530, 9], [1, 70, 40, 0]
+    needed = blocks_of(past, new)
+    free = list(rng.permutation(sum(needed)))
+    table = np.zeros((4, max(needed)), np.int32)
+    for s, count in enumerate(needed):
+        table[s, :count] = [free.pop() for _ in range(count)]
+    window = 600 if seed % 2 else None
+    return case_of(rng, past, new, table, kind=(cache_type, layout), window=window)
 
 
 def tokens_of(case: Case, s: int, first: int, last: int) -> Case:
@@ -63,6 +96,17 @@ def tokens_of(case: Case, s: int, first: int, last: int) -> Case:
         new_lengths=[last - first],
         block_table=case.block_table[s : s + 1],
     )
+
+
+def computed(
+    library_path: Path, library: ctypes.CDLL, isa: str, case: Case
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What comes of a case with an instruction set, which is right, on two threads as on one."""
+    library.onnxport_cpu_set_isa(isa.encode())
+    found = run_ort.run(library_path, case)
+    check(case, found)
+    assert found[0].tobytes() == run_ort.run(library_path, case, threads=1)[0].tobytes()
+    return found
 
 
 KINDS = [
@@ -89,11 +133,7 @@ def test_batch_chunks_and_threads(
     case = mixed_case(seed, cache_type, layout)
     starts = case.cumulative_lengths
     for isa in available_isas:
-        library.onnxport_cpu_set_isa(isa.encode())
-        whole, keys, values = run_ort.run(library_path, case)
-        check(case, (whole, keys, values))
-        one_thread = run_ort.run(library_path, case, threads=1)
-        assert whole.tobytes() == one_thread[0].tobytes()
+        whole, keys, values = computed(library_path, library, isa, case)
         for s, count in enumerate(case.new_lengths):
             state, parts = case, []
             # Parts of one group of rows, of a few, which are read as they lie in the cache, and of
@@ -119,37 +159,16 @@ def sharing_case(seed: int, cache_type: str, layout: str) -> Case:
     new = [1, 2, 1, 1, 1, 1, 3, 0]
     shared = [1088, 1088, 1024, 512, 0, 1040, 1040, 0]  # tokens, of the first one of each prefix
     leader = [0, 0, 0, 0, 4, 5, 5, 7]
-    kv_heads, group = [(2, 3), (1, 14)][seed // 2 % 2]
-    block_size, head_size = 16, 64
-    needed = [-(-(p + n) // block_size) for p, n in zip(past, new, strict=True)]
+    needed = blocks_of(past, new)
     free = list(rng.permutation(sum(needed)))
     table = np.zeros((len(past), max(needed)), np.int32)
     for s, count in enumerate(needed):
-        own = 0 if leader[s] == s else shared[s] // block_size
+        own = 0 if leader[s] == s else shared[s] // BLOCK_SIZE
         table[s, :own] = table[leader[s], :own]
         table[s, own:count] = [free.pop() for _ in range(own, count)]
-    shape = (sum(needed), block_size, kv_heads, head_size)
-    tokens = sum(new)
-
-    def normal(*size: int) -> np.ndarray:
-        return rng.standard_normal(size).astype(np.float32)
-
-    return Case(
-        num_heads=kv_heads * group,
-        kv_heads=kv_heads,
-        head_size=head_size,
-        query=normal(tokens, kv_heads * group, head_size),
-        key=normal(tokens, kv_heads, head_size),
-        value=normal(tokens, kv_heads, head_size),
-        key_cache=cache_contents(rng, shape, cache_type),
-        value_cache=cache_contents(rng, shape, cache_type),
-        past_lengths=past,
-        new_lengths=new,
-        block_table=table,
-        cache_type=cache_type,
-        layout=layout,
-        window=1095 if seed % 2 else None,  # the longer ones see no longer what they share
-    )
+    heads = [(2, 3), (1, 14)][seed // 2 % 2]
+    window = 1095 if seed % 2 else None  # the longer ones see no longer what they share
+    return case_of(rng, past, new, table, kind=(cache_type, layout), heads=heads, window=window)
 
 
 @pytest.mark.parametrize(("cache_type", "layout"), KINDS)
@@ -166,11 +185,7 @@ def test_sequences_that_share_blocks(
     case = sharing_case(seed, cache_type, layout)
     starts = case.cumulative_lengths
     for isa in available_isas:
-        library.onnxport_cpu_set_isa(isa.encode())
-        whole, keys, values = run_ort.run(library_path, case)
-        check(case, (whole, keys, values))
-        one_thread = run_ort.run(library_path, case, threads=1)
-        assert whole.tobytes() == one_thread[0].tobytes()
+        whole, _, _ = computed(library_path, library, isa, case)
         for s, count in enumerate(case.new_lengths):
             alone = (
                 run_ort.run(library_path, tokens_of(case, s, 0, count))[0] if count else whole[:0]
