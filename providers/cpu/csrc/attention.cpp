@@ -211,8 +211,8 @@ int64_t rows_of(const Problem& p, int64_t begin, int64_t end) {
   return (p.cumulative_lengths[end] - p.cumulative_lengths[begin]) * (p.num_heads / p.kv_heads);
 }
 
-// Keys that all new tokens of a sequence see, in whole segments.
-int64_t segments_before(const Problem& p, int64_t sequence) {
+// Keys before a sequence's new tokens, in whole segments; 0 unless all of these see all of them.
+int64_t keys_before(const Problem& p, int64_t sequence) {
   const int64_t tokens = p.cumulative_lengths[sequence + 1] - p.cumulative_lengths[sequence];
   if (tokens == 0 || visible_keys(p, sequence, tokens - 1).first > 0) return 0;
   return p.past_lengths[sequence] / kSegment * kSegment;
@@ -233,9 +233,9 @@ void find_groups(const Problem& p, Workspace& space) {
   space.groups.clear();
   for (int64_t begin = 0, end; begin < p.batch; begin = end) {
     end = begin + 1;
-    int64_t keys = segments_before(p, begin);
+    int64_t keys = keys_before(p, begin);
     while (keys && end < p.batch && rows_of(p, begin, end + 1) <= kSharedRows) {
-      const int64_t most = std::min(keys, segments_before(p, end));
+      const int64_t most = std::min(keys, keys_before(p, end));
       const int64_t common = shared_keys(p, begin, end, most);
       if (common * (end - begin) < std::max<int64_t>(1, keys * (end - begin - 1))) break;
       keys = common;
