@@ -21,6 +21,8 @@ import onnxruntime_genai as genai
 from benchmarks import runner
 from benchmarks.workloads import Request
 
+LARGEST_BATCH = 32  # a Generator refuses more
+
 
 class OnnxRuntimeGenAI:
     """One generator a batch."""
@@ -40,6 +42,8 @@ class OnnxRuntimeGenAI:
         if len({(len(request.prompt), request.new_tokens) for request in requests}) > 1:
             raise runner.Unsupported("its batches have one length")
         total = requests[0].total_tokens
+        if len(requests) > LARGEST_BATCH:
+            raise runner.Unsupported(f"its batches have {LARGEST_BATCH} rows at most")
         if total > self._context:
             raise runner.Unsupported(f"its context is {self._context} tokens")
         watch = runner.Stopwatch(len(requests))
