@@ -21,6 +21,15 @@ LOGITS_INDICES: Final = "logits_indices"  # int32 [num_logits], rows of input_id
 # largest ones must be exact, 0 for all. Others may be anything less than the last of these.
 EXACT_LOGITS: Final = "exact_logits"  # int32 [num_logits]
 
+# Paged graph, an input and an output of lowered graphs that can tell more of rows of logits than
+# these. What to tell: NO_SUMMARY, or NO_SUMS, or with the sums of exp2((x - largest) * scale) for a
+# scale above 0. serving/native/csrc/rows/summary.h says how it is laid out; its last number is what
+# was asked for, or NO_SUMMARY where the row's logits are not all exact.
+SUMMARY_SCALES: Final = "summary_scales"  # float32 [num_logits]
+LOGITS_SUMMARIES: Final = "logits_summaries"  # float32 [num_logits, summary_floats(vocab)]
+NO_SUMMARY: Final = -1.0
+NO_SUMS: Final = 0.0
+
 # Paged graph, an input that a lowering for compiled shapes has instead of ATTENTION_METADATA. Only
 # its length counts, and is the name of its dimension too: query tokens in an attention tile.
 QUERY_TILE: Final = "query_tile"  # int8 [query_tile]
@@ -44,6 +53,11 @@ MICROSOFT: Final = "com.microsoft"  # domain of PagedAttention, GroupQueryAttent
 ONNX_OPSET: Final = 21
 MICROSOFT_OPSET: Final = 1
 IR_VERSION: Final = 10
+
+
+def summary_floats(vocab: int) -> int:
+    """Return how many numbers LOGITS_SUMMARIES has for a row of so many logits."""
+    return -(-vocab // 1024) * 19 + 1
 
 
 def past_key(layer: int) -> str:

@@ -174,6 +174,7 @@ class Capabilities:
     max_adapters: int = 0  # slots for LoRA adapters, numbered from 1; 0: none
     max_adapter_rank: int = 0  # largest rank of an adapter; 0 without slots
     takes_exact_logits: bool = False  # whether `run` may compute less by StepInputs.exact_logits
+    summarizes_logits: bool = False  # whether `run` writes StepInputs.summaries
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,10 @@ class StepInputs:
     # [num_logits], how many of a row's largest logits must be exact, at least 0, which stands for
     # all. None: all of all rows. See `Model.run`.
     exact_logits: NDArray[np.int32] | None = None
+    # What `run` is to tell of each row of logits besides, contract.SUMMARY_SCALES; and where to,
+    # [num_logits, contract.summary_floats(vocab)]. None: nothing. Only where `summarizes_logits`.
+    summary_scales: NDArray[np.float32] | None = None
+    summaries: NDArray[np.float32] | None = None
 
 
 class Model(Protocol):

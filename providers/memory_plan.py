@@ -18,16 +18,16 @@ from onnxport.providers.base import StepInputs
 MEMORY_PLAN: Final = "memory_plan"  # int8 [memory_plan, 0]
 
 
-def plan_dimension(inputs: StepInputs, *, has_slots: bool, has_exact_logits: bool = False) -> int:
+def plan_dimension(inputs: StepInputs, *, has_slots: bool, per_logit: int = 1) -> int:
     """Return the dimension of MEMORY_PLAN for a step.
 
     Args:
         inputs: of the step.
         has_slots: whether the graph has an input of an adapter slot for each token.
-        has_exact_logits: whether it has contract.EXACT_LOGITS.
+        per_logit: how many inputs it has with a number for each row of logits.
     """
     rows, width = inputs.block_table.shape  # the rows are there twice, which is not at all
     others: int = width ^ (rows + 1)
-    if not has_exact_logits:  # else these are there twice, too
+    if per_logit % 2:  # else these are there twice, or four times
         others ^= len(inputs.logits_indices)
     return others ^ len(inputs.input_ids) if has_slots else others

@@ -73,6 +73,9 @@ class OrtModel(Transfers):
         self._input_names = {node.name for node in session.get_inputs()}
         self._takes_exact_logits = contract.EXACT_LOGITS in self._input_names
         self._all_logits = np.zeros(0, np.int32)  # as EXACT_LOGITS: all of each row
+        self._summarizes = contract.SUMMARY_SCALES in self._input_names
+        self._no_scales = np.zeros(0, np.float32)  # as SUMMARY_SCALES: nothing of any row
+        self._no_summaries = self._summaries = np.zeros((0, 0), np.float32)
         self._plan: int | None = None  # the dimension that is bound
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
         self._bound_rows = -1  # of the logits
@@ -152,11 +155,13 @@ class OrtModel(Transfers):
                     self._all_logits = np.zeros(len(inputs.logits_indices), np.int32)
                 exact = self._all_logits
             self._bind_input(contract.EXACT_LOGITS, exact)
+        if self._summarizes:
+            self._bind_summaries(inputs)
         if MEMORY_PLAN in self._input_names:
             dimension = plan_dimension(
                 inputs,
                 has_slots=self._adapters is not None,
-                has_exact_logits=self._takes_exact_logits,
+                per_logit=1 + self._takes_exact_logits + self._summarizes,
             )
             self._bind_plan(dimension)
         logits = self._bind_logits(len(inputs.logits_indices))
@@ -179,7 +184,7 @@ class OrtModel(Transfers):
     def _bind_logits(self, rows: int) -> NDArray[np.float32]:
         """The memory that logits of so many rows go to."""
         if len(self._logits) < rows:
-            self._logits = np.empty((rows, self._capabilities.vocab_size), np.float32)
+            self._logits = _whole_lines(rows, self._capabilities.vocab_size)
             self._bound_rows = -1
         logits = self._logits[:rows]
         if rows != self._bound_rows:
@@ -188,6 +193,28 @@ class OrtModel(Transfers):
             )
             self._bound_rows = rows
         return logits
+
+    def _bind_summaries(self, inputs: StepInputs) -> None:
+        """Let the next run tell what is asked for."""
+        scales, summaries = inputs.summary_scales, inputs.summaries
+        if scales is None or summaries is None:
+            rows = len(inputs.logits_indices)
+            if len(self._no_scales) != rows:
+                floats = contract.summary_floats(self._capabilities.vocab_size)
+                self._no_scales = np.full(rows, contract.NO_SUMMARY, np.float32)
+                self._no_summaries = np.empty((rows, floats), np.float32)
+            scales, summaries = self._no_scales, self._no_summaries
+        self._bind_input(contract.SUMMARY_SCALES, scales)
+        if summaries is not self._summaries:
+            self._binding.bind_output(
+                contract.LOGITS_SUMMARIES,
+                "cpu",
+                0,
+                np.float32,
+                summaries.shape,
+                summaries.ctypes.data,
+            )
+            self._summaries = summaries
 
     def _bind_adapters(self, adapters: Adapters, inputs: StepInputs) -> None:
         step = adapters.step(inputs)
@@ -212,3 +239,14 @@ class OrtModel(Transfers):
         self._replay = None
         self._blocks = None
         self._attached = {}
+
+
+def _whole_lines(rows: int, columns: int) -> NDArray[np.float32]:
+    """Memory for float32 [rows, columns] that begins with a cache line.
+
+    A vector that is stored there in a row of whole lines is in one of them.
+    """
+    line, size = 64, rows * columns
+    memory = np.empty(size + line // 4, np.float32)
+    first = -memory.ctypes.data % line // 4
+    return memory[first : first + size].reshape(rows, columns)

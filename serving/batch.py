@@ -13,10 +13,11 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.graphs.contract import NO_SUMMARY
 from onnxport.providers.base import StepInputs
 from onnxport.serving.draft import StepPlan
 
-Number = TypeVar("Number", np.int32, np.int64)
+Number = TypeVar("Number", np.int32, np.int64, np.float32)
 
 
 class BatchPacker:
@@ -36,7 +37,12 @@ class BatchPacker:
     """
 
     def __init__(
-        self, max_num_seqs: int, max_num_batched_tokens: int, *, takes_exact_logits: bool = False
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        *,
+        takes_exact_logits: bool = False,
+        summary_floats: int = 0,
     ) -> None:
         """Make the buffers.
 
@@ -44,6 +50,8 @@ class BatchPacker:
             max_num_seqs: rows that there is room for; more make it grow.
             max_num_batched_tokens: most tokens of a step; likewise.
             takes_exact_logits: whether the model gains by being told how many logits are needed.
+            summary_floats: how much the model can tell of a row of logits; 0: nothing, or nobody
+                would read it.
         """
         self._takes_exact_logits = takes_exact_logits
         self._input_ids = _Buffer(np.int64, max_num_batched_tokens)
@@ -53,6 +61,9 @@ class BatchPacker:
         self._metadata = _Buffer(np.int32, 3)
         self._logits_indices = _Buffer(np.int32, max_num_seqs)
         self._exact_logits = _Buffer(np.int32, max_num_seqs)
+        self._summary_floats = summary_floats
+        self._summary_scales = _Buffer(np.float32, max_num_seqs)
+        self._summaries = _Buffer(np.float32, max_num_seqs * summary_floats)
         self._packed: tuple[StepPlan, StepInputs] | None = None  # what is in the buffers
 
     def pack(self, plan: StepPlan) -> StepInputs:
@@ -71,6 +82,7 @@ class BatchPacker:
         ends = list(accumulate(plan.num_new))
         total = list(map(operator.add, plan.num_past, plan.num_new))
         exact = _exact_logits(plan) if self._takes_exact_logits else None
+        scales = _summary_scales(plan) if self._summary_floats else None
         return StepInputs(
             input_ids=self._pack_input_ids(plan, ends[-1]),
             block_table=self._pack_block_table(plan),
@@ -80,7 +92,12 @@ class BatchPacker:
             logits_indices=self._logits_indices.fill(_logits_indices(plan, ends)),
             adapter_slots=_adapter_slots(plan),
             exact_logits=None if exact is None else self._exact_logits.fill(exact),
+            summary_scales=None if scales is None else self._summary_scales.fill(scales),
+            summaries=None if scales is None else self._room_for_summaries(len(scales)),
         )
+
+    def _room_for_summaries(self, rows: int) -> NDArray[np.float32]:
+        return self._summaries.shaped((rows, self._summary_floats))
 
     def _follow(self, plan: StepPlan, inputs: StepInputs) -> StepInputs:
         """Pack what has changed since the last plan, which gave `inputs`."""
@@ -134,6 +151,9 @@ def _follows(plan: StepPlan, last: StepPlan) -> bool:
     return plan.requests is last.requests and plan.num_new is last.num_new
 
 
+_CODES: dict[type, Literal["q", "i", "f"]] = {np.int64: "q", np.int32: "i", np.float32: "f"}
+
+
 class _Buffer(Generic[Number]):
     """Room for an array that has other numbers in every step, and seldom another shape.
 
@@ -143,7 +163,7 @@ class _Buffer(Generic[Number]):
 
     def __init__(self, dtype: type[Number], size: int) -> None:
         self._dtype: type[Number] = dtype
-        self._code: Literal["q", "i"] = "q" if dtype is np.int64 else "i"
+        self._code = _CODES[dtype]
         self._room: NDArray[Number]  # of one axis
         self._array: NDArray[Number]  # its front, as it was last asked for
         self._shape: tuple[int, ...]  # of that
@@ -158,7 +178,7 @@ class _Buffer(Generic[Number]):
             self._array, self._shape = self._room[:size].reshape(shape), shape
         return self._array
 
-    def fill(self, numbers: Iterable[int]) -> NDArray[Number]:
+    def fill(self, numbers: Iterable[float]) -> NDArray[Number]:
         """The array of these numbers."""
         values = array(self._code, numbers)
         filled = self.shaped((len(values),))
@@ -198,5 +218,13 @@ def _exact_logits(plan: StepPlan) -> list[int] | None:
     """
     wanted = [0 if one.scores_missing else one.exact_logits for one in plan.requests]
     if not any(wanted) or not plan.sampled:
+        return None
+    return [one for one, count in zip(wanted, plan.num_logits, strict=True) for _ in range(count)]
+
+
+def _summary_scales(plan: StepPlan) -> list[float] | None:
+    """Return what is to be told of each row of logits; None where nothing is, of any of them."""
+    wanted = [NO_SUMMARY if one.scores_missing else one.summary_scale for one in plan.requests]
+    if not plan.sampled or max(wanted) == NO_SUMMARY:
         return None
     return [one for one, count in zip(wanted, plan.num_logits, strict=True) for _ in range(count)]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.graphs.contract import NO_SUMMARY, NO_SUMS
 from onnxport.serving.edits import Floats, Ids, RowEdits
 from onnxport.serving.topm import top_m
 
@@ -21,6 +22,8 @@ BLOCK_ELEMENTS = 1 << 18  # logits worked on at once: 1 MiB of float32, which st
 RUN_ELEMENTS = 1 << 21  # logits of which the largest are sought at once: bounds what that allocates
 FIRST_NUCLEUS = 64  # likeliest tokens among which a nucleus is first looked for
 CHUNK = 256  # tokens summed up together
+LOG2_E = 1.4426950408889634
+LEAST_TEMPERATURE = 1e-20  # a smaller one has no inverse in float32
 MOST_EXACT = 64  # largest logits of a row that are worth telling the model of
 
 
@@ -59,6 +62,23 @@ class RowParams(NamedTuple):
         if self.greedy:
             return 1
         return self.top_k if self.top_k is not None and self.top_k <= MOST_EXACT else 0
+
+
+def summary_scale(row: RowParams, *, is_edited: bool, is_masked: bool) -> float:
+    """Return what the model should tell of a row's logits; see `contract.SUMMARY_SCALES`.
+
+    Args:
+        row: how it is sampled.
+        is_edited: whether some of its logits are changed before.
+        is_masked: whether most tokens may be forbidden; then nothing is known of what is left.
+    """
+    if row.num_logprobs is not None:
+        return LOG2_E
+    if is_masked:
+        return NO_SUMMARY
+    if is_edited or row.greedy or row.top_k is not None or row.min_p > 0.0:
+        return NO_SUMS
+    return LOG2_E / max(row.temperature, LEAST_TEMPERATURE)
 
 
 def draw(logits: Floats, rows: Sequence[RowParams], numbers: Sequence[int]) -> Ids:

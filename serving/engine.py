@@ -340,7 +340,7 @@ class Engine:
         with self._beside.run(plan, self._scheduler) as masks:
             logits = self._runtime.compute(plan, reservation)
         threads = self._sampling_threads
-        drawn = sampling.sample_step(plan, logits, masks(), threads)
+        drawn = sampling.sample_step(plan, logits, masks(), threads, self._runtime.summaries)
         return drawn, sampling.score_prompts(plan, logits, threads)
 
     def _note_costs(self, plan: StepPlan, elapsed_s: float) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.table import BlockTable
 from onnxport.serving.adapters.registry import Adapter
-from onnxport.serving.drawing import RowParams
+from onnxport.serving.drawing import RowParams, summary_scale
 from onnxport.serving.grammar import Grammar
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -56,6 +56,7 @@ class Request:
         row: how its tokens are drawn, as far as that is the same for all of them.
         plain: whether its tokens are the likeliest of unchanged logits, and nothing else is asked.
         exact_logits: see `RowParams.exact_logits`; the prompt's log probabilities are not counted.
+        summary_scale: what the model should tell of its logits; see `drawing.summary_scale`.
         rules: what changes in its logits; None: nothing.
         grammar: what its output has to follow; None: nothing.
         scores: log probabilities of the prompt's tokens from its second on, as far as they are
@@ -92,6 +93,7 @@ class Request:
         "seed",
         "siblings",
         "stop_token_ids",
+        "summary_scale",
         "table",
         "tenant",
         "text",
@@ -133,6 +135,9 @@ class Request:
         unchanged = rules is None and grammar is None
         self.plain = params.greedy and params.num_logprobs is None and unchanged
         self.exact_logits = self.row.exact_logits if unchanged else 0
+        self.summary_scale = summary_scale(
+            self.row, is_edited=rules is not None, is_masked=grammar is not None
+        )
         self.rules = None if rules is None else SequenceRules(rules, len(tokens))
         self.grammar = grammar
         self.tokens = tokens

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import DeviceLostError
+from onnxport.graphs.contract import summary_floats
 from onnxport.graphs.spec import ArchSpec
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.table import Reservation
@@ -21,6 +22,7 @@ from onnxport.serving.draft import StepPlan
 from onnxport.serving.fallback import Loss, Standby, describe
 from onnxport.serving.offload import Offloader
 from onnxport.serving.request import Request
+from onnxport.serving.sampler import native_sampler
 from onnxport.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class Runtime:
         tokens: most tokens of a step.
         pool: the blocks of its cache.
         packer: makes its inputs.
+        summaries: what the model told of the last step's logits beside them; None: nothing.
         adapters: what is in its slots for adapters.
         offloader: moves blocks to the tiers; None without any.
         scheduler: the same for every model, as are the requests in it.
@@ -60,6 +63,7 @@ class Runtime:
         self._fallbacks = deque(standby.fallbacks)
         self.losses = standby.losses
         self.failure: str | None = None
+        self.summaries: NDArray[np.float32] | None = None
         self._take(model, new_pool(model))
         self.adapters = AdapterRegistry(model, base)
         self.offloader = Offloader(model, self.pool, config, clock) if config.host_memory else None
@@ -70,7 +74,8 @@ class Runtime:
         """Save what the step overwrites, copy what it shares, and run it.
 
         Returns:
-            Logits, float32 [num_sampled or 1, vocab], host; the next call may overwrite them.
+            Logits, float32 [num_sampled or 1, vocab], host; the next call may overwrite them, and
+            what is in `summaries` about them.
 
         Raises:
             DeviceLostError: the device is gone: `fall_back` is what is left to do.
@@ -81,7 +86,10 @@ class Runtime:
         if reservation.copies:
             sources, targets = zip(*reservation.copies, strict=True)
             self.model.copy_blocks(sources, targets)
-        return self.model.run(self.packer.pack(plan))
+        inputs = self.packer.pack(plan)
+        logits = self.model.run(inputs)
+        self.summaries = inputs.summaries
+        return logits
 
     def load(self) -> set[Request]:
         """Load what waiting requests need from the tiers; see `Offloader.load`."""
@@ -141,9 +149,14 @@ class Runtime:
         self.tokens = min(tokens, limits.max_batch_tokens or tokens)
         self.rows = min(most, limits.max_batch_rows or most, self.tokens)
         self.pool = pool
+        reads_summaries = limits.summarizes_logits and native_sampler() is not None
         self.packer = BatchPacker(
-            self.rows, self.tokens, takes_exact_logits=limits.takes_exact_logits
+            self.rows,
+            self.tokens,
+            takes_exact_logits=limits.takes_exact_logits,
+            summary_floats=summary_floats(limits.vocab_size) if reads_summaries else 0,
         )
+        self.summaries = None
 
     def _move_to(self, model: Model) -> list[Request]:
         """Go on with `model`, which is closed if that is not possible."""

@@ -70,18 +70,30 @@ def native_sampler(num_threads: int | None = None) -> NativeSampler | None:
     return NativeSampler(path, num_threads=num_threads or physical_cores())
 
 
-def sample_greedy(logits: Floats, num_threads: int | None = None) -> Sampled:
+def sample_greedy(
+    logits: Floats, num_threads: int | None = None, summaries: Floats | None = None
+) -> Sampled:
     """Return the likeliest token of each row; of equals the one with the lowest id.
 
     Args:
         logits: float32 [num_rows, vocab], not changed.
         num_threads: see `native_sampler`.
+        summaries: see `sample`.
     """
-    wide = logits.size >= WIDE  # below, NumPy's own native code has the result earlier
-    return ((wide and native_sampler(num_threads)) or numpy_sampler).sample_greedy(logits)
+    # Without summaries of few logits NumPy's own native code has the result earlier.
+    pays = summaries is not None or logits.size >= WIDE
+    native = native_sampler(num_threads) if pays else None
+    return (
+        native.sample_greedy(logits, summaries) if native else numpy_sampler.sample_greedy(logits)
+    )
 
 
-def sample(logits: Floats, rows: Sequence[RowParams], num_threads: int | None = None) -> Sampled:
+def sample(
+    logits: Floats,
+    rows: Sequence[RowParams],
+    num_threads: int | None = None,
+    summaries: Floats | None = None,
+) -> Sampled:
     """Sample one token a row.
 
     The changes come first, then temperature, `min_p`, `top_k` over what is left, and `top_p` over
@@ -92,8 +104,11 @@ def sample(logits: Floats, rows: Sequence[RowParams], num_threads: int | None = 
         logits: float32 [num_rows, vocab]; changed for the time of the call where rows ask for it.
         rows: the parameters of each row.
         num_threads: see `native_sampler`.
+        summaries: what the model told of each row, contract.LOGITS_SUMMARIES, which the call may
+            change to the same effect; a row gets the same token without. None: nothing.
     """
-    return (native_sampler(num_threads) or numpy_sampler).sample(logits, rows)
+    native = native_sampler(num_threads)
+    return native.sample(logits, rows, summaries) if native else numpy_sampler.sample(logits, rows)
 
 
 def logprobs(

@@ -79,7 +79,11 @@ def row_params(position: Position) -> RowParams:
 
 
 def sample_step(
-    plan: StepPlan, logits: NDArray[np.float32], masks: Masks, num_threads: int | None = None
+    plan: StepPlan,
+    logits: NDArray[np.float32],
+    masks: Masks,
+    num_threads: int | None = None,
+    summaries: NDArray[np.float32] | None = None,
 ) -> list[Drawn]:
     """Draw the tokens of all sequences that reached their last one.
 
@@ -88,8 +92,9 @@ def sample_step(
         logits: float32 [sum(plan.num_logits), vocab]; as it was at the end.
         masks: of the sequences that have a grammar, uint32 [1 + drafted, ceil(vocab / 32)].
         num_threads: most that sample at once; None: as many as there are physical cores.
+        summaries: what the model told of the logits, see `sampler.sample`.
     """
-    if (likeliest := _likeliest(plan, logits, num_threads)) is not None:
+    if (likeliest := _likeliest(plan, logits, num_threads, summaries)) is not None:
         return likeliest
     drawn: list[Drawn] = []
     positions: list[Position] = []
@@ -113,12 +118,16 @@ def sample_step(
         return drawn
     if lines != list(range(len(logits))):
         logits = logits[lines]
-    sampled, failed = _sample(positions, logits, num_threads)
+        summaries = None if summaries is None else summaries[lines]
+    sampled, failed = _sample(positions, logits, num_threads, summaries)
     return drawn + _accept(positions, drafts, sampled, failed)
 
 
 def _likeliest(
-    plan: StepPlan, logits: NDArray[np.float32], num_threads: int | None
+    plan: StepPlan,
+    logits: NDArray[np.float32],
+    num_threads: int | None,
+    summaries: NDArray[np.float32] | None,
 ) -> list[Drawn] | None:
     """Draw the likeliest token of every row, if that is all that is asked; None if it is not.
 
@@ -130,7 +139,7 @@ def _likeliest(
     if not all(one.plain and not one.siblings for one in requests):
         return None
     try:
-        sampled = sample_greedy(logits, num_threads)
+        sampled = sample_greedy(logits, num_threads, summaries)
     except Exception:
         return None
     if sampled.invalid:
@@ -165,7 +174,10 @@ def _accept(
 
 
 def _sample(
-    positions: Sequence[Position], logits: NDArray[np.float32], num_threads: int | None
+    positions: Sequence[Position],
+    logits: NDArray[np.float32],
+    num_threads: int | None,
+    summaries: NDArray[np.float32] | None,
 ) -> tuple[Sampled, dict[int, Failure]]:
     """Draw a token for each position.
 
@@ -173,7 +185,7 @@ def _sample(
         The tokens, and by number why some positions have none.
     """
     try:
-        sampled = sample_positions(positions, logits, num_threads)
+        sampled = sample_positions(positions, logits, num_threads, summaries)
     except Exception as error:
         logger.error("sampling failed; its rows are tried one by one", exc_info=error)
         return _sample_one_by_one(positions, logits, num_threads)
@@ -181,7 +193,10 @@ def _sample(
 
 
 def sample_positions(
-    positions: Sequence[Position], logits: NDArray[np.float32], num_threads: int | None = None
+    positions: Sequence[Position],
+    logits: NDArray[np.float32],
+    num_threads: int | None = None,
+    summaries: NDArray[np.float32] | None = None,
 ) -> Sampled:
     """Draw a token for each position.
 
@@ -189,10 +204,11 @@ def sample_positions(
         positions: in the order of the rows.
         logits: float32 [num_positions, vocab]; as it was at the end.
         num_threads: see `sample_step`.
+        summaries: likewise.
     """
     if all(one.request.plain for one in positions):
-        return sample_greedy(logits, num_threads)
-    return sample(logits, [row_params(one) for one in positions], num_threads)
+        return sample_greedy(logits, num_threads, summaries)
+    return sample(logits, [row_params(one) for one in positions], num_threads, summaries)
 
 
 def _failures(

@@ -33,7 +33,7 @@ def use_coarse_head(model: onnx.ModelProto) -> PassResult:
     the logits.
     """
     copy = copy_model(model)
-    rows, node = _rows_of_logits(copy), _head(copy)
+    rows, node = rows_of_logits(copy), _head(copy)
     if rows is None or node is None or contract.EXACT_LOGITS in names(copy):
         return PassResult("coarse_head", copy, {})
     del node.input[_BIAS:]
@@ -49,7 +49,7 @@ def coarse_head_bytes(model: onnx.ModelProto) -> int:
     return sum(attribute_int(node, "K", 0) * attribute_int(node, "N", 0) // 2 for node in found)
 
 
-def _rows_of_logits(model: onnx.ModelProto) -> str | None:
+def rows_of_logits(model: onnx.ModelProto) -> str | None:
     """The symbol of the rows of the logits; None where these are not [symbol, vocab]."""
     for info in model.graph.output:
         if info.name == contract.LOGITS:

@@ -78,7 +78,13 @@ class GraphSource:
         from onnxport.providers.cpu import lowering
 
         artifact, int8 = self._artifact, library.matmul_isa() is not None
-        steps = list(lowering.lower(self._graph, artifact, self._options, cache, lora, int8=int8))
+        summaries = library.summarizes()
+        options = self._options
+        steps = list(
+            lowering.lower(
+                self._graph, artifact, options, cache, lora, int8=int8, summaries=summaries
+            )
+        )
         for step in steps:
             logger.info("%s: %s", artifact.path.name, step)
         lowered = lowering.lowered_graph(
@@ -102,6 +108,7 @@ def find_graph_cache(
         "kv_cache_dtype": options.kv_cache_dtype,
         "matmul_accuracy_level": options.matmul_accuracy_level,
         "matmul_isa": library.matmul_isa(),
+        "summarizes": library.summarizes(),
         "prefers_pairs": library.prefers_pairs(),
         "converts_half": library.converts_half(),
         "coarse_head": options.coarse_head,

@@ -36,6 +36,8 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.onnxport_cpu_matmul_isa.argtypes = []
     library.onnxport_cpu_set_matmul_isa.restype = ctypes.c_int
     library.onnxport_cpu_set_matmul_isa.argtypes = [ctypes.c_char_p]
+    library.onnxport_cpu_summarizes.restype = ctypes.c_int
+    library.onnxport_cpu_summarizes.argtypes = []
     library.onnxport_cpu_settle.restype = ctypes.c_int64
     library.onnxport_cpu_settle.argtypes = []
     library.onnxport_cpu_unsettled_pages.restype = ctypes.c_int64
@@ -71,6 +73,12 @@ def converts_half() -> bool:
     """Whether the processor converts float16, so that attention over such a cache is no slower."""
     path = find_library()
     return path is not None and bool(load_library(path).onnxport_cpu_converts_half())
+
+
+def summarizes() -> bool:
+    """Whether `onnxport.MatMulNBits` can summarize its outputs, as `rows/summary.h` says."""
+    path = find_library()
+    return path is not None and bool(load_library(path).onnxport_cpu_summarizes())
 
 
 def matmul_isa() -> str | None:

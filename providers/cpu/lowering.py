@@ -17,6 +17,7 @@ from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.input_norm import fuse_input_norm
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
+from onnxport.graphs.passes.logits_summaries import summarize_logits
 from onnxport.graphs.passes.native import NativeLimits, keep_native
 from onnxport.graphs.passes.product_bias import fuse_product_bias
 from onnxport.graphs.passes.result import PassResult
@@ -47,6 +48,7 @@ def lower(
     lora: HostLora | None,
     *,
     int8: bool,
+    summaries: bool,
 ) -> Iterator[PassResult]:
     """Apply the passes in turn; the last result holds the graph to run.
 
@@ -57,6 +59,7 @@ def lower(
         cache: type and layout of the KV caches; "plain" for the decomposed graph.
         lora: adds adapters, if there are to be any.
         int8: whether the processor has our products with int8 activations.
+        summaries: whether these can summarize their outputs.
     """
     cache_dtype, layout = cache
     step = retype(graph, artifact.read_tensor)
@@ -83,6 +86,9 @@ def lower(
             yield step
             if options.coarse_head:
                 step = use_coarse_head(step.model)
+                yield step
+            if summaries:
+                step = summarize_logits(step.model)
                 yield step
         step = set_kv_dtype(step.model, cache_dtype)
         yield step

@@ -173,6 +173,7 @@ def _capabilities(
     cache_dtype: str,
 ) -> Capabilities:
     """What was loaded."""
+    inputs = {one.name for one in session.get_inputs()}
     return Capabilities(
         provider=CpuProvider.name,
         device=processor_name(),
@@ -189,7 +190,8 @@ def _capabilities(
         placement=placement(session),
         max_adapters=options.max_adapters,
         max_adapter_rank=options.max_adapter_rank if options.max_adapters else 0,
-        takes_exact_logits=contract.EXACT_LOGITS in {one.name for one in session.get_inputs()},
+        takes_exact_logits=contract.EXACT_LOGITS in inputs,
+        summarizes_logits=contract.SUMMARY_SCALES in inputs,
     )
 
 

@@ -27,11 +27,13 @@ class Batch(ctypes.Structure):
     _fields_ = (
         ("kernels", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),  # float32 [num_rows, stride]
+        ("summaries", ctypes.c_void_p),  # float32 [num_rows, summary_stride], or null
         ("requests", ctypes.c_void_p),  # [num_rows], of REQUEST_SIZE
         ("top_ids", ctypes.c_void_p),  # int64
         ("top_logprobs", ctypes.c_void_p),  # float64
         ("num_rows", ctypes.c_int64),
         ("stride", ctypes.c_int64),
+        ("summary_stride", ctypes.c_int64),
         ("vocab", ctypes.c_int64),
         ("num_threads", ctypes.c_int64),  # 0; set by the call
         ("next", ctypes.c_int64),  # 0; counted up by the threads that run the batch
@@ -65,6 +67,14 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.onnxport_sampling_kernels.argtypes = [ctypes.c_char_p]
     library.onnxport_sampling_name.restype = ctypes.c_char_p
     library.onnxport_sampling_name.argtypes = [ctypes.c_void_p]
+    library.onnxport_sampling_summarize.restype = None
+    library.onnxport_sampling_summarize.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_float,
+        ctypes.c_void_p,
+    ]
     library.onnxport_sampling_run.restype = None
     library.onnxport_sampling_run.argtypes = [ctypes.POINTER(Batch), ctypes.c_int64]
     sizes = (library.onnxport_sampling_request_size(), library.onnxport_sampling_batch_size())

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.graphs.contract import NO_SUMMARY, NO_SUMS, summary_floats
 from onnxport.serving.drawing import RowParams
 from onnxport.serving.edits import Addresses, Floats, RowEdits
 from onnxport.serving.native.library import (
@@ -79,17 +80,19 @@ class NativeSampler:
         self.isa: str = self._library.onnxport_sampling_name(self._kernels).decode()
         self.num_threads = num_threads
 
-    def sample_greedy(self, logits: Floats) -> Sampled:
+    def sample_greedy(self, logits: Floats, summaries: Floats | None = None) -> Sampled:
         """See `sampler.sample_greedy`."""
-        results, invalid, _, _ = self._run(logits, _ask_likeliest(*logits.shape))
+        results, invalid, _, _ = self._run(logits, _ask_likeliest(*logits.shape), summaries)
         return Sampled([one[0] for one in results], None, invalid)
 
-    def sample(self, logits: Floats, rows: Sequence[RowParams]) -> Sampled:
+    def sample(
+        self, logits: Floats, rows: Sequence[RowParams], summaries: Floats | None = None
+    ) -> Sampled:
         """See `sampler.sample`."""
         asked = _ask(rows, logits.shape[1])
         if not logits.flags.writeable and any(row.edits is not None for row in rows):
             logits = logits.copy()
-        results, invalid, top_ids, top_logprobs = self._run(logits, asked)
+        results, invalid, top_ids, top_logprobs = self._run(logits, asked, summaries)
         logprobs: list[RowLogprobs | None] | None = None
         asking = [row.num_logprobs is not None for row in rows]
         if any(asking):
@@ -111,8 +114,26 @@ class NativeSampler:
             )
         return _row_logprobs(results, asked.ends, top_ids, top_logprobs)
 
+    def summarize(self, logits: Floats, scales: Sequence[float]) -> Floats:
+        """Return what a model would tell of rows of logits, contract.LOGITS_SUMMARIES.
+
+        Args:
+            logits: float32 [num_rows, vocab].
+            scales: contract.SUMMARY_SCALES, one a row.
+        """
+        logits = np.ascontiguousarray(logits, np.float32)
+        told = np.full((len(logits), summary_floats(logits.shape[1])), np.nan, np.float32)
+        for row, to, scale in zip(logits, told, scales, strict=True):
+            if scale < NO_SUMS:
+                to[-1] = NO_SUMMARY
+                continue
+            self._library.onnxport_sampling_summarize(
+                self._kernels, row.ctypes.data, len(row), scale, to.ctypes.data
+            )
+        return told
+
     def _run(
-        self, logits: Floats, asked: _Asked
+        self, logits: Floats, asked: _Asked, summaries: Floats | None = None
     ) -> tuple[list[_Result], tuple[int, ...], array[int], array[float]]:
         """Do all rows.
 
@@ -133,11 +154,13 @@ class NativeSampler:
         batch = Batch(
             self._kernels,
             logits.ctypes.data,
+            None if summaries is None else _checked_summaries(summaries, logits).ctypes.data,
             asked.requests.buffer_info()[0],
             top_ids.buffer_info()[0],
             top_logprobs.buffer_info()[0],
             num_rows,
             logits.strides[0] // 4,
+            0 if summaries is None else summaries.strides[0] // 4,
             vocab,
         )
         threads = min(self.num_threads, num_rows, logits.size // LOGITS_PER_THREAD)
@@ -250,6 +273,19 @@ def _checked_mask(mask: NDArray[np.uint32], vocab: int) -> NDArray[np.uint32]:
     if len(mask) * 32 < vocab:
         raise ValueError(f"a mask has {len(mask)} words; {vocab} tokens need {-(-vocab // 32)}")
     return mask
+
+
+def _checked_summaries(summaries: Floats, logits: Floats) -> Floats:
+    """Return them; raises ValueError if they cannot be of these logits."""
+    rows, vocab = logits.shape
+    fits = summaries.shape == (rows, summary_floats(vocab)) and summaries.dtype == np.float32
+    if not fits or summaries.strides[1] != 4 or not summaries.flags.writeable:
+        raise ValueError(
+            f"summaries of {rows} rows of {vocab} logits are float32 "
+            f"[{rows}, {summary_floats(vocab)}], contiguous rows that may be changed; found "
+            f"{summaries.dtype} {list(summaries.shape)}, in steps of {summaries.strides} bytes"
+        )
+    return summaries
 
 
 def _row_logprobs(

@@ -21,24 +21,25 @@ from numpy.typing import NDArray
 from tests.kernels.matmul_cases import Floats, MatMulCase
 from tests.kernels.mlp_cases import MlpCase
 from tests.kernels.norm_cases import Norm
-from tests.kernels.standalone import CORE, ROOT
+from tests.kernels.standalone import CORE, CSRC, INCLUDES
 
 
 def build(compiler: str, folder: Path, set_flags: dict[str, str], *options: str) -> Path:
     """Compiles the driver; `set_flags` are those of the sources named, as CMake gives them."""
-    csrc = ROOT / "providers/cpu/csrc"
     names = (
         *("coarse", "coarse_plane", "coarse_run", "kernels_portable", "lora", "matmul", "mlp"),
-        *("mlp_lora", "pack", "pages"),
+        *("mlp_lora", "pack", "pages", "summary_avx2", "summary_avx512", "summary_portable"),
     )
-    sources = [csrc / f"{name}.cpp" for name in (*CORE, *names)]
+    sources = [CSRC / f"{name}.cpp" for name in (*CORE, *names)]
     sources.append(Path(__file__).with_name("matmul_driver.cpp"))
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", *options]
     objects = []
     for source in sources:
         objects.append(str(folder / f"{source.stem}.o"))
         own = set_flags.get(source.stem, "").split()
-        _run([compiler, *flags, *own, f"-I{csrc}", "-c", str(source), "-o", objects[-1]])
+        if source.stem.startswith("summary_"):
+            own.append("-ffp-contract=off")
+        _run([compiler, *flags, *own, *INCLUDES, "-c", str(source), "-o", objects[-1]])
     executable = folder / "matmul_driver"
     _run([compiler, *flags, *objects, "-o", str(executable)])
     return executable

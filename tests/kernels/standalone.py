@@ -15,6 +15,8 @@ import numpy as np
 from tests.kernels.reference import CACHE_TYPES, Case, from_layout, to_layout
 
 ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "providers/cpu/csrc"
+INCLUDES = (f"-I{CSRC}", f"-I{ROOT / 'serving/native/csrc'}")
 CORE = (
     "attention",
     "isa",
@@ -35,11 +37,10 @@ CORE = (
 
 def build(compiler: str, executable: Path, *options: str) -> None:
     """Compiles the driver with everything but the set-specific flags of x86."""
-    csrc = ROOT / "providers/cpu/csrc"
-    sources = [str(csrc / f"{name}.cpp") for name in (*CORE, "kernels_portable")]
+    sources = [str(CSRC / f"{name}.cpp") for name in (*CORE, "kernels_portable")]
     driver = str(Path(__file__).with_name("driver.cpp"))
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", *options]
-    command = [compiler, *flags, f"-I{csrc}", driver, *sources, "-o", str(executable)]
+    command = [compiler, *flags, *INCLUDES, driver, *sources, "-o", str(executable)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -15,7 +15,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.kernels.matmul_cases import BITS, BLOCK_SIZES, Floats, MatMulCase, make_case
-from tests.kernels.standalone import ROOT
+from tests.kernels.standalone import CSRC, INCLUDES
 
 COMPILER = "g++"
 PANEL = 32
@@ -58,10 +58,10 @@ def by_panel(values: NDArray[Any]) -> NDArray[np.uint8]:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    csrc, executable = ROOT / "providers/cpu/csrc", tmp_path_factory.mktemp("pack") / "driver"
-    sources = [csrc / "pack.cpp", csrc / "pages.cpp", Path(__file__).with_name("pack_driver.cpp")]
+    executable = tmp_path_factory.mktemp("pack") / "driver"
+    sources = [CSRC / "pack.cpp", CSRC / "pages.cpp", Path(__file__).with_name("pack_driver.cpp")]
     command = [COMPILER, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
-    subprocess.run([*command, f"-I{csrc}", *map(str, sources), "-o", str(executable)], check=True)
+    subprocess.run([*command, *INCLUDES, *map(str, sources), "-o", str(executable)], check=True)
     return executable
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.standalone import ROOT
+from tests.kernels.standalone import CSRC, INCLUDES
 
 COMPILER = "g++"
 HUGE_MIB = 2
@@ -23,10 +23,10 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    csrc, executable = ROOT / "providers/cpu/csrc", tmp_path_factory.mktemp("pages") / "driver"
-    sources = [csrc / "pages.cpp", Path(__file__).with_name("pages_driver.cpp")]
+    executable = tmp_path_factory.mktemp("pages") / "driver"
+    sources = [CSRC / "pages.cpp", Path(__file__).with_name("pages_driver.cpp")]
     command = [COMPILER, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
-    subprocess.run([*command, f"-I{csrc}", *map(str, sources), "-o", str(executable)], check=True)
+    subprocess.run([*command, *INCLUDES, *map(str, sources), "-o", str(executable)], check=True)
     return executable
 
 

@@ -63,7 +63,7 @@ def test_feed_forward_threads_sanitized(tmp_path: Path) -> None:
         pytest.skip("g++ has no ThreadSanitizer library")
     if matmul_isa() is None or platform.machine() != "x86_64":
         pytest.skip("needs an x86 processor with AVX2")
-    flags = {"matmul_avx2": "-mavx2 -mfma -mf16c"}
+    flags = dict.fromkeys(["matmul_avx2", "summary_avx2"], "-mavx2 -mfma -mf16c")
     driver = matmul_standalone.build("g++", tmp_path, flags, "-fsanitize=thread", "-g1")
     cases = [mlp_cases.random_case(seed) for seed in range(NUM_CASES // 4)]
     outputs = matmul_standalone.run_layers([str(driver)], ["avx2", "portable"], cases)

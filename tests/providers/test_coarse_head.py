@@ -132,7 +132,9 @@ def test_its_memory_is_counted(wide_artifact: Path) -> None:
         options = LoadOptions(coarse_head=coarse_head)
         graph = artifact.load_graph("paged")
         cache = ("float32", "tiled")
-        steps = list(lowering.lower(graph, artifact, options, cache, None, int8=True))  # type: ignore[arg-type]
+        steps = list(
+            lowering.lower(graph, artifact, options, cache, None, int8=True, summaries=True)
+        )  # type: ignore[arg-type]
         lowered = lowering.lowered_graph(artifact, steps, is_exact=False, is_native=True)
         sizes.append(lowered.stored_bytes)
     assert sizes[1] - sizes[0] == HIDDEN * WIDE_VOCAB // 2

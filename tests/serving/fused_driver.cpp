@@ -4,7 +4,7 @@
 #include <cstring>
 #include <random>
 
-#include "vec16.h"
+#include "rows/vec16.h"
 
 namespace {
 

@@ -98,6 +98,7 @@ struct Run {
         space(s) {
     plane.weights = of.plane.weights;
     plane.norm.normalized = nullptr;  // the whole product writes it
+    plane.summaries = nullptr;
     space.all.reserve(kernels, call);
     space.coarse.reserve(kernels, plane);
     const auto rows = static_cast<size_t>(call.rows);

@@ -43,6 +43,12 @@ ONNXPORT_EXPORT int onnxport_cpu_set_matmul_isa(const char* name) {
   return onnxport::set_matmul_isa(name);
 }
 
+// 1 if that set summarizes outputs, see summaries.h.
+ONNXPORT_EXPORT int onnxport_cpu_summarizes() {
+  const onnxport::MatMulKernels* kernels = onnxport::active_matmul();
+  return kernels && kernels->summarize;
+}
+
 // Makes one more huge page of the small ones that weights lie on; returns how many are left.
 ONNXPORT_EXPORT int64_t onnxport_cpu_settle() { return onnxport::settle(); }
 

@@ -15,6 +15,7 @@ constexpr int64_t kQuantizeTask = 1 << 14;
 // Weights that a task reads: some ten microseconds from memory, so that threads finish together. Of
 // many weights more, for what a task asks for ahead at its end may be another thread's.
 constexpr int64_t kTaskBytes = 1 << 15, kLargestTaskBytes = 1 << 19, kFewTasks = 64;
+constexpr int64_t kChunkPanels = rows::kChunk / kPanel;
 
 }  // namespace
 
@@ -34,6 +35,7 @@ Product::Product(const MatMulKernels& used, const MatMul& product)
   panels_per_task = std::max<int64_t>(
       1, std::clamp(bytes, kTaskBytes, kLargestTaskBytes) / panel_bytes(call));
   if (call.rows == 1) panels_per_task = ceil_div(panels_per_task, kernels.streams) * kernels.streams;
+  if (summarizes()) panels_per_task = ceil_div(panels_per_task, kChunkPanels) * kChunkPanels;
   panel_tasks = ceil_div(num_panels(call), panels_per_task);
 }
 
@@ -49,9 +51,33 @@ void Product::quantize(int64_t index) const {
 void Product::multiply(int64_t index) const {
   const int64_t panel = index % panel_tasks * panels_per_task;
   const int64_t row = index / panel_tasks * kernels.chunk_rows;
-  kernels.multiply(call, {panel, std::min(num_panels(call), panel + panels_per_task), row,
-                          std::min(call.rows, row + kernels.chunk_rows),
-                          call.output + row * call.n + panel * kPanel, call.n});
+  const Part part{panel, std::min(num_panels(call), panel + panels_per_task), row,
+                  std::min(call.rows, row + kernels.chunk_rows),
+                  call.output + row * call.n + panel * kPanel, call.n};
+  kernels.multiply(call, part);
+  if (summarizes()) summarize(part);
+}
+
+// What a task has made is whole chunks of its rows, or their ends. Products of few rows wait for
+// weights, and this does not: meanwhile the next task's first ones are asked for, as many lines as are
+// looked at.
+void Product::summarize(const Part& part) const {
+  const int64_t begin = part.panel_begin * kPanel, end = std::min(call.n, part.panel_end * kPanel);
+  const uint8_t* next = call.weights + part.panel_end * panel_bytes(call);
+  const uint8_t* const last = call.weights + num_panels(call) * panel_bytes(call);
+  const int64_t bytes = (end - begin) * static_cast<int64_t>(sizeof(float));
+  for (int64_t row = part.row_begin; row < part.row_end; row++) {
+    const float scale = call.summary_scales[row];
+    if (!(scale >= rows::kNoSums)) continue;
+    const rows::Summary summary =
+        rows::summary_at(call.summaries + row * rows::summary_floats(call.n), call.n);
+    const bool has_next = last - next >= bytes;
+    const float* ahead = reinterpret_cast<const float*>(next) - begin;
+    kernels.summarize(call.output + row * call.n, begin, end, scale, has_next ? ahead : nullptr,
+                      summary);
+    next += bytes;
+    if (begin == 0) *summary.scale = scale;
+  }
 }
 
 int run_tasks(int64_t count, Task task, void* argument, ParallelFor parallel_for, void* context) {

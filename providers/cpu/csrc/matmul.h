@@ -16,6 +16,7 @@
 #pragma once
 
 #include "attention.h"
+#include "summaries.h"
 
 namespace onnxport {
 
@@ -56,6 +57,8 @@ struct MatMul {
   const float* input;  // [rows][k]; run_matmul's, as is the output: kernels get theirs by argument
   float* output;       // [rows][n]
   Norm norm;
+  const float* summary_scales;  // [rows], what is to be known of each: see rows/summary.h; null: nothing
+  float* summaries;             // [rows][summary_floats(n)]
 
   // Quantized activations, [blocks][tiles][tile_rows] of each: block_size quants, inputs beyond k
   // zero, and at 4 bits four even ones ahead of four odd ones; their scale; and what takes the
@@ -91,6 +94,8 @@ struct MatMulKernels {
   // Up to so many rows a product of few outputs may be computed in two passes, see coarse.h: sums
   // of 4-bit weights begin with the corrections, to which others may have been added.
   int64_t coarse_rows;
+
+  Summarize summarize;  // null: cannot
 
   // A single row's panels are read so many at a time; a task that has as many loses nothing.
   int64_t streams = 1;
@@ -145,7 +150,7 @@ bool are_halves(const Scales& scales, int64_t count);
 void pack_weights(const MatMul& call, const uint8_t* quants, const Scales& scales,
                   uint8_t* packed);
 
-// Computes the output; quants, scales and corrections are taken care of. Returns zero or what
+// Computes the output, and the summaries that are asked for; quants, scales and corrections are taken care of. Returns zero or what
 // parallel_for returned. Throws std::bad_alloc only.
 int run_matmul(const MatMulKernels& kernels, MatMul call, ParallelFor parallel_for, void* context);
 

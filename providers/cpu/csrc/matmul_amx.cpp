@@ -295,7 +295,7 @@ void multiply(const MatMul& m, const Part& part) {
 
 constexpr MatMulKernels kKernels = {
     "amx", kAmxChunkRows, [](int64_t rows) { return rows <= kFewRows ? rows : kRowTile; }, quantize,
-    multiply, kCoarseRows, Vec::kStreams};
+    multiply, kCoarseRows, summarize_avx512, Vec::kStreams};
 static_assert(kCoarseRows <= kFewRows, "tiles know no corrections");
 
 }  // namespace

@@ -11,7 +11,8 @@
 namespace onnxport {
 namespace {
 constexpr MatMulKernels kKernels = {"avx512vnni", kChunkRows, rows_of_tile<1>, quantize,
-                                    multiply_dots_or_one<Dot>, kCoarseRows, Vec::kStreams};
+                                    multiply_dots_or_one<Dot>, kCoarseRows, summarize_avx512,
+                                    Vec::kStreams};
 }  // namespace
 
 const MatMulKernels* matmul_avx512vnni() { return &kKernels; }

@@ -12,7 +12,8 @@
 namespace onnxport {
 namespace {
 constexpr MatMulKernels kKernels = {"avxvnni", kChunkRows, rows_of_tile<1>, quantize,
-                                    multiply_dots_or_one<Dot>, kCoarseRows, Vec::kStreams};
+                                    multiply_dots_or_one<Dot>, kCoarseRows, summarize_avx2,
+                                    Vec::kStreams};
 }  // namespace
 
 const MatMulKernels* matmul_avxvnni() { return &kKernels; }

@@ -2,7 +2,9 @@
 // are packed once, when the session is made. With the inputs skip and gamma it normalizes A + skip
 // first (see Norm), and returns that sum, too, and if asked for what was normalized. With the input
 // exact, int32 and one for each row, only so many of a row's largest outputs are sure to be exact,
-// and all others are less; zero: all are (see coarse.h).
+// and all others are less; zero: all are (see coarse.h). With the input summary_scales, float and one
+// for each row, the output 3 is what summaries.h says of the rows, [rows, summary_floats(N)]; of a
+// row whose outputs are not all exact there is nothing in it but that.
 #include <memory>
 
 #include "coarse.h"
@@ -23,6 +25,7 @@ enum MatMulInput : size_t {
   kGamma,
   kBias,
   kExact,
+  kSummaryScales,
   kMatMulInputs
 };
 
@@ -73,6 +76,33 @@ const int32_t* read_exact(const MatMulKernel& kernel, const ort::KernelContext* 
   return exact.as<const int32_t>();
 }
 
+// Gives a call the memory of its summaries, if the node makes some, in which no row has one yet.
+void read_summaries(const Api& api, ort::KernelContext* context, MatMul& call) {
+  constexpr size_t kSummaries = 3;
+  const ort::Value* value = optional_input(api, context, kSummaryScales);
+  const int64_t floats = rows::summary_floats(call.n), dims[] = {call.rows, floats};
+  size_t outputs = 0;
+  check(api.output_count(context, &outputs));
+  ort::Value* out = nullptr;
+  if (outputs > kSummaries) check(api.output(context, kSummaries, dims, 2, &out));
+  if (!value != !out)
+    fail(api, ort::kInvalidArgument,
+         "%s: summaries need summary_scales and a fourth output; there is no %s", kName,
+         value ? "fourth output" : "summary_scales");
+  if (!value) return;
+  const Tensor scales = describe(api, "summary_scales", value);
+  if (elements(scales) != call.rows)
+    fail(api, ort::kInvalidArgument,
+         "%s: summary_scales must have a number for each of %lld rows, found %lld", kName,
+         static_cast<long long>(call.rows), static_cast<long long>(elements(scales)));
+  void* data = nullptr;
+  check(api.mutable_data(out, &data));
+  call.summary_scales = scales.as<const float>();
+  call.summaries = static_cast<float*>(data);
+  for (int64_t row = 0; row < call.rows; row++)
+    *rows::summary_at(call.summaries + row * floats, call.n).scale = rows::kNothing;
+}
+
 void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
   const Api& api = kernel.api;
   Tensor input = read_activations(api, context, kName, kernel.settings.k);
@@ -82,6 +112,7 @@ void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
   read_norm(api, context, kName, input, kSkip, call);
   input.dims[input.rank - 1] = call.n;
   call.output = static_cast<float*>(open_output(api, context, input));
+  read_summaries(api, context, call);
   if (!call.bias) refuse_input(api, context, kName, kBias, "bias");
   Parallel parallel{api, context};
   const MatMulKernels& kernels = *active_matmul();
@@ -96,6 +127,7 @@ template <ort::ElementType kStored>
 ort::CustomOp make_operator() {
   ort::CustomOp op = product_operator<kSkip, kMatMulInputs>();
   op.name = [](const ort::CustomOp*) { return kName; };
+  op.output_type_count = [](const ort::CustomOp*) { return size_t{4}; };
   op.input_type = [](const ort::CustomOp*, size_t index) -> int {
     if (index == kScales) return kStored;
     if (index == kExact) return ort::kInt32;

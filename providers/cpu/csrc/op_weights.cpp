@@ -105,9 +105,9 @@ void read_norm(const Api& api, ort::KernelContext* context, const char* op, cons
   const bool has_epsilon = !std::isnan(call.norm.epsilon);
   size_t outputs = 0;
   check(api.output_count(context, &outputs));
-  if (!skip_value && !gamma_value && !has_epsilon && outputs < 2) return;
-  ort::Value* out = nullptr;
+  ort::Value* out = nullptr;  // null, too, where the node leaves it out
   if (outputs > 1) check(api.output(context, 1, input.dims, input.rank, &out));
+  if (!skip_value && !gamma_value && !has_epsilon && !out) return;
   const char* missing = !skip_value    ? "skip"
                         : !gamma_value ? "gamma"
                         : !has_epsilon ? "epsilon"

@@ -33,10 +33,14 @@ struct Product {
 
   int64_t quantize_tasks() const { return ceil_div(padded_rows(call), rows_per_quantize); }
   void quantize(int64_t index) const;
+  bool summarizes() const { return call.summaries && kernels.summarize; }
   int64_t multiply_tasks() const {
     return panel_tasks * ceil_div(call.rows, kernels.chunk_rows);
   }
   void multiply(int64_t index) const;
+
+ private:
+  void summarize(const Part& part) const;
 };
 
 // Runs a step's tasks; a single one on this thread.

@@ -4,11 +4,15 @@
 
 #include <stdint.h>
 
+#include "rows/summary.h"
+
 namespace onnxport {
 
-constexpr int64_t kChunk = 1024;       // floats that are summed up, or weighed, together
-constexpr int64_t kChunkGroups = 16;   // of each chunk: every 16th float is of one group
-constexpr int64_t kSlack = 16;         // floats behind a result that may be overwritten
+using rows::kChunk;  // floats that are summed up, or weighed, together
+using rows::kGroup;
+using rows::kGroups;
+using rows::num_chunks;
+constexpr int64_t kSlack = 16;  // floats behind a result that may be overwritten
 constexpr int32_t kBuckets = 1024;
 
 struct Range {
@@ -46,14 +50,14 @@ struct Split {
 struct Kernels {
   const char* name;
 
-  // The range of values[count], and the maxima of their groups [chunks][kChunkGroups]; null: not
-  // wanted.
-  Range (*scan)(const float* values, int64_t count, float* group_maxima);
+  // The range of values[count].
+  Range (*scan)(const float* values, int64_t count);
 
-  // The same, and the sums of the weights of each chunk, double [chunks], for `scale` and the
-  // largest value so far, which is left in maxima[chunks]; 0 where that is not finite.
-  Range (*scan_weighing)(const float* values, int64_t count, float scale, float* group_maxima,
-                         float* maxima, double* sums);
+  // The summary of values[count], with sums of weights where the scale is above 0.
+  void (*summarize)(const float* values, int64_t count, float scale, const rows::Summary& to);
+
+  // Makes the sums of a summary that lacks them, or has others.
+  void (*weigh_chunks)(const float* values, int64_t count, float scale, const rows::Summary& to);
 
   // The sums of the weights of each chunk, double [chunks].
   void (*sums)(const float* values, int64_t count, Weighing weighing, double* sums);
@@ -62,8 +66,8 @@ struct Kernels {
   void (*weigh)(const float* values, int64_t count, Weighing weighing, float* weights);
 
   // Copies the values that are at least `least`, and their places, in their order; returns how
-  // many. Both arrays have room for kSlack more than there are. Chunks that cannot have any, by
-  // the maxima of their groups, are passed over; null: not known, and many are expected.
+  // many. Both arrays have room for kSlack more than there are. Groups that cannot have any, by
+  // their maxima, are passed over; null: not known, and many are expected.
   int64_t (*gather)(const float* values, int64_t count, const float* group_maxima, float least,
                     float* found, int32_t* places);
 

@@ -3,120 +3,45 @@
 #pragma once
 
 #include "kernels.h"
-#include "vec16.h"
+#include "rows/summary_impl.h"
 
 namespace {
 
 using onnxport::Bucketing;
 using onnxport::kBuckets;
 using onnxport::kChunk;
+using onnxport::kGroup;
 using onnxport::Range;
 using onnxport::Weighing;
 
-// Calls f(values from `place` on, place) for 16 values at a time; behind the last come `other`.
-template <class F>
-static inline void sixteens(const float* values, int64_t begin, int64_t end, float other, F f) {
-  int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes) f(load(values + i), i);
-  if (i < end) f(load_some(values + i, end - i, other), i);
-}
-
-static inline float largest_of(const Vec& x) {
-  float lanes[kLanes], largest = -INFINITY;
-  store(lanes, x);
-  for (int i = 0; i < kLanes; i++) largest = lanes[i] > largest ? lanes[i] : largest;
-  return largest;
-}
-
+// How far ahead a row is asked for, further than the processor looks by itself: the first pass over
+// it waits for memory.
 constexpr int64_t kAhead = 2048;  // values
 
-// What a row ranges over, chunk by chunk.
-struct Ranging {
-  Vec all = splat(-INFINITY), least = splat(INFINITY);
-  Found nan[kParts] = {};
+Range scan(const float* values, int64_t count) {
+  Ranges ranges;
+  ranges.take(values, 0, count, nullptr);
+  return {largest_of(ranges.most), least_of(ranges.least), ranges.has_nan()};
+}
 
-  // Takes a chunk in; returns the maxima of its groups.
-  Vec take(const float* values, int64_t begin, int64_t end) {
-    Vec most = splat(-INFINITY);
-    int64_t i = begin;
-    for (; i + 2 * kLanes <= end; i += 2 * kLanes) {
-      // Further ahead than the processor looks by itself: the first pass waits for memory.
-      __builtin_prefetch(values + i + kAhead);
-      __builtin_prefetch(values + i + kAhead + kLanes);
-      const Vec x = load(values + i), y = load(values + i + kLanes);
-      most = larger(larger(most, x), y);
-      least = smaller(smaller(least, x), y);
-      for (int p = 0; p < kParts; p++) nan[p] |= is_nan(x.part[p], y.part[p]);
-    }
-    for (; i < end; i += kLanes) {  // behind the last value come -inf, and +inf
-      const Vec x = load_some(values + i, end - i, -INFINITY);
-      most = larger(most, x);
-      least = smaller(least, load_some(values + i, end - i, INFINITY));
-      for (int p = 0; p < kParts; p++) nan[p] |= is_nan(x.part[p], x.part[p]);
-    }
-    all = larger(all, most);
-    return most;
-  }
+void summarize(const float* values, int64_t count, float scale, const onnxport::rows::Summary& to) {
+  summarize_part(values, 0, count, scale, values + kAhead, to);
+  *to.scale = scale;
+}
 
-  Range range() const {
-    Range range{largest_of(all), INFINITY, false};
-    float low[kLanes];
-    store(low, least);
-    for (int i = 0; i < kLanes; i++) {
-      if (low[i] < range.minimum) range.minimum = low[i];
-    }
-    for (int p = 0; p < kParts; p++) range.has_nan |= any(nan[p]);
-    return range;
-  }
-};
-
-Range scan(const float* values, int64_t count, float* group_maxima) {
-  Ranging ranging;
+void weigh_chunks(const float* values, int64_t count, float scale,
+                  const onnxport::rows::Summary& to) {
   for (int64_t begin = 0; begin < count; begin += kChunk) {
-    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
-    const Vec maxima = ranging.take(values, begin, end);
-    if (group_maxima) store(group_maxima + begin / kChunk * kLanes, maxima);
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count, chunk = begin / kChunk;
+    to.sums[chunk] = weigh_chunk(values, begin, end, to.largest[chunk], scale);
   }
-  return ranging.range();
-}
-
-static inline double sum_of(const Vec& x) {
-  float lanes[kLanes];
-  store(lanes, x);
-  double total = 0.0;
-  for (int i = 0; i < kLanes; i++) total += lanes[i];
-  return total;
-}
-
-static inline double sum_of_weights(const float* values, int64_t begin, int64_t end, Weighing by) {
-  Vec sum = splat(0.f);
-  sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t) {
-    sum = add(sum, weight(x, by.maximum, by.scale));
-  });
-  return sum_of(sum);
-}
-
-Range scan_weighing(const float* values, int64_t count, float scale, float* group_maxima,
-                    float* maxima, double* sums) {
-  Ranging ranging;
-  float maximum = -INFINITY;
-  for (int64_t begin = 0; begin < count; begin += kChunk) {
-    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
-    const int64_t chunk = begin / kChunk;
-    const Vec largest = ranging.take(values, begin, end);
-    store(group_maxima + chunk * kLanes, largest);
-    if (at_least(largest, splat(maximum))) maximum = largest_of(ranging.all);
-    maxima[chunk] = maximum;
-    const bool weighs = maximum > -INFINITY && maximum < INFINITY;
-    sums[chunk] = weighs ? sum_of_weights(values, begin, end, {maximum, scale}) : 0.0;
-  }
-  return ranging.range();
+  *to.scale = scale;
 }
 
 void sums(const float* values, int64_t count, Weighing by, double* sums) {
   for (int64_t begin = 0; begin < count; begin += kChunk) {
     const int64_t end = begin + kChunk < count ? begin + kChunk : count;
-    sums[begin / kChunk] = sum_of_weights(values, begin, end, by);
+    sums[begin / kChunk] = sum_of(sum_weights(values, begin, end, by.maximum, by.scale));
   }
 }
 
@@ -127,9 +52,17 @@ void weigh(const float* values, int64_t count, Weighing by, float* weights) {
   });
 }
 
-// Whether none of a chunk's values is at least `bound`, as the maxima of its groups say.
-static inline bool is_below(const float* group_maxima, int64_t begin, const Vec& bound) {
-  return group_maxima && !at_least(load(group_maxima + begin / kChunk * kLanes), bound);
+// Calls f(begin, end) for each group of which a value is at least `bound`, as its maximum says.
+template <class F>
+static inline void groups_reaching(const float* group_maxima, int64_t count, const Vec& bound,
+                                   F f) {
+  for (int64_t chunk = 0; chunk * kChunk < count; chunk++) {
+    uint32_t bits = at_least(load(group_maxima + chunk * kLanes), bound);
+    for (; bits; bits &= bits - 1) {
+      const int64_t begin = chunk * kChunk + __builtin_ctz(bits) * kGroup;
+      if (begin < count) f(begin, begin + kGroup < count ? begin + kGroup : count);
+    }
+  }
 }
 
 // The values at some places. Of few values they are fetched once all places are known: to compress
@@ -168,13 +101,11 @@ int64_t gather(const float* values, int64_t count, const float* group_maxima, fl
     });
     return size;
   }
-  for (int64_t begin = 0; begin < count; begin += kChunk) {
-    if (is_below(group_maxima, begin, bound)) continue;
-    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+  groups_reaching(group_maxima, count, bound, [&](int64_t begin, int64_t end) {
     each_reaching(values, begin, end, bound, [&](uint32_t bits, const Vec&, int64_t place) {
       size = append_places(bits, place, places, size);
     });
-  }
+  });
   fetch(values, places, size, found);
   return size;
 }
@@ -294,13 +225,11 @@ static inline int64_t count_from(const float* values, int64_t begin, int64_t end
 int64_t before(const float* values, int64_t count, const float* group_maxima, int64_t place) {
   const Vec bound = splat(values[place]);
   int64_t found = 0;
-  for (int64_t begin = 0; begin < count; begin += kChunk) {
-    if (is_below(group_maxima, begin, bound)) continue;
-    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+  groups_reaching(group_maxima, count, bound, [&](int64_t begin, int64_t end) {
     const int64_t middle = place < begin ? begin : place < end ? place : end;
     found += count_from(values, begin, middle, bound, true);
     found += count_from(values, middle, end, bound, false);
-  }
+  });
   return found;
 }
 
@@ -311,7 +240,7 @@ int64_t count_bits(const uint32_t* mask, int64_t words) {
 }
 
 constexpr onnxport::Kernels kKernels{
-    ONNXPORT_KERNELS_NAME, scan, scan_weighing, sums, weigh, gather, bucket, gather_bucket,
-    split, gather_between, copy_allowed, before, count_bits};
+    ONNXPORT_KERNELS_NAME, scan, summarize, weigh_chunks, sums, weigh, gather, bucket,
+    gather_bucket, split, gather_between, copy_allowed, before, count_bits};
 
 }  // namespace

@@ -40,7 +40,7 @@ Bucketing divide(Range range) {
 // The key of the `size`-th largest.
 uint64_t last_key(const Kernels& kernels, const Candidates& all, int64_t size, Scratch& scratch) {
   std::vector<uint64_t>& keys = scratch.keys;
-  const Range range = kernels.scan(all.values, all.size, nullptr);
+  const Range range = kernels.scan(all.values, all.size);
   if (all.size <= kSelect || !is_divisible(range)) {
     make_keys(all, keys);
   } else {
@@ -77,16 +77,25 @@ float select(float* values, int64_t count, int64_t size) {
 
 }  // namespace
 
-double total_of(const Kernels& kernels, const Row& row, Weighing weighing, Scratch& scratch) {
-  scratch.sums.resize(static_cast<size_t>(num_chunks(row.count)));
-  kernels.sums(row.values, row.count, weighing, scratch.sums.data());
+double total_of(const Kernels& kernels, const Row& row, float scale, Scratch& scratch) {
+  const int64_t chunks = num_chunks(row.count);
+  const rows::Summary& summary = row.summary;
+  if (*summary.scale != scale) kernels.weigh_chunks(row.values, row.count, scale, summary);
+  std::vector<float>& factors = scratch.factors;
+  factors.resize(static_cast<size_t>(chunks));
+  kernels.weigh(summary.largest, chunks, {row.range.maximum, scale}, factors.data());
+  scratch.sums.resize(static_cast<size_t>(chunks));
   double total = 0.0;
-  for (const double sum : scratch.sums) total += sum;
+  for (int64_t i = 0; i < chunks; i++) {
+    const size_t at = static_cast<size_t>(i);
+    scratch.sums[at] = static_cast<double>(factors[at]) * static_cast<double>(summary.sums[i]);
+    total += scratch.sums[at];
+  }
   return total;
 }
 
 float reached_by(const Kernels& kernels, const Row& row, int64_t size, Scratch& scratch) {
-  const int64_t chunks = num_chunks(row.count), groups = chunks * kChunkGroups;
+  const int64_t chunks = num_chunks(row.count), groups = chunks * kGroups;
   if (size > groups / 2) return -INFINITY;
   // Each group holds a value as large as its maximum, and each chunk does. Of few values the
   // chunks tell which groups to look at.
@@ -94,13 +103,10 @@ float reached_by(const Kernels& kernels, const Row& row, int64_t size, Scratch& 
   bounds.make_room(groups);
   float least = -INFINITY;
   if (size <= chunks / 2) {
-    for (int64_t i = 0; i < chunks; i++) {
-      const float* group = row.group_maxima + i * kChunkGroups;
-      bounds.values[static_cast<size_t>(i)] = *std::max_element(group, group + kChunkGroups);
-    }
+    std::copy_n(row.summary.largest, chunks, bounds.values.data());
     least = select(bounds.values.data(), chunks, size);
   }
-  const int64_t count = kernels.gather(row.group_maxima, groups, nullptr, least,
+  const int64_t count = kernels.gather(row.summary.groups, groups, nullptr, least,
                                        bounds.values.data(), bounds.places.data());
   return select(bounds.values.data(), count, size);
 }
@@ -109,7 +115,7 @@ Candidates gather(const Kernels& kernels, const Row& row, float least, Scratch& 
   if (row.range.minimum >= least) return {row.values, nullptr, row.count};
   Shelf& head = scratch.head;
   head.make_room(row.count);
-  return head.first(kernels.gather(row.values, row.count, row.group_maxima, least,
+  return head.first(kernels.gather(row.values, row.count, row.summary.groups, least,
                                    head.values.data(), head.places.data()));
 }
 
@@ -235,7 +241,7 @@ Descent::Stop Descent::find_in_bucket(double target) const {
     int32_t& place = shelf.places[static_cast<size_t>(i)];
     place = all_.place(place);
   }
-  const Range range = kernels_.scan(members.values, members.size, nullptr);
+  const Range range = kernels_.scan(members.values, members.size);
   const Descent descent(kernels_, members, range, weighing_, scratch_, level_ + 1);
   const Stop stop = descent.find(target - before);
   return {stop.place, before + stop.sum};

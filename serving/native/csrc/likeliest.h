@@ -10,13 +10,13 @@ struct Row {
   const float* values;
   int64_t count;
   Range range;
-  const float* group_maxima;
+  rows::Summary summary;
 };
 
-inline int64_t num_chunks(int64_t count) { return (count + kChunk - 1) / kChunk; }
-
-// The sum of all weights; those of the chunks stay in scratch.sums.
-double total_of(const Kernels& kernels, const Row& row, Weighing weighing, Scratch& scratch);
+// The sum of the weights of all, for the row's maximum; those of the chunks stay in scratch.sums,
+// and in scratch.factors what makes of a chunk's own weights those.
+// The row's summary has the sums for that scale from then on.
+double total_of(const Kernels& kernels, const Row& row, float scale, Scratch& scratch);
 
 // A value that at least `size` values of the row reach; -inf if there is no cheap one.
 float reached_by(const Kernels& kernels, const Row& row, int64_t size, Scratch& scratch);

@@ -24,7 +24,7 @@ void take_sample(const Kernels& kernels, const Row& row, Scratch& s) {
     s.sample.insert(s.sample.end(), row.values + i, row.values + i + kRun);
   }
   const int64_t size = static_cast<int64_t>(s.sample.size());
-  s.sample_minimum = kernels.scan(s.sample.data(), size, nullptr).minimum;
+  s.sample_minimum = kernels.scan(s.sample.data(), size).minimum;
 }
 
 // Those of the sample that are at least `least`: all of it, or some in scratch.bracketed.
@@ -38,7 +38,7 @@ Candidates sampled(const Kernels& kernels, float least, Scratch& s) {
 }
 
 Descent descend(const Kernels& kernels, const Candidates& all, Weighing by, Scratch& s) {
-  return Descent(kernels, all, kernels.scan(all.values, all.size, nullptr), by, s);
+  return Descent(kernels, all, kernels.scan(all.values, all.size), by, s);
 }
 
 // Draws from many candidates, of which a sample tells about where the nucleus ends and where the
@@ -139,7 +139,7 @@ int32_t draw_above(const Kernels& kernels, const Row& row, float least, Weighing
   if (many) take_sample(kernels, row, s);
   if (!many || kEvery * sampled(kernels, near, s).size <= kMany) {
     const Descent first = descend(kernels, gather(kernels, row, near, s), by, s);
-    const double total = near > least ? total_of(kernels, row, by, s) : first.total();
+    const double total = near > least ? total_of(kernels, row, by.scale, s) : first.total();
     if (near == least || first.total() >= request.top_p * total) {
       return draw_nucleus(first, request, total);
     }

@@ -46,10 +46,11 @@ struct Request {
 struct Batch {
   const Kernels* kernels;
   float* logits;       // [num_rows][stride]
+  float* summaries;    // [num_rows][summary_stride], see rows/summary.h; null: there are none
   Request* requests;   // [num_rows]
   int64_t* top_ids;
   double* top_logprobs;
-  int64_t num_rows, stride, vocab;
+  int64_t num_rows, stride, summary_stride, vocab;
   int64_t num_threads;
   int64_t next;  // the first row that no thread has begun, counted up by all of them
 };

@@ -120,53 +120,44 @@ Candidates allowed(const Kernels& kernels, const Request& request, const float* 
   return few.all();
 }
 
-Row look_at(const Kernels& kernels, const Candidates& all, std::vector<float>& group_maxima) {
-  group_maxima.resize(static_cast<size_t>(num_chunks(all.size) * kChunkGroups));
-  const Range range = kernels.scan(all.values, all.size, group_maxima.data());
-  return {all.values, all.size, range, group_maxima.data()};
+float scale_of(const Request& request) {
+  return static_cast<float>(kLog2E / std::max(request.temperature, kLeastTemperature));
 }
 
-// The same, with the sums of the chunks' weights in scratch.sums, each for the largest value up to
-// there, in scratch.chunk_maxima: in one pass, while the values are in the nearest cache.
-Row look_weighing(const Kernels& kernels, const Candidates& all, float scale,
-                  std::vector<float>& group_maxima, Scratch& s) {
-  const size_t chunks = static_cast<size_t>(num_chunks(all.size));
-  group_maxima.resize(chunks * kChunkGroups);
-  s.chunk_maxima.resize(chunks);
-  s.sums.resize(chunks);
-  const Range range = kernels.scan_weighing(all.values, all.size, scale, group_maxima.data(),
-                                            s.chunk_maxima.data(), s.sums.data());
-  return {all.values, all.size, range, group_maxima.data()};
+bool is_full(const Request& request) {
+  return !request.greedy && !request.has_top_k && request.min_p == 0.0 && request.top_p == 1.0;
 }
 
-// What a weight for that maximum has to be multiplied by to be one for the row's.
-double rescaling(const Row& row, float maximum, float scale) {
-  const double difference = static_cast<double>(maximum) - static_cast<double>(row.range.maximum);
-  return std::exp2(difference * static_cast<double>(scale));
+bool has_changes(const Request& request) {
+  return request.num_biased || request.num_banned || request.num_seen;
 }
 
-// Makes all sums those of weights for the row's maximum; returns their sum.
-double rescale(const Row& row, float scale, Scratch& s) {
-  float maximum = row.range.maximum;
-  double factor = 1.0, total = 0.0;
-  for (size_t i = 0; i < s.sums.size(); i++) {
-    if (s.chunk_maxima[i] != maximum) {
-      maximum = s.chunk_maxima[i];
-      factor = rescaling(row, maximum, scale);
-    }
-    s.sums[i] *= factor;
-    total += s.sums[i];
-  }
-  return total;
+// A row whose summary is made.
+Row row_of(const Kernels& kernels, const Candidates& all, const rows::Summary& summary) {
+  const int64_t chunks = num_chunks(all.size);
+  const Range least = kernels.scan(summary.least, chunks);
+  const float maximum = kernels.scan(summary.largest, chunks).maximum;
+  return {all.values, all.size, {maximum, least.minimum, least.has_nan}, summary};
+}
+
+rows::Summary summary_in(std::vector<float>& memory, int64_t count) {
+  memory.resize(static_cast<size_t>(rows::summary_floats(count)));
+  return rows::summary_at(memory.data(), count);
+}
+
+// Summarizes values in one pass, while they are in the nearest cache.
+Row look_at(const Kernels& kernels, const Candidates& all, float scale,
+            std::vector<float>& memory) {
+  const rows::Summary summary = summary_in(memory, all.size);
+  kernels.summarize(all.values, all.size, scale, summary);
+  return row_of(kernels, all, summary);
 }
 
 bool is_finite(const Range& range) { return !range.has_nan && std::isfinite(range.maximum); }
 
 int64_t first_of(const Row& row, float value) {
-  const float* groups = row.group_maxima;
-  const int64_t count = num_chunks(row.count) * kChunkGroups;
-  const int64_t group = std::find(groups, groups + count, value) - groups;
-  int64_t place = group / kChunkGroups * kChunk;
+  const float* largest = row.summary.largest;
+  int64_t place = (std::find(largest, largest + num_chunks(row.count), value) - largest) * kChunk;
   while (row.values[place] != value) place++;
   return place;
 }
@@ -174,7 +165,7 @@ int64_t first_of(const Row& row, float value) {
 // From the whole row, in its order: the chunk at which the sum passes the number, then the place.
 int64_t draw_full(const Kernels& kernels, const Row& row, float scale, double uniform,
                   Scratch& s) {
-  const double target = uniform * rescale(row, scale, s);
+  const double target = uniform * total_of(kernels, row, scale, s);
   double before = 0.0, sum = 0.0;
   int64_t chunk = 0;
   for (int64_t i = 0; i < num_chunks(row.count) && sum <= target; i++) {
@@ -184,10 +175,9 @@ int64_t draw_full(const Kernels& kernels, const Row& row, float scale, double un
     sum += s.sums[static_cast<size_t>(i)];
   }
   float weights[kChunk];
-  const float maximum = s.chunk_maxima[static_cast<size_t>(chunk)];
-  const double factor = rescaling(row, maximum, scale);
+  const double factor = s.factors[static_cast<size_t>(chunk)];
   const int64_t first = chunk * kChunk, count = std::min(kChunk, row.count - first);
-  kernels.weigh(row.values + first, count, {maximum, scale}, weights);
+  kernels.weigh(row.values + first, count, {row.summary.largest[chunk], scale}, weights);
   int64_t last = 0;  // by rounding the sum may pass nowhere: then the last possible token is meant
   sum = before;
   for (int64_t i = 0; i < count; i++) {
@@ -214,47 +204,29 @@ int64_t draw_truncated(const Kernels& kernels, const Row& row, Weighing by, cons
   if (!request.has_top_k) return draw_above(kernels, row, least, by, request, s);
   least = std::max(least, reached_by(kernels, row, std::min(request.top_k, row.count), s));
   const Candidates kept = largest(kernels, gather(kernels, row, least, s), request.top_k, s);
-  const Range range = kernels.scan(kept.values, kept.size, nullptr);
+  const Range range = kernels.scan(kept.values, kept.size);
   const Descent descent(kernels, kept, range, by, s);
   return draw_nucleus(descent, request, descent.total());
 }
 
-float scale_of(const Request& request) {
-  return static_cast<float>(kLog2E / std::max(request.temperature, kLeastTemperature));
-}
-
-bool is_full(const Request& request) {
-  return !request.greedy && !request.has_top_k && request.min_p == 0.0 && request.top_p == 1.0;
-}
-
-// From values that were looked at but not weighed; the result is a place in them.
+// From values that were looked at; the result is a place in them.
 int64_t draw(const Kernels& kernels, const Row& row, const Request& request, Scratch& s) {
   if (request.greedy) return first_of(row, row.range.maximum);
-  return draw_truncated(kernels, row, {row.range.maximum, scale_of(request)}, request, s);
-}
-
-// Draws from what is allowed; false: there is nothing finite among it.
-bool draw_allowed(const Kernels& kernels, const Candidates& all, Request& request, Scratch& s) {
-  const bool full = is_full(request);
   const float scale = scale_of(request);
-  const Row row = full ? look_weighing(kernels, all, scale, s.group_maxima, s)
-                       : look_at(kernels, all, s.group_maxima);
-  if (!is_finite(row.range)) return false;
-  request.token = all.place(full ? draw_full(kernels, row, scale, request.uniform, s)
-                                 : draw(kernels, row, request, s));
-  return true;
+  if (is_full(request)) return draw_full(kernels, row, scale, request.uniform, s);
+  return draw_truncated(kernels, row, {row.range.maximum, scale}, request, s);
 }
 
-bool has_changes(const Request& request) {
-  return request.num_biased || request.num_banned || request.num_seen;
-}
-
-// Changes, draws and puts back.
+// Changes, draws from what is allowed, and puts back; false: there is nothing finite among it.
 bool draw_changed(const Batch& batch, float* logits, Request& request, Scratch& s) {
   const Changed changed(request, logits, s.undo);
   const Kernels& kernels = *batch.kernels;
-  return draw_allowed(kernels, allowed(kernels, request, logits, batch.vocab, s.allowed), request,
-                      s);
+  const Candidates all = allowed(kernels, request, logits, batch.vocab, s.allowed);
+  const float scale = is_full(request) ? scale_of(request) : rows::kNoSums;
+  const Row row = look_at(kernels, all, scale, s.changed);
+  if (!is_finite(row.range)) return false;
+  request.token = all.place(draw(kernels, row, request, s));
+  return true;
 }
 
 // The likeliest tokens, by the softmax of the row as given.
@@ -270,37 +242,41 @@ void report_top(const Batch& batch, const Row& row, double log_sum, const Reques
   }
 }
 
-// The groups of one chunk anew; they have to be those of the values as they are now.
-void look_again(const Kernels& kernels, const Row& row, int64_t chunk, float* group_maxima) {
-  const int64_t first = chunk * kChunk, count = std::min(kChunk, row.count - first);
-  kernels.scan(row.values + first, count, group_maxima + chunk * kChunkGroups);
+// A group anew, whose largest value may have become smaller, and what that says of its chunk.
+void look_again(const Kernels& kernels, const Row& row, int64_t group) {
+  const int64_t first = group * kGroup, count = std::min(kGroup, row.count - first);
+  row.summary.groups[group] = kernels.scan(row.values + first, count).maximum;
+  const int64_t chunk = group / kGroups;
+  const float* groups = row.summary.groups + chunk * kGroups;
+  row.summary.largest[chunk] = *std::max_element(groups, groups + kGroups);
 }
 
 // What a row that was looked at is since some of its values changed. Only the groups of these can
-// have another maximum, and seldom one of these was the largest of its group.
+// have another maximum, and seldom one of these was the largest of its group. `least` is not kept
+// up: the row's range is.
 Row look_at_changes(const Kernels& kernels, const Row& given, const float* logits, Scratch& s) {
-  const int64_t groups = num_chunks(given.count) * kChunkGroups;
-  s.group_maxima.assign(given.group_maxima, given.group_maxima + groups);
-  s.stale.assign(static_cast<size_t>(num_chunks(given.count)), false);
-  float* maxima = s.group_maxima.data();
-  Row row{logits, given.count, given.range, maxima};
+  const int64_t chunks = num_chunks(given.count);
+  Row row{logits, given.count, given.range, summary_in(s.changed, given.count)};
+  std::copy_n(given.summary.groups, chunks * kGroups, row.summary.groups);
+  std::copy_n(given.summary.largest, chunks, row.summary.largest);
+  *row.summary.scale = rows::kNoSums;
+  s.stale.clear();
   for (const Undo& old : s.undo) {
-    const int64_t chunk = old.token / kChunk;
-    const int64_t group = chunk * kChunkGroups + old.token % kChunkGroups;
+    const int64_t chunk = old.token / kChunk, group = old.token / kGroup;
     const float value = logits[old.token];
     row.range.has_nan |= std::isnan(value);
     row.range.minimum = std::min(row.range.minimum, value);
-    if (old.value == given.group_maxima[group]) s.stale[static_cast<size_t>(chunk)] = true;
-    maxima[group] = std::max(maxima[group], value);
+    if (old.value == given.summary.groups[group]) s.stale.push_back(group);
+    float& most = row.summary.groups[group];
+    most = std::max(most, value);
+    row.summary.largest[chunk] = std::max(row.summary.largest[chunk], value);
   }
-  for (int64_t chunk = 0; chunk < num_chunks(given.count); chunk++) {
-    if (s.stale[static_cast<size_t>(chunk)]) look_again(kernels, row, chunk, maxima);
-  }
-  row.range.maximum = kernels.scan(maxima, groups, nullptr).maximum;
+  for (const int64_t group : s.stale) look_again(kernels, row, group);
+  row.range.maximum = kernels.scan(row.summary.largest, chunks).maximum;
   return row;
 }
 
-// As draw_changed for a row that was looked at.
+// As draw_changed from a row that was looked at, and all of which is allowed.
 bool draw_patched(const Batch& batch, const Row& given, float* logits, Request& request,
                   Scratch& s) {
   const Changed changed(request, logits, s.undo);
@@ -310,28 +286,51 @@ bool draw_patched(const Batch& batch, const Row& given, float* logits, Request& 
   return true;
 }
 
-// Draws and reports. What the row says as it is given comes first: that pass brings it near.
-bool draw_reporting(const Batch& batch, float* logits, Request& request, Scratch& s) {
+// The row as it is given, if its summary came with it, and it is finite; false: it is not known.
+bool find_known(const Batch& batch, const float* logits, int64_t index, Row& row) {
+  if (!batch.summaries) return false;
+  float* const memory = batch.summaries + index * batch.summary_stride;
+  const rows::Summary summary = rows::summary_at(memory, batch.vocab);
+  if (*summary.scale == rows::kNothing) return false;
+  row = row_of(*batch.kernels, {logits, nullptr, batch.vocab}, summary);
+  return is_finite(row.range);
+}
+
+bool draw_known(const Batch& batch, const Row& given, float* logits, Request& request,
+                Scratch& s) {
+  if (request.allowed || request.mask) return draw_changed(batch, logits, request, s);
+  if (has_changes(request)) return draw_patched(batch, given, logits, request, s);
+  request.token = draw(*batch.kernels, given, request, s);
+  return true;
+}
+
+// Draws and reports, by the row as it is given.
+bool draw_reporting(const Batch& batch, const Row& row, float* logits, Request& request,
+                    Scratch& s) {
   const Kernels& kernels = *batch.kernels;
-  const Candidates given{logits, nullptr, batch.vocab};
-  const float scale = static_cast<float>(kLog2E);
-  const Row row = look_weighing(kernels, given, scale, s.given_groups, s);
-  if (!is_finite(row.range)) return false;
-  const double total = rescale(row, scale, s);
+  const double total = total_of(kernels, row, static_cast<float>(kLog2E), s);
   const double log_sum = static_cast<double>(row.range.maximum) + std::log(total);
   if (request.num_top) report_top(batch, row, log_sum, request, s);
-  if (request.has_token) {
-    // Nothing to draw.
-  } else if (request.allowed || request.mask || is_full(request)) {
-    if (!draw_changed(batch, logits, request, s)) return false;
-  } else if (has_changes(request)) {
-    if (!draw_patched(batch, row, logits, request, s)) return false;
-  } else {
-    request.token = draw(kernels, row, request, s);
-  }
-  request.rank = kernels.before(logits, batch.vocab, row.group_maxima, request.token) + 1;
+  if (!request.has_token && !draw_known(batch, row, logits, request, s)) return false;
+  request.rank = kernels.before(logits, batch.vocab, row.summary.groups, request.token) + 1;
   request.logprob = static_cast<double>(logits[request.token]) - log_sum;
   return true;
+}
+
+// False: the row is not finite.
+bool sample(const Batch& batch, float* logits, int64_t index, Request& request, Scratch& s) {
+  Row row;
+  const bool is_known = find_known(batch, logits, index, row);
+  if (!request.has_logprobs) {
+    if (request.has_token) return true;
+    return is_known ? draw_known(batch, row, logits, request, s)
+                    : draw_changed(batch, logits, request, s);
+  }
+  if (!is_known) {
+    const Candidates given{logits, nullptr, batch.vocab};
+    row = look_at(*batch.kernels, given, static_cast<float>(kLog2E), s.given);
+  }
+  return is_finite(row.range) && draw_reporting(batch, row, logits, request, s);
 }
 
 }  // namespace
@@ -342,14 +341,9 @@ void sample_row(const Batch& batch, float* logits, Request& request) {
     return;
   }
   Scratch& s = scratch();
-  const int64_t next = &request - batch.requests + batch.num_threads;
+  const int64_t index = &request - batch.requests, next = index + batch.num_threads;
   s.ahead = next < batch.num_rows ? batch.logits + next * batch.stride : nullptr;
-  bool finite = true;
-  if (request.has_logprobs) {
-    finite = draw_reporting(batch, logits, request, s);
-  } else if (!request.has_token) {
-    finite = draw_changed(batch, logits, request, s);
-  }
+  const bool finite = sample(batch, logits, index, request, s);
   request.status = finite ? kDrawn : kNotFinite;
 }
 

@@ -162,6 +162,53 @@ static inline uint32_t at_least(const Vec& a, const Vec& b) {
   return bits;
 }
 
+// Of the lanes of two parts, one behind the other, those with even and with odd numbers.
+#if defined(__AVX512F__)
+#define ONNXPORT_EVENS 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ONNXPORT_ODDS 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif defined(__AVX2__)
+#define ONNXPORT_EVENS 0, 2, 4, 6, 8, 10, 12, 14
+#define ONNXPORT_ODDS 1, 3, 5, 7, 9, 11, 13, 15
+#else
+#define ONNXPORT_EVENS 0, 2, 4, 6
+#define ONNXPORT_ODDS 1, 3, 5, 7
+#endif
+static inline Floats evens(Floats a, Floats b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, ONNXPORT_EVENS);
+#else
+  return __builtin_shuffle(a, b, Ints{ONNXPORT_EVENS});
+#endif
+}
+static inline Floats odds(Floats a, Floats b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, ONNXPORT_ODDS);
+#else
+  return __builtin_shuffle(a, b, Ints{ONNXPORT_ODDS});
+#endif
+}
+
+// Lane i is the largest lane of the i-th of kLanes, none of which has a NaN.
+static inline Vec largest_lanes(const Vec* each_of) {
+  Floats found[kLanes];
+  for (int i = 0; i < kLanes; i++) {
+    found[i] = each_of[i].part[0];
+    for (int p = 1; p < kParts; p++) {
+      const Floats other = each_of[i].part[p];
+      found[i] = other > found[i] ? other : found[i];
+    }
+  }
+  // Neighbours share the lanes of one, step by step, until each has a single lane.
+  for (int count = kLanes / 2; count >= kParts; count /= 2) {
+    for (int i = 0; i < count; i++) {
+      const Floats even = evens(found[2 * i], found[2 * i + 1]);
+      const Floats odd = odds(found[2 * i], found[2 * i + 1]);
+      found[i] = odd > even ? odd : even;
+    }
+  }
+  return each([&](int i) { return found[i]; });
+}
+
 // a * b + c, rounded once: in one instruction where there is one, with the same bits elsewhere.
 static inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)

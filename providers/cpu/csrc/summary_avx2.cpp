@@ -1,0 +1,16 @@
+// Summaries by AVX2. Compiled with that set's flags and -ffp-contract=off: nothing here may be shared
+// with other objects.
+#include "summaries.h"
+
+#if defined(__GNUC__) && defined(__AVX2__) && defined(__FMA__)
+
+#include "rows/summary_impl.h"
+
+namespace onnxport {
+void summarize_avx2(const float* row, int64_t begin, int64_t end, float scale,
+                    const float* ahead, const rows::Summary& to) {
+  summarize_part(row, begin, end, scale, ahead, to);
+}
+}  // namespace onnxport
+
+#endif
