@@ -15,6 +15,7 @@ constexpr int64_t kQuantizeTask = 1 << 14;
 // Weights that a task reads: some ten microseconds from memory, so that threads finish together. Of
 // many weights more, for what a task asks for ahead at its end may be another thread's.
 constexpr int64_t kTaskBytes = 1 << 15, kLargestTaskBytes = 1 << 19, kFewTasks = 64;
+constexpr int64_t kAskingRows = 32;
 constexpr int64_t kChunkPanels = rows::kChunk / kPanel;
 
 }  // namespace
@@ -54,29 +55,37 @@ void Product::multiply(int64_t index) const {
   const Part part{panel, std::min(num_panels(call), panel + panels_per_task), row,
                   std::min(call.rows, row + kernels.chunk_rows),
                   call.output + row * call.n + panel * kPanel, call.n};
+  if (!summarizes()) return kernels.multiply(call, part);
+  if (part.panel_begin == 0) announce(part);
+  if (kernels.multiply_and_summarize && kernels.multiply_and_summarize(call, part)) return;
   kernels.multiply(call, part);
-  if (summarizes()) summarize(part);
+  summarize(part);
+}
+
+// Says in the summaries what there will be in them.
+void Product::announce(const Part& part) const {
+  for (int64_t row = part.row_begin; row < part.row_end; row++)
+    if (call.summary_scales[row] >= rows::kNoSums)
+      *summary_of(call, row).scale = call.summary_scales[row];
 }
 
 // What a task has made is whole chunks of its rows, or their ends. Products of few rows wait for
 // weights, and this does not: meanwhile the next task's first ones are asked for, as many lines as are
-// looked at.
+// looked at of these rows. With more rows it would take longer than they spare.
 void Product::summarize(const Part& part) const {
   const int64_t begin = part.panel_begin * kPanel, end = std::min(call.n, part.panel_end * kPanel);
   const uint8_t* next = call.weights + part.panel_end * panel_bytes(call);
   const uint8_t* const last = call.weights + num_panels(call) * panel_bytes(call);
   const int64_t bytes = (end - begin) * static_cast<int64_t>(sizeof(float));
+  const bool asks = part.row_end - part.row_begin <= kAskingRows;
   for (int64_t row = part.row_begin; row < part.row_end; row++) {
     const float scale = call.summary_scales[row];
     if (!(scale >= rows::kNoSums)) continue;
-    const rows::Summary summary =
-        rows::summary_at(call.summaries + row * rows::summary_floats(call.n), call.n);
-    const bool has_next = last - next >= bytes;
+    const bool has_next = asks && last - next >= bytes;
     const float* ahead = reinterpret_cast<const float*>(next) - begin;
     kernels.summarize(call.output + row * call.n, begin, end, scale, has_next ? ahead : nullptr,
-                      summary);
+                      summary_of(call, row));
     next += bytes;
-    if (begin == 0) *summary.scale = scale;
   }
 }
 

@@ -99,6 +99,11 @@ struct MatMulKernels {
 
   // A single row's panels are read so many at a time; a task that has as many loses nothing.
   int64_t streams = 1;
+
+  // As multiply, and summarizes the outputs while they are in registers; false: not these, and
+  // nothing was done. Null: none.
+  bool (*multiply_and_summarize)(const MatMul& call, const Part& part) = nullptr;
+
 };
 
 // Null where this build or this processor cannot run them.
@@ -124,6 +129,10 @@ static inline int64_t block_bytes(const MatMul& m) {
   return quant_bytes(m) + kPanel * (m.half_scales ? 2 : 4);
 }
 static inline int64_t panel_bytes(const MatMul& m) { return num_blocks(m) * block_bytes(m); }
+
+static inline rows::Summary summary_of(const MatMul& m, int64_t row) {
+  return rows::summary_at(m.summaries + row * rows::summary_floats(m.n), m.n);
+}
 
 // Position of a row's scale for a block; its quants are block_size times that far.
 static inline int64_t row_block(const MatMul& m, int64_t row, int64_t block) {

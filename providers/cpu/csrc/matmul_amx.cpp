@@ -40,6 +40,19 @@ struct alignas(4096) Memory {
   float zeros[kPanel];
 };
 
+// What is told of the outputs of 16 rows as they are made, for a chunk of each row: its least value,
+// the largest ones of its groups, and of the first half of the next group. Rows side by side.
+struct alignas(64) Tally {
+  float least[kRowTile];
+  float high[kRowTile];
+  float groups[rows::kGroups][kRowTile];
+};
+
+struct Tallies {
+  Tally tiles[kAmxChunkRows / kRowTile];
+  bool has_nan = false;
+};
+
 // The tile registers: four sums, two parts of a row tile, two columns of weights.
 // inputs: those that one instruction multiplies, 64 or fewer.
 TileConfiguration configuration_for(int64_t inputs) {
@@ -72,7 +85,8 @@ struct Unit {
   float* to;  // likewise with it
   int64_t to_stride;
   float* output;  // where to deliver them, null if that is not to be done
-  int64_t panel, rows;
+  int64_t panel, row, rows;
+  Tally* tally;  // of a panel's last block, if they are to be told of
   bool is_inner;  // neither a panel's first block nor its last: its totals stay where they are
 };
 
@@ -112,9 +126,81 @@ ONNXPORT_INLINE void start(const Unit& unit, size_t block_size) {
   }
 }
 
-// Adds a unit's sums to the totals, while the tile registers work on the next one.
-template <int kPair, bool kFew, bool kInner>
-ONNXPORT_INLINE void add_sums(const Unit& unit, char* sums, Ahead& ahead) {
+// What a unit's totals are: such as stay where they are, any, or outputs that are told of.
+enum class Totals { kInner, kAny, kTold };
+
+// The totals of a unit's rows, to which its sums are added. Copies: for all the compiler knows, storing
+// a vector changes whatever has an address.
+template <Totals kTotals, bool kFew>
+struct Rows {
+  static constexpr bool kInner = kTotals == Totals::kInner;
+  const char* sums;
+  const __m512 scales[2];
+  const float* row_scales;
+  float* to;
+  const float* from;
+  const int64_t from_stride, to_stride;
+  const bool streams;  // past the caches
+
+  Rows(const Unit& unit, const char* stored)
+      : sums(stored),
+        scales{_mm512_load_ps(unit.scales), _mm512_load_ps(unit.scales + kLanes)},
+        row_scales(unit.row_scales),
+        to(unit.to),
+        from(kInner ? to : unit.from),
+        from_stride(kInner ? kPanel : unit.from_stride),
+        to_stride(kInner ? kPanel : unit.to_stride),
+        streams(kTotals == Totals::kTold && kFew && !unit.output) {}
+};
+
+// Returns the new totals of 16 outputs of a row.
+template <class Rows>
+ONNXPORT_INLINE __m512 add_row(const Rows& of, int r, int c) {
+  const __m512i sum = _mm512_load_si512(of.sums + r * kSumStride + c * 64);
+  const __m512 total = _mm512_loadu_ps(of.from + r * of.from_stride + c * kLanes);
+  const __m512 with = accumulate(total, sum, _mm512_set1_ps(of.row_scales[r]), of.scales[c]);
+  if (of.streams)
+    _mm512_stream_ps(of.to + r * of.to_stride + c * kLanes, with);
+  else
+    _mm512_storeu_ps(of.to + r * of.to_stride + c * kLanes, with);
+  return with;
+}
+
+// The largest and the least lanes of some rows, which share those of a vector.
+struct Extremes {
+  __m512 high, low;
+};
+
+ONNXPORT_INLINE Extremes merge(const Extremes& a, const Extremes& b) {
+  const __m512i even =
+      _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+  return {_mm512_max_ps(_mm512_permutex2var_ps(a.high, even, b.high),
+                        _mm512_permutex2var_ps(a.high, odd, b.high)),
+          _mm512_min_ps(_mm512_permutex2var_ps(a.low, even, b.low),
+                        _mm512_permutex2var_ps(a.low, odd, b.low))};
+}
+
+// Adds the sums of rows [first, first + kCount) to outputs; of all rows, lane r is what row r has.
+template <int kCount, bool kFew>
+ONNXPORT_INLINE Extremes add_told(const Rows<Totals::kTold, kFew>& to, int first, Ahead& ahead,
+                                  __mmask16& nan) {
+  if constexpr (kCount == 1) {
+    if constexpr (kFew) ahead.ask();
+    const __m512 a = add_row(to, first, 0), b = add_row(to, first, 1);
+    nan |= _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q);
+    return {_mm512_max_ps(a, b), _mm512_min_ps(a, b)};
+  } else {
+    const Extremes one = add_told<kCount / 2, kFew>(to, first, ahead, nan);
+    return merge(one, add_told<kCount / 2, kFew>(to, first + kCount / 2, ahead, nan));
+  }
+}
+
+// Adds a unit's sums to the totals, while the tile registers work on the next one. Outputs that are
+// told of are not read again soon: those of few rows go to memory past the caches, which otherwise
+// would have to read their lines first.
+template <int kPair, bool kFew, Totals kTotals>
+ONNXPORT_INLINE void add_sums(const Unit& unit, char* sums, Ahead& ahead, Tallies* tallies) {
   if constexpr (kPair == 0) {
     _tile_stored(0, sums, kSumStride);
     _tile_stored(1, sums + 64, kSumStride);
@@ -122,23 +208,27 @@ ONNXPORT_INLINE void add_sums(const Unit& unit, char* sums, Ahead& ahead) {
     _tile_stored(2, sums, kSumStride);
     _tile_stored(3, sums + 64, kSumStride);
   }
-  const __m512 scales[2] = {_mm512_load_ps(unit.scales), _mm512_load_ps(unit.scales + kLanes)};
-  // Copies: for all the compiler knows, storing a vector changes whatever has an address.
-  const float* row_scales = unit.row_scales;
-  float* to = unit.to;
-  const float* from = kInner ? to : unit.from;
-  const int64_t from_stride = kInner ? kPanel : unit.from_stride;
-  const int64_t to_stride = kInner ? kPanel : unit.to_stride;
-  ONNXPORT_UNROLL
-  for (int r = 0; r < kRowTile; r++) {
-    const __m512 row_scale = _mm512_set1_ps(row_scales[r]);
-    if constexpr (kFew) ahead.ask();
+  const Rows<kTotals, kFew> to(unit, sums);
+  if constexpr (kTotals == Totals::kTold) {
+    __mmask16 nan = 0;
+    const Extremes of = add_told<kRowTile, kFew>(to, 0, ahead, nan);
+    tallies->has_nan |= nan != 0;
+    Tally& tally = *unit.tally;
+    _mm512_store_ps(tally.least, _mm512_min_ps(of.low, _mm512_load_ps(tally.least)));
+    constexpr int64_t kHalves = rows::kGroup / kPanel;
+    static_assert(kHalves == 2, "a group is two panels");
+    if (unit.panel % kHalves == 0)
+      _mm512_store_ps(tally.high, of.high);
+    else  // Either zero is written as 0, as summary_impl.h does.
+      _mm512_store_ps(tally.groups[unit.panel / kHalves % rows::kGroups],
+                      _mm512_add_ps(_mm512_max_ps(of.high, _mm512_load_ps(tally.high)),
+                                    _mm512_setzero_ps()));
+  } else {
     ONNXPORT_UNROLL
-    for (int c = 0; c < 2; c++) {
-      const __m512i sum = _mm512_load_si512(sums + r * kSumStride + c * 64);
-      const __m512 total = _mm512_loadu_ps(from + r * from_stride + c * kLanes);
-      _mm512_storeu_ps(to + r * to_stride + c * kLanes,
-                       accumulate(total, sum, row_scale, scales[c]));
+    for (int r = 0; r < kRowTile; r++) {
+      if constexpr (kFew) ahead.ask();
+      add_row(to, r, 0);
+      add_row(to, r, 1);
     }
   }
 }
@@ -182,7 +272,9 @@ struct Stretch {
 
 // Where a unit's totals are read and written. With the last block they go to the output at once,
 // unless a bias is to be added or some of them are no outputs. Lines of the output are asked for a
-// block earlier: stores that wait for theirs hold up all the later ones.
+// block earlier: stores that wait for theirs hold up all the later ones. Not where outputs are told
+// of, as most of these go past the caches.
+template <bool kFew, bool kTell>
 ONNXPORT_INLINE void place(const MatMul& m, const Part& part, int64_t tile, int64_t panel,
                            int64_t block, Memory& memory, Unit& unit) {
   const int64_t last = num_blocks(m) - 1;
@@ -191,10 +283,14 @@ ONNXPORT_INLINE void place(const MatMul& m, const Part& part, int64_t tile, int6
   unit.from = block == 0 ? memory.zeros : unit.to;
   unit.from_stride = block == 0 ? 0 : kPanel;
   unit.output = nullptr;
+  unit.tally = nullptr;
   unit.is_inner = block > 0 && block < last;
-  if (block < last - 1) return;
+  if (block < last - (kTell && kFew ? 0 : 1)) return;
   const int64_t first = tile * kRowTile, left = part.row_end - part.row_begin - first;
   const int64_t rows = left < kRowTile ? left : kRowTile;
+  unit.rows = rows;
+  unit.row = part.row_begin + first;
+  unit.panel = panel;
   float* output = part.output + (panel - part.panel_begin) * kPanel + first * part.stride;
   if (block < last) {
     ONNXPORT_UNROLL
@@ -207,8 +303,6 @@ ONNXPORT_INLINE void place(const MatMul& m, const Part& part, int64_t tile, int6
     unit.to_stride = part.stride;
   } else {
     unit.output = output;
-    unit.rows = rows;
-    unit.panel = panel;
   }
 }
 
@@ -221,18 +315,44 @@ ONNXPORT_ALONE void deliver(const MatMul& m, const Part& part, const Unit& unit)
   if (m.bias) add_bias(m, unit.panel, unit.output, part.stride, unit.rows);
 }
 
-template <int kPair, bool kFew>
+void begin_chunk(Tally& tally) {
+  _mm512_store_ps(tally.least, _mm512_set1_ps(INFINITY));
+  for (float* group : tally.groups) _mm512_store_ps(group, _mm512_set1_ps(-INFINITY));
+}
+
+// Tells of a row tile's chunk, all of which was made.
+ONNXPORT_ALONE void end_chunk(const MatMul& m, const Unit& unit) {
+  Tally& tally = *unit.tally;
+  const int64_t chunk = unit.panel * kPanel / rows::kChunk;
+  for (int64_t r = 0; r < unit.rows; r++) {
+    if (!(m.summary_scales[unit.row + r] >= rows::kNoSums)) continue;
+    const rows::Summary to = summary_of(m, unit.row + r);
+    float* const groups = to.groups + chunk * rows::kGroups;
+    for (int64_t i = 0; i < rows::kGroups; i++) groups[i] = tally.groups[i][r];
+    to.largest[chunk] = _mm512_reduce_max_ps(_mm512_loadu_ps(groups));
+    to.least[chunk] = tally.least[r] + 0.f;
+  }
+  begin_chunk(tally);
+}
+
+template <int kPair, bool kFew, bool kTell>
 ONNXPORT_INLINE void finish(const MatMul& m, const Part& part, const Unit& unit, char* sums,
-                            Ahead& ahead) {
-  if (unit.is_inner) return add_sums<kPair, kFew, true>(unit, sums, ahead);
-  add_sums<kPair, kFew, false>(unit, sums, ahead);
+                            Ahead& ahead, Tallies* tallies) {
+  if (unit.is_inner) return add_sums<kPair, kFew, Totals::kInner>(unit, sums, ahead, tallies);
+  if (kTell && unit.tally) {
+    add_sums<kPair, kFew, Totals::kTold>(unit, sums, ahead, tallies);
+    if ((unit.panel + 1) * kPanel % rows::kChunk == 0 || unit.panel + 1 == part.panel_end)
+      end_chunk(m, unit);
+  } else {
+    add_sums<kPair, kFew, Totals::kAny>(unit, sums, ahead, tallies);
+  }
   if (unit.output) deliver(m, part, unit);
 }
 
 // The part, one unit after the other: while the tile registers work on one, the sums of the one
 // before are added to its totals.
-template <int kParts, bool kFew>
-void multiply_tiles(const MatMul& m, const Part& part) {
+template <int kParts, bool kFew, bool kTell>
+void multiply_tiles(const MatMul& m, const Part& part, Tallies* tallies) {
   Memory memory;
   memset(memory.zeros, 0, sizeof memory.zeros);
   const int64_t blocks = num_blocks(m), bytes = block_bytes(m);
@@ -263,39 +383,79 @@ void multiply_tiles(const MatMul& m, const Part& part) {
           unit.columns = stretch.columns + i * stretch.stride;
           unit.row_scales = m.scales + at;
           unit.scales = stretch.scales[i];
-          place(m, part, tile, panel, block, memory, unit);
+          place<kFew, kTell>(m, part, tile, panel, block, memory, unit);
+          if (kTell && block == blocks - 1) unit.tally = tallies->tiles + tile;
           if (number % 2 == 0) {
             start<0, kParts>(unit, block_size);
-            if (number > 0) finish<1, kFew>(m, part, units[1], memory.sums, ahead);
+            if (number > 0) finish<1, kFew, kTell>(m, part, units[1], memory.sums, ahead, tallies);
           } else {
             start<1, kParts>(unit, block_size);
-            finish<0, kFew>(m, part, units[0], memory.sums, ahead);
+            finish<0, kFew, kTell>(m, part, units[0], memory.sums, ahead, tallies);
           }
         }
       }
     }
   }
   if (number % 2 == 0)
-    finish<1, kFew>(m, part, units[1], memory.sums, ahead);
+    finish<1, kFew, kTell>(m, part, units[1], memory.sums, ahead, tallies);
   else
-    finish<0, kFew>(m, part, units[0], memory.sums, ahead);
+    finish<0, kFew, kTell>(m, part, units[0], memory.sums, ahead, tallies);
 }
 
-void multiply(const MatMul& m, const Part& part) {
-  if (m.rows <= kFewRows || m.block_size > kMostInputs) return multiply_dots_or_one<Dot>(m, part);
+template <bool kTell>
+void multiply_part(const MatMul& m, const Part& part, Tallies* tallies) {
   const TileConfiguration configuration = configuration_for(m.block_size < 64 ? m.block_size : 64);
   _tile_loadconfig(&configuration);
   const bool few = part.row_end - part.row_begin <= kFewTiles * kRowTile;
   if (m.block_size == 128)
-    few ? multiply_tiles<2, true>(m, part) : multiply_tiles<2, false>(m, part);
+    few ? multiply_tiles<2, true, kTell>(m, part, tallies)
+        : multiply_tiles<2, false, kTell>(m, part, tallies);
   else
-    few ? multiply_tiles<1, true>(m, part) : multiply_tiles<1, false>(m, part);
+    few ? multiply_tiles<1, true, kTell>(m, part, tallies)
+        : multiply_tiles<1, false, kTell>(m, part, tallies);
   _tile_release();
+}
+
+bool has_tiles(const MatMul& m) { return m.rows > kFewRows && m.block_size <= kMostInputs; }
+
+void multiply(const MatMul& m, const Part& part) {
+  if (has_tiles(m))
+    multiply_part<false>(m, part, nullptr);
+  else
+    multiply_dots_or_one<Dot>(m, part);
+}
+
+// Whether all that is asked for of the rows can be told before they are in memory, and something is.
+bool can_tell(const MatMul& m, const Part& part) {
+  bool asks = false;
+  for (int64_t row = part.row_begin; row < part.row_end; row++) {
+    if (m.summary_scales[row] > rows::kNoSums) return false;
+    asks |= m.summary_scales[row] == rows::kNoSums;
+  }
+  return asks;
+}
+
+bool multiply_and_summarize(const MatMul& m, const Part& part) {
+  const bool is_whole = m.n % rows::kGroup == 0 && part.panel_begin * kPanel % rows::kChunk == 0;
+  const bool has_lines = reinterpret_cast<uintptr_t>(part.output) % 64 == 0 && part.stride % 16 == 0;
+  if (!has_tiles(m) || m.bias || !is_whole || !has_lines || !can_tell(m, part)) return false;
+  Tallies tallies;
+  const int64_t tiles = ceil_div(part.row_end - part.row_begin, kRowTile);
+  for (int64_t tile = 0; tile < tiles; tile++) begin_chunk(tallies.tiles[tile]);
+  multiply_part<true>(m, part, &tallies);
+  _mm_sfence();
+  if (!tallies.has_nan) return true;
+  const int64_t begin = part.panel_begin * kPanel, end = part.panel_end * kPanel;
+  for (int64_t row = part.row_begin; row < part.row_end; row++)
+    if (m.summary_scales[row] == rows::kNoSums)
+      summarize_avx512(part.output + (row - part.row_begin) * part.stride - begin, begin,
+                       end < m.n ? end : m.n, rows::kNoSums, nullptr, summary_of(m, row));
+  return true;
 }
 
 constexpr MatMulKernels kKernels = {
     "amx", kAmxChunkRows, [](int64_t rows) { return rows <= kFewRows ? rows : kRowTile; }, quantize,
-    multiply, kCoarseRows, summarize_avx512, Vec::kStreams};
+    multiply, kCoarseRows, summarize_avx512, Vec::kStreams, multiply_and_summarize};
 static_assert(kCoarseRows <= kFewRows, "tiles know no corrections");
 
 }  // namespace

@@ -40,6 +40,7 @@ struct Product {
   void multiply(int64_t index) const;
 
  private:
+  void announce(const Part& part) const;
   void summarize(const Part& part) const;
 };
 

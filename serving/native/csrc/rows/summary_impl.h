@@ -7,18 +7,19 @@
 
 namespace {
 
+// The largest lane, and the smallest one, none of which is NaN.
 static inline float largest_of(const Vec& x) {
-  float lanes[kLanes], largest = -INFINITY;
-  store(lanes, x);
-  for (int i = 0; i < kLanes; i++) largest = lanes[i] > largest ? lanes[i] : largest;
-  return largest;
+  Floats most = x.part[0];
+  for (int p = 1; p < kParts; p++) most = x.part[p] > most ? x.part[p] : most;
+  for (int lanes = kPartLanes; lanes > 1; lanes /= 2) {
+    const Floats even = evens(most, most), odd = odds(most, most);
+    most = odd > even ? odd : even;
+  }
+  return most[0];
 }
 
 static inline float least_of(const Vec& x) {
-  float lanes[kLanes], least = INFINITY;
-  store(lanes, x);
-  for (int i = 0; i < kLanes; i++) least = lanes[i] < least ? lanes[i] : least;
-  return least;
+  return -largest_of(each([&](int p) { return -x.part[p]; }));
 }
 
 static inline double sum_of(const Vec& x) {
@@ -87,6 +88,9 @@ static inline float weigh_chunk(const float* row, int64_t begin, int64_t end, fl
   return static_cast<float>(sum_of(sum_weights(row, begin, end, largest, scale)));
 }
 
+// Of two zeros either is the largest, by the order in which they are looked at; so each is written as
+// 0, which -0 becomes once 0 is added.
+//
 // Summarizes values [begin, end) of a row, whole chunks and the end of the row; see Ranges::take.
 // Without sums unless the scale is above 0; the summary's own scale is left to the caller.
 static inline void summarize_part(const float* row, int64_t begin, int64_t end, float scale,
@@ -104,11 +108,11 @@ static inline void summarize_part(const float* row, int64_t begin, int64_t end, 
       ranges.take(row, group, group + kGroup < last ? group + kGroup : last, ahead);
       most[i] = ranges.most;
     }
-    const Vec groups = largest_lanes(most);
+    const Vec groups = add(largest_lanes(most), splat(0.f));
     store(to.groups + chunk * kLanes, groups);
     const float largest = largest_of(groups);
     to.largest[chunk] = largest;
-    to.least[chunk] = ranges.has_nan() ? NAN : least_of(ranges.least);
+    to.least[chunk] = ranges.has_nan() ? NAN : least_of(ranges.least) + 0.f;
     if (scale > 0.f) to.sums[chunk] = weigh_chunk(row, first, last, largest, scale);
   }
 }
