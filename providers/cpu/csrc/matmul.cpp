@@ -65,8 +65,8 @@ void Product::multiply(int64_t index) const {
 // Says in the summaries what there will be in them.
 void Product::announce(const Part& part) const {
   for (int64_t row = part.row_begin; row < part.row_end; row++)
-    if (call.summary_scales[row] >= rows::kNoSums)
-      *summary_of(call, row).scale = call.summary_scales[row];
+    if (told_scale(call, row) >= rows::kNoSums)
+      *summary_of(call, row).scale = told_scale(call, row);
 }
 
 // What a task has made is whole chunks of its rows, or their ends. Products of few rows wait for
@@ -79,7 +79,7 @@ void Product::summarize(const Part& part) const {
   const int64_t bytes = (end - begin) * static_cast<int64_t>(sizeof(float));
   const bool asks = part.row_end - part.row_begin <= kAskingRows;
   for (int64_t row = part.row_begin; row < part.row_end; row++) {
-    const float scale = call.summary_scales[row];
+    const float scale = told_scale(call, row);
     if (!(scale >= rows::kNoSums)) continue;
     const bool has_next = asks && last - next >= bytes;
     const float* ahead = reinterpret_cast<const float*>(next) - begin;

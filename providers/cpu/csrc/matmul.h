@@ -134,6 +134,14 @@ static inline rows::Summary summary_of(const MatMul& m, int64_t row) {
   return rows::summary_at(m.summaries + row * rows::summary_floats(m.n), m.n);
 }
 
+// What is told of a row: what is asked for, but no sums where there are many rows. These are not in a
+// near cache by then, and whoever reads them has no less to do here than later.
+constexpr int64_t kSummedRows = 32;
+static inline float told_scale(const MatMul& m, int64_t row) {
+  const float scale = m.summary_scales[row];
+  return scale > rows::kNoSums && m.rows > kSummedRows ? rows::kNoSums : scale;
+}
+
 // Position of a row's scale for a block; its quants are block_size times that far.
 static inline int64_t row_block(const MatMul& m, int64_t row, int64_t block) {
   const int64_t tiles = ceil_div(m.rows, kRowTile);

@@ -325,7 +325,7 @@ ONNXPORT_ALONE void end_chunk(const MatMul& m, const Unit& unit) {
   Tally& tally = *unit.tally;
   const int64_t chunk = unit.panel * kPanel / rows::kChunk;
   for (int64_t r = 0; r < unit.rows; r++) {
-    if (!(m.summary_scales[unit.row + r] >= rows::kNoSums)) continue;
+    if (!(told_scale(m, unit.row + r) >= rows::kNoSums)) continue;
     const rows::Summary to = summary_of(m, unit.row + r);
     float* const groups = to.groups + chunk * rows::kGroups;
     for (int64_t i = 0; i < rows::kGroups; i++) groups[i] = tally.groups[i][r];
@@ -429,8 +429,8 @@ void multiply(const MatMul& m, const Part& part) {
 bool can_tell(const MatMul& m, const Part& part) {
   bool asks = false;
   for (int64_t row = part.row_begin; row < part.row_end; row++) {
-    if (m.summary_scales[row] > rows::kNoSums) return false;
-    asks |= m.summary_scales[row] == rows::kNoSums;
+    if (told_scale(m, row) > rows::kNoSums) return false;
+    asks |= told_scale(m, row) == rows::kNoSums;
   }
   return asks;
 }
@@ -447,7 +447,7 @@ bool multiply_and_summarize(const MatMul& m, const Part& part) {
   if (!tallies.has_nan) return true;
   const int64_t begin = part.panel_begin * kPanel, end = part.panel_end * kPanel;
   for (int64_t row = part.row_begin; row < part.row_end; row++)
-    if (m.summary_scales[row] == rows::kNoSums)
+    if (told_scale(m, row) == rows::kNoSums)
       summarize_avx512(part.output + (row - part.row_begin) * part.stride - begin, begin,
                        end < m.n ? end : m.n, rows::kNoSums, nullptr, summary_of(m, row));
   return true;

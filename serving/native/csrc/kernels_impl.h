@@ -33,7 +33,7 @@ void weigh_chunks(const float* values, int64_t count, float scale,
                   const onnxport::rows::Summary& to) {
   for (int64_t begin = 0; begin < count; begin += kChunk) {
     const int64_t end = begin + kChunk < count ? begin + kChunk : count, chunk = begin / kChunk;
-    to.sums[chunk] = weigh_chunk(values, begin, end, to.largest[chunk], scale);
+    to.sums[chunk] = weigh_chunk(values, begin, end, to.largest[chunk], scale, values + kAhead);
   }
   *to.scale = scale;
 }
@@ -41,7 +41,7 @@ void weigh_chunks(const float* values, int64_t count, float scale,
 void sums(const float* values, int64_t count, Weighing by, double* sums) {
   for (int64_t begin = 0; begin < count; begin += kChunk) {
     const int64_t end = begin + kChunk < count ? begin + kChunk : count;
-    sums[begin / kChunk] = sum_of(sum_weights(values, begin, end, by.maximum, by.scale));
+    sums[begin / kChunk] = sum_of(sum_weights(values, begin, end, by.maximum, by.scale, nullptr));
   }
 }
 

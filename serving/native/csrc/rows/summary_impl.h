@@ -72,10 +72,12 @@ struct Ranges {
   }
 };
 
+// Meanwhile asks for what is as far from `ahead` as these are from `values`; null: for nothing.
 static inline Vec sum_weights(const float* values, int64_t begin, int64_t end, float maximum,
-                              float scale) {
+                              float scale, const float* ahead) {
   Vec sum = splat(0.f);
-  sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t) {
+  sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t place) {
+    if (ahead) __builtin_prefetch(ahead + place);
     sum = add(sum, weight(x, maximum, scale));
   });
   return sum;
@@ -83,9 +85,9 @@ static inline Vec sum_weights(const float* values, int64_t begin, int64_t end, f
 
 // The sum of the weights of a chunk whose largest value is known, as Summary has it.
 static inline float weigh_chunk(const float* row, int64_t begin, int64_t end, float largest,
-                                float scale) {
+                                float scale, const float* ahead) {
   if (!(largest > -INFINITY && largest < INFINITY)) return 0.f;
-  return static_cast<float>(sum_of(sum_weights(row, begin, end, largest, scale)));
+  return static_cast<float>(sum_of(sum_weights(row, begin, end, largest, scale, ahead)));
 }
 
 // Of two zeros either is the largest, by the order in which they are looked at; so each is written as
@@ -113,7 +115,7 @@ static inline void summarize_part(const float* row, int64_t begin, int64_t end, 
     const float largest = largest_of(groups);
     to.largest[chunk] = largest;
     to.least[chunk] = ranges.has_nan() ? NAN : least_of(ranges.least) + 0.f;
-    if (scale > 0.f) to.sums[chunk] = weigh_chunk(row, first, last, largest, scale);
+    if (scale > 0.f) to.sums[chunk] = weigh_chunk(row, first, last, largest, scale, nullptr);
   }
 }
 
