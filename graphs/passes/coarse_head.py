@@ -33,8 +33,10 @@ def use_coarse_head(model: onnx.ModelProto) -> PassResult:
     the logits.
     """
     copy = copy_model(model)
-    rows, node = rows_of_logits(copy), _head(copy)
-    if rows is None or node is None or contract.EXACT_LOGITS in names(copy):
+    rows, node = rows_of_logits(copy), head_of(copy)
+    if rows is None or node is None or not _fits(node) or contract.LOGITS in consumers(copy):
+        return PassResult("coarse_head", copy, {})
+    if contract.EXACT_LOGITS in names(copy):
         return PassResult("coarse_head", copy, {})
     del node.input[_BIAS:]
     node.input.extend([""] * (_EXACT - len(node.input)) + [contract.EXACT_LOGITS])
@@ -58,22 +60,16 @@ def rows_of_logits(model: onnx.ModelProto) -> str | None:
     return None
 
 
-def _head(model: onnx.ModelProto) -> onnx.NodeProto | None:
-    """The product that makes the logits, where it may compute only some of them."""
-    if contract.LOGITS in consumers(model):
-        return None
+def head_of(model: onnx.ModelProto) -> onnx.NodeProto | None:
+    """Our product that makes the logits, LEAST_OUTPUTS or more; None where something else does."""
     for node in model.graph.node:
         if contract.LOGITS in node.output:
-            return node if _fits(node) else None
+            is_product = node.op_type == MATMUL_NBITS and node.domain == DOMAIN
+            is_large = attribute_int(node, "N", 0) >= LEAST_OUTPUTS
+            is_first = node.output[0] == contract.LOGITS
+            return node if is_product and is_large and is_first else None
     return None
 
 
 def _fits(node: onnx.NodeProto) -> bool:
-    return (
-        node.op_type == MATMUL_NBITS
-        and node.domain == DOMAIN
-        and node.output[0] == contract.LOGITS
-        and not any(node.input[_BIAS:])
-        and attribute_int(node, "bits", 4) == _BITS
-        and attribute_int(node, "N", 0) >= LEAST_OUTPUTS
-    )
+    return not any(node.input[_BIAS:]) and attribute_int(node, "bits", 4) == _BITS

@@ -16,9 +16,7 @@ from onnx import TensorProto
 
 from onnxport.graphs import contract
 from onnxport.graphs.inspect import attribute_int, names
-from onnxport.graphs.passes.coarse_head import LEAST_OUTPUTS, rows_of_logits
-from onnxport.graphs.passes.gated_silu import DOMAIN
-from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
+from onnxport.graphs.passes.coarse_head import head_of, rows_of_logits
 from onnxport.graphs.passes.result import PassResult, copy_model
 
 _SCALES: Final = 7  # the input's place, behind exact
@@ -31,7 +29,7 @@ def summarize_logits(model: onnx.ModelProto) -> PassResult:
     That is done for LEAST_OUTPUTS or more.
     """
     copy = copy_model(model)
-    rows, node = rows_of_logits(copy), _head(copy)
+    rows, node = rows_of_logits(copy), head_of(copy)
     if rows is None or node is None or contract.SUMMARY_SCALES in names(copy):
         return PassResult("logits_summaries", copy, {})
     node.input.extend([""] * (_SCALES - len(node.input)) + [contract.SUMMARY_SCALES])
@@ -41,20 +39,3 @@ def summarize_logits(model: onnx.ModelProto) -> PassResult:
     copy.graph.input.append(info(contract.SUMMARY_SCALES, kind, [rows]))
     copy.graph.output.append(info(contract.LOGITS_SUMMARIES, kind, [rows, floats]))
     return PassResult("logits_summaries", copy, {"heads that summarize the logits": 1})
-
-
-def _head(model: onnx.ModelProto) -> onnx.NodeProto | None:
-    """The product that makes the logits, where it is worth a summary of them."""
-    for node in model.graph.node:
-        if contract.LOGITS in node.output:
-            return node if _fits(node) else None
-    return None
-
-
-def _fits(node: onnx.NodeProto) -> bool:
-    return (
-        node.op_type == MATMUL_NBITS
-        and node.domain == DOMAIN
-        and node.output[0] == contract.LOGITS
-        and attribute_int(node, "N", 0) >= LEAST_OUTPUTS
-    )
