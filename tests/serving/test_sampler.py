@@ -4,7 +4,7 @@ reference, and against the distribution they promise.
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -15,6 +15,11 @@ from tests.serving.samplers import ISAS, Sampler, sampler_named
 from tests.tiers import examples
 
 VOCABS = (5, 64, 257, 3000)
+
+ROUNDING = 1e-6
+"""What a sum of float32 weights may differ from the reference's float64 one, as a share: a token
+whose place in the order lies this near to top_p may be in or out.
+"""
 
 
 @pytest.fixture(scope="module", params=["numpy", *ISAS])
@@ -78,6 +83,7 @@ def test_greedy_takes_the_likeliest_and_of_equals_the_first(sampler: Sampler) ->
     top_p=st.sampled_from([0.05, 0.4, 0.9, 0.999, 1.0]),
     ties=st.booleans(),
 )
+@example(vocab=257, seed=627, temperature=1.0, top_k=None, top_p=0.999, ties=True)
 def test_only_what_the_reference_allows_is_drawn(
     sampler: Sampler,
     vocab: int,
@@ -90,7 +96,7 @@ def test_only_what_the_reference_allows_is_drawn(
     logits = random_logits(1, vocab, seed, ties=ties)
     numbers = [0.0, 0.1, 0.5, 0.9, 1 - 2**-53]
     rows = [RowParams(temperature, top_k, top_p, number) for number in numbers]
-    allowed = reference(logits[0], rows[0])
+    allowed = reference(logits[0], rows[0]._replace(top_p=min(1.0, top_p + ROUNDING)))
     drawn = sampler.sample(np.repeat(logits, len(rows), axis=0), rows).token_ids
     assert set(drawn) <= allowed.keys()
 
