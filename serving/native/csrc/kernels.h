@@ -78,10 +78,11 @@ struct Kernels {
   int64_t (*gather_bucket)(const float* values, int64_t count, Bucketing bucketing, int32_t bucket,
                            float* found, int32_t* places);
 
-  // Splits the values by two brackets, whose lower ends are above -inf; returns the sum of all
-  // weights. Meanwhile as many values of `ahead` are brought near; null: none.
-  double (*split)(const float* values, int64_t count, Weighing weighing, const Bracket* brackets,
-                  const float* ahead, Split& split);
+  // Splits the values that are at least `least` by two brackets, whose lower ends are at least
+  // that, and that above -inf; returns the sum of their weights. Meanwhile as many values of
+  // `ahead` are brought near; null: none.
+  double (*split)(const float* values, int64_t count, float least, Weighing weighing,
+                  const Bracket* brackets, const float* ahead, Split& split);
 
   // As gather: the values of a bracket.
   int64_t (*gather_between)(const float* values, int64_t count, Bracket bracket, float* found,

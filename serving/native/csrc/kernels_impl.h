@@ -52,14 +52,31 @@ void weigh(const float* values, int64_t count, Weighing by, float* weights) {
   });
 }
 
-// Calls f(begin, end) for each group of which a value is at least `bound`, as its maximum says.
+// Asks for the groups of a chunk that `bits` tells of.
+static inline void ask_for_groups(const float* chunk, uint32_t bits) {
+  constexpr int64_t kLine = 64 / sizeof(float);
+  for (; bits; bits &= bits - 1) {
+    const float* group = chunk + __builtin_ctz(bits) * kGroup;
+    for (int64_t i = 0; i < kGroup; i += kLine) __builtin_prefetch(group + i);
+  }
+}
+
+// Calls f(begin, end) for each group of which a value is at least `bound`, as its maximum
+// says. The groups of some chunks ahead are asked for: which these are the processor cannot tell.
 template <class F>
-static inline void groups_reaching(const float* group_maxima, int64_t count, const Vec& bound,
-                                   F f) {
-  for (int64_t chunk = 0; chunk * kChunk < count; chunk++) {
-    uint32_t bits = at_least(load(group_maxima + chunk * kLanes), bound);
+static inline void groups_reaching(const float* values, const float* group_maxima, int64_t count,
+                                   const Vec& bound, F f) {
+  constexpr int64_t kEarly = kAhead / kChunk;
+  const int64_t chunks = onnxport::num_chunks(count);
+  uint32_t coming[kEarly] = {};
+  for (int64_t next = 0; next < chunks + kEarly; next++) {
+    uint32_t bits = coming[next % kEarly];
+    if (next < chunks) {
+      coming[next % kEarly] = at_least(load(group_maxima + next * kLanes), bound);
+      ask_for_groups(values + next * kChunk, coming[next % kEarly]);
+    }
     for (; bits; bits &= bits - 1) {
-      const int64_t begin = chunk * kChunk + __builtin_ctz(bits) * kGroup;
+      const int64_t begin = (next - kEarly) * kChunk + __builtin_ctz(bits) * kGroup;
       if (begin < count) f(begin, begin + kGroup < count ? begin + kGroup : count);
     }
   }
@@ -101,7 +118,7 @@ int64_t gather(const float* values, int64_t count, const float* group_maxima, fl
     });
     return size;
   }
-  groups_reaching(group_maxima, count, bound, [&](int64_t begin, int64_t end) {
+  groups_reaching(values, group_maxima, count, bound, [&](int64_t begin, int64_t end) {
     each_reaching(values, begin, end, bound, [&](uint32_t bits, const Vec&, int64_t place) {
       size = append_places(bits, place, places, size);
     });
@@ -141,9 +158,10 @@ int64_t gather_bucket(const float* values, int64_t count, Bucketing by, int32_t 
   return size;
 }
 
-double split(const float* values, int64_t count, Weighing by, const onnxport::Bracket* brackets,
-             const float* ahead, onnxport::Split& split) {
+double split(const float* values, int64_t count, float least, Weighing by,
+             const onnxport::Bracket* brackets, const float* ahead, onnxport::Split& split) {
   if (!ahead) ahead = values;
+  const Vec bound = splat(least);
   const Vec lower[2] = {splat(brackets[0].lower), splat(brackets[1].lower)};
   const Vec upper[2] = {splat(brackets[0].upper), splat(brackets[1].upper)};
   double total = 0.0, above[2] = {0.0, 0.0};
@@ -157,7 +175,10 @@ double split(const float* values, int64_t count, Weighing by, const onnxport::Br
     sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t place) {
       __builtin_prefetch(ahead + place);
       const Vec w = weight(x, by.maximum, by.scale);
-      sum = add(sum, w);
+      for (int p = 0; p < kParts; p++) {
+        const Found counts = reaches(x.part[p], bound.part[p]);
+        sum.part[p] = add_where(sum.part[p], counts, w.part[p]);
+      }
       store(weights + (place - begin), w);
     });
     sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t place) {
@@ -225,7 +246,7 @@ static inline int64_t count_from(const float* values, int64_t begin, int64_t end
 int64_t before(const float* values, int64_t count, const float* group_maxima, int64_t place) {
   const Vec bound = splat(values[place]);
   int64_t found = 0;
-  groups_reaching(group_maxima, count, bound, [&](int64_t begin, int64_t end) {
+  groups_reaching(values, group_maxima, count, bound, [&](int64_t begin, int64_t end) {
     const int64_t middle = place < begin ? begin : place < end ? place : end;
     found += count_from(values, begin, middle, bound, true);
     found += count_from(values, middle, end, bound, false);

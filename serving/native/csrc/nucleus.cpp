@@ -41,22 +41,22 @@ Descent descend(const Kernels& kernels, const Candidates& all, Weighing by, Scra
   return Descent(kernels, all, kernels.scan(all.values, all.size), by, s);
 }
 
-// Draws from many candidates, of which a sample tells about where the nucleus ends and where the
-// number leads. Only what is there is looked at; of the rest, the sums of weights say that it is
-// the right place.
+// Draws from many values, those of a row that are at least `least`, of which a sample tells about
+// where the nucleus ends and where the number leads. Only what is there is looked at; of the rest,
+// the sums of weights say that it is the right place.
 class Bracketed {
  public:
-  // `all` may hold values below `least`, if these weigh next to nothing.
-  Bracketed(const Kernels& kernels, const Candidates& all, float least, Weighing by, Scratch& s)
-      : kernels_(kernels), all_(all), least_(std::max(least, kLowest)), by_(by), s_(s) {}
+  Bracketed(const Kernels& kernels, const Row& row, float least, Weighing by, Scratch& s)
+      : kernels_(kernels), row_(row), least_(std::max(least, kLowest)), by_(by), s_(s) {}
 
   // False if the sample was of no use.
   bool draw(const Request& request, int32_t& place) {
     const bool whole = request.top_p == 1.0;
     if (!choose(request.top_p, request.uniform * request.top_p)) return false;
-    s_.split.make_room(all_.size);
+    s_.split.make_room(row_.count);
     Split split{{0.0, 0.0}, 0, s_.split.values.data(), s_.split.places.data()};
-    const double total = kernels_.split(all_.values, all_.size, by_, brackets_, s_.ahead, split);
+    const double total =
+        kernels_.split(row_.values, row_.count, least_, by_, brackets_, s_.ahead, split);
     // A token is kept if what comes before it has not reached top_p: "passes" includes equality.
     Descent::Stop last{-1, total};
     if (!whole && !find(split, 0, std::nextafter(request.top_p * total, 0.0), last)) return false;
@@ -107,12 +107,12 @@ class Bracketed {
     if (above + descent.total() <= target) return false;
     stop = descent.find(target - above);
     stop.sum += above;
-    stop.place = all_.place(split.places[stop.place]);
+    stop.place = split.places[stop.place];
     return true;
   }
 
   const Kernels& kernels_;
-  const Candidates all_;
+  const Row& row_;
   float least_;
   Weighing by_;
   Scratch& s_;
@@ -145,11 +145,8 @@ int32_t draw_above(const Kernels& kernels, const Row& row, float least, Weighing
     }
   }
   if (many) {
-    // Without min_p, what is left out weighs next to nothing: then the row itself will do.
-    const Candidates all = request.min_p > 0.0 ? gather(kernels, row, least, s)
-                                               : Candidates{row.values, nullptr, row.count};
     int32_t place;
-    if (Bracketed(kernels, all, least, by, s).draw(request, place)) return place;
+    if (Bracketed(kernels, row, least, by, s).draw(request, place)) return place;
   }
   const Descent descent = descend(kernels, gather(kernels, row, least, s), by, s);
   return draw_nucleus(descent, request, descent.total());
