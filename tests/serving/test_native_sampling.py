@@ -183,6 +183,16 @@ def test_a_sample_that_deceives_is_not_trusted(others: float, top_p: float) -> N
         assert {*native().sample(logits[None], [row]).token_ids} <= quickly(logits, row)
 
 
+@pytest.mark.parametrize("min_p", [1e-3, 0.05, 0.2])
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+def test_what_min_p_leaves_out_has_no_part_in_the_sums(min_p: float, top_p: float) -> None:
+    """Of tokens too many to be copied, the half that is left out has a good part of all weight."""
+    logits = np.random.default_rng(7).normal(0, 0.5, 60_000).astype(np.float32)
+    for number in (0.0, 0.3, 0.7, 0.95, 0.9999):
+        row = RowParams(1.0, None, top_p, number, min_p=min_p)
+        assert {*native().sample(logits[None], [row]).token_ids} <= quickly(logits, row)
+
+
 def test_tokens_beyond_the_first_look_are_part_of_the_nucleus() -> None:
     """5000 tokens of a probability of exp(-11) each have 8 % together."""
     logits = np.full((1, 5001), -11.0, np.float32)
