@@ -142,16 +142,49 @@ void prepare_task(void* argument, size_t index) {
   run.kernels.prepare(run.p, run.queries, begin, end);
 }
 
+KeyRange block_keys(const Problem& p, const RowBlock& block) {
+  if (block.shared_keys) return {0, block.shared_keys};
+  const int64_t group = p.num_heads / p.kv_heads;
+  return {visible_keys(p, block.sequence, block.row_begin / group).first,
+          visible_keys(p, block.sequence, (block.row_end - 1) / group).last};
+}
+
+KeyRange keys_of(const Problem& p, const Work& work) {
+  const KeyRange all = block_keys(p, work.block);
+  if (!work.divided) return all;
+  return {std::max(all.first, work.segment * kSegment),
+          std::min(all.last, (work.segment + 1) * kSegment)};
+}
+
+// A thread's tasks mostly follow one another. If they do not, something is asked for in vain.
+Reading reading_of(const Run& run, size_t index) {
+  thread_local const Run* last_run = nullptr;
+  thread_local size_t last_index = 0;
+  const std::vector<Work>& work = run.space.work;
+  Reading reading;
+  reading.own = keys_of(run.p, work[index]);
+  reading.is_asked_for = last_run == &run && last_index + 1 == index;
+  last_run = &run;
+  last_index = index;
+  if (index + 1 == work.size()) return reading;
+  const Work& next = work[index + 1];
+  reading.sequence = next.block.sequence;
+  reading.kv_head = next.block.kv_head;
+  reading.next = keys_of(run.p, next);
+  return reading;
+}
+
 void attend_task(void* argument, size_t index) {
   Run& run = *static_cast<Run*>(argument);
   const Work& work = run.space.work[index];
   run.guarded([&] {
     float* scratch = thread_scratch(scratch_floats(run.p.head_size));
+    const Reading reading = reading_of(run, index);
     if (work.divided)
-      run.kernels.attend_segment(run.p, run.queries, work.block, work.segment,
+      run.kernels.attend_segment(run.p, run.queries, work.block, reading, work.segment,
                                  run.space.all_states[work.state], scratch);
     else
-      run.kernels.attend(run.p, run.queries, work.block, scratch);
+      run.kernels.attend(run.p, run.queries, work.block, reading, scratch);
   });
 }
 
@@ -174,12 +207,6 @@ int prepare(Run& run) {
     run.tokens_per_task = (run.tokens_per_task + kTile - 1) / kTile * kTile;
   const int64_t count = (p.num_tokens + run.tokens_per_task - 1) / run.tokens_per_task;
   return run.for_each(static_cast<size_t>(count), serial, prepare_task);
-}
-
-KeyRange block_keys(const Problem& p, const RowBlock& block) {
-  const int64_t group = p.num_heads / p.kv_heads;
-  return {visible_keys(p, block.sequence, block.row_begin / group).first,
-          visible_keys(p, block.sequence, (block.row_end - 1) / group).last};
 }
 
 int64_t rows_of(const RowBlock& block) { return block.row_end - block.row_begin; }

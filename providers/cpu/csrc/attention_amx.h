@@ -113,10 +113,6 @@ static inline Vec::T converted(const float* integers) {
   return Vec::to_floats(_mm512_loadu_si512(integers));
 }
 
-ONNXPORT_PREFETCHES void prefetch_bytes(const char* begin, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) prefetch(begin + i);
-}
-
 // One chunk of keys, from key `base` on, and rows over it.
 template <class Type, bool kAhead>
 struct RegisterChunk {
@@ -302,14 +298,14 @@ static void attend_keys_amx(const Rows& rows, int64_t first, int64_t last, const
   auto* copies = reinterpret_cast<typename Type::Element*>(scratch.value);
   float* products = scratch.value + kChunk * rows.padded_size / 2;
   alignas(64) constexpr float kNoScales[kTile] = {};
+  if constexpr (kAhead) ask_for_first<Type>(rows, first);
   for (int64_t base = first / kChunk * kChunk; base < last; base += kChunk) {
     const int64_t begin = max_of(first, base), end = min_of(last, base + kChunk);
     Tiles<Type> tiles;
     if constexpr (has_scales<Type>())
       for (int i = 0; i < kTilesPerChunk; i++) tiles.value_scale[i] = kNoScales;
     load_tiles<Type, true>(p, table, rows.block.kv_head, base, begin, end, scratch, tiles);
-    if constexpr (kAhead)
-      look_ahead<Type>(p, table, rows.block.kv_head, base, rows.all_keys().last, tiles);
+    if constexpr (kAhead) look_ahead<Type>(rows, base, end, tiles);
     RegisterChunk<Type, kAhead> chunk{rows,        base,   begin,    end,   tiles, state,
                                       scratch.key, scores, products, copies};
     chunk.collect_values();

@@ -17,16 +17,19 @@ struct Rows {
   int64_t group;
   int64_t head_size;
   int64_t padded_size;
+  const Reading reading;
   KeyRange keys[kRowBlock];  // that each row sees
 
-  Rows(const Problem& problem, const float* all_queries, const RowBlock& row_block)
+  Rows(const Problem& problem, const float* all_queries, const RowBlock& row_block,
+       const Reading& around)
       : p(problem),
         block(row_block),
         queries(nullptr),
         count(row_block.row_end - row_block.row_begin),
         group(p.num_heads / p.kv_heads),
         head_size(p.head_size),
-        padded_size(padded(p.head_size)) {
+        padded_size(padded(p.head_size)),
+        reading(around) {
     const int64_t first = block.kv_head * p.num_tokens + p.cumulative_lengths[block.sequence];
     if (all_queries) queries = all_queries + (first * group + block.row_begin) * query_floats(p);
     for (int64_t row = 0; row < count; row++)
@@ -168,20 +171,85 @@ static inline void load_tiles(const Problem& p, const int32_t* table, int64_t he
   }
 }
 
+// Tiles of a head's keys [begin, end) in the cache, and of their values.
+template <class Type>
+struct CachedTiles {
+  const Problem& p;
+  const int32_t* table;
+  int64_t head, begin, end;
+
+  CachedTiles(const Problem& problem, int64_t sequence, int64_t kv_head, const KeyRange& keys)
+      : p(problem),
+        table(p.block_table + sequence * p.table_width),
+        head(kv_head),
+        begin(keys.first / kTile * kTile),
+        end(keys.last) {}
+
+  bool has(int64_t token) const { return begin <= token && token < end; }
+
+  // Bytes from the beginning of either cache to a tile there is.
+  int64_t at(int64_t token) const {
+    return tile_at<Type>(p, table[token / p.block_size], token % p.block_size, head) *
+           static_cast<int64_t>(sizeof(typename Type::Element));
+  }
+
+  void ask_for(int64_t token) const {
+    const int64_t bytes = kTile * (p.head_size + Type::kScaleElements) *
+                          static_cast<int64_t>(sizeof(typename Type::Element));
+    prefetch_bytes(static_cast<const char*>(p.key_cache) + at(token), bytes);
+    prefetch_bytes(static_cast<const char*>(p.value_cache) + at(token), bytes);
+  }
+};
+
+// Finds what is read behind the chunk from `base` to `end`, for each of its tiles to ask for one of
+// those: the next chunk, also of the next segment, or behind the last one the first chunk of what this
+// thread likely does next. There may be more tiles of it; these are asked for at once.
+template <class Type>
+static inline void look_ahead(const Rows& rows, int64_t base, int64_t end, Tiles<Type>& tiles) {
+  const RowBlock& block = rows.block;
+  const Reading& reading = rows.reading;
+  const CachedTiles<Type> own(rows.p, block.sequence, block.kv_head, reading.own);
+  const bool is_last = base + kChunk >= reading.own.last;
+  const CachedTiles<Type> next = is_last ? CachedTiles<Type>(rows.p, reading.sequence,
+                                                             reading.kv_head, reading.next)
+                                         : own;
+  const int64_t first = is_last ? reading.next.first / kChunk * kChunk : base + kChunk;
+  for (int i = 0; i < kTilesPerChunk; i++) {
+    const int64_t here = base + i * kTile, there = first + i * kTile;
+    tiles.ahead[i] = 0;
+    if (!next.has(there)) continue;
+    if (own.has(here) && here < end)
+      tiles.ahead[i] = next.at(there) - own.at(here);
+    else
+      next.ask_for(there);
+  }
+}
+
+// Asks for the first chunk of a block's keys, from key `first` on, where nothing before it did.
+template <class Type>
+static inline void ask_for_first(const Rows& rows, int64_t first) {
+  const Reading& reading = rows.reading;
+  if (reading.is_asked_for || first > reading.own.first) return;
+  const CachedTiles<Type> own(rows.p, rows.block.sequence, rows.block.kv_head, reading.own);
+  for (int64_t token = own.begin; token < own.end && token < first / kChunk * kChunk + kChunk;
+       token += kTile)
+    own.ask_for(token);
+}
+
 // Adds keys [first, last), inside one segment, to the state. Out is what the micro-kernels read:
 // the cache's type or, of floats converted, Float32; both give the same bits. kAhead: where few rows share
-// what is read in the cache, the next chunk is asked for meanwhile, that of the next segment, too.
+// what is read in the cache, the next chunk is asked for meanwhile.
 template <class Type, bool kIsTiled, class Out = Float32, bool kAhead = false>
 static void attend_keys(const Rows& rows, int64_t first, int64_t last, const State& state,
                         const TileScratch& scratch, float* scores) {
   const Problem& p = rows.p;
   const int32_t* table = p.block_table + rows.block.sequence * p.table_width;
+  if constexpr (kAhead) ask_for_first<Out>(rows, first);
   for (int64_t base = first / kChunk * kChunk; base < last; base += kChunk) {
     const int64_t begin = max_of(first, base), end = min_of(last, base + kChunk);
     Tiles<Out> tiles;
     load_tiles<Type, kIsTiled>(p, table, rows.block.kv_head, base, begin, end, scratch, tiles);
-    if constexpr (kAhead)
-      look_ahead<Out>(p, table, rows.block.kv_head, base, rows.all_keys().last, tiles);
+    if constexpr (kAhead) look_ahead<Out>(rows, base, end, tiles);
     const Chunk<Out, kAhead> chunk{rows, base, end, tiles, state, scores};
     for (int64_t row = 0; row < rows.count; row += kScoreRows)
       chunk.attend(row, min_of(rows.count - row, kScoreRows));
@@ -322,12 +390,15 @@ static void attend_rows_of_segment(const Rows& rows, int64_t segment, const Stat
 }
 
 static void attend_segment(const Problem& p, const float* queries, const RowBlock& block,
-                           int64_t segment, const State& state, float* memory) {
-  attend_rows_of_segment(Rows(p, queries, block), segment, state, scratch_of(p.head_size, memory));
+                           const Reading& reading, int64_t segment, const State& state,
+                           float* memory) {
+  attend_rows_of_segment(Rows(p, queries, block, reading), segment, state,
+                         scratch_of(p.head_size, memory));
 }
 
-static void attend(const Problem& p, const float* queries, const RowBlock& block, float* memory) {
-  const Rows rows(p, queries, block);
+static void attend(const Problem& p, const float* queries, const RowBlock& block,
+                   const Reading& reading, float* memory) {
+  const Rows rows(p, queries, block, reading);
   const Scratch scratch = scratch_of(p.head_size, memory);
   const KeyRange keys = rows.all_keys();
   const int64_t first = keys.first / kSegment, last = (keys.last + kSegment - 1) / kSegment;
@@ -341,7 +412,7 @@ static void attend(const Problem& p, const float* queries, const RowBlock& block
 
 static void finish(const Problem& p, const RowBlock& block, const State* states,
                    int64_t num_states) {
-  const Rows rows(p, nullptr, block);
+  const Rows rows(p, nullptr, block, Reading{});
   for (int64_t i = 1; i < num_states; i++)
     merge(states[0], states[i], rows.count, rows.padded_size);
   write_output(rows, states[0]);

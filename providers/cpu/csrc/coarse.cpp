@@ -84,7 +84,8 @@ int CoarseProduct::run(const MatMulKernels& kernels, const MatMul& call, const i
   const int64_t panels = num_panels(call), ready = ready_.load(std::memory_order_acquire);
   // What is not ready may be being made by another thread.
   const Plane plane{ready ? memory_->data() : nullptr, dither_.data(),
-                    ready ? largest_scales_.data() : nullptr, ready};
+                    ready ? largest_scales_.data() : nullptr,
+                    ready == panels ? top_scales_.data() : nullptr, ready};
   CoarseCall coarse{kernels, call, plane, exact};
   if (const int result = run_coarse(coarse, parallel_for, context)) return result;
   if (ready < panels) return grow(kGrowingCalls, parallel_for, context);
@@ -97,6 +98,7 @@ bool CoarseProduct::reserve() {
   try {
     const MatMul plane = plane_of(product_);
     largest_scales_.resize(static_cast<size_t>(num_panels(plane) * num_blocks(plane)));
+    top_scales_.resize(static_cast<size_t>(num_blocks(plane)));
     const int64_t bytes = num_panels(plane) * panel_bytes(plane);
     memory_ = std::make_unique<WeightMemory>(static_cast<size_t>(bytes));
     return true;
@@ -129,10 +131,15 @@ int CoarseProduct::grow(int64_t parts, ParallelFor parallel_for, void* context) 
     static_cast<Growth*>(argument)->make(static_cast<int64_t>(index));
   };
   if (const int result = run_tasks(count, make, &growth, parallel_for, context)) return result;
-  if (growth.is_good)
-    ready_.store(begin + count, std::memory_order_release);
-  else
+  if (!growth.is_good) {
     is_hopeless_ = true;
+    return 0;
+  }
+  for (size_t blocks = top_scales_.size(), i = static_cast<size_t>(begin) * blocks,
+              end = static_cast<size_t>(begin + count) * blocks;
+       i < end; i++)
+    top_scales_[i % blocks] = std::max(top_scales_[i % blocks], largest_scales_[i]);
+  ready_.store(begin + count, std::memory_order_release);
   return 0;
 }
 

@@ -40,31 +40,6 @@ struct Workspace {
   Buffer deviations, rounded, maxima, most, marks, panels, order;
 };
 
-// Multiplies the outputs of a panel by a factor and returns the largest one; if one is not finite,
-// NaN. Lane by lane, which becomes vectors.
-float scaled_top(float* outputs, int64_t count, float factor) {
-  constexpr int64_t kLanes = 8;
-  float tops[kLanes], check[kLanes] = {};
-  std::fill(tops, tops + kLanes, -INFINITY);
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
-    for (int64_t lane = 0; lane < kLanes; lane++) {
-      const float x = outputs[i + lane] * factor;
-      outputs[i + lane] = x;
-      tops[lane] = tops[lane] < x ? x : tops[lane];
-      check[lane] += x * 0.f;
-    }
-  for (; i < count; i++) {
-    outputs[i] *= factor;
-    tops[0] = std::max(tops[0], outputs[i]);
-    check[0] += outputs[i] * 0.f;
-  }
-  float top = -INFINITY;
-  for (int64_t lane = 0; lane < kLanes; lane++) top = std::max(top, tops[lane]);
-  for (float one : check) top = one == one ? top : NAN;
-  return top;
-}
-
 struct Run {
   const MatMulKernels& kernels;
   MatMul call, plane;
@@ -74,7 +49,9 @@ struct Run {
   const int64_t ready, panels, blocks;
   Workspace& space;
   CoarseErrors errors;
-  // [rows][panels]: the largest of a panel's outputs as computed, and what the exact one may be.
+  const float* top_scales;
+  // [rows][panels]: the largest of a panel's outputs as computed, and what the exact one may be at
+  // most; more than that while a row's largest error stands for the panel's own.
   float *maxima, *most;
   float* order;        // [rows][panels]
   uint8_t* is_wanted;  // [panels], or has been
@@ -83,6 +60,7 @@ struct Run {
   std::atomic<int64_t> num_exact{0};  // panels that were computed again
   float least[kMostCoarseRows];   // a row's likeliest panels have maxima from here on
   float bounds[kMostCoarseRows];  // what is less cannot be one of a row's largest outputs
+  double row_errors[kMostCoarseRows];  // what any output of a row may be wrong by, if all scales are known
   int64_t panels_per_task = 1;
 
   Run(const CoarseCall& of, Workspace& s)
@@ -95,7 +73,8 @@ struct Run {
         ready(of.plane.ready),
         panels(num_panels(of.product)),
         blocks(num_blocks(of.product)),
-        space(s) {
+        space(s),
+        top_scales(of.plane.top_scales) {
     plane.weights = of.plane.weights;
     plane.norm.normalized = nullptr;  // the whole product writes it
     plane.summaries = nullptr;
@@ -125,6 +104,8 @@ struct Run {
         plane.corrections[row_block(call, row, block)] +=
             errors.note(call, row, block, dither + block * call.block_size);
     }
+    for (int64_t row = 0; top_scales && row < call.rows; row++)
+      row_errors[row] = errors.of(row, [=](int64_t block) { return top_scales[block]; });
   }
 
   int64_t coarse_tasks() const { return ceil_div(panels, panels_per_task); }
@@ -136,24 +117,38 @@ struct Run {
     const int64_t middle = std::clamp(ready, begin, end);
     if (begin < middle) kernels.multiply(plane, part(begin, middle));
     if (middle < end) kernels.multiply(call, part(middle, end));
-    for (int64_t row = 0; row < call.rows; row++)
-      for (int64_t panel = begin; panel < end; panel++) look_at(row, panel);
+    for (int64_t row = 0; row < call.rows; row++) {
+      look_at(row, begin, middle, kCoarseStep);
+      look_at(row, middle, end, 1.f);
+    }
   }
 
   Part part(int64_t begin, int64_t end) const {
     return {begin, end, 0, call.rows, call.output + begin * kPanel, call.n};
   }
 
-  void look_at(int64_t row, int64_t panel) const {
-    const int64_t count = std::min(kPanel, call.n - panel * kPanel);
-    float* outputs = call.output + row * call.n + panel * kPanel;
-    const float top = scaled_top(outputs, count, panel < ready ? kCoarseStep : 1.f);
-    const int64_t at = row * panels + panel;
-    maxima[at] = most[at] = top;
-    if (panel >= ready) return;
+  // Of a row, panels that all have a plane, or none has.
+  void look_at(int64_t row, int64_t begin, int64_t end, float factor) const {
+    if (begin == end) return;
+    const int64_t first = row * panels;
+    kernels.scale_outputs(call.output + row * call.n + begin * kPanel,
+                          std::min(call.n, end * kPanel) - begin * kPanel, factor,
+                          maxima + first + begin);
+    for (int64_t panel = begin; panel < end; panel++) {
+      const float top = maxima[first + panel];
+      most[first + panel] = panel >= ready ? top
+                            : top_scales   ? with_error(top, row_errors[row])
+                                           : with_error(top, panel_error(row, panel));
+    }
+  }
+
+  static float with_error(float top, double error) {
+    return error < kMostError ? static_cast<float>(top + error) : NAN;
+  }
+
+  double panel_error(int64_t row, int64_t panel) const {
     const float* scales = largest_scales + panel * blocks;
-    const double error = errors.of(row, [=](int64_t block) { return scales[block]; });
-    most[at] = error < kMostError ? static_cast<float>(top + error) : NAN;
+    return errors.of(row, [=](int64_t block) { return scales[block]; });
   }
 
   void want(int64_t panel) {
@@ -197,6 +192,10 @@ struct Run {
   void find_likeliest(int64_t row) {
     const int64_t count = std::min<int64_t>(exact[row], panels);
     const float* tops = maxima + row * panels;
+    if (count == 1) {
+      least[row] = *std::max_element(tops, tops + panels);
+      return;
+    }
     float* sorted = order + row * panels;
     std::copy(tops, tops + panels, sorted);
     std::nth_element(sorted, sorted + count - 1, sorted + panels, std::greater<float>());
@@ -224,8 +223,12 @@ struct Run {
   // Wants all other panels that may have one of their rows' largest outputs.
   void want_possible() {
     for (int64_t row = 0; row < call.rows; row++)
-      for (int64_t panel = 0; panel < panels; panel++)
-        if (!(most[row * panels + panel] < bounds[row])) want(panel);
+      for (int64_t panel = 0; panel < panels; panel++) {
+        const int64_t at = row * panels + panel;
+        if (most[at] < bounds[row]) continue;
+        if (top_scales && panel < ready) most[at] = with_error(maxima[at], panel_error(row, panel));
+        if (!(most[at] < bounds[row])) want(panel);
+      }
   }
 
   bool has_numbers() const {

@@ -11,7 +11,8 @@ constexpr int64_t kMostCoarseRows = 16;
 struct Plane {
   const uint8_t* weights;
   const uint8_t* dither;
-  const float* largest_scales;
+  const float* largest_scales;  // [panels][blocks], magnitudes
+  const float* top_scales;      // [blocks], of all panels; null until all are ready
   int64_t ready;  // panels
 };
 

@@ -24,6 +24,20 @@ struct RowBlock {
   int32_t shared_keys = 0;
 };
 
+// [first, last) keys.
+struct KeyRange {
+  int64_t first, last;
+};
+
+// What a thread reads of the cache for a row block, or for a segment of its keys, and around it.
+struct Reading {
+  KeyRange own = {0, 0};
+  bool is_asked_for = false;  // the first chunk of it was, while the thread did what came before
+  // What comes next: these keys of a sequence's head, which may be none.
+  int32_t sequence = 0, kv_head = 0;
+  KeyRange next = {0, 0};
+};
+
 // Online softmax state of up to kRowBlock rows, base-2 logarithms throughout.
 struct State {
   float* maximum;  // [rows]
@@ -76,11 +90,12 @@ struct Kernels {
 
   // Attends over all of the block's keys and writes the output.
   void (*attend)(const Problem& problem, const float* queries, const RowBlock& block,
-                 float* scratch);
+                 const Reading& reading, float* scratch);
 
   // Attends over one segment and leaves its state; finish merges them in order.
   void (*attend_segment)(const Problem& problem, const float* queries, const RowBlock& block,
-                         int64_t segment, const State& state, float* scratch);
+                         const Reading& reading, int64_t segment, const State& state,
+                         float* scratch);
   void (*finish)(const Problem& problem, const RowBlock& block, const State* states,
                  int64_t num_states);
 
@@ -129,11 +144,7 @@ static inline int64_t scratch_floats(int64_t head_size) {
   return 2 * state_floats(kRowBlock, head_size) + tiles + kMostScoreRows * kChunk;
 }
 
-// [first, last) keys that a row sees, from its token's index among the sequence's new tokens.
-struct KeyRange {
-  int64_t first, last;
-};
-
+// The keys that a row sees, from its token's index among the sequence's new tokens.
 static inline KeyRange visible_keys(const Problem& p, int64_t sequence, int64_t token) {
   const int64_t past = p.past_lengths[sequence];
   const int64_t total = past + p.cumulative_lengths[sequence + 1] - p.cumulative_lengths[sequence];

@@ -10,8 +10,8 @@ namespace onnxport {
 namespace {
 
 // Below this many activations, waking another thread costs more than it saves.
-constexpr int64_t kSerialQuantize = 1 << 15;
-constexpr int64_t kQuantizeTask = 1 << 14;
+constexpr int64_t kSerialQuantize = 1 << 13;
+constexpr int64_t kQuantizeTask = 1 << 12;
 // Weights that a task reads: some ten microseconds from memory, so that threads finish together. Of
 // many weights more, for what a task asks for ahead at its end may be another thread's.
 constexpr int64_t kTaskBytes = 1 << 15, kLargestTaskBytes = 1 << 19, kFewTasks = 64;

@@ -95,6 +95,10 @@ struct MatMulKernels {
   // of 4-bit weights begin with the corrections, to which others may have been added.
   int64_t coarse_rows;
 
+  // Multiplies so many outputs of a row, from a panel's first one on, by a factor, and finds the
+  // largest one of each panel; if one is not finite, all of `largest` becomes NaN.
+  void (*scale_outputs)(float* outputs, int64_t count, float factor, float* largest);
+
   Summarize summarize;  // null: cannot
 
   // A single row's panels are read so many at a time; a task that has as many loses nothing.
@@ -103,7 +107,6 @@ struct MatMulKernels {
   // As multiply, and summarizes the outputs while they are in registers; false: not these, and
   // nothing was done. Null: none.
   bool (*multiply_and_summarize)(const MatMul& call, const Part& part) = nullptr;
-
 };
 
 // Null where this build or this processor cannot run them.

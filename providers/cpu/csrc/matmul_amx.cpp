@@ -455,7 +455,7 @@ bool multiply_and_summarize(const MatMul& m, const Part& part) {
 
 constexpr MatMulKernels kKernels = {
     "amx", kAmxChunkRows, [](int64_t rows) { return rows <= kFewRows ? rows : kRowTile; }, quantize,
-    multiply, kCoarseRows, summarize_avx512, Vec::kStreams, multiply_and_summarize};
+    multiply, kCoarseRows, scale_outputs, summarize_avx512, Vec::kStreams, multiply_and_summarize};
 static_assert(kCoarseRows <= kFewRows, "tiles know no corrections");
 
 }  // namespace

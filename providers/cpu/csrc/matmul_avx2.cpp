@@ -21,7 +21,7 @@ void multiply_for_avx2(const MatMul& m, const Part& part) {
 }
 
 constexpr MatMulKernels kKernels = {"avx2", kChunkRows, rows_of_tile<1>, quantize_for_avx2,
-                                    multiply_for_avx2, kMostCoarseRows, summarize_avx2, Vec::kStreams};
+                                    multiply_for_avx2, kMostCoarseRows, scale_outputs, summarize_avx2, Vec::kStreams};
 }  // namespace
 
 const MatMulKernels* matmul_avx2() { return &kKernels; }

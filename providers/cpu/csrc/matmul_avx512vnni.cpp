@@ -11,7 +11,7 @@
 namespace onnxport {
 namespace {
 constexpr MatMulKernels kKernels = {"avx512vnni", kChunkRows, rows_of_tile<1>, quantize,
-                                    multiply_dots_or_one<Dot>, kCoarseRows, summarize_avx512,
+                                    multiply_dots_or_one<Dot>, kCoarseRows, scale_outputs, summarize_avx512,
                                     Vec::kStreams};
 }  // namespace
 

@@ -12,7 +12,7 @@
 namespace onnxport {
 namespace {
 constexpr MatMulKernels kKernels = {"avxvnni", kChunkRows, rows_of_tile<1>, quantize,
-                                    multiply_dots_or_one<Dot>, kCoarseRows, summarize_avx2,
+                                    multiply_dots_or_one<Dot>, kCoarseRows, scale_outputs, summarize_avx2,
                                     Vec::kStreams};
 }  // namespace
 

@@ -12,7 +12,7 @@
 namespace onnxport {
 namespace {
 constexpr MatMulKernels kKernels = {"dotprod", kChunkRows, rows_of_tile<1>, quantize,
-                                    multiply_dots<Dot>, kCoarseRows, summarize_portable};
+                                    multiply_dots<Dot>, kCoarseRows, scale_outputs, summarize_portable};
 }  // namespace
 
 const MatMulKernels* matmul_dotprod() { return &kKernels; }

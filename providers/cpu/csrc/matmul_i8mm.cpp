@@ -20,7 +20,7 @@ void multiply(const MatMul& m, const Part& part) {
 }
 
 constexpr MatMulKernels kKernels = {"i8mm", kChunkRows, rows_of_tile<PairDot<4>::kRows>,
-                                    quantize, multiply, kCoarseRows, summarize_portable};
+                                    quantize, multiply, kCoarseRows, scale_outputs, summarize_portable};
 
 }  // namespace
 

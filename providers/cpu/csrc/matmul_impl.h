@@ -351,6 +351,36 @@ void multiply_panels(const MatMul& m, const Part& part) {
   }
 }
 
+// Multiplies outputs by a factor, and finds the largest one of each panel of them. If one is not
+// finite, all of `largest` becomes NaN.
+void scale_outputs(float* outputs, int64_t count, float factor, float* largest) {
+  constexpr int kVectors = kPanel / Vec::kLanes;
+  const Vec::Floats by = Vec::set1(factor), zero = Vec::set1(0.f);
+  Vec::Floats check = zero;
+  const int64_t panels = ceil_div(count, kPanel), whole = count / kPanel;
+  for (int64_t panel = 0; panel < whole; panel++, outputs += kPanel) {
+    Vec::Floats top = Vec::set1(-INFINITY);
+    ONNXPORT_UNROLL
+    for (int v = 0; v < kVectors; v++) {
+      const Vec::Floats x = Vec::mul(Vec::load(outputs + v * Vec::kLanes), by);
+      Vec::store(outputs + v * Vec::kLanes, x);
+      top = Vec::max(top, x);
+      check = Vec::fma(x, zero, check);
+    }
+    largest[panel] = Vec::largest_lane(top);
+  }
+  float lanes[Vec::kLanes], sum = 0.f, top = -INFINITY;
+  Vec::store(lanes, check);
+  for (float lane : lanes) sum += lane;
+  for (int64_t i = 0; i < count - whole * kPanel; i++) {
+    outputs[i] *= factor;
+    top = outputs[i] > top ? outputs[i] : top;
+    sum += outputs[i] * 0.f;
+  }
+  if (whole < panels) largest[whole] = top;
+  for (int64_t panel = 0; sum != 0.f && panel < panels; panel++) largest[panel] = NAN;
+}
+
 // How many rows a tile has: those of whole units, but a single row stays alone.
 template <int kRows>
 int64_t rows_of_tile(int64_t rows) {

@@ -29,6 +29,12 @@ struct Vec {
   static inline Floats set1(float x) { return _mm256_set1_ps(x); }
   static inline Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
   static inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+  static inline Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+  static inline float largest_lane(Floats a) {
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+  }
   static inline Floats to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
 
   static inline Ints load_bytes(const uint8_t* p) {

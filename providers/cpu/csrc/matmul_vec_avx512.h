@@ -26,6 +26,8 @@ struct Vec {
   static inline Floats set1(float x) { return _mm512_set1_ps(x); }
   static inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
   static inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+  static inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+  static inline float largest_lane(Floats a) { return _mm512_reduce_max_ps(a); }
   static inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 
   static inline Ints load_bytes(const uint8_t* p) { return _mm512_load_si512(p); }

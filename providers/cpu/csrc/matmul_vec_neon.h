@@ -25,6 +25,8 @@ struct Vec {
   static inline Floats set1(float x) { return vdupq_n_f32(x); }
   static inline Floats mul(Floats a, Floats b) { return vmulq_f32(a, b); }
   static inline Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
+  static inline Floats max(Floats a, Floats b) { return vmaxq_f32(a, b); }
+  static inline float largest_lane(Floats a) { return vmaxvq_f32(a); }
   static inline Floats to_floats(Ints a) { return vcvtq_f32_s32(a); }
 
   static inline Ints load_bytes(const uint8_t* p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }

@@ -14,13 +14,14 @@ namespace {
 ONNXPORT_PREFETCHES void prefetch(const char*) {}
 #else
 #define ONNXPORT_PREFETCHES static inline __attribute__((always_inline))
-// Processors with AMX wait for more lines at once in their second cache than in the first.
-#if defined(ONNXPORT_KERNELS_AMX)
-ONNXPORT_PREFETCHES void prefetch(const char* p) { __builtin_prefetch(p, 0, 2); }
-#else
-ONNXPORT_PREFETCHES void prefetch(const char* p) { __builtin_prefetch(p, 0, 3); }
+ONNXPORT_PREFETCHES void prefetch(const char* p) {
+  __builtin_prefetch(p, 0, Vec::kAsksFar ? 2 : 3);
+}
 #endif
-#endif
+
+ONNXPORT_PREFETCHES void prefetch_bytes(const char* begin, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) prefetch(begin + i);
+}
 
 constexpr int kTilesPerChunk = kChunk / kTile;
 
@@ -34,8 +35,9 @@ struct Tiles {
   int64_t value_stride[kTilesPerChunk];
   const float* key_scale[kTilesPerChunk];  // [16] each
   const float* value_scale[kTilesPerChunk];
-  // Bytes from a tile, of keys as of values, to the one in its place in the next chunk, which is
-  // asked for meanwhile: a block table leads anywhere, so the processor's own prefetching ends here.
+  // Bytes from a tile, of keys as of values, to the one in its place in the chunk that is read next,
+  // which is asked for meanwhile: a block table leads anywhere, so the processor's own prefetching ends
+  // here. Zero: none is, and what is there already is asked for.
   int64_t ahead[kTilesPerChunk];
 };
 
@@ -115,21 +117,6 @@ struct TileSource<Type, true> {
     }
   }
 };
-
-// Sets `ahead` where tiles are used in the cache. Where no chunk follows it is zero, and what is
-// there already is asked for.
-template <class Type>
-static inline void look_ahead(const Problem& p, const int32_t* table, int64_t head, int64_t base,
-                              int64_t last, Tiles<Type>& tiles) {
-  for (int i = 0; i < kTilesPerChunk; i++) {
-    const int64_t token = base + i * kTile, next = token + kChunk;
-    tiles.ahead[i] = 0;
-    if (next >= last) continue;
-    const int64_t here = tile_at<Type>(p, table[token / p.block_size], token % p.block_size, head);
-    const int64_t there = tile_at<Type>(p, table[next / p.block_size], next % p.block_size, head);
-    tiles.ahead[i] = (there - here) * static_cast<int64_t>(sizeof(typename Type::Element));
-  }
-}
 
 template <class Type>
 struct TileSource<Type, false> {

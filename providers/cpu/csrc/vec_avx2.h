@@ -79,6 +79,7 @@ struct Vec {
   }
 
   static constexpr bool kConvertsHalf = true;
+  static constexpr bool kAsksFar = false;
   static constexpr bool kPrefersPairs = false;
   using Pairs = __m256i;
   static inline Pairs load_pairs(const uint16_t* p) {

@@ -66,6 +66,7 @@ struct Vec {
   }
 
   static constexpr bool kConvertsHalf = true;
+  static constexpr bool kAsksFar = true;
 
   // Pairs of bfloat16.
 #if defined(__AVX512BF16__)

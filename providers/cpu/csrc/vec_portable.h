@@ -22,6 +22,7 @@
 //   max_bits, reduce_max_bits  the larger bits as signed integers: of what is not negative the larger
 //             number, and a NaN if there is one
 //   kConvertsHalf  whether load_half is an instruction, so that reading half the bytes pays
+//   kAsksFar       whether the second cache is asked for lines, which waits for more of them at once
 #pragma once
 
 #include <math.h>
@@ -99,6 +100,7 @@ struct Vec {
     for (int i = 0; i < 8; i++) p[i] = onnxport::half_from_float(x[i]);
   }
   static constexpr bool kConvertsHalf = false;
+  static constexpr bool kAsksFar = false;
   static constexpr bool kPrefersPairs = false;
   struct Pairs {
     uint32_t v[4];
