@@ -37,7 +37,7 @@ class Largest {
 // Memory of a call, kept from call to call.
 struct Workspace {
   Quantized all, coarse;
-  Buffer deviations, rounded, maxima, most, marks, panels, order;
+  Buffer deviations, rounded, maxima, most, marks, computed, panels, order;
 };
 
 struct Run {
@@ -54,7 +54,8 @@ struct Run {
   // most; more than that while a row's largest error stands for the panel's own.
   float *maxima, *most;
   float* order;        // [rows][panels]
-  uint8_t* is_wanted;  // [panels], or has been
+  uint8_t* is_wanted;    // [panels], or has been
+  uint8_t* is_computed;  // [panels], whose outputs are exact but `maxima` is not
   int32_t* wanted;     // [panels], of which the first num_wanted are computed next
   int64_t num_wanted = 0;
   std::atomic<int64_t> num_exact{0};  // panels that were computed again
@@ -88,7 +89,11 @@ struct Run {
     is_wanted = space.marks.reserve<uint8_t>(static_cast<size_t>(panels));
     wanted = space.panels.reserve<int32_t>(static_cast<size_t>(panels));
     order = space.order.reserve<float>(rows * static_cast<size_t>(panels));
-    for (int64_t panel = 0; panel < panels; panel++) is_wanted[panel] = panel >= ready;
+    is_computed = space.computed.reserve<uint8_t>(static_cast<size_t>(panels));
+    for (int64_t panel = 0; panel < panels; panel++) {
+      is_wanted[panel] = panel >= ready;
+      is_computed[panel] = 0;
+    }
     for (float& bound : bounds) bound = -INFINITY;
     panels_per_task = Product(kernels, plane).panels_per_task;
   }
@@ -161,6 +166,7 @@ struct Run {
     const int64_t panel = wanted[index];
     if (!may_matter(panel)) return;
     kernels.multiply(call, part(panel, panel + 1));
+    is_computed[panel] = 1;
     num_exact.fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -231,6 +237,32 @@ struct Run {
       }
   }
 
+  float largest_of(int64_t row, int64_t panel) const {
+    if (!is_computed[panel]) return maxima[row * panels + panel];
+    const float* outputs = call.output + row * call.n + panel * kPanel;
+    return *std::max_element(outputs, outputs + std::min(kPanel, call.n - panel * kPanel));
+  }
+
+  // Tells of a row what is known of its outputs as they are. How small they are was not looked at.
+  void summarize(int64_t row) const {
+    if (!call.summaries || !(call.summary_scales[row] >= rows::kNoSums)) return;
+    constexpr int64_t kGroupPanels = rows::kGroup / kPanel;
+    const rows::Summary summary = summary_of(call, row);
+    for (int64_t chunk = 0; chunk < rows::num_chunks(call.n); chunk++) {
+      float* groups = summary.groups + chunk * rows::kGroups;
+      for (int64_t group = 0; group < rows::kGroups; group++) {
+        const int64_t first = (chunk * rows::kGroups + group) * kGroupPanels;
+        float most = -INFINITY;
+        for (int64_t panel = first; panel < std::min(panels, first + kGroupPanels); panel++)
+          most = std::max(most, largest_of(row, panel));
+        groups[group] = most + 0.f;  // no negative zero
+      }
+      summary.largest[chunk] = *std::max_element(groups, groups + rows::kGroups);
+      summary.least[chunk] = -INFINITY;
+    }
+    *summary.scale = rows::kNoSums;
+  }
+
   bool has_numbers() const {
     bool are = true;
     for (int64_t i = 0; i < call.rows * panels; i++) are &= std::isfinite(most[i]);
@@ -263,7 +295,11 @@ int compute_largest(Run& run, ParallelFor parallel_for, void* context) {
   if (const int result = compute_wanted(run, parallel_for, context)) return result;
   if (const int result = run_tasks(rows, bound, &run, parallel_for, context)) return result;
   run.want_possible();
-  return compute_wanted(run, parallel_for, context);
+  if (const int result = compute_wanted(run, parallel_for, context)) return result;
+  const auto summarize = [](void* argument, size_t row) {
+    static_cast<const Run*>(argument)->summarize(static_cast<int64_t>(row));
+  };
+  return run_tasks(rows, summarize, &run, parallel_for, context);
 }
 
 int compute_all(Run& run, ParallelFor parallel_for, void* context) {

@@ -20,7 +20,7 @@ constexpr float kNoSums = 0.f;    // all but the sums
 struct Summary {
   float* groups;   // [chunks][kGroups], their largest values; -inf if all are, or are NaN, or none is
   float* largest;  // [chunks], of all of a chunk
-  float* least;    // [chunks], its smallest one; NaN if one is NaN
+  float* least;    // [chunks], its smallest one, or -inf where nobody looked; NaN if one is NaN
   float* sums;     // [chunks], of exp2((x - largest) * scale); 0 where the largest is not finite
   float* scale;    // [1], of the sums, above 0; or how much is known
 };
