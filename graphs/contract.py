@@ -24,8 +24,8 @@ EXACT_LOGITS: Final = "exact_logits"  # int32 [num_logits]
 # Paged graph, an input and an output of lowered graphs that can tell more of rows of logits than
 # these. What to tell: NO_SUMMARY, or NO_SUMS, or with the sums of exp2((x - largest) * scale) for a
 # scale above 0. serving/native/csrc/rows/summary.h says how it is laid out; its last number is what
-# was told: what was asked for, or less. Where the row's logits are not all exact, it is of them as they
-# are, without sums, and all smallest values are -inf.
+# was told: what was asked for, or less. Where the row's logits are not all exact, it is of them as
+# they are, without sums, and all smallest values are -inf.
 SUMMARY_SCALES: Final = "summary_scales"  # float32 [num_logits]
 LOGITS_SUMMARIES: Final = "logits_summaries"  # float32 [num_logits, summary_floats(vocab)]
 NO_SUMMARY: Final = -1.0
