@@ -78,7 +78,7 @@ class OrtModel(Transfers):
         self._no_summaries = self._summaries = np.zeros((0, 0), np.float32)
         self._plan: int | None = None  # the dimension that is bound
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
-        self._bound_rows = -1  # of the logits
+        self._bound_logits: NDArray[np.float32] | None = None  # the front of them
         self._progress = 0
         self._inputs: dict[str, NDArray[Any]] | None = {} if is_host else None
         for cache in caches:
@@ -185,14 +185,12 @@ class OrtModel(Transfers):
         """The memory that logits of so many rows go to."""
         if len(self._logits) < rows:
             self._logits = _whole_lines(rows, self._capabilities.vocab_size)
-            self._bound_rows = -1
-        logits = self._logits[:rows]
-        if rows != self._bound_rows:
-            self._binding.bind_output(
-                contract.LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data
-            )
-            self._bound_rows = rows
-        return logits
+            self._bound_logits = None
+        if self._bound_logits is None or rows != len(self._bound_logits):
+            self._bound_logits = self._logits[:rows]
+            shape, address = self._bound_logits.shape, self._bound_logits.ctypes.data
+            self._binding.bind_output(contract.LOGITS, "cpu", 0, np.float32, shape, address)
+        return self._bound_logits
 
     def _bind_summaries(self, inputs: StepInputs) -> None:
         """Let the next run tell what is asked for."""

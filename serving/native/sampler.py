@@ -7,8 +7,10 @@ whichever instruction set is used.
 from __future__ import annotations
 
 import ctypes
+import threading
+import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +54,30 @@ class _Asked(NamedTuple):
     kept: list[NDArray[Any]]  # what the requests point to
 
 
+class _Call(NamedTuple):
+    """What the library is called with, and where it answers.
+
+    What the addresses in `batch` lead to is kept by `asked` and the caller.
+    """
+
+    batch: Batch
+    threads: int
+    asked: _Asked
+    top_ids: array[int]
+    top_logprobs: array[float]
+
+
+class _Greedy(threading.local):
+    """A thread's last call for likeliest tokens.
+
+    A model's logits lie where they lay the step before, so that it can be made again.
+    """
+
+    call: _Call | None = None
+    logits: Callable[[], Floats | None]
+    summaries: Callable[[], Floats | None]
+
+
 _NO_CHANGES = bytes(CHANGES.size)
 
 
@@ -79,10 +105,17 @@ class NativeSampler:
             raise ValueError(f"this processor cannot run {isa!r}; leave the instruction set out")
         self.isa: str = self._library.onnxport_sampling_name(self._kernels).decode()
         self.num_threads = num_threads
+        self._greedy = _Greedy()
 
     def sample_greedy(self, logits: Floats, summaries: Floats | None = None) -> Sampled:
         """See `sampler.sample_greedy`."""
-        results, invalid, _, _ = self._run(logits, _ask_likeliest(*logits.shape), summaries)
+        kept, call = self._greedy, self._greedy.call
+        if call is None or kept.logits() is not logits or kept.summaries() is not summaries:
+            logits = _rows_of_floats(logits)
+            call = self._call(logits, _ask_likeliest(*logits.shape), summaries)
+            kept.call, kept.logits = call, weakref.ref(logits)
+            kept.summaries = _nothing if summaries is None else weakref.ref(summaries)
+        results, invalid = self._run(call)
         return Sampled([one[0] for one in results], None, invalid)
 
     def sample(
@@ -92,11 +125,13 @@ class NativeSampler:
         asked = _ask(rows, logits.shape[1])
         if not logits.flags.writeable and any(row.edits is not None for row in rows):
             logits = logits.copy()
-        results, invalid, top_ids, top_logprobs = self._run(logits, asked, summaries)
+        logits = _rows_of_floats(logits)
+        call = self._call(logits, asked, summaries)
+        results, invalid = self._run(call)
         logprobs: list[RowLogprobs | None] | None = None
         asking = [row.num_logprobs is not None for row in rows]
         if any(asking):
-            found = _row_logprobs(results, asked.ends, top_ids, top_logprobs)
+            found = _row_logprobs(results, call)
             logprobs = [one if yes else None for one, yes in zip(found, asking, strict=True)]
             for row in invalid:
                 logprobs[row] = None
@@ -107,12 +142,14 @@ class NativeSampler:
     ) -> list[RowLogprobs]:
         """See `sampler.logprobs`."""
         asked = _ask_about(token_ids, counts, logits.shape[1])
-        results, invalid, top_ids, top_logprobs = self._run(logits, asked)
+        logits = _rows_of_floats(logits)
+        call = self._call(logits, asked)
+        results, invalid = self._run(call)
         if invalid:
             raise FloatingPointError(
                 f"the model's logits of row {invalid[0]} are not finite numbers"
             )
-        return _row_logprobs(results, asked.ends, top_ids, top_logprobs)
+        return _row_logprobs(results, call)
 
     def summarize(self, logits: Floats, scales: Sequence[float]) -> Floats:
         """Return what a model would tell of rows of logits, contract.LOGITS_SUMMARIES.
@@ -132,21 +169,8 @@ class NativeSampler:
             )
         return told
 
-    def _run(
-        self, logits: Floats, asked: _Asked, summaries: Floats | None = None
-    ) -> tuple[list[_Result], tuple[int, ...], array[int], array[float]]:
-        """Do all rows.
-
-        Returns:
-            What came of them, which could not be drawn from, and the likeliest tokens and their log
-            probabilities, of all rows one behind the other.
-
-        Raises:
-            IndexError: the vocabulary lacks a token that a row names.
-            MemoryError: there is none left.
-        """
-        if logits.dtype != np.float32 or logits.strides[1] != 4 or logits.strides[0] % 4:
-            logits = np.ascontiguousarray(logits, np.float32)
+    def _call(self, logits: Floats, asked: _Asked, summaries: Floats | None = None) -> _Call:
+        """Return a call for all rows of logits, which must outlive it, as must the summaries."""
         num_rows, vocab = logits.shape
         assert len(asked.requests) == num_rows * REQUEST_SIZE
         room = bytes(8 * asked.ends[-1]) if asked.ends else b""
@@ -164,16 +188,41 @@ class NativeSampler:
             vocab,
         )
         threads = min(self.num_threads, num_rows, logits.size // LOGITS_PER_THREAD)
-        self._library.onnxport_sampling_run(ctypes.byref(batch), threads)
-        results: list[_Result] = list(RESULTS.iter_unpack(asked.requests))
+        return _Call(batch, threads, asked, top_ids, top_logprobs)
+
+    def _run(self, call: _Call) -> tuple[list[_Result], tuple[int, ...]]:
+        """Do all rows.
+
+        Returns:
+            What came of them, and which could not be drawn from.
+
+        Raises:
+            IndexError: the vocabulary lacks a token that a row names.
+            MemoryError: there is none left.
+        """
+        self._library.onnxport_sampling_run(ctypes.byref(call.batch), call.threads)
+        results: list[_Result] = list(RESULTS.iter_unpack(call.asked.requests))
         failed = {row: one[3] for row, one in enumerate(results) if one[3] != DRAWN}
         for row, status in failed.items():
             if status == OUT_OF_MEMORY:
                 raise MemoryError("no memory is left to sample with")
             if status == BAD_TOKEN:
-                raise IndexError(f"row {row} names a token that the vocabulary of {vocab} lacks")
+                raise IndexError(
+                    f"row {row} names a token that the vocabulary of {call.batch.vocab} lacks"
+                )
             assert status == NOT_FINITE
-        return results, tuple(failed), top_ids, top_logprobs
+        return results, tuple(failed)
+
+
+def _nothing() -> None:
+    """Return what a reference to no array leads to."""
+
+
+def _rows_of_floats(logits: Floats) -> Floats:
+    """Return the logits as the library reads them: themselves, or a copy."""
+    if logits.dtype != np.float32 or logits.strides[1] != 4 or logits.strides[0] % 4:
+        return np.ascontiguousarray(logits, np.float32)
+    return logits
 
 
 def _ask(rows: Sequence[RowParams], vocab: int) -> _Asked:
@@ -288,14 +337,12 @@ def _checked_summaries(summaries: Floats, logits: Floats) -> Floats:
     return summaries
 
 
-def _row_logprobs(
-    results: Sequence[_Result], ends: Sequence[int], ids: array[int], values: array[float]
-) -> list[RowLogprobs]:
+def _row_logprobs(results: Sequence[_Result], call: _Call) -> list[RowLogprobs]:
     """Return the log probabilities of rows; void where a row did not ask for them."""
     found: list[RowLogprobs] = []
     begin = 0
-    for (token, rank, logprob, _), end in zip(results, ends, strict=True):
-        top_ids, top_values = tuple(ids[begin:end]), tuple(values[begin:end])
+    for (token, rank, logprob, _), end in zip(results, call.asked.ends, strict=True):
+        top_ids, top_values = tuple(call.top_ids[begin:end]), tuple(call.top_logprobs[begin:end])
         found.append(RowLogprobs(token, logprob, rank, top_ids, top_values))
         begin = end
     return found

@@ -447,3 +447,25 @@ def test_no_values_are_no_edits() -> None:
     row = RowParams(1.0, uniform=0.3)
     empty = row._replace(edits=RowEdits(NO_IDS, NO_VALUES))
     assert native().sample(logits, [empty]) == native().sample(logits, [row])
+
+
+def test_the_likeliest_tokens_of_one_array_are_those_in_it_by_now() -> None:
+    """A model writes each step's logits and summaries where the last ones were."""
+    sampler = native()
+    rng = np.random.default_rng(3)
+    room = np.zeros((8, 3001), np.float32)
+    told = sampler.summarize(room, [0.0] * 8)
+    for step in range(12):
+        rows = (8, 8, 3, 1)[step % 4]
+        logits, summaries = room[:rows], told[:rows]
+        for _ in range(2):
+            logits[:] = rng.standard_normal(logits.shape)
+            logits[0, 7] = np.nan if step == 5 else 0
+            summaries[:] = sampler.summarize(logits, [0.0] * rows)
+            expected = numpy_sampler.sample_greedy(logits)
+            for given in (summaries, None, summaries):
+                assert sampler.sample_greedy(logits, given) == expected
+    kept = np.asfortranarray(room)
+    assert sampler.sample_greedy(kept) == sampler.sample_greedy(room)
+    kept[:, 5] = 9
+    assert sampler.sample_greedy(kept).token_ids == [5] * 8
