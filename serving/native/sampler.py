@@ -116,7 +116,10 @@ class NativeSampler:
             kept.call, kept.logits = call, weakref.ref(logits)
             kept.summaries = _nothing if summaries is None else weakref.ref(summaries)
         results, invalid = self._run(call)
-        return Sampled([one[0] for one in results], None, invalid)
+        tokens = [one[0] for one in results]
+        for row in invalid:
+            tokens[row] = 0  # not that of the call before
+        return Sampled(tokens, None, invalid)
 
     def sample(
         self, logits: Floats, rows: Sequence[RowParams], summaries: Floats | None = None
@@ -200,6 +203,7 @@ class NativeSampler:
             IndexError: the vocabulary lacks a token that a row names.
             MemoryError: there is none left.
         """
+        call.batch.next = 0
         self._library.onnxport_sampling_run(ctypes.byref(call.batch), call.threads)
         results: list[_Result] = list(RESULTS.iter_unpack(call.asked.requests))
         failed = {row: one[3] for row, one in enumerate(results) if one[3] != DRAWN}

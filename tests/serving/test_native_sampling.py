@@ -463,8 +463,8 @@ def test_the_likeliest_tokens_of_one_array_are_those_in_it_by_now() -> None:
             logits[0, 7] = np.nan if step == 5 else 0
             summaries[:] = sampler.summarize(logits, [0.0] * rows)
             expected = numpy_sampler.sample_greedy(logits)
-            for given in (summaries, None, summaries):
-                assert sampler.sample_greedy(logits, given) == expected
+            for one in (summaries, None, summaries):
+                assert sampler.sample_greedy(logits, one) == expected
     kept = np.asfortranarray(room)
     assert sampler.sample_greedy(kept) == sampler.sample_greedy(room)
     kept[:, 5] = 9
