@@ -12,7 +12,12 @@ namespace {
 struct Vec {
   static constexpr int kLanes = 16;
   static constexpr int64_t kZeroPoint8 = 128;  // one factor must be unsigned
-  static constexpr int64_t kStreams = 4, kStreamAhead = 3072;  // the best on a Xeon with AMX
+  static constexpr int64_t kStreams = 4;
+#if defined(__AMX_INT8__)
+  static constexpr int64_t kStreamAhead = 3072;  // the best on a Xeon with AMX
+#else
+  static constexpr int64_t kStreamAhead = 1024;  // of 512 to 3072 the best on a Zen 4
+#endif
   // Of 2 to 16 KiB the best on that Xeon for two to eight rows, by some per cent.
   static constexpr int64_t kAhead = 6144;
   using Floats = __m512;
