@@ -98,6 +98,8 @@ def build_model(shape: Shape, block_size: int) -> tuple[bytes, bytes, dict[str, 
 def start(model: bytes, weights: dict[str, NDArray], threads: int) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
+    # Else threads of the one that has just run take processors from the other one.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     options.register_custom_ops_library(str(find_library()))
     values = [ort.OrtValue.ortvalue_from_numpy(value) for value in weights.values()]
     options.add_external_initializers(list(weights), values)

@@ -153,6 +153,8 @@ class Runner:
     def __init__(self, library: Path, setting: Setting, shape: Shape) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = setting.threads
+        # Else threads of the one that has just run take processors from the other one.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         options.register_custom_ops_library(str(library))
         self.session = ort.InferenceSession(
             build_model(setting), options, providers=["CPUExecutionProvider"]
