@@ -75,7 +75,15 @@ class _Greedy(threading.local):
 
     call: _Call | None = None
     logits: Callable[[], Floats | None]
-    summaries: Callable[[], Floats | None]
+    summaries: Callable[[], Floats | None] | None  # None: the call had none
+
+    def fits(self, logits: Floats, summaries: Floats | None) -> bool:
+        """Whether it was for these very arrays. One that is gone fits nothing, nor no array."""
+        if self.call is None or self.logits() is not logits:
+            return False
+        if summaries is None:
+            return self.summaries is None
+        return self.summaries is not None and self.summaries() is summaries
 
 
 _NO_CHANGES = bytes(CHANGES.size)
@@ -110,11 +118,11 @@ class NativeSampler:
     def sample_greedy(self, logits: Floats, summaries: Floats | None = None) -> Sampled:
         """See `sampler.sample_greedy`."""
         kept, call = self._greedy, self._greedy.call
-        if call is None or kept.logits() is not logits or kept.summaries() is not summaries:
+        if call is None or not kept.fits(logits, summaries):
             logits = _rows_of_floats(logits)
             call = self._call(logits, _ask_likeliest(*logits.shape), summaries)
             kept.call, kept.logits = call, weakref.ref(logits)
-            kept.summaries = _nothing if summaries is None else weakref.ref(summaries)
+            kept.summaries = None if summaries is None else weakref.ref(summaries)
         results, invalid = self._run(call)
         tokens = [one[0] for one in results]
         for row in invalid:
@@ -216,10 +224,6 @@ class NativeSampler:
                 )
             assert status == NOT_FINITE
         return results, tuple(failed)
-
-
-def _nothing() -> None:
-    """Return what a reference to no array leads to."""
 
 
 def _rows_of_floats(logits: Floats) -> Floats:

@@ -46,11 +46,10 @@ def check(found: Floats, rows: Floats, scales: Floats, *, has_least: bool = True
     Without the smallest values these are all -inf.
     """
     wanted = expected(rows, scales)
-    if not has_least:
-        chunks = (wanted.shape[1] - 1) // (GROUPS + 3)
-        wanted[:, chunks * (GROUPS + 1) : chunks * (GROUPS + 2)] = -np.inf
     assert found.shape == wanted.shape
     chunks = (wanted.shape[1] - 1) // (GROUPS + 3)
+    if not has_least:
+        wanted[:, chunks * (GROUPS + 1) : chunks * (GROUPS + 2)] = -np.inf
     for one, other, row, scale in zip(found, wanted, rows, scales, strict=True):
         assert one[-1] == np.float32(scale)
         if scale < 0:

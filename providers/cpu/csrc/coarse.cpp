@@ -135,10 +135,9 @@ int CoarseProduct::grow(int64_t parts, ParallelFor parallel_for, void* context) 
     is_hopeless_ = true;
     return 0;
   }
-  for (size_t blocks = top_scales_.size(), i = static_cast<size_t>(begin) * blocks,
-              end = static_cast<size_t>(begin + count) * blocks;
-       i < end; i++)
-    top_scales_[i % blocks] = std::max(top_scales_[i % blocks], largest_scales_[i]);
+  const float* largest = largest_scales_.data() + begin * num_blocks(product_);
+  for (int64_t panel = 0; panel < count; panel++)
+    for (float& top : top_scales_) top = std::max(top, *largest++);
   ready_.store(begin + count, std::memory_order_release);
   return 0;
 }

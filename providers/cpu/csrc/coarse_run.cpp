@@ -53,15 +53,15 @@ struct Run {
   // [rows][panels]: the largest of a panel's outputs as computed, and what the exact one may be at
   // most; more than that while a row's largest error stands for the panel's own.
   float *maxima, *most;
-  float* order;        // [rows][panels]
+  float* order;          // [rows][panels]
   uint8_t* is_wanted;    // [panels], or has been
   uint8_t* is_computed;  // [panels], whose outputs are exact but `maxima` is not
-  int32_t* wanted;     // [panels], of which the first num_wanted are computed next
+  int32_t* wanted;       // [panels], of which the first num_wanted are computed next
   int64_t num_wanted = 0;
   std::atomic<int64_t> num_exact{0};  // panels that were computed again
   float least[kMostCoarseRows];   // a row's likeliest panels have maxima from here on
   float bounds[kMostCoarseRows];  // what is less cannot be one of a row's largest outputs
-  double row_errors[kMostCoarseRows];  // what any output of a row may be wrong by, if all scales are known
+  double row_errors[kMostCoarseRows];  // of any output, where there are top_scales
   int64_t panels_per_task = 1;
 
   Run(const CoarseCall& of, Workspace& s)
