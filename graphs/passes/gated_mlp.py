@@ -5,8 +5,7 @@ them to memory: for a few hundred tokens more than the layer's weights. `onnxpor
 the same bits and keeps it in the cache. For devices whose operator library has it, after
 `fuse_gated_silu` and `use_int8_matmul`.
 
-It takes in the `AddLora` behind both products, too, where adapters are int8. What they add to gate
-and up has the same bits then; what they add to the second product is added up in another order.
+It takes in the `AddLora` behind both products, too, where adapters are int8.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def _match(gate_up: onnx.NodeProto, graph: _Graph) -> _Mlp | None:
     if not _is_ours(gate_up, MATMUL_NBITS):
         return None
     follower = graph.only_reader(gate_up)
-    first = follower if follower is not None and _adds_to(follower, gate_up) else None
+    first = follower if follower is not None and adds_int8_adapters(follower, gate_up) else None
     silu = graph.only_reader(first) if first is not None else follower
     if silu is None or not _is_ours(silu, GATED_SILU) or not graph.readers(silu):
         return None
@@ -103,7 +102,7 @@ def _match(gate_up: onnx.NodeProto, graph: _Graph) -> _Mlp | None:
     if first is None:
         return None if others else _Mlp(gate_up, silu, down, None)
     second = graph.only_reader(down)
-    if second is None or others != [(second, 1)] or not _adds_to(second, down):
+    if second is None or others != [(second, 1)] or not adds_int8_adapters(second, down):
         return None
     are_alike = first.input[2:] == second.input[2:] and _max_rank(first) == _max_rank(second)
     columns = (_columns(first), _columns(second))
@@ -112,8 +111,8 @@ def _match(gate_up: onnx.NodeProto, graph: _Graph) -> _Mlp | None:
     return _Mlp(gate_up, silu, down, (first, second))
 
 
-def _adds_to(node: onnx.NodeProto, product: onnx.NodeProto) -> bool:
-    """Whether a node adds what int8 adapters make of a product's own input."""
+def adds_int8_adapters(node: onnx.NodeProto, product: onnx.NodeProto) -> bool:
+    """Whether a node is an `AddLora` of what int8 adapters make of a product's own input."""
     return (
         _is_ours(node, ADD_LORA)
         and len(node.input) == _INT8_LORA_INPUTS

@@ -1,8 +1,9 @@
 """Let our products add their bias themselves.
 
 `onnxport.MatMulNBits` adds it to outputs that it has just written. An operator of its own is one
-more that a decode step has to start, in every layer whose projections have a bias. For devices
-whose operator library has them, after `fuse_input_norm`.
+more that a decode step has to start, in every layer whose projections have a bias. A product that
+adds adapters, too, adds the bias first. For devices whose operator library has them, after
+`fuse_input_norm`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def _find(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
     readers, outputs = consumers(model), {info.name for info in model.graph.output}
     found = {}
     for node in model.graph.node:
-        if node.op_type != MATMUL_NBITS or node.domain != DOMAIN or len(node.input) > _BIAS:
+        if (
+            node.op_type != MATMUL_NBITS
+            or node.domain != DOMAIN
+            or any(node.input[_BIAS : _BIAS + 1])
+        ):
             continue
         product = node.output[0]
         reading = readers.get(product, [])
@@ -68,6 +73,7 @@ def _fused(node: onnx.NodeProto, add: onnx.NodeProto) -> onnx.NodeProto:
     fused = onnx.NodeProto()
     fused.CopyFrom(node)
     bias = next(name for name in add.input if name != node.output[0])
-    fused.input.extend([""] * (_BIAS - len(fused.input)) + [bias])
+    fused.input.extend([""] * (_BIAS + 1 - len(fused.input)))
+    fused.input[_BIAS] = bias
     fused.output[0] = add.output[0]
     return fused

@@ -19,6 +19,7 @@ from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
 from onnxport.graphs.passes.logits_summaries import summarize_logits
 from onnxport.graphs.passes.native import NativeLimits, keep_native
+from onnxport.graphs.passes.product_adapters import fuse_product_adapters
 from onnxport.graphs.passes.product_bias import fuse_product_bias
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
@@ -78,6 +79,9 @@ def lower(
             yield step
             step = fuse_gated_mlp(step.model)
             yield step
+            if lora is not None:
+                step = fuse_product_adapters(step.model)
+                yield step
             step = fuse_input_norm(step.model)
             yield step
             step = fuse_product_bias(step.model)

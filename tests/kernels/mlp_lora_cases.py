@@ -70,7 +70,7 @@ class AdaptedMlp:
                 ranks[slot, 0, at] = len(a)
                 scales[slot, 0, at, : len(a)] = own
                 for rows in (a, b):
-                    panels = _in_panels(rows)
+                    panels = panels_of(rows)
                     weights[slot - 1, begin : begin + len(panels)] = panels
                     begin += len(panels)
         given = (self.slots, ranks, weights, scales)
@@ -102,7 +102,7 @@ def fused(case: AdaptedMlp, **changed: int | None) -> bytes:
     node.input.extend(["", "", *INPUTS])
     attributes = {k: v for k, v in (case.places() | changed).items() if v is not None}
     node.attribute.extend(helper.make_attribute(k, v) for k, v in attributes.items())
-    return _with_inputs(of, case)
+    return with_inputs(of, case.feeds())
 
 
 def separate(case: AdaptedMlp) -> bytes:
@@ -123,7 +123,7 @@ def separate(case: AdaptedMlp) -> bytes:
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del of.graph.node[:]
     of.graph.node.extend(copies)
-    return _with_inputs(of, case)
+    return with_inputs(of, case.feeds())
 
 
 def _adding(
@@ -142,9 +142,9 @@ def _adding(
     )
 
 
-def _with_inputs(of: onnx.ModelProto, case: AdaptedMlp) -> bytes:
+def with_inputs(of: onnx.ModelProto, feeds: dict[str, NDArray[Any]]) -> bytes:
+    """A model that has the adapters' inputs, too."""
     kinds = (TensorProto.INT32, TensorProto.INT32, TensorProto.INT8, TensorProto.FLOAT)
-    feeds = case.feeds()
     for name, kind in zip(INPUTS, kinds, strict=True):
         dims = [f"{name}{axis}" for axis in range(feeds[name].ndim)]
         of.graph.input.append(helper.make_tensor_value_info(name, kind, dims))
@@ -196,7 +196,8 @@ def _added(case: AdaptedMlp, part: int, x: NDArray[Any]) -> NDArray[np.float64]:
     return added
 
 
-def _in_panels(rows: NDArray[Any]) -> NDArray[Any]:
+def panels_of(rows: NDArray[Any]) -> NDArray[Any]:
+    """Rows as they lie in a slot; where nothing is to be read there is what stands out."""
     width = in_panels(rows.shape[1])
     wide = np.full((len(rows), width), 99, rows.dtype)
     wide[:, : rows.shape[1]] = rows

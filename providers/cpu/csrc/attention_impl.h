@@ -437,6 +437,7 @@ static void prepare(const Problem& p, float* queries, int64_t begin, int64_t end
 
 const Kernels kKernels = {ONNXPORT_KERNELS_NAME, Vec::kPrefersPairs, Vec::kConvertsHalf,
                           prepare,               attend,             attend_segment,
-                          finish,                gated_silu,         add_lora};
+                          finish,                gated_silu,         lora_shrink,
+                          lora_expand,           add_numbers};
 
 }  // namespace

@@ -49,19 +49,31 @@ constexpr int64_t kLoraPanel = 64;  // numbers of a row side by side; PANEL in g
 
 enum LoraType { kLoraFloat, kLoraHalf, kLoraInt8 };
 
-// What one LoRA adapter adds to one projection: output = (output or 0) + (scales * (input a^T)) b.
-// Rows lie in panels: kLoraPanel numbers of the first row, as many of the second, and so on to the
-// last, then the next numbers of the first. So all is read from one end to the other.
-struct Lora {
+// An adapter's rows of A and of B lie in panels: kLoraPanel numbers of the first row, as many of the
+// second, and so on to the last, then the next numbers of the first. So all is read from one end to
+// the other. What a thread reads is asked for ahead: once that would be behind `end`, it is `jump`
+// bytes further on; null: nothing is.
+
+// The first half of what one LoRA adapter adds to one projection: factors = scales * (input a^T).
+struct LoraShrink {
   LoraType type;
   const void* a;        // [panels of depth][rank][kLoraPanel]
-  const void* b;        // [panels of columns][rank][kLoraPanel]
   const float* scales;  // [rank]; null: all are 1
   const float* input;   // [tokens][depth]
-  float* output;        // [tokens][stride], the projection's columns
-  int64_t rank, depth, columns, stride, tokens;
+  float* factors;       // [tokens][stride], of which `rank`
+  int64_t rank, depth, tokens, stride;
+  const char* end;
+  int64_t jump;
+};
+
+// The second half, for some columns of the projection: output = (output or 0) + factors b.
+struct LoraExpand {
+  LoraType type;
+  const void* b;         // [panels of columns][rank][kLoraPanel]
+  const float* factors;  // [tokens][factor_stride]
+  float* output;         // [tokens][stride], from column_begin on
+  int64_t rank, column_begin, column_end, tokens, factor_stride, stride;
   bool is_added;  // else the output is set
-  // What is asked for ahead: once it would be behind `end`, it is so many bytes further on.
   const char* end;
   int64_t jump;
 };
@@ -69,8 +81,7 @@ struct Lora {
 // The gate of a feed-forward layer: output[i] = silu(gate[i]) * up[i].
 struct GatedSilu {
   const float *gate, *up;
-  const float *gate_added, *up_added;  // what is added to them first; null: nothing
-  float* output;                       // overlaps none of them
+  float* output;  // overlaps none of them
   int64_t count;
 };
 
@@ -101,8 +112,11 @@ struct Kernels {
 
   void (*gated_silu)(const GatedSilu& call);
 
-  // Adds to the output of each token what an adapter adds to it.
-  void (*add_lora)(const Lora& call);
+  void (*lora_shrink)(const LoraShrink& call);
+  void (*lora_expand)(const LoraExpand& call);
+
+  // Adds so many numbers to others.
+  void (*add)(const float* x, int64_t count, float* sums);
 };
 
 // Null where this build or this processor cannot run them.

@@ -9,6 +9,7 @@ namespace {
 constexpr int64_t kTaskTokens = 4;       // of one adapter
 constexpr int64_t kAloneWork = 1 << 16;  // multiplications that are not worth waking a thread for
 constexpr size_t kFewChunks = 8;         // whose projections are divided between threads too
+constexpr int64_t kFewRows = 16;         // whose adapters are read before the product is
 
 int64_t item_bytes(LoraType type) { return type == kLoraInt8 ? 1 : type == kLoraHalf ? 2 : 4; }
 
@@ -26,7 +27,7 @@ int64_t lora_work(const LoraSlots& slots, const LoraPlace& place, int32_t slot) 
 }
 
 LoraSum::LoraSum(const LoraSlots& slots, const LoraPlace& place, int64_t rows)
-    : slots_(slots), place_(place) {
+    : slots_(slots), place_(place), rows_(rows) {
   for (int64_t part = 0; part < place.parts; part++) width_ += place.columns[part];
   for (int64_t first = 0, end; first < rows; first = end) {
     const int32_t slot = slots.tokens[first];
@@ -34,15 +35,24 @@ LoraSum::LoraSum(const LoraSlots& slots, const LoraPlace& place, int64_t rows)
     end = first + 1;
     while (end < last && slots.tokens[end] == slot) end++;
     const int64_t work = lora_work(slots, place, slot);
-    if (work) chunks_.push_back({first, end - first, slot});
+    if (work == 0) continue;
+    chunks_.push_back({first, end - first, slot});
     work_ += work * (end - first);
+    for (int64_t part = 0; part < place.parts; part++)
+      largest_rank_ = std::max(largest_rank_, lora_rank(slots, place, slot, part));
   }
 }
 
-void LoraSum::set(const float* input, float* output, bool is_added) {
+int64_t LoraSum::num_factors() const { return rows_ * place_.parts * largest_rank_; }
+
+int64_t LoraSum::num_added() const {
+  return rows_ <= kFewRows && !chunks_.empty() ? rows_ * width_ : 0;
+}
+
+void LoraSum::set(const float* input, float* factors, float* added) {
   input_ = input;
-  output_ = output;
-  is_added_ = is_added;
+  factors_ = factors;
+  added_ = num_added() ? added : nullptr;
 }
 
 int64_t LoraSum::tasks() const {
@@ -51,15 +61,72 @@ int64_t LoraSum::tasks() const {
   return chunks_.size() < kFewChunks ? chunks * place_.parts : chunks;
 }
 
-void LoraSum::run(int64_t index) const {
+// Calls f(index of a chunk, first part, last part) for all that a task has.
+template <class F>
+void LoraSum::for_chunks(int64_t index, F f) const {
   const int64_t parts = place_.parts;
   if (work_ < kAloneWork) {
-    for (size_t i = 0; i < chunks_.size(); i++) run_chunk(i, 0, parts);
+    for (size_t i = 0; i < chunks_.size(); i++) f(i, 0, parts);
   } else if (chunks_.size() < kFewChunks) {
-    run_chunk(static_cast<size_t>(index / parts), index % parts, index % parts + 1);
+    f(static_cast<size_t>(index / parts), index % parts, index % parts + 1);
   } else {
-    run_chunk(static_cast<size_t>(index), 0, parts);
+    f(static_cast<size_t>(index), 0, parts);
   }
+}
+
+void LoraSum::prepare(int64_t index) const {
+  for_chunks(index, [&](size_t at, int64_t first, int64_t last) {
+    if (added_)
+      run_chunk(at, first, last, added_, false);
+    else
+      shrink(at, first, last);
+  });
+}
+
+void LoraSum::run(int64_t index, float* output) const {
+  for_chunks(index, [&](size_t at, int64_t first, int64_t last) {
+    run_chunk(at, first, last, output, true);
+  });
+}
+
+// What comes next of A is the next projection's, or the next chunk's, which is likely the same
+// thread's.
+void LoraSum::shrink(size_t at, int64_t first, int64_t last) const {
+  const LoraChunk& chunk = chunks_[at];
+  for (int64_t part = first; part < last; part++) {
+    const char *end = b_of(chunk.slot, part), *next = end;
+    if (part + 1 < last)
+      next = begin_of(chunk.slot, part + 1);
+    else if (last == place_.parts && at + 1 < chunks_.size())
+      next = begin_of(chunks_[at + 1].slot, 0);
+    shrink_part(chunk, part, end, next - end);
+  }
+}
+
+// All of a projection is read from one end to the other, and then the next one.
+void LoraSum::run_chunk(size_t at, int64_t first, int64_t last, float* output,
+                        bool is_added) const {
+  const LoraChunk& chunk = chunks_[at];
+  const char *end = begin_of(chunk.slot, last), *next = end;
+  if (last == place_.parts && at + 1 < chunks_.size()) next = begin_of(chunks_[at + 1].slot, 0);
+  for (int64_t part = first; part < last; part++) {
+    shrink_part(chunk, part, end, next - end);
+    LoraExpand call = expansion(chunk, part);
+    call.output = output + chunk.first * width_ + column_of(part);
+    call.stride = width_;
+    call.column_begin = 0;
+    call.column_end = place_.columns[part];
+    call.is_added = is_added;
+    call.end = end;
+    call.jump = next - end;
+    active_kernels()->lora_expand(call);
+  }
+}
+
+int64_t LoraSum::column_of(int64_t part) const {
+  int64_t column = 0;
+  for (int64_t i = 0; i < part; i++) column += place_.columns[i];
+  return column;
 }
 
 // Where a projection of an adapter begins; behind the last one, its end.
@@ -71,40 +138,86 @@ const char* LoraSum::begin_of(int32_t slot, int64_t part) const {
   return slots_.weights + begin * item_bytes(slots_.type);
 }
 
-// Projections [first, last) of a chunk. Those of the next one are likely the same thread's.
-void LoraSum::run_chunk(size_t index, int64_t first, int64_t last) const {
-  const LoraChunk& chunk = chunks_[index];
-  const char* end = begin_of(chunk.slot, last);
-  const char* next = end;
-  if (last == place_.parts && index + 1 < chunks_.size())
-    next = begin_of(chunks_[index + 1].slot, 0);
-  for (int64_t part = first; part < last; part++) run_part(chunk, part, end, next - end);
+const char* LoraSum::b_of(int32_t slot, int64_t part) const {
+  const int64_t numbers = lora_rank(slots_, place_, slot, part) * in_lora_panels(place_.depth);
+  return begin_of(slot, part) + numbers * item_bytes(slots_.type);
 }
 
-void LoraSum::run_part(const LoraChunk& chunk, int64_t part, const char* end,
-                       int64_t jump) const {
-  const int64_t rank = lora_rank(slots_, place_, chunk.slot, part);
-  if (rank == 0 && is_added_) return;
-  int64_t column = 0;
-  for (int64_t i = 0; i < part; i++) column += place_.columns[i];
-  Lora call;
+float* LoraSum::factors_of(int64_t row, int64_t part) const {
+  return factors_ + (row * place_.parts + part) * largest_rank_;
+}
+
+void LoraSum::shrink_part(const LoraChunk& chunk, int64_t part, const char* end,
+                          int64_t jump) const {
+  LoraShrink call;
   call.type = slots_.type;
-  call.end = end;
-  call.jump = jump;
-  const char* begin = begin_of(chunk.slot, part);
-  call.a = begin;
-  call.b = begin + rank * in_lora_panels(place_.depth) * item_bytes(slots_.type);
+  call.a = begin_of(chunk.slot, part);
   const int64_t row = chunk.slot * slots_.ranks_stride + place_.ranks + part;
   call.scales = slots_.scales ? slots_.scales + row * slots_.max_rank : nullptr;
   call.input = input_ + chunk.first * place_.depth;
-  call.output = output_ + chunk.first * width_ + column;
-  call.rank = rank;
+  call.factors = factors_of(chunk.first, part);
+  call.rank = lora_rank(slots_, place_, chunk.slot, part);
   call.depth = place_.depth;
-  call.columns = place_.columns[part];
-  call.stride = width_;
   call.tokens = chunk.count;
-  call.is_added = is_added_;
-  active_kernels()->add_lora(call);
+  call.stride = place_.parts * largest_rank_;
+  call.end = end;
+  call.jump = jump;
+  active_kernels()->lora_shrink(call);
+}
+
+// All but the columns and where they go.
+LoraExpand LoraSum::expansion(const LoraChunk& chunk, int64_t part) const {
+  LoraExpand call{};
+  call.type = slots_.type;
+  call.b = b_of(chunk.slot, part);
+  call.factors = factors_of(chunk.first, part);
+  call.rank = lora_rank(slots_, place_, chunk.slot, part);
+  call.tokens = chunk.count;
+  call.factor_stride = place_.parts * largest_rank_;
+  return call;
+}
+
+// Calls f(chunk) for what a block has of each chunk.
+template <class F>
+void LoraSum::for_rows(const LoraBlock& block, F f) const {
+  const auto ends_before = [](const LoraChunk& chunk, int64_t row) {
+    return chunk.first + chunk.count <= row;
+  };
+  auto chunk = std::lower_bound(chunks_.begin(), chunks_.end(), block.row_begin, ends_before);
+  for (; chunk != chunks_.end() && chunk->first < block.row_end; ++chunk) {
+    const int64_t first = std::max(chunk->first, block.row_begin);
+    const int64_t last = std::min(chunk->first + chunk->count, block.row_end);
+    f(LoraChunk{first, last - first, chunk->slot});
+  }
+}
+
+void LoraSum::expand(int64_t part, const LoraBlock& block) const {
+  const int64_t first = column_of(part) + block.column_begin;
+  const int64_t count = block.column_end - block.column_begin;
+  for_rows(block, [&](const LoraChunk& chunk) {
+    LoraExpand call = expansion(chunk, part);
+    if (call.rank == 0) return;
+    call.output = block.output + (chunk.first - block.row_begin) * block.stride;
+    call.stride = block.stride;
+    call.column_begin = block.column_begin;
+    call.column_end = block.column_end;
+    call.is_added = true;
+    if (!added_) return active_kernels()->lora_expand(call);
+    for (int64_t i = 0; i < chunk.count; i++)
+      active_kernels()->add(added_ + (chunk.first + i) * width_ + first, count,
+                            call.output + i * block.stride);
+  });
+}
+
+void LoraSum::expand_product(const LoraBlock& block) const {
+  for (int64_t part = 0, first = 0; part < place_.parts; first += place_.columns[part], part++) {
+    LoraBlock own = block;
+    own.column_begin = std::max(block.column_begin, first) - first;
+    own.column_end = std::min(block.column_end, first + place_.columns[part]) - first;
+    if (own.column_begin >= own.column_end) continue;
+    own.output = block.output + (first + own.column_begin - block.column_begin);
+    expand(part, own);
+  }
 }
 
 }  // namespace onnxport

@@ -1,5 +1,5 @@
-// LoRA adapters in their slots, and dividing what they add to a product into tasks. Free of ONNX
-// Runtime. The layout of a slot is `slot_layout`'s in graphs/lora.py.
+// LoRA adapters in their slots, and what they add to a product, in parts. Free of ONNX Runtime. The
+// layout of a slot is `slot_layout`'s in graphs/lora.py.
 #pragma once
 
 #include <vector>
@@ -29,6 +29,12 @@ struct LoraPlace {
   int64_t columns[kLoraParts];  // of each
 };
 
+// Adapters of a product's rows.
+struct ProductLora {
+  LoraSlots slots;
+  LoraPlace place;
+};
+
 // Tokens [first, first + count) of one adapter, few enough to share what they load.
 struct LoraChunk {
   int64_t first, count;
@@ -45,31 +51,60 @@ int64_t lora_rank(const LoraSlots& slots, const LoraPlace& place, int32_t slot, 
 // Multiplications that a token takes with an adapter.
 int64_t lora_work(const LoraSlots& slots, const LoraPlace& place, int32_t slot);
 
-// What adapters add to a product of `rows` tokens, in tasks that may run in any order. Tokens
-// without an adapter, or with one that has no part in the product, are left alone.
+// Outputs of some rows and some of a projection's columns.
+struct LoraBlock {
+  int64_t row_begin, row_end;
+  int64_t column_begin, column_end;
+  float* output;   // of the first row and column
+  int64_t stride;  // from one row's to the next one's
+};
+
+// What adapters add to a product of `rows` tokens. Tokens without an adapter, or with one that has
+// no part in the product, are left alone.
+//
+// All tasks of prepare, in any order, come before expand and expand_product, which add to any part of
+// the outputs; or the tasks of run do all at once. The bits are the same. With few rows prepare reads
+// all of each adapter, from one end to the other; with many, expand reads B, for a near cache has it.
 class LoraSum {
  public:
   LoraSum() = default;
   LoraSum(const LoraSlots& slots, const LoraPlace& place, int64_t rows);
 
-  // [rows][depth], and [rows][all columns]: added to, or set.
-  void set(const float* input, float* output, bool is_added);
+  bool is_empty() const { return chunks_.empty(); }
+  int64_t num_factors() const;  // floats that there must be room for
+  int64_t num_added() const;    // likewise; 0: none are needed
+
+  // [rows][depth], [num_factors()] and [num_added()].
+  void set(const float* input, float* factors, float* added);
 
   // Few chunks are divided further, so that each thread has something to do; little work is not.
   int64_t tasks() const;
-  void run(int64_t index) const;
+  void prepare(int64_t index) const;
+  void run(int64_t index, float* output) const;  // [rows][all columns]
+
+  void expand(int64_t part, const LoraBlock& block) const;
+  void expand_product(const LoraBlock& block) const;  // columns of all projections together
 
  private:
-  void run_chunk(size_t index, int64_t first, int64_t last) const;
-  void run_part(const LoraChunk& chunk, int64_t part, const char* end, int64_t jump) const;
+  template <class F>
+  void for_chunks(int64_t index, F f) const;
+  template <class F>
+  void for_rows(const LoraBlock& block, F f) const;
+  void shrink(size_t at, int64_t first, int64_t last) const;
+  void run_chunk(size_t at, int64_t first, int64_t last, float* output, bool is_added) const;
+  void shrink_part(const LoraChunk& chunk, int64_t part, const char* end, int64_t jump) const;
+  LoraExpand expansion(const LoraChunk& chunk, int64_t part) const;
+  float* factors_of(int64_t row, int64_t part) const;
+  int64_t column_of(int64_t part) const;
   const char* begin_of(int32_t slot, int64_t part) const;
+  const char* b_of(int32_t slot, int64_t part) const;
 
   LoraSlots slots_{};
   LoraPlace place_{};
   const float* input_ = nullptr;
-  float* output_ = nullptr;
-  bool is_added_ = true;
-  int64_t width_ = 0, work_ = 0;
+  float* factors_ = nullptr;  // [rows][parts][largest_rank_]
+  float* added_ = nullptr;    // [rows][width_]
+  int64_t rows_ = 0, width_ = 0, work_ = 0, largest_rank_ = 0;
   std::vector<LoraChunk> chunks_;
 };
 

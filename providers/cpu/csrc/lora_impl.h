@@ -11,7 +11,6 @@
 namespace {
 
 constexpr int kLoraTokens = 4;                            // that share the loaded A and B
-constexpr int kLoraRanks = 64;                            // whose factors are held at once
 constexpr int kLoraRows = Vec::kMaxRows >= 8 ? 4 : 2;     // of A in registers, beside the tokens
 constexpr int kLoraColumns = Vec::kMaxRows >= 8 ? 4 : 2;  // vectors of the output in registers
 constexpr int kPanelVectors = static_cast<int>(kLoraPanel) / Vec::kWidth;
@@ -54,24 +53,25 @@ static inline void store_some(float* to, Vec::T x, int64_t count) {
 }
 
 // Asks for what is read kLoraAhead bytes after one row's part of a panel, be it of another adapter.
-template <class Value>
-static inline void ask_ahead(const Lora& l, const Value* row) {
+template <class Call, class Value>
+static inline void ask_ahead(const Call& l, const Value* row) {
+  if (!l.end) return;
   const char* ahead = reinterpret_cast<const char*>(row) + kLoraAhead;
   ahead += ahead < l.end ? 0 : l.jump;
   constexpr int kBytes = static_cast<int>(kLoraPanel * sizeof(Value));
   for (int i = 0; i < kBytes; i += kLineBytes) prefetch(ahead + i);
 }
 
-// Where a column of one row of B lies; the row behind is kLoraPanel on.
+// Where a column of the first row of B lies; the row behind is kLoraPanel on.
 template <class Type>
-static inline const typename Type::Value* panel_of(const Lora& l, int64_t row, int64_t column) {
-  return static_cast<const typename Type::Value*>(l.b) +
-         (column / kLoraPanel * l.rank + row) * kLoraPanel + column % kLoraPanel;
+static inline const typename Type::Value* panel_of(const LoraExpand& l, int64_t column) {
+  return static_cast<const typename Type::Value*>(l.b) + column / kLoraPanel * l.rank * kLoraPanel +
+         column % kLoraPanel;
 }
 
 // factors[t][r] = scales[r] * (input[t] . a[r]) for kTokens tokens and kRows rows of A.
 template <class Type, int kTokens, int kRows>
-static inline void lora_factors(const Lora& l, int64_t token, int64_t row, float* factors) {
+static inline void lora_factors(const LoraShrink& l, int64_t token, int64_t row) {
   Vec::T sum[kTokens][kRows];
   ONNXPORT_UNROLL
   for (int t = 0; t < kTokens; t++) {
@@ -106,30 +106,39 @@ static inline void lora_factors(const Lora& l, int64_t token, int64_t row, float
         s = Vec::fma(load_some<LoraFloat>(input + t * l.depth + whole, rest),
                      load_some<Type>(a + r * kLoraPanel, rest), s);
       const float factor = Vec::reduce_add(s);
-      factors[t * kLoraRanks + r] = l.scales ? factor * l.scales[row + r] : factor;
+      l.factors[(token + t) * l.stride + row + r] = l.scales ? factor * l.scales[row + r] : factor;
     }
 }
 
-// Whether the output holds what is to be added to when this row of B is the first one.
-static inline bool is_sum(const Lora& l, int64_t row) { return l.is_added || row > 0; }
+template <class Type, int kTokens>
+static inline void shrink_tokens(const LoraShrink& l, int64_t token) {
+  int64_t row = 0;
+  if constexpr (kTokens == 1) {
+    for (; row + kAloneRows <= l.rank; row += kAloneRows)
+      lora_factors<Type, 1, kAloneRows>(l, token, row);
+    for (; row + kAloneRows / 2 <= l.rank; row += kAloneRows / 2)
+      lora_factors<Type, 1, kAloneRows / 2>(l, token, row);
+  }
+  for (; row + kLoraRows <= l.rank; row += kLoraRows)
+    lora_factors<Type, kTokens, kLoraRows>(l, token, row);
+  for (; row < l.rank; row++) lora_factors<Type, kTokens, 1>(l, token, row);
+}
 
-// output[t] += factors[t] x b over kCols vectors of each of kPanels panels, for `ranks` rows of B.
+// output[t] (+)= factors[t] x b over kCols vectors of each of kPanels panels.
 template <class Type, int kTokens, int kPanels, int kCols>
-static inline void lora_columns(const Lora& l, int64_t token, int64_t row, int64_t ranks,
-                                const float* factors, int64_t column) {
+static inline void lora_columns(const LoraExpand& l, int64_t token, int64_t column) {
   static_assert(kPanels == 1 || kCols == kPanelVectors, "several panels are whole");
   constexpr int kAll = kPanels * kCols;
-  float* output = l.output + token * l.stride + column;
-  const auto* b = panel_of<Type>(l, row, column);
+  float* output = l.output + token * l.stride + column - l.column_begin;
+  const float* factors = l.factors + token * l.factor_stride;
+  const auto* b = panel_of<Type>(l, column);
   Vec::T sum[kTokens][kAll];
   ONNXPORT_UNROLL
   for (int t = 0; t < kTokens; t++) {
     ONNXPORT_UNROLL
-    for (int c = 0; c < kAll; c++)
-      sum[t][c] = is_sum(l, row) ? Vec::load(output + t * l.stride + c * Vec::kWidth)
-                                 : Vec::set1(0.f);
+    for (int c = 0; c < kAll; c++) sum[t][c] = Vec::set1(0.f);
   }
-  for (int64_t r = 0; r < ranks; r++, b += kLoraPanel) {
+  for (int64_t r = 0; r < l.rank; r++, b += kLoraPanel) {
     Vec::T w[kAll];
     ONNXPORT_UNROLL
     for (int p = 0; p < kPanels; p++) {
@@ -140,7 +149,7 @@ static inline void lora_columns(const Lora& l, int64_t token, int64_t row, int64
     }
     ONNXPORT_UNROLL
     for (int t = 0; t < kTokens; t++) {
-      const Vec::T factor = Vec::set1(factors[t * kLoraRanks + r]);
+      const Vec::T factor = Vec::set1(factors[t * l.factor_stride + r]);
       ONNXPORT_UNROLL
       for (int c = 0; c < kAll; c++) sum[t][c] = Vec::fma(factor, w[c], sum[t][c]);
     }
@@ -148,69 +157,92 @@ static inline void lora_columns(const Lora& l, int64_t token, int64_t row, int64
   ONNXPORT_UNROLL
   for (int t = 0; t < kTokens; t++) {
     ONNXPORT_UNROLL
-    for (int c = 0; c < kAll; c++) Vec::store(output + t * l.stride + c * Vec::kWidth, sum[t][c]);
+    for (int c = 0; c < kAll; c++) {
+      float* to = output + t * l.stride + c * Vec::kWidth;
+      Vec::store(to, l.is_added ? Vec::add(Vec::load(to), sum[t][c]) : sum[t][c]);
+    }
   }
 }
 
-// The columns behind the last whole vector.
+// Fewer columns than a vector has.
 template <class Type>
-static inline void lora_rest(const Lora& l, int64_t token, int64_t row, int64_t ranks,
-                             const float* factors, int64_t column) {
-  const int64_t count = l.columns - column;
-  float* output = l.output + token * l.stride + column;
-  const auto* b = panel_of<Type>(l, row, column);
-  Vec::T sum = is_sum(l, row) ? load_some<LoraFloat>(output, count) : Vec::set1(0.f);
-  for (int64_t r = 0; r < ranks; r++)
+static inline void lora_rest(const LoraExpand& l, int64_t token, int64_t column, int64_t count) {
+  float* output = l.output + token * l.stride + column - l.column_begin;
+  const float* factors = l.factors + token * l.factor_stride;
+  const auto* b = panel_of<Type>(l, column);
+  Vec::T sum = Vec::set1(0.f);
+  for (int64_t r = 0; r < l.rank; r++)
     sum = Vec::fma(Vec::set1(factors[r]), load_some<Type>(b + r * kLoraPanel, count), sum);
+  if (l.is_added) sum = Vec::add(load_some<LoraFloat>(output, count), sum);
   store_some(output, sum, count);
 }
 
+// Columns [column, end) of one panel.
 template <class Type, int kTokens>
-static inline void lora_tokens(const Lora& l, int64_t token) {
+static inline void expand_panel(const LoraExpand& l, int64_t token, int64_t column, int64_t end) {
   constexpr int W = Vec::kWidth;
-  float factors[kTokens * kLoraRanks];
-  int64_t row = 0;
-  do {  // once without a rank, too: the output may have to be set
-    const int64_t ranks = l.rank - row < kLoraRanks ? l.rank - row : kLoraRanks;
-    int64_t r = 0, c = 0;
+  for (; column + kLoraColumns * W <= end; column += kLoraColumns * W)
+    lora_columns<Type, kTokens, 1, kLoraColumns>(l, token, column);
+  for (; column + W <= end; column += W) lora_columns<Type, kTokens, 1, 1>(l, token, column);
+  if (column < end)
+    for (int t = 0; t < kTokens; t++) lora_rest<Type>(l, token + t, column, end - column);
+}
+
+template <class Type, int kTokens>
+static inline void expand_tokens(const LoraExpand& l, int64_t token) {
+  for (int64_t column = l.column_begin; column < l.column_end;) {
     if constexpr (kTokens == 1) {
-      for (; r + kAloneRows <= ranks; r += kAloneRows)
-        lora_factors<Type, 1, kAloneRows>(l, token, row + r, factors + r);
-      for (; r + kAloneRows / 2 <= ranks; r += kAloneRows / 2)
-        lora_factors<Type, 1, kAloneRows / 2>(l, token, row + r, factors + r);
+      constexpr int64_t kSeveral = kAlonePanels * kLoraPanel;
+      if (column % kLoraPanel == 0 && column + kSeveral <= l.column_end) {
+        lora_columns<Type, 1, kAlonePanels, kPanelVectors>(l, token, column);
+        column += kSeveral;
+        continue;
+      }
     }
-    for (; r + kLoraRows <= ranks; r += kLoraRows)
-      lora_factors<Type, kTokens, kLoraRows>(l, token, row + r, factors + r);
-    for (; r < ranks; r++) lora_factors<Type, kTokens, 1>(l, token, row + r, factors + r);
-    if constexpr (kTokens == 1) {
-      for (; c + kAlonePanels * kLoraPanel <= l.columns; c += kAlonePanels * kLoraPanel)
-        lora_columns<Type, 1, kAlonePanels, kPanelVectors>(l, token, row, ranks, factors, c);
-    }
-    for (; c + kLoraColumns * W <= l.columns; c += kLoraColumns * W)
-      lora_columns<Type, kTokens, 1, kLoraColumns>(l, token, row, ranks, factors, c);
-    for (; c + W <= l.columns; c += W)
-      lora_columns<Type, kTokens, 1, 1>(l, token, row, ranks, factors, c);
-    if (c < l.columns)
-      for (int t = 0; t < kTokens; t++)
-        lora_rest<Type>(l, token + t, row, ranks, factors + t * kLoraRanks, c);
-    row += kLoraRanks;
-  } while (row < l.rank);
+    const int64_t next = (column / kLoraPanel + 1) * kLoraPanel;
+    const int64_t end = next < l.column_end ? next : l.column_end;
+    expand_panel<Type, kTokens>(l, token, column, end);
+    column = end;
+  }
 }
 
 template <class Type>
-static void add_lora_of(const Lora& l) {
+static void shrink_of(const LoraShrink& l) {
   int64_t token = 0;
   for (; token + kLoraTokens <= l.tokens; token += kLoraTokens)
-    lora_tokens<Type, kLoraTokens>(l, token);
-  for (; token < l.tokens; token++) lora_tokens<Type, 1>(l, token);
+    shrink_tokens<Type, kLoraTokens>(l, token);
+  for (; token < l.tokens; token++) shrink_tokens<Type, 1>(l, token);
 }
 
-static void add_lora(const Lora& l) {
+template <class Type>
+static void expand_of(const LoraExpand& l) {
+  int64_t token = 0;
+  for (; token + kLoraTokens <= l.tokens; token += kLoraTokens)
+    expand_tokens<Type, kLoraTokens>(l, token);
+  for (; token < l.tokens; token++) expand_tokens<Type, 1>(l, token);
+}
+
+static void lora_shrink(const LoraShrink& l) {
   switch (l.type) {
-    case kLoraFloat: return add_lora_of<LoraFloat>(l);
-    case kLoraHalf: return add_lora_of<LoraHalf>(l);
-    case kLoraInt8: return add_lora_of<LoraInt8>(l);
+    case kLoraFloat: return shrink_of<LoraFloat>(l);
+    case kLoraHalf: return shrink_of<LoraHalf>(l);
+    case kLoraInt8: return shrink_of<LoraInt8>(l);
   }
+}
+
+static void lora_expand(const LoraExpand& l) {
+  switch (l.type) {
+    case kLoraFloat: return expand_of<LoraFloat>(l);
+    case kLoraHalf: return expand_of<LoraHalf>(l);
+    case kLoraInt8: return expand_of<LoraInt8>(l);
+  }
+}
+
+static void add_numbers(const float* x, int64_t count, float* sums) {
+  int64_t i = 0;
+  for (; i + Vec::kWidth <= count; i += Vec::kWidth)
+    Vec::store(sums + i, Vec::add(Vec::load(sums + i), Vec::load(x + i)));
+  for (; i < count; i++) sums[i] += x[i];
 }
 
 }  // namespace

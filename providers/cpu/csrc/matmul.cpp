@@ -28,6 +28,17 @@ void Quantized::reserve(const MatMulKernels& kernels, MatMul& call) {
   call.corrections = corrections_.reserve<int32_t>(row_blocks);
 }
 
+LoraSum LoraSpace::prepare(const ProductLora& adapters, MatMul& call) {
+  LoraSum sum(adapters.slots, adapters.place, call.rows);
+  if (sum.is_empty()) return sum;
+  if (call.norm.gamma && !call.norm.normalized)
+    call.norm.normalized = normalized_.reserve<float>(static_cast<size_t>(call.rows * call.k));
+  sum.set(call.norm.gamma ? call.norm.normalized : call.input,
+          factors_.reserve<float>(static_cast<size_t>(sum.num_factors())),
+          added_.reserve<float>(static_cast<size_t>(sum.num_added())));
+  return sum;
+}
+
 Product::Product(const MatMulKernels& used, const MatMul& product)
     : kernels(used), call(product), rows_per_quantize(padded_rows(product)) {
   if (rows_per_quantize * call.k > kSerialQuantize)
@@ -55,11 +66,20 @@ void Product::multiply(int64_t index) const {
   const Part part{panel, std::min(num_panels(call), panel + panels_per_task), row,
                   std::min(call.rows, row + kernels.chunk_rows),
                   call.output + row * call.n + panel * kPanel, call.n};
+  if (lora) return multiply_adapted(part);
   if (!summarizes()) return kernels.multiply(call, part);
   if (part.panel_begin == 0) announce(part);
   if (kernels.multiply_and_summarize && kernels.multiply_and_summarize(call, part)) return;
   kernels.multiply(call, part);
   summarize(part);
+}
+
+void Product::multiply_adapted(const Part& part) const {
+  const int64_t first = part.panel_begin * kPanel;
+  const LoraBlock block{part.row_begin, part.row_end, first,
+                        std::min(call.n, part.panel_end * kPanel), part.output, part.stride};
+  kernels.multiply(call, part);
+  lora->expand_product(block);
 }
 
 // Says in the summaries what there will be in them.
@@ -91,25 +111,33 @@ void Product::summarize(const Part& part) const {
 
 int run_tasks(int64_t count, Task task, void* argument, ParallelFor parallel_for, void* context) {
   if (count > 1) return parallel_for(context, static_cast<size_t>(count), task, argument);
-  task(argument, 0);
+  if (count == 1) task(argument, 0);
   return 0;
 }
 
 int run_matmul(const MatMulKernels& kernels, MatMul call, ParallelFor parallel_for,
-               void* context) {
+               void* context, const ProductLora* adapters) {
   if (call.rows == 0) return 0;
   // The calling thread's; the others only use it until this call is over.
   thread_local Quantized quantized;
+  thread_local LoraSpace space;
+  LoraSum lora;
+  if (adapters) lora = space.prepare(*adapters, call);
   quantized.reserve(kernels, call);
   Product product(kernels, call);
+  if (!lora.is_empty()) product.lora = &lora;
   const auto quantize = [](void* argument, size_t index) {
     static_cast<const Product*>(argument)->quantize(static_cast<int64_t>(index));
+  };
+  const auto prepare = [](void* argument, size_t index) {
+    static_cast<const LoraSum*>(argument)->prepare(static_cast<int64_t>(index));
   };
   const auto multiply = [](void* argument, size_t index) {
     static_cast<const Product*>(argument)->multiply(static_cast<int64_t>(index));
   };
-  const int result =
-      run_tasks(product.quantize_tasks(), quantize, &product, parallel_for, context);
+  int result = run_tasks(product.quantize_tasks(), quantize, &product, parallel_for, context);
+  if (result != 0) return result;
+  result = run_tasks(lora.tasks(), prepare, &lora, parallel_for, context);
   if (result != 0) return result;
   return run_tasks(product.multiply_tasks(), multiply, &product, parallel_for, context);
 }

@@ -170,8 +170,12 @@ bool are_halves(const Scales& scales, int64_t count);
 void pack_weights(const MatMul& call, const uint8_t* quants, const Scales& scales,
                   uint8_t* packed);
 
-// Computes the output, and the summaries that are asked for; quants, scales and corrections are taken care of. Returns zero or what
-// parallel_for returned. Throws std::bad_alloc only.
-int run_matmul(const MatMulKernels& kernels, MatMul call, ParallelFor parallel_for, void* context);
+struct ProductLora;  // see lora.h
+
+// Computes the output, the bias and then what adapters add included, and the summaries that are asked
+// for, not both of the last two; quants, scales and corrections are taken care of. Returns zero or
+// what parallel_for returned. Throws std::bad_alloc only.
+int run_matmul(const MatMulKernels& kernels, MatMul call, ParallelFor parallel_for, void* context,
+               const ProductLora* lora = nullptr);
 
 }  // namespace onnxport

@@ -27,17 +27,18 @@ struct Run {
   const GatedMlp& mlp;
   Product gate_up, down;
   int64_t features, groups;  // features of a group
-  const MlpAdapters adapters;
+  const MlpAdapters& adapters;
   std::atomic<bool> out_of_memory{false};
 
-  Run(const MatMulKernels& used, const GatedMlp& layer, const MatMul& first, const MatMul& second)
+  Run(const MatMulKernels& used, const GatedMlp& layer, const MatMul& first, const MatMul& second,
+      const MlpAdapters& added)
       : kernels(used),
         activations(*active_kernels()),
         mlp(layer),
         gate_up(used, first),
         down(used, second),
-        adapters(layer) {
-    if (adapters.normalized) gate_up.call.norm.normalized = adapters.normalized;
+        adapters(added) {
+    if (!adapters.down().is_empty()) down.lora = &adapters.down();
     features = group_features(second.block_size);
     groups = ceil_div(mlp.inner, features);
   }
@@ -60,14 +61,15 @@ struct Run {
     }
     kernels.multiply(gate_up.call,
                      {panel, panel + 2 * panels, row_begin, row_end, outputs, stride});
+    adapters.expand(row_begin, row_end, first, count, outputs, width, stride);
     const int64_t block = first / down.call.block_size;
     const int64_t block_end = block + ceil_div(count, down.call.block_size);
     for (int64_t row = row_begin; row < row_end; row++, outputs += stride) {
       alignas(64) float activated[kLargestBlock];
-      GatedSilu silu{outputs, outputs + width, nullptr, nullptr, activated, count};
-      adapters.connect(silu, row, first);
-      activations.gated_silu(silu);
-      kernels.quantize(down.call, silu.output, row, block, block_end);
+      float* kept = adapters.activated(row, first);
+      float* to = kept ? kept : activated;
+      activations.gated_silu({outputs, outputs + width, to, count});
+      kernels.quantize(down.call, to, row, block, block_end);
     }
     if (row_end < down.call.rows) return;
     for (int64_t row = row_end; row < padded_rows(down.call); row++)
@@ -108,19 +110,19 @@ int run_mlp(const MatMulKernels& kernels, const GatedMlp& mlp, ParallelFor paral
   thread_local Quantized inputs, activations;
   MatMul gate_up = mlp.gate_up, down = mlp.down;
   down.rows = gate_up.rows;
+  const MlpAdapters adapters(mlp, gate_up, down);
   inputs.reserve(kernels, gate_up);
   activations.reserve(kernels, down);
-  Run run(kernels, mlp, gate_up, down);
+  Run run(kernels, mlp, gate_up, down, adapters);
   const auto step = [&](int64_t count, Task task) {
-    if (count == 0) return 0;
     return run_tasks(count, task, &run, parallel_for, context);
   };
   int result = step(run.gate_up.quantize_tasks(), [](void* argument, size_t index) {
     static_cast<const Run*>(argument)->gate_up.quantize(static_cast<int64_t>(index));
   });
   if (result != 0) return result;
-  result = step(run.adapters.gate_up.tasks(), [](void* argument, size_t index) {
-    static_cast<const Run*>(argument)->adapters.gate_up.run(static_cast<int64_t>(index));
+  result = step(adapters.gate_up().tasks(), [](void* argument, size_t index) {
+    static_cast<const Run*>(argument)->adapters.gate_up().prepare(static_cast<int64_t>(index));
   });
   if (result != 0) return result;
   result = step(run.activate_tasks(), [](void* argument, size_t index) {
@@ -128,12 +130,12 @@ int run_mlp(const MatMulKernels& kernels, const GatedMlp& mlp, ParallelFor paral
   });
   if (result != 0) return result;
   if (run.out_of_memory) throw std::bad_alloc();
-  result = step(run.down.multiply_tasks(), [](void* argument, size_t index) {
-    static_cast<const Run*>(argument)->down.multiply(static_cast<int64_t>(index));
+  result = step(adapters.down().tasks(), [](void* argument, size_t index) {
+    static_cast<const Run*>(argument)->adapters.down().prepare(static_cast<int64_t>(index));
   });
   if (result != 0) return result;
-  return step(run.adapters.down.tasks(), [](void* argument, size_t index) {
-    static_cast<const Run*>(argument)->adapters.down.run(static_cast<int64_t>(index));
+  return step(run.down.multiply_tasks(), [](void* argument, size_t index) {
+    static_cast<const Run*>(argument)->down.multiply(static_cast<int64_t>(index));
   });
 }
 

@@ -4,26 +4,33 @@
 #include <vector>
 
 #include "mlp.h"
+#include "product.h"
 
 namespace onnxport {
 
 // Of one call. Where no row has an adapter nothing is done and nothing is kept.
-struct MlpAdapters {
-  LoraSum gate_up, down;
-  float* normalized = nullptr;  // what A of gate and up is multiplied with, where there is a norm
+class MlpAdapters {
+ public:
+  // Both products are those of the call. Throws std::bad_alloc. What it keeps is the calling
+  // thread's, good until its next call.
+  MlpAdapters(const GatedMlp& mlp, MatMul& gate_up, const MatMul& down);
 
-  // Throws std::bad_alloc. What it keeps is the calling thread's, good until its next call.
-  explicit MlpAdapters(const GatedMlp& mlp);
+  const LoraSum& gate_up() const { return gate_up_; }
+  const LoraSum& down() const { return down_; }
 
-  // Lets features of a row from `first` on have what was added to gate and up, and go where down's
-  // A is multiplied with them.
-  void connect(GatedSilu& silu, int64_t row, int64_t first) const;
+  // Adds to the features [first, first + count) of gate and up in some rows, whose outputs are
+  // `stride` floats apart, those of up `width` behind those of gate.
+  void expand(int64_t row_begin, int64_t row_end, int64_t first, int64_t count, float* outputs,
+              int64_t width, int64_t stride) const;
+
+  // Where a row's features from `first` on go for down's A to be multiplied with them; null: nowhere.
+  float* activated(int64_t row, int64_t first) const;
 
  private:
-  int64_t inner_;
-  std::vector<bool> has_gate_up_, has_down_;  // by row; empty where none has
-  float* added_ = nullptr;                    // to gate and up, [rows][2 * inner]
-  float* activated_ = nullptr;                // [rows][inner]
+  int64_t rows_, inner_;
+  LoraSum gate_up_, down_;
+  std::vector<bool> has_down_;  // by row; empty where none has
+  float* activated_ = nullptr;  // [rows][inner]
 };
 
 }  // namespace onnxport

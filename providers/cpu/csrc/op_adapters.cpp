@@ -103,6 +103,48 @@ LoraSlots read_adapters(const Api& api, const ort::KernelContext* context, const
   return all;
 }
 
+bool read_optional_adapters(const Api& api, const ort::KernelContext* context, const char* op,
+                            size_t first, int64_t max_rank, int64_t rows,
+                            std::initializer_list<LoraPlace> places, LoraSlots* slots) {
+  const bool has_rank = max_rank > 0;
+  size_t count = 0;
+  check(api.input_count(context, &count));
+  if (count <= first && !has_rank) return false;
+  const char* missing = has_rank ? nullptr : "max_rank";
+  bool any = has_rank;
+  constexpr const char* kNames[kAdapterInputs] = {"slots", "ranks", "weights", "scales"};
+  for (size_t i = 0; i < kAdapterInputs; i++) {
+    const bool given = optional_input(api, context, first + i) != nullptr;
+    any |= given;
+    if (!given && !missing) missing = kNames[i];
+  }
+  if (!any) return false;
+  if (missing)
+    fail(api, ort::kInvalidArgument,
+         "%s: adapters need slots, ranks, weights, scales and max_rank; there is no %s", op,
+         missing);
+  *slots = read_adapters(api, context, op, first, kLoraInt8, max_rank, rows, places);
+  return true;
+}
+
+LoraPlace read_place(const Api& api, const ort::KernelInfo* info) {
+  LoraPlace place{};
+  check(api.attribute(info, "offset", &place.offset));
+  check(api.attribute(info, "ranks", &place.ranks));
+  constexpr const char* kNames[kLoraParts] = {"columns0", "columns1", "columns2"};
+  for (size_t part = 0; part < kLoraParts; part++) {
+    check(api.attribute(info, kNames[part], &place.columns[part]));
+    if (place.columns[part] > 0) place.parts = static_cast<int64_t>(part) + 1;
+  }
+  return place;
+}
+
+bool read_max_rank(const Api& api, const ort::KernelInfo* info, int64_t* max_rank) {
+  Status* status = api.attribute(info, "max_rank", max_rank);
+  if (status) api.release(status);
+  return !status;
+}
+
 void check_place(const Api& api, const char* op, const LoraPlace& place, int64_t max_rank) {
   const int64_t* end = place.columns + kLoraParts;
   const bool is_negative = place.offset < 0 || place.ranks < 0 ||

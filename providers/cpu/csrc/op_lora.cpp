@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "op_adapters.h"
+#include "scratch.h"
 
 namespace onnxport::op {
 namespace {
@@ -24,17 +25,10 @@ struct LoraKernel {
 
 template <LoraType kType>
 std::unique_ptr<LoraKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
-  auto kernel = std::make_unique<LoraKernel>(LoraKernel{api, kType, {}, 0, 0});
-  LoraPlace& place = kernel->place;
-  check(api.attribute(info, "offset", &place.offset));
+  auto kernel = std::make_unique<LoraKernel>(LoraKernel{api, kType, read_place(api, info), 0, 0});
   check(api.attribute(info, "max_rank", &kernel->max_rank));
-  check(api.attribute(info, "ranks", &place.ranks));
-  constexpr const char* kNames[kLoraParts] = {"columns0", "columns1", "columns2"};
-  for (size_t part = 0; part < kLoraParts; part++) {
-    check(api.attribute(info, kNames[part], &place.columns[part]));
-    kernel->width += place.columns[part];
-    if (place.columns[part] > 0) place.parts = static_cast<int64_t>(part) + 1;
-  }
+  const LoraPlace& place = kernel->place;
+  for (int64_t columns : place.columns) kernel->width += columns;
   check_place(api, kName, place, kernel->max_rank);
   return kernel;
 }
@@ -70,16 +64,22 @@ void compute(const LoraKernel& kernel, ort::KernelContext* context) {
   void* data = open_output(api, context, product);
   if (data != product.data)
     std::memcpy(data, product.data, static_cast<size_t>(rows * kernel.width) * sizeof(float));
-  LoraSum sum(slots, place, rows);
-  sum.set(activations.as<const float>(), static_cast<float*>(data), true);
+  thread_local Buffer factors;  // the calling thread's
+  struct Run {
+    LoraSum sum;
+    float* output;
+  } run{LoraSum(slots, place, rows), static_cast<float*>(data)};
+  run.sum.set(activations.as<const float>(),
+              factors.reserve<float>(static_cast<size_t>(run.sum.num_factors())), nullptr);
   const auto task = [](void* argument, size_t index) {
-    static_cast<const LoraSum*>(argument)->run(static_cast<int64_t>(index));
+    const Run& own = *static_cast<const Run*>(argument);
+    own.sum.run(static_cast<int64_t>(index), own.output);
   };
-  const auto tasks = static_cast<size_t>(sum.tasks());
+  const auto tasks = static_cast<size_t>(run.sum.tasks());
   if (tasks > 1)
-    check(api.parallel_for(context, task, tasks, 0, &sum));
+    check(api.parallel_for(context, task, tasks, 0, &run));
   else if (tasks == 1)
-    sum.run(0);
+    task(&run, 0);
 }
 
 // The output is the product's own memory: nothing else reads that.

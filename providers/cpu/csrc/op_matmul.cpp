@@ -4,10 +4,13 @@
 // exact, int32 and one for each row, only so many of a row's largest outputs are sure to be exact,
 // and all others are less; zero: all are (see coarse.h). With the input summary_scales, float and one
 // for each row, the output 3 is what summaries.h says of the rows, [rows, summary_floats(N)]; of a
-// row whose outputs are not all exact there is nothing in it but that.
+// row whose outputs are not all exact there is nothing in it but that. With the inputs of adapters,
+// which are int8, and the attributes of AddLora it is an AddLora, too, behind the bias and to the bit;
+// all outputs are exact then, and there are no summaries.
 #include <memory>
 
 #include "coarse.h"
+#include "op_adapters.h"
 #include "op_weights.h"
 #include "pack.h"
 #include "pages.h"
@@ -26,13 +29,19 @@ enum MatMulInput : size_t {
   kBias,
   kExact,
   kSummaryScales,
+  kAdapters,
+  kAdapterRanks,
+  kAdapterWeights,
+  kAdapterScales,
   kMatMulInputs
 };
+static_assert(kMatMulInputs == kAdapters + kAdapterInputs, "adapters come last");
 
 struct MatMulKernel {
   Api api;
   WeightMemory weights;
-  MatMul settings;  // a call fills in the rest
+  MatMul settings;     // a call fills in the rest
+  ProductLora lora{};  // likewise; without a largest rank there are no adapters
   std::unique_ptr<CoarseProduct> coarse;  // null where it does not suit
 
   MatMulKernel(const Api& a, const MatMul& m)
@@ -40,6 +49,18 @@ struct MatMulKernel {
     settings.weights = weights.data();
   }
 };
+
+void read_lora(const Api& api, const ort::KernelInfo* info, const MatMul& m, ProductLora& lora) {
+  if (!read_max_rank(api, info, &lora.slots.max_rank)) return;
+  lora.place = read_place(api, info);
+  lora.place.depth = m.k;
+  check_place(api, kName, lora.place, lora.slots.max_rank);
+  int64_t width = 0;
+  for (int64_t columns : lora.place.columns) width += columns;
+  if (width != m.n)
+    fail(api, ort::kInvalidArgument, "%s: adapters must add to N, %lld, columns, found %lld", kName,
+         static_cast<long long>(m.n), static_cast<long long>(width));
+}
 
 template <ort::ElementType kStored>
 std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
@@ -54,6 +75,7 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   m.half_scales = are_halves(stored_scales(weights, kStored), elements(weights.scales));
   m.bias = read_bias(api, info, kName, m, kBias);
   auto kernel = std::make_unique<MatMulKernel>(api, m);
+  read_lora(api, info, m, kernel->lora);
   pack_weights_in_parts(m, weights.quants.as<const uint8_t>(), stored_scales(weights, kStored),
                         kernel->weights.data());
   forget_weights(weights, kStored);
@@ -117,9 +139,16 @@ void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
   Parallel parallel{api, context};
   const MatMulKernels& kernels = *active_matmul();
   const int32_t* exact = read_exact(kernel, context, call.rows);
-  const int result = exact && kernel.coarse
+  ProductLora lora = kernel.lora;
+  const bool has_lora = read_optional_adapters(api, context, kName, kAdapters, lora.slots.max_rank,
+                                               call.rows, {lora.place}, &lora.slots);
+  if (has_lora && call.summaries)
+    fail(api, ort::kInvalidArgument, "%s: summaries of outputs that adapters add to are not made",
+         kName);
+  const int result = exact && kernel.coarse && !has_lora
                          ? kernel.coarse->run(kernels, call, exact, parallel_for, &parallel)
-                         : run_matmul(kernels, call, parallel_for, &parallel);
+                         : run_matmul(kernels, call, parallel_for, &parallel,
+                                      has_lora ? &lora : nullptr);
   if (result != 0) check(parallel.status);
 }
 
@@ -130,7 +159,8 @@ ort::CustomOp make_operator() {
   op.output_type_count = [](const ort::CustomOp*) { return size_t{4}; };
   op.input_type = [](const ort::CustomOp*, size_t index) -> int {
     if (index == kScales) return kStored;
-    if (index == kExact) return ort::kInt32;
+    if (index == kExact || index == kAdapters || index == kAdapterRanks) return ort::kInt32;
+    if (index == kAdapterWeights) return ort::kInt8;
     return index == kQuants ? ort::kUint8 : ort::kFloat;
   };
   set_kernel<MatMulKernel, make_kernel<kStored>, compute>(op);

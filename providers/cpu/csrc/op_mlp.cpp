@@ -51,8 +51,8 @@ struct MlpKernel {
 };
 
 // A product's place in the slots of adapters, all but its parts.
-LoraPlace read_place(const Api& api, const ort::KernelInfo* info, const std::string& name,
-                     int64_t depth) {
+LoraPlace place_of(const Api& api, const ort::KernelInfo* info, const std::string& name,
+                   int64_t depth) {
   LoraPlace place{};
   place.offset = read_attribute(api, info, (name + "_offset").c_str());
   place.ranks = read_attribute(api, info, (name + "_ranks").c_str());
@@ -61,15 +61,11 @@ LoraPlace read_place(const Api& api, const ort::KernelInfo* info, const std::str
 }
 
 void read_lora(const Api& api, const ort::KernelInfo* info, const GatedMlp& mlp, MlpLora& lora) {
-  if (Status* status = api.attribute(info, "max_rank", &lora.slots.max_rank)) {
-    api.release(status);
-    lora.slots.max_rank = 0;
-    return;
-  }
-  lora.gate_up = read_place(api, info, "gate_up", mlp.gate_up.k);
+  if (!read_max_rank(api, info, &lora.slots.max_rank)) return;
+  lora.gate_up = place_of(api, info, "gate_up", mlp.gate_up.k);
   lora.gate_up.parts = 2;
   lora.gate_up.columns[0] = lora.gate_up.columns[1] = mlp.inner;
-  lora.down = read_place(api, info, "down", mlp.inner);
+  lora.down = place_of(api, info, "down", mlp.inner);
   lora.down.parts = 1;
   lora.down.columns[0] = mlp.down.n;
   for (const LoraPlace& place : {lora.gate_up, lora.down})
@@ -109,27 +105,6 @@ std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* in
   return kernel;
 }
 
-// The adapters of a call's rows. Throws a Failure unless the node has all that they need, or none.
-void read_call_lora(const Api& api, const ort::KernelContext* context, int64_t rows,
-                    MlpLora& lora) {
-  const bool has_rank = lora.slots.max_rank > 0;
-  const char* missing = has_rank ? nullptr : "max_rank";
-  bool any = has_rank;
-  constexpr const char* kNames[kAdapterInputs] = {"slots", "ranks", "weights", "scales"};
-  for (size_t i = 0; i < kAdapterInputs; i++) {
-    const bool given = optional_input(api, context, kAdapters + i) != nullptr;
-    any |= given;
-    if (!given && !missing) missing = kNames[i];
-  }
-  if (!any) return;
-  if (missing)
-    fail(api, ort::kInvalidArgument,
-         "%s: adapters need slots, ranks, weights, scales and max_rank; there is no %s", kName,
-         missing);
-  lora.slots = read_adapters(api, context, kName, kAdapters, kLoraInt8, lora.slots.max_rank, rows,
-                             {lora.gate_up, lora.down});
-}
-
 void compute(const MlpKernel& kernel, ort::KernelContext* context) {
   const Api& api = kernel.api;
   GatedMlp call = kernel.settings;
@@ -138,8 +113,9 @@ void compute(const MlpKernel& kernel, ort::KernelContext* context) {
   call.gate_up.input = input.as<const float>();
   read_norm(api, context, kName, input, kSkip, call.gate_up);
   MlpLora lora = kernel.lora;
-  read_call_lora(api, context, call.gate_up.rows, lora);
-  if (lora.slots.tokens) call.lora = &lora;
+  if (read_optional_adapters(api, context, kName, kAdapters, lora.slots.max_rank,
+                             call.gate_up.rows, {lora.gate_up, lora.down}, &lora.slots))
+    call.lora = &lora;
   input.dims[input.rank - 1] = call.down.n;
   call.down.output = static_cast<float*>(open_output(api, context, input));
   Parallel parallel{api, context};

@@ -2,6 +2,7 @@
 // instruction set: the members here are code.
 #pragma once
 
+#include "lora.h"
 #include "matmul.h"
 #include "scratch.h"
 
@@ -17,16 +18,29 @@ class Quantized {
   Buffer quants_, scales_, corrections_;
 };
 
+// What a product's adapters work in, kept from call to call.
+class LoraSpace {
+ public:
+  // What adapters add to the call's rows. Where there is something, the call writes what it
+  // normalizes, for it to be read.
+  LoraSum prepare(const ProductLora& adapters, MatMul& call);
+
+ private:
+  Buffer normalized_, factors_, added_;
+};
+
 // Rows that are quantized, with those that fill up the last tile.
 static inline int64_t padded_rows(const MatMul& m) {
   return ceil_div(m.rows, kRowTile) * m.tile_rows;
 }
 
-// A product in tasks that may run in any order, all of quantize before the first of multiply.
+// A product in tasks that may run in any order, all of quantize before the first of multiply, and
+// all of the adapters' prepare too.
 struct Product {
   const MatMulKernels& kernels;
   MatMul call;
   int64_t rows_per_quantize, panels_per_task, panel_tasks;
+  const LoraSum* lora = nullptr;  // added to the outputs
 
   // The call has its memory for quantized activations.
   Product(const MatMulKernels& kernels, const MatMul& call);
@@ -40,6 +54,7 @@ struct Product {
   void multiply(int64_t index) const;
 
  private:
+  void multiply_adapted(const Part& part) const;
   void announce(const Part& part) const;
   void summarize(const Part& part) const;
 };

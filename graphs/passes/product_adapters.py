@@ -1,0 +1,74 @@
+"""Let our products add what LoRA adapters make of their inputs themselves.
+
+`onnxport.AddLora` behind an `onnxport.MatMulNBits` is one more operator that a decode step has to
+start, and waits for memory that the product before it left idle. The product reads the adapters
+while it computes, and has the bits of both. For devices whose operator library has it, after
+`fuse_gated_mlp`, which takes in adapters of its own, and before `fuse_input_norm` and
+`fuse_product_bias`: a norm is free to go into a product once nothing but that reads it, and a bias
+that follows the adapters is added before them then.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import onnx
+
+from onnxport.graphs.inspect import attribute_int, consumers
+from onnxport.graphs.passes.gated_mlp import adds_int8_adapters
+from onnxport.graphs.passes.gated_silu import DOMAIN
+from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
+from onnxport.graphs.passes.result import PassResult, copy_model
+
+ADAPTERS_INPUT: Final = 8  # of MatMulNBits, behind those of norm, bias and logits
+
+
+def fuse_product_adapters(model: onnx.ModelProto) -> PassResult:
+    """Give each product the inputs and attributes of the `AddLora` that follows it.
+
+    That is done where adapters are int8, and nobody else reads the product.
+    """
+    copy = copy_model(model)
+    found = _find(model)
+    if not found:
+        return PassResult("product_adapters", copy, {})
+    del copy.graph.node[:]
+    dropped = {adding.output[0] for adding in found.values()}
+    for node in model.graph.node:
+        adding = found.get(node.output[0])
+        if adding is not None:
+            copy.graph.node.append(_fused(node, adding))
+        elif node.output[0] not in dropped:
+            copy.graph.node.append(node)
+    return PassResult("product_adapters", copy, {"adapters added by their products": len(found)})
+
+
+def _find(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
+    """The `AddLora` behind a product, by the name of what the product returns."""
+    readers, outputs = consumers(model), {info.name for info in model.graph.output}
+    places = {name: at for at, node in enumerate(model.graph.node) for name in node.output}
+    found = {}
+    for at, node in enumerate(model.graph.node):
+        product = node.output[0] if node.output else ""
+        reading = readers.get(product, [])
+        if node.op_type != MATMUL_NBITS or node.domain != DOMAIN or len(node.input) != 3:
+            continue
+        if product in outputs or len(reading) != 1 or reading[0][1] != 0:
+            continue
+        adding = reading[0][0]
+        # what the product reads now must be there when it runs
+        is_ready = all(places.get(name, -1) < at for name in adding.input[2:])
+        if is_ready and adds_int8_adapters(adding, node):
+            found[product] = adding
+    return found
+
+
+def _fused(node: onnx.NodeProto, adding: onnx.NodeProto) -> onnx.NodeProto:
+    fused = onnx.NodeProto()
+    fused.CopyFrom(node)
+    fused.input.extend([""] * (ADAPTERS_INPUT - len(fused.input)) + list(adding.input[2:]))
+    fused.output[0] = adding.output[0]
+    for name in ("max_rank", "offset", "ranks", "columns0", "columns1", "columns2"):
+        value = attribute_int(adding, name, 0)
+        fused.attribute.append(onnx.helper.make_attribute(name, value))
+    return fused

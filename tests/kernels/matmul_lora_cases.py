@@ -1,0 +1,130 @@
+"""Products with LoRA adapters: as one operator, as several, and in NumPy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from onnxport.graphs.lora import in_panels
+from tests.kernels import matmul_cases
+from tests.kernels.matmul_cases import MatMulCase
+from tests.kernels.mlp_lora_cases import INPUTS, panels_of, with_inputs
+
+MAX_RANK = 20
+OFFSET, RANKS_AT = 5, 2  # where the product begins in a slot, and in its ranks
+COLUMNS = (70, 33, 20)  # of three projections: none is of whole panels
+DEPTH = 100
+ADAPTERS_INPUT = 8
+
+# Of each projection, by slot; none in slot 0.
+RANKS = ((0, 0, 0), (16, 16, 16), (20, 0, 7), (0, 3, 0), (1, 8, 5))
+
+
+@dataclass(frozen=True)
+class AdaptedProduct:
+    """A product, its bias, the adapters in its slots, and who has which."""
+
+    product: MatMulCase
+    bias: NDArray[np.float32]
+    slots: NDArray[np.int32]  # of each row
+
+    def rows(self, rows: NDArray[np.int64]) -> AdaptedProduct:
+        """Some of the rows alone."""
+        product = self.product.replace(x=self.product.x[rows])
+        return replace(self, product=product, slots=self.slots[rows])
+
+    def stored(self, slot: int, part: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """A [rank, inputs] and B [rank, outputs] in int8, and scales [rank]."""
+        random = np.random.default_rng([slot, part])
+        shapes = [(RANKS[slot][part], width) for width in (DEPTH, COLUMNS[part])]
+        a, b = (random.integers(-127, 128, shape).astype(np.int8) for shape in shapes)
+        return a, b, random.uniform(1e-5, 1e-4, len(a)).astype(np.float32)
+
+    def feeds(self) -> dict[str, NDArray[Any]]:
+        """The inputs of the model; where nothing is to be read there is what stands out."""
+        room = MAX_RANK * sum(in_panels(DEPTH) + in_panels(n) for n in COLUMNS)
+        ranks = np.zeros((len(RANKS), 1, 6), np.int32)
+        weights = np.full((len(RANKS) - 1, OFFSET + room), 99, np.int8)
+        scales = np.full((*ranks.shape, MAX_RANK), np.nan, np.float32)
+        for slot in range(1, len(RANKS)):
+            begin = OFFSET
+            for part in range(3):
+                a, b, own = self.stored(slot, part)
+                ranks[slot, 0, RANKS_AT + part] = len(a)
+                scales[slot, 0, RANKS_AT + part, : len(a)] = own
+                for rows in (a, b):
+                    panels = panels_of(rows)
+                    weights[slot - 1, begin : begin + len(panels)] = panels
+                    begin += len(panels)
+        given = (self.slots, ranks, weights, scales)
+        return {"x": self.product.x, **dict(zip(INPUTS, given, strict=True))}
+
+    def expected(self) -> NDArray[np.float64]:
+        """What the operator gives but for rounding in float32, [rows, N]."""
+        found = matmul_cases.expected(self.product) + self.bias
+        x = self.product.x.astype(np.float64)
+        for row, slot in enumerate(self.slots):
+            first = 0
+            for part, columns in enumerate(COLUMNS):
+                a, b, scales = (m.astype(np.float64) for m in self.stored(int(slot), part))
+                found[row, first : first + columns] += (a @ x[row] * scales) @ b
+                first += columns
+        return found
+
+
+def make_case(seed: int, rows: int, bits: int = 4) -> AdaptedProduct:
+    """A product with an adapter drawn for each row; rows are all about as large."""
+    random = np.random.default_rng(seed)
+    product = matmul_cases.make_case(seed, bits, 32, DEPTH, sum(COLUMNS), rows)
+    product = product.replace(x=random.standard_normal((rows, DEPTH)).astype(np.float32))
+    bias = random.standard_normal(sum(COLUMNS)).astype(np.float32)
+    return AdaptedProduct(product, bias, random.integers(0, len(RANKS), rows, np.int32))
+
+
+def attributes() -> dict[str, int]:
+    """Those that say where the adapters are."""
+    columns = {f"columns{part}": n for part, n in enumerate(COLUMNS)}
+    return {"max_rank": MAX_RANK, "offset": OFFSET, "ranks": RANKS_AT, **columns}
+
+
+def fused(case: AdaptedProduct, **changed: int | None) -> bytes:
+    """A model of the one node; `changed` are other attributes, None: without one."""
+    of = _with_bias(case)
+    (node,) = of.graph.node
+    node.input.extend([""] * (ADAPTERS_INPUT - len(node.input)) + list(INPUTS))
+    kept = {k: v for k, v in (attributes() | changed).items() if v is not None}
+    node.attribute.extend(helper.make_attribute(k, v) for k, v in kept.items())
+    return with_inputs(of, case.feeds())
+
+
+def separate(case: AdaptedProduct) -> bytes:
+    """A model of the product with its bias, and AddLora."""
+    of = _with_bias(case)
+    of.graph.node[0].output[0] = "base"
+    of.graph.node.append(
+        helper.make_node(
+            "AddLora", ["base", "x", *INPUTS], ["y"], domain="onnxport", **attributes()
+        )
+    )
+    return with_inputs(of, case.feeds())
+
+
+def _with_bias(case: AdaptedProduct) -> onnx.ModelProto:
+    of = onnx.load_from_string(matmul_cases.model(case.product))
+    of.graph.node[0].input.extend(["", "", "bias"])
+    of.graph.initializer.append(numpy_helper.from_array(case.bias, "bias"))
+    return of
+
+
+def with_exact(serialized: bytes) -> bytes:
+    """The one node asked for some outputs alone."""
+    of = onnx.load_from_string(serialized)
+    of.graph.node[0].input[6] = "exact"
+    of.graph.input.append(helper.make_tensor_value_info("exact", TensorProto.INT32, ["n"]))
+    asked: bytes = of.SerializeToString()
+    return asked
