@@ -5,6 +5,7 @@ from __future__ import annotations
 FREE_SHARE = 0.01  # of the time of steps: what guessing may cost where it never pays
 TRIAL_SHARE = 0.005  # likewise what a draft model may take of it that only guesses to learn
 FIRST_STEPS = 3  # steps that the first guesses may cost, and that can be saved up of this share
+FIRST_S = 0.005  # or so much: where a step takes far less, the first guesses find everything cold
 MOST_STEPS = 32  # steps that may be lost before it shows that they do not pay any more
 
 
@@ -24,10 +25,10 @@ class Ledger:
         self._opened = False
 
     def open(self, step_s: float) -> None:
-        """Give the first credit, once: some steps that take so long."""
+        """Give the first credit, once: some steps that take so long, or some milliseconds."""
         if not self._opened:
             self._opened = True
-            self.balance_s += FIRST_STEPS * step_s
+            self.balance_s += max(FIRST_STEPS * step_s, min(FIRST_S, MOST_STEPS * step_s))
 
     def affords_trial(self, price_s: float) -> bool:
         """Whether guesses that are expected to cost so much may be made only to learn."""
@@ -37,6 +38,12 @@ class Ledger:
         """They are made."""
         self.trial_s -= price_s
         self.balance_s -= price_s
+
+    def steps_to_credit(self, step_s: float) -> int:
+        """After how many steps, which take so long, something may be lost again; 0: now."""
+        if self.balance_s > 0:
+            return 0
+        return 1 + int(-self.balance_s / (FREE_SHARE * step_s))
 
     def has_earned(self, step_s: float) -> bool:
         """Whether there is more than what is given for free, some steps that take so long."""

@@ -15,7 +15,7 @@ from onnxport.serving.speculation.costs import StepCosts
 from onnxport.serving.speculation.drafter import Drafter
 from onnxport.serving.speculation.ledger import Ledger
 from onnxport.serving.speculation.lengths import Choice, choose_lengths
-from onnxport.serving.speculation.pauses import Pauses
+from onnxport.serving.speculation.pauses import MOST_PAUSE, Pauses
 from onnxport.serving.speculation.trials import Trials
 from onnxport.serving.stats import SpeculationCounters
 
@@ -116,6 +116,10 @@ class Speculator:
         right = self._trials.judge()
         if right is not None:
             self._pauses.note_trial(right)
+        if debt_steps := self._ledger.steps_to_credit(plain_s):
+            self._save_up(debt_steps, plain_s)
+            self._began_s = self._clock()
+            return {}
         found = (self._guess if self._is_cheap else self._guess_by_model)(requests, budget)
         spent_s = self._asker.spent_s - spent_s
         if found:
@@ -190,6 +194,11 @@ class Speculator:
             return False
         return self._asker.drafter is not None and self._costs.is_fresh(rows)
 
+    def _save_up(self, num_steps: int, plain_s: float) -> None:
+        """Nothing may be lost, so nobody is asked: asking would only take more."""
+        self._idle = min(num_steps, MOST_PAUSE) - 1
+        self._ledger.note((1 + self._idle) * plain_s, 0.0, plain_s)
+
     def _pause(self, asking_s: float, plain_s: float) -> None:
         """Asking was in vain: let steps go without a thought of guesses, and pay for it."""
         can_afford = self._ledger.has_earned(plain_s)
@@ -228,8 +237,6 @@ class Speculator:
         self, requests: Sequence[Request], limits: list[int], budget: int, round_s: float = 0.0
     ) -> Choice | None:
         """Return how far to guess for each request; None if it does not pay."""
-        if self._ledger.balance_s <= 0:
-            return None
         rate = self._acceptance.rate
         table = self._costs.table(len(requests), min(budget, sum(limits)))
         choice = choose_lengths([rate(one) for one in requests], limits, budget, table, round_s)

@@ -15,6 +15,7 @@ from onnxport.serving.request import Request
 from onnxport.serving.speculation.acceptance import Acceptance
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.costs import ENOUGH_SAMPLES, FRESH_NOTES, StepCosts, ascending
+from onnxport.serving.speculation.ledger import FREE_SHARE
 from onnxport.serving.speculation.lengths import choose_lengths
 from tests.serving.speculating import Machine, request
 from tests.tiers import examples
@@ -320,11 +321,11 @@ def test_a_lost_device_ends_it_at_once(caplog: pytest.LogCaptureFixture) -> None
     machine.speculator.close()
 
 
-@pytest.mark.parametrize(("asking_s", "asked"), [(0.0, 2000), (0.003, 31), (0.1, 31)])
+@pytest.mark.parametrize(("asking_s", "asked"), [(0.0, 2000), (0.003, 31), (0.1, 1)])
 def test_asking_in_vain_takes_little_time(
     asking_s: float, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of steps of 0.0105 s: every 65th one; no part of what a step takes."""
+    """Of steps of 0.0105 s: every 65th one, or what a hundredth of the time pays for."""
     machine = Machine(memory_bound, 0.9)
     found = 0
 
@@ -340,6 +341,34 @@ def test_asking_in_vain_takes_little_time(
     machine.run(2000)
     assert found == pytest.approx(asked, abs=2)
     assert machine.speculator._costs.seconds(1) == pytest.approx(0.0105)
+
+
+@pytest.mark.parametrize("takes_s", [0.0, 5e-5])
+def test_what_is_cold_at_first_does_not_end_it(takes_s: float) -> None:
+    """Steps of a small model: the first ones with guesses take as long as four others."""
+    cold = 8
+
+    def step_s(tokens: int) -> float:
+        nonlocal cold
+        cold -= tokens > 1
+        return 1.6e-4 if tokens == 1 else 6.4e-4 if cold >= 0 else 2e-4
+
+    machine = Machine(step_s, 0.9)
+    machine.guesser.takes_s = takes_s
+    machine.run(1000)
+    assert sum(machine.lengths[-100:]) > 200
+
+
+def test_nobody_is_asked_while_nothing_may_be_lost() -> None:
+    machine = Machine(memory_bound, 0.9)
+    machine.run(20)
+    machine.speculator._ledger.balance_s = -0.2
+    machine.guesser.num_asked = 0
+    plain_s = machine.speculator._costs.seconds(1)
+    machine.run(int(0.7 * 0.2 / (FREE_SHARE * plain_s)))
+    assert machine.guesser.num_asked == 0
+    machine.run(int(0.4 * 0.2 / (FREE_SHARE * plain_s)))
+    assert machine.lengths[-1]
 
 
 def test_what_is_done_for_guesses_is_a_part_of_their_steps() -> None:

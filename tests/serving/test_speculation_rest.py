@@ -7,7 +7,13 @@ import pytest
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.acceptance import Acceptance
 from onnxport.serving.speculation.answers import FIRST_OUTPUT, AnswerLengths
-from onnxport.serving.speculation.ledger import FIRST_STEPS, FREE_SHARE, MOST_STEPS, Ledger
+from onnxport.serving.speculation.ledger import (
+    FIRST_S,
+    FIRST_STEPS,
+    FREE_SHARE,
+    MOST_STEPS,
+    Ledger,
+)
 from onnxport.serving.speculation.pauses import (
     AFTERMATH,
     ASK_SHARE,
@@ -120,6 +126,28 @@ def test_what_is_free_is_not_saved_up_and_what_was_saved_is() -> None:
     assert ledger.has_earned(1.0)
     ledger.note(1.0, -1e6, 1.0)
     assert ledger.balance_s == -MOST_STEPS
+
+
+def test_small_steps_have_some_milliseconds_to_begin_with() -> None:
+    """But not more of them than may ever be lost."""
+    for step_s in (1e-4, 5e-4, 1e-3, 1.0):
+        ledger = Ledger()
+        ledger.open(step_s)
+        wanted = max(FIRST_STEPS * step_s, min(FIRST_S, MOST_STEPS * step_s))
+        assert ledger.balance_s == pytest.approx(wanted)
+        assert FIRST_STEPS * step_s <= ledger.balance_s <= MOST_STEPS * step_s
+
+
+def test_credit_comes_back_after_so_many_steps() -> None:
+    ledger = Ledger()
+    ledger.open(1.0)
+    assert ledger.steps_to_credit(1.0) == 0
+    ledger.charge(FIRST_STEPS + 2.5)
+    steps = ledger.steps_to_credit(1.0)
+    ledger.note(steps - 2, 0.0, 1.0)
+    assert ledger.steps_to_credit(1.0) > 0
+    ledger.note(2, 0.0, 1.0)
+    assert ledger.steps_to_credit(1.0) == 0
 
 
 def test_the_mean_answer_follows_those_that_end() -> None:
