@@ -59,6 +59,7 @@ SHAPES = {
     "decode-1x2048": Shape(1, 2047, 1),
     "decode-1x8192": Shape(1, 8191, 1),
     "decode-8x512": Shape(8, 511, 1),
+    "decode-32x512": Shape(32, 511, 1),
     "prefill-128": Shape(1, 0, 128),
     "prefill-512": Shape(1, 0, 512),
     "prefill-2048": Shape(1, 0, 2048),

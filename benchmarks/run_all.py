@@ -55,11 +55,12 @@ class Side:
     python: Path
     runner: str
     model: Path
+    options: tuple[str, ...] = ()
 
     def command(self, arguments: argparse.Namespace) -> Command:
         """How it is run, but for the workloads."""
         command = [str(self.python), "-m", self.runner, str(self.model)]
-        command += ["--threads", str(arguments.threads)]
+        command += ["--threads", str(arguments.threads), *self.options]
         if arguments.highest_id != HIGHEST_ID:
             command += ["--highest-id", str(arguments.highest_id)]
         return command
@@ -86,6 +87,11 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, help=f"({DEFAULT_ROUNDS}; 1 with --quick)")
     parser.add_argument("--quick", action="store_true", help="one round, fewer points")
     parser.add_argument("--threads", type=int, help="compute threads (the physical cores)")
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        help="of onnxport, 16 bits where the processor has them; int8 is as OpenVINO's own choice",
+    )
     parser.add_argument("--timeout", type=float, default=3600.0, help="of one process, s (3600)")
     parser.add_argument("--retry", action="store_true", help="run again what failed before")
     parser.add_argument("--results", type=Path, default=HERE / "RESULTS.md")
@@ -142,6 +148,8 @@ def same_setup(arguments: argparse.Namespace) -> None:
     """Note what a folder is for; leave if it is for something else."""
     path = arguments.folder / "setup.json"
     wanted = {"shape": arguments.shape, "threads": arguments.threads}
+    if arguments.kv_cache_dtype != "auto":
+        wanted["kv_cache_dtype"] = arguments.kv_cache_dtype
     if not path.exists():
         path.write_text(json.dumps(wanted))
     elif (found := json.loads(path.read_text())) != wanted:
@@ -175,7 +183,9 @@ def ours(arguments: argparse.Namespace) -> Side:
     shape = ["--shape", arguments.shape]
     make(checkpoint, lambda to: [*python, "benchmarks.make_checkpoint", str(to), *shape], log)
     make(artifact, lambda to: [*python, "onnxport", "export", str(checkpoint), str(to)], log)
-    return Side(OURS, Path(sys.executable), "benchmarks.run_onnxport", artifact)
+    kind = arguments.kv_cache_dtype
+    kept = () if kind == "auto" else ("--kv-cache-dtype", kind)
+    return Side(OURS, Path(sys.executable), "benchmarks.run_onnxport", artifact, kept)
 
 
 def compile_sources(log: Path) -> None:
@@ -246,6 +256,8 @@ def told(arguments: argparse.Namespace) -> list[str]:
     """The options that decide what was measured; environments and folders are not among them."""
     names = ("shape", "peers", "workloads", "rounds", "threads")
     words = [text for name in names for text in (f"--{name}", str(getattr(arguments, name)))]
+    if arguments.kv_cache_dtype != "auto":
+        words += ["--kv-cache-dtype", arguments.kv_cache_dtype]
     return [*words, *(["--quick"] if arguments.quick else [])]
 
 
@@ -295,7 +307,10 @@ def main() -> None:
         sys.exit("there is nobody to compare with; see --install and --peer")
     store = Store(arguments.folder / "results.jsonl")
     measure(arguments, store, side, [other for other, _ in found])
-    about = {OURS: f"{__version__}, int4 in groups of 128, head and embedding int8"}
+    kind = arguments.kv_cache_dtype
+    cache = "16 bits where the processor has them" if kind == "auto" else kind
+    weights = "int4 in groups of 128, head and embedding int8"
+    about = {OURS: f"{__version__}, {weights}; KV cache {cache}"}
     about |= {other.name: text for other, text in found}
     report(arguments, store, machine, remembered(arguments.folder / "about.json", about))
 

