@@ -438,6 +438,6 @@ static void prepare(const Problem& p, float* queries, int64_t begin, int64_t end
 const Kernels kKernels = {ONNXPORT_KERNELS_NAME, Vec::kPrefersPairs, Vec::kConvertsHalf,
                           prepare,               attend,             attend_segment,
                           finish,                gated_silu,         lora_shrink,
-                          lora_expand,           add_numbers};
+                          lora_expand};
 
 }  // namespace

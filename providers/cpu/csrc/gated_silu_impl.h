@@ -19,17 +19,35 @@ static inline Vec::T gated_silu_of(Vec::T gate, Vec::T up) {
   return Vec::mul(Vec::div(gate, Vec::add(one, e)), up);
 }
 
-static void gated_silu(const GatedSilu& g) {
+template <bool kIsAdded>
+static void gated_silu_of_row(const GatedSilu& g) {
+  const auto load = [](const float* x, const float* added, int64_t at) {
+    return kIsAdded ? Vec::add(Vec::load(x + at), Vec::load(added + at)) : Vec::load(x + at);
+  };
   int64_t i = 0;
-  for (; i + Vec::kWidth <= g.count; i += Vec::kWidth)
-    Vec::store(g.output + i, gated_silu_of(Vec::load(g.gate + i), Vec::load(g.up + i)));
+  for (; i + Vec::kWidth <= g.count; i += Vec::kWidth) {
+    const Vec::T gate = load(g.gate, g.gate_added, i), up = load(g.up, g.up_added, i);
+    Vec::store(g.output + i, gated_silu_of(gate, up));
+  }
   if (i == g.count) return;
-  float gate[16] = {}, up[16] = {}, results[16];
+  float values[4][16] = {}, results[16];
   const size_t rest = static_cast<size_t>(g.count - i) * sizeof(float);
-  memcpy(gate, g.gate + i, rest);
-  memcpy(up, g.up + i, rest);
-  Vec::store(results, gated_silu_of(Vec::load(gate), Vec::load(up)));
+  memcpy(values[0], g.gate + i, rest);
+  memcpy(values[1], g.up + i, rest);
+  if (kIsAdded) {
+    memcpy(values[2], g.gate_added + i, rest);
+    memcpy(values[3], g.up_added + i, rest);
+  }
+  const Vec::T gate = load(values[0], values[2], 0), up = load(values[1], values[3], 0);
+  Vec::store(results, gated_silu_of(gate, up));
   memcpy(g.output + i, results, rest);
+}
+
+static void gated_silu(const GatedSilu& g) {
+  if (g.gate_added)
+    gated_silu_of_row<true>(g);
+  else
+    gated_silu_of_row<false>(g);
 }
 
 }  // namespace

@@ -81,7 +81,8 @@ struct LoraExpand {
 // The gate of a feed-forward layer: output[i] = silu(gate[i]) * up[i].
 struct GatedSilu {
   const float *gate, *up;
-  float* output;  // overlaps none of them
+  const float *gate_added, *up_added;  // what is added to them first; null: nothing
+  float* output;                       // overlaps none of them
   int64_t count;
 };
 
@@ -114,9 +115,6 @@ struct Kernels {
 
   void (*lora_shrink)(const LoraShrink& call);
   void (*lora_expand)(const LoraExpand& call);
-
-  // Adds so many numbers to others.
-  void (*add)(const float* x, int64_t count, float* sums);
 };
 
 // Null where this build or this processor cannot run them.

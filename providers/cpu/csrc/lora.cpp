@@ -9,7 +9,6 @@ namespace {
 constexpr int64_t kTaskTokens = 4;       // of one adapter
 constexpr int64_t kAloneWork = 1 << 16;  // multiplications that are not worth waking a thread for
 constexpr size_t kFewChunks = 8;         // whose projections are divided between threads too
-constexpr int64_t kFewRows = 16;         // whose adapters are read before the product is
 
 int64_t item_bytes(LoraType type) { return type == kLoraInt8 ? 1 : type == kLoraHalf ? 2 : 4; }
 
@@ -45,14 +44,9 @@ LoraSum::LoraSum(const LoraSlots& slots, const LoraPlace& place, int64_t rows)
 
 int64_t LoraSum::num_factors() const { return rows_ * place_.parts * largest_rank_; }
 
-int64_t LoraSum::num_added() const {
-  return rows_ <= kFewRows && !chunks_.empty() ? rows_ * width_ : 0;
-}
-
-void LoraSum::set(const float* input, float* factors, float* added) {
+void LoraSum::set(const float* input, float* factors) {
   input_ = input;
   factors_ = factors;
-  added_ = num_added() ? added : nullptr;
 }
 
 int64_t LoraSum::tasks() const {
@@ -74,53 +68,42 @@ void LoraSum::for_chunks(int64_t index, F f) const {
   }
 }
 
-void LoraSum::prepare(int64_t index) const {
-  for_chunks(index, [&](size_t at, int64_t first, int64_t last) {
-    if (added_)
-      run_chunk(at, first, last, added_, false);
-    else
-      shrink(at, first, last);
-  });
-}
-
-void LoraSum::run(int64_t index, float* output) const {
-  for_chunks(index, [&](size_t at, int64_t first, int64_t last) {
-    run_chunk(at, first, last, output, true);
-  });
-}
-
 // What comes next of A is the next projection's, or the next chunk's, which is likely the same
 // thread's.
-void LoraSum::shrink(size_t at, int64_t first, int64_t last) const {
-  const LoraChunk& chunk = chunks_[at];
-  for (int64_t part = first; part < last; part++) {
-    const char *end = b_of(chunk.slot, part), *next = end;
-    if (part + 1 < last)
-      next = begin_of(chunk.slot, part + 1);
-    else if (last == place_.parts && at + 1 < chunks_.size())
-      next = begin_of(chunks_[at + 1].slot, 0);
-    shrink_part(chunk, part, end, next - end);
-  }
+void LoraSum::shrink(int64_t index) const {
+  for_chunks(index, [&](size_t at, int64_t first, int64_t last) {
+    const LoraChunk& chunk = chunks_[at];
+    for (int64_t part = first; part < last; part++) {
+      const char *end = b_of(chunk.slot, part), *next = end;
+      if (part + 1 < last)
+        next = begin_of(chunk.slot, part + 1);
+      else if (last == place_.parts && at + 1 < chunks_.size())
+        next = begin_of(chunks_[at + 1].slot, 0);
+      shrink_part(chunk, part, end, next - end);
+    }
+  });
 }
 
 // All of a projection is read from one end to the other, and then the next one.
-void LoraSum::run_chunk(size_t at, int64_t first, int64_t last, float* output,
-                        bool is_added) const {
-  const LoraChunk& chunk = chunks_[at];
-  const char *end = begin_of(chunk.slot, last), *next = end;
-  if (last == place_.parts && at + 1 < chunks_.size()) next = begin_of(chunks_[at + 1].slot, 0);
-  for (int64_t part = first; part < last; part++) {
-    shrink_part(chunk, part, end, next - end);
-    LoraExpand call = expansion(chunk, part);
-    call.output = output + chunk.first * width_ + column_of(part);
-    call.stride = width_;
-    call.column_begin = 0;
-    call.column_end = place_.columns[part];
-    call.is_added = is_added;
-    call.end = end;
-    call.jump = next - end;
-    active_kernels()->lora_expand(call);
-  }
+void LoraSum::run(int64_t index, float* output, bool is_added) const {
+  for_chunks(index, [&](size_t at, int64_t first, int64_t last) {
+    const LoraChunk& chunk = chunks_[at];
+    const char *end = begin_of(chunk.slot, last), *next = end;
+    if (last == place_.parts && at + 1 < chunks_.size()) next = begin_of(chunks_[at + 1].slot, 0);
+    for (int64_t part = first; part < last; part++) {
+      shrink_part(chunk, part, end, next - end);
+      LoraExpand call = expansion(chunk, part);
+      if (call.rank == 0 && is_added) continue;
+      call.output = output + chunk.first * width_ + column_of(part);
+      call.stride = width_;
+      call.column_begin = 0;
+      call.column_end = place_.columns[part];
+      call.is_added = is_added;
+      call.end = end;
+      call.jump = next - end;
+      active_kernels()->lora_expand(call);
+    }
+  });
 }
 
 int64_t LoraSum::column_of(int64_t part) const {
@@ -192,8 +175,6 @@ void LoraSum::for_rows(const LoraBlock& block, F f) const {
 }
 
 void LoraSum::expand(int64_t part, const LoraBlock& block) const {
-  const int64_t first = column_of(part) + block.column_begin;
-  const int64_t count = block.column_end - block.column_begin;
   for_rows(block, [&](const LoraChunk& chunk) {
     LoraExpand call = expansion(chunk, part);
     if (call.rank == 0) return;
@@ -202,10 +183,7 @@ void LoraSum::expand(int64_t part, const LoraBlock& block) const {
     call.column_begin = block.column_begin;
     call.column_end = block.column_end;
     call.is_added = true;
-    if (!added_) return active_kernels()->lora_expand(call);
-    for (int64_t i = 0; i < chunk.count; i++)
-      active_kernels()->add(added_ + (chunk.first + i) * width_ + first, count,
-                            call.output + i * block.stride);
+    active_kernels()->lora_expand(call);
   });
 }
 

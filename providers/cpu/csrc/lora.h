@@ -9,6 +9,7 @@
 namespace onnxport {
 
 constexpr size_t kLoraParts = 3;  // projections that one product computes, at most
+constexpr int64_t kFewLoraRows = 16;
 
 // All slots, and which token has which.
 struct LoraSlots {
@@ -62,26 +63,29 @@ struct LoraBlock {
 // What adapters add to a product of `rows` tokens. Tokens without an adapter, or with one that has
 // no part in the product, are left alone.
 //
-// All tasks of prepare, in any order, come before expand and expand_product, which add to any part of
-// the outputs; or the tasks of run do all at once. The bits are the same. With few rows prepare reads
-// all of each adapter, from one end to the other; with many, expand reads B, for a near cache has it.
+// There are two ways to it, with the same bits. The tasks of run do all at once, from one end of an
+// adapter to the other: with few rows that is all there is to wait for. Or the tasks of shrink come
+// first, and then expand and expand_product add to any part of the outputs while a near cache has it:
+// with many rows it has B, too. Tasks may run in any order.
 class LoraSum {
  public:
   LoraSum() = default;
   LoraSum(const LoraSlots& slots, const LoraPlace& place, int64_t rows);
 
   bool is_empty() const { return chunks_.empty(); }
+  bool has_few_rows() const { return rows_ <= kFewLoraRows; }
   int64_t num_factors() const;  // floats that there must be room for
-  int64_t num_added() const;    // likewise; 0: none are needed
 
-  // [rows][depth], [num_factors()] and [num_added()].
-  void set(const float* input, float* factors, float* added);
+  // [rows][depth], and [num_factors()].
+  void set(const float* input, float* factors);
 
   // Few chunks are divided further, so that each thread has something to do; little work is not.
   int64_t tasks() const;
-  void prepare(int64_t index) const;
-  void run(int64_t index, float* output) const;  // [rows][all columns]
 
+  // Adds to [rows][all columns], or sets them.
+  void run(int64_t index, float* output, bool is_added) const;
+
+  void shrink(int64_t index) const;
   void expand(int64_t part, const LoraBlock& block) const;
   void expand_product(const LoraBlock& block) const;  // columns of all projections together
 
@@ -90,8 +94,6 @@ class LoraSum {
   void for_chunks(int64_t index, F f) const;
   template <class F>
   void for_rows(const LoraBlock& block, F f) const;
-  void shrink(size_t at, int64_t first, int64_t last) const;
-  void run_chunk(size_t at, int64_t first, int64_t last, float* output, bool is_added) const;
   void shrink_part(const LoraChunk& chunk, int64_t part, const char* end, int64_t jump) const;
   LoraExpand expansion(const LoraChunk& chunk, int64_t part) const;
   float* factors_of(int64_t row, int64_t part) const;
@@ -103,7 +105,6 @@ class LoraSum {
   LoraPlace place_{};
   const float* input_ = nullptr;
   float* factors_ = nullptr;  // [rows][parts][largest_rank_]
-  float* added_ = nullptr;    // [rows][width_]
   int64_t rows_ = 0, width_ = 0, work_ = 0, largest_rank_ = 0;
   std::vector<LoraChunk> chunks_;
 };

@@ -238,11 +238,4 @@ static void lora_expand(const LoraExpand& l) {
   }
 }
 
-static void add_numbers(const float* x, int64_t count, float* sums) {
-  int64_t i = 0;
-  for (; i + Vec::kWidth <= count; i += Vec::kWidth)
-    Vec::store(sums + i, Vec::add(Vec::load(sums + i), Vec::load(x + i)));
-  for (; i < count; i++) sums[i] += x[i];
-}
-
 }  // namespace

@@ -34,8 +34,7 @@ LoraSum LoraSpace::prepare(const ProductLora& adapters, MatMul& call) {
   if (call.norm.gamma && !call.norm.normalized)
     call.norm.normalized = normalized_.reserve<float>(static_cast<size_t>(call.rows * call.k));
   sum.set(call.norm.gamma ? call.norm.normalized : call.input,
-          factors_.reserve<float>(static_cast<size_t>(sum.num_factors())),
-          added_.reserve<float>(static_cast<size_t>(sum.num_added())));
+          factors_.reserve<float>(static_cast<size_t>(sum.num_factors())));
   return sum;
 }
 
@@ -115,6 +114,33 @@ int run_tasks(int64_t count, Task task, void* argument, ParallelFor parallel_for
   return 0;
 }
 
+int run_product(Product& product, const LoraSum& lora, ParallelFor parallel_for, void* context) {
+  const auto multiply = [](void* argument, size_t index) {
+    static_cast<const Product*>(argument)->multiply(static_cast<int64_t>(index));
+  };
+  const auto shrink = [](void* argument, size_t index) {
+    static_cast<const LoraSum*>(argument)->shrink(static_cast<int64_t>(index));
+  };
+  struct Adding {
+    const LoraSum& lora;
+    float* output;
+  } adding{lora, product.call.output};
+  const auto add = [](void* argument, size_t index) {
+    const Adding& own = *static_cast<const Adding*>(argument);
+    own.lora.run(static_cast<int64_t>(index), own.output, true);
+  };
+  void* const sum = const_cast<LoraSum*>(&lora);
+  if (!lora.is_empty() && !lora.has_few_rows()) {
+    product.lora = &lora;
+    if (const int result = run_tasks(lora.tasks(), shrink, sum, parallel_for, context))
+      return result;
+  }
+  const int result =
+      run_tasks(product.multiply_tasks(), multiply, &product, parallel_for, context);
+  if (result != 0 || product.lora) return result;
+  return run_tasks(lora.tasks(), add, &adding, parallel_for, context);
+}
+
 int run_matmul(const MatMulKernels& kernels, MatMul call, ParallelFor parallel_for,
                void* context, const ProductLora* adapters) {
   if (call.rows == 0) return 0;
@@ -125,21 +151,13 @@ int run_matmul(const MatMulKernels& kernels, MatMul call, ParallelFor parallel_f
   if (adapters) lora = space.prepare(*adapters, call);
   quantized.reserve(kernels, call);
   Product product(kernels, call);
-  if (!lora.is_empty()) product.lora = &lora;
   const auto quantize = [](void* argument, size_t index) {
     static_cast<const Product*>(argument)->quantize(static_cast<int64_t>(index));
   };
-  const auto prepare = [](void* argument, size_t index) {
-    static_cast<const LoraSum*>(argument)->prepare(static_cast<int64_t>(index));
-  };
-  const auto multiply = [](void* argument, size_t index) {
-    static_cast<const Product*>(argument)->multiply(static_cast<int64_t>(index));
-  };
-  int result = run_tasks(product.quantize_tasks(), quantize, &product, parallel_for, context);
+  const int result =
+      run_tasks(product.quantize_tasks(), quantize, &product, parallel_for, context);
   if (result != 0) return result;
-  result = run_tasks(lora.tasks(), prepare, &lora, parallel_for, context);
-  if (result != 0) return result;
-  return run_tasks(product.multiply_tasks(), multiply, &product, parallel_for, context);
+  return run_product(product, lora, parallel_for, context);
 }
 
 }  // namespace onnxport

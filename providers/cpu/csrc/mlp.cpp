@@ -38,7 +38,6 @@ struct Run {
         gate_up(used, first),
         down(used, second),
         adapters(added) {
-    if (!adapters.down().is_empty()) down.lora = &adapters.down();
     features = group_features(second.block_size);
     groups = ceil_div(mlp.inner, features);
   }
@@ -66,10 +65,10 @@ struct Run {
     const int64_t block_end = block + ceil_div(count, down.call.block_size);
     for (int64_t row = row_begin; row < row_end; row++, outputs += stride) {
       alignas(64) float activated[kLargestBlock];
-      float* kept = adapters.activated(row, first);
-      float* to = kept ? kept : activated;
-      activations.gated_silu({outputs, outputs + width, to, count});
-      kernels.quantize(down.call, to, row, block, block_end);
+      GatedSilu silu{outputs, outputs + width, nullptr, nullptr, activated, count};
+      adapters.connect(silu, row, first);
+      activations.gated_silu(silu);
+      kernels.quantize(down.call, silu.output, row, block, block_end);
     }
     if (row_end < down.call.rows) return;
     for (int64_t row = row_end; row < padded_rows(down.call); row++)
@@ -121,8 +120,8 @@ int run_mlp(const MatMulKernels& kernels, const GatedMlp& mlp, ParallelFor paral
     static_cast<const Run*>(argument)->gate_up.quantize(static_cast<int64_t>(index));
   });
   if (result != 0) return result;
-  result = step(adapters.gate_up().tasks(), [](void* argument, size_t index) {
-    static_cast<const Run*>(argument)->adapters.gate_up().prepare(static_cast<int64_t>(index));
+  result = step(adapters.tasks(), [](void* argument, size_t index) {
+    static_cast<const Run*>(argument)->adapters.run(static_cast<int64_t>(index));
   });
   if (result != 0) return result;
   result = step(run.activate_tasks(), [](void* argument, size_t index) {
@@ -130,13 +129,7 @@ int run_mlp(const MatMulKernels& kernels, const GatedMlp& mlp, ParallelFor paral
   });
   if (result != 0) return result;
   if (run.out_of_memory) throw std::bad_alloc();
-  result = step(adapters.down().tasks(), [](void* argument, size_t index) {
-    static_cast<const Run*>(argument)->adapters.down().prepare(static_cast<int64_t>(index));
-  });
-  if (result != 0) return result;
-  return step(run.down.multiply_tasks(), [](void* argument, size_t index) {
-    static_cast<const Run*>(argument)->down.multiply(static_cast<int64_t>(index));
-  });
+  return run_product(run.down, adapters.down(), parallel_for, context);
 }
 
 }  // namespace onnxport

@@ -15,22 +15,26 @@ class MlpAdapters {
   // thread's, good until its next call.
   MlpAdapters(const GatedMlp& mlp, MatMul& gate_up, const MatMul& down);
 
-  const LoraSum& gate_up() const { return gate_up_; }
+  // What has to be done before the outputs of gate and up are used; and what down's adapters add.
+  int64_t tasks() const { return gate_up_.tasks(); }
+  void run(int64_t index) const;
   const LoraSum& down() const { return down_; }
 
-  // Adds to the features [first, first + count) of gate and up in some rows, whose outputs are
-  // `stride` floats apart, those of up `width` behind those of gate.
+  // With many rows, adds to the features [first, first + count) of gate and up in some of them, whose
+  // outputs are `stride` floats apart, those of up `width` behind those of gate.
   void expand(int64_t row_begin, int64_t row_end, int64_t first, int64_t count, float* outputs,
               int64_t width, int64_t stride) const;
 
-  // Where a row's features from `first` on go for down's A to be multiplied with them; null: nowhere.
-  float* activated(int64_t row, int64_t first) const;
+  // With few rows, lets features of a row from `first` on have what was added to gate and up. With
+  // any, lets them go where down's A is multiplied with them.
+  void connect(GatedSilu& silu, int64_t row, int64_t first) const;
 
  private:
-  int64_t rows_, inner_;
+  int64_t inner_;
   LoraSum gate_up_, down_;
-  std::vector<bool> has_down_;  // by row; empty where none has
-  float* activated_ = nullptr;  // [rows][inner]
+  std::vector<bool> has_gate_up_, has_down_;  // by row; empty where none has
+  float* added_ = nullptr;                    // to gate and up, [rows][2 * inner]; few rows
+  float* activated_ = nullptr;                // [rows][inner]
 };
 
 }  // namespace onnxport

@@ -22,7 +22,8 @@ struct Run {
     const int64_t begin = index * rows_per_task, end = std::min(rows, begin + rows_per_task);
     for (int64_t row = begin; row < end; row++) {
       const float* gate = input + row * 2 * inner;
-      active_kernels()->gated_silu({gate, gate + inner, output + row * inner, inner});
+      active_kernels()->gated_silu(
+          {gate, gate + inner, nullptr, nullptr, output + row * inner, inner});
     }
   }
 };

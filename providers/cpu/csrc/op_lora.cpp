@@ -70,10 +70,10 @@ void compute(const LoraKernel& kernel, ort::KernelContext* context) {
     float* output;
   } run{LoraSum(slots, place, rows), static_cast<float*>(data)};
   run.sum.set(activations.as<const float>(),
-              factors.reserve<float>(static_cast<size_t>(run.sum.num_factors())), nullptr);
+              factors.reserve<float>(static_cast<size_t>(run.sum.num_factors())));
   const auto task = [](void* argument, size_t index) {
     const Run& own = *static_cast<const Run*>(argument);
-    own.sum.run(static_cast<int64_t>(index), own.output);
+    own.sum.run(static_cast<int64_t>(index), own.output, true);
   };
   const auto tasks = static_cast<size_t>(run.sum.tasks());
   if (tasks > 1)

@@ -26,7 +26,7 @@ class LoraSpace {
   LoraSum prepare(const ProductLora& adapters, MatMul& call);
 
  private:
-  Buffer normalized_, factors_, added_;
+  Buffer normalized_, factors_;
 };
 
 // Rows that are quantized, with those that fill up the last tile.
@@ -34,13 +34,12 @@ static inline int64_t padded_rows(const MatMul& m) {
   return ceil_div(m.rows, kRowTile) * m.tile_rows;
 }
 
-// A product in tasks that may run in any order, all of quantize before the first of multiply, and
-// all of the adapters' prepare too.
+// A product in tasks that may run in any order, all of quantize before the first of multiply.
 struct Product {
   const MatMulKernels& kernels;
   MatMul call;
   int64_t rows_per_quantize, panels_per_task, panel_tasks;
-  const LoraSum* lora = nullptr;  // added to the outputs
+  const LoraSum* lora = nullptr;  // expanded to the outputs of each task
 
   // The call has its memory for quantized activations.
   Product(const MatMulKernels& kernels, const MatMul& call);
@@ -58,6 +57,9 @@ struct Product {
   void announce(const Part& part) const;
   void summarize(const Part& part) const;
 };
+
+// Multiplies, and adds what adapters do: all there is to do once the activations are quantized.
+int run_product(Product& product, const LoraSum& lora, ParallelFor parallel_for, void* context);
 
 // Runs a step's tasks; a single one on this thread.
 int run_tasks(int64_t count, Task task, void* argument, ParallelFor parallel_for, void* context);
