@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnxport.graphs.lora import in_panels
 from tests.kernels import matmul_cases
-from tests.kernels.matmul_cases import MatMulCase
-from tests.kernels.mlp_lora_cases import INPUTS, panels_of, with_inputs
+from tests.kernels.matmul_cases import Floats, MatMulCase
+from tests.kernels.mlp_lora_cases import INPUTS, errors, panels_of, with_inputs
 
 MAX_RANK = 20
 OFFSET, RANKS_AT = 5, 2  # where the product begins in a slot, and in its ranks
@@ -112,6 +113,20 @@ def separate(case: AdaptedProduct) -> bytes:
         )
     )
     return with_inputs(of, case.feeds())
+
+
+def run(
+    library: Path, case: AdaptedProduct, serialized: bytes | None = None, threads: int = 2
+) -> Floats:
+    """[rows, N] of a model, of the one node unless told otherwise."""
+    session = matmul_cases.session(library, serialized or fused(case), threads)
+    found: Floats = session.run(["y"], case.feeds())[0]
+    return found
+
+
+def check(case: AdaptedProduct, found: Floats) -> None:
+    """Checks the output against float64, row by row."""
+    assert errors(found, case.expected()).max() < 1e-4
 
 
 def _with_bias(case: AdaptedProduct) -> onnx.ModelProto:

@@ -10,7 +10,15 @@ import sys
 from pathlib import Path
 
 from onnxport.providers.cpu.library import load_library
-from tests.kernels import coarse_cases, matmul_cases, mlp_cases, mlp_lora_cases, norm_cases, run_ort
+from tests.kernels import (
+    coarse_cases,
+    matmul_cases,
+    matmul_lora_cases,
+    mlp_cases,
+    mlp_lora_cases,
+    norm_cases,
+    run_ort,
+)
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
 from tests.kernels.conftest import ISAS
@@ -47,10 +55,12 @@ def main() -> None:
             assert residual.tobytes() == (layer.x + norm.skip).tobytes(), (seed, isa)
     for seed in range(FIRST_SEED, FIRST_SEED + num_cases // 10):
         adapted = mlp_lora_cases.make_case(seed, 1 + seed % 40)
+        alone = matmul_lora_cases.make_case(seed, 1 + seed % 40, bits=(4, 8)[seed % 2])
         for isa in isas:
             library.onnxport_cpu_set_isa(isa.encode())
             found = mlp_lora_cases.run(path, adapted, mlp_lora_cases.fused(adapted))
             mlp_lora_cases.check(adapted, found)
+            matmul_lora_cases.check(alone, matmul_lora_cases.run(path, alone))
     for seed in range(FIRST_SEED, FIRST_SEED + num_cases // 10):
         few, calls = coarse_cases.with_calls(coarse_cases.random_case(seed), seed)
         for isa in matmul_isas:

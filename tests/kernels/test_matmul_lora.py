@@ -13,9 +13,15 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from tests.kernels import matmul_cases, matmul_lora_cases, norm_cases
-from tests.kernels.matmul_cases import Floats
-from tests.kernels.matmul_lora_cases import RANKS, AdaptedProduct, fused, make_case, separate
-from tests.kernels.mlp_lora_cases import errors
+from tests.kernels.matmul_lora_cases import (
+    RANKS,
+    AdaptedProduct,
+    check,
+    fused,
+    make_case,
+    run,
+    separate,
+)
 from tests.kernels.norm_cases import add_norm, random_norm
 from tests.kernels.test_mlp import Sets, available_sets, use
 
@@ -25,23 +31,16 @@ __all__ = ["available_sets"]  # a fixture
 ROWS = (1, 2, 9, 16, 17, 40, 130, 300)
 
 
-def run(library: Path, case: AdaptedProduct, serialized: bytes, threads: int = 2) -> Floats:
-    session = matmul_cases.session(library, serialized, threads)
-    found: Floats = session.run(["y"], case.feeds())[0]
-    return found
-
-
 @pytest.mark.parametrize("rows", ROWS)
 def test_every_row_gets_its_own_adapter(
     library_path: Path, library: ctypes.CDLL, available_sets: Sets, rows: int
 ) -> None:
     """As AddLora behind the product, to the bit."""
     case = make_case(rows, rows, bits=(4, 8)[rows % 2])
-    wanted = case.expected()
     for sets in available_sets:
         use(library, sets)
-        found = run(library_path, case, fused(case))
-        assert errors(found, wanted).max() < 1e-4
+        found = run(library_path, case)
+        check(case, found)
         assert found.tobytes() == run(library_path, case, separate(case)).tobytes(), sets
 
 
@@ -69,8 +68,8 @@ def test_one_adapter_for_all(
     assert available_sets
     case = make_case(2, rows)
     case = AdaptedProduct(case.product, case.bias, np.full(rows, slot, np.int32))
-    found = run(library_path, case, fused(case))
-    assert errors(found, case.expected()).max() < 1e-4
+    found = run(library_path, case)
+    check(case, found)
     if slot == 0:
         plain = onnx.load_from_string(fused(case, **dict.fromkeys(matmul_lora_cases.attributes())))
         del plain.graph.node[0].input[matmul_lora_cases.ADAPTERS_INPUT :]

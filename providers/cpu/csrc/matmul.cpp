@@ -115,30 +115,30 @@ int run_tasks(int64_t count, Task task, void* argument, ParallelFor parallel_for
 }
 
 int run_product(Product& product, const LoraSum& lora, ParallelFor parallel_for, void* context) {
+  struct Run {
+    Product& product;
+    const LoraSum& lora;
+  } run{product, lora};
   const auto multiply = [](void* argument, size_t index) {
-    static_cast<const Product*>(argument)->multiply(static_cast<int64_t>(index));
+    static_cast<const Run*>(argument)->product.multiply(static_cast<int64_t>(index));
   };
   const auto shrink = [](void* argument, size_t index) {
-    static_cast<const LoraSum*>(argument)->shrink(static_cast<int64_t>(index));
+    static_cast<const Run*>(argument)->lora.shrink(static_cast<int64_t>(index));
   };
-  struct Adding {
-    const LoraSum& lora;
-    float* output;
-  } adding{lora, product.call.output};
   const auto add = [](void* argument, size_t index) {
-    const Adding& own = *static_cast<const Adding*>(argument);
-    own.lora.run(static_cast<int64_t>(index), own.output, true);
+    const Run& own = *static_cast<const Run*>(argument);
+    own.lora.run(static_cast<int64_t>(index), own.product.call.output, true);
   };
-  void* const sum = const_cast<LoraSum*>(&lora);
+  const auto step = [&](int64_t count, Task task) {
+    return run_tasks(count, task, &run, parallel_for, context);
+  };
   if (!lora.is_empty() && !lora.has_few_rows()) {
     product.lora = &lora;
-    if (const int result = run_tasks(lora.tasks(), shrink, sum, parallel_for, context))
-      return result;
+    if (const int result = step(lora.tasks(), shrink)) return result;
   }
-  const int result =
-      run_tasks(product.multiply_tasks(), multiply, &product, parallel_for, context);
+  const int result = step(product.multiply_tasks(), multiply);
   if (result != 0 || product.lora) return result;
-  return run_tasks(lora.tasks(), add, &adding, parallel_for, context);
+  return step(lora.tasks(), add);
 }
 
 int run_matmul(const MatMulKernels& kernels, MatMul call, ParallelFor parallel_for,
