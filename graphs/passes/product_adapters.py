@@ -15,10 +15,11 @@ from typing import Final
 import onnx
 
 from onnxport.graphs.inspect import attribute_int, consumers
+from onnxport.graphs.passes.followers import take_in
 from onnxport.graphs.passes.gated_mlp import adds_int8_adapters
 from onnxport.graphs.passes.gated_silu import DOMAIN
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
-from onnxport.graphs.passes.result import PassResult, copy_model
+from onnxport.graphs.passes.result import PassResult
 
 ADAPTERS_INPUT: Final = 8  # of MatMulNBits, behind those of norm, bias and logits
 
@@ -28,19 +29,9 @@ def fuse_product_adapters(model: onnx.ModelProto) -> PassResult:
 
     That is done where adapters are int8, and nobody else reads the product.
     """
-    copy = copy_model(model)
     found = _find(model)
-    if not found:
-        return PassResult("product_adapters", copy, {})
-    del copy.graph.node[:]
-    dropped = {adding.output[0] for adding in found.values()}
-    for node in model.graph.node:
-        adding = found.get(node.output[0])
-        if adding is not None:
-            copy.graph.node.append(_fused(node, adding))
-        elif node.output[0] not in dropped:
-            copy.graph.node.append(node)
-    return PassResult("product_adapters", copy, {"adapters added by their products": len(found)})
+    changes = {"adapters added by their products": len(found)} if found else {}
+    return PassResult("product_adapters", take_in(model, found, _fused), changes)
 
 
 def _find(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:

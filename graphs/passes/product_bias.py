@@ -14,9 +14,10 @@ import onnx
 from onnx import TensorProto
 
 from onnxport.graphs.inspect import attribute_int, consumers, initializers
+from onnxport.graphs.passes.followers import take_in
 from onnxport.graphs.passes.gated_silu import DOMAIN
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
-from onnxport.graphs.passes.result import PassResult, copy_model
+from onnxport.graphs.passes.result import PassResult
 
 _BIAS: Final = 5  # the input's place, behind skip and gamma
 
@@ -26,19 +27,9 @@ def fuse_product_bias(model: onnx.ModelProto) -> PassResult:
 
     That is done where nobody else reads the product.
     """
-    copy = copy_model(model)
     found = _find(model)
-    if not found:
-        return PassResult("product_bias", copy, {})
-    del copy.graph.node[:]
-    dropped = {add.output[0] for add in found.values()}
-    for node in model.graph.node:
-        add = found.get(node.output[0])
-        if add is not None:
-            copy.graph.node.append(_fused(node, add))
-        elif node.output[0] not in dropped:
-            copy.graph.node.append(node)
-    return PassResult("product_bias", copy, {"biases added by their products": len(found)})
+    changes = {"biases added by their products": len(found)} if found else {}
+    return PassResult("product_bias", take_in(model, found, _fused), changes)
 
 
 def _find(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
