@@ -466,9 +466,9 @@ def test_the_likeliest_tokens_of_one_array_are_those_in_it_by_now() -> None:
             for one in (summaries, None, summaries):
                 found = sampler.sample_greedy(logits, one)
                 assert found == Sampled(expected, None, (0,) if step == 5 else ())
-    logits, others = room[:3].copy(), room[3:6].copy()
-    summaries = sampler.summarize(others, [0.0] * 3)
-    sampler.sample_greedy(logits, summaries)
+    logits = room[:3].copy()
+    summaries = sampler.summarize(logits, [0.0] * 3)
+    assert sampler.sample_greedy(logits, summaries).token_ids == logits.argmax(axis=1).tolist()
     summaries[:] = 0
     del summaries  # what was told of the logits is gone, and with it the call
     assert sampler.sample_greedy(logits).token_ids == logits.argmax(axis=1).tolist()
