@@ -1,11 +1,11 @@
 """Let our products add what LoRA adapters make of their inputs themselves.
 
 `onnxport.AddLora` behind an `onnxport.MatMulNBits` is one more operator that a decode step has to
-start, and waits for memory that the product before it left idle. The product reads the adapters
-while it computes, and has the bits of both. For devices whose operator library has it, after
-`fuse_gated_mlp`, which takes in adapters of its own, and before `fuse_input_norm` and
-`fuse_product_bias`: a norm is free to go into a product once nothing but that reads it, and a bias
-that follows the adapters is added before them then.
+start, and one between the product and its bias, which is another then. The product does what both
+do, with their bits. For devices whose operator library has it, after `fuse_gated_mlp`, which takes
+in adapters of its own, and before `fuse_input_norm` and `fuse_product_bias`: a norm need not write
+what it normalizes once nothing but the product reads it, and a bias that follows the adapters is
+added before them then.
 """
 
 from __future__ import annotations
