@@ -25,10 +25,10 @@ DEPTHS = (1, 31, 100, 128, 257, 896)
 
 
 def random_case(seed: int) -> MatMulCase:
-    """One whose weights have eight bits but are never -128, with up to eight rows."""
+    """One whose weights have eight bits but are never -128, with up to as many rows as can gain."""
     rng = np.random.default_rng(seed)
     block_size = int(rng.choice(matmul_cases.BLOCK_SIZES))
-    n, k, rows = int(rng.choice(WIDTHS)), int(rng.choice(DEPTHS)), int(rng.integers(1, 9))
+    n, k, rows = int(rng.choice(WIDTHS)), int(rng.choice(DEPTHS)), int(rng.integers(1, 17))
     case = matmul_cases.make_case(seed, 8, block_size, k, n, rows)
     return case.replace(quants=np.maximum(case.quants, 1))
 

@@ -19,8 +19,8 @@ BLOCK_SIZES = (16, 32, 64, 128, 256)
 # One feature, less than a panel of 32, ragged ones, whole ones, several tasks.
 WIDTHS = (1, 7, 31, 32, 33, 64, 96, 129, 1200)
 DEPTHS = (1, 5, 31, 32, 64, 100, 128, 257, 384, 896)
-# Both sides of every border: small tiles, whole tiles, chunks of rows.
-ROWS = (1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 31, 33, 48, 127, 129, 255, 257, 300)
+# Both sides of every border: groups of rows, equal and not, tiles, chunks.
+ROWS = (1, 2, 3, 4, 5, 8, 9, 10, 15, 16, 17, 25, 31, 33, 48, 127, 129, 255, 257, 300)
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,8 @@ def test_a_vocabulary(library_path: Path, library: ctypes.CDLL, available_isas: 
         assert shares[1] > 0.05
         assert all(more >= less for less, more in itertools.pairwise(shares))
         assert shares[-1] > 0.7
-        for rows in range(1, 8):
-            for _ in range(4):
+        for rows in range(1, 18):
+            for _ in range(2):
                 x = rng.standard_normal((rows, case.k)).astype(np.float32)
                 found = pair.check(x, cases.random_exact(rng, rows))
         everything = pair.check(case.x[:1], numbers([cases.MOST]))

@@ -476,3 +476,25 @@ def test_the_likeliest_tokens_of_one_array_are_those_in_it_by_now() -> None:
     assert sampler.sample_greedy(kept) == sampler.sample_greedy(room)
     kept[:, 5] = 9
     assert sampler.sample_greedy(kept).token_ids == [5] * 8
+
+
+@pytest.mark.parametrize("vocab", [65, 3001, 40_007])
+def test_what_is_told_of_other_logits_never_leads_outside_of_the_row(vocab: int) -> None:
+    """Summaries are trusted; a provider's that are wrong cost tokens, not the process."""
+    sampler = native()
+    kinds = ["normal", "ties", "peaks", "scales"]
+    for seed in range(12):
+        few, params = mixed_batch(40, vocab)
+        logits = np.stack([make_logits(kinds[i % 4], vocab, seed + i) for i in range(len(few))])
+        others = np.stack([make_logits(kinds[i // 4 % 4], vocab, i) for i in range(len(few))])
+        others *= np.float32(10.0 ** (seed - 6))
+        summaries = sampler.summarize(others, [float(seed % 2)] * len(few))
+        wide = [RowParams(1.0, 50, 1.0, 0.5, 20), RowParams(), RowParams(1.0, None, 0.9, 0.99)]
+        rows = [wide[i % 4] if i % 4 < 3 else params[i] for i in range(len(few))]
+        found = sampler.sample(logits, rows, summaries)
+        assert all(0 <= token < vocab for token in found.token_ids)
+        for entry in found.logprobs or ():
+            assert entry is None or all(0 <= token < vocab for token in entry.top_ids)
+            assert entry is None or len(set(entry.top_ids)) == len(entry.top_ids)
+        likeliest = sampler.sample_greedy(logits, sampler.summarize(others, [0.0] * len(few)))
+        assert all(0 <= token < vocab for token in likeliest.token_ids)

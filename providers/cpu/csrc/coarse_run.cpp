@@ -100,7 +100,7 @@ struct Run {
 
   // Rows to int8 for both products: the same quants, in the order that each wants.
   void quantize() {
-    for (int64_t row = 0; row < padded_rows(call); row++) {
+    for (int64_t row = 0; row < call.padded_rows; row++) {
       const float* x = row < call.rows ? call.input + row * call.k : nullptr;
       kernels.quantize(call, x, row, 0, blocks);
       kernels.quantize(plane, x, row, 0, blocks);

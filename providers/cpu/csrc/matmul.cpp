@@ -21,8 +21,8 @@ constexpr int64_t kChunkPanels = rows::kChunk / kPanel;
 }  // namespace
 
 void Quantized::reserve(const MatMulKernels& kernels, MatMul& call) {
-  call.tile_rows = kernels.tile_rows(call.rows);
-  const size_t row_blocks = static_cast<size_t>(padded_rows(call) * num_blocks(call));
+  call.padded_rows = kernels.padded_rows(call.rows);
+  const size_t row_blocks = static_cast<size_t>(call.padded_rows * num_blocks(call));
   call.quants = quants_.reserve<int8_t>(row_blocks * static_cast<size_t>(call.block_size));
   call.scales = scales_.reserve<float>(row_blocks);
   call.corrections = corrections_.reserve<int32_t>(row_blocks);
@@ -39,7 +39,7 @@ LoraSum LoraSpace::prepare(const ProductLora& adapters, MatMul& call) {
 }
 
 Product::Product(const MatMulKernels& used, const MatMul& product)
-    : kernels(used), call(product), rows_per_quantize(padded_rows(product)) {
+    : kernels(used), call(product), rows_per_quantize(product.padded_rows) {
   if (rows_per_quantize * call.k > kSerialQuantize)
     rows_per_quantize = std::max<int64_t>(1, kQuantizeTask / call.k);
   const int64_t bytes = num_panels(call) * panel_bytes(call) / kFewTasks;
@@ -52,7 +52,7 @@ Product::Product(const MatMulKernels& used, const MatMul& product)
 
 void Product::quantize(int64_t index) const {
   const int64_t begin = index * rows_per_quantize;
-  const int64_t end = std::min(padded_rows(call), begin + rows_per_quantize);
+  const int64_t end = std::min(call.padded_rows, begin + rows_per_quantize);
   for (int64_t row = begin; row < end; row++) {
     const float* x = row < call.rows ? call.input + row * call.k : nullptr;
     kernels.quantize(call, x, row, 0, num_blocks(call));

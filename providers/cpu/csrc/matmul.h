@@ -20,8 +20,7 @@
 
 namespace onnxport {
 
-constexpr int64_t kPanel = 32;    // output features that are stored together
-constexpr int64_t kRowTile = 16;  // rows that are quantized into one tile, at most
+constexpr int64_t kPanel = 32;  // output features that are stored together
 constexpr int64_t kLargestBlock = 256;
 
 // What is done to activations before they are quantized: residual = input + skip, and of that
@@ -60,16 +59,17 @@ struct MatMul {
   const float* summary_scales;  // [rows], what is to be known of each: see rows/summary.h; null: nothing
   float* summaries;             // [rows][summary_floats(n)]
 
-  // Quantized activations, [blocks][tiles][tile_rows] of each: block_size quants, inputs beyond k
-  // zero, and at 4 bits four even ones ahead of four odd ones; their scale; and what takes the
-  // weights' zero point out of a sum over weights that still have one, -zero_point * sum of quants.
-  int64_t tile_rows;
+  // Quantized activations, [blocks][padded_rows] of each: block_size quants, inputs beyond k zero,
+  // and at 4 bits four even ones ahead of four odd ones; their scale; and what takes the weights'
+  // zero point out of a sum over weights that still have one, -zero_point * sum of quants.
+  int64_t padded_rows;
   int8_t* quants;
   float* scales;
   int32_t* corrections;
 };
 
-// The outputs of some panels and rows. row_begin starts a tile, and row_end ends one or all rows.
+// The outputs of some panels and rows. row_begin is a multiple of the kernels' chunk_rows, and row_end
+// is another or the end of all rows.
 struct Part {
   int64_t panel_begin, panel_end;
   int64_t row_begin, row_end;
@@ -80,11 +80,13 @@ struct Part {
 struct MatMulKernels {
   const char* name;
 
-  int64_t chunk_rows;                  // rows that share one pass over the weights, at most
-  int64_t (*tile_rows)(int64_t rows);  // how many rows a tile has; kRowTile if rows exceed it
+  int64_t chunk_rows;  // rows that share one pass over the weights, at most
+
+  // How many rows are quantized for so many: those that are multiplied at once are all there.
+  int64_t (*padded_rows)(int64_t rows);
 
   // Quantizes blocks [begin, end) of a row. x holds their inputs, or is null for a row that only
-  // fills up the last tile: zeros. With a norm, the blocks must be all of the row. How quants are
+  // fills up the last ones: zeros. With a norm, the blocks must be all of the row. How quants are
   // stored is between this and multiply, but for 8 bits: there they are signed and in order. AVX2's
   // for 4 bits are unsigned where there are many rows.
   void (*quantize)(const MatMul& call, const float* x, int64_t row, int64_t begin, int64_t end);
@@ -147,8 +149,7 @@ static inline float told_scale(const MatMul& m, int64_t row) {
 
 // Position of a row's scale for a block; its quants are block_size times that far.
 static inline int64_t row_block(const MatMul& m, int64_t row, int64_t block) {
-  const int64_t tiles = ceil_div(m.rows, kRowTile);
-  return (block * tiles + row / kRowTile) * m.tile_rows + row % kRowTile;
+  return block * m.padded_rows + row;
 }
 
 // Scales as they are stored.

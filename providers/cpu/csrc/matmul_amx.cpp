@@ -13,6 +13,7 @@
 namespace onnxport {
 namespace {
 
+constexpr int64_t kRowTile = 16;        // rows that are multiplied at once
 constexpr int64_t kFewRows = 8;         // up to so many, VNNI is faster
 constexpr int64_t kMostInputs = 128;    // of a block, for which there are tile registers
 constexpr int64_t kAmxChunkRows = 256;  // whose totals stay in the L2 cache
@@ -453,9 +454,12 @@ bool multiply_and_summarize(const MatMul& m, const Part& part) {
   return true;
 }
 
+int64_t rows_of_tiles(int64_t rows) {
+  return rows <= kFewRows ? rows : ceil_div(rows, kRowTile) * kRowTile;
+}
+
 constexpr MatMulKernels kKernels = {
-    "amx", kAmxChunkRows, [](int64_t rows) { return rows <= kFewRows ? rows : kRowTile; }, quantize,
-    multiply, kCoarseRows, scale_outputs, summarize_avx512, Vec::kStreams, multiply_and_summarize};
+    "amx", kAmxChunkRows, rows_of_tiles, quantize, multiply, kCoarseRows, scale_outputs, summarize_avx512, Vec::kStreams, multiply_and_summarize};
 static_assert(kCoarseRows <= kFewRows, "tiles know no corrections");
 
 }  // namespace

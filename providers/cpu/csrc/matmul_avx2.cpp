@@ -20,7 +20,7 @@ void multiply_for_avx2(const MatMul& m, const Part& part) {
     multiply_dots_or_one<Dot>(m, part);
 }
 
-constexpr MatMulKernels kKernels = {"avx2", kChunkRows, rows_of_tile<1>, quantize_for_avx2,
+constexpr MatMulKernels kKernels = {"avx2", kChunkRows, rows_of_units<1>, quantize_for_avx2,
                                     multiply_for_avx2, kMostCoarseRows, scale_outputs, summarize_avx2, Vec::kStreams};
 }  // namespace
 

@@ -11,7 +11,7 @@
 
 namespace onnxport {
 namespace {
-constexpr MatMulKernels kKernels = {"avxvnni", kChunkRows, rows_of_tile<1>, quantize,
+constexpr MatMulKernels kKernels = {"avxvnni", kChunkRows, rows_of_units<1>, quantize,
                                     multiply_dots_or_one<Dot>, kCoarseRows, scale_outputs, summarize_avx2,
                                     Vec::kStreams};
 }  // namespace

@@ -11,7 +11,7 @@
 
 namespace onnxport {
 namespace {
-constexpr MatMulKernels kKernels = {"dotprod", kChunkRows, rows_of_tile<1>, quantize,
+constexpr MatMulKernels kKernels = {"dotprod", kChunkRows, rows_of_units<1>, quantize,
                                     multiply_dots<Dot>, kCoarseRows, scale_outputs, summarize_portable};
 }  // namespace
 

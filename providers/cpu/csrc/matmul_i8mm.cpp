@@ -19,7 +19,7 @@ void multiply(const MatMul& m, const Part& part) {
     multiply_dots<PairDot>(m, part);
 }
 
-constexpr MatMulKernels kKernels = {"i8mm", kChunkRows, rows_of_tile<PairDot<4>::kRows>,
+constexpr MatMulKernels kKernels = {"i8mm", kChunkRows, rows_of_units<PairDot<4>::kRows>,
                                     quantize, multiply, kCoarseRows, scale_outputs, summarize_portable};
 
 }  // namespace

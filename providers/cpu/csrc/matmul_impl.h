@@ -330,23 +330,22 @@ ONNXPORT_INLINE void multiply_group(const MatMul& m, const Outputs& out, int64_t
     multiply_units<Dot, kUnits, kColumns>(m, out, vector);
 }
 
-// A part's outputs, group by group of rows; no group is part of two tiles.
+// A part's outputs, group by group of rows. Groups are as large as each other, or larger by one unit:
+// a unit by itself waits for its own sums, and takes as long as two or three.
 template <class Dot>
 void multiply_panels(const MatMul& m, const Part& part) {
-  constexpr int64_t kGroupRows = Dot::kMostUnits * Dot::kRows;
-  static_assert(kRowTile % kGroupRows == 0, "a group must not cross a tile's end");
-  const int64_t groups = ceil_div(part.row_end - part.row_begin, kGroupRows);
+  const int64_t units = ceil_div(part.row_end - part.row_begin, Dot::kRows);
+  const int64_t groups = ceil_div(units, Dot::kMostUnits);
   for (int64_t panel = part.panel_begin; panel < part.panel_end; panel++) {
-    float* first = part.output + (panel - part.panel_begin) * kPanel;
+    float* output = part.output + (panel - part.panel_begin) * kPanel;
+    int64_t row = part.row_begin;
     for (int64_t group = 0; group < groups; group++) {
-      const int64_t row = part.row_begin + group * kGroupRows;
-      const Outputs out{panel, row, first + group * kGroupRows * part.stride, part.stride, group,
-                        groups};
-      const int64_t units = ceil_div(part.row_end - row, Dot::kRows);
-      multiply_group<Dot>(m, out, units < Dot::kMostUnits ? units : Dot::kMostUnits);
-      const int64_t left = part.row_end - row;
-      if (m.bias)
-        add_bias(m, panel, out.first, out.stride, left < kGroupRows ? left : kGroupRows);
+      const int64_t of_group = units / groups + (group < units % groups);
+      const int64_t left = part.row_end - row, rows = of_group * Dot::kRows;
+      multiply_group<Dot>(m, {panel, row, output, part.stride, group, groups}, of_group);
+      if (m.bias) add_bias(m, panel, output, part.stride, left < rows ? left : rows);
+      row += rows;
+      output += rows * part.stride;
     }
   }
 }
@@ -381,10 +380,10 @@ void scale_outputs(float* outputs, int64_t count, float factor, float* largest) 
   for (int64_t panel = 0; sum != 0.f && panel < panels; panel++) largest[panel] = NAN;
 }
 
-// How many rows a tile has: those of whole units, but a single row stays alone.
+// Those of whole units, but a single row stays alone.
 template <int kRows>
-int64_t rows_of_tile(int64_t rows) {
-  return rows == 1 ? 1 : rows < kRowTile ? ceil_div(rows, kRows) * kRows : kRowTile;
+int64_t rows_of_units(int64_t rows) {
+  return rows == 1 ? 1 : ceil_div(rows, kRows) * kRows;
 }
 
 template <template <int> class Dots>

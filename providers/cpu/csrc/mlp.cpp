@@ -71,7 +71,7 @@ struct Run {
       kernels.quantize(down.call, silu.output, row, block, block_end);
     }
     if (row_end < down.call.rows) return;
-    for (int64_t row = row_end; row < padded_rows(down.call); row++)
+    for (int64_t row = row_end; row < down.call.padded_rows; row++)
       kernels.quantize(down.call, nullptr, row, block, block_end);
   }
 };

@@ -29,11 +29,6 @@ class LoraSpace {
   Buffer normalized_, factors_;
 };
 
-// Rows that are quantized, with those that fill up the last tile.
-static inline int64_t padded_rows(const MatMul& m) {
-  return ceil_div(m.rows, kRowTile) * m.tile_rows;
-}
-
 // A product in tasks that may run in any order, all of quantize before the first of multiply.
 struct Product {
   const MatMulKernels& kernels;
@@ -44,7 +39,7 @@ struct Product {
   // The call has its memory for quantized activations.
   Product(const MatMulKernels& kernels, const MatMul& call);
 
-  int64_t quantize_tasks() const { return ceil_div(padded_rows(call), rows_per_quantize); }
+  int64_t quantize_tasks() const { return ceil_div(call.padded_rows, rows_per_quantize); }
   void quantize(int64_t index) const;
   bool summarizes() const { return call.summaries && kernels.summarize; }
   int64_t multiply_tasks() const {

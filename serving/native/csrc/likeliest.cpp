@@ -108,15 +108,18 @@ float reached_by(const Kernels& kernels, const Row& row, int64_t size, Scratch& 
   }
   const int64_t count = kernels.gather(row.summary.groups, groups, nullptr, least,
                                        bounds.values.data(), bounds.places.data());
-  return select(bounds.values.data(), count, size);
+  return count < size ? -INFINITY : select(bounds.values.data(), count, size);
 }
 
-Candidates gather(const Kernels& kernels, const Row& row, float least, Scratch& scratch) {
-  if (row.range.minimum >= least) return {row.values, nullptr, row.count};
+Candidates gather(const Kernels& kernels, const Row& row, float least, int64_t size,
+                  Scratch& scratch) {
+  const Candidates all{row.values, nullptr, row.count};
+  if (row.range.minimum >= least) return all;
   Shelf& head = scratch.head;
   head.make_room(row.count);
-  return head.first(kernels.gather(row.values, row.count, row.summary.groups, least,
-                                   head.values.data(), head.places.data()));
+  const int64_t count = kernels.gather(row.values, row.count, row.summary.groups, least,
+                                       head.values.data(), head.places.data());
+  return count < size ? all : head.first(count);
 }
 
 Candidates largest(const Kernels& kernels, const Candidates& all, int64_t size, Scratch& scratch) {

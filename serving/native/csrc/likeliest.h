@@ -5,7 +5,8 @@
 
 namespace onnxport {
 
-// A row to choose from: values[count], the largest of them finite, none NaN.
+// A row to choose from: values[count], the largest of them finite, none NaN. If the summary is another
+// row's, what is chosen may be any of them.
 struct Row {
   const float* values;
   int64_t count;
@@ -21,8 +22,9 @@ double total_of(const Kernels& kernels, const Row& row, float scale, Scratch& sc
 // A value that at least `size` values of the row reach; -inf if there is no cheap one.
 float reached_by(const Kernels& kernels, const Row& row, int64_t size, Scratch& scratch);
 
-// Those of a row that are at least `least`, in scratch.head.
-Candidates gather(const Kernels& kernels, const Row& row, float least, Scratch& scratch);
+// Those of a row that are at least `least`, in scratch.head; all of it, if these are fewer than `size`.
+Candidates gather(const Kernels& kernels, const Row& row, float least, int64_t size,
+                  Scratch& scratch);
 
 // The `size` largest, of equals the first ones, in their order; in scratch.kept, if not all.
 Candidates largest(const Kernels& kernels, const Candidates& all, int64_t size, Scratch& scratch);

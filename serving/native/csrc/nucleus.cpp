@@ -138,7 +138,7 @@ int32_t draw_above(const Kernels& kernels, const Row& row, float least, Weighing
   const bool many = row.count > kMany;
   if (many) take_sample(kernels, row, s);
   if (!many || kEvery * sampled(kernels, near, s).size <= kMany) {
-    const Descent first = descend(kernels, gather(kernels, row, near, s), by, s);
+    const Descent first = descend(kernels, gather(kernels, row, near, 1, s), by, s);
     const double total = near > least ? total_of(kernels, row, by.scale, s) : first.total();
     if (near == least || first.total() >= request.top_p * total) {
       return draw_nucleus(first, request, total);
@@ -148,7 +148,7 @@ int32_t draw_above(const Kernels& kernels, const Row& row, float least, Weighing
     int32_t place;
     if (Bracketed(kernels, row, least, by, s).draw(request, place)) return place;
   }
-  const Descent descent = descend(kernels, gather(kernels, row, least, s), by, s);
+  const Descent descent = descend(kernels, gather(kernels, row, least, 1, s), by, s);
   return draw_nucleus(descent, request, descent.total());
 }
 

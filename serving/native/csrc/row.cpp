@@ -158,8 +158,8 @@ bool is_finite(const Range& range) { return !range.has_nan && std::isfinite(rang
 int64_t first_of(const Row& row, float value) {
   const float* largest = row.summary.largest;
   int64_t place = (std::find(largest, largest + num_chunks(row.count), value) - largest) * kChunk;
-  while (row.values[place] != value) place++;
-  return place;
+  while (place < row.count - 1 && row.values[place] != value) place++;
+  return std::min(place, row.count - 1);
 }
 
 // From the whole row, in its order: the chunk at which the sum passes the number, then the place.
@@ -202,8 +202,9 @@ int64_t draw_truncated(const Kernels& kernels, const Row& row, Weighing by, cons
     least = std::max(reach, static_cast<float>(floor));
   }
   if (!request.has_top_k) return draw_above(kernels, row, least, by, request, s);
-  least = std::max(least, reached_by(kernels, row, std::min(request.top_k, row.count), s));
-  const Candidates kept = largest(kernels, gather(kernels, row, least, s), request.top_k, s);
+  const int64_t size = std::min(request.top_k, row.count);
+  least = std::max(least, reached_by(kernels, row, size, s));
+  const Candidates kept = largest(kernels, gather(kernels, row, least, 1, s), size, s);
   const Range range = kernels.scan(kept.values, kept.size);
   const Descent descent(kernels, kept, range, by, s);
   return draw_nucleus(descent, request, descent.total());
@@ -234,7 +235,7 @@ void report_top(const Batch& batch, const Row& row, double log_sum, const Reques
                 Scratch& s) {
   const Kernels& kernels = *batch.kernels;
   const float least = reached_by(kernels, row, request.num_top, s);
-  const Candidates head = gather(kernels, row, least, s);
+  const Candidates head = gather(kernels, row, least, request.num_top, s);
   const Candidates top = sorted(largest(kernels, head, request.num_top, s), s);
   for (int64_t i = 0; i < top.size; i++) {
     batch.top_ids[request.top_begin + i] = top.places[i];
