@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -190,6 +191,42 @@ def test_sequences_that_share_blocks(
             alone = (
                 run_ort.run(library_path, tokens_of(case, s, 0, count))[0] if count else whole[:0]
             )
+            assert alone.tobytes() == whole[starts[s] : starts[s + 1]].tobytes(), (isa, s)
+
+
+def many_case(seed: int, cache_type: str, layout: str) -> Case:
+    """So many sequences of few rows, and one of more, that heads take turns: 3 and 2 of 5."""
+    rng = np.random.default_rng(seed)
+    count = -(-24 * (os.cpu_count() or 1) // 5) + 1
+    past = [int(n) for n in rng.integers(0, 1300, count)]
+    new = [int(n) for n in rng.integers(1, 4, count - 1)] + [9]
+    past[:2] = [512, 1023]  # a segment ends with the first row, and with the new token
+    needed = blocks_of(past, new)
+    free = list(rng.permutation(sum(needed)))
+    table = np.zeros((count, max(needed)), np.int32)
+    for s, blocks in enumerate(needed):
+        table[s, :blocks] = [free.pop() for _ in range(blocks)]
+    window = 600 if seed % 2 else None
+    return case_of(rng, past, new, table, kind=(cache_type, layout), heads=(5, 3), window=window)
+
+
+@pytest.mark.parametrize(("cache_type", "layout"), KINDS)
+@pytest.mark.parametrize("seed", every(2, [0, 1]))
+def test_heads_that_take_turns(
+    library_path: Path,
+    library: ctypes.CDLL,
+    available_isas: list[str],
+    cache_type: str,
+    layout: str,
+    seed: int,
+) -> None:
+    """In a batch of many sequences they do, and alone they do not."""
+    case = many_case(seed, cache_type, layout)
+    starts = case.cumulative_lengths
+    for isa in available_isas:
+        whole, _, _ = computed(library_path, library, isa, case)
+        for s, count in enumerate(case.new_lengths):
+            alone = run_ort.run(library_path, tokens_of(case, s, 0, count))[0]
             assert alone.tobytes() == whole[starts[s] : starts[s + 1]].tobytes(), (isa, s)
 
 

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <thread>
 #include <vector>
 
 #include "kernels.h"
@@ -24,6 +25,8 @@ constexpr int64_t kTilesFrom = 8 * kTile;  // tokens
 constexpr size_t kEnoughBlocks = 32;
 // Rows of several sequences that go together over keys they share, at most.
 constexpr int64_t kSharedRows = 64;
+// Heads take turns while so many tasks are left for each thread.
+constexpr size_t kTasksPerThread = 8;
 
 // A row block over all of its keys, or over one segment of them.
 struct Work {
@@ -31,6 +34,7 @@ struct Work {
   int64_t segment;
   size_t state;  // where a segment's result goes, in Workspace::all_states
   bool divided;
+  int32_t heads = 1;  // KV heads, from the block's own on
 };
 
 // The segments of one divided row block: states [first, first + count).
@@ -170,6 +174,7 @@ Reading reading_of(const Run& run, size_t index) {
   const Work& next = work[index + 1];
   reading.sequence = next.block.sequence;
   reading.kv_head = next.block.kv_head;
+  reading.heads = next.heads;
   reading.next = keys_of(run.p, next);
   return reading;
 }
@@ -184,7 +189,7 @@ void attend_task(void* argument, size_t index) {
       run.kernels.attend_segment(run.p, run.queries, work.block, reading, work.segment,
                                  run.space.all_states[work.state], scratch);
     else
-      run.kernels.attend(run.p, run.queries, work.block, reading, scratch);
+      run.kernels.attend(run.p, run.queries, work.block, work.heads, reading, scratch);
   });
 }
 
@@ -341,7 +346,15 @@ void place_states(const Problem& p, Workspace& space) {
   }
 }
 
-void plan_work(const Problem& p, Workspace& space) {
+// How many heads of the same few rows go to one task: as many as leave some for every thread.
+size_t heads_together(const Kernels& kernels, const RowBlock& block, size_t num_blocks) {
+  static const size_t threads = std::max(1u, std::thread::hardware_concurrency());
+  if (rows_of(block) > kTurnRows) return 1;
+  const auto most = static_cast<size_t>(kernels.most_turns);
+  return std::clamp<size_t>(num_blocks / (kTasksPerThread * threads), 1, most);
+}
+
+void plan_work(const Problem& p, const Kernels& kernels, Workspace& space) {
   space.work.clear();
   space.divisions.clear();
   space.all_states.clear();
@@ -360,7 +373,10 @@ void plan_work(const Problem& p, Workspace& space) {
     if (group || (p.parallel_for && blocks.size() < kEnoughBlocks && is_long)) {
       divide(p, begin, end, group, space);
     } else {
-      for (size_t i = begin; i < end; i++) space.work.push_back({blocks[i], 0, 0, false});
+      const size_t together = heads_together(kernels, first, blocks.size());
+      for (size_t i = begin; i < end; i += together)
+        space.work.push_back(
+            {blocks[i], 0, 0, false, static_cast<int32_t>(std::min(together, end - i))});
     }
   }
   place_states(p, space);
@@ -376,7 +392,7 @@ int run_attention(const Problem& p) {
   float* queries = space.queries.reserve<float>(static_cast<size_t>(floats));
   Run run{p, *active_kernels(), space, queries};
   plan_blocks(p, space);
-  plan_work(p, space);
+  plan_work(p, run.kernels, space);
   int64_t total = 0;
   for (const RowBlock& block : space.blocks) total += cost(p, block);
   const bool serial = total < kSerialAttend;

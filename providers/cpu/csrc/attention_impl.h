@@ -11,7 +11,7 @@ namespace {
 
 struct Rows {
   const Problem& p;
-  const RowBlock& block;
+  const RowBlock block;
   const float* queries;  // of the first row
   int64_t count;
   int64_t group;
@@ -396,8 +396,49 @@ static void attend_segment(const Problem& p, const float* queries, const RowBloc
                          scratch_of(p.head_size, memory));
 }
 
-static void attend(const Problem& p, const float* queries, const RowBlock& block,
+// A head's state among those that take turns: apart, for maxima are written by whole vectors.
+static inline State turn_state(const State& state, int32_t head, int64_t padded_size) {
+  const int64_t row = head * kTurnRows;
+  return {state.maximum + row, state.sum + row * 16, state.value + row * padded_size};
+}
+
+// The block's rows with a head behind its own one.
+static Rows rows_of_head(const Problem& p, const float* queries, RowBlock block, Reading reading,
+                         int32_t head) {
+  block.kv_head += head;
+  reading.kv_head += head;
+  if (head >= reading.heads) reading.next = {0, 0};
+  return Rows(p, queries, block, reading);
+}
+
+// As attend(), for several heads: a chunk of keys of each, then the next chunk.
+static void attend_in_turns(const Problem& p, const float* queries, const RowBlock& block,
+                            int32_t heads, const Reading& reading, float* memory) {
+  static_assert(Vec::kMostTurns * kTurnRows <= kRowBlock, "there is one state for all of them");
+  const Scratch scratch = scratch_of(p.head_size, memory);
+  const int64_t count = block.row_end - block.row_begin, size = padded(p.head_size);
+  const KeyRange keys = reading.own;
+  const AttendKeys attend_keys = attend_keys_for(p, count);
+  for (int64_t begin = keys.first, next; begin < keys.last; begin = next) {
+    next = min_of(begin / kChunk * kChunk + kChunk, keys.last);
+    const bool is_total = begin < keys.first / kSegment * kSegment + kSegment;
+    const bool starts = begin == keys.first || begin % kSegment == 0;
+    const bool ends = next == keys.last || next % kSegment == 0;
+    for (int32_t head = 0; head < heads; head++) {
+      const Rows rows = rows_of_head(p, queries, block, reading, head);
+      const State total = turn_state(scratch.total, head, size);
+      const State state = is_total ? total : turn_state(scratch.part, head, size);
+      if (starts) clear(state, count, size);
+      attend_keys(rows, begin, next, state, scratch.tiles, scratch.scores);
+      if (ends && !is_total) merge(total, state, count, size);
+      if (next == keys.last) write_output(rows, total);
+    }
+  }
+}
+
+static void attend(const Problem& p, const float* queries, const RowBlock& block, int32_t heads,
                    const Reading& reading, float* memory) {
+  if (heads > 1) return attend_in_turns(p, queries, block, heads, reading, memory);
   const Rows rows(p, queries, block, reading);
   const Scratch scratch = scratch_of(p.head_size, memory);
   const KeyRange keys = rows.all_keys();
@@ -435,9 +476,16 @@ static void prepare(const Problem& p, float* queries, int64_t begin, int64_t end
   run(p, queries, begin, end);
 }
 
-const Kernels kKernels = {ONNXPORT_KERNELS_NAME, Vec::kPrefersPairs, Vec::kConvertsHalf,
-                          prepare,               attend,             attend_segment,
-                          finish,                gated_silu,         lora_shrink,
+const Kernels kKernels = {ONNXPORT_KERNELS_NAME,
+                          Vec::kPrefersPairs,
+                          Vec::kConvertsHalf,
+                          Vec::kMostTurns,
+                          prepare,
+                          attend,
+                          attend_segment,
+                          finish,
+                          gated_silu,
+                          lora_shrink,
                           lora_expand};
 
 }  // namespace

@@ -9,6 +9,7 @@ namespace onnxport {
 constexpr int kChunk = 64;      // keys between two softmax updates
 constexpr int kSegment = 512;   // keys whose result is kept apart and merged in order
 constexpr int kRowBlock = 128;  // query rows that share the loaded keys
+constexpr int kTurnRows = 16;   // query rows of each of several heads, at most, that take turns
 constexpr int kMostScoreRows = 32;
 constexpr int kMaxHeadSize = 256;
 
@@ -33,8 +34,8 @@ struct KeyRange {
 struct Reading {
   KeyRange own = {0, 0};
   bool is_asked_for = false;  // the first chunk of it was, while the thread did what came before
-  // What comes next: these keys of a sequence's head, which may be none.
-  int32_t sequence = 0, kv_head = 0;
+  // What comes next: these keys of so many of a sequence's heads, which may be none.
+  int32_t sequence = 0, kv_head = 0, heads = 1;
   KeyRange next = {0, 0};
 };
 
@@ -95,13 +96,18 @@ struct Kernels {
   // Whether a float16 cache costs no more than one of floats where neither has to come from memory.
   bool converts_half;
 
+  // How many heads of the same rows are attended to in turns, at most: 1, one after the other.
+  int32_t most_turns;
+
   // Norm, rotation and scaling of the queries of tokens [begin, end) into queries
   // [kv_heads][num_tokens * group][query_floats], in bfloat16 for the paired layout, as integers for
   // an int8 cache; their keys and values into the cache.
   void (*prepare)(const Problem& problem, float* queries, int64_t begin, int64_t end);
 
-  // Attends over all of the block's keys and writes the output.
-  void (*attend)(const Problem& problem, const float* queries, const RowBlock& block,
+  // Attends over all of the block's keys, with so many heads from its own on, and writes the output.
+  // Heads take turns, chunk by chunk: side by side in the cache, they are read faster together.
+  // Several, at most most_turns, have at most kTurnRows rows each.
+  void (*attend)(const Problem& problem, const float* queries, const RowBlock& block, int32_t heads,
                  const Reading& reading, float* scratch);
 
   // Attends over one segment and leaves its state; finish merges them in order.

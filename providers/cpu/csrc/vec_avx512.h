@@ -67,6 +67,11 @@ struct Vec {
 
   static constexpr bool kConvertsHalf = true;
   static constexpr bool kAsksFar = true;
+#if defined(__AMX_INT8__)
+  static constexpr int kMostTurns = 1;  // to set up the tile registers for a chunk is dear
+#else
+  static constexpr int kMostTurns = 8;
+#endif
 
   // Pairs of bfloat16.
 #if defined(__AVX512BF16__)

@@ -23,6 +23,7 @@
 //             number, and a NaN if there is one
 //   kConvertsHalf  whether load_half is an instruction, so that reading half the bytes pays
 //   kAsksFar       whether the second cache is asked for lines, which waits for more of them at once
+//   kMostTurns     see Kernels::most_turns
 #pragma once
 
 #include <math.h>
@@ -101,6 +102,7 @@ struct Vec {
   }
   static constexpr bool kConvertsHalf = false;
   static constexpr bool kAsksFar = false;
+  static constexpr int kMostTurns = 8;
   static constexpr bool kPrefersPairs = false;
   struct Pairs {
     uint32_t v[4];
