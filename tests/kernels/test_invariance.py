@@ -110,6 +110,16 @@ def computed(
     return found
 
 
+def check_each_alone(library_path: Path, library: ctypes.CDLL, isa: str, case: Case) -> None:
+    """Compute a case, and assert that each of its sequences gets the bits it has alone."""
+    whole, _, _ = computed(library_path, library, isa, case)
+    starts = case.cumulative_lengths
+    for s, count in enumerate(case.new_lengths):
+        if count:
+            alone = run_ort.run(library_path, tokens_of(case, s, 0, count))[0]
+            assert alone.tobytes() == whole[starts[s] : starts[s + 1]].tobytes(), (isa, s)
+
+
 KINDS = [
     ("float", "tiled"),
     ("float", "canonical"),
@@ -184,14 +194,8 @@ def test_sequences_that_share_blocks(
 ) -> None:
     """Their rows go together over the keys they share, and get the bits they have alone."""
     case = sharing_case(seed, cache_type, layout)
-    starts = case.cumulative_lengths
     for isa in available_isas:
-        whole, _, _ = computed(library_path, library, isa, case)
-        for s, count in enumerate(case.new_lengths):
-            alone = (
-                run_ort.run(library_path, tokens_of(case, s, 0, count))[0] if count else whole[:0]
-            )
-            assert alone.tobytes() == whole[starts[s] : starts[s + 1]].tobytes(), (isa, s)
+        check_each_alone(library_path, library, isa, case)
 
 
 def many_case(seed: int, cache_type: str, layout: str) -> Case:
@@ -222,12 +226,8 @@ def test_heads_that_take_turns(
 ) -> None:
     """In a batch of many sequences they do, and alone they do not."""
     case = many_case(seed, cache_type, layout)
-    starts = case.cumulative_lengths
     for isa in available_isas:
-        whole, _, _ = computed(library_path, library, isa, case)
-        for s, count in enumerate(case.new_lengths):
-            alone = run_ort.run(library_path, tokens_of(case, s, 0, count))[0]
-            assert alone.tobytes() == whole[starts[s] : starts[s + 1]].tobytes(), (isa, s)
+        check_each_alone(library_path, library, isa, case)
 
 
 def test_concurrent_sessions(library_path: Path) -> None:
