@@ -459,7 +459,8 @@ int64_t rows_of_tiles(int64_t rows) {
 }
 
 constexpr MatMulKernels kKernels = {
-    "amx", kAmxChunkRows, rows_of_tiles, quantize, multiply, kCoarseRows, scale_outputs, summarize_avx512, Vec::kStreams, multiply_and_summarize};
+    "amx",         kAmxChunkRows, rows_of_tiles,    quantize,      multiply,
+    kCoarseRows,   scale_outputs, summarize_avx512, Vec::kStreams, multiply_and_summarize};
 static_assert(kCoarseRows <= kFewRows, "tiles know no corrections");
 
 }  // namespace

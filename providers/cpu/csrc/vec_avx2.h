@@ -80,7 +80,7 @@ struct Vec {
 
   static constexpr bool kConvertsHalf = true;
   static constexpr bool kAsksFar = false;
-  static constexpr int kMostTurns = 1;  // nothing waits for memory
+  static constexpr int kMostTurns = 1;  // in turns floats take longer
   static constexpr bool kPrefersPairs = false;
   using Pairs = __m256i;
   static inline Pairs load_pairs(const uint16_t* p) {

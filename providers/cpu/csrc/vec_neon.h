@@ -69,7 +69,7 @@ struct Vec {
 
   static constexpr bool kConvertsHalf = true;
   static constexpr bool kAsksFar = false;
-  static constexpr int kMostTurns = 1;
+  static constexpr int kMostTurns = 1;  // not measured
   static constexpr bool kPrefersPairs = false;
   using Pairs = uint32x4_t;
   static inline Pairs load_pairs(const uint16_t* p) { return vreinterpretq_u32_u16(vld1q_u16(p)); }
