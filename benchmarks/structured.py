@@ -1,12 +1,14 @@
 """Measure what structured output costs: steps with a grammar for every row against steps without.
 
     python -m benchmarks.structured --artifact DIR [--rows 1,8,32] [--rounds 3] [--forms …]
+        [--temperature 1.0]
 
 The artifact's weights are used with a made-up byte-level tokenizer that fills its vocabulary, so
 that an artifact of random weights, which has no tokenizer worth its name, can be measured with as
 many tokens as the real model has. Rounds alternate between with and without, and each has a form of
-its own, so that it begins without any masks from before. "Beside" is how long the masks of a step
-take, in the thread that computes them while the model runs.
+its own, so that it begins without any masks from before. With temperature 0 the steps without have
+a coarse head where that pays, and those with a grammar have not. "Beside" is how long the masks
+of a step take, in the thread that computes them while the model runs.
 """
 
 from __future__ import annotations
@@ -100,14 +102,16 @@ def open_with_tokenizer(path: Path) -> Engine:
     return Engine(model, tokenizer, EngineConfig(max_num_seqs=64))
 
 
-def step_ms(engine: Engine, rows: int, seed: int, form: StructuredOutputs | None) -> float:
+def step_ms(
+    engine: Engine, rows: int, seed: int, form: StructuredOutputs | None, temperature: float
+) -> float:
     """Return the median milliseconds of a step in which `rows` sequences decode.
 
     A text may end by itself, as JSON does: then another one takes its place, and the step that
     reads its prompt does not count.
     """
     params = SamplingParams(
-        temperature=1.0, seed=seed, max_tokens=MOST_TOKENS, structured_outputs=form
+        temperature=temperature, seed=seed, max_tokens=MOST_TOKENS, structured_outputs=form
     )
     running: set[str] = set()
     numbers = count()
@@ -146,6 +150,7 @@ def main() -> None:
     parser.add_argument("--artifact", type=Path, required=True)
     parser.add_argument("--rows", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=1.0, help="of all rows; 0: greedy")
     parser.add_argument("--forms", default=",".join(FORMS), help="some of them, by commas")
     arguments = parser.parse_args()
     forms = arguments.forms.split(",")
@@ -163,8 +168,9 @@ def main() -> None:
             sampling.grammar_masks = timed(grammar_masks, beside)
             for _ in range(arguments.rounds):
                 number = next(numbers)
-                without.append(step_ms(engine, rows, number, None))
-                with_form.append(step_ms(engine, rows, number, form_of(name, number)))
+                heat = arguments.temperature
+                without.append(step_ms(engine, rows, number, None, heat))
+                with_form.append(step_ms(engine, rows, number, form_of(name, number), heat))
             left, right = median(without), median(with_form)
             ratio = median(b / a for a, b in zip(without, with_form, strict=True))
             own = 1e3 * median(beside)

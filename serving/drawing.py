@@ -50,18 +50,24 @@ class RowParams(NamedTuple):
         """Whether some tokens are left out before one is drawn."""
         return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
 
-    @property
-    def exact_logits(self) -> int:
-        """How many of the largest logits decide all that comes of the row; 0: any of them may.
 
-        `top_p` and `min_p` choose among the `top_k` largest, and `min_p` compares with the very
-        largest. Log probabilities, changes and masks look at others.
-        """
-        if self.num_logprobs is not None or self.edits is not None or self.mask is not None:
-            return 0
-        if self.greedy:
-            return 1
-        return self.top_k if self.top_k is not None and self.top_k <= MOST_EXACT else 0
+def exact_logits(row: RowParams, lowered: int | None = 0) -> int:
+    """Return how many of the largest logits decide all that comes of a row; 0: any of them may.
+
+    `top_p` and `min_p` choose among the `top_k` largest, and `min_p` compares with the very
+    largest. Log probabilities and masks look at others. Where some logits are lowered first, as
+    many more count: at least `top_k` of them stay what they are, and all others are less still.
+
+    Args:
+        row: how it is sampled; its edits are passed over for what follows.
+        lowered: how many logits its edits lower, at most; None: they do something else.
+    """
+    if row.num_logprobs is not None or row.mask is not None or lowered is None:
+        return 0
+    if not row.greedy and row.top_k is None:
+        return 0
+    count = lowered + (1 if row.greedy or row.top_k is None else row.top_k)
+    return count if count <= MOST_EXACT else 0
 
 
 def summary_scale(row: RowParams, *, is_edited: bool, is_masked: bool) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.table import BlockTable
 from onnxport.serving.adapters.registry import Adapter
-from onnxport.serving.drawing import RowParams, summary_scale
+from onnxport.serving.drawing import RowParams, exact_logits, summary_scale
 from onnxport.serving.grammar import Grammar
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -55,7 +55,7 @@ class Request:
         deadline_s: when the request ends unless it has before; infinite without a timeout.
         row: how its tokens are drawn, as far as that is the same for all of them.
         plain: whether its tokens are the likeliest of unchanged logits, and nothing else is asked.
-        exact_logits: see `RowParams.exact_logits`; the prompt's log probabilities are not counted.
+        exact_logits: see `drawing.exact_logits`; the prompt's log probabilities are not counted.
         summary_scale: what the model should tell of its logits; see `drawing.summary_scale`.
         rules: what changes in its logits; None: nothing.
         grammar: what its output has to follow; None: nothing.
@@ -134,7 +134,11 @@ class Request:
         )
         unchanged = rules is None and grammar is None
         self.plain = params.greedy and params.num_logprobs is None and unchanged
-        self.exact_logits = self.row.exact_logits if unchanged else 0
+        self.exact_logits = 0
+        if grammar is None:
+            num_output = max_total_tokens - len(tokens)
+            lowered = 0 if rules is None else rules.most_lowered(len(tokens), num_output)
+            self.exact_logits = exact_logits(self.row, lowered)
         self.summary_scale = summary_scale(
             self.row, is_edited=rules is not None, is_masked=grammar is not None
         )

@@ -56,6 +56,23 @@ class LogitRules:
         """Whether tokens have to be counted."""
         return self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0
 
+    def most_lowered(self, num_prompt: int, num_output: int) -> int | None:
+        """Return how many tokens' logits may fall, at most; None if any logit may rise.
+
+        Only `allowed` lowers more than are named or counted, and is None, too.
+
+        Args:
+            num_prompt: tokens of the prompt.
+            num_output: most tokens that may follow.
+        """
+        falls = self.repetition >= 1.0 and self.presence >= 0.0 and self.frequency >= 0.0
+        if self.allowed is not None or not falls or (self.bias > 0.0).any():
+            return None
+        ends = (word[-1] for words in self.bad_words.values() for word in words)
+        named = {*self.bias_ids.tolist(), *self.banned.tolist(), *self.early.tolist(), *ends}
+        counted = num_output if self.penalizes else 0
+        return len(named) + counted + (num_prompt if self.repetition != 1.0 else 0)
+
 
 class SequenceRules:
     """What the rules of a request make of one sequence."""

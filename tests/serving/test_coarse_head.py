@@ -38,10 +38,10 @@ PROMPTS = [
 FEW: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.0, "n": 2},
-    {"temperature": 1.3, "top_k": 3, "seed": 1},
-    {"temperature": 0.0},
+    {"temperature": 1.3, "top_k": 3, "seed": 1, "presence_penalty": 0.4},
+    {"temperature": 0.0, "repetition_penalty": 1.4, "min_tokens": 4},
     {"temperature": 2.0, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 2, "n": 3},
-    {"temperature": 0.7, "top_k": 1},
+    {"temperature": 0.7, "top_k": 1, "frequency_penalty": 0.5, "logit_bias": {9: -100.0}},
 ]
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving import numpy_sampler, sampler
 from onnxport.serving.batch import BatchPacker
-from onnxport.serving.drawing import MOST_EXACT, RowParams
-from onnxport.serving.edits import NO_IDS, NO_VALUES, RowEdits
+from onnxport.serving.drawing import MOST_EXACT, RowParams, exact_logits
+from onnxport.serving.edits import RowEdits
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.speculation.packing import DraftRow, pack
 from onnxport.serving.structured.spec import StructuredOutputs
@@ -31,6 +32,8 @@ from tests.tiers import examples
 TOKENIZER = Tokenizer(byte_level(), frozenset({0, 5}))
 VOCAB = 512
 GREEDY, TOP = {"temperature": 0.0}, {"top_k": 7}
+PROMPT = "the sea"
+PROMPT_TOKENS = len(TOKENIZER.encode(PROMPT))
 
 
 @pytest.mark.parametrize(
@@ -49,19 +52,27 @@ GREEDY, TOP = {"temperature": 0.0}, {"top_k": 7}
         ({}, 0),
         ({"top_p": 0.5}, 0),
         ({"min_p": 0.5}, 0),
-        # What is asked for besides: log probabilities, and whatever changes or forbids.
+        # What is asked for besides: log probabilities, and what raises logits or forbids most.
         (GREEDY | {"logprobs": 0}, 0),
         (TOP | {"logprobs": 3}, 0),
         (GREEDY | {"best_of": 2}, 0),
         (TOP | {"best_of": 3, "n": 2}, 0),
-        (GREEDY | {"repetition_penalty": 1.1}, 0),
-        (GREEDY | {"presence_penalty": 0.1}, 0),
-        (TOP | {"frequency_penalty": -0.1}, 0),
-        (GREEDY | {"logit_bias": {3: -1.0}}, 0),
-        (GREEDY | {"bad_words": ["sea"]}, 0),
+        (GREEDY | {"repetition_penalty": 0.9, "max_tokens": 3}, 0),
+        (GREEDY | {"presence_penalty": -0.1, "max_tokens": 3}, 0),
+        (TOP | {"frequency_penalty": -0.1, "max_tokens": 3}, 0),
+        (GREEDY | {"logit_bias": {3: -1.0, 4: 0.1}}, 0),
         (GREEDY | {"allowed_token_ids": [3, 4]}, 0),
-        (TOP | {"min_tokens": 2}, 0),
         (TOP | {"structured_outputs": StructuredOutputs(regex="[a-c]+")}, 0),
+        (TOP | {"min_tokens": 2, "logprobs": 3}, 0),
+        # What lowers some: so many more.
+        (GREEDY | {"logit_bias": {3: -1.0, 4: 0.0}}, 3),
+        (TOP | {"min_tokens": 2, "logit_bias": {5: -100.0, 6: -100.0}}, 10),  # ends: 0 and 5
+        (GREEDY | {"bad_words": ["a", "bc"]}, 3),  # whatever begins them, they end in a or c
+        (TOP | {"presence_penalty": 0.1, "max_tokens": 9}, 7 + 9),
+        (GREEDY | {"frequency_penalty": 0.1, "logit_bias": {3: -1.0}, "max_tokens": 9}, 11),
+        (GREEDY | {"repetition_penalty": 1.1, "max_tokens": 9}, 1 + PROMPT_TOKENS + 9),
+        (GREEDY | {"presence_penalty": 0.1, "max_tokens": MOST_EXACT - 1}, MOST_EXACT),
+        (GREEDY | {"presence_penalty": 0.1, "max_tokens": MOST_EXACT}, 0),
         # What changes nothing about a row's logits.
         (GREEDY | {"n": 3, "stop": "x", "stop_token_ids": [4], "ignore_eos": True}, 1),
         (TOP | {"best_of": 2, "n": 2, "max_tokens": 3, "include_stop_str_in_output": True}, 7),
@@ -71,17 +82,20 @@ GREEDY, TOP = {"temperature": 0.0}, {"top_k": 7}
 )
 def test_who_needs_how_many(params: dict[str, Any], wanted: int) -> None:
     engine = null_engine(tokenizer=TOKENIZER, vocab_size=TOKENIZER.vocab_size)
-    request = engine.prepare("a", "the sea", SamplingParams(**params))
+    request = engine.prepare("a", PROMPT, SamplingParams(**params))
     assert [one.exact_logits for one in (request, *request.siblings)] == [wanted] * request.num_rows
     engine.close()
 
 
-def test_a_row_that_is_changed_needs_all() -> None:
+def test_rows_that_are_changed_or_forbidden_most() -> None:
     row = RowParams(temperature=1.0, top_k=5)
-    edits = RowEdits(NO_IDS, NO_VALUES, NO_IDS, NO_IDS, NO_VALUES, 1.0, 0.0, 0.0, None, None)
-    assert row.exact_logits == 5
-    assert row._replace(edits=edits).exact_logits == 0
-    assert row._replace(mask=np.zeros(16, np.uint32)).exact_logits == 0
+    assert exact_logits(row) == 5
+    assert exact_logits(row, 3) == 8
+    assert exact_logits(row, None) == 0
+    assert exact_logits(row, MOST_EXACT - 5) == MOST_EXACT
+    assert exact_logits(row, MOST_EXACT - 4) == 0
+    assert exact_logits(row._replace(top_k=None), 3) == 0
+    assert exact_logits(row._replace(mask=np.zeros(16, np.uint32))) == 0
 
 
 # Packing.
@@ -190,6 +204,30 @@ def test_a_model_without_use_for_them_is_told_nothing() -> None:
 # The samplers.
 
 
+@st.composite
+def lowering(
+    draw: st.DrawFn, logits: NDArray[np.float32], random: np.random.Generator
+) -> tuple[RowEdits, int]:
+    """Edits that lower logits, most of them large, and how many at most."""
+    order = np.argsort(-logits)
+    places = np.concatenate((np.arange(40), random.integers(40, len(order), 20)))
+    tokens = order[random.permutation(places)]
+    sizes = [draw(st.integers(0, 20)) for _ in range(3)]
+    biased, banned, seen = (random.permutation(tokens)[:size] for size in sizes)
+    biases = random.choice([0.0, -0.5, -3.0, -100.0], len(biased)).astype(np.float32)
+    edits = RowEdits(
+        biased,
+        biases,
+        banned,
+        seen,
+        random.integers(0, 3, len(seen)).astype(np.float32),
+        draw(st.sampled_from([1.0, 1.3])),
+        draw(st.sampled_from([0.0, 0.7])),
+        draw(st.sampled_from([0.0, 0.2])),
+    )
+    return edits, len({*biased.tolist(), *banned.tolist(), *seen.tolist()})
+
+
 @settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_samplers_look_at_no_others(data: st.DataObject) -> None:
@@ -199,19 +237,24 @@ def test_samplers_look_at_no_others(data: st.DataObject) -> None:
     logits = random.standard_normal((1, width)).astype(np.float32)
     if data.draw(st.booleans(), "ties"):
         logits = np.round(logits * 2) / 2
+    edits, lowered = data.draw(st.just((None, 0)) | lowering(logits[0], random))
+    counts = [1, 2, 3, 20, 63, MOST_EXACT]
     row = RowParams(
         data.draw(st.sampled_from([0.0, 0.3, 1.0, 5.0, 100.0])),
-        data.draw(st.sampled_from([1, 2, 3, 20, 63, MOST_EXACT])),
+        data.draw(st.sampled_from([one for one in counts if one + lowered <= MOST_EXACT])),
         data.draw(st.sampled_from([0.2, 0.9, 1.0])),
         data.draw(st.floats(0, 1, exclude_max=True)),
         min_p=data.draw(st.sampled_from([0.0, 0.01, 0.5])),
+        edits=edits,
     )
     spoiled = logits.copy()
-    least = np.partition(logits[0], -row.exact_logits)[-row.exact_logits]
+    count = exact_logits(row, lowered)
+    assert count > 0
+    least = np.partition(logits[0], -count)[-count]
     others = logits < least
     near = np.nextafter(least, np.float32(-np.inf))
     wrong = data.draw(st.sampled_from(["near", "far", "mixed"]))
-    spoiled[others] = {"near": near, "far": -3e38, "mixed": None}[wrong]
+    spoiled[others] = {"near": near, "far": -2e38, "mixed": None}[wrong]
     if wrong == "mixed":
         drawn = least - np.abs(random.standard_normal(others.sum())).astype(np.float32) * 9
         spoiled[others] = np.minimum(drawn, near)
