@@ -55,6 +55,13 @@ class Grammar(Protocol):
         """Return how many of the first tokens of `draft` may follow `tokens`."""
         ...
 
+    def forced(self, tokens: array[int], most: int) -> Sequence[int]:
+        """Return up to `most` tokens that spell what has to follow `tokens`; none where it is open.
+
+        They are possible, and seldom the only ones that are: the same text may be cut otherwise.
+        """
+        ...
+
     def is_complete(self, tokens: array[int]) -> bool:
         """Whether the output is whole and nothing may follow it but an end token."""
         ...

@@ -12,6 +12,7 @@ from onnxport.providers.registry import open_model
 from onnxport.serving.fallback import describe
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.draft_model import ModelDrafter
+from onnxport.serving.speculation.forced import ForcedDrafter
 from onnxport.serving.speculation.ngram import NgramDrafter
 from onnxport.serving.speculation.speculator import Speculator
 from onnxport.serving.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -48,8 +49,11 @@ def build_speculator(
         ProviderError: the provider cannot run the draft model.
         CapacityError: it does not fit the memory.
     """
+    if config.method == "grammar":
+        return Speculator(ForcedDrafter(), config)
     if config.model is None:
-        return Speculator(NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min), config)
+        ngrams = NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
+        return Speculator(ForcedDrafter(ngrams), config)
     check_same_tokens(target, config.model)
     shared = shared or LoadOptions()
     threads = config.threads or _default_threads(config.model)

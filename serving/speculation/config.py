@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args
 
 from onnxport.errors import CapacityError
 
-SpeculationMethod = Literal["ngram", "draft_model"]
+SpeculationMethod = Literal["ngram", "draft_model", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,9 @@ class SpeculationConfig:
     """How tokens are guessed, with vLLM's names where it has them.
 
     Attributes:
-        method: "ngram" takes what followed the last time that these tokens came in prompt and
-            output; "draft_model" asks a smaller model.
+        method: "grammar" takes what the form of a request's output demands; "ngram" does, too, and
+            elsewhere takes what followed the last time that these tokens came in prompt and output;
+            "draft_model" asks a smaller model.
         num_speculative_tokens: most tokens that are guessed at once; how many really are is
             chosen by what is measured to be right, and to pay.
         prompt_lookup_max: the longest n-gram that is looked up; "ngram" only.
@@ -112,6 +113,8 @@ class SpeculationConfig:
                     "with the same tokenizer"
                 )
             foreign = ("prompt_lookup_max", "prompt_lookup_min")
+        elif self.method == "grammar":
+            foreign += ("prompt_lookup_max", "prompt_lookup_min")
         defaults = {one.name: one.default for one in fields(self)}
         given = [name for name in foreign if getattr(self, name) != defaults[name]]
         if given:

@@ -88,6 +88,20 @@ class SequenceGrammar:
             self._matcher.rollback(num_taken)
         return num_taken + ends
 
+    def forced(self, tokens: array[int], most: int) -> Sequence[int]:
+        """See `Grammar.forced`. None, when the grammar has failed: `masks` tells why."""
+        try:
+            self._read(tokens)
+        except (GrammarError, ForbiddenTokenError):
+            return ()
+        if self._matcher.is_stopped():
+            return ()
+        if not self._matcher.compute_ff_bytes():  # without asking, no tokens are known of them
+            return ()
+        size = self._vocabulary.vocab_size
+        found = self._matcher.compute_ff_tokens()[:most]
+        return list(takewhile(lambda token_id: token_id < size, found))
+
     def is_complete(self, tokens: array[int]) -> bool:
         """Whether the output is whole and nothing may follow it but an end token.
 

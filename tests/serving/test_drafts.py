@@ -344,6 +344,9 @@ class EveryThird:
                 return number
         return len(draft)
 
+    def forced(self, tokens: array[int], most: int) -> Sequence[int]:
+        raise NotImplementedError
+
     def is_complete(self, tokens: array[int]) -> bool:
         return len(tokens) - self.num_prompt >= self.length
 

@@ -201,6 +201,9 @@ class OnlyEven:
     def num_possible(self, tokens: Any, draft: Sequence[int]) -> int:
         raise NotImplementedError
 
+    def forced(self, tokens: Any, most: int) -> Sequence[int]:
+        raise NotImplementedError
+
     def is_complete(self, tokens: Any) -> bool:
         raise NotImplementedError
 

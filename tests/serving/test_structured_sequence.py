@@ -105,6 +105,56 @@ def test_drafts_leave_no_trace(form: StructuredOutputs, seed: int, lengths: list
         place += int(rng.integers(0, len(draft) + 1)) or 1
 
 
+@given(FORMS, st.integers(0, 2**32), st.integers(0, 12))
+@settings(max_examples=examples(60), deadline=None)
+def test_what_is_forced_is_possible_and_leaves_no_trace(
+    form: StructuredOutputs, seed: int, most: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    whole = PROMPT[:]
+    wanted = walk(compiled(form).sequence(len(PROMPT)), whole, rng)
+    grammar = compiled(form).sequence(len(PROMPT))
+    for place, allowed in enumerate(wanted, len(PROMPT)):
+        found = grammar.forced(whole[:place], most)
+        assert len(found) <= most
+        assert grammar.num_possible(whole[:place], found) == len(found)
+        assert ids_of(grammar.masks(whole[:place])[0]) == allowed
+        if form is CHOICE and found:  # no text goes on in another way
+            written = b"".join(map(bytes_of, whole[len(PROMPT) : place]))
+            forced = written + b"".join(map(bytes_of, found))
+            left = [text.encode() for text in TEXTS if text.encode().startswith(written)]
+            assert all(text.startswith(forced) for text in left)
+
+
+def forced(form: StructuredOutputs, text: str, most: int = 99) -> str:
+    """What has to follow a text."""
+    written = array("q", tokenizer().encode(text, add_special_tokens=False))
+    found = compiled(form).sequence(0).forced(written, most)
+    return tokenizer().decode(found)
+
+
+def test_what_is_forced() -> None:
+    keys = {"type": "object", "properties": {"the sea": {"type": "null"}}, "required": ["the sea"]}
+    form = StructuredOutputs(json=keys | {"additionalProperties": False})
+    assert forced(form, '{"') == 'the sea"'  # there may be white space behind it
+    assert forced(CHOICE, "{") == ""
+    assert forced(CHOICE, "日") == "本語"
+    assert forced(CHOICE, "日", 0) == ""
+    assert forced(CHOICE, "日本語") == ""
+    assert forced(NUMBERS, "[1") == ""
+    assert forced(NUMBERS, "x") == ""  # which the grammar forbids
+
+
+def test_tokens_that_the_model_lacks_are_not_forced() -> None:
+    words = tokenizer()
+    text = words.encode("the sea", add_special_tokens=False)
+    assert len(text) > 1
+    read = Vocabulary.build(words, max(text), words.eos_token_ids)
+    form = StructuredOutputs(choice=("the sea",))
+    found = compile_grammar(form, read, LIMITS).sequence(0).forced(array("q"), 99)
+    assert all(one < max(text) for one in found)
+
+
 def test_tokens_may_come_several_at_a_time() -> None:
     text = array("q", tokenizer().encode("[1, 22]", add_special_tokens=False))
     grammar = compiled(NUMBERS).sequence(0)

@@ -26,6 +26,7 @@ from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.draft_model import ModelDrafter
 from onnxport.serving.speculation.drafter import Drafter
+from onnxport.serving.speculation.forced import ForcedDrafter
 from onnxport.serving.speculation.ngram import NgramDrafter
 from onnxport.serving.stats import SpeculationCounters
 from onnxport.serving.structured.spec import StructuredOutputs
@@ -52,7 +53,7 @@ AXES: Mapping[str, Sequence[str]] = {
         "stopped",
     ),
     "structure": ("none", "json", "regex", "choice", "grammar"),
-    "speculation": ("none", "ngram", "draft"),
+    "speculation": ("none", "ngram", "draft", "forced"),
     "adapter": ("none", "one", "mixed"),
     "blocks": ("cold", "warm", "uncached", "recompute", "recompute-uncached", "swap"),
     "chunks": ("whole", "small"),
@@ -66,7 +67,7 @@ SAMPLING: Mapping[str, dict[str, Any]] = {
         **{"temperature": 0.7, "seed": 13, "repetition_penalty": 1.3},
         **{"presence_penalty": 0.6, "frequency_penalty": 0.4},
     },
-    "biased": {"temperature": 0.0, "logit_bias": {70: 3.0, 71: -5.0}, "bad_words": ("the", "e")},
+    "biased": {"temperature": 0.0, "logit_bias": {70: 3.0, 71: -5.0}, "bad_words": ("the", "is")},
     "early": {"temperature": 0.0, "min_tokens": 9},
     "scored": {"temperature": 1.0, "seed": 14, "n": 2, "logprobs": 2, "prompt_logprobs": 1},
     "best": {"temperature": 1.1, "seed": 15, "best_of": 3},
@@ -172,6 +173,8 @@ class World:
             return None
         if method == "ngram":
             return NgramDrafter(3, 1)
+        if method == "forced":
+            return ForcedDrafter()
         model = self._load(self.draft, "cpu", LoadOptions(kv_cache_tokens=1024))
         return ModelDrafter(model, 64, self.spec.vocab_size)
 
@@ -292,7 +295,7 @@ def test_what_was_swept_did_happen(world: World) -> None:
     """Requests yielded, and guesses were right, in some of the cases above."""
     for blocks in ("recompute", "recompute-uncached", "swap"):
         assert world.num_preemptions[blocks] > 0, world.num_preemptions
-    for method in ("ngram", "draft"):
+    for method in ("ngram", "draft", "forced"):
         assert world.num_accepted[method] > 0, world.num_accepted
     for lane in ("cpu", "cpu-int8"):
         assert world.model(lane).capabilities.takes_exact_logits == (matmul_isa() is not None)
