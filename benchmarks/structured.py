@@ -168,9 +168,9 @@ def main() -> None:
             sampling.grammar_masks = timed(grammar_masks, beside)
             for _ in range(arguments.rounds):
                 number = next(numbers)
-                heat = arguments.temperature
-                without.append(step_ms(engine, rows, number, None, heat))
-                with_form.append(step_ms(engine, rows, number, form_of(name, number), heat))
+                form = form_of(name, number)
+                without.append(step_ms(engine, rows, number, None, arguments.temperature))
+                with_form.append(step_ms(engine, rows, number, form, arguments.temperature))
             left, right = median(without), median(with_form)
             ratio = median(b / a for a, b in zip(without, with_form, strict=True))
             own = 1e3 * median(beside)

@@ -55,19 +55,17 @@ def exact_logits(row: RowParams, lowered: int | None = 0) -> int:
     """Return how many of the largest logits decide all that comes of a row; 0: any of them may.
 
     `top_p` and `min_p` choose among the `top_k` largest, and `min_p` compares with the very
-    largest. Log probabilities and masks look at others. Where some logits are lowered first, as
-    many more count: at least `top_k` of them stay what they are, and all others are less still.
+    largest. Log probabilities look at others. Where some logits are lowered first, as many more
+    count: at least `top_k` of them stay what they are, and all others are less still.
 
     Args:
-        row: how it is sampled; its edits are passed over for what follows.
-        lowered: how many logits its edits lower, at most; None: they do something else.
+        row: how it is sampled; not its edits and mask.
+        lowered: how many logits these lower, at most; None: they raise some, or forbid most.
     """
-    if row.num_logprobs is not None or row.mask is not None or lowered is None:
+    count = 1 if row.greedy else row.top_k
+    if row.num_logprobs is not None or lowered is None or count is None:
         return 0
-    if not row.greedy and row.top_k is None:
-        return 0
-    count = lowered + (1 if row.greedy or row.top_k is None else row.top_k)
-    return count if count <= MOST_EXACT else 0
+    return count + lowered if count + lowered <= MOST_EXACT else 0
 
 
 def summary_scale(row: RowParams, *, is_edited: bool, is_masked: bool) -> float:

@@ -134,11 +134,10 @@ class Request:
         )
         unchanged = rules is None and grammar is None
         self.plain = params.greedy and params.num_logprobs is None and unchanged
-        self.exact_logits = 0
-        if grammar is None:
-            num_output = max_total_tokens - len(tokens)
-            lowered = 0 if rules is None else rules.most_lowered(len(tokens), num_output)
-            self.exact_logits = exact_logits(self.row, lowered)
+        lowered: int | None = 0 if unchanged else None
+        if rules is not None and grammar is None:
+            lowered = rules.most_lowered(len(tokens), max_total_tokens - len(tokens))
+        self.exact_logits = exact_logits(self.row, lowered)
         self.summary_scale = summary_scale(
             self.row, is_edited=rules is not None, is_masked=grammar is not None
         )

@@ -57,9 +57,9 @@ class LogitRules:
         return self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0
 
     def most_lowered(self, num_prompt: int, num_output: int) -> int | None:
-        """Return how many tokens' logits may fall, at most; None if any logit may rise.
+        """Return how many tokens' logits may fall, at most.
 
-        Only `allowed` lowers more than are named or counted, and is None, too.
+        None, if a logit may rise, or only those of a few tokens are left.
 
         Args:
             num_prompt: tokens of the prompt.

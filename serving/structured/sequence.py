@@ -96,7 +96,7 @@ class SequenceGrammar:
             return ()
         if self._matcher.is_stopped():
             return ()
-        if not self._matcher.compute_ff_bytes():  # without asking, no tokens are known of them
+        if not self._matcher.compute_ff_bytes():  # only after this call there may be tokens
             return ()
         size = self._vocabulary.vocab_size
         found = self._matcher.compute_ff_tokens()[:most]

@@ -87,7 +87,7 @@ def test_who_needs_how_many(params: dict[str, Any], wanted: int) -> None:
     engine.close()
 
 
-def test_rows_that_are_changed_or_forbidden_most() -> None:
+def test_rows_of_which_some_logits_are_lowered() -> None:
     row = RowParams(temperature=1.0, top_k=5)
     assert exact_logits(row) == 5
     assert exact_logits(row, 3) == 8
@@ -95,7 +95,7 @@ def test_rows_that_are_changed_or_forbidden_most() -> None:
     assert exact_logits(row, MOST_EXACT - 5) == MOST_EXACT
     assert exact_logits(row, MOST_EXACT - 4) == 0
     assert exact_logits(row._replace(top_k=None), 3) == 0
-    assert exact_logits(row._replace(mask=np.zeros(16, np.uint32))) == 0
+    assert exact_logits(row._replace(num_logprobs=0)) == 0
 
 
 # Packing.
