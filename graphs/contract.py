@@ -17,9 +17,15 @@ PAST_SEQUENCE_LENGTHS: Final = "past_sequence_lengths"  # int32 [batch], tokens 
 ATTENTION_METADATA: Final = "attention_metadata"  # int32 [3], host: max query, max KV, min KV len
 LOGITS_INDICES: Final = "logits_indices"  # int32 [num_logits], rows of input_ids needing logits
 
-# Paged graph, an input of lowered graphs that need not compute all logits: how many of a row's
-# largest ones must be exact, 0 for all. Others may be anything less than the last of these.
+# Paged graph, inputs of lowered graphs that need not compute all logits: how many of a row's
+# largest ones must be exact, 0 for all; others may be anything less than the last of these. And of
+# which ones that is said: those whose bit i % 32 of word i // 32 is set, or of all where there are
+# no rows. What is not allowed may be any finite number, and ALL_ALLOWED asks for all that is. A
+# row's number may be written while the graph runs, once its words are: while it is 0, these are
+# not read.
 EXACT_LOGITS: Final = "exact_logits"  # int32 [num_logits]
+ALLOWED_TOKENS: Final = "allowed_tokens"  # int32 [num_allowed, mask_words(vocab)]
+ALL_ALLOWED: Final = -1
 
 # Paged graph, an input and an output of lowered graphs that can tell more of rows of logits than
 # these. What to tell: NO_SUMMARY, or NO_SUMS, or with the sums of exp2((x - largest) * scale) for a
@@ -47,6 +53,7 @@ BATCH: Final = "batch"
 BATCH_PLUS_ONE: Final = "batch_plus_one"
 MAX_NUM_BLOCKS: Final = "max_num_blocks"
 NUM_LOGITS: Final = "num_logits"
+NUM_ALLOWED: Final = "num_allowed"  # num_logits or 0
 NUM_BLOCKS: Final = "num_blocks"
 BLOCK_SIZE: Final = "block_size"
 
@@ -59,6 +66,11 @@ IR_VERSION: Final = 10
 def summary_floats(vocab: int) -> int:
     """Return how many numbers LOGITS_SUMMARIES has for a row of so many logits."""
     return -(-vocab // 1024) * 19 + 1
+
+
+def mask_words(vocab: int) -> int:
+    """Return how many words ALLOWED_TOKENS has for a row of so many logits."""
+    return -(-vocab // 32)
 
 
 def past_key(layer: int) -> str:

@@ -173,7 +173,8 @@ class Capabilities:
     emulated: bool = False  # a stand-in device ran the provider's own graph, see Provider
     max_adapters: int = 0  # slots for LoRA adapters, numbered from 1; 0: none
     max_adapter_rank: int = 0  # largest rank of an adapter; 0 without slots
-    takes_exact_logits: bool = False  # whether `run` may compute less by StepInputs.exact_logits
+    # Whether `run` may compute less by StepInputs.exact_logits and allowed_tokens.
+    takes_exact_logits: bool = False
     summarizes_logits: bool = False  # whether `run` writes StepInputs.summaries
 
 
@@ -192,6 +193,11 @@ class StepInputs:
     # [num_logits], how many of a row's largest logits must be exact, at least 0, which stands for
     # all. None: all of all rows. See `Model.run`.
     exact_logits: NDArray[np.int32] | None = None
+    # [num_logits, contract.mask_words(vocab)], which tokens each row may get; bit i % 32 of word
+    # i // 32 is that of token i. None: all, and no number of `exact_logits` is
+    # contract.ALL_ALLOWED then. While `run` runs, a thread may fill rows of which that number is 0,
+    # and set it afterwards.
+    allowed_tokens: NDArray[np.int32] | None = None
     # What `run` is to tell of each row of logits besides, contract.SUMMARY_SCALES; and where to,
     # [num_logits, contract.summary_floats(vocab)]. None: nothing. Only where `summarizes_logits`.
     summary_scales: NDArray[np.float32] | None = None
@@ -213,7 +219,9 @@ class Model(Protocol):
         k-th are what they would be if all had been asked for. Each of the others is less than the
         k-th, and need not be what it would be: what draws among the k largest draws the same. A
         model may miss one of them with a chance of at most 2.3e-11 (docs/providers.md). Rows
-        with logits that are not finite are exact. A model may always return all of them exact;
+        with logits that are not finite are exact. All that is said of the tokens that
+        `allowed_tokens` allows the row, if there are such; logits of others may be any finite
+        numbers, or what they are. A model may always return all of them exact;
         `takes_exact_logits` says whether it would gain by not doing so.
 
         The array may be overwritten by the next `run`. Raises ProviderError when the device

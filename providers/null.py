@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import CapacityError, DeviceLostError, ProviderError
+from onnxport.graphs.contract import ALL_ALLOWED, mask_words
 from onnxport.graphs.lora import LoraAdapter
 from onnxport.providers.base import Capabilities, KVFormat, StepInputs
 from onnxport.providers.blocks import HostBlocks, plain_layout
@@ -39,7 +40,8 @@ class NullOptions:
     max_adapters: int = 0
     latency_s: float = 0.0  # slept in every run
     # Return the least of a row's logits in the place of all that `StepInputs.exact_logits` does not
-    # ask for: whoever looks at one of these gets other tokens.
+    # ask for, and more than the largest where a token is not allowed: whoever looks at one of these
+    # gets other tokens.
     takes_exact_logits: bool = False
     fails: Callable[[int], bool] = field(default=lambda run: False)  # by number of the run, from 0
     # by number of the transfer, from 0: copies, reads and writes of blocks are counted together
@@ -130,7 +132,7 @@ class NullModel:
         at = inputs.logits_indices
         logits = self._logits(hashes[rows[at], positions[at]])
         if inputs.exact_logits is not None and self.options.takes_exact_logits:
-            _keep_largest(logits, inputs.exact_logits)
+            _keep_largest(logits, inputs.exact_logits, inputs.allowed_tokens)
         return logits
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -230,11 +232,22 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def _keep_largest(logits: NDArray[np.float32], counts: NDArray[np.int32]) -> None:
-    """Replace what is less than a row's count-th largest; 0: nothing. [num_logits, vocab]."""
-    for row, count in zip(logits, counts.tolist(), strict=True):
-        if 0 < count < len(row):
-            row[row < np.partition(row, -count)[-count]] = row.min()
+def _keep_largest(
+    logits: NDArray[np.float32], counts: NDArray[np.int32], allowed: NDArray[np.int32] | None
+) -> None:
+    """Replace all logits, [num_logits, vocab], that `StepInputs` does not ask for."""
+    for number, count in enumerate(counts.tolist()):
+        row = logits[number]
+        if not count:
+            continue
+        places = np.arange(len(row))
+        if allowed is not None:
+            places = places[(allowed[number][places // 32] >> (places % 32) & 1) == 1]
+        counted = row[places]
+        if 0 < count < len(counted):
+            counted[counted < np.partition(counted, -count)[-count]] = counted.min()
+        row[:] = row.max() + 1
+        row[places] = counted
 
 
 def _adapter_mark(adapter: LoraAdapter) -> int:
@@ -289,7 +302,13 @@ def check_inputs(inputs: StepInputs, limits: Capabilities) -> None:
         exact = inputs.exact_logits
         assert exact.dtype == np.int32
         assert exact.shape == inputs.logits_indices.shape
-        assert (exact >= 0).all()
+        assert (exact >= (0 if inputs.allowed_tokens is None else ALL_ALLOWED)).all()
+    if inputs.allowed_tokens is not None:
+        allowed = inputs.allowed_tokens
+        assert inputs.exact_logits is not None
+        assert allowed.dtype == np.int32
+        assert allowed.shape == (len(inputs.logits_indices), mask_words(limits.vocab_size))
+        assert allowed.flags.c_contiguous
     indices = inputs.logits_indices
     assert len(indices) >= 1
     assert ((indices >= 0) & (indices < num_tokens)).all()

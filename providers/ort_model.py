@@ -73,6 +73,8 @@ class OrtModel(Transfers):
         self._input_names = {node.name for node in session.get_inputs()}
         self._takes_exact_logits = contract.EXACT_LOGITS in self._input_names
         self._all_logits = np.zeros(0, np.int32)  # as EXACT_LOGITS: all of each row
+        # As ALLOWED_TOKENS: all of each row.
+        self._all_tokens = np.zeros((0, contract.mask_words(capabilities.vocab_size)), np.int32)
         self._summarizes = contract.SUMMARY_SCALES in self._input_names
         self._no_scales = np.zeros(0, np.float32)  # as SUMMARY_SCALES: nothing of any row
         self._no_summaries = self._summaries = np.zeros((0, 0), np.float32)
@@ -149,19 +151,25 @@ class OrtModel(Transfers):
         if contract.QUERY_TILE in self._input_names:
             self._bind_input(contract.QUERY_TILE, np.zeros(query_tile, np.int8))
         if self._takes_exact_logits:
-            exact = inputs.exact_logits
+            exact, allowed = inputs.exact_logits, inputs.allowed_tokens
             if exact is None:
                 if len(self._all_logits) != len(inputs.logits_indices):
                     self._all_logits = np.zeros(len(inputs.logits_indices), np.int32)
                 exact = self._all_logits
             self._bind_input(contract.EXACT_LOGITS, exact)
+            self._bind_input(
+                contract.ALLOWED_TOKENS, self._all_tokens if allowed is None else allowed
+            )
         if self._summarizes:
             self._bind_summaries(inputs)
         if MEMORY_PLAN in self._input_names:
             dimension = plan_dimension(
                 inputs,
                 has_slots=self._adapters is not None,
-                per_logit=1 + self._takes_exact_logits + self._summarizes,
+                per_logit=1
+                + self._takes_exact_logits
+                + (self._takes_exact_logits and inputs.allowed_tokens is not None)
+                + self._summarizes,
             )
             self._bind_plan(dimension)
         logits = self._bind_logits(len(inputs.logits_indices))

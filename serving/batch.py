@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from onnxport.graphs.contract import NO_SUMMARY
 from onnxport.providers.base import StepInputs
 from onnxport.serving.draft import StepPlan
+from onnxport.serving.narrowing import EVERY_TOKEN, may_narrow
+from onnxport.serving.request import Request
 
 Number = TypeVar("Number", np.int32, np.int64, np.float32)
 
@@ -42,6 +44,7 @@ class BatchPacker:
         max_num_batched_tokens: int,
         *,
         takes_exact_logits: bool = False,
+        mask_words: int = 0,
         summary_floats: int = 0,
     ) -> None:
         """Make the buffers.
@@ -50,6 +53,8 @@ class BatchPacker:
             max_num_seqs: rows that there is room for; more make it grow.
             max_num_batched_tokens: most tokens of a step; likewise.
             takes_exact_logits: whether the model gains by being told how many logits are needed.
+            mask_words: words that say which tokens a row may get; 0: the model would not gain, or
+                nobody can tell it.
             summary_floats: how much the model can tell of a row of logits; 0: nothing, or nobody
                 would read it.
         """
@@ -61,6 +66,9 @@ class BatchPacker:
         self._metadata = _Buffer(np.int32, 3)
         self._logits_indices = _Buffer(np.int32, max_num_seqs)
         self._exact_logits = _Buffer(np.int32, max_num_seqs)
+        self._exact: list[int] = []  # what was packed there
+        self._mask_words = mask_words
+        self._allowed_tokens = _Buffer(np.int32, 0)
         self._summary_floats = summary_floats
         self._summary_scales = _Buffer(np.float32, max_num_seqs)
         self._summaries = _Buffer(np.float32, max_num_seqs * summary_floats)
@@ -81,7 +89,7 @@ class BatchPacker:
     def _pack(self, plan: StepPlan) -> StepInputs:
         ends = list(accumulate(plan.num_new))
         total = list(map(operator.add, plan.num_past, plan.num_new))
-        exact = _exact_logits(plan) if self._takes_exact_logits else None
+        exact, allowed = self._pack_allowed(plan)
         scales = _summary_scales(plan) if self._summary_floats else None
         return StepInputs(
             input_ids=self._pack_input_ids(plan, ends[-1]),
@@ -91,10 +99,35 @@ class BatchPacker:
             attention_metadata=self._metadata.fill([max(plan.num_new), max(total), min(total)]),
             logits_indices=self._logits_indices.fill(_logits_indices(plan, ends)),
             adapter_slots=_adapter_slots(plan),
-            exact_logits=None if exact is None else self._exact_logits.fill(exact),
+            exact_logits=exact,
+            allowed_tokens=allowed,
             summary_scales=None if scales is None else self._summary_scales.fill(scales),
             summaries=None if scales is None else self._room_for_summaries(len(scales)),
         )
+
+    def _pack_allowed(
+        self, plan: StepPlan
+    ) -> tuple[NDArray[np.int32] | None, NDArray[np.int32] | None]:
+        """Return EXACT_LOGITS and ALLOWED_TOKENS; `narrow` completes rows that have a grammar."""
+        if not self._takes_exact_logits or not plan.sampled:
+            return None, None
+        narrowed = [bool(self._mask_words) and may_narrow(one) for one in plan.requests]
+        wanted = list(map(_exact, plan.requests, narrowed))
+        if not any(wanted) and not any(narrowed):
+            return None, None
+        lines = list(zip(plan.requests, wanted, plan.num_logits, strict=True))
+        self._exact = [number for _, number, count in lines for _ in range(count)]
+        exact = self._exact_logits.fill(self._exact)
+        if not any(narrowed):
+            return exact, None
+        allowed = self._allowed_tokens.shaped((len(exact), self._mask_words))
+        end = 0
+        for request, _, count in lines:
+            start, end = end, end + count
+            if request.grammar is None:
+                words = request.allowed_words
+                allowed[start:end] = EVERY_TOKEN if words is None else words
+        return exact, allowed
 
     def _room_for_summaries(self, rows: int) -> NDArray[np.float32]:
         return self._summaries.shaped((rows, self._summary_floats))
@@ -104,6 +137,8 @@ class BatchPacker:
         self._input_ids.fill([request.tokens[-1] for request in plan.requests])
         self._past.fill(plan.num_past)
         self._metadata.fill([1, max(plan.num_past) + 1, min(plan.num_past) + 1])
+        if inputs.allowed_tokens is not None:
+            self._exact_logits.fill(self._exact)
         table = inputs.block_table
         width = table.shape[1]
         for row, num_new in enumerate(plan.num_new_blocks):
@@ -211,15 +246,11 @@ def _logits_indices(plan: StepPlan, ends: list[int]) -> list[int]:
     return [token for end, count in rows for token in range(end - count, end)] or [ends[-1] - 1]
 
 
-def _exact_logits(plan: StepPlan) -> list[int] | None:
-    """Return how many of a row's largest logits must be exact, one a row of logits.
-
-    None where all rows need all of them, or nobody samples. See `Model.run`.
-    """
-    wanted = [0 if one.scores_missing else one.exact_logits for one in plan.requests]
-    if not any(wanted) or not plan.sampled:
-        return None
-    return [one for one, count in zip(wanted, plan.num_logits, strict=True) for _ in range(count)]
+def _exact(request: Request, is_narrowed: bool) -> int:
+    """Return how many logits of a row have to be exact, by what is known before the model runs."""
+    if is_narrowed:
+        return 0 if request.grammar else request.exact_allowed
+    return 0 if request.scores_missing else request.exact_logits
 
 
 def _summary_scales(plan: StepPlan) -> list[float] | None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.graphs.contract import NO_SUMMARY, NO_SUMS
+from onnxport.graphs.contract import ALL_ALLOWED, NO_SUMMARY, NO_SUMS
 from onnxport.serving.edits import Floats, Ids, RowEdits
 from onnxport.serving.topm import top_m
 
@@ -68,17 +68,32 @@ def exact_logits(row: RowParams, lowered: int | None = 0) -> int:
     return count + lowered if count + lowered <= MOST_EXACT else 0
 
 
+def exact_allowed(row: RowParams, lowered: int | None = 0) -> int:
+    """Return how many of the largest logits decide, of those of tokens that the row may get.
+
+    Args:
+        row: how it is sampled; not its edits and mask.
+        lowered: how many logits its edits lower, at most; None: they raise some.
+
+    Returns:
+        What `StepInputs.exact_logits` takes with `allowed_tokens`; 0: others count, too.
+    """
+    if row.num_logprobs is not None:
+        return 0
+    return exact_logits(row, lowered) or ALL_ALLOWED
+
+
 def summary_scale(row: RowParams, *, is_edited: bool, is_masked: bool) -> float:
     """Return what the model should tell of a row's logits; see `contract.SUMMARY_SCALES`.
 
     Args:
         row: how it is sampled.
         is_edited: whether some of its logits are changed before.
-        is_masked: whether most tokens may be forbidden; then nothing is known of what is left.
+        is_masked: whether most tokens may be forbidden; then little is known of what is left.
     """
     if row.num_logprobs is not None:
         return LOG2_E
-    if is_masked:
+    if is_masked and not row.greedy:
         return NO_SUMMARY
     if is_edited or row.greedy or row.top_k is not None or row.min_p > 0.0:
         return NO_SUMS

@@ -29,6 +29,7 @@ from onnxport.serving.growth import Growth
 from onnxport.serving.guesses import NO_DRAFTS, Drafts, Guesses, Guessing
 from onnxport.serving.intake import Intake
 from onnxport.serving.limits import remaining_total
+from onnxport.serving.narrowing import narrowed
 from onnxport.serving.outputs import CompletionDelta, Failure
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
@@ -337,10 +338,12 @@ class Engine:
         Returns:
             The tokens, and the log probabilities of prompts.
         """
-        with self._beside.run(plan, self._scheduler) as masks:
-            logits = self._runtime.compute(plan, reservation)
+        inputs = self._runtime.prepare(plan, reservation)
+        with self._beside.run(plan, inputs, self._scheduler) as masks:
+            logits = self._runtime.run(inputs)
         threads = self._sampling_threads
-        drawn = sampling.sample_step(plan, logits, masks(), threads, self._runtime.summaries)
+        summaries, allowed = self._runtime.summaries, narrowed(inputs)
+        drawn = sampling.sample_step(plan, logits, masks(), threads, summaries, allowed)
         return drawn, sampling.score_prompts(plan, logits, threads)
 
     def _note_costs(self, plan: StepPlan, elapsed_s: float) -> None:

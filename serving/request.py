@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.table import BlockTable
 from onnxport.serving.adapters.registry import Adapter
-from onnxport.serving.drawing import RowParams, exact_logits, summary_scale
+from onnxport.serving.drawing import RowParams, exact_allowed, exact_logits, summary_scale
 from onnxport.serving.grammar import Grammar
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -55,7 +55,12 @@ class Request:
         deadline_s: when the request ends unless it has before; infinite without a timeout.
         row: how its tokens are drawn, as far as that is the same for all of them.
         plain: whether its tokens are the likeliest of unchanged logits, and nothing else is asked.
+        likeliest: whether its tokens are the likeliest that its grammar allows, or of all without
+            one, of unchanged logits, and nothing else is asked.
         exact_logits: see `drawing.exact_logits`; the prompt's log probabilities are not counted.
+        exact_allowed: see `drawing.exact_allowed`, likewise; 0 where it may get any token.
+        allowed_words: which tokens it may get, whatever the grammar says; None: all. int32
+            [mask_words(vocab)].
         summary_scale: what the model should tell of its logits; see `drawing.summary_scale`.
         rules: what changes in its logits; None: nothing.
         grammar: what its output has to follow; None: nothing.
@@ -68,13 +73,16 @@ class Request:
 
     __slots__ = (
         "adapter",
+        "allowed_words",
         "deadline_s",
+        "exact_allowed",
         "exact_logits",
         "finish_reason",
         "forked",
         "grammar",
         "index",
         "keys",
+        "likeliest",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -132,12 +140,15 @@ class Request:
             num_logprobs=params.num_logprobs,
             min_p=params.min_p,
         )
-        unchanged = rules is None and grammar is None
-        self.plain = params.greedy and params.num_logprobs is None and unchanged
-        lowered: int | None = 0 if unchanged else None
-        if rules is not None and grammar is None:
+        self.likeliest = params.greedy and params.num_logprobs is None and rules is None
+        self.plain = self.likeliest and grammar is None
+        lowered: int | None = 0
+        if rules is not None:
             lowered = rules.most_lowered(len(tokens), max_total_tokens - len(tokens))
-        self.exact_logits = exact_logits(self.row, lowered)
+        self.allowed_words = None if rules is None else rules.allowed_words
+        may_get_any = grammar is None and self.allowed_words is None
+        self.exact_logits = exact_logits(self.row, lowered) if may_get_any else 0
+        self.exact_allowed = 0 if may_get_any else exact_allowed(self.row, lowered)
         self.summary_scale = summary_scale(
             self.row, is_edited=rules is not None, is_masked=grammar is not None
         )

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
+from onnxport.graphs.contract import mask_words
 from onnxport.serving.edits import NO_IDS, NO_VALUES, Addresses, Floats, Ids, RowEdits
 from onnxport.serving.params import SamplingParams
 
@@ -35,6 +36,7 @@ class LogitRules:
         early: tokens that are not drawn before there are `min_tokens` of output.
         min_tokens: see `early`.
         allowed: the only tokens that are drawn, ascending; None: all.
+        allowed_words: the same as `StepInputs.allowed_tokens` has it, int32 [mask_words(vocab)].
         repetition: 1 is no penalty.
         presence: 0 is no penalty.
         frequency: 0 is no penalty.
@@ -47,6 +49,7 @@ class LogitRules:
     early: Ids
     min_tokens: int
     allowed: Ids | None
+    allowed_words: NDArray[np.int32] | None
     repetition: float
     presence: float
     frequency: float
@@ -233,6 +236,7 @@ def logit_rules(
         np.array(sorted(ends), np.int64),
         params.min_tokens if ends else 0,
         None if allowed is None else np.unique(np.array(allowed, np.int64)),
+        None if allowed is None else _words(allowed, vocab_size),
         params.repetition_penalty,
         params.presence_penalty,
         params.frequency_penalty,
@@ -240,6 +244,13 @@ def logit_rules(
     _check_choice(rules)
     changes = biases or words or rules.min_tokens or allowed is not None or rules.penalizes
     return rules if changes else None
+
+
+def _words(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """Return words with the bits of some tokens, int32 [mask_words(vocab_size)]."""
+    bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
 def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import DeviceLostError
-from onnxport.graphs.contract import summary_floats
+from onnxport.graphs.contract import mask_words, summary_floats
 from onnxport.graphs.spec import ArchSpec
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.table import Reservation
-from onnxport.providers.base import Capabilities, Model
+from onnxport.providers.base import Capabilities, Model, StepInputs
 from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.config import EngineConfig
@@ -70,8 +70,23 @@ class Runtime:
         self.scheduler = Scheduler(self.pool, self.rows, self.tokens, config.scheduling_policy)
         logger.info("loaded %s", describe(self.limits))
 
-    def compute(self, plan: StepPlan, reservation: Reservation) -> NDArray[np.float32]:
-        """Save what the step overwrites, copy what it shares, and run it.
+    def prepare(self, plan: StepPlan, reservation: Reservation) -> StepInputs:
+        """Save what the step overwrites, copy what it shares, and return its inputs.
+
+        The next call may overwrite them.
+
+        Raises:
+            DeviceLostError, ProviderError: as `run`.
+        """
+        if self.offloader and reservation.evictions:
+            self.offloader.save(reservation.evictions, self.scheduler)
+        if reservation.copies:
+            sources, targets = zip(*reservation.copies, strict=True)
+            self.model.copy_blocks(sources, targets)
+        return self.packer.pack(plan)
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        """Run a step that is prepared.
 
         Returns:
             Logits, float32 [num_sampled or 1, vocab], host; the next call may overwrite them, and
@@ -81,12 +96,6 @@ class Runtime:
             DeviceLostError: the device is gone: `fall_back` is what is left to do.
             ProviderError: the step failed, and may be tried again.
         """
-        if self.offloader and reservation.evictions:
-            self.offloader.save(reservation.evictions, self.scheduler)
-        if reservation.copies:
-            sources, targets = zip(*reservation.copies, strict=True)
-            self.model.copy_blocks(sources, targets)
-        inputs = self.packer.pack(plan)
         logits = self.model.run(inputs)
         self.summaries = inputs.summaries
         return logits
@@ -149,12 +158,15 @@ class Runtime:
         self.tokens = min(tokens, limits.max_batch_tokens or tokens)
         self.rows = min(most, limits.max_batch_rows or most, self.tokens)
         self.pool = pool
-        reads_summaries = limits.summarizes_logits and native_sampler() is not None
+        is_native = native_sampler() is not None
         self.packer = BatchPacker(
             self.rows,
             self.tokens,
             takes_exact_logits=limits.takes_exact_logits,
-            summary_floats=summary_floats(limits.vocab_size) if reads_summaries else 0,
+            mask_words=mask_words(limits.vocab_size) if is_native else 0,
+            summary_floats=(
+                summary_floats(limits.vocab_size) if is_native and limits.summarizes_logits else 0
+            ),
         )
         self.summaries = None
 

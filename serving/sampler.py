@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, lru_cache
 
+import numpy as np
+from numpy.typing import NDArray
+
 from onnxport.providers.memory import physical_cores
 from onnxport.serving import numpy_sampler
 from onnxport.serving.drawing import RowParams
@@ -71,7 +74,10 @@ def native_sampler(num_threads: int | None = None) -> NativeSampler | None:
 
 
 def sample_greedy(
-    logits: Floats, num_threads: int | None = None, summaries: Floats | None = None
+    logits: Floats,
+    num_threads: int | None = None,
+    summaries: Floats | None = None,
+    allowed: NDArray[np.int32] | None = None,
 ) -> Sampled:
     """Return the likeliest token of each row; of equals the one with the lowest id.
 
@@ -79,13 +85,18 @@ def sample_greedy(
         logits: float32 [num_rows, vocab], not changed.
         num_threads: see `native_sampler`.
         summaries: see `sample`.
+        allowed: which tokens each row may get, `StepInputs.allowed_tokens`; None: all.
     """
     # Without summaries of few logits NumPy's own native code has the result earlier.
-    pays = summaries is not None or logits.size >= WIDE
+    pays = summaries is not None or allowed is not None or logits.size >= WIDE
     native = native_sampler(num_threads) if pays else None
-    return (
-        native.sample_greedy(logits, summaries) if native else numpy_sampler.sample_greedy(logits)
-    )
+    if native:
+        return native.sample_greedy(logits, summaries, allowed)
+    if allowed is not None:
+        return numpy_sampler.sample(
+            logits, [RowParams(mask=one) for one in allowed.view(np.uint32)]
+        )
+    return numpy_sampler.sample_greedy(logits)
 
 
 def sample(

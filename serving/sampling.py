@@ -84,6 +84,7 @@ def sample_step(
     masks: Masks,
     num_threads: int | None = None,
     summaries: NDArray[np.float32] | None = None,
+    allowed: NDArray[np.int32] | None = None,
 ) -> list[Drawn]:
     """Draw the tokens of all sequences that reached their last one.
 
@@ -93,8 +94,10 @@ def sample_step(
         masks: of the sequences that have a grammar, uint32 [1 + drafted, ceil(vocab / 32)].
         num_threads: most that sample at once; None: as many as there are physical cores.
         summaries: what the model told of the logits, see `sampler.sample`.
+        allowed: the masks as the model knows them, `narrowing.narrowed`.
     """
-    if (likeliest := _likeliest(plan, logits, num_threads, summaries)) is not None:
+    likeliest = _likeliest(plan, logits, num_threads, summaries, allowed)
+    if likeliest is not None:
         return likeliest
     drawn: list[Drawn] = []
     positions: list[Position] = []
@@ -128,6 +131,7 @@ def _likeliest(
     logits: NDArray[np.float32],
     num_threads: int | None,
     summaries: NDArray[np.float32] | None,
+    allowed: NDArray[np.int32] | None,
 ) -> list[Drawn] | None:
     """Draw the likeliest token of every row, if that is all that is asked; None if it is not.
 
@@ -137,9 +141,12 @@ def _likeliest(
     if len(plan.sampled) != len(requests) or len(logits) != len(requests) or plan.drafts:
         return None
     if not all(one.plain and not one.siblings for one in requests):
-        return None
+        if allowed is None or not all(one.likeliest and not one.siblings for one in requests):
+            return None
+    else:
+        allowed = None
     try:
-        sampled = sample_greedy(logits, num_threads, summaries)
+        sampled = sample_greedy(logits, num_threads, summaries, allowed)
     except Exception:
         return None
     if sampled.invalid:

@@ -3,8 +3,9 @@
 A decode step waits for memory, and the 8-bit head is a third and more of all weights that it reads.
 Greedy and top-k sampling look at few logits of a row. `onnxport.MatMulNBits` keeps four bits of
 each weight of such a product besides all eight, reads these first, and reads all eight only where
-one of a row's largest outputs may be; a graph input says how many of these there have to be. For
-devices whose operator library has it, after `fuse_product_bias` and `use_stored_scales`.
+one of a row's largest outputs may be; a graph input says how many of these there have to be.
+Another one says which tokens a row may get at all: weights of tokens that no row may get are not
+read. For devices whose operator library has it, after `fuse_product_bias` and `use_stored_scales`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ LEAST_OUTPUTS: Final = 4096  # with fewer there is nothing to gain
 _BITS: Final = 8
 _BIAS: Final = 5  # the inputs' places, behind skip and gamma
 _EXACT: Final = 6
+_ALLOWED: Final = 12  # behind what is for summaries, and for adapters
 
 
 def use_coarse_head(model: onnx.ModelProto) -> PassResult:
-    """Give the product that makes the logits, and the graph, the input EXACT_LOGITS.
+    """Give the product that makes the logits, and the graph, EXACT_LOGITS and ALLOWED_TOKENS.
 
     That is done for 8 bits, LEAST_OUTPUTS or more, and no bias, where nothing in the graph reads
     the logits.
@@ -38,10 +40,12 @@ def use_coarse_head(model: onnx.ModelProto) -> PassResult:
         return PassResult("coarse_head", copy, {})
     if contract.EXACT_LOGITS in names(copy):
         return PassResult("coarse_head", copy, {})
-    del node.input[_BIAS:]
-    node.input.extend([""] * (_EXACT - len(node.input)) + [contract.EXACT_LOGITS])
-    value = onnx.helper.make_tensor_value_info(contract.EXACT_LOGITS, TensorProto.INT32, [rows])
-    copy.graph.input.append(value)
+    set_input(node, _EXACT, contract.EXACT_LOGITS)
+    set_input(node, _ALLOWED, contract.ALLOWED_TOKENS)
+    info, kind = onnx.helper.make_tensor_value_info, TensorProto.INT32
+    dims = [contract.NUM_ALLOWED, contract.mask_words(attribute_int(node, "N", 0))]
+    copy.graph.input.append(info(contract.EXACT_LOGITS, kind, [rows]))
+    copy.graph.input.append(info(contract.ALLOWED_TOKENS, kind, dims))
     return PassResult("coarse_head", copy, {"heads that compute no more than is asked for": 1})
 
 
@@ -69,6 +73,12 @@ def head_of(model: onnx.ModelProto) -> onnx.NodeProto | None:
             is_first = node.output[0] == contract.LOGITS
             return node if is_product and is_large and is_first else None
     return None
+
+
+def set_input(node: onnx.NodeProto, place: int, name: str) -> None:
+    """Let a node have an optional input at a place that may be behind its last one."""
+    node.input.extend([""] * (place + 1 - len(node.input)))
+    node.input[place] = name
 
 
 def _fits(node: onnx.NodeProto) -> bool:

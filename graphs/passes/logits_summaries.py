@@ -16,7 +16,7 @@ from onnx import TensorProto
 
 from onnxport.graphs import contract
 from onnxport.graphs.inspect import attribute_int, names
-from onnxport.graphs.passes.coarse_head import head_of, rows_of_logits
+from onnxport.graphs.passes.coarse_head import head_of, rows_of_logits, set_input
 from onnxport.graphs.passes.result import PassResult, copy_model
 
 _SCALES: Final = 7  # the input's place, behind exact
@@ -32,7 +32,7 @@ def summarize_logits(model: onnx.ModelProto) -> PassResult:
     rows, node = rows_of_logits(copy), head_of(copy)
     if rows is None or node is None or contract.SUMMARY_SCALES in names(copy):
         return PassResult("logits_summaries", copy, {})
-    node.input.extend([""] * (_SCALES - len(node.input)) + [contract.SUMMARY_SCALES])
+    set_input(node, _SCALES, contract.SUMMARY_SCALES)
     node.output.extend([""] * (_SUMMARIES - len(node.output)) + [contract.LOGITS_SUMMARIES])
     floats = contract.summary_floats(attribute_int(node, "N", 0))
     info, kind = onnx.helper.make_tensor_value_info, TensorProto.FLOAT

@@ -75,6 +75,8 @@ def load_library(path: Path) -> ctypes.CDLL:
         ctypes.c_float,
         ctypes.c_void_p,
     ]
+    library.onnxport_sampling_fence.restype = None
+    library.onnxport_sampling_fence.argtypes = []
     library.onnxport_sampling_run.restype = None
     library.onnxport_sampling_run.argtypes = [ctypes.POINTER(Batch), ctypes.c_int64]
     sizes = (library.onnxport_sampling_request_size(), library.onnxport_sampling_batch_size())

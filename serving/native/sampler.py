@@ -74,16 +74,25 @@ class _Greedy(threading.local):
     """
 
     call: _Call | None = None
-    logits: Callable[[], Floats | None]
-    summaries: Callable[[], Floats | None] | None  # None: the call had none
+    arrays: tuple[Callable[[], NDArray[Any] | None], ...] = ()  # that it was for
 
-    def fits(self, logits: Floats, summaries: Floats | None) -> bool:
+    def fits(self, *arrays: NDArray[Any] | None) -> bool:
         """Whether it was for these very arrays. One that is gone fits nothing, nor no array."""
-        if self.call is None or self.logits() is not logits:
+        if self.call is None:
             return False
-        if summaries is None:
-            return self.summaries is None
-        return self.summaries is not None and self.summaries() is summaries
+        return all(
+            had is _no_array if array is None else had() is array
+            for had, array in zip(self.arrays, arrays, strict=True)
+        )
+
+    def keep(self, call: _Call, *arrays: NDArray[Any] | None) -> None:
+        """Keep a call for these arrays; None: it had none."""
+        self.call = call
+        self.arrays = tuple(_no_array if one is None else weakref.ref(one) for one in arrays)
+
+
+def _no_array() -> None:
+    return None
 
 
 _NO_CHANGES = bytes(CHANGES.size)
@@ -115,14 +124,22 @@ class NativeSampler:
         self.num_threads = num_threads
         self._greedy = _Greedy()
 
-    def sample_greedy(self, logits: Floats, summaries: Floats | None = None) -> Sampled:
+    def fence(self) -> None:
+        """Let other threads see what was written before it before what is written after it."""
+        self._library.onnxport_sampling_fence()
+
+    def sample_greedy(
+        self,
+        logits: Floats,
+        summaries: Floats | None = None,
+        allowed: NDArray[np.int32] | None = None,
+    ) -> Sampled:
         """See `sampler.sample_greedy`."""
         kept, call = self._greedy, self._greedy.call
-        if call is None or not kept.fits(logits, summaries):
+        if call is None or not kept.fits(logits, summaries, allowed):
             logits = _rows_of_floats(logits)
-            call = self._call(logits, _ask_likeliest(*logits.shape), summaries)
-            kept.call, kept.logits = call, weakref.ref(logits)
-            kept.summaries = None if summaries is None else weakref.ref(summaries)
+            call = self._call(logits, _ask_likeliest(logits, allowed), summaries)
+            kept.keep(call, logits, summaries, allowed)
         results, invalid = self._run(call)
         tokens = [one[0] for one in results]
         for row in invalid:
@@ -250,8 +267,13 @@ def _ask(rows: Sequence[RowParams], vocab: int) -> _Asked:
     return _Asked(array("b", b"".join(parts)), ends, kept)
 
 
-def _ask_likeliest(num_rows: int, vocab: int) -> _Asked:
+def _ask_likeliest(logits: Floats, allowed: NDArray[np.int32] | None) -> _Asked:
     """Return what rows ask for of which nothing but the likeliest token is wanted."""
+    num_rows, vocab = logits.shape
+    if allowed is not None:
+        masks = allowed.view(np.uint32)
+        assert len(masks) == num_rows
+        return _ask([RowParams(mask=mask) for mask in masks], vocab)
     return _Asked(array("b", _likeliest(vocab) * num_rows), [0] * num_rows, [])
 
 

@@ -13,6 +13,7 @@ from onnxport.graphs.passes.coarse_head import LEAST_OUTPUTS, coarse_head_bytes,
 from tests.kernels import matmul_cases, norm_cases
 
 K, N = 96, LEAST_OUTPUTS
+ASKED = [contract.EXACT_LOGITS, *[""] * 5, contract.ALLOWED_TOKENS]
 FIRED = {"heads that compute no more than is asked for": 1}
 
 
@@ -42,12 +43,13 @@ def test_it_gets_an_input_for_each_row_of_logits() -> None:
     assert result.changes == FIRED
     assert before.SerializeToString() == untouched
     (node,) = result.model.graph.node
-    assert list(node.input) == ["x", "w", "s", "", "", "", contract.EXACT_LOGITS]
-    asked = result.model.graph.input[-1]
-    wanted = helper.make_tensor_value_info(
-        contract.EXACT_LOGITS, TensorProto.INT32, [contract.NUM_LOGITS]
-    )
-    assert asked == wanted
+    assert list(node.input) == ["x", "w", "s", "", "", "", *ASKED]
+    info, kind = helper.make_tensor_value_info, TensorProto.INT32
+    wanted = [
+        info(contract.EXACT_LOGITS, kind, [contract.NUM_LOGITS]),
+        info(contract.ALLOWED_TOKENS, kind, [contract.NUM_ALLOWED, N // 32]),
+    ]
+    assert list(result.model.graph.input[-2:]) == wanted
     assert not use_coarse_head(result.model).changes
 
 
@@ -57,7 +59,7 @@ def test_behind_a_norm() -> None:
     result = use_coarse_head(before)
     assert result.changes == FIRED
     (node,) = result.model.graph.node
-    assert list(node.input) == ["x", "w", "s", "skip", "gamma", "", contract.EXACT_LOGITS]
+    assert list(node.input) == ["x", "w", "s", "skip", "gamma", "", *ASKED]
     assert node.output == before.graph.node[0].output
 
 
@@ -65,7 +67,7 @@ def test_inputs_that_are_left_out_are_no_bias() -> None:
     before = model()
     before.graph.node[0].input.extend([""] * 4)
     result = use_coarse_head(before)
-    assert list(result.model.graph.node[0].input[3:]) == ["", "", "", contract.EXACT_LOGITS]
+    assert list(result.model.graph.node[0].input[3:]) == ["", "", "", *ASKED]
 
 
 def test_what_it_keeps_is_half_a_byte_a_weight() -> None:

@@ -1,16 +1,18 @@
 """Products of which few outputs must be exact: cases, and what must hold of their outputs.
 
 `exact` has a number for each row. If it is 1 to 64, so many of the row's largest outputs, and what
-equals the last of them, have the bits of the whole product, and all others are less.
+equals the last of them, have the bits of the whole product, and all others are less. `allowed` has
+a bit for each output, and then that is said of those whose bit is set; a number of -1 means all of
+these.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
@@ -18,6 +20,7 @@ from tests.kernels import matmul_cases
 from tests.kernels.matmul_cases import Floats, MatMulCase
 
 MOST = 64  # outputs of a row that can be asked for
+ALL_ALLOWED = -1
 MOST_BLOCKS = 300  # of inputs
 GROWING_CALLS = 8  # in which four bits of the weights are taken apart
 WIDTHS = (1, 33, 96, 1200, 4096)
@@ -36,6 +39,43 @@ def random_case(seed: int) -> MatMulCase:
 def random_exact(rng: np.random.Generator, rows: int) -> NDArray[np.int32]:
     """As many outputs of each row as one, or as few as in most requests, or as can be."""
     return np.minimum(rng.geometric(0.1, rows), MOST).astype(np.int32)
+
+
+class Asked(NamedTuple):
+    """What a call asks for."""
+
+    exact: NDArray[np.int32]  # [rows]
+    allowed: NDArray[np.int32] | None = None  # [rows, words]; None: all
+
+    def feeds(self) -> dict[str, NDArray[np.int32]]:
+        """As inputs of a model that `add_allowed` made."""
+        words = np.empty((0, 1), np.int32) if self.allowed is None else self.allowed
+        return {"exact": self.exact, "allowed": words}
+
+
+def random_allowed(rng: np.random.Generator, rows: int, n: int) -> NDArray[np.int32]:
+    """Outputs of each row: all, some panels, a share of them, few, or none."""
+    words = -(-n // 32)
+    found = np.zeros((rows, words), np.int32)
+    for row in found:
+        kind = rng.integers(7)
+        if kind == 0:
+            row[:] = -1
+        elif kind == 1:
+            row[rng.random(words) < 0.3] = -1
+        elif kind < 6:
+            bits = rng.random(32 * words) < (0.001, 0.02, 0.5, 0.95)[kind - 2]
+            row[:] = np.packbits(bits, bitorder="little").view(np.int32)
+    return found
+
+
+def random_asked(rng: np.random.Generator, rows: int, n: int) -> Asked:
+    """Some calls allow all outputs of all rows; in others some rows ask for all that is allowed."""
+    exact = random_exact(rng, rows)
+    if rng.random() < 0.3:
+        return Asked(exact)
+    exact[rng.random(rows) < rng.choice([0.0, 0.3, 1.0])] = ALL_ALLOWED
+    return Asked(exact, random_allowed(rng, rows, n))
 
 
 def case_of(levels: NDArray[np.int64], x: Floats, scales: Floats | float = 0.01) -> MatMulCase:
@@ -159,29 +199,50 @@ def add_exact(serialized: bytes) -> bytes:
     return of.SerializeToString()
 
 
+def add_allowed(serialized: bytes) -> bytes:
+    """The model with the inputs `exact` and `allowed`."""
+    of = onnx.load_from_string(add_exact(serialized))
+    node = of.graph.node[0]
+    node.input.extend([""] * (12 - len(node.input)) + ["allowed"])
+    dims = ["some", "words"]
+    of.graph.input.append(helper.make_tensor_value_info("allowed", TensorProto.INT32, dims))
+    return of.SerializeToString()
+
+
 def numbers(exact: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
     return np.asarray(exact, np.int32)
 
 
-def with_calls(case: MatMulCase, seed: int) -> tuple[MatMulCase, list[NDArray[np.int32]]]:
-    """As many calls as grow everything and some more: of each how many outputs of each row."""
+def with_calls(case: MatMulCase, seed: int) -> tuple[MatMulCase, list[Asked]]:
+    """As many calls as grow everything and some more, and what each asks for."""
     rng = np.random.default_rng(seed)
-    return case, [random_exact(rng, len(case.x)) for _ in range(GROWING_CALLS + 3)]
+    return case, [random_asked(rng, len(case.x), case.n) for _ in range(GROWING_CALLS + 6)]
 
 
-def grow(session: ort.InferenceSession, case: MatMulCase) -> None:
-    """Calls until four bits of all weights are there."""
-    for _ in range(GROWING_CALLS):
-        session.run(["y"], {"x": case.x[:1], "exact": numbers([1])})
-
-
-def check(found: Floats, whole: Floats, exact: NDArray[np.int32]) -> None:
+def check(
+    found: Floats,
+    whole: Floats,
+    exact: NDArray[np.int32],
+    allowed: NDArray[np.int32] | None = None,
+) -> None:
     """Checks outputs [rows, N] against those of the whole product."""
     for row, count in enumerate(exact):
-        last = np.sort(whole[row])[-min(count, whole.shape[1])]
-        largest = whole[row] >= last
-        assert found[row][largest].tobytes() == whole[row][largest].tobytes(), row
-        assert np.all(found[row][~largest] < last), row
+        got, wanted = found[row], whole[row]
+        if allowed is not None:
+            bits = bits_of(allowed[row], len(wanted))
+            assert np.isfinite(got[~bits]).all(), row
+            got, wanted = got[bits], wanted[bits]
+        if not len(wanted):
+            continue
+        last = np.sort(wanted)[0 if count == ALL_ALLOWED else -min(count, len(wanted))]
+        largest = wanted >= last
+        assert got[largest].tobytes() == wanted[largest].tobytes(), row
+        assert np.all(got[~largest] < last), row
+
+
+def bits_of(words: NDArray[np.int32], n: int) -> NDArray[np.bool_]:
+    """Which of n outputs the words of a row allow."""
+    return np.unpackbits(words.view(np.uint8), bitorder="little")[:n].astype(bool)
 
 
 def deviations(case: MatMulCase) -> NDArray[np.float64]:

@@ -68,10 +68,18 @@ Stored read_product() {
   return stored;
 }
 
-// How many of each row's outputs must be exact in each of some calls.
-std::vector<std::vector<int32_t>> read_calls(int64_t rows) {
-  std::vector<std::vector<int32_t>> calls(static_cast<size_t>(read_array<int64_t>(1)[0]));
-  for (std::vector<int32_t>& exact : calls) exact = read_array<int32_t>(rows);
+// How many of each row's outputs must be exact, and which are allowed; empty: all.
+struct Asked {
+  std::vector<int32_t> exact;
+  std::vector<uint32_t> allowed;
+};
+
+std::vector<Asked> read_calls(const MatMul& m) {
+  std::vector<Asked> calls(static_cast<size_t>(read_array<int64_t>(1)[0]));
+  for (Asked& asked : calls) {
+    asked.exact = read_array<int32_t>(m.rows);
+    if (read_array<int64_t>(1)[0]) asked.allowed = read_array<uint32_t>(m.rows * num_panels(m));
+  }
   return calls;
 }
 
@@ -116,7 +124,7 @@ void run_product() {
 // The calls of a product one after the other; and of those that are to be concurrent, all at once.
 void run_coarse() {
   Stored stored = read_product();
-  const auto calls = read_calls(stored.product.rows);
+  const std::vector<Asked> calls = read_calls(stored.product);
   const bool at_once = read_array<int64_t>(1)[0] != 0;
   MatMul m = stored.product;
   const Packed packed(m);
@@ -129,8 +137,10 @@ void run_coarse() {
     outputs[i].resize(static_cast<size_t>(m.rows * m.n));
     MatMul call = m;
     call.output = outputs[i].data();
-    results[i] = coarse.run(*onnxport::active_matmul(), call, calls[i].data(), run_on_threads,
-                            nullptr);
+    const Asked& asked = calls[i];
+    results[i] = coarse.run(*onnxport::active_matmul(), call, asked.exact.data(),
+                            asked.allowed.empty() ? nullptr : asked.allowed.data(),
+                            run_on_threads, nullptr);
   };
   std::vector<std::thread> threads;
   for (size_t i = 0; i < calls.size(); i++)

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tests.kernels.coarse_cases import Asked
 from tests.kernels.matmul_cases import Floats, MatMulCase
 from tests.kernels.mlp_cases import MlpCase
 from tests.kernels.norm_cases import Norm
@@ -87,13 +87,16 @@ def run_normalized_layers(
 def run_coarse(
     command: list[str],
     isa: str,
-    cases: list[tuple[MatMulCase, list[NDArray[np.int32]]]],
+    cases: list[tuple[MatMulCase, list[Asked]]],
     at_once: bool = False,
 ) -> list[list[Floats]]:
-    """Runs cases and their calls' `exact` in one process; of each case each call's [rows, N]."""
+    """Runs cases and what their calls ask in one process; of each case each call's [rows, N]."""
     parts, shapes = [struct.pack("3q", 0, 0, len(cases))], []
     for case, calls in cases:
-        parts += [_serialize(case), struct.pack("q", len(calls)), np.stack(calls).tobytes()]
+        parts += [_serialize(case), struct.pack("q", len(calls))]
+        for exact, allowed in calls:
+            words = b"" if allowed is None else allowed.tobytes()
+            parts += [exact.tobytes(), struct.pack("q", allowed is not None), words]
         parts.append(struct.pack("q", at_once))
         shapes += [(len(case.x), case.n)] * len(calls)
     found = iter(_run_bytes([*command, isa], b"".join(parts), shapes))

@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from numpy.typing import NDArray
 
 from tests.kernels import coarse_cases as cases
 from tests.kernels import matmul_cases, norm_cases
-from tests.kernels.coarse_cases import numbers
+from tests.kernels.coarse_cases import ALL_ALLOWED, Asked, numbers
 from tests.kernels.matmul_cases import Floats, MatMulCase
 from tests.kernels.test_matmul import available_isas
 from tests.tiers import every
@@ -30,21 +31,31 @@ class Pair:
 
     def __init__(self, library_path: Path, case: MatMulCase) -> None:
         serialized = matmul_cases.model(case)
-        self.coarse = matmul_cases.session(library_path, cases.add_exact(serialized))
+        self.coarse = matmul_cases.session(library_path, cases.add_allowed(serialized))
         self.plain = matmul_cases.session(library_path, serialized)
 
-    def run(self, x: Floats, exact: NDArray[np.int32]) -> Floats:
-        found: Floats = self.coarse.run(["y"], {"x": x, "exact": exact})[0]
+    def run(
+        self, x: Floats, exact: NDArray[np.int32], allowed: NDArray[np.int32] | None = None
+    ) -> Floats:
+        feeds = Asked(exact, allowed).feeds()
+        found: Floats = self.coarse.run(["y"], {"x": x, **feeds})[0]
         return found
 
     def whole(self, x: Floats) -> Floats:
         found: Floats = self.plain.run(["y"], {"x": x})[0]
         return found
 
-    def check(self, x: Floats, exact: NDArray[np.int32]) -> Floats:
-        found = self.run(x, exact)
-        cases.check(found, self.whole(x), exact)
+    def check(
+        self, x: Floats, exact: NDArray[np.int32], allowed: NDArray[np.int32] | None = None
+    ) -> Floats:
+        found = self.run(x, exact, allowed)
+        cases.check(found, self.whole(x), exact, allowed)
         return found
+
+    def grow(self, x: Floats) -> None:
+        """Calls until four bits of all weights are there."""
+        for _ in range(cases.GROWING_CALLS):
+            self.run(x[:1], numbers([1]))
 
 
 @pytest.mark.parametrize("first", every(4, range(0, NUM_CASES, GROUP)))
@@ -60,7 +71,7 @@ def test_random_cases(
             for _ in range(cases.GROWING_CALLS + 3):
                 count = int(rng.integers(1, len(case.x) + 1))
                 x = case.x[rng.permutation(len(case.x))[:count]]
-                pair.check(x, cases.random_exact(rng, count))
+                pair.check(x, *cases.random_asked(rng, count, case.n))
 
 
 def test_a_vocabulary(library_path: Path, library: ctypes.CDLL, available_isas: list[str]) -> None:
@@ -98,11 +109,80 @@ def test_near_ties(
         for isa in available_isas:
             library.onnxport_cpu_set_matmul_isa(isa.encode())
             pair = Pair(library_path, case)
-            cases.grow(pair.coarse, case)
+            pair.grow(case.x)
             for first in range(0, len(case.x), 4):
                 x = case.x[first : first + 4]
                 found = pair.check(x, cases.random_exact(rng, len(x)))
                 assert np.mean(found != pair.whole(x)) > 0.4
+
+
+def words_of(bits: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Words, [rows, N / 32], with these bits, [rows, N]; N is a multiple of 32."""
+    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+
+
+def test_what_is_not_allowed_is_not_computed(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    """Nor does it take the place of what is; rows with other masks get their own."""
+    rng = np.random.default_rng(5)
+    case = cases.gaussian_case(1, 20_000, 256, 8)
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        pair = Pair(library_path, case)
+        whole = pair.whole(case.x)
+        for calls in (1, cases.GROWING_CALLS):  # before there are four bits, and with them
+            few = words_of(rng.random((8, case.n)) < 0.0005)
+            for count in (1, 5, ALL_ALLOWED):
+                found = pair.check(case.x, numbers([count] * 8), few)
+                assert np.mean(found != whole) > 0.8
+            for _ in range(calls):
+                pair.check(case.x[:1], numbers([1]))
+        best = whole.argmax(axis=1)
+        most = rng.random(whole.shape) < 0.9
+        most[np.arange(8), best] = False
+        for rows in (1, 3, 8):
+            found = pair.check(case.x[:rows], numbers([1] * rows), words_of(most[:rows]))
+            assert np.mean(found != whole[:rows]) > 0.4
+            allowed = np.where(most, whole, -np.inf)[:rows]
+            assert (found.argmax(axis=1) == allowed.argmax(axis=1)).all()
+        # One row may get anything, and one nothing.
+        mixed = words_of(np.stack([np.ones(case.n, bool), np.zeros(case.n, bool), most[2]]))
+        pair.check(case.x[:3], numbers([1, 7, 2]), mixed)
+        pair.check(case.x[:3], numbers([2, ALL_ALLOWED, 1]), mixed)
+
+
+def test_fewer_are_allowed_than_must_be_exact(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    case = cases.gaussian_case(1, 8192, 256, 2)
+    bits = np.zeros((2, case.n), bool)
+    bits[0, [7, 400, 401, 8191]] = True
+    bits[1, 5000:5010] = True
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        pair = Pair(library_path, case)
+        pair.grow(case.x)
+        for counts in ([1, 1], [4, 10], [64, 64], [ALL_ALLOWED, 64], [3, ALL_ALLOWED]):
+            found = pair.check(case.x, numbers(counts), words_of(bits))
+            assert (found[~bits] == np.finfo(np.float32).min).all()
+
+
+@pytest.mark.parametrize("k", every(2, [256, 1024]))
+def test_near_ties_of_what_is_allowed(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], k: int
+) -> None:
+    for seed in range(2):
+        case = cases.near_ties(seed, 20_000, k, 16)
+        rng = np.random.default_rng(seed)
+        for isa in available_isas:
+            library.onnxport_cpu_set_matmul_isa(isa.encode())
+            pair = Pair(library_path, case)
+            pair.grow(case.x)
+            for first in range(0, len(case.x), 4):
+                x = case.x[first : first + 4]
+                allowed = words_of(rng.random((len(x), case.n)) < rng.choice([0.1, 0.5, 0.9]))
+                pair.check(x, cases.random_exact(rng, len(x)), allowed)
 
 
 @pytest.mark.parametrize("errors", [[6.7, 0], [3, -6], [-6, 3], [-6, 6], [3, -3, -6, 0, 6.7]])
@@ -117,7 +197,7 @@ def test_what_misleads(
     for isa in available_isas:
         library.onnxport_cpu_set_matmul_isa(isa.encode())
         pair = Pair(library_path, case)
-        cases.grow(pair.coarse, case)
+        pair.grow(case.x)
         for count in range(1, len(errors) + 1):
             found = pair.check(case.x, numbers([count]))[0]
             assert list(np.argsort(-found)[:count]) == [7 + 320 * i for i in range(count)]
@@ -139,7 +219,7 @@ def test_errors_are_those_of_theory(
     for isa in available_isas:
         library.onnxport_cpu_set_matmul_isa(isa.encode())
         pair = Pair(library_path, case)
-        cases.grow(pair.coarse, case)
+        pair.grow(case.x)
         errors = []
         for row, sigma in zip(case.x, theory, strict=True):
             found = pair.check(row[None], numbers([1]))[0].astype(np.float64)
@@ -232,7 +312,7 @@ def test_what_floats_can_tell(
     for isa in available_isas:
         library.onnxport_cpu_set_matmul_isa(isa.encode())
         pair = Pair(library_path, case)
-        cases.grow(pair.coarse, case)
+        pair.grow(case.x)
         assert np.mean(pair.check(x, numbers([1])) != pair.whole(x)) > 0.3
 
 
@@ -253,6 +333,12 @@ def test_what_is_not_finite(
                 found = pair.run(x, numbers([5, 5, 5]))
                 assert np.isnan(found[1]).all()
                 assert found.tobytes() == pair.whole(x).tobytes()
+                allowed = cases.random_allowed(np.random.default_rng(1), 3, case.n)
+                found, whole = pair.run(x, numbers([5, -1, 5]), allowed), pair.whole(x)
+                for row in (0, 2):
+                    bits = cases.bits_of(allowed[row], case.n)
+                    assert found[row][bits].tobytes() == whole[row][bits].tobytes()
+                assert np.isnan(found[1][cases.bits_of(allowed[1], case.n)]).all()
         # So large that sums overflow, some of them on the way alone.
         x = case.x * np.float32(3e36)
         x[:, 128:] *= -1
@@ -304,7 +390,7 @@ def test_rows_that_want_all_outputs(
     for isa in available_isas:
         library.onnxport_cpu_set_matmul_isa(isa.encode())
         pair = Pair(library_path, case)
-        cases.grow(pair.coarse, case)
+        pair.grow(case.x)
         assert pair.run(case.x[:2], numbers([1, 1])).tobytes() != pair.whole(case.x[:2]).tobytes()
         for exact in ([0], [-1], [65], [2**31 - 1], [-(2**31)], [1, 0], [65, 1], [1, -5, 1]):
             x = case.x[: len(exact)]
@@ -323,6 +409,24 @@ def test_another_number_of_rows_is_refused(
     count = np.size(exact)
     with pytest.raises(Exception, match=f"a number for each of 2 rows, found {count}|Invalid rank"):
         pair.run(case.x, numbers(exact))
+
+
+def test_masks_that_do_not_fit_are_refused(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    case = cases.gaussian_case(6, 100, 128, 2)
+    pair = Pair(library_path, case)
+    for shape in ((1, 4), (2, 3), (3, 4), (2, 100)):
+        with pytest.raises(Exception, match=r"a bit for each output for each of 2 rows, found \d"):
+            pair.run(case.x, numbers([1, 1]), np.full(shape, -1, np.int32))
+    serialized = cases.add_allowed(matmul_cases.model(case))
+    without = onnx.load_from_string(serialized)
+    without.graph.node[0].input[6] = ""
+    session = matmul_cases.session(library_path, without.SerializeToString())
+    with pytest.raises(Exception, match="the input allowed needs exact"):
+        session.run(
+            ["y"], {"x": case.x, "exact": numbers([]), "allowed": np.ones((2, 4), np.int32)}
+        )
 
 
 def test_products_that_have_no_four_bits(

@@ -83,8 +83,8 @@ def test_feed_forward_threads_sanitized(tmp_path: Path) -> None:
     for at_once in (False, True):
         found = matmul_standalone.run_coarse([str(driver)], "avx2", coarse, at_once)
         for (_, calls), outputs, wanted in zip(coarse, found, whole, strict=True):
-            for exact, output in zip(calls, outputs, strict=True):
-                coarse_cases.check(output, wanted, exact)
+            for asked, output in zip(calls, outputs, strict=True):
+                coarse_cases.check(output, wanted, *asked)
 
 
 @pytest.mark.slow

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +13,14 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
+from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import Attention, LoadOptions, Model, StepInputs
 from onnxport.providers.cpu import lowering
 from onnxport.providers.cpu.library import matmul_isa
 from tests.providers.conftest import WIDE_VOCAB, ArtifactMaker
 from tests.providers.models import opened
+from tests.serving.samplers import native
 
 pytestmark = pytest.mark.skipif(
     matmul_isa() is None, reason="the kernel was not built, or this processor lacks what it needs"
@@ -25,20 +30,39 @@ FIRST_CALLS = 10  # in which four bits of the weights are made, and some more
 HIDDEN = 64
 
 
-def step(model: Model, seeds: list[int], exact: list[int] | None) -> Floats:
-    """Logits after the last of eight random tokens of each row, [len(seeds), vocab]."""
+def inputs_of(seeds: list[int]) -> StepInputs:
+    """Eight random tokens of each row, and logits after the last."""
     rows, new = len(seeds), 8
     ids = [np.random.default_rng(seed).integers(3, 150, new) for seed in seeds]
-    inputs = StepInputs(
+    return StepInputs(
         input_ids=np.concatenate(ids),
         block_table=np.arange(rows, dtype=np.int32)[:, None],
         cumulative_sequence_lengths=np.arange(0, rows * new + 1, new, dtype=np.int32),
         past_sequence_lengths=np.zeros(rows, np.int32),
         attention_metadata=np.array([new] * 3, np.int32),
         logits_indices=np.arange(new - 1, rows * new, new, dtype=np.int32),
+    )
+
+
+def step(
+    model: Model,
+    seeds: list[int],
+    exact: list[int] | None,
+    allowed: NDArray[np.bool_] | None = None,
+) -> Floats:
+    """Logits of `inputs_of`, [len(seeds), vocab]."""
+    inputs = replace(
+        inputs_of(seeds),
         exact_logits=None if exact is None else np.array(exact, np.int32),
+        allowed_tokens=None if allowed is None else words_of(allowed),
     )
     return model.run(inputs).copy()
+
+
+def words_of(allowed: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Masks of rows, as the graph takes them, of [rows, vocab]."""
+    padded = np.pad(allowed, ((0, 0), (0, -allowed.shape[1] % 32)))
+    return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
 
 
 def check(found: Floats, wanted: Floats, exact: list[int]) -> None:
@@ -74,6 +98,60 @@ def test_it_does_not_compute_the_others(model: Model) -> None:
     assert (few != whole).mean() > 0.5
     assert step(model, [3], None).tobytes() == whole.tobytes()
     assert step(model, [3], [0]).tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("share", [0.0005, 0.1, 0.9])
+def test_the_largest_logits_of_what_is_allowed(model: Model, share: float) -> None:
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        allowed = rng.random((3, WIDE_VOCAB)) < share
+        allowed[:, 17] = True
+        allowed[1] |= seed % 2 == 0
+        seeds, counts = [seed, 100 + seed, 200 + seed], [1, 5, contract.ALL_ALLOWED]
+        found, whole = step(model, seeds, counts, allowed), step(model, seeds, None)
+        for row, count in enumerate(counts):
+            some = allowed[row]
+            number = some.sum() if count == contract.ALL_ALLOWED else min(count, some.sum())
+            check(found[row : row + 1, some], whole[row : row + 1, some], [int(number)])
+        assert np.isfinite(found).all()
+
+
+def test_it_reads_no_weights_of_what_is_not(model: Model) -> None:
+    allowed = np.zeros((1, WIDE_VOCAB), bool)
+    allowed[0, [50, 9000]] = True
+    found, whole = step(model, [3], [1], allowed), step(model, [3], None)
+    assert (found[:, allowed[0]] == whole[:, allowed[0]]).sum() >= 1
+    assert np.mean(found == np.finfo(np.float32).min) > 0.99
+    assert step(model, [3], None).tobytes() == whole.tobytes()
+
+
+def test_a_number_that_is_written_while_it_runs(model: Model) -> None:
+    """Whenever that is, the tokens that may come have their logits."""
+    allowed = np.random.default_rng(1).random((2, WIDE_VOCAB)) < 0.3
+    words, seeds = words_of(allowed), [3, 4]
+    wanted = step(model, seeds, None)
+    exact = np.zeros(2, np.int32)
+    masks = np.zeros_like(words)
+    inputs = replace(inputs_of(seeds), exact_logits=exact, allowed_tokens=masks)
+    early = 0
+    for number in range(200):
+        exact[:] = 0
+        masks[:] = 0
+
+        def write(wait_s: float = number * 1e-5) -> None:
+            time.sleep(wait_s)
+            masks[:] = words
+            native().fence()
+            exact[:] = 1
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        found = model.run(inputs).copy()
+        thread.join()
+        for row in range(2):
+            check(found[row : row + 1, allowed[row]], wanted[row : row + 1, allowed[row]], [1])
+        early += bool((found != wanted).any())
+    assert early
 
 
 def test_a_number_for_each_row(model: Model) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 from operator import xor
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from onnxport.graphs.contract import mask_words
 from onnxport.providers.base import StepInputs
 from onnxport.providers.memory_plan import MEMORY_PLAN
 from tests.providers.conftest import ArtifactMaker
@@ -73,12 +75,18 @@ def test_logits_that_must_be_exact_do_not_count(wide_artifact: Path, coarse_head
 def check_plans(path: Path, **options: object) -> None:
     with opened(path, "custom", **options) as model:
         recorder = model._binding = Recorder(model._binding)  # type: ignore[attr-defined]
+        takes = model.capabilities.takes_exact_logits
+        words = mask_words(model.capabilities.vocab_size) if takes else 0
         for new, logits, past in STEPS:
-            inputs = step(new, logits, past, model.capabilities.block_size)
-            assert np.isfinite(model.run(inputs)).all()
-            assert set(recorder.shapes) > {MEMORY_PLAN, "input_ids"}
-            dimensions = [size for shape in recorder.shapes.values() for size in shape]
-            assert reduce(xor, dimensions) == sum(new) ^ 3  # of the metadata
+            plain = step(new, logits, past, model.capabilities.block_size)
+            rows = len(plain.logits_indices)
+            masks = np.full((rows, words), -1, np.int32)
+            masked = replace(plain, exact_logits=np.ones(rows, np.int32), allowed_tokens=masks)
+            for inputs in (plain, masked) if takes else (plain,):
+                assert np.isfinite(model.run(inputs)).all()
+                assert set(recorder.shapes) > {MEMORY_PLAN, "input_ids"}
+                dimensions = [size for shape in recorder.shapes.values() for size in shape]
+                assert reduce(xor, dimensions) == sum(new) ^ 3 ^ words  # of the metadata, of masks
 
 
 def test_a_decomposed_graph_has_none(tiny_artifact: ArtifactMaker) -> None:

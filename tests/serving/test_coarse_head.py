@@ -13,14 +13,17 @@ from onnxport.providers.base import LoadOptions, Model, StepInputs
 from onnxport.providers.cpu.library import matmul_isa
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.registry import open_model
+from onnxport.serving.beside import Beside
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.llm import TokensPrompt
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.draft_model import ModelDrafter
 from onnxport.serving.speculation.ngram import NgramDrafter
+from onnxport.serving.structured.spec import StructuredOutputs
 from tests.providers.conftest import WIDE_VOCAB
 from tests.serving.speculating import Eager
+from tests.serving.structured import tokenizer
 
 pytestmark = pytest.mark.skipif(
     matmul_isa() is None, reason="the kernel was not built, or this processor lacks what it needs"
@@ -42,6 +45,16 @@ FEW: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.4, "min_tokens": 4},
     {"temperature": 2.0, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 2, "n": 3},
     {"temperature": 0.7, "top_k": 1, "frequency_penalty": 0.5, "logit_bias": {9: -100.0}},
+]
+LETTERS = StructuredOutputs(regex="[a-f]{3,40}(-[a-f]{1,3})*")
+WORDS = StructuredOutputs(json={"type": "array", "items": {"type": "string"}, "minItems": 1})
+FORMS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "structured_outputs": LETTERS},
+    {"temperature": 0.0, "structured_outputs": WORDS, "n": 2, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "structured_outputs": LETTERS, "seed": 1},
+    {"temperature": 1.5, "top_k": 5, "structured_outputs": WORDS, "seed": 2},
+    {"temperature": 0.0, "allowed_token_ids": list(range(7, 9000, 7)), "min_tokens": 3},
+    {"temperature": 1.0, "allowed_token_ids": [5, 700, 9000], "seed": 3, "n": 2},
 ]
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -80,6 +93,14 @@ def completions(artifact: Path, mixes: list[dict[str, Any]], **options: Any) -> 
     chosen = {"threads": 2, "kv_cache_tokens": 1024, "max_num_seqs": 4, **options}
     with LLM(artifact, provider="cpu", **chosen) as llm:
         return generated(llm, mixes), llm.stats()
+
+
+def structured(artifact: Path, mixes: list[dict[str, Any]], **options: Any) -> list[Any]:
+    """The same of an engine that has a tokenizer."""
+    loading = LoadOptions(threads=2, kv_cache_tokens=1024, **options)
+    engine = Engine(open_model(artifact, "cpu", loading), tokenizer(), EngineConfig(4, 64))
+    with LLM.from_engine(engine) as llm:
+        return generated(llm, mixes)
 
 
 def generated(llm: LLM, mixes: list[dict[str, Any]]) -> list[Any]:
@@ -152,6 +173,19 @@ def test_speculation_changes_none(
         assert counters.num_accepted_tokens == counters.num_draft_tokens
     assert told.few > 50
     draft.close()
+
+
+@pytest.mark.parametrize("when", ["before", "while it runs"])
+def test_what_rows_may_get_changes_none(
+    wide_artifact: Path, told: Told, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Whether the model knows it before it runs, or, as it is served, while it does."""
+    wanted = structured(wide_artifact, FORMS, coarse_head=False)
+    assert told.few == 0
+    if when == "before":
+        monkeypatch.setattr(Beside, "_start", lambda beside, task: task())
+    assert structured(wide_artifact, FORMS) == wanted
+    assert told.few > (150 if when == "before" else 20)
 
 
 def loaded(artifact: Path) -> Model:

@@ -105,6 +105,56 @@ def test_the_likeliest_tokens_are_read_from_the_summary_alone() -> None:
     assert native().sample_greedy(other, told).token_ids[:2] == [1500, 1029]
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("vocab", [33, 1000, 1025, 20_011])
+def test_the_likeliest_of_what_is_allowed(isa: str, vocab: int) -> None:
+    """By the summary of all logits, or of those that are allowed, where others are far below."""
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        logits = make_logits(KINDS[seed % len(KINDS)], vocab, seed)[None]
+        share = float(rng.choice([0.0, 0.01, 0.5, 0.99]))
+        mask = make_mask(vocab, seed, share)
+        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab] == 1
+        if seed % 3 == 0:  # more than one of them is the likeliest
+            equal = rng.permutation(np.flatnonzero(allowed))[:5]
+            logits[0, equal] = logits[0][allowed].max()
+        wanted = int(np.where(allowed, logits[0], -np.inf).argmax())
+        is_possible = bool(np.isfinite(logits[0][allowed].max()))
+        narrowed = np.where(allowed, logits, np.float32(-3.4e38)).astype(np.float32)
+        for values in (logits, narrowed):
+            told = native(isa).summarize(values, [NO_SUMS])
+            found = native(isa).sample(values, [RowParams(mask=mask)], told.copy())
+            batch = native(isa).sample_greedy(values, told, mask.view(np.int32)[None])
+            for one in (found, batch):
+                assert one.invalid == (() if is_possible else (0,))
+                assert not is_possible or one.token_ids == [wanted]
+
+
+def test_rows_of_which_nothing_is_allowed() -> None:
+    logits = np.zeros((2, 3001), np.float32)
+    masks = np.zeros((2, 94), np.int32)
+    masks[0, 50] = 1 << 7
+    told = native().summarize(logits, [NO_SUMS] * 2)
+    for summaries in (told, None):
+        found = native().sample_greedy(logits, summaries, masks)
+        assert (found.token_ids[0], found.invalid) == (1607, (1,))
+
+
+def test_masks_are_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call for the same arrays is made again, with what is in them by now."""
+    logits = np.arange(2 * 700, dtype=np.float32).reshape(2, 700)
+    masks = np.full((2, 22), -1, np.int32)
+    assert sample_greedy(logits, 1, None, masks).token_ids == [699, 699]
+    masks[1] = 0
+    masks[1, 3] = 1
+    assert sample_greedy(logits, 1, None, masks).token_ids == [699, 96]
+    assert sample_greedy(logits, 1).token_ids == [699, 699]
+    other = np.full((2, 22), 1, np.int32)
+    assert sample_greedy(logits, 1, None, other).token_ids == [672, 672]
+    monkeypatch.setattr("onnxport.serving.sampler.native_sampler", lambda threads: None)
+    assert sample_greedy(logits, 1, None, masks).token_ids == [699, 96]
+
+
 def test_sampling_takes_them_whichever_sampler_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, params = mixed_batch(8, 1000)
     told = native().summarize(logits, [NO_SUMS] * 8)
@@ -146,6 +196,7 @@ def test_what_cannot_be_of_the_logits_is_refused(told: Any) -> None:
         (RowParams(2.0), LOG2_E / 2),
         (RowParams(0.5, None, 0.9), 2 * LOG2_E),
         (RowParams(1.0, 40), NO_SUMS),
+        (RowParams(1.0, 1), NO_SUMS),
         (RowParams(1.0, min_p=0.1), NO_SUMS),
         (RowParams(1e-30), LOG2_E / 1e-20),
     ],
@@ -155,7 +206,8 @@ def test_what_the_engine_asks_for(row: RowParams, scale: float) -> None:
     reports = row.num_logprobs is not None
     edited = summary_scale(row, is_edited=True, is_masked=False)
     masked = summary_scale(row, is_edited=True, is_masked=True)
-    assert (edited, masked) == ((LOG2_E, LOG2_E) if reports else (NO_SUMS, NO_SUMMARY))
+    assert edited == (LOG2_E if reports else NO_SUMS)
+    assert masked == (edited if reports or row.greedy else NO_SUMMARY)
 
 
 def asked(bench: Bench, packer: BatchPacker, drafts: Any = None) -> list[float] | None:

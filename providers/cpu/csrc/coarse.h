@@ -29,6 +29,7 @@
 namespace onnxport {
 
 constexpr int64_t kMostExact = 64;  // outputs of a row
+constexpr int32_t kAllAllowed = -1;  // as many as are allowed
 
 class CoarseProduct {
  public:
@@ -45,13 +46,18 @@ class CoarseProduct {
   // them, have their exact bits; all others are less. exact is [rows], and where one is not 1 to
   // kMostExact, or there are more rows than pay, all outputs of all rows are exact.
   //
+  // Of rows of which some outputs are allowed alone, that is said of these, and the others may be
+  // any finite numbers, or what they are; exact may also be kAllAllowed there. allowed is
+  // [rows][num_panels]: bit i % 32 of word i / 32 is that of output i. Null: all are.
+  //
   // The first calls compute all, and keep four bits of a part of the weights each; what is missing
   // then can be made between calls, see make_plane_part. Concurrent calls are allowed.
   int run(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact,
-          ParallelFor parallel_for, void* context);
+          const uint32_t* allowed, ParallelFor parallel_for, void* context);
 
  private:
-  bool pays(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact);
+  bool pays(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact,
+            bool has_allowed);
   int grow(int64_t parts, ParallelFor parallel_for, void* context);
   bool reserve();
   bool has_begun() const;

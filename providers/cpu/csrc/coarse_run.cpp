@@ -12,6 +12,15 @@
 namespace onnxport {
 namespace {
 
+static_assert(kPanel == 32, "a word of what is allowed is a panel's");
+
+// Where some outputs are not allowed, and not more than this fraction of the weights is left out,
+// all are read at once.
+constexpr int64_t kPayingPart = 8;
+
+// What is read of a panel's weights at first.
+enum Reading : uint8_t { kNothing, kFourBits, kAllBits };
+
 // The largest ones of some numbers.
 class Largest {
  public:
@@ -37,13 +46,14 @@ class Largest {
 // Memory of a call, kept from call to call.
 struct Workspace {
   Quantized all, coarse;
-  Buffer deviations, rounded, maxima, most, marks, computed, panels, order;
+  Buffer deviations, rounded, maxima, most, readings, marks, computed, panels, order;
 };
 
 struct Run {
   const MatMulKernels& kernels;
   MatMul call, plane;
   const int32_t* exact;
+  const uint32_t* allowed;
   const uint8_t* dither;
   const float* largest_scales;
   const int64_t ready, panels, blocks;
@@ -54,7 +64,8 @@ struct Run {
   // most; more than that while a row's largest error stands for the panel's own.
   float *maxima, *most;
   float* order;          // [rows][panels]
-  uint8_t* is_wanted;    // [panels], or has been
+  Reading* readings;     // [panels]
+  uint8_t* is_wanted;    // [panels], or has been, or need not be
   uint8_t* is_computed;  // [panels], whose outputs are exact but `maxima` is not
   int32_t* wanted;       // [panels], of which the first num_wanted are computed next
   int64_t num_wanted = 0;
@@ -69,6 +80,7 @@ struct Run {
         call(of.product),
         plane(plane_of(of.product)),
         exact(of.exact),
+        allowed(of.allowed),
         dither(of.plane.dither),
         largest_scales(of.plane.largest_scales),
         ready(of.plane.ready),
@@ -86,16 +98,38 @@ struct Run {
               space.rounded.reserve<double>(rows * static_cast<size_t>(blocks))};
     maxima = space.maxima.reserve<float>(rows * static_cast<size_t>(panels));
     most = space.most.reserve<float>(rows * static_cast<size_t>(panels));
+    readings = space.readings.reserve<Reading>(static_cast<size_t>(panels));
     is_wanted = space.marks.reserve<uint8_t>(static_cast<size_t>(panels));
     wanted = space.panels.reserve<int32_t>(static_cast<size_t>(panels));
     order = space.order.reserve<float>(rows * static_cast<size_t>(panels));
     is_computed = space.computed.reserve<uint8_t>(static_cast<size_t>(panels));
+    choose_readings();
     for (int64_t panel = 0; panel < panels; panel++) {
-      is_wanted[panel] = panel >= ready;
+      is_wanted[panel] = readings[panel] != kFourBits;
       is_computed[panel] = 0;
     }
     for (float& bound : bounds) bound = -INFINITY;
     panels_per_task = Product(kernels, plane).panels_per_task;
+  }
+
+  void choose_readings() {
+    for (int64_t panel = 0; panel < panels; panel++)
+      readings[panel] = allowed ? kNothing : panel < ready ? kFourBits : kAllBits;
+    for (int64_t row = 0; allowed && row < call.rows; row++) {
+      const Reading all = exact[row] == kAllAllowed ? kAllBits : kFourBits;
+      const uint32_t* words = allowed + row * panels;
+      for (int64_t panel = 0; panel < panels; panel++) {
+        const Reading own = panel < ready ? all : kAllBits;
+        readings[panel] = words[panel] ? std::max(readings[panel], own) : readings[panel];
+      }
+    }
+  }
+
+  // Whether enough of the weights is left out; else it takes less time to read all.
+  bool pays() const {
+    int64_t halves = 0;
+    for (int64_t panel = 0; panel < panels; panel++) halves += readings[panel];
+    return !allowed || halves < 2 * (panels - panels / kPayingPart);
   }
 
   // Rows to int8 for both products: the same quants, in the order that each wants.
@@ -115,16 +149,21 @@ struct Run {
 
   int64_t coarse_tasks() const { return ceil_div(panels, panels_per_task); }
 
-  // Some panels' outputs: of those that have a plane by it.
+  // Some panels' outputs, by what is read of each at first.
   void approximate(int64_t index) const {
-    const int64_t begin = index * panels_per_task;
-    const int64_t end = std::min(panels, begin + panels_per_task);
-    const int64_t middle = std::clamp(ready, begin, end);
-    if (begin < middle) kernels.multiply(plane, part(begin, middle));
-    if (middle < end) kernels.multiply(call, part(middle, end));
-    for (int64_t row = 0; row < call.rows; row++) {
-      look_at(row, begin, middle, kCoarseStep);
-      look_at(row, middle, end, 1.f);
+    const int64_t end = std::min(panels, (index + 1) * panels_per_task);
+    for (int64_t begin = index * panels_per_task, next; begin < end; begin = next) {
+      const Reading reading = readings[begin];
+      next = begin + 1;
+      while (next < end && readings[next] == reading) next++;
+      if (reading != kNothing)
+        kernels.multiply(reading == kFourBits ? plane : call, part(begin, next));
+      for (int64_t row = 0; row < call.rows; row++) {
+        if (reading == kNothing)
+          forbid(row, begin, next);
+        else
+          look_at(row, begin, next, reading);
+      }
     }
   }
 
@@ -132,19 +171,30 @@ struct Run {
     return {begin, end, 0, call.rows, call.output + begin * kPanel, call.n};
   }
 
-  // Of a row, panels that all have a plane, or none has.
-  void look_at(int64_t row, int64_t begin, int64_t end, float factor) const {
-    if (begin == end) return;
+  // Of a row, panels of which none is allowed.
+  void forbid(int64_t row, int64_t begin, int64_t end) const {
+    float* outputs = call.output + row * call.n;
+    std::fill(outputs + begin * kPanel, outputs + std::min(call.n, end * kPanel), kForbidden);
+    std::fill(maxima + row * panels + begin, maxima + row * panels + end, kForbidden);
+    std::fill(most + row * panels + begin, most + row * panels + end, kForbidden);
+  }
+
+  // Of a row, panels of which the same is read.
+  void look_at(int64_t row, int64_t begin, int64_t end, Reading reading) const {
     const int64_t first = row * panels;
-    kernels.scale_outputs(call.output + row * call.n + begin * kPanel,
-                          std::min(call.n, end * kPanel) - begin * kPanel, factor,
-                          maxima + first + begin);
+    scale(row, begin, end, reading == kFourBits ? kCoarseStep : 1.f, maxima + first + begin);
     for (int64_t panel = begin; panel < end; panel++) {
       const float top = maxima[first + panel];
-      most[first + panel] = panel >= ready ? top
-                            : top_scales   ? with_error(top, row_errors[row])
-                                           : with_error(top, panel_error(row, panel));
+      most[first + panel] = reading == kAllBits ? top
+                            : top_scales        ? with_error(top, row_errors[row])
+                                                : with_error(top, panel_error(row, panel));
     }
+  }
+
+  void scale(int64_t row, int64_t begin, int64_t end, float factor, float* largest) const {
+    kernels.scale_outputs(call.output + row * call.n + begin * kPanel,
+                          std::min(call.n, end * kPanel) - begin * kPanel, factor,
+                          allowed ? allowed + row * panels + begin : nullptr, largest);
   }
 
   static float with_error(float top, double error) {
@@ -166,6 +216,9 @@ struct Run {
     const int64_t panel = wanted[index];
     if (!may_matter(panel)) return;
     kernels.multiply(call, part(panel, panel + 1));
+    float largest;
+    for (int64_t row = 0; allowed && row < call.rows; row++)
+      scale(row, panel, panel + 1, 1.f, &largest);
     is_computed[panel] = 1;
     num_exact.fetch_add(1, std::memory_order_relaxed);
   }
@@ -175,7 +228,7 @@ struct Run {
   bool may_matter(int64_t panel) const {
     for (int64_t row = 0; row < call.rows; row++) {
       const int64_t at = row * panels + panel;
-      if (most[at] < bounds[row]) continue;
+      if (most[at] < bounds[row] || !has_allowed(row, panel)) continue;
       const double error = static_cast<double>(most[at]) - maxima[at];
       const int64_t count = std::min(kPanel, call.n - panel * kPanel);
       const float* outputs = call.output + row * call.n + panel * kPanel;
@@ -196,6 +249,10 @@ struct Run {
 
   // Finds as many panels as the row needs outputs: those that seem to have the largest ones.
   void find_likeliest(int64_t row) {
+    if (exact[row] == kAllAllowed) {
+      least[row] = INFINITY;
+      return;
+    }
     const int64_t count = std::min<int64_t>(exact[row], panels);
     const float* tops = maxima + row * panels;
     if (count == 1) {
@@ -208,17 +265,29 @@ struct Run {
     least[row] = sorted[count - 1];
   }
 
+  bool has_allowed(int64_t row, int64_t panel) const {
+    return !allowed || allowed[row * panels + panel];
+  }
+
+  bool is_likely(int64_t row, int64_t panel) const {
+    return maxima[row * panels + panel] >= least[row] && has_allowed(row, panel);
+  }
+
   void want_likeliest() {
     for (int64_t row = 0; row < call.rows; row++)
       for (int64_t panel = 0; panel < panels; panel++)
-        if (maxima[row * panels + panel] >= least[row]) want(panel);
+        if (is_likely(row, panel)) want(panel);
   }
 
   // Those panels, now computed, tell how large the row's largest outputs are at least.
   void find_bound(int64_t row) {
+    if (exact[row] == kAllAllowed) {
+      bounds[row] = INFINITY;  // all of them are exact already
+      return;
+    }
     Largest largest(exact[row]);
     for (int64_t panel = 0; panel < panels; panel++) {
-      if (maxima[row * panels + panel] < least[row]) continue;
+      if (!is_likely(row, panel)) continue;
       const float* outputs = call.output + row * call.n + panel * kPanel;
       const int64_t count = std::min(kPanel, call.n - panel * kPanel);
       for (int64_t i = 0; i < count; i++) largest.add(outputs[i]);
@@ -231,8 +300,9 @@ struct Run {
     for (int64_t row = 0; row < call.rows; row++)
       for (int64_t panel = 0; panel < panels; panel++) {
         const int64_t at = row * panels + panel;
-        if (most[at] < bounds[row]) continue;
-        if (top_scales && panel < ready) most[at] = with_error(maxima[at], panel_error(row, panel));
+        if (most[at] < bounds[row] || !has_allowed(row, panel)) continue;
+        if (top_scales && readings[panel] == kFourBits)
+          most[at] = with_error(maxima[at], panel_error(row, panel));
         if (!(most[at] < bounds[row])) want(panel);
       }
   }
@@ -313,6 +383,7 @@ int run_coarse(CoarseCall& call, ParallelFor parallel_for, void* context) {
   // The calling thread's; the others only use it until this call is over.
   thread_local Workspace space;
   Run run(call, space);
+  if (!run.pays()) return run_matmul(call.kernels, call.product, parallel_for, context);
   run.quantize();
   const auto approximate = [](void* argument, size_t index) {
     static_cast<const Run*>(argument)->approximate(static_cast<int64_t>(index));

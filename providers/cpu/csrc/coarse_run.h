@@ -20,12 +20,13 @@ struct CoarseCall {
   const MatMulKernels& kernels;
   const MatMul& product;
   const Plane plane;
-  const int32_t* exact;   // [rows], 1 to kMostExact each
-  int64_t num_exact = 0;  // panels that had to be computed again
+  const int32_t* exact;     // [rows], 1 to kMostExact each, or kAllAllowed where some are
+  const uint32_t* allowed;  // [rows][num_panels], as in CoarseProduct::run; null: all
+  int64_t num_exact = 0;    // panels that had to be computed again
 };
 
-// Computes the outputs as CoarseProduct::run says, of up to kMostCoarseRows rows. Returns zero or
-// what parallel_for returned.
+// Computes the outputs as CoarseProduct::run says, of up to kMostCoarseRows rows; all of them where
+// more than a few panels need all eight bits. Returns zero or what parallel_for returned.
 int run_coarse(CoarseCall& call, ParallelFor parallel_for, void* context);
 
 }  // namespace onnxport

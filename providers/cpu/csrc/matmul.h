@@ -15,6 +15,9 @@
 // on the other rows, on their number, on the number of threads or on the instruction set.
 #pragma once
 
+#include <float.h>
+#include <stdint.h>
+
 #include "attention.h"
 #include "summaries.h"
 
@@ -77,6 +80,9 @@ struct Part {
   int64_t stride;  // from one row's to the next one's
 };
 
+// What outputs are that do not count: less than all others, and a number.
+constexpr float kForbidden = -FLT_MAX;
+
 struct MatMulKernels {
   const char* name;
 
@@ -98,8 +104,10 @@ struct MatMulKernels {
   int64_t coarse_rows;
 
   // Multiplies so many outputs of a row, from a panel's first one on, by a factor, and finds the
-  // largest one of each panel; if one is not finite, all of `largest` becomes NaN.
-  void (*scale_outputs)(float* outputs, int64_t count, float factor, float* largest);
+  // largest one of each panel; if one is not finite, all of `largest` becomes NaN. Those without a
+  // bit in their panel's word of `allowed` become kForbidden; null: none.
+  void (*scale_outputs)(float* outputs, int64_t count, float factor, const uint32_t* allowed,
+                        float* largest);
 
   Summarize summarize;  // null: cannot
 

@@ -350,21 +350,23 @@ void multiply_panels(const MatMul& m, const Part& part) {
   }
 }
 
-// Multiplies outputs by a factor, and finds the largest one of each panel of them. If one is not
-// finite, all of `largest` becomes NaN.
-void scale_outputs(float* outputs, int64_t count, float factor, float* largest) {
+// See MatMulKernels::scale_outputs.
+void scale_outputs(float* outputs, int64_t count, float factor, const uint32_t* allowed,
+                   float* largest) {
   constexpr int kVectors = kPanel / Vec::kLanes;
   const Vec::Floats by = Vec::set1(factor), zero = Vec::set1(0.f);
+  const Vec::Floats forbidden = Vec::set1(kForbidden);
   Vec::Floats check = zero;
   const int64_t panels = ceil_div(count, kPanel), whole = count / kPanel;
   for (int64_t panel = 0; panel < whole; panel++, outputs += kPanel) {
     Vec::Floats top = Vec::set1(-INFINITY);
     ONNXPORT_UNROLL
     for (int v = 0; v < kVectors; v++) {
-      const Vec::Floats x = Vec::mul(Vec::load(outputs + v * Vec::kLanes), by);
+      Vec::Floats x = Vec::mul(Vec::load(outputs + v * Vec::kLanes), by);
+      check = Vec::fma(x, zero, check);
+      if (allowed) x = Vec::keep(x, allowed[panel] >> v * Vec::kLanes, forbidden);
       Vec::store(outputs + v * Vec::kLanes, x);
       top = Vec::max(top, x);
-      check = Vec::fma(x, zero, check);
     }
     largest[panel] = Vec::largest_lane(top);
   }
@@ -373,8 +375,9 @@ void scale_outputs(float* outputs, int64_t count, float factor, float* largest) 
   for (float lane : lanes) sum += lane;
   for (int64_t i = 0; i < count - whole * kPanel; i++) {
     outputs[i] *= factor;
-    top = outputs[i] > top ? outputs[i] : top;
     sum += outputs[i] * 0.f;
+    if (allowed && !(allowed[whole] >> i & 1)) outputs[i] = kForbidden;
+    top = outputs[i] > top ? outputs[i] : top;
   }
   if (whole < panels) largest[whole] = top;
   for (int64_t panel = 0; sum != 0.f && panel < panels; panel++) largest[panel] = NAN;

@@ -30,6 +30,11 @@ struct Vec {
   static inline Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
   static inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
   static inline Floats max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+  static inline Floats keep(Floats a, uint32_t lanes, Floats others) {
+    const Ints bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const Ints has = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(lanes)), bits);
+    return _mm256_blendv_ps(others, a, _mm256_castsi256_ps(_mm256_cmpeq_epi32(has, bits)));
+  }
   static inline float largest_lane(Floats a) {
     __m128 half = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     half = _mm_max_ps(half, _mm_movehl_ps(half, half));

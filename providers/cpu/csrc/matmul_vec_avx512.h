@@ -32,6 +32,9 @@ struct Vec {
   static inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
   static inline Floats fma(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
   static inline Floats max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+  static inline Floats keep(Floats a, uint32_t lanes, Floats others) {
+    return _mm512_mask_mov_ps(others, static_cast<__mmask16>(lanes), a);
+  }
   static inline float largest_lane(Floats a) { return _mm512_reduce_max_ps(a); }
   static inline Floats to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 

@@ -26,6 +26,10 @@ struct Vec {
   static inline Floats mul(Floats a, Floats b) { return vmulq_f32(a, b); }
   static inline Floats fma(Floats a, Floats b, Floats c) { return vfmaq_f32(c, a, b); }
   static inline Floats max(Floats a, Floats b) { return vmaxq_f32(a, b); }
+  static inline Floats keep(Floats a, uint32_t lanes, Floats others) {
+    const uint32x4_t bits = {1, 2, 4, 8};
+    return vbslq_f32(vtstq_u32(vdupq_n_u32(lanes), bits), a, others);
+  }
   static inline float largest_lane(Floats a) { return vmaxvq_f32(a); }
   static inline Floats to_floats(Ints a) { return vcvtq_f32_s32(a); }
 

@@ -6,10 +6,15 @@
 // for each row, the output 3 is what summaries.h says of the rows, [rows, summary_floats(N)]; of a
 // row whose outputs are not all exact there is nothing in it but that. With the inputs of adapters,
 // which are int8, and the attributes of AddLora it is an AddLora, too, behind the bias and to the bit;
-// all outputs are exact then, and there are no summaries.
+// all outputs are exact then, and there are no summaries. With the input allowed, which is exact's,
+// int32 and [rows, N / 32 rounded up] or [0, ...] for all, bits say which of a row's outputs count,
+// see coarse.h. Both may be written while the model runs, what is allowed first; exact is read once,
+// and before it.
+#include <atomic>
 #include <memory>
 
 #include "coarse.h"
+#include "coarse_run.h"
 #include "op_adapters.h"
 #include "op_weights.h"
 #include "pack.h"
@@ -33,9 +38,10 @@ enum MatMulInput : size_t {
   kAdapterRanks,
   kAdapterWeights,
   kAdapterScales,
+  kAllowed,
   kMatMulInputs
 };
-static_assert(kMatMulInputs == kAdapters + kAdapterInputs, "adapters come last");
+static_assert(kAllowed == kAdapters + kAdapterInputs, "adapters have so many inputs");
 
 struct MatMulKernel {
   Api api;
@@ -84,18 +90,43 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   return kernel;
 }
 
-// How many of each row's outputs must be exact; null: all.
-const int32_t* read_exact(const MatMulKernel& kernel, const ort::KernelContext* context,
-                          int64_t rows) {
+// What a call is asked for, of up to kMostCoarseRows rows.
+struct Asked {
+  bool is_few = false;  // else all outputs
+  int32_t exact[kMostCoarseRows];
+  const uint32_t* allowed = nullptr;
+};
+
+void check_rows(const Api& api, const Tensor& input, const char* name, int64_t rows,
+                int64_t numbers) {
+  if (elements(input) != rows * numbers)
+    fail(api, ort::kInvalidArgument, "%s: %s must have %s for each of %lld rows, found %lld", kName,
+         name, numbers == 1 ? "a number" : "a bit for each output", static_cast<long long>(rows),
+         static_cast<long long>(elements(input)));
+}
+
+Asked read_asked(const MatMulKernel& kernel, const ort::KernelContext* context, int64_t rows) {
   const Api& api = kernel.api;
-  const ort::Value* value = optional_input(api, context, kExact);
-  if (!value) return nullptr;
-  const Tensor exact = describe(api, "exact", value);
-  if (elements(exact) != rows)
-    fail(api, ort::kInvalidArgument,
-         "%s: exact must have a number for each of %lld rows, found %lld", kName,
-         static_cast<long long>(rows), static_cast<long long>(elements(exact)));
-  return exact.as<const int32_t>();
+  Asked asked;
+  const ort::Value* exact_value = optional_input(api, context, kExact);
+  const ort::Value* allowed_value = optional_input(api, context, kAllowed);
+  if (allowed_value && !exact_value)
+    fail(api, ort::kInvalidArgument, "%s: the input allowed needs exact", kName);
+  if (!exact_value) return asked;
+  const Tensor exact = describe(api, "exact", exact_value);
+  check_rows(api, exact, "exact", rows, 1);
+  if (allowed_value) {
+    const Tensor allowed = describe(api, "allowed", allowed_value);
+    if (elements(allowed)) {
+      check_rows(api, allowed, "allowed", rows, num_panels(kernel.settings));
+      asked.allowed = allowed.as<const uint32_t>();
+    }
+  }
+  asked.is_few = rows <= kMostCoarseRows;
+  const volatile int32_t* numbers = exact.as<const int32_t>();
+  for (int64_t row = 0; asked.is_few && row < rows; row++) asked.exact[row] = numbers[row];
+  std::atomic_thread_fence(std::memory_order_acquire);  // what is allowed was written before
+  return asked;
 }
 
 // Gives a call the memory of its summaries, if the node makes some, in which no row has one yet.
@@ -113,10 +144,7 @@ void read_summaries(const Api& api, ort::KernelContext* context, MatMul& call) {
          value ? "fourth output" : "summary_scales");
   if (!value) return;
   const Tensor scales = describe(api, "summary_scales", value);
-  if (elements(scales) != call.rows)
-    fail(api, ort::kInvalidArgument,
-         "%s: summary_scales must have a number for each of %lld rows, found %lld", kName,
-         static_cast<long long>(call.rows), static_cast<long long>(elements(scales)));
+  check_rows(api, scales, "summary_scales", call.rows, 1);
   void* data = nullptr;
   check(api.mutable_data(out, &data));
   call.summary_scales = scales.as<const float>();
@@ -138,15 +166,16 @@ void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
   if (!call.bias) refuse_input(api, context, kName, kBias, "bias");
   Parallel parallel{api, context};
   const MatMulKernels& kernels = *active_matmul();
-  const int32_t* exact = read_exact(kernel, context, call.rows);
+  const Asked asked = read_asked(kernel, context, call.rows);
   ProductLora lora = kernel.lora;
   const bool has_lora = read_optional_adapters(api, context, kName, kAdapters, lora.slots.max_rank,
                                                call.rows, {lora.place}, &lora.slots);
   if (has_lora && call.summaries)
     fail(api, ort::kInvalidArgument, "%s: summaries of outputs that adapters add to are not made",
          kName);
-  const int result = exact && kernel.coarse && !has_lora
-                         ? kernel.coarse->run(kernels, call, exact, parallel_for, &parallel)
+  const int result = asked.is_few && kernel.coarse && !has_lora
+                         ? kernel.coarse->run(kernels, call, asked.exact, asked.allowed,
+                                              parallel_for, &parallel)
                          : run_matmul(kernels, call, parallel_for, &parallel,
                                       has_lora ? &lora : nullptr);
   if (result != 0) check(parallel.status);
@@ -159,7 +188,8 @@ ort::CustomOp make_operator() {
   op.output_type_count = [](const ort::CustomOp*) { return size_t{4}; };
   op.input_type = [](const ort::CustomOp*, size_t index) -> int {
     if (index == kScales) return kStored;
-    if (index == kExact || index == kAdapters || index == kAdapterRanks) return ort::kInt32;
+    if (index == kExact || index == kAllowed) return ort::kInt32;
+    if (index == kAdapters || index == kAdapterRanks) return ort::kInt32;
     if (index == kAdapterWeights) return ort::kInt8;
     return index == kQuants ? ort::kUint8 : ort::kFloat;
   };

@@ -58,6 +58,9 @@ ONNXPORT_EXPORT void onnxport_sampling_summarize(const Kernels* kernels, const f
   kernels->summarize(row, count, scale, to);
 }
 
+// What this thread wrote before, other threads see before what it writes after.
+ONNXPORT_EXPORT void onnxport_sampling_fence() { __atomic_thread_fence(__ATOMIC_RELEASE); }
+
 // Does the rows of a batch on this thread, and on up to `num_threads` in all; a row gets the same
 // bits on any of them.
 ONNXPORT_EXPORT void onnxport_sampling_run(Batch* batch, int64_t num_threads) {

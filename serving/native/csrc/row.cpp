@@ -218,6 +218,57 @@ int64_t draw(const Kernels& kernels, const Row& row, const Request& request, Scr
   return draw_truncated(kernels, row, {row.range.maximum, scale}, request, s);
 }
 
+// The largest of a row's values whose bits are set, of equals the first. Groups that cannot have it
+// are passed over: their maxima are of all values. Where the model knew the mask, nothing but what
+// is allowed is large, and one group has it.
+class LikeliestAllowed {
+ public:
+  LikeliestAllowed(const Kernels& kernels, const Row& row, const uint32_t* mask)
+      : kernels_(kernels), row_(row), mask_(mask) {
+    const float* largest = row.summary.largest;
+    const int64_t chunks = num_chunks(row.count);
+    look_at(std::max_element(largest, largest + chunks) - largest);
+    for (int64_t chunk = 0; chunk < chunks; chunk++)
+      if (may_have(largest[chunk], chunk * kChunk)) look_at(chunk);
+  }
+
+  // -inf if no value is finite that is allowed.
+  float value() const { return value_; }
+  int64_t place() const { return place_; }
+
+ private:
+  bool may_have(float most, int64_t first) const {
+    return most > value_ || (most == value_ && first < place_);
+  }
+
+  void look_at(int64_t chunk) {
+    const int64_t end = std::min(row_.count, (chunk + 1) * kChunk);
+    for (int64_t first = chunk * kChunk; first < end; first += kGroup) {
+      if (!may_have(row_.summary.groups[first / kGroup], first)) continue;
+      const int64_t count = std::min(kGroup, end - first);
+      if (!(mask_[first / 32] | (count > 32 ? mask_[first / 32 + 1] : 0))) continue;
+      float kept[kGroup + kSlack];
+      kernels_.copy_allowed(row_.values + first, count, mask_ + first / 32, kept);
+      const float most = kernels_.scan(kept, count).maximum;
+      if (!may_have(most, first)) continue;
+      value_ = most;
+      place_ = first + (std::find(kept, kept + count, most) - kept);
+    }
+  }
+
+  const Kernels& kernels_;
+  const Row& row_;
+  const uint32_t* mask_;
+  float value_ = -INFINITY;
+  int64_t place_ = 0;
+};
+
+bool draw_likeliest(const Kernels& kernels, const Row& row, Request& request) {
+  const LikeliestAllowed likeliest(kernels, row, request.mask);
+  request.token = likeliest.place();
+  return std::isfinite(likeliest.value());
+}
+
 // Changes, draws from what is allowed, and puts back; false: there is nothing finite among it.
 bool draw_changed(const Batch& batch, float* logits, Request& request, Scratch& s) {
   const Changed changed(request, logits, s.undo);
@@ -277,12 +328,13 @@ Row look_at_changes(const Kernels& kernels, const Row& given, const float* logit
   return row;
 }
 
-// As draw_changed from a row that was looked at, and all of which is allowed.
+// As draw_changed from a row that was looked at, and all of which is allowed or the likeliest wanted.
 bool draw_patched(const Batch& batch, const Row& given, float* logits, Request& request,
                   Scratch& s) {
   const Changed changed(request, logits, s.undo);
   const Row row = look_at_changes(*batch.kernels, given, logits, s);
   if (!is_finite(row.range)) return false;
+  if (request.mask) return draw_likeliest(*batch.kernels, row, request);
   request.token = draw(*batch.kernels, row, request, s);
   return true;
 }
@@ -299,8 +351,10 @@ bool find_known(const Batch& batch, const float* logits, int64_t index, Row& row
 
 bool draw_known(const Batch& batch, const Row& given, float* logits, Request& request,
                 Scratch& s) {
-  if (request.allowed || request.mask) return draw_changed(batch, logits, request, s);
+  if (request.allowed || (request.mask && !request.greedy))
+    return draw_changed(batch, logits, request, s);
   if (has_changes(request)) return draw_patched(batch, given, logits, request, s);
+  if (request.mask) return draw_likeliest(*batch.kernels, given, request);
   request.token = draw(*batch.kernels, given, request, s);
   return true;
 }
