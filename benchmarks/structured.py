@@ -3,19 +3,17 @@
     python -m benchmarks.structured --artifact DIR [--rows 1,8,32] [--rounds 3] [--forms …]
         [--temperature 1.0]
 
-The artifact's weights are used with a made-up byte-level tokenizer that fills its vocabulary, so
-that an artifact of random weights, which has no tokenizer worth its name, can be measured with as
-many tokens as the real model has. Rounds alternate between with and without, and each has a form of
-its own, so that it begins without any masks from before. With temperature 0 the steps without have
-a coarse head where that pays, and those with a grammar have not. "Beside" is how long the masks
-of a step take, in the thread that computes them while the model runs.
+The artifact's weights are used with the tokenizer of `benchmarks/forms.py`, which fills its
+vocabulary. Rounds alternate between with and without, and each has a form of its own, so that it
+begins without any masks from before. With temperature 0 the steps without have a coarse head where
+that pays. "Beside" is how long the masks of a step take, in the thread that computes them while the
+model runs. `benchmarks.peers.openvino_structured` does the same with OpenVINO GenAI.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,9 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers
-
+from benchmarks.forms import END, FORMS, form_of, make_tokenizer
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.registry import open_model
@@ -41,54 +37,6 @@ from onnxport.serving.tokenizer import Tokenizer
 STEPS = 40
 WARM_UP = 8
 MOST_TOKENS = 400  # of a text; more than there are steps
-END = "<|end|>"
-RECORD = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "born": {"type": "string", "format": "date"},
-        "score": {"type": "number", "minimum": 0, "maximum": 100},
-        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
-        "parent": {"anyOf": [{"type": "null"}, {"$ref": "#"}]},
-    },
-    "required": ["name", "born", "score", "tags", "parent"],
-    "additionalProperties": False,
-}
-FORMS = ("json schema", "json object", "regex", "regex that counts")
-
-
-def form_of(name: str, number: int) -> StructuredOutputs:
-    """Return a form that no round before had, so that no masks of it are known yet."""
-    if name == "regex":
-        return StructuredOutputs(regex=rf"([a-z]{{2,8}} [0-9]{{1,3}}[,;] )+END{number}")
-    if name == "regex that counts":
-        return StructuredOutputs(regex=rf"([a-z]{{2,8}} [0-9]{{1,3}}[,;] ){{{500 + number}}}")
-    if name == "json object":  # as json_object is, but for a title, which changes nothing
-        return StructuredOutputs(json={"type": "object", "title": str(number)})
-    return StructuredOutputs(json={"type": "array", "items": RECORD, "minItems": 200 + number})
-
-
-def make_tokenizer(vocab_size: int) -> FastTokenizer:
-    """Return a byte-level tokenizer of as many tokens: bytes, words, punctuation, digits."""
-    dice = random.Random(0)
-    letters = "etaoinshrdlucmfwypvbgkjqxz"
-    weights = [12, 9, 8, 8, 7, 7, 6, 6, 6, 4, 4, 3, 3, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1]
-    ends = ["", "", "", '":', '",', ",", ".", "}", "]", '"', "\u010a", "()", ";"]
-    vocab = {
-        char: number for number, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    }
-    while len(vocab) < vocab_size - 1:
-        word = "".join(dice.choices(letters, weights, k=dice.randint(1, 9)))
-        if dice.random() < 0.1:
-            word = str(dice.randrange(10**5))
-        word = word.capitalize() if dice.random() < 0.2 else word
-        start = dice.choice(["", "\u0120", "\u0120", '"', '{"', "\u0120\u0120"])
-        vocab.setdefault(start + word + dice.choice(ends), len(vocab))
-    tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([END])
-    return tokenizer
 
 
 def open_with_tokenizer(path: Path) -> Engine:
@@ -168,7 +116,7 @@ def main() -> None:
             sampling.grammar_masks = timed(grammar_masks, beside)
             for _ in range(arguments.rounds):
                 number = next(numbers)
-                form = form_of(name, number)
+                form = StructuredOutputs(**form_of(name, number))
                 without.append(step_ms(engine, rows, number, None, arguments.temperature))
                 with_form.append(step_ms(engine, rows, number, form, arguments.temperature))
             left, right = median(without), median(with_form)
