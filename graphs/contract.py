@@ -23,7 +23,11 @@ LOGITS_INDICES: Final = "logits_indices"  # int32 [num_logits], rows of input_id
 # no rows. What is not allowed may be any finite number, and ALL_ALLOWED asks for all that is. A
 # row's number may be written while the graph runs, once its words are: while it is 0, these are
 # not read.
+# A row may draw from all that it may get, as graphs/noise.py says: by its random number, and what
+# its logits are multiplied by, for which the largest ones are then those with the largest sums. A
+# factor of 0, or no rows, means the logits as they are.
 EXACT_LOGITS: Final = "exact_logits"  # int32 [num_logits]
+RACES: Final = "races"  # float64 [num_races, 2]
 ALLOWED_TOKENS: Final = "allowed_tokens"  # int32 [num_allowed, mask_words(vocab)]
 ALL_ALLOWED: Final = -1
 
@@ -54,6 +58,7 @@ BATCH_PLUS_ONE: Final = "batch_plus_one"
 MAX_NUM_BLOCKS: Final = "max_num_blocks"
 NUM_LOGITS: Final = "num_logits"
 NUM_ALLOWED: Final = "num_allowed"  # num_logits or 0
+NUM_RACES: Final = "num_races"  # num_logits or 0
 NUM_BLOCKS: Final = "num_blocks"
 BLOCK_SIZE: Final = "block_size"
 

@@ -198,6 +198,9 @@ class StepInputs:
     # contract.ALL_ALLOWED then. While `run` runs, a thread may fill rows of which that number is 0,
     # and set it afterwards.
     allowed_tokens: NDArray[np.int32] | None = None
+    # [num_logits, 2], contract.RACES: the random number of a row that draws from all, and what its
+    # logits are multiplied by, 0 where it does not. None: no row does.
+    races: NDArray[np.float64] | None = None
     # What `run` is to tell of each row of logits besides, contract.SUMMARY_SCALES; and where to,
     # [num_logits, contract.summary_floats(vocab)]. None: nothing. Only where `summarizes_logits`.
     summary_scales: NDArray[np.float32] | None = None
@@ -219,7 +222,8 @@ class Model(Protocol):
         k-th are what they would be if all had been asked for. Each of the others is less than the
         k-th, and need not be what it would be: what draws among the k largest draws the same. A
         model may miss one of them with a chance of at most 2.3e-11 (docs/providers.md). Rows
-        with logits that are not finite are exact. All that is said of the tokens that
+        with logits that are not finite are exact. Where `races` has a factor for the row, the
+        largest logits are those with the largest sums. All that is said of the tokens that
         `allowed_tokens` allows the row, if there are such; logits of others may be any finite
         numbers, or what they are. A model may always return all of them exact;
         `takes_exact_logits` says whether it would gain by not doing so.

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from onnxport.errors import CapacityError, DeviceLostError, ProviderError
 from onnxport.graphs.contract import ALL_ALLOWED, mask_words
 from onnxport.graphs.lora import LoraAdapter
+from onnxport.graphs.noise import Noise
 from onnxport.providers.base import Capabilities, KVFormat, StepInputs
 from onnxport.providers.blocks import HostBlocks, plain_layout
 
@@ -132,7 +133,7 @@ class NullModel:
         at = inputs.logits_indices
         logits = self._logits(hashes[rows[at], positions[at]])
         if inputs.exact_logits is not None and self.options.takes_exact_logits:
-            _keep_largest(logits, inputs.exact_logits, inputs.allowed_tokens)
+            _keep_largest(logits, inputs)
         return logits
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -232,22 +233,28 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def _keep_largest(
-    logits: NDArray[np.float32], counts: NDArray[np.int32], allowed: NDArray[np.int32] | None
-) -> None:
-    """Replace all logits, [num_logits, vocab], that `StepInputs` does not ask for."""
-    for number, count in enumerate(counts.tolist()):
+def _keep_largest(logits: NDArray[np.float32], inputs: StepInputs) -> None:
+    """Replace all logits, [num_logits, vocab], that a step does not ask for."""
+    assert inputs.exact_logits is not None
+    allowed, races = inputs.allowed_tokens, inputs.races
+    for number, count in enumerate(inputs.exact_logits.tolist()):
         row = logits[number]
         if not count:
             continue
         places = np.arange(len(row))
         if allowed is not None:
             places = places[(allowed[number][places // 32] >> (places % 32) & 1) == 1]
-        counted = row[places]
-        if 0 < count < len(counted):
-            counted[counted < np.partition(counted, -count)[-count]] = counted.min()
+        kept = row[places]
+        if 0 < count < len(kept):
+            uniform, factor = (0.0, 0.0) if races is None else races[number].tolist()
+            sums = kept.astype(np.float64)
+            if factor:
+                noise = Noise(uniform, len(row))
+                sums = sums * factor + noise.of(np.arange(len(noise.most))).ravel()[places]
+            # What is less has an even smaller sum then.
+            kept[sums < np.partition(sums, -count)[-count]] = kept.min() - (1e6 if factor else 0)
         row[:] = row.max() + 1
-        row[places] = counted
+        row[places] = kept
 
 
 def _adapter_mark(adapter: LoraAdapter) -> int:
@@ -309,6 +316,13 @@ def check_inputs(inputs: StepInputs, limits: Capabilities) -> None:
         assert allowed.dtype == np.int32
         assert allowed.shape == (len(inputs.logits_indices), mask_words(limits.vocab_size))
         assert allowed.flags.c_contiguous
+    if inputs.races is not None:
+        races = inputs.races
+        assert inputs.exact_logits is not None
+        assert races.dtype == np.float64
+        assert races.shape == (len(inputs.logits_indices), 2)
+        assert ((races[:, 0] >= 0) & (races[:, 0] < 1)).all()
+        assert (races[:, 1] >= 0).all()
     indices = inputs.logits_indices
     assert len(indices) >= 1
     assert ((indices >= 0) & (indices < num_tokens)).all()

@@ -75,6 +75,7 @@ class OrtModel(Transfers):
         self._all_logits = np.zeros(0, np.int32)  # as EXACT_LOGITS: all of each row
         # As ALLOWED_TOKENS: all of each row.
         self._all_tokens = np.zeros((0, contract.mask_words(capabilities.vocab_size)), np.int32)
+        self._no_races = np.zeros((0, 2))  # as RACES
         self._summarizes = contract.SUMMARY_SCALES in self._input_names
         self._no_scales = np.zeros(0, np.float32)  # as SUMMARY_SCALES: nothing of any row
         self._no_summaries = self._summaries = np.zeros((0, 0), np.float32)
@@ -160,21 +161,26 @@ class OrtModel(Transfers):
             self._bind_input(
                 contract.ALLOWED_TOKENS, self._all_tokens if allowed is None else allowed
             )
+            races = inputs.races
+            self._bind_input(contract.RACES, self._no_races if races is None else races)
         if self._summarizes:
             self._bind_summaries(inputs)
         if MEMORY_PLAN in self._input_names:
             dimension = plan_dimension(
                 inputs,
                 has_slots=self._adapters is not None,
-                per_logit=1
-                + self._takes_exact_logits
-                + (self._takes_exact_logits and inputs.allowed_tokens is not None)
-                + self._summarizes,
+                per_logit=1 + self._summarizes + self._num_asked(inputs),
             )
             self._bind_plan(dimension)
         logits = self._bind_logits(len(inputs.logits_indices))
         self._session.run_with_iobinding(self._binding, self._run_options)
         return logits
+
+    def _num_asked(self, inputs: StepInputs) -> int:
+        """How many inputs tell of each row which logits are wanted."""
+        if not self._takes_exact_logits:
+            return 0
+        return 1 + (inputs.allowed_tokens is not None) + (inputs.races is not None)
 
     def _bind_input(self, name: str, array: NDArray[Any]) -> None:
         """Let the next run read the array; a device copies it now.

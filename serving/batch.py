@@ -18,8 +18,9 @@ from onnxport.providers.base import StepInputs
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.narrowing import EVERY_TOKEN, may_narrow
 from onnxport.serving.request import Request
+from onnxport.serving.sampler import uniform
 
-Number = TypeVar("Number", np.int32, np.int64, np.float32)
+Number = TypeVar("Number", np.int32, np.int64, np.float32, np.float64)
 
 
 class BatchPacker:
@@ -69,6 +70,7 @@ class BatchPacker:
         self._exact: list[int] = []  # what was packed there
         self._mask_words = mask_words
         self._allowed_tokens = _Buffer(np.int32, 0)
+        self._races = _Buffer(np.float64, 2 * max_num_seqs)
         self._summary_floats = summary_floats
         self._summary_scales = _Buffer(np.float32, max_num_seqs)
         self._summaries = _Buffer(np.float32, max_num_seqs * summary_floats)
@@ -90,6 +92,7 @@ class BatchPacker:
         ends = list(accumulate(plan.num_new))
         total = list(map(operator.add, plan.num_past, plan.num_new))
         exact, allowed = self._pack_allowed(plan)
+        races = _races(plan) if exact is not None else None
         scales = _summary_scales(plan) if self._summary_floats else None
         return StepInputs(
             input_ids=self._pack_input_ids(plan, ends[-1]),
@@ -101,6 +104,7 @@ class BatchPacker:
             adapter_slots=_adapter_slots(plan),
             exact_logits=exact,
             allowed_tokens=allowed,
+            races=None if races is None else self._pack_races(races),
             summary_scales=None if scales is None else self._summary_scales.fill(scales),
             summaries=None if scales is None else self._room_for_summaries(len(scales)),
         )
@@ -129,6 +133,11 @@ class BatchPacker:
                 allowed[start:end] = EVERY_TOKEN if words is None else words
         return exact, allowed
 
+    def _pack_races(self, races: list[float]) -> NDArray[np.float64]:
+        packed = self._races.shaped((len(races) // 2, 2))
+        self._races.view[: len(races)] = array("d", races)
+        return packed
+
     def _room_for_summaries(self, rows: int) -> NDArray[np.float32]:
         return self._summaries.shaped((rows, self._summary_floats))
 
@@ -139,6 +148,8 @@ class BatchPacker:
         self._metadata.fill([1, max(plan.num_past) + 1, min(plan.num_past) + 1])
         if inputs.allowed_tokens is not None:
             self._exact_logits.fill(self._exact)
+        if inputs.races is not None and (races := _races(plan)) is not None:
+            self._pack_races(races)
         table = inputs.block_table
         width = table.shape[1]
         for row, num_new in enumerate(plan.num_new_blocks):
@@ -186,7 +197,12 @@ def _follows(plan: StepPlan, last: StepPlan) -> bool:
     return plan.requests is last.requests and plan.num_new is last.num_new
 
 
-_CODES: dict[type, Literal["q", "i", "f"]] = {np.int64: "q", np.int32: "i", np.float32: "f"}
+_CODES: dict[type, Literal["q", "i", "f", "d"]] = {
+    np.int64: "q",
+    np.int32: "i",
+    np.float32: "f",
+    np.float64: "d",
+}
 
 
 class _Buffer(Generic[Number]):
@@ -247,10 +263,30 @@ def _logits_indices(plan: StepPlan, ends: list[int]) -> list[int]:
 
 
 def _exact(request: Request, is_narrowed: bool) -> int:
-    """Return how many logits of a row have to be exact, by what is known before the model runs."""
+    """Return how many logits of a row have to be exact, by what is known before the model runs.
+
+    Siblings draw from the same logits, each by a number of its own.
+    """
+    if request.per_unit and request.siblings:
+        return 0
     if is_narrowed:
         return 0 if request.grammar else request.exact_allowed
     return 0 if request.scores_missing else request.exact_logits
+
+
+def _races(plan: StepPlan) -> list[float] | None:
+    """Return contract.RACES, two numbers a row of logits; None where no row draws from all."""
+    if not any(request.per_unit for request in plan.requests):
+        return None
+    races: list[float] = []
+    for request, count in zip(plan.requests, plan.num_logits, strict=True):
+        if request.per_unit:
+            first = len(request.tokens)
+            for position in range(first, first + count):
+                races += (uniform(request.seed, position), request.per_unit)
+        else:
+            races += [0.0] * (2 * count)
+    return races
 
 
 def _summary_scales(plan: StepPlan) -> list[float] | None:

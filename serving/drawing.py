@@ -1,8 +1,8 @@
 """Drawing: from logits and a random number to a token.
 
 The vocabulary is wide (152k) and most of it is never looked at twice: `min_p`, `top_k` and `top_p`
-find the few likeliest tokens without sorting the rest; rows that are only tempered find their token
-by cumulative sums over chunks of the vocabulary.
+find the few likeliest tokens without sorting the rest; rows that are only tempered find theirs as
+the one with the largest sum of its logit and a random number of its own.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.graphs.contract import ALL_ALLOWED, NO_SUMMARY, NO_SUMS
+from onnxport.graphs.noise import GROUP, LEAST_TEMPERATURE, Noise, per_unit
 from onnxport.serving.edits import Floats, Ids, RowEdits
 from onnxport.serving.topm import top_m
 
 BLOCK_ELEMENTS = 1 << 18  # logits worked on at once: 1 MiB of float32, which stays in a CPU cache
 RUN_ELEMENTS = 1 << 21  # logits of which the largest are sought at once: bounds what that allocates
 FIRST_NUCLEUS = 64  # likeliest tokens among which a nucleus is first looked for
-CHUNK = 256  # tokens summed up together
 LOG2_E = 1.4426950408889634
-LEAST_TEMPERATURE = 1e-20  # a smaller one has no inverse in float32
 MOST_EXACT = 64  # largest logits of a row that are worth telling the model of
 
 
@@ -33,7 +32,7 @@ class RowParams(NamedTuple):
     temperature: float = 0.0  # 0: greedy
     top_k: int | None = None
     top_p: float = 1.0
-    uniform: float = 0.0  # the row's random number, in [0, 1); unused when greedy
+    uniform: float = 0.0  # the row's random number, in [0, 1), 53 bits; unused when greedy
     num_logprobs: int | None = None  # None: no logprobs; n: the sampled token and the n likeliest
     min_p: float = 0.0
     edits: RowEdits | None = None  # what changes in the logits before a token is drawn
@@ -46,6 +45,11 @@ class RowParams(NamedTuple):
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
+    def per_unit(self) -> float:
+        """What logits are multiplied by where one is drawn from all; else 0."""
+        return 0.0 if self.greedy or self.truncated else per_unit(self.temperature)
+
+    @property
     def truncated(self) -> bool:
         """Whether some tokens are left out before one is drawn."""
         return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
@@ -54,15 +58,16 @@ class RowParams(NamedTuple):
 def exact_logits(row: RowParams, lowered: int | None = 0) -> int:
     """Return how many of the largest logits decide all that comes of a row; 0: any of them may.
 
-    `top_p` and `min_p` choose among the `top_k` largest, and `min_p` compares with the very
-    largest. Log probabilities look at others. Where some logits are lowered first, as many more
-    count: at least `top_k` of them stay what they are, and all others are less still.
+    For a row that draws from all these are the largest sums of logits and noise. `top_p` and
+    `min_p` choose among the `top_k` largest, and `min_p` compares with the very largest. Log
+    probabilities look at others. Where some logits are lowered first, as many more count: at least
+    `top_k` of them stay what they are, and all others are less still.
 
     Args:
         row: how it is sampled; not its edits and mask.
         lowered: how many logits these lower, at most; None: they raise some, or forbid most.
     """
-    count = 1 if row.greedy else row.top_k
+    count = 1 if row.greedy or not row.truncated else row.top_k
     if row.num_logprobs is not None or lowered is None or count is None:
         return 0
     return count + lowered if count + lowered <= MOST_EXACT else 0
@@ -93,9 +98,9 @@ def summary_scale(row: RowParams, *, is_edited: bool, is_masked: bool) -> float:
     """
     if row.num_logprobs is not None:
         return LOG2_E
-    if is_masked and not row.greedy:
+    if is_masked and row.truncated and not row.greedy:
         return NO_SUMMARY
-    if is_edited or row.greedy or row.top_k is not None or row.min_p > 0.0:
+    if is_edited or not row.truncated or row.greedy or row.top_k is not None or row.min_p > 0.0:
         return NO_SUMS
     return LOG2_E / max(row.temperature, LEAST_TEMPERATURE)
 
@@ -113,8 +118,8 @@ def draw(logits: Floats, rows: Sequence[RowParams], numbers: Sequence[int]) -> I
     """
     tokens = np.zeros(len(rows), np.int64)
     full = [row for row in numbers if not rows[row].truncated]
-    if full:
-        tokens[full] = _draw_full(logits, rows, full)
+    for row in full:
+        tokens[row] = draw_full(logits[row], rows[row])
     by_limit: dict[int, list[int]] = {}
     for row in numbers:
         if rows[row].truncated:
@@ -173,34 +178,21 @@ def _blocks(
         )
 
 
-def _draw_full(logits: Floats, rows: Sequence[RowParams], numbers: Sequence[int]) -> Ids:
-    """Draw from the whole vocabulary, for each of the rows `numbers`."""
-    tokens = np.empty(len(numbers), np.int64)
-    for part, params, weights in _blocks(logits, rows, numbers):
-        tokens[part] = _draw_by_sums(weights, params)
-    return tokens
+def draw_full(logits: Floats, row: RowParams) -> int:
+    """Draw from all tokens of one row, float32 [vocab], with a finite maximum: see `Noise`.
 
-
-def _draw_by_sums(weights: Floats, rows: Sequence[RowParams]) -> Ids:
-    """Return the token at which the cumulative sum passes the row's number.
-
-    The chunk is found first, then the token inside it.
+    Most groups of tokens have no sum that is large enough, by their largest logit and number.
     """
-    vocab = weights.shape[1]
-    sums = np.add.reduceat(weights, np.arange(0, vocab, CHUNK), axis=1)
-    sums = np.cumsum(sums, axis=1, dtype=np.float64)
-    targets = np.array([row.uniform for row in rows]) * sums[:, -1]
-    chunks = (sums > targets[:, None]).argmax(axis=1)
-    lines = np.arange(len(rows))
-    targets -= np.where(chunks > 0, sums[lines, chunks - 1], 0.0)
-    columns = chunks[:, None] * CHUNK + np.arange(CHUNK)
-    inside = weights[lines[:, None], np.minimum(columns, vocab - 1)]
-    inside[columns >= vocab] = 0.0
-    sums = inside.cumsum(axis=1, dtype=np.float64)
-    # Rounding may put the number just beyond the chunk: then its last possible token is meant.
-    passed = sums > np.minimum(targets, np.nextafter(sums[:, -1], 0.0))[:, None]
-    tokens: NDArray[np.int64] = columns[lines, passed.argmax(axis=1)]
-    return tokens
+    noise = Noise(row.uniform, len(logits))
+    padded = np.full(len(noise.most) * GROUP, -np.inf, np.float32)
+    padded[: len(logits)] = logits
+    scaled = padded.reshape(-1, GROUP) * per_unit(row.temperature)
+    most = scaled.max(axis=1) + noise.most
+    best = most.argmax(keepdims=True)
+    least = (scaled[best] + noise.of(best)).max()
+    likely = np.flatnonzero(most >= least)
+    place = int((scaled[likely] + noise.of(likely)).argmax())
+    return int(likely[place // GROUP]) * GROUP + place % GROUP
 
 
 def _draw_truncated(

@@ -52,20 +52,25 @@ def _draw_allowed(logits: Floats, rows: Sequence[RowParams]) -> tuple[Ids, set[i
     Rows of few allowed tokens are drawn from a narrow copy. Its width depends on the row alone, so
     that rounding is the same in any batch.
     """
+    tokens = np.zeros(len(rows), np.int64)
+    invalid: set[int] = set()
     free: list[int] = []
     narrow: dict[int, list[tuple[int, Ids]]] = {}  # by width, a power of 2
     for index, row in enumerate(rows):
         ids = _allowed_ids(row, logits.shape[1])
         if ids is None:
             free.append(index)
+        elif not row.truncated and not row.greedy:  # random numbers are of tokens, not of places
+            own = np.full((1, logits.shape[1]), -np.inf, np.float32)
+            own[0, ids] = logits[index, ids]
+            [tokens[index]], failed = _draw(own, [row])
+            invalid |= {index for _ in failed}
         else:
             narrow.setdefault(1 << len(ids).bit_length(), []).append((index, ids))
-    if not narrow:
-        return _draw(logits, rows)
-    tokens = np.zeros(len(rows), np.int64)
-    invalid: set[int] = set()
     if free:
-        tokens, invalid = _draw(logits, rows, free)
+        found, failed = _draw(logits, rows, free)
+        tokens[free] = found[free]
+        invalid |= failed
     for width, group in narrow.items():
         few = np.full((len(group), width), -np.inf, np.float32)
         for line, (index, ids) in enumerate(group):

@@ -59,6 +59,7 @@ class Request:
             one, of unchanged logits, and nothing else is asked.
         exact_logits: see `drawing.exact_logits`; the prompt's log probabilities are not counted.
         exact_allowed: see `drawing.exact_allowed`, likewise; 0 where it may get any token.
+        per_unit: see `RowParams.per_unit`.
         allowed_words: which tokens it may get, whatever the grammar says; None: all. int32
             [mask_words(vocab)].
         summary_scale: what the model should tell of its logits; see `drawing.summary_scale`.
@@ -90,6 +91,7 @@ class Request:
         "num_prompt_tokens",
         "options",
         "params",
+        "per_unit",
         "plain",
         "prompt",
         "rank",
@@ -147,6 +149,7 @@ class Request:
             lowered = rules.most_lowered(len(tokens), max_total_tokens - len(tokens))
         self.allowed_words = None if rules is None else rules.allowed_words
         may_get_any = grammar is None and self.allowed_words is None
+        self.per_unit = self.row.per_unit
         self.exact_logits = exact_logits(self.row, lowered) if may_get_any else 0
         self.exact_allowed = 0 if may_get_any else exact_allowed(self.row, lowered)
         self.summary_scale = summary_scale(

@@ -1,7 +1,8 @@
 """Let the output head compute no more logits exactly than a step needs.
 
 A decode step waits for memory, and the 8-bit head is a third and more of all weights that it reads.
-Greedy and top-k sampling look at few logits of a row. `onnxport.MatMulNBits` keeps four bits of
+Greedy and top-k sampling look at few logits of a row, and so does drawing from all of them, where
+each has its random number. `onnxport.MatMulNBits` keeps four bits of
 each weight of such a product besides all eight, reads these first, and reads all eight only where
 one of a row's largest outputs may be; a graph input says how many of these there have to be.
 Another one says which tokens a row may get at all: weights of tokens that no row may get are not
@@ -26,10 +27,11 @@ _BITS: Final = 8
 _BIAS: Final = 5  # the inputs' places, behind skip and gamma
 _EXACT: Final = 6
 _ALLOWED: Final = 12  # behind what is for summaries, and for adapters
+_RACES: Final = 13
 
 
 def use_coarse_head(model: onnx.ModelProto) -> PassResult:
-    """Give the product that makes the logits, and the graph, EXACT_LOGITS and ALLOWED_TOKENS.
+    """Give the product of the logits, and the graph, EXACT_LOGITS, ALLOWED_TOKENS and RACES.
 
     That is done for 8 bits, LEAST_OUTPUTS or more, and no bias, where nothing in the graph reads
     the logits.
@@ -42,10 +44,12 @@ def use_coarse_head(model: onnx.ModelProto) -> PassResult:
         return PassResult("coarse_head", copy, {})
     set_input(node, _EXACT, contract.EXACT_LOGITS)
     set_input(node, _ALLOWED, contract.ALLOWED_TOKENS)
+    set_input(node, _RACES, contract.RACES)
     info, kind = onnx.helper.make_tensor_value_info, TensorProto.INT32
     dims = [contract.NUM_ALLOWED, contract.mask_words(attribute_int(node, "N", 0))]
     copy.graph.input.append(info(contract.EXACT_LOGITS, kind, [rows]))
     copy.graph.input.append(info(contract.ALLOWED_TOKENS, kind, dims))
+    copy.graph.input.append(info(contract.RACES, TensorProto.DOUBLE, [contract.NUM_RACES, 2]))
     return PassResult("coarse_head", copy, {"heads that compute no more than is asked for": 1})
 
 

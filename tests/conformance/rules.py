@@ -3,10 +3,8 @@
 One number decides: by how much a logit may be off. If no logit is off by more than e, then
 
 - the greedy token is one whose reference logit is at most 2 e below the best one;
-- cumulative probabilities are off by at most tanh(e / 2). (The worst case raises the logits of
-  some tokens by e and lowers all others by e, which moves the log-odds of the former by 2 e; the
-  logistic function gains most around 0: s(e) - s(-e) = tanh(e / 2).) So the token drawn with the
-  random number u is one that the reference draws with a number at most that far from u.
+- the token drawn from all is one whose sum of reference logit and noise, at temperature 1, is at
+  most 2 e below the largest one.
 
 Both are asked of each token after the tokens that the lane itself chose before it. Two ways to
 compute a sequence may therefore part only where the reference sees a near tie.
@@ -21,6 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.graphs.noise import Noise
 from onnxport.providers.base import Capabilities
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.sampler import uniform
@@ -79,18 +78,15 @@ def check_tokens(
     most = rule.max_diff * float(logits.std())
     for at, (row, token) in enumerate(zip(logits, tokens, strict=True)):
         where = f"token {at} of a prompt of {len(prompt)}"
-        if params.greedy:
-            short = row.max() - row[token]
-            assert short <= 2 * most, (
-                f"{where} is {short:.2g} below the best; {2 * most:.2g} may be"
-            )
-            continue
-        assert params.temperature == 1.0
-        assert params.seed is not None
-        weights = np.exp(row - row.max())
-        ends = np.cumsum(weights) / weights.sum()
-        start, end = (ends[token - 1] if token else 0.0), ends[token]
-        number = uniform(params.seed, len(prompt) + at)
-        far = max(start - number, number - end, 0.0)
-        limit = np.tanh(most / 2)
-        assert far <= limit, f"{where} is drawn {far:.2g} from its range; {limit:.2g} may be"
+        if not params.greedy:
+            assert params.temperature == 1.0
+            assert params.seed is not None
+            row = row + noise(uniform(params.seed, len(prompt) + at), len(row))
+        short = row.max() - row[token]
+        assert short <= 2 * most, f"{where} is {short:.2g} below the best; {2 * most:.2g} may be"
+
+
+def noise(number: float, vocab: int) -> NDArray[np.float64]:
+    """What is added to each logit."""
+    found = Noise(number, vocab)
+    return found.of(np.arange(len(found.most))).ravel()[:vocab]

@@ -13,7 +13,7 @@ from onnxport.graphs.passes.coarse_head import LEAST_OUTPUTS, coarse_head_bytes,
 from tests.kernels import matmul_cases, norm_cases
 
 K, N = 96, LEAST_OUTPUTS
-ASKED = [contract.EXACT_LOGITS, *[""] * 5, contract.ALLOWED_TOKENS]
+ASKED = [contract.EXACT_LOGITS, *[""] * 5, contract.ALLOWED_TOKENS, contract.RACES]
 FIRED = {"heads that compute no more than is asked for": 1}
 
 
@@ -48,8 +48,9 @@ def test_it_gets_an_input_for_each_row_of_logits() -> None:
     wanted = [
         info(contract.EXACT_LOGITS, kind, [contract.NUM_LOGITS]),
         info(contract.ALLOWED_TOKENS, kind, [contract.NUM_ALLOWED, N // 32]),
+        info(contract.RACES, TensorProto.DOUBLE, [contract.NUM_RACES, 2]),
     ]
-    assert list(result.model.graph.input[-2:]) == wanted
+    assert list(result.model.graph.input[-3:]) == wanted
     assert not use_coarse_head(result.model).changes
 
 

@@ -9,13 +9,14 @@ these.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from onnxport.graphs.noise import GROUP, Noise
 from tests.kernels import matmul_cases
 from tests.kernels.matmul_cases import Floats, MatMulCase
 
@@ -46,11 +47,13 @@ class Asked(NamedTuple):
 
     exact: NDArray[np.int32]  # [rows]
     allowed: NDArray[np.int32] | None = None  # [rows, words]; None: all
+    races: NDArray[np.float64] | None = None  # [rows, 2]: number, 1 / temperature or 0; None: none
 
-    def feeds(self) -> dict[str, NDArray[np.int32]]:
-        """As inputs of a model that `add_allowed` made."""
+    def feeds(self) -> dict[str, NDArray[Any]]:
+        """As inputs of a model that `add_asked` made."""
         words = np.empty((0, 1), np.int32) if self.allowed is None else self.allowed
-        return {"exact": self.exact, "allowed": words}
+        races = np.empty((0, 2)) if self.races is None else self.races
+        return {"exact": self.exact, "allowed": words, "races": races}
 
 
 def random_allowed(rng: np.random.Generator, rows: int, n: int) -> NDArray[np.int32]:
@@ -72,10 +75,18 @@ def random_allowed(rng: np.random.Generator, rows: int, n: int) -> NDArray[np.in
 def random_asked(rng: np.random.Generator, rows: int, n: int) -> Asked:
     """Some calls allow all outputs of all rows; in others some rows ask for all that is allowed."""
     exact = random_exact(rng, rows)
+    races = random_races(rng, rows) if rng.random() < 0.5 else None
     if rng.random() < 0.3:
-        return Asked(exact)
+        return Asked(exact, None, races)
     exact[rng.random(rows) < rng.choice([0.0, 0.3, 1.0])] = ALL_ALLOWED
-    return Asked(exact, random_allowed(rng, rows, n))
+    return Asked(exact, random_allowed(rng, rows, n), races)
+
+
+def random_races(rng: np.random.Generator, rows: int) -> NDArray[np.float64]:
+    """Some rows take the largest outputs, others draw, at any temperature."""
+    races = np.stack([rng.random(rows), 10.0 ** rng.uniform(-3, 3, rows)], axis=1)
+    races[rng.random(rows) < 0.3] = 0
+    return races
 
 
 def case_of(levels: NDArray[np.int64], x: Floats, scales: Floats | float = 0.01) -> MatMulCase:
@@ -199,13 +210,14 @@ def add_exact(serialized: bytes) -> bytes:
     return of.SerializeToString()
 
 
-def add_allowed(serialized: bytes) -> bytes:
-    """The model with the inputs `exact` and `allowed`."""
+def add_asked(serialized: bytes) -> bytes:
+    """The model with the inputs `exact`, `allowed` and `races`."""
     of = onnx.load_from_string(add_exact(serialized))
     node = of.graph.node[0]
-    node.input.extend([""] * (12 - len(node.input)) + ["allowed"])
-    dims = ["some", "words"]
-    of.graph.input.append(helper.make_tensor_value_info("allowed", TensorProto.INT32, dims))
+    node.input.extend([""] * (12 - len(node.input)) + ["allowed", "races"])
+    info, dims = helper.make_tensor_value_info, ["some", "words"]
+    of.graph.input.append(info("allowed", TensorProto.INT32, dims))
+    of.graph.input.append(info("races", TensorProto.DOUBLE, ["drawn", 2]))
     return of.SerializeToString()
 
 
@@ -224,20 +236,31 @@ def check(
     whole: Floats,
     exact: NDArray[np.int32],
     allowed: NDArray[np.int32] | None = None,
+    races: NDArray[np.float64] | None = None,
 ) -> None:
-    """Checks outputs [rows, N] against those of the whole product."""
+    """Checks outputs [rows, N] against those of the whole product.
+
+    What a row draws by is larger by its noise: that is what must hold of these sums.
+    """
     for row, count in enumerate(exact):
         got, wanted = found[row], whole[row]
+        noise = np.zeros(len(wanted))
+        scale = 1.0
+        if races is not None and races[row, 1] > 0:
+            groups = np.arange(-(-len(wanted) // GROUP))
+            scale = races[row, 1]
+            noise = Noise(races[row, 0], len(wanted)).of(groups).ravel()[: len(wanted)]
         if allowed is not None:
             bits = bits_of(allowed[row], len(wanted))
             assert np.isfinite(got[~bits]).all(), row
-            got, wanted = got[bits], wanted[bits]
+            got, wanted, noise = got[bits], wanted[bits], noise[bits]
         if not len(wanted):
             continue
-        last = np.sort(wanted)[0 if count == ALL_ALLOWED else -min(count, len(wanted))]
-        largest = wanted >= last
+        sums = wanted * scale + noise
+        last = np.sort(sums)[0 if count == ALL_ALLOWED else -min(count, len(wanted))]
+        largest = sums >= last
         assert got[largest].tobytes() == wanted[largest].tobytes(), row
-        assert np.all(got[~largest] < last), row
+        assert np.all(got[~largest] * scale + noise[~largest] < last), row
 
 
 def bits_of(words: NDArray[np.int32], n: int) -> NDArray[np.bool_]:

@@ -68,10 +68,11 @@ Stored read_product() {
   return stored;
 }
 
-// How many of each row's outputs must be exact, and which are allowed; empty: all.
+// How many of each row's outputs must be exact, which are allowed, empty: all, and how it draws.
 struct Asked {
   std::vector<int32_t> exact;
   std::vector<uint32_t> allowed;
+  std::vector<onnxport::Race> races;  // empty: none
 };
 
 std::vector<Asked> read_calls(const MatMul& m) {
@@ -79,6 +80,7 @@ std::vector<Asked> read_calls(const MatMul& m) {
   for (Asked& asked : calls) {
     asked.exact = read_array<int32_t>(m.rows);
     if (read_array<int64_t>(1)[0]) asked.allowed = read_array<uint32_t>(m.rows * num_panels(m));
+    if (read_array<int64_t>(1)[0]) asked.races = read_array<onnxport::Race>(m.rows);
   }
   return calls;
 }
@@ -140,7 +142,8 @@ void run_coarse() {
     const Asked& asked = calls[i];
     results[i] = coarse.run(*onnxport::active_matmul(), call, asked.exact.data(),
                             asked.allowed.empty() ? nullptr : asked.allowed.data(),
-                            run_on_threads, nullptr);
+                            asked.races.empty() ? nullptr : asked.races.data(), run_on_threads,
+                            nullptr);
   };
   std::vector<std::thread> threads;
   for (size_t i = 0; i < calls.size(); i++)

@@ -94,9 +94,11 @@ def run_coarse(
     parts, shapes = [struct.pack("3q", 0, 0, len(cases))], []
     for case, calls in cases:
         parts += [_serialize(case), struct.pack("q", len(calls))]
-        for exact, allowed in calls:
-            words = b"" if allowed is None else allowed.tobytes()
-            parts += [exact.tobytes(), struct.pack("q", allowed is not None), words]
+        for exact, *optional in calls:
+            parts.append(exact.tobytes())
+            for given in optional:
+                parts.append(struct.pack("q", given is not None))
+                parts.append(b"" if given is None else given.tobytes())
         parts.append(struct.pack("q", at_once))
         shapes += [(len(case.x), case.n)] * len(calls)
     found = iter(_run_bytes([*command, isa], b"".join(parts), shapes))

@@ -31,13 +31,17 @@ class Pair:
 
     def __init__(self, library_path: Path, case: MatMulCase) -> None:
         serialized = matmul_cases.model(case)
-        self.coarse = matmul_cases.session(library_path, cases.add_allowed(serialized))
+        self.coarse = matmul_cases.session(library_path, cases.add_asked(serialized))
         self.plain = matmul_cases.session(library_path, serialized)
 
     def run(
-        self, x: Floats, exact: NDArray[np.int32], allowed: NDArray[np.int32] | None = None
+        self,
+        x: Floats,
+        exact: NDArray[np.int32],
+        allowed: NDArray[np.int32] | None = None,
+        races: NDArray[np.float64] | None = None,
     ) -> Floats:
-        feeds = Asked(exact, allowed).feeds()
+        feeds = Asked(exact, allowed, races).feeds()
         found: Floats = self.coarse.run(["y"], {"x": x, **feeds})[0]
         return found
 
@@ -46,10 +50,14 @@ class Pair:
         return found
 
     def check(
-        self, x: Floats, exact: NDArray[np.int32], allowed: NDArray[np.int32] | None = None
+        self,
+        x: Floats,
+        exact: NDArray[np.int32],
+        allowed: NDArray[np.int32] | None = None,
+        races: NDArray[np.float64] | None = None,
     ) -> Floats:
-        found = self.run(x, exact, allowed)
-        cases.check(found, self.whole(x), exact, allowed)
+        found = self.run(x, exact, allowed, races)
+        cases.check(found, self.whole(x), exact, allowed, races)
         return found
 
     def grow(self, x: Floats) -> None:
@@ -168,6 +176,31 @@ def test_fewer_are_allowed_than_must_be_exact(
             assert (found[~bits] == np.finfo(np.float32).min).all()
 
 
+@pytest.mark.parametrize("temperature", [0.05, 0.5, 1.0, 4.0, 100.0])
+def test_what_is_drawn(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], temperature: float
+) -> None:
+    """From all outputs, or what is allowed; most others are not computed."""
+    rng = np.random.default_rng(5)
+    case = cases.gaussian_case(1, 20_000, 256, 7)
+    case = case.replace(scales=case.scales / np.float32(3))
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        pair = Pair(library_path, case)
+        pair.grow(case.x)
+        for rows in (1, 2, 7):
+            for count in (1, 6):
+                for share in (None, 0.9, 0.01):
+                    races = np.stack([rng.random(rows), np.full(rows, 1 / temperature)], axis=1)
+                    bits = rng.random((rows, case.n)) < (share or 1)
+                    x, exact = case.x[:rows], numbers([count] * rows)
+                    found = pair.check(x, exact, None if share is None else words_of(bits), races)
+                    if rows == count == 1:
+                        assert np.mean(found != pair.whole(x)) > 0.4
+        mixed = np.array([[0.3, 1.0], [0.0, 0.0], [0.9, 1.0]])
+        pair.check(case.x[:3], numbers([1, 2, 3]), None, mixed)
+
+
 @pytest.mark.parametrize("k", every(2, [256, 1024]))
 def test_near_ties_of_what_is_allowed(
     library_path: Path, library: ctypes.CDLL, available_isas: list[str], k: int
@@ -183,6 +216,8 @@ def test_near_ties_of_what_is_allowed(
                 x = case.x[first : first + 4]
                 allowed = words_of(rng.random((len(x), case.n)) < rng.choice([0.1, 0.5, 0.9]))
                 pair.check(x, cases.random_exact(rng, len(x)), allowed)
+                races = np.stack([rng.random(len(x)), 10.0 ** rng.uniform(-2, 1, len(x))], axis=1)
+                pair.check(x, cases.random_exact(rng, len(x)), allowed, races)
 
 
 @pytest.mark.parametrize("errors", [[6.7, 0], [3, -6], [-6, 3], [-6, 6], [3, -3, -6, 0, 6.7]])
@@ -419,14 +454,15 @@ def test_masks_that_do_not_fit_are_refused(
     for shape in ((1, 4), (2, 3), (3, 4), (2, 100)):
         with pytest.raises(Exception, match=r"a bit for each output for each of 2 rows, found \d"):
             pair.run(case.x, numbers([1, 1]), np.full(shape, -1, np.int32))
-    serialized = cases.add_allowed(matmul_cases.model(case))
-    without = onnx.load_from_string(serialized)
-    without.graph.node[0].input[6] = ""
-    session = matmul_cases.session(library_path, without.SerializeToString())
-    with pytest.raises(Exception, match="the input allowed needs exact"):
-        session.run(
-            ["y"], {"x": case.x, "exact": numbers([]), "allowed": np.ones((2, 4), np.int32)}
-        )
+    serialized = cases.add_asked(matmul_cases.model(case))
+    with pytest.raises(Exception, match="two numbers for each of 2 rows, found 6"):
+        pair.run(case.x, numbers([1, 1]), None, np.ones((3, 2)))
+    for place, name in ((13, "allowed"), (12, "races")):
+        without = onnx.load_from_string(serialized)
+        without.graph.node[0].input[6] = without.graph.node[0].input[place] = ""
+        session = matmul_cases.session(library_path, without.SerializeToString())
+        with pytest.raises(Exception, match=f"the input {name} needs exact"):
+            session.run(["y"], {"x": case.x, **Asked(numbers([])).feeds()})
 
 
 def test_products_that_have_no_four_bits(

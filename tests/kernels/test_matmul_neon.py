@@ -112,7 +112,7 @@ def test_products_of_few_outputs(driver: Path, library: ctypes.CDLL | None, isa:
     for (case, calls), outputs, wanted in zip(called, found, whole, strict=True):
         both = list(outputs)
         if native and path is not None:
-            serialized = coarse_cases.add_allowed(matmul_cases.model(case))
+            serialized = coarse_cases.add_asked(matmul_cases.model(case))
             session = matmul_cases.session(path, serialized)
             both += [session.run(["y"], {"x": case.x, **asked.feeds()})[0] for asked in calls]
         for asked, output in zip(calls * 2, both, strict=False):

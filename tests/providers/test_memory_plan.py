@@ -82,11 +82,13 @@ def check_plans(path: Path, **options: object) -> None:
             rows = len(plain.logits_indices)
             masks = np.full((rows, words), -1, np.int32)
             masked = replace(plain, exact_logits=np.ones(rows, np.int32), allowed_tokens=masks)
-            for inputs in (plain, masked) if takes else (plain,):
+            drawn = replace(masked, races=np.full((rows, 2), 0.5))
+            for inputs in (plain, masked, drawn) if takes else (plain,):
                 assert np.isfinite(model.run(inputs)).all()
                 assert set(recorder.shapes) > {MEMORY_PLAN, "input_ids"}
                 dimensions = [size for shape in recorder.shapes.values() for size in shape]
-                assert reduce(xor, dimensions) == sum(new) ^ 3 ^ words  # of the metadata, of masks
+                others = 3 ^ words ^ (2 if takes else 0)  # of the metadata, of masks and races
+                assert reduce(xor, dimensions) == sum(new) ^ others
 
 
 def test_a_decomposed_graph_has_none(tiny_artifact: ArtifactMaker) -> None:

@@ -63,17 +63,49 @@ def probabilities(logits: Sequence[float], params: SamplingParams) -> dict[int, 
             break
         nucleus.append(token_id)
         before += weights[token_id]
-    if params.top_k is None and params.top_p == 1.0 and params.min_p == 0.0:
-        nucleus.sort()  # the whole vocabulary is drawn from in its own order
     total = sum(weights[t] for t in nucleus)
     return {t: weights[t] / total for t in nucleus}
 
 
 def possible(logits: Sequence[float], params: SamplingParams, number: float) -> set[int]:
     """The tokens that `number`, in [0, 1), may draw: one, or two where it is near a border."""
+    if not params.greedy and params.top_k is None and params.top_p == 1.0 and params.min_p == 0.0:
+        return race(logits, params.temperature, number)
     found, end = set(), 0.0
     for token_id, probability in probabilities(logits, params).items():
         start, end = end, end + probability
         if start - SLACK <= number < end + SLACK:
             found.add(token_id)
     return found
+
+
+def race(logits: Sequence[float], temperature: float, number: float) -> set[int]:
+    """The tokens whose clocks may ring first: each rings after E / exp(logit / temperature)."""
+    whole = int(number * 2**53)
+    sums = []
+    for token_id, logit in enumerate(logits):
+        group = bits(whole, 1, token_id // 64)
+        clock = exponential(group) / 64  # the earliest of 64, and that of any of them
+        if group % 64 != token_id % 64:
+            clock += exponential(bits(whole, 2, token_id))
+        sums.append(logit / temperature - math.log(clock))
+    least = max(sums) - 1e-9
+    return {token_id for token_id, one in enumerate(sums) if one >= least}
+
+
+def bits(number: int, stream: int, place: int) -> int:
+    """64 random bits: SplitMix64's output at a place, in a stream that begins at a mixed number."""
+    start = _mix64(number + stream * 0x9E3779B97F4A7C15)
+    return _mix64(start + (place + 1) * 0x9E3779B97F4A7C15)
+
+
+def exponential(random_bits: int) -> float:
+    """An exponential variable of the first 53 of 64 random bits."""
+    return -math.log((random_bits // 2**11 + 0.5) / 2**53)
+
+
+def _mix64(value: int) -> int:
+    value %= 2**64
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+    return value ^ value >> 31

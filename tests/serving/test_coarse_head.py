@@ -46,6 +46,14 @@ FEW: list[dict[str, Any]] = [
     {"temperature": 2.0, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "seed": 2, "n": 3},
     {"temperature": 0.7, "top_k": 1, "frequency_penalty": 0.5, "logit_bias": {9: -100.0}},
 ]
+DRAWN: list[dict[str, Any]] = [
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.3, "seed": 2, "n": 2},
+    {"temperature": 2.0, "seed": 3, "presence_penalty": 0.4},
+    {"temperature": 1.0, "seed": 4, "repetition_penalty": 1.4, "min_tokens": 4, "n": 3},
+    {"temperature": 40.0, "seed": 5, "logit_bias": {9: -100.0}},
+    {"temperature": 0.0},
+]
 LETTERS = StructuredOutputs(regex="[a-f]{3,40}(-[a-f]{1,3})*")
 WORDS = StructuredOutputs(json={"type": "array", "items": {"type": "string"}, "minItems": 1})
 FORMS: list[dict[str, Any]] = [
@@ -115,9 +123,9 @@ def generated(llm: LLM, mixes: list[dict[str, Any]]) -> list[Any]:
     return found
 
 
-@pytest.fixture(scope="module", params=["few", "mixed"])
+@pytest.fixture(scope="module", params=["few", "drawn", "mixed"])
 def mixes(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return FEW if request.param == "few" else MIXED
+    return {"few": FEW, "drawn": DRAWN, "mixed": MIXED}[request.param]
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,11 @@ PROMPT_TOKENS = len(TOKENIZER.encode(PROMPT))
         (GREEDY | {"top_k": 400}, 1),
         (GREEDY | {"top_p": 0.5, "min_p": 0.5, "seed": 3}, 1),
         (TOP | {"top_p": 0.5, "min_p": 0.5, "seed": 3, "temperature": 3.0}, 7),
-        ({}, 0),
+        ({}, 1),  # it draws from all
+        ({"temperature": 0.3, "seed": 1, "n": 2}, 1),
+        ({"min_tokens": 2}, 3),
+        ({"logit_bias": {3: 1.0}}, 0),
+        ({"logprobs": 1}, 0),
         ({"top_p": 0.5}, 0),
         ({"min_p": 0.5}, 0),
         # What is asked for besides: log probabilities, and what raises logits or forbids most.
@@ -94,7 +98,8 @@ def test_rows_of_which_some_logits_are_lowered() -> None:
     assert exact_logits(row, None) == 0
     assert exact_logits(row, MOST_EXACT - 5) == MOST_EXACT
     assert exact_logits(row, MOST_EXACT - 4) == 0
-    assert exact_logits(row._replace(top_k=None), 3) == 0
+    assert exact_logits(row._replace(top_k=None), 3) == 4  # it draws from all
+    assert exact_logits(row._replace(top_k=None, top_p=0.9), 3) == 0
     assert exact_logits(row._replace(num_logprobs=0)) == 0
 
 

@@ -22,6 +22,7 @@ from onnxport.serving.engine import Engine
 from onnxport.serving.narrowing import narrow, narrowed
 from onnxport.serving.outputs import Failure
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.sampler import uniform
 from onnxport.serving.structured.spec import StructuredOutputs
 from tests.serving.bench import Bench
 from tests.serving.helpers import null_engine, null_model, reasons, run, submit, tokens
@@ -47,7 +48,10 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
         (RowParams(), None, ALL_ALLOWED),
         (RowParams(1.0, 20), 0, 20),
         (RowParams(1.0, 100), 0, ALL_ALLOWED),
-        (RowParams(1.0), 0, ALL_ALLOWED),
+        (RowParams(1.0), 0, 1),
+        (RowParams(1.0), 3, 4),
+        (RowParams(1.0), None, ALL_ALLOWED),
+        (RowParams(1.0, None, 0.9), 0, ALL_ALLOWED),
         (RowParams(1.0, None, 0.5, min_p=0.1), None, ALL_ALLOWED),
         (RowParams(num_logprobs=0), 0, 0),
         (RowParams(1.0, 20, num_logprobs=2), None, 0),
@@ -61,12 +65,14 @@ def test_how_many_of_those_it_may_get(row: RowParams, lowered: int | None, wante
     ("params", "wanted"),
     [
         (GREEDY, (1, 0)),
-        ({}, (0, 0)),
+        ({}, (1, 0)),
+        ({"top_p": 0.9}, (0, 0)),
         (GREEDY | {"allowed_token_ids": [3, 4]}, (0, ALL_ALLOWED)),
         ({"allowed_token_ids": [3, 4], "logprobs": 1}, (0, 0)),
         (GREEDY | {"structured_outputs": LETTERS}, (0, 1)),
         ({"top_k": 7, "structured_outputs": LETTERS}, (0, 7)),
-        ({"structured_outputs": LETTERS}, (0, ALL_ALLOWED)),
+        ({"structured_outputs": LETTERS}, (0, 1)),
+        ({"structured_outputs": LETTERS, "min_p": 0.1}, (0, ALL_ALLOWED)),
         (GREEDY | {"structured_outputs": LETTERS, "logit_bias": {3: -1.0}}, (0, 2)),
         (GREEDY | {"structured_outputs": LETTERS, "logit_bias": {3: 1.0}}, (0, ALL_ALLOWED)),
         (
@@ -90,6 +96,8 @@ def submitted(budget: int = 16, **lengths: int) -> Bench:
     bench = Bench(num_blocks=40, budget=budget)
     for name, length in lengths.items():
         bench.submit(name, length)
+        bench.requests[name].exact_logits = 0
+        bench.requests[name].per_unit = 0.0
     return bench
 
 
@@ -123,9 +131,10 @@ def step(bench: Bench, pack: BatchPacker, masks: Any = None, drafts: Any = None)
     if masks is not None:
         by_request = {bench.requests[name]: mask for name, mask in masks.items()}
         narrow(plan, inputs, by_request, native())
+    sampled = [one for row in plan.sampled for one in sampling.with_siblings(plan.requests[row])]
     bench.scheduler.commit(plan, reservation)
-    for row in plan.sampled:
-        plan.requests[row].tokens.append(7)
+    for request in sampled:
+        request.tokens.append(7)
     return inputs
 
 
@@ -177,6 +186,38 @@ def test_what_a_grammar_allows_is_written_later() -> None:
         first = inputs.allowed_tokens
 
 
+def test_rows_that_draw_from_all_have_their_numbers() -> None:
+    """Another one in each step, for each token of a draft, and none where nobody asks."""
+    bench = submitted(a=3, b=2, c=4)
+    one, other = bench.requests["a"], bench.requests["b"]
+    one.exact_logits, one.per_unit, one.seed = 1, 2.0, 5
+    other.exact_logits = 7
+    pack = packer()
+    first = None
+    for number in range(3):
+        races = step(bench, pack).races
+        assert races is not None
+        assert races.tolist() == [[uniform(5, 3 + number), 2.0], [0, 0], [0, 0]]
+        assert first is None or races is first  # a model keeps it bound
+        first = races
+    inputs = step(bench, pack, None, {one: [7, 8], bench.requests["c"]: [4]})
+    assert inputs.races is not None
+    found = inputs.races[inputs.races[:, 1] > 0]
+    assert found.tolist() == [[uniform(5, position), 2.0] for position in (6, 7, 8)]
+    one.exact_logits = other.exact_logits = 0
+    bench.submit("d", 1)
+    bench.requests["d"].exact_logits = 0
+    assert step(bench, pack).races is None
+
+
+def test_siblings_draw_from_the_same_logits_by_numbers_of_their_own() -> None:
+    bench = Bench(num_blocks=40)
+    bench.submit("a", 3, n=2)
+    bench.submit("b", 3)
+    assert told(step(bench, packer()))[0] == [0, 1]
+    assert told(step(bench, packer()))[0] == [1, 1, 1]
+
+
 def test_drafts_have_a_mask_each() -> None:
     bench = submitted(a=3, b=2, c=1)
     follow_form(bench, "b", 4)
@@ -198,6 +239,7 @@ def test_what_is_not_written() -> None:
     bench.submit("a", 3, n=2)
     bench.submit("b", 3)
     bench.submit("c", 3)
+    bench.requests["c"].per_unit = 0.0
     for name in "abc":
         follow_form(bench, name)
     mask = np.zeros((1, WORDS), np.uint32)

@@ -2,6 +2,8 @@
 reference, and against the distribution they promise.
 """
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -104,8 +106,6 @@ def test_only_what_the_reference_allows_is_drawn(
 @pytest.mark.parametrize(
     "row",
     [
-        RowParams(temperature=1.0),
-        RowParams(temperature=0.5),
         RowParams(temperature=1.0, top_k=5),
         RowParams(temperature=1.5, top_p=0.7),
         RowParams(temperature=1.2, top_k=20, top_p=0.8),
@@ -128,6 +128,27 @@ def test_an_even_grid_of_numbers_gives_the_reference_s_probabilities(
     for token_id, probability in reference(logits[0], row).items():
         expected[token_id] = probability * number
     assert np.abs(counts - expected).max() <= 1.1
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("vocab", [64, 600])
+def test_tokens_are_drawn_from_all_with_their_probabilities(
+    sampler: Sampler, temperature: float, vocab: int
+) -> None:
+    """Chi-square of 12,000 draws; a normal variable would be beyond the bound once in 30,000."""
+    number = 12_000
+    logits = random_logits(1, vocab, 5)
+    rows = [RowParams(temperature, uniform=uniform(9, i)) for i in range(number)]
+    drawn = sampler.sample(np.repeat(logits, number, axis=0), rows).token_ids
+    counts = np.bincount(drawn, minlength=vocab).astype(float)
+    of = reference(logits[0], rows[0])
+    expected = np.array([of.get(token_id, 0.0) for token_id in range(vocab)]) * number
+    often = expected >= 5  # the others count together
+    counts = np.append(counts[often], counts[~often].sum())
+    expected = np.append(expected[often], expected[~often].sum())
+    found = ((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum()
+    freedom = len(counts) - 1
+    assert found < freedom + 4 * math.sqrt(2 * freedom) + 8
 
 
 def test_drawing_over_positions_follows_the_distribution(sampler: Sampler) -> None:

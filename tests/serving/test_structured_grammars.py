@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+import unicodedata
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +49,8 @@ def test_regex(regex: str) -> None:
     grammar = compiled(StructuredOutputs(regex=regex))
     for seed in range(12):
         text = write(grammar.sequence(3), seed, patience=10)
-        if text is not None:
+        # Of characters that this Python's Unicode lacks, re cannot say whether they are digits.
+        if text is not None and "Cn" not in map(unicodedata.category, text):
             assert re.fullmatch(regex, text), text
     assert text is not None or regex == "é+ü?"
 

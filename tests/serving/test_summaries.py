@@ -193,12 +193,12 @@ def test_what_cannot_be_of_the_logits_is_refused(told: Any) -> None:
         (RowParams(), NO_SUMS),
         (RowParams(num_logprobs=0), LOG2_E),
         (RowParams(2.0, None, 0.9, num_logprobs=3), LOG2_E),
-        (RowParams(2.0), LOG2_E / 2),
+        (RowParams(2.0), NO_SUMS),
         (RowParams(0.5, None, 0.9), 2 * LOG2_E),
         (RowParams(1.0, 40), NO_SUMS),
         (RowParams(1.0, 1), NO_SUMS),
         (RowParams(1.0, min_p=0.1), NO_SUMS),
-        (RowParams(1e-30), LOG2_E / 1e-20),
+        (RowParams(1e-30, None, 0.9), LOG2_E / 1e-20),
     ],
 )
 def test_what_the_engine_asks_for(row: RowParams, scale: float) -> None:
@@ -207,7 +207,8 @@ def test_what_the_engine_asks_for(row: RowParams, scale: float) -> None:
     edited = summary_scale(row, is_edited=True, is_masked=False)
     masked = summary_scale(row, is_edited=True, is_masked=True)
     assert edited == (LOG2_E if reports else NO_SUMS)
-    assert masked == (edited if reports or row.greedy else NO_SUMMARY)
+    is_told = reports or row.greedy or not row.truncated
+    assert masked == (edited if is_told else NO_SUMMARY)
 
 
 def asked(bench: Bench, packer: BatchPacker, drafts: Any = None) -> list[float] | None:

@@ -82,14 +82,15 @@ bool CoarseProduct::pays(const MatMulKernels& kernels, const MatMul& call, const
 }
 
 int CoarseProduct::run(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact,
-                       const uint32_t* allowed, ParallelFor parallel_for, void* context) {
+                       const uint32_t* allowed, const Race* races, ParallelFor parallel_for,
+                       void* context) {
   if (!pays(kernels, call, exact, allowed)) return run_matmul(kernels, call, parallel_for, context);
   const int64_t panels = num_panels(call), ready = ready_.load(std::memory_order_acquire);
   // What is not ready may be being made by another thread.
   const Plane plane{ready ? memory_->data() : nullptr, dither_.data(),
                     ready ? largest_scales_.data() : nullptr,
                     ready == panels ? top_scales_.data() : nullptr, ready};
-  CoarseCall coarse{kernels, call, plane, exact, allowed};
+  CoarseCall coarse{kernels, call, plane, exact, allowed, races};
   if (const int result = run_coarse(coarse, parallel_for, context)) return result;
   if (ready < panels) return grow(kGrowingCalls, parallel_for, context);
   if (coarse.num_exact > panels / kPayingShare) rest_ = kRestingCalls;

@@ -29,6 +29,14 @@
 namespace onnxport {
 
 constexpr int64_t kMostExact = 64;  // outputs of a row
+
+// How a row draws from all of its outputs: see rows/noise.h. Outputs are as large as they are times
+// per_unit, and their noise; where per_unit is 0, as they are.
+struct Race {
+  double uniform;
+  double per_unit;
+};
+
 constexpr int32_t kAllAllowed = -1;  // as many as are allowed
 
 class CoarseProduct {
@@ -50,10 +58,12 @@ class CoarseProduct {
   // any finite numbers, or what they are; exact may also be kAllAllowed there. allowed is
   // [rows][num_panels]: bit i % 32 of word i / 32 is that of output i. Null: all are.
   //
+  // races, [rows], say for each row how large its outputs are; null: as they are.
+  //
   // The first calls compute all, and keep four bits of a part of the weights each; what is missing
   // then can be made between calls, see make_plane_part. Concurrent calls are allowed.
   int run(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact,
-          const uint32_t* allowed, ParallelFor parallel_for, void* context);
+          const uint32_t* allowed, const Race* races, ParallelFor parallel_for, void* context);
 
  private:
   bool pays(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact,

@@ -4,10 +4,11 @@
 #include <atomic>
 #include <cmath>
 #include <functional>
+#include <utility>
 
-#include "coarse.h"
 #include "coarse_error.h"
 #include "product.h"
+#include "rows/noise.h"
 
 namespace onnxport {
 namespace {
@@ -43,10 +44,40 @@ class Largest {
   const int64_t count_;
 };
 
+// The outputs with the largest sums.
+class Front {
+ public:
+  explicit Front(int64_t most) : most_(static_cast<size_t>(most)) {}
+
+  void add(double sum, int32_t output) {
+    if (!(sum > last())) return;
+    if (size_ == most_) {
+      std::pop_heap(found_, found_ + size_, std::greater<Found>());
+      size_--;
+    }
+    found_[size_++] = {sum, output};
+    std::push_heap(found_, found_ + size_, std::greater<Found>());
+  }
+
+  // What a sum has to be above to count.
+  double last() const { return size_ < most_ ? -INFINITY : found_[0].first; }
+
+  int64_t copy_to(int32_t* outputs) const {
+    for (size_t i = 0; i < size_; i++) outputs[i] = found_[i].second;
+    return static_cast<int64_t>(size_);
+  }
+
+ private:
+  using Found = std::pair<double, int32_t>;
+  Found found_[kMostExact];
+  const size_t most_;
+  size_t size_ = 0;
+};
+
 // Memory of a call, kept from call to call.
 struct Workspace {
   Quantized all, coarse;
-  Buffer deviations, rounded, maxima, most, readings, marks, computed, panels, order;
+  Buffer deviations, rounded, maxima, most, gains, readings, marks, computed, panels, order;
 };
 
 struct Run {
@@ -54,6 +85,7 @@ struct Run {
   MatMul call, plane;
   const int32_t* exact;
   const uint32_t* allowed;
+  const Race* races;
   const uint8_t* dither;
   const float* largest_scales;
   const int64_t ready, panels, blocks;
@@ -63,6 +95,7 @@ struct Run {
   // [rows][panels]: the largest of a panel's outputs as computed, and what the exact one may be at
   // most; more than that while a row's largest error stands for the panel's own.
   float *maxima, *most;
+  double* gains;         // [rows][panels], the most that noise adds to outputs; null: there is none
   float* order;          // [rows][panels]
   Reading* readings;     // [panels]
   uint8_t* is_wanted;    // [panels], or has been, or need not be
@@ -70,8 +103,13 @@ struct Run {
   int32_t* wanted;       // [panels], of which the first num_wanted are computed next
   int64_t num_wanted = 0;
   std::atomic<int64_t> num_exact{0};  // panels that were computed again
-  float least[kMostCoarseRows];   // a row's likeliest panels have maxima from here on
-  float bounds[kMostCoarseRows];  // what is less cannot be one of a row's largest outputs
+  float least[kMostCoarseRows];    // a row's likeliest panels have maxima from here on
+  double bounds[kMostCoarseRows];  // what is less cannot be one of a row's largest outputs
+  double per_unit[kMostCoarseRows];
+  rows::Noise noise[kMostCoarseRows];
+  // Where there is noise, a row's likeliest outputs, and how many they are.
+  int32_t likeliest[kMostCoarseRows][kMostExact];
+  int64_t num_likeliest[kMostCoarseRows];
   double row_errors[kMostCoarseRows];  // of any output, where there are top_scales
   int64_t panels_per_task = 1;
 
@@ -81,6 +119,7 @@ struct Run {
         plane(plane_of(of.product)),
         exact(of.exact),
         allowed(of.allowed),
+        races(of.races),
         dither(of.plane.dither),
         largest_scales(of.plane.largest_scales),
         ready(of.plane.ready),
@@ -101,6 +140,7 @@ struct Run {
     readings = space.readings.reserve<Reading>(static_cast<size_t>(panels));
     is_wanted = space.marks.reserve<uint8_t>(static_cast<size_t>(panels));
     wanted = space.panels.reserve<int32_t>(static_cast<size_t>(panels));
+    gains = races ? space.gains.reserve<double>(rows * static_cast<size_t>(panels)) : nullptr;
     order = space.order.reserve<float>(rows * static_cast<size_t>(panels));
     is_computed = space.computed.reserve<uint8_t>(static_cast<size_t>(panels));
     choose_readings();
@@ -108,9 +148,15 @@ struct Run {
       is_wanted[panel] = readings[panel] != kFourBits;
       is_computed[panel] = 0;
     }
-    for (float& bound : bounds) bound = -INFINITY;
+    for (int64_t row = 0; row < call.rows; row++) {
+      bounds[row] = -INFINITY;
+      per_unit[row] = has_noise(row) ? races[row].per_unit : 1.0;
+      if (has_noise(row)) noise[row] = rows::Noise(races[row].uniform);
+    }
     panels_per_task = Product(kernels, plane).panels_per_task;
   }
+
+  bool has_noise(int64_t row) const { return races && races[row].per_unit > 0.0; }
 
   void choose_readings() {
     for (int64_t panel = 0; panel < panels; panel++)
@@ -183,12 +229,36 @@ struct Run {
   void look_at(int64_t row, int64_t begin, int64_t end, Reading reading) const {
     const int64_t first = row * panels;
     scale(row, begin, end, reading == kFourBits ? kCoarseStep : 1.f, maxima + first + begin);
+    note_gains(row, begin, end);
     for (int64_t panel = begin; panel < end; panel++) {
       const float top = maxima[first + panel];
       most[first + panel] = reading == kAllBits ? top
                             : top_scales        ? with_error(top, row_errors[row])
                                                 : with_error(top, panel_error(row, panel));
     }
+  }
+
+  void note_gains(int64_t row, int64_t begin, int64_t end) const {
+    for (int64_t panel = begin; gains && panel < end; panel++)
+      gains[row * panels + panel] =
+          has_noise(row) ? noise[row].most_of_group(panel * kPanel / rows::Noise::kTokens) : 0.0;
+  }
+
+  // The most that an output of a panel may be, noise included.
+  double most_of(int64_t row, int64_t panel) const {
+    const int64_t at = row * panels + panel;
+    return gains ? most[at] * per_unit[row] + gains[at] : most[at];
+  }
+
+  // The most that an output may be, by how far off it may be.
+  double most_of(int64_t row, int64_t output, double error) const {
+    const double value = call.output[row * call.n + output] + error;
+    return has_noise(row) ? value * per_unit[row] + noise[row].most_of(output) : value;
+  }
+
+  // What an output is now, noise included.
+  double sum_of(int64_t row, int64_t output) const {
+    return call.output[row * call.n + output] * per_unit[row] + noise[row].of(output);
   }
 
   void scale(int64_t row, int64_t begin, int64_t end, float factor, float* largest) const {
@@ -228,13 +298,12 @@ struct Run {
   bool may_matter(int64_t panel) const {
     for (int64_t row = 0; row < call.rows; row++) {
       const int64_t at = row * panels + panel;
-      if (most[at] < bounds[row] || !has_allowed(row, panel)) continue;
+      if (most_of(row, panel) < bounds[row] || !has_allowed(row, panel)) continue;
       const double error = static_cast<double>(most[at]) - maxima[at];
       const int64_t count = std::min(kPanel, call.n - panel * kPanel);
-      const float* outputs = call.output + row * call.n + panel * kPanel;
       for (int64_t i = 0; i < count; i++)
-        if (!(outputs[i] + error < bounds[row]) &&
-            !(outputs[i] + error_of(row, panel, i) < bounds[row]))
+        if (!(most_of(row, panel * kPanel + i, error) < bounds[row]) &&
+            !(most_of(row, panel * kPanel + i, error_of(row, panel, i)) < bounds[row]))
           return true;
     }
     return false;
@@ -249,10 +318,9 @@ struct Run {
 
   // Finds as many panels as the row needs outputs: those that seem to have the largest ones.
   void find_likeliest(int64_t row) {
-    if (exact[row] == kAllAllowed) {
-      least[row] = INFINITY;
-      return;
-    }
+    least[row] = INFINITY;
+    if (exact[row] == kAllAllowed) return;
+    if (has_noise(row)) return race(row);
     const int64_t count = std::min<int64_t>(exact[row], panels);
     const float* tops = maxima + row * panels;
     if (count == 1) {
@@ -265,6 +333,42 @@ struct Run {
     least[row] = sorted[count - 1];
   }
 
+  // With noise, finds the outputs themselves, by what they seem to be. The panel that seems to have
+  // the largest comes first.
+  void race(int64_t row) {
+    Front front(exact[row]);
+    int64_t first = 0;
+    double top = -INFINITY;
+    for (int64_t panel = 0; panel < panels; panel++) {
+      const double sum = seeming(row, panel);
+      if (sum > top) {
+        top = sum;
+        first = panel;
+      }
+    }
+    look_for_likeliest(row, first, front);
+    for (int64_t panel = 0; panel < panels; panel++)
+      if (panel != first && seeming(row, panel) > front.last())
+        look_for_likeliest(row, panel, front);
+    num_likeliest[row] = front.copy_to(likeliest[row]);
+  }
+
+  double seeming(int64_t row, int64_t panel) const {
+    const int64_t at = row * panels + panel;
+    return has_allowed(row, panel) ? maxima[at] * per_unit[row] + gains[at] : -INFINITY;
+  }
+
+  void look_for_likeliest(int64_t row, int64_t panel, Front& front) const {
+    const int64_t end = std::min(call.n, (panel + 1) * kPanel);
+    for (int64_t output = panel * kPanel; output < end; output++)
+      if (is_allowed(row, output) && most_of(row, output, 0.0) > front.last())
+        front.add(sum_of(row, output), static_cast<int32_t>(output));
+  }
+
+  bool is_allowed(int64_t row, int64_t output) const {
+    return !allowed || allowed[row * panels + output / kPanel] >> output % kPanel & 1;
+  }
+
   bool has_allowed(int64_t row, int64_t panel) const {
     return !allowed || allowed[row * panels + panel];
   }
@@ -274,15 +378,28 @@ struct Run {
   }
 
   void want_likeliest() {
-    for (int64_t row = 0; row < call.rows; row++)
+    for (int64_t row = 0; row < call.rows; row++) {
+      if (has_noise(row) && exact[row] != kAllAllowed) {
+        for (int64_t i = 0; i < num_likeliest[row]; i++) want(likeliest[row][i] / kPanel);
+        continue;
+      }
       for (int64_t panel = 0; panel < panels; panel++)
         if (is_likely(row, panel)) want(panel);
+    }
   }
 
   // Those panels, now computed, tell how large the row's largest outputs are at least.
   void find_bound(int64_t row) {
     if (exact[row] == kAllAllowed) {
       bounds[row] = INFINITY;  // all of them are exact already
+      return;
+    }
+    if (has_noise(row)) {
+      const int64_t count = num_likeliest[row];
+      if (count < exact[row]) return;  // these are all that may come, or there are others
+      bounds[row] = INFINITY;
+      for (int64_t i = 0; i < count; i++)
+        bounds[row] = std::min(bounds[row], sum_of(row, likeliest[row][i]));
       return;
     }
     Largest largest(exact[row]);
@@ -300,10 +417,10 @@ struct Run {
     for (int64_t row = 0; row < call.rows; row++)
       for (int64_t panel = 0; panel < panels; panel++) {
         const int64_t at = row * panels + panel;
-        if (most[at] < bounds[row] || !has_allowed(row, panel)) continue;
+        if (most_of(row, panel) < bounds[row] || !has_allowed(row, panel)) continue;
         if (top_scales && readings[panel] == kFourBits)
           most[at] = with_error(maxima[at], panel_error(row, panel));
-        if (!(most[at] < bounds[row])) want(panel);
+        if (!(most_of(row, panel) < bounds[row])) want(panel);
       }
   }
 

@@ -1,6 +1,7 @@
 // A call of a product of which few outputs must be exact: see coarse.h.
 #pragma once
 
+#include "coarse.h"
 #include "matmul.h"
 
 namespace onnxport {
@@ -22,6 +23,7 @@ struct CoarseCall {
   const Plane plane;
   const int32_t* exact;     // [rows], 1 to kMostExact each, or kAllAllowed where some are
   const uint32_t* allowed;  // [rows][num_panels], as in CoarseProduct::run; null: all
+  const Race* races;        // [rows], likewise; null: none
   int64_t num_exact = 0;    // panels that had to be computed again
 };
 

@@ -9,7 +9,8 @@
 // all outputs are exact then, and there are no summaries. With the input allowed, which is exact's,
 // int32 and [rows, N / 32 rounded up] or [0, ...] for all, bits say which of a row's outputs count,
 // see coarse.h. Both may be written while the model runs, what is allowed first; exact is read once,
-// and before it.
+// and before it. With the input races, which is exact's, too, double and [rows, 2] or [0, 2] for none,
+// rows draw from all that may come, see there.
 #include <atomic>
 #include <memory>
 
@@ -39,6 +40,7 @@ enum MatMulInput : size_t {
   kAdapterWeights,
   kAdapterScales,
   kAllowed,
+  kRaces,
   kMatMulInputs
 };
 static_assert(kAllowed == kAdapters + kAdapterInputs, "adapters have so many inputs");
@@ -95,13 +97,14 @@ struct Asked {
   bool is_few = false;  // else all outputs
   int32_t exact[kMostCoarseRows];
   const uint32_t* allowed = nullptr;
+  const Race* races = nullptr;
 };
 
 void check_rows(const Api& api, const Tensor& input, const char* name, int64_t rows,
-                int64_t numbers) {
+                int64_t numbers, const char* described) {
   if (elements(input) != rows * numbers)
     fail(api, ort::kInvalidArgument, "%s: %s must have %s for each of %lld rows, found %lld", kName,
-         name, numbers == 1 ? "a number" : "a bit for each output", static_cast<long long>(rows),
+         name, described, static_cast<long long>(rows),
          static_cast<long long>(elements(input)));
 }
 
@@ -110,16 +113,26 @@ Asked read_asked(const MatMulKernel& kernel, const ort::KernelContext* context, 
   Asked asked;
   const ort::Value* exact_value = optional_input(api, context, kExact);
   const ort::Value* allowed_value = optional_input(api, context, kAllowed);
-  if (allowed_value && !exact_value)
-    fail(api, ort::kInvalidArgument, "%s: the input allowed needs exact", kName);
+  const ort::Value* races_value = optional_input(api, context, kRaces);
+  if ((allowed_value || races_value) && !exact_value)
+    fail(api, ort::kInvalidArgument, "%s: the input %s needs exact", kName,
+         allowed_value ? "allowed" : "races");
   if (!exact_value) return asked;
   const Tensor exact = describe(api, "exact", exact_value);
-  check_rows(api, exact, "exact", rows, 1);
+  check_rows(api, exact, "exact", rows, 1, "a number");
   if (allowed_value) {
     const Tensor allowed = describe(api, "allowed", allowed_value);
     if (elements(allowed)) {
-      check_rows(api, allowed, "allowed", rows, num_panels(kernel.settings));
+      check_rows(api, allowed, "allowed", rows, num_panels(kernel.settings),
+                 "a bit for each output");
       asked.allowed = allowed.as<const uint32_t>();
+    }
+  }
+  if (races_value) {
+    const Tensor races = describe(api, "races", races_value);
+    if (elements(races)) {
+      check_rows(api, races, "races", rows, 2, "two numbers");
+      asked.races = races.as<const Race>();
     }
   }
   asked.is_few = rows <= kMostCoarseRows;
@@ -144,7 +157,7 @@ void read_summaries(const Api& api, ort::KernelContext* context, MatMul& call) {
          value ? "fourth output" : "summary_scales");
   if (!value) return;
   const Tensor scales = describe(api, "summary_scales", value);
-  check_rows(api, scales, "summary_scales", call.rows, 1);
+  check_rows(api, scales, "summary_scales", call.rows, 1, "a number");
   void* data = nullptr;
   check(api.mutable_data(out, &data));
   call.summary_scales = scales.as<const float>();
@@ -175,7 +188,7 @@ void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
          kName);
   const int result = asked.is_few && kernel.coarse && !has_lora
                          ? kernel.coarse->run(kernels, call, asked.exact, asked.allowed,
-                                              parallel_for, &parallel)
+                                              asked.races, parallel_for, &parallel)
                          : run_matmul(kernels, call, parallel_for, &parallel,
                                       has_lora ? &lora : nullptr);
   if (result != 0) check(parallel.status);
@@ -191,6 +204,7 @@ ort::CustomOp make_operator() {
     if (index == kExact || index == kAllowed) return ort::kInt32;
     if (index == kAdapters || index == kAdapterRanks) return ort::kInt32;
     if (index == kAdapterWeights) return ort::kInt8;
+    if (index == kRaces) return ort::kDouble;
     return index == kQuants ? ort::kUint8 : ort::kFloat;
   };
   set_kernel<MatMulKernel, make_kernel<kStored>, compute>(op);

@@ -31,6 +31,7 @@ enum ElementType : int {
   kFloat = 1,
   kUint8 = 2,
   kInt8 = 3,
+  kDouble = 11,
   kInt32 = 6,
   kFloat16 = 10,
   kBFloat16 = 16,

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "nucleus.h"
+#include "rows/noise.h"
 
 namespace onnxport {
 namespace {
@@ -162,33 +163,6 @@ int64_t first_of(const Row& row, float value) {
   return std::min(place, row.count - 1);
 }
 
-// From the whole row, in its order: the chunk at which the sum passes the number, then the place.
-int64_t draw_full(const Kernels& kernels, const Row& row, float scale, double uniform,
-                  Scratch& s) {
-  const double target = uniform * total_of(kernels, row, scale, s);
-  double before = 0.0, sum = 0.0;
-  int64_t chunk = 0;
-  for (int64_t i = 0; i < num_chunks(row.count) && sum <= target; i++) {
-    if (s.sums[static_cast<size_t>(i)] == 0.0) continue;
-    chunk = i;
-    before = sum;
-    sum += s.sums[static_cast<size_t>(i)];
-  }
-  float weights[kChunk];
-  const double factor = s.factors[static_cast<size_t>(chunk)];
-  const int64_t first = chunk * kChunk, count = std::min(kChunk, row.count - first);
-  kernels.weigh(row.values + first, count, {row.summary.largest[chunk], scale}, weights);
-  int64_t last = 0;  // by rounding the sum may pass nowhere: then the last possible token is meant
-  sum = before;
-  for (int64_t i = 0; i < count; i++) {
-    if (weights[i] == 0.f) continue;
-    last = i;
-    sum += weights[i] * factor;
-    if (sum > target) break;
-  }
-  return first + last;
-}
-
 // From what min_p, top_k and top_p leave, the largest first.
 int64_t draw_truncated(const Kernels& kernels, const Row& row, Weighing by, const Request& request,
                        Scratch& s) {
@@ -208,14 +182,6 @@ int64_t draw_truncated(const Kernels& kernels, const Row& row, Weighing by, cons
   const Range range = kernels.scan(kept.values, kept.size);
   const Descent descent(kernels, kept, range, by, s);
   return draw_nucleus(descent, request, descent.total());
-}
-
-// From values that were looked at; the result is a place in them.
-int64_t draw(const Kernels& kernels, const Row& row, const Request& request, Scratch& s) {
-  if (request.greedy) return first_of(row, row.range.maximum);
-  const float scale = scale_of(request);
-  if (is_full(request)) return draw_full(kernels, row, scale, request.uniform, s);
-  return draw_truncated(kernels, row, {row.range.maximum, scale}, request, s);
 }
 
 // The largest of a row's values whose bits are set, of equals the first. Groups that cannot have it
@@ -263,10 +229,108 @@ class LikeliestAllowed {
   int64_t place_ = 0;
 };
 
-bool draw_likeliest(const Kernels& kernels, const Row& row, Request& request) {
-  const LikeliestAllowed likeliest(kernels, row, request.mask);
-  request.token = likeliest.place();
-  return std::isfinite(likeliest.value());
+// The value with the largest sum of it and its noise, see rows/noise.h: a token that is drawn from
+// all that may come.
+class Race {
+ public:
+  Race(const Request& request, const uint32_t* mask)
+      : noise_(request.uniform),
+        per_unit_(1.0 / std::max(request.temperature, kLeastTemperature)),
+        mask_(mask) {}
+
+  // Of a row, as LikeliestAllowed finds its own. The group that seems to have it comes first.
+  void run(const Row& row) {
+    const int64_t groups = (row.count + kGroup - 1) / kGroup;
+    int64_t first = 0;
+    double most = -INFINITY;
+    for (int64_t group = 0; group < groups; group++) {
+      const double sum = most_of(row, group);
+      if (sum > most) {
+        most = sum;
+        first = group;
+      }
+    }
+    look_at(row, first);
+    for (int64_t group = 0; group < groups; group++)
+      if (group != first && most_of(row, group) >= best_) look_at(row, group);
+  }
+
+  // Of few.
+  void run(const Candidates& few) {
+    const float* largest = std::max_element(few.values, few.values + few.size);
+    try_token(few.place(largest - few.values), *largest);
+    for (int64_t i = 0; i < few.size; i++) try_token(few.place(i), few.values[i]);
+  }
+
+  // False: no value is finite that is allowed.
+  bool has_found() const { return best_ > -INFINITY; }
+  int64_t token() const { return token_; }
+
+ private:
+  double most_of(const Row& row, int64_t group) const {
+    if (mask_ && !bits_of(row, group)) return -INFINITY;
+    return row.summary.groups[group] * per_unit_ + noise_.most_of_group(group);
+  }
+
+  void look_at(const Row& row, int64_t group) {
+    const double most = noise_.most_of_group(group);
+    for (uint64_t bits = bits_of(row, group); bits; bits &= bits - 1) {
+      const int64_t token = group * kGroup + __builtin_ctzll(bits);
+      if (row.values[token] * per_unit_ + most >= best_) try_token(token, row.values[token]);
+    }
+  }
+
+  // The tokens of a group that may come.
+  uint64_t bits_of(const Row& row, int64_t group) const {
+    const int64_t left = row.count - group * kGroup;
+    const uint64_t all = left < kGroup ? (uint64_t{1} << left) - 1 : ~uint64_t{0};
+    if (!mask_) return all;
+    const uint64_t second = left > 32 ? mask_[group * 2 + 1] : 0;
+    return (mask_[group * 2] | second << 32) & all;
+  }
+
+  void try_token(int64_t token, float value) {
+    if (value == -INFINITY) return;
+    const double scaled = value * per_unit_;
+    if (!(scaled + noise_.most_of(token) >= best_)) return;
+    const double sum = scaled + noise_.of(token);
+    if (sum > best_ || (sum == best_ && token < token_)) {
+      best_ = sum;
+      token_ = token;
+    }
+  }
+
+  const rows::Noise noise_;
+  const double per_unit_;
+  const uint32_t* mask_;
+  double best_ = -INFINITY;
+  int64_t token_ = 0;
+};
+
+static_assert(rows::Noise::kTokens == kGroup, "a group has a bound of its own");
+
+// From values that were looked at; the result is a place in them.
+int64_t draw(const Kernels& kernels, const Row& row, const Request& request, Scratch& s) {
+  if (request.greedy) return first_of(row, row.range.maximum);
+  if (is_full(request)) {
+    Race race(request, nullptr);
+    race.run(row);
+    return race.token();
+  }
+  return draw_truncated(kernels, row, {row.range.maximum, scale_of(request)}, request, s);
+}
+
+// Draws from all of a row that may come, or its likeliest; false: nothing of that is finite.
+bool draw_among(const Kernels& kernels, const Row& row, const uint32_t* mask, Request& request) {
+  if (request.greedy) {
+    const LikeliestAllowed likeliest(kernels, row, mask);
+    request.token = likeliest.place();
+    return std::isfinite(likeliest.value());
+  }
+  Race race(request, mask);
+  race.run(row);
+  request.token = race.token();
+  return race.has_found();
 }
 
 // Changes, draws from what is allowed, and puts back; false: there is nothing finite among it.
@@ -274,9 +338,14 @@ bool draw_changed(const Batch& batch, float* logits, Request& request, Scratch& 
   const Changed changed(request, logits, s.undo);
   const Kernels& kernels = *batch.kernels;
   const Candidates all = allowed(kernels, request, logits, batch.vocab, s.allowed);
-  const float scale = is_full(request) ? scale_of(request) : rows::kNoSums;
-  const Row row = look_at(kernels, all, scale, s.changed);
+  const Row row = look_at(kernels, all, rows::kNoSums, s.changed);
   if (!is_finite(row.range)) return false;
+  if (all.places && is_full(request)) {
+    Race race(request, nullptr);
+    race.run(all);
+    request.token = race.token();
+    return true;
+  }
   request.token = all.place(draw(kernels, row, request, s));
   return true;
 }
@@ -328,13 +397,14 @@ Row look_at_changes(const Kernels& kernels, const Row& given, const float* logit
   return row;
 }
 
-// As draw_changed from a row that was looked at, and all of which is allowed or the likeliest wanted.
+// As draw_changed from a row that was looked at. With a mask, what is drawn is the likeliest token or
+// from all that may come.
 bool draw_patched(const Batch& batch, const Row& given, float* logits, Request& request,
                   Scratch& s) {
   const Changed changed(request, logits, s.undo);
   const Row row = look_at_changes(*batch.kernels, given, logits, s);
   if (!is_finite(row.range)) return false;
-  if (request.mask) return draw_likeliest(*batch.kernels, row, request);
+  if (request.mask) return draw_among(*batch.kernels, row, request.mask, request);
   request.token = draw(*batch.kernels, row, request, s);
   return true;
 }
@@ -351,10 +421,10 @@ bool find_known(const Batch& batch, const float* logits, int64_t index, Row& row
 
 bool draw_known(const Batch& batch, const Row& given, float* logits, Request& request,
                 Scratch& s) {
-  if (request.allowed || (request.mask && !request.greedy))
+  if (request.allowed || (request.mask && !request.greedy && !is_full(request)))
     return draw_changed(batch, logits, request, s);
   if (has_changes(request)) return draw_patched(batch, given, logits, request, s);
-  if (request.mask) return draw_likeliest(*batch.kernels, given, request);
+  if (request.mask) return draw_among(*batch.kernels, given, request.mask, request);
   request.token = draw(*batch.kernels, given, request, s);
   return true;
 }
