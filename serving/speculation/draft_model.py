@@ -16,7 +16,7 @@ from onnxport.providers.base import Model, StepInputs
 from onnxport.serving import numpy_sampler
 from onnxport.serving.drawing import RowParams
 from onnxport.serving.request import Request
-from onnxport.serving.sampler import sample
+from onnxport.serving.sampler import sample, uniform
 from onnxport.serving.sampling import Position, row_params
 from onnxport.serving.speculation.packing import DraftRow, advance, pack, room
 
@@ -63,13 +63,22 @@ class _Draft:
 
     def pending(self, most: int) -> DraftRow:
         """Return these tokens, the first `most` of them."""
-        exact = 0 if self.request.per_unit else self.request.exact_logits  # it is told no races
+        exact, race = self.request.exact_logits, self.race
         if self.tokens:
             past = len(self.request.tokens) + len(self.tokens) - 1
-            return DraftRow(self.tokens[-1:], past, self.sequence.table.blocks, exact)
+            return DraftRow(self.tokens[-1:], past, self.sequence.table.blocks, exact, race)
         past = self.sequence.num_computed
         new = self.request.tokens[past : past + most]
-        return DraftRow(new, past, self.sequence.table.blocks, exact)
+        return DraftRow(new, past, self.sequence.table.blocks, exact, race)
+
+    @property
+    def race(self) -> tuple[float, float]:
+        """By what the next token is drawn: a row of `StepInputs.races`."""
+        request = self.request
+        if not request.per_unit:
+            return 0.0, 0.0
+        number = uniform(request.seed, len(request.tokens) + len(self.tokens))
+        return number, request.per_unit
 
     def note_computed(self, num_tokens: int) -> None:
         """Their K/V are in the cache."""
@@ -245,7 +254,8 @@ class ModelDrafter:
                 inputs = pack(rows, self._limits.block_size)
                 left = room(rows, self._limits.block_size)
             else:
-                advance(inputs, [draft.tokens[-1] for draft in drafts])
+                tokens = [draft.tokens[-1] for draft in drafts]
+                advance(inputs, tokens, [draft.race for draft in drafts])
                 left -= 1
             logits = self._model.run(inputs)
             for draft in drafts:

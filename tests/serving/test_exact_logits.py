@@ -21,7 +21,7 @@ from onnxport.serving.batch import BatchPacker
 from onnxport.serving.drawing import MOST_EXACT, RowParams, exact_logits
 from onnxport.serving.edits import RowEdits
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.speculation.packing import DraftRow, pack
+from onnxport.serving.speculation.packing import DraftRow, advance, pack
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
 from tests.serving.bench import Bench
@@ -166,7 +166,18 @@ def test_rows_of_a_draft_model() -> None:
     exact = pack(rows, 4).exact_logits
     assert exact is not None
     assert (exact.tolist(), exact.dtype) == ([5, 0], np.int32)
-    assert pack([replace(one, exact_logits=0) for one in rows], 4).exact_logits is None
+    assert pack(rows, 4).races is None
+    drawn = [rows[0], replace(rows[1], exact_logits=1, race=(0.25, 2.0))]
+    inputs = pack(drawn, 4)
+    assert inputs.races is not None
+    assert (inputs.races.tolist(), inputs.races.dtype) == ([[0, 0], [0.25, 2.0]], np.float64)
+    inputs = pack([replace(one, tokens=one.tokens[:1]) for one in drawn], 4)
+    advance(inputs, [5, 6], [(0.0, 0.0), (0.5, 2.0)])
+    assert inputs.races is not None
+    assert inputs.races.tolist() == [[0, 0], [0.5, 2.0]]
+    nobody = [replace(one, exact_logits=0) for one in drawn]
+    assert pack(nobody, 4).exact_logits is None
+    assert pack(nobody, 4).races is None
 
 
 # The engine.

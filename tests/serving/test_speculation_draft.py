@@ -104,17 +104,18 @@ def test_each_token_is_computed_once() -> None:
 
 def test_arrays_that_are_moved_on_are_those_of_the_next_run() -> None:
     blocks = [array("i", [3, 5, 2]), array("i", [7, 1, 4])]
-    pasts, tokens = [17, 28], [5, 6]
+    pasts, tokens, races = [17, 28], [5, 6], [(0.5, 2.0), (0.0, 0.0)]
 
     def rows() -> list[DraftRow]:
-        return [DraftRow([one], *rest) for one, *rest in zip(tokens, pasts, blocks, strict=True)]
+        given = zip(tokens, pasts, blocks, races, strict=True)
+        return [DraftRow([one], past, table, 1, race) for one, past, table, race in given]
 
     inputs = pack(rows(), 16)
     assert room(rows(), 16) == 3  # the second row holds 29 tokens then, of 32
     for number in range(3):
         pasts = [past + 1 for past in pasts]
-        tokens = [10 + number, 20 + number]
-        advance(inputs, tokens)
+        tokens, races = [10 + number, 20 + number], [(number / 8, 2.0), (0.0, 0.0)]
+        advance(inputs, tokens, races)
         for name, expected in asdict(pack(rows(), 16)).items():
             np.testing.assert_array_equal(getattr(inputs, name), expected)
     assert room(rows(), 16) == 0

@@ -298,7 +298,7 @@ struct Run {
   bool may_matter(int64_t panel) const {
     for (int64_t row = 0; row < call.rows; row++) {
       const int64_t at = row * panels + panel;
-      if (most_of(row, panel) < bounds[row] || !has_allowed(row, panel)) continue;
+      if (!has_allowed(row, panel) || most_of(row, panel) < bounds[row]) continue;
       const double error = static_cast<double>(most[at]) - maxima[at];
       const int64_t count = std::min(kPanel, call.n - panel * kPanel);
       for (int64_t i = 0; i < count; i++)
@@ -417,7 +417,7 @@ struct Run {
     for (int64_t row = 0; row < call.rows; row++)
       for (int64_t panel = 0; panel < panels; panel++) {
         const int64_t at = row * panels + panel;
-        if (most_of(row, panel) < bounds[row] || !has_allowed(row, panel)) continue;
+        if (!has_allowed(row, panel) || most_of(row, panel) < bounds[row]) continue;
         if (top_scales && readings[panel] == kFourBits)
           most[at] = with_error(maxima[at], panel_error(row, panel));
         if (!(most_of(row, panel) < bounds[row])) want(panel);
