@@ -119,7 +119,7 @@ def draw(logits: Floats, rows: Sequence[RowParams], numbers: Sequence[int]) -> I
     tokens = np.zeros(len(rows), np.int64)
     full = [row for row in numbers if not rows[row].truncated]
     for row in full:
-        tokens[row] = draw_full(logits[row], rows[row])
+        tokens[row] = _draw_full(logits[row], rows[row])
     by_limit: dict[int, list[int]] = {}
     for row in numbers:
         if rows[row].truncated:
@@ -178,7 +178,7 @@ def _blocks(
         )
 
 
-def draw_full(logits: Floats, row: RowParams) -> int:
+def _draw_full(logits: Floats, row: RowParams) -> int:
     """Draw from all tokens of one row, float32 [vocab], with a finite maximum: see `Noise`.
 
     Most groups of tokens have no sum that is large enough, by their largest logit and number.
