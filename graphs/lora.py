@@ -33,10 +33,11 @@ KINDS: Final[Mapping[Kind, tuple[Projection, ...]]] = {
 TOKEN_SLOTS: Final = "lora.token_slots"  # int32 [num_tokens], adapter slots; 0: none
 RANKS: Final = "lora.ranks"  # int32 [max_adapters + 1, num_layers, len(PROJECTIONS)]
 WEIGHTS: Final = "lora.weights"  # [max_adapters, numbers of a slot], see `slot_layout`
-# float32, the shape of RANKS and max_rank behind it: what each rank is multiplied with; of int8
+# float32, the shape of RANKS and max_rank behind it: what each row of B is multiplied with; of int8
 SCALES: Final = "lora.scales"
 
 PANEL: Final = 64  # numbers of a row that lie side by side in a slot; kLoraPanel in C++
+PRODUCT_PANEL: Final = 32  # outputs whose weights lie together; kPanel in C++
 
 
 def owners_name(kind: Kind) -> str:
@@ -86,10 +87,20 @@ def projection_shapes(spec: ArchSpec) -> dict[Projection, tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class LoraProduct:
-    """A product of a graph that adapters add to."""
+    """A product of a graph that adapters add to.
+
+    Attributes:
+        layer: from 0.
+        kind: what it computes.
+        bits: 4 or 8, of its weights, in whose order activations are quantized; 8 where these are
+            floats.
+        block_size: inputs that share a scale.
+    """
 
     layer: int
     kind: Kind
+    bits: int = 8
+    block_size: int = 128
 
     @property
     def name(self) -> str:
@@ -122,7 +133,7 @@ def in_panels(features: int) -> int:
 
 
 def slot_layout(
-    products: Iterable[LoraProduct], spec: ArchSpec, max_rank: int
+    products: Iterable[LoraProduct], spec: ArchSpec, max_rank: int, dtype: str
 ) -> tuple[dict[LoraProduct, int], int]:
     """Return where AddLora finds each product of an adapter, and the numbers of a slot.
 
@@ -130,10 +141,28 @@ def slot_layout(
     projection, of its second, and so on, without a gap, at the rank that each has. Both are cut
     into panels, so that they are read from one end to the other: A is
     [panels of in_features, rank, PANEL], B is [panels of out_features, rank, PANEL].
+
+    In int8 B is the same, and A is that of all projections together, ahead of the first B, as
+    `a_bytes` many bytes that say what the weights of a product do (csrc/lora.h).
     """
     places, end = {}, 0
     for product in products:
         places[product] = end
-        for columns in product.out_features(spec):
-            end += max_rank * (in_panels(product.in_features(spec)) + in_panels(columns))
+        depth, columns = product.in_features(spec), product.out_features(spec)
+        end += sum(max_rank * in_panels(count) for count in columns)
+        if dtype == "int8":
+            end += a_bytes(product, depth, len(columns) * max_rank)
+        else:
+            end += len(columns) * max_rank * in_panels(depth)
     return places, end
+
+
+def a_rows(product: LoraProduct) -> int:
+    """Rows of A whose numbers in int8 lie together: at 4 bits each is two outputs."""
+    return PRODUCT_PANEL // 2 if product.bits == 4 else PRODUCT_PANEL
+
+
+def a_bytes(product: LoraProduct, depth: int, rank: int) -> int:
+    """Bytes that so many rows of A, of all projections of a product, take in int8."""
+    block = product.block_size * product.bits // 8 + np.dtype(np.float32).itemsize
+    return -(-rank // a_rows(product)) * -(-depth // product.block_size) * PRODUCT_PANEL * block

@@ -1,9 +1,8 @@
 """What the operator AddLora reads: memory of its own for each adapter, filled once.
 
-Adapters are kept as floats, or in int8: each row of A, and each rank's row of B over a projection's
-outputs, is divided by a scale, its largest magnitude over 127. The sum of a row of A is multiplied
-by both scales at once, so there is one number for each rank. No number is further from the float it
-stands for than half a scale.
+Adapters are kept as floats, or in int8: each rank's row of B over a projection's outputs is divided
+by a scale, its largest magnitude over 127, and A is what packed_rows.py says. No number is further
+from the float it stands for than half a scale.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
 from onnxport.providers.adapters import Key, Place, Values, converted
 from onnxport.providers.base import LoadOptions
+from onnxport.providers.packed_rows import LARGEST, packed
 
 INT8: Final = np.dtype(np.int8)
-LARGEST: Final = 127  # in int8
 
 
 def slots_bytes(
     products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOptions, dtype: np.dtype[Any]
 ) -> int:
     """Memory of the slots that AddLora reads, all filled, and of their ranks and scales."""
-    _, numbers = slot_layout(products, spec, options.max_adapter_rank)
+    _, numbers = slot_layout(products, spec, options.max_adapter_rank, dtype.name)
     ranks = (options.max_adapters + 1) * spec.num_layers * len(PROJECTIONS)
     scales = ranks * options.max_adapter_rank if dtype == INT8 else 0
     return dtype.itemsize * numbers * options.max_adapters + 4 * (ranks + scales)
@@ -54,12 +53,8 @@ def quantized(name: str, rows: NDArray[np.float32]) -> tuple[NDArray[np.int8], N
     Raises:
         ProviderError: a number is not finite.
     """
+    _check_finite(name, rows)
     largest = np.abs(rows).max(axis=1, initial=0).astype(np.float64)
-    if not np.isfinite(largest).all():
-        raise ProviderError(
-            f"the LoRA adapter does not fit: {name} holds numbers that are not finite, and it is "
-            "to be kept in int8; its file is damaged, or its training went wrong"
-        )
     inverse = np.divide(LARGEST, largest, out=np.zeros_like(largest), where=largest > 0)
     return np.rint(rows * inverse[:, None]).astype(np.int8), largest / LARGEST
 
@@ -85,13 +80,14 @@ class AdapterSlots:
             place: lets a session read arrays where they are.
         """
         self._spec = spec
-        self._places, numbers = slot_layout(products, spec, options.max_adapter_rank)
+        self._is_int8 = dtype == INT8
+        self._places, numbers = slot_layout(products, spec, options.max_adapter_rank, dtype.name)
         self._weights = memory.huge_page_zeros((options.max_adapters, numbers), dtype)
         ranks = (options.max_adapters + 1, spec.num_layers, len(PROJECTIONS))
         self._ranks = np.zeros(ranks, np.int32)
         self._scales = np.zeros((*ranks, options.max_adapter_rank), np.float32)
         values: dict[str, NDArray[Any]] = {RANKS: self._ranks, WEIGHTS: self._weights}
-        if dtype == INT8:
+        if self._is_int8:
             values[SCALES] = self._scales
         self._values = place(values)
 
@@ -101,15 +97,19 @@ class AdapterSlots:
         self.remove(slot)
         at = self._weights[slot - 1]
         for product, begin in self._places.items():
-            for projection in KINDS[product.kind]:
-                found = rows.get((product.layer, projection))
-                if found is None:
-                    continue
-                key = (slot, product.layer, PROJECTIONS.index(projection))
-                self._ranks[key] = len(found.a)
-                self._scales[key][: len(found.a)] = found.scales
-                begin = _fill(at, begin, found.a)
-                begin = _fill(at, begin, found.b)
+            keys = [(product.layer, projection) for projection in KINDS[product.kind]]
+            found = {key: rows[key] for key in keys if key in rows}
+            if self._is_int8 and found:
+                begin = _write(
+                    at, begin, packed(product, np.concatenate([r.a for r in found.values()]))
+                )
+            for (layer, projection), own in found.items():
+                key = (slot, layer, PROJECTIONS.index(projection))
+                self._ranks[key] = len(own.a)
+                self._scales[key][: len(own.a)] = own.scales
+                if not self._is_int8:
+                    begin = _fill(at, begin, own.a)
+                begin = _fill(at, begin, own.b)
 
     def remove(self, slot: int) -> None:
         """See `Storage`."""
@@ -122,7 +122,7 @@ class AdapterSlots:
 
     def _rows(self, adapter: LoraAdapter) -> dict[Key, _Rows]:
         """All of an adapter as it is kept, so that nothing is written if it cannot be."""
-        if self._weights.dtype == INT8:
+        if self._is_int8:
             return {key: _quantize(key, delta) for key, delta in adapter.deltas.items()}
         deltas = converted(adapter, self._weights.dtype)
         return {key: _Rows(delta.a, delta.b.T, 1) for key, delta in deltas.items()}
@@ -132,22 +132,31 @@ class AdapterSlots:
 class _Rows:
     """One projection of an adapter, as it is kept."""
 
-    a: NDArray[Any]  # [rank, in_features]
+    a: NDArray[Any]  # [rank, in_features]; of int8 as it was given
     b: NDArray[Any]  # [rank, out_features]
-    scales: NDArray[np.float32] | float  # [rank]
+    scales: NDArray[np.float32] | float  # [rank], of B
 
 
 def _quantize(key: Key, delta: LoraDelta) -> _Rows:
     layer, projection = key
-    a, scales_a = quantized(f"A of {projection} of layer {layer}", delta.a)
-    b, scales_b = quantized(f"B of {projection} of layer {layer}", delta.b.T)
-    scales = scales_a * scales_b
-    if scales.max(initial=0) > np.finfo(np.float32).max:
+    _check_finite(f"A of {projection} of layer {layer}", delta.a)
+    b, scales = quantized(f"B of {projection} of layer {layer}", delta.b.T)
+    return _Rows(delta.a, b, scales.astype(np.float32))
+
+
+def _check_finite(name: str, rows: NDArray[np.float32]) -> None:
+    if not np.isfinite(rows).all():
         raise ProviderError(
-            f"the LoRA adapter does not fit: A and B of {projection} of layer {layer} make a scale "
-            f"of {scales.max():.3g}, too large for float32"
+            f"the LoRA adapter does not fit: {name} holds numbers that are not finite, and it is "
+            "to be kept in int8; its file is damaged, or its training went wrong"
         )
-    return _Rows(a, b, scales.astype(np.float32))
+
+
+def _write(slot: NDArray[Any], begin: int, stored: NDArray[Any]) -> int:
+    """Write bytes from a place on; returns the place behind them."""
+    end: int = begin + len(stored)
+    slot[begin:end] = stored
+    return end
 
 
 def _fill(slot: NDArray[Any], begin: int, rows: NDArray[Any]) -> int:

@@ -112,11 +112,18 @@ def _match(gate_up: onnx.NodeProto, graph: _Graph) -> _Mlp | None:
 
 
 def adds_int8_adapters(node: onnx.NodeProto, product: onnx.NodeProto) -> bool:
-    """Whether a node is an `AddLora` of what int8 adapters make of a product's own input."""
+    """Whether a node is an `AddLora` of what int8 adapters make of a product's own input.
+
+    They read it as the product does, rounded in the same way.
+    """
     return (
         _is_ours(node, ADD_LORA)
         and len(node.input) == _INT8_LORA_INPUTS
         and node.input[1] == product.input[0]
+        and all(
+            attribute_int(node, name, 0) == attribute_int(product, name, 0)
+            for name in ("bits", "block_size")
+        )
     )
 
 

@@ -46,6 +46,7 @@ from onnxport.graphs.lora import (
     slot_layout,
 )
 from onnxport.graphs.passes.gated_silu import DOMAIN, OPSET
+from onnxport.graphs.passes.int8_matmul import BLOCK_SIZES
 from onnxport.graphs.passes.paged_plan import SCOPE
 from onnxport.graphs.passes.result import PassResult, copy_model
 from onnxport.graphs.spec import ArchSpec
@@ -126,7 +127,7 @@ def add_lora_operator(
         raise ValueError(f"adapters in {dtype!r}: AddLora takes {', '.join(SLOT_DTYPES)}")
     copy = copy_model(model)
     found = _find(copy, spec)
-    layout, numbers = slot_layout([one.product for one in found], spec, max_rank)
+    layout, numbers = slot_layout([one.product for one in found], spec, max_rank, dtype)
     g = _builder(copy, found)
     g.input(TOKEN_SLOTS, TensorProto.INT32, [contract.NUM_TOKENS])
     ranks: list[int | str] = ["lora.ranks_rows", spec.num_layers, len(PROJECTIONS)]
@@ -147,6 +148,7 @@ def add_lora_operator(
         result, base = _rename_output(one.node)
         parts = product.out_features(spec)
         slots = selected if one.is_selected else TOKEN_SLOTS
+        rounding = {"bits": product.bits, "block_size": product.block_size}
         g.node(
             ADD_LORA,
             [base, one.node.input[0], slots, *stored],
@@ -157,6 +159,7 @@ def add_lora_operator(
             max_rank=max_rank,
             ranks=product.layer * len(PROJECTIONS) + PROJECTIONS.index(KINDS[product.kind][0]),
             **{f"columns{number}": part for number, part in enumerate((*parts, 0, 0)[:3])},
+            **(rounding if dtype == "int8" else {}),
         )
         added[base] = g.take_nodes()
     _splice(copy, g, first, added)
@@ -285,9 +288,15 @@ def _product(
     kind = next(name for name in KINDS if name == joined)
     if first is not None and kind == "gate_up":
         kind = _HALVES[int(first) > 0]
-    product = LoraProduct(layer, kind)
+    product = LoraProduct(layer, kind, *_rounding(node))
     wanted = [product.in_features(spec), sum(product.out_features(spec))]
     return product if dims == wanted else None
+
+
+def _rounding(node: onnx.NodeProto) -> tuple[int, int]:
+    """The bits and blocks in which activations are quantized for a product, if they are."""
+    bits, block_size = attribute_int(node, "bits", 4), attribute_int(node, "block_size", 0)
+    return (bits, block_size) if bits in (4, 8) and block_size in BLOCK_SIZES else (8, 128)
 
 
 def _splice(

@@ -15,6 +15,7 @@ from onnxport.graphs.passes.result import PassResult
 from onnxport.providers.adapter_slots import AdapterSlots, slots_bytes
 from onnxport.providers.adapters import Adapters, AdapterStacks, stack_bytes
 from onnxport.providers.base import LoadOptions
+from onnxport.providers.cpu import library
 from onnxport.providers.device_arrays import DeviceArrays
 from onnxport.providers.ort import CPU
 
@@ -51,11 +52,11 @@ class HostLora:
     def _choose_dtype(self, model: onnx.ModelProto) -> np.dtype[Any]:
         """What adapters are kept in.
 
-        Our operator computes in float32 whatever that is, and what it costs is reading them. Where
-        the products beside it round to int8, so are adapters. Others keep the artifact's own type,
-        and who asks for float32 products gets float32.
+        What adapters cost is reading them. Where the products beside them are our own and round to
+        int8, so are adapters, which are multiplied with the same rounded activations. Others keep
+        the artifact's own type, and who asks for float32 products gets float32.
         """
-        if takes_int8(model):
+        if takes_int8(model) and library.matmul_isa() is not None:
             return np.dtype(np.int8)
         exact = self._options.matmul_accuracy_level == FLOAT32_LEVEL
         return np.dtype(np.float16 if self._is_half and not exact else np.float32)

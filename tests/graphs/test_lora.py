@@ -21,7 +21,6 @@ from onnxport.graphs.lora import (
     TOKEN_SLOTS,
     WEIGHTS,
     LoraProduct,
-    in_panels,
     owners_name,
     projection_shapes,
     slot_layout,
@@ -32,6 +31,7 @@ from onnxport.graphs.passes.lora import add_lora, add_lora_operator, lora_produc
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_matmul import split_matmul
 from tests.conformance.make import make_artifact
+from tests.kernels.int8_adapters import room_of
 
 Edit = Callable[[onnx.ModelProto], None]
 WHOLE = ("qkv", "o", "gate_up", "down")
@@ -128,7 +128,8 @@ def test_the_operator_knows_where_its_product_lies(int4: Artifact) -> None:
     model, spec = lowered(int4), int4.manifest.model
     result = add_lora_operator(model, spec, 8, "int8")
     products = lora_products(model, spec)
-    layout, numbers = slot_layout(products, spec, 8)
+    layout, numbers = slot_layout(products, spec, 8, "int8")
+    assert {product.bits for product in products} == {4}
     found = inputs(result.model)
     assert found[WEIGHTS] == ["lora.slots", numbers]
     assert found[RANKS] == ["lora.ranks_rows", spec.num_layers, len(PROJECTIONS)]
@@ -146,8 +147,10 @@ def test_the_operator_knows_where_its_product_lies(int4: Artifact) -> None:
         first = product.layer * 7 + PROJECTIONS.index(KINDS[product.kind][0])
         assert attribute_int(node, "ranks", -1) == first
         assert attribute_int(node, "offset", -1) == layout[product]
-        inputs_room = in_panels(product.in_features(spec))
-        room = sum(8 * (inputs_room + in_panels(part)) for part in product.out_features(spec))
+        assert attribute_int(node, "bits", -1) == product.bits
+        assert attribute_int(node, "block_size", -1) == product.block_size
+        parts = product.out_features(spec)
+        room = room_of(product.in_features(spec), parts, 8, product.bits, product.block_size)
         taken[layout[product] : layout[product] + room] += 1
     assert (taken == 1).all()
 

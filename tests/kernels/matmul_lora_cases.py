@@ -11,13 +11,21 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from onnxport.graphs.lora import in_panels
 from tests.kernels import matmul_cases
+from tests.kernels.int8_adapters import (
+    StoredA,
+    packed_a,
+    packed_b,
+    random_a,
+    room_of,
+    rounded,
+    slots_of,
+)
 from tests.kernels.matmul_cases import Floats, MatMulCase
-from tests.kernels.mlp_lora_cases import INPUTS, errors, panels_of, with_inputs
+from tests.kernels.mlp_lora_cases import INPUTS, errors, with_inputs
 
 MAX_RANK = 20
-OFFSET, RANKS_AT = 5, 2  # where the product begins in a slot, and in its ranks
+OFFSET, RANKS_AT = 64, 2  # where the product begins in a slot, and in its ranks
 COLUMNS = (70, 33, 20)  # of three projections: none is of whole panels
 DEPTH = 100
 ADAPTERS_INPUT = 8
@@ -39,41 +47,41 @@ class AdaptedProduct:
         product = self.product.replace(x=self.product.x[rows])
         return replace(self, product=product, slots=self.slots[rows])
 
-    def stored(self, slot: int, part: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """A [rank, inputs] and B [rank, outputs] in int8, and scales [rank]."""
+    def stored(self, slot: int, part: int) -> tuple[StoredA, NDArray[Any], NDArray[Any]]:
+        """A, B [rank, outputs] in int8, and its scales [rank]."""
         random = np.random.default_rng([slot, part])
-        shapes = [(RANKS[slot][part], width) for width in (DEPTH, COLUMNS[part])]
-        a, b = (random.integers(-127, 128, shape).astype(np.int8) for shape in shapes)
-        return a, b, random.uniform(1e-5, 1e-4, len(a)).astype(np.float32)
+        rank, product = RANKS[slot][part], self.product
+        a = random_a(random, rank, DEPTH, product.bits, product.block_size)
+        b = random.integers(-127, 128, (rank, COLUMNS[part])).astype(np.int8)
+        return a, b, random.uniform(1e-3, 1e-2, rank).astype(np.float32)
 
     def feeds(self) -> dict[str, NDArray[Any]]:
         """The inputs of the model; where nothing is to be read there is what stands out."""
-        room = MAX_RANK * sum(in_panels(DEPTH) + in_panels(n) for n in COLUMNS)
+        format_of = (self.product.bits, self.product.block_size)
         ranks = np.zeros((len(RANKS), 1, 6), np.int32)
-        weights = np.full((len(RANKS) - 1, OFFSET + room), 99, np.int8)
+        weights = slots_of(len(RANKS) - 1, OFFSET + room_of(DEPTH, COLUMNS, MAX_RANK, *format_of))
         scales = np.full((*ranks.shape, MAX_RANK), np.nan, np.float32)
         for slot in range(1, len(RANKS)):
-            begin = OFFSET
-            for part in range(3):
-                a, b, own = self.stored(slot, part)
-                ranks[slot, 0, RANKS_AT + part] = len(a)
-                scales[slot, 0, RANKS_AT + part, : len(a)] = own
-                for rows in (a, b):
-                    panels = panels_of(rows)
-                    weights[slot - 1, begin : begin + len(panels)] = panels
-                    begin += len(panels)
+            parts = [self.stored(slot, part) for part in range(3)]
+            packed = [packed_a([a for a, _, _ in parts], DEPTH, *format_of)]
+            for part, (_, b, own) in enumerate(parts):
+                ranks[slot, 0, RANKS_AT + part] = len(b)
+                scales[slot, 0, RANKS_AT + part, : len(b)] = own
+                packed.append(packed_b(b))
+            found = np.concatenate(packed)
+            weights[slot - 1, OFFSET : OFFSET + len(found)] = found
         given = (self.slots, ranks, weights, scales)
         return {"x": self.product.x, **dict(zip(INPUTS, given, strict=True))}
 
     def expected(self) -> NDArray[np.float64]:
         """What the operator gives but for rounding in float32, [rows, N]."""
         found = matmul_cases.expected(self.product) + self.bias
-        x = self.product.x.astype(np.float64)
+        x = rounded(self.product.x, self.product.block_size)
         for row, slot in enumerate(self.slots):
             first = 0
             for part, columns in enumerate(COLUMNS):
-                a, b, scales = (m.astype(np.float64) for m in self.stored(int(slot), part))
-                found[row, first : first + columns] += (a @ x[row] * scales) @ b
+                a, b, scales = self.stored(int(slot), part)
+                found[row, first : first + columns] += (a.values @ x[row] * scales) @ b
                 first += columns
         return found
 
@@ -109,7 +117,13 @@ def separate(case: AdaptedProduct) -> bytes:
     of.graph.node[0].output[0] = "base"
     of.graph.node.append(
         helper.make_node(
-            "AddLora", ["base", "x", *INPUTS], ["y"], domain="onnxport", **attributes()
+            "AddLora",
+            ["base", "x", *INPUTS],
+            ["y"],
+            domain="onnxport",
+            bits=case.product.bits,
+            block_size=case.product.block_size,
+            **attributes(),
         )
     )
     return with_inputs(of, case.feeds())

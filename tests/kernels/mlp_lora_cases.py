@@ -11,13 +11,21 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from onnxport.graphs.lora import PANEL, in_panels
 from tests.kernels import matmul_cases, mlp_cases
+from tests.kernels.int8_adapters import (
+    StoredA,
+    packed_a,
+    packed_b,
+    random_a,
+    room_of,
+    rounded,
+    slots_of,
+)
 from tests.kernels.matmul_cases import Floats
 from tests.kernels.mlp_cases import MlpCase
 
 MAX_RANK = 20
-GATE_UP, DOWN = 5, 9  # offsets in a slot: numbers before the first, and between the products
+GATE_UP, DOWN = 64, 128  # offsets in a slot: bytes before the first, and between the products
 RANKS_AT = (1, 4)  # of gate and of down, in a slot's ranks
 INPUTS = ("slots", "ranks", "weights", "scales")
 
@@ -46,39 +54,51 @@ class AdaptedMlp:
         layer = MlpCase(self.layer.gate_up.replace(x=x), self.layer.down)
         return replace(self, layer=layer, slots=self.slots[rows])
 
-    def stored(self, slot: int, part: int) -> tuple[NDArray[Any], NDArray[Any], Floats]:
-        """A [rank, inputs] and B [rank, outputs] in int8, and scales [rank]."""
+    def format_of(self, part: int) -> tuple[int, int]:
+        """Bits and block size of the product that has the part."""
+        product = self.layer.down if part == 2 else self.layer.gate_up
+        return product.bits, product.block_size
+
+    def stored(self, slot: int, part: int) -> tuple[StoredA, NDArray[Any], Floats]:
+        """A, B [rank, outputs] in int8, and its scales [rank]."""
         random = np.random.default_rng([slot, part])
-        shapes = [(self.ranks[slot][part], width) for width in self.widths[part]]
-        a, b = (random.integers(-127, 128, shape).astype(np.int8) for shape in shapes)
-        return a, b, random.uniform(1e-5, 1e-4, len(a)).astype(np.float32)
+        rank, (depth, columns) = self.ranks[slot][part], self.widths[part]
+        a = random_a(random, rank, depth, *self.format_of(part))
+        b = random.integers(-127, 128, (rank, columns)).astype(np.int8)
+        return a, b, random.uniform(1e-3, 1e-2, rank).astype(np.float32)
 
     def feeds(self) -> dict[str, NDArray[Any]]:
         """The inputs of the model; where nothing is to be read there is what stands out."""
         count = len(self.ranks)
-        first = MAX_RANK * sum(in_panels(n) for pair in self.widths[:2] for n in pair)
-        second = MAX_RANK * sum(in_panels(n) for n in self.widths[2])
+        first, second = self.rooms()
         ranks = np.zeros((count, 1, 6), np.int32)
-        weights = np.full((count - 1, GATE_UP + first + DOWN + second), 99, np.int8)
+        weights = slots_of(count - 1, GATE_UP + first + DOWN + second)
         scales = np.full((*ranks.shape, MAX_RANK), np.nan, np.float32)
         for slot in range(1, count):
-            begin = GATE_UP
-            for part in range(3):
-                begin = GATE_UP + first + DOWN if part == 2 else begin
-                a, b, own = self.stored(slot, part)
-                at = RANKS_AT[part == 2] + (part == 1)
-                ranks[slot, 0, at] = len(a)
-                scales[slot, 0, at, : len(a)] = own
-                for rows in (a, b):
-                    panels = panels_of(rows)
-                    weights[slot - 1, begin : begin + len(panels)] = panels
-                    begin += len(panels)
+            for begin, parts in ((GATE_UP, (0, 1)), (GATE_UP + first + DOWN, (2,))):
+                stored = {part: self.stored(slot, part) for part in parts}
+                rows = [a for a, _, _ in stored.values()]
+                depth = self.widths[parts[0]][0]
+                packed = [packed_a(rows, depth, *self.format_of(parts[0]))]
+                for part, (_, b, own) in stored.items():
+                    at = RANKS_AT[part == 2] + (part == 1)
+                    ranks[slot, 0, at] = len(b)
+                    scales[slot, 0, at, : len(b)] = own
+                    packed.append(packed_b(b))
+                found = np.concatenate(packed)
+                weights[slot - 1, begin : begin + len(found)] = found
         given = (self.slots, ranks, weights, scales)
         return {"x": self.layer.x, **dict(zip(INPUTS, given, strict=True))}
 
+    def rooms(self) -> tuple[int, int]:
+        """Bytes of both products in a slot."""
+        (k, inner), _, (_, n) = self.widths
+        first = room_of(k, (inner, inner), MAX_RANK, *self.format_of(0))
+        return first, room_of(inner, (n,), MAX_RANK, *self.format_of(2))
+
     def places(self) -> dict[str, int]:
         """The attributes of the operator."""
-        first = MAX_RANK * sum(in_panels(n) for pair in self.widths[:2] for n in pair)
+        first, _ = self.rooms()
         return {
             "max_rank": MAX_RANK,
             "gate_up_offset": GATE_UP,
@@ -115,10 +135,10 @@ def separate(case: AdaptedMlp) -> bytes:
     places = case.places()
     nodes = [
         first,
-        _adding("base", "x", "joined", (places, "gate_up"), (inner, inner)),
+        _adding("base", "x", "joined", (places, "gate_up", case.format_of(0)), (inner, inner)),
         silu,
         second,
-        _adding("sum", "activated", "y", (places, "down"), (n,)),
+        _adding("sum", "activated", "y", (places, "down", case.format_of(2)), (n,)),
     ]
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del of.graph.node[:]
@@ -127,9 +147,13 @@ def separate(case: AdaptedMlp) -> bytes:
 
 
 def _adding(
-    base: str, x: str, result: str, place: tuple[dict[str, int], str], columns: tuple[int, ...]
+    base: str,
+    x: str,
+    result: str,
+    place: tuple[dict[str, int], str, tuple[int, int]],
+    columns: tuple[int, ...],
 ) -> onnx.NodeProto:
-    attributes, name = place
+    attributes, name, (bits, block_size) = place
     return helper.make_node(
         "AddLora",
         [base, x, *INPUTS],
@@ -138,6 +162,8 @@ def _adding(
         offset=attributes[f"{name}_offset"],
         ranks=attributes[f"{name}_ranks"],
         max_rank=attributes["max_rank"],
+        bits=bits,
+        block_size=block_size,
         **{f"columns{part}": n for part, n in enumerate((*columns, 0, 0)[:3])},
     )
 
@@ -190,15 +216,8 @@ def expected(case: AdaptedMlp) -> NDArray[np.float64]:
 def _added(case: AdaptedMlp, part: int, x: NDArray[Any]) -> NDArray[np.float64]:
     """What the adapters of all rows add to gate, up or down."""
     added = np.zeros((len(x), case.widths[part][1]))
+    read = rounded(x, case.format_of(part)[1])
     for row, slot in enumerate(case.slots):
-        a, b, scales = (m.astype(np.float64) for m in case.stored(int(slot), part))
-        added[row] = (a @ x[row].astype(np.float64) * scales) @ b
+        a, b, scales = case.stored(int(slot), part)
+        added[row] = (a.values @ read[row] * scales) @ b
     return added
-
-
-def panels_of(rows: NDArray[Any]) -> NDArray[Any]:
-    """Rows as they lie in a slot; where nothing is to be read there is what stands out."""
-    width = in_panels(rows.shape[1])
-    wide = np.full((len(rows), width), 99, rows.dtype)
-    wide[:, : rows.shape[1]] = rows
-    return wide.reshape(len(rows), width // PANEL, PANEL).swapaxes(0, 1).ravel()

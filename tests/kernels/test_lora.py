@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from onnxport.graphs.passes.gated_silu import DOMAIN
+from tests.kernels import int8_adapters
+from tests.kernels.int8_adapters import StoredA, packed_a, packed_b, random_a, rounded, slots_of
+from tests.kernels.test_matmul import ISAS as MATMUL_ISAS
 
 MAX_RANK = 70  # more than the kernel holds factors of at once
-OFFSET, LAYER = 7, 3  # where the product begins in a slot, and the layer's first rank
+OFFSET, LAYER = 64, 3  # where the product begins in a slot, and the layer's first rank
 SIDE = 64  # numbers of a row that lie side by side
 KINDS = {
     "float32": TensorProto.FLOAT,
@@ -36,20 +40,34 @@ class Case:
     slots: NDArray[np.int32]
     dtype: str = "float32"
     ranks: tuple[tuple[int, ...], ...] = field(default=RANKS, repr=False)
+    bits: int = 4  # of int8, as activations are rounded
+    block_size: int = 32
 
     def rank(self, slot: int, part: int) -> int:
         return self.ranks[slot][part]
 
-    def stored(self, slot: int, part: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """A [rank, depth], B [rank, columns] and scales [rank]: its own for each projection."""
+    def stored(self, slot: int, part: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """A [rank, depth] and B [rank, columns] in floats: its own for each projection."""
         random = np.random.default_rng([slot, part])
         rank = self.rank(slot, part)
         rows = [random.standard_normal((rank, n)) for n in (self.depth, self.columns[part])]
-        scales = np.ones(rank, np.float32)
-        if self.dtype == "int8":
-            rows = [np.clip(np.rint(x * 40), -127, 127) for x in rows]
-            scales = random.uniform(3e-4, 9e-4, rank).astype(np.float32)
-        return rows[0].astype(self.dtype), rows[1].astype(self.dtype), scales
+        return rows[0].astype(self.dtype), rows[1].astype(self.dtype)
+
+    def stored_int8(self, slot: int, part: int) -> tuple[StoredA, NDArray[Any], NDArray[Any]]:
+        """A, B [rank, columns] and its scales [rank]."""
+        random = np.random.default_rng([slot, part])
+        rank = self.rank(slot, part)
+        a = random_a(random, rank, self.depth, self.bits, self.block_size)
+        b = random.integers(-127, 128, (rank, self.columns[part])).astype(np.int8)
+        return a, b, random.uniform(1e-3, 3e-3, rank).astype(np.float32)
+
+    def values(self, slot: int, part: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """What A and B stand for, in float64."""
+        if self.dtype != "int8":
+            a, b = self.stored(slot, part)
+            return a.astype(np.float64), b.astype(np.float64)
+        quantized, b, scales = self.stored_int8(slot, part)
+        return quantized.values, b * scales[:, None].astype(np.float64)
 
     def numbers(self) -> dict[str, NDArray[Any]]:
         """The node's inputs. Where nothing is to be read there is NaN, in int8 what stands out."""
@@ -57,18 +75,7 @@ class Case:
         ranks = np.zeros((count, 2, 3), np.int32)
         ranks.reshape(count, 6)[:, LAYER : LAYER + parts] = [own[:parts] for own in self.ranks]
         scales = np.full((count, 2, 3, MAX_RANK), np.nan, np.float32)
-        room = sum(MAX_RANK * (whole(self.depth) + whole(n)) for n in self.columns)
-        nothing = 99 if self.dtype == "int8" else np.nan
-        weights = np.full((count - 1, OFFSET + room), nothing, self.dtype)
-        for slot in range(1, count):
-            begin = OFFSET
-            for part in range(parts):
-                a, b, own = self.stored(slot, part)
-                for rows in (a, b):
-                    panels = in_panels(rows, nothing)
-                    weights[slot - 1, begin : begin + len(panels)] = panels
-                    begin += len(panels)
-                scales.reshape(count, 6, MAX_RANK)[slot, LAYER + part, : len(own)] = own
+        weights = self.weights(scales.reshape(count, 6, MAX_RANK))
         # a row of its own for each token, whatever the others are
         rows = [np.random.default_rng(token) for token in range(len(self.slots))]
         given = {
@@ -80,17 +87,55 @@ class Case:
         }
         return given | ({"scales": scales} if self.dtype == "int8" else {})
 
+    def weights(self, scales: NDArray[np.float32]) -> NDArray[Any]:
+        """The slots; fills in the scales of int8."""
+        count, parts = len(self.ranks), range(len(self.columns))
+        if self.dtype != "int8":
+            room = sum(MAX_RANK * (whole(self.depth) + whole(n)) for n in self.columns)
+            weights = np.full((count - 1, OFFSET + room), np.nan, self.dtype)
+        else:
+            size = (self.depth, self.columns, MAX_RANK, self.bits, self.block_size)
+            weights = slots_of(count - 1, OFFSET + int8_adapters.room_of(*size))
+        for slot in range(1, count):
+            if self.dtype != "int8":
+                rows = [in_panels(x, np.nan) for part in parts for x in self.stored(slot, part)]
+            else:
+                stored = [self.stored_int8(slot, part) for part in parts]
+                a = [of_part for of_part, _, _ in stored]
+                rows = [packed_a(a, self.depth, self.bits, self.block_size)]
+                rows += [packed_b(b) for _, b, _ in stored]
+                for part, (_, _, own) in enumerate(stored):
+                    scales[slot, LAYER + part, : len(own)] = own
+            joined = np.concatenate(rows)
+            weights[slot - 1, OFFSET : OFFSET + len(joined)] = joined
+        return weights
+
     def wanted(self, given: dict[str, NDArray[Any]]) -> NDArray[np.float64]:
         """What the operator should return."""
-        found = given["product"].astype(np.float64)
+        found, x = given["product"].astype(np.float64), given["activations"]
+        read = rounded(x, self.block_size) if self.dtype == "int8" else x.astype(np.float64)
         for token, slot in enumerate(self.slots):
             first = 0
             for part, columns in enumerate(self.columns):
-                a, b, scales = (x.astype(np.float64) for x in self.stored(slot, part))
-                factors = a @ given["activations"][token] * scales
-                found[token, first : first + columns] += factors @ b
+                a, b = self.values(slot, part)
+                found[token, first : first + columns] += (a @ read[token]) @ b
                 first += columns
         return found
+
+
+def in_turn(library: Any, isas: list[str], dtype: str) -> Iterator[str]:
+    """Use each instruction set, with those of products where adapters are in int8."""
+    products = [n for n in MATMUL_ISAS if library.onnxport_cpu_set_matmul_isa(n.encode())]
+    if dtype != "int8":
+        products = [""]
+    elif not products:
+        pytest.skip("this processor has none of the sets that the products need")
+    for i in range(max(len(isas), len(products))):
+        isa, product = isas[i % len(isas)], products[i % len(products)]
+        assert library.onnxport_cpu_set_isa(isa.encode())
+        assert not product or library.onnxport_cpu_set_matmul_isa(product.encode())
+        yield f"{isa} {product}"
+    library.onnxport_cpu_set_matmul_isa(None)
 
 
 def whole(features: int) -> int:
@@ -114,6 +159,8 @@ def run(library: Path, given: dict[str, NDArray[Any]], case: Case, **changed: in
     ]
     settings = {"offset": OFFSET, "max_rank": MAX_RANK, "ranks": LAYER}
     settings |= {f"columns{i}": c for i, c in enumerate((*case.columns, 0, 0)[:3])}
+    if case.dtype == "int8":
+        settings |= {"bits": case.bits, "block_size": case.block_size}
     nodes = [
         helper.make_node("Neg", ["product"], ["opposite"]),
         helper.make_node("Neg", ["opposite"], ["copy"]),  # which the operator may change
@@ -151,7 +198,8 @@ CASES = [
     Case(64, (96, 32, 32), MIXED, "int8"),
     Case(67, (53, 17, 18), MIXED, "int8"),
     Case(5, (3,), MIXED, "int8"),
-    Case(335, (277, 130, 129), MIXED, "int8"),
+    Case(335, (277, 130, 129), MIXED, "int8", bits=8, block_size=128),
+    Case(896, (130, 129), MIXED, "int8", block_size=256),
     # as many as are divided by tokens alone, and one that is divided by projections
     Case(128, (256, 256), np.tile(np.arange(4, dtype=np.int32), 4), "int8"),
     Case(896, (896, 128, 128), np.full(1, 1, np.int32), "int8"),
@@ -164,8 +212,7 @@ def test_every_token_gets_its_own_adapter(
 ) -> None:
     given = case.numbers()
     wanted = case.wanted(given)
-    for isa in available_isas:
-        assert library.onnxport_cpu_set_isa(isa.encode())
+    for isa in in_turn(library, available_isas, case.dtype):
         found = run(library_path, given, case)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-4, err_msg=isa)
 
@@ -179,8 +226,7 @@ def test_every_rank(
     case = Case(67, (133,), slots, dtype, tuple((rank,) for rank in range(MAX_RANK + 1)))
     given = case.numbers()
     wanted = case.wanted(given)
-    for isa in available_isas:
-        assert library.onnxport_cpu_set_isa(isa.encode())
+    for isa in in_turn(library, available_isas, dtype):
         found = run(library_path, given, case)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=5e-4, err_msg=isa)
 
@@ -191,8 +237,7 @@ def test_a_token_has_the_same_bits_in_any_company(
 ) -> None:
     case = Case(67, (53, 17, 258), MIXED, dtype, ((0, 0, 0), (1, 16, 70), (0, 9, 24), (5, 5, 5)))
     given = case.numbers()
-    for isa in available_isas:
-        assert library.onnxport_cpu_set_isa(isa.encode())
+    for isa in in_turn(library, available_isas, dtype):
         together = run(library_path, given, case)
         for token in range(len(MIXED)):
             one = slice(token, token + 1)
@@ -215,8 +260,8 @@ def test_nothing_is_done_where_no_token_has_an_adapter(library_path: Path) -> No
         ({"ranks": np.full((4, 2, 3), 71, np.int32)}, "rank 71; there are 0 to 70"),
         ({"ranks": np.zeros((3, 2, 3), np.int32)}, "slots with ranks must be 4, found 3"),
         ({"ranks": np.zeros((4, 1, 3), np.int32)}, "ranks of a slot, at least, must be 6"),
-        ({"weights": np.zeros((3, 99), np.int8)}, "slot, at least, must be 31367, found 99"),
-        ({"weights": np.zeros((3, 31367), np.float16)}, "int8 alone have scales, found others"),
+        ({"weights": np.zeros((3, 99), np.int8)}, "slot, at least, must be 35904, found 99"),
+        ({"weights": np.zeros((3, 31424), np.float16)}, "int8 alone have scales, found others"),
         ({"scales": np.zeros((4, 2, 3), np.float32)}, "scales have 4 dimensions, found 3"),
         ({"scales": np.zeros((4, 2, 3, 71), np.float32)}, "scales of a projection must be 70"),
         ({"scales": np.zeros((4, 1, 3, 70), np.float32)}, "as those of ranks, must be 2, found 1"),
@@ -233,6 +278,31 @@ def test_what_would_read_elsewhere_is_refused(
     case = Case(64, (96, 32, 32), MIXED, "int8")
     with pytest.raises(Exception, match=said):
         run(library_path, case.numbers() | change, case)
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "said"),
+    [
+        (60, 35904, "the slots are so, of 35904 bytes each, and the place in a slot is 60"),
+        (64, 35905, "the slots are so, of 35905 bytes each"),
+        (64, -35904, "the slots are not, of 35904 bytes each"),
+    ],
+)
+def test_int8_lies_at_lines(library_path: Path, offset: int, size: int, said: str) -> None:
+    case = Case(64, (96, 32, 32), MIXED, "int8")
+    weights = slots_of(3, abs(size))
+    if size < 0:  # between two lines
+        room = slots_of(1, 4 * 35904)[0]
+        weights = room[1 : 1 + 3 * 35904].reshape(3, 35904)
+    with pytest.raises(Exception, match=f"must lie at multiples of 64 bytes; {said}"):
+        run(library_path, case.numbers() | {"weights": weights}, case, offset=offset)
+
+
+@pytest.mark.parametrize("change", [{"bits": 3}, {"block_size": 48}])
+def test_int8_in_unknown_blocks_is_refused(library_path: Path, change: dict[str, int]) -> None:
+    case = Case(64, (96, 32, 32), MIXED, "int8")
+    with pytest.raises(Exception, match="AddLora takes 4 or 8 bits in blocks of 16, 32, 64"):
+        run(library_path, case.numbers(), case, **change)
 
 
 def test_int8_without_scales_is_refused(library_path: Path) -> None:

@@ -106,20 +106,28 @@ def test_slots_alone_change_no_bit(
         assert logits(model, 0).tobytes() == expected.tobytes()
 
 
-def rounded(adapter: LoraAdapter, how: Callable[[Any], Any]) -> LoraAdapter:
-    """An adapter whose rows, A's and those of the transposed B, are what `how` makes of them."""
+def remade(
+    adapter: LoraAdapter, of_a: Callable[[Any], Any], of_b: Callable[[Any], Any]
+) -> LoraAdapter:
+    """An adapter with other rows of A, and of the transposed B."""
     return LoraAdapter(
         {
-            key: LoraDelta(how(delta.a).astype(np.float32), how(delta.b.T).T.astype(np.float32))
+            key: LoraDelta(of_a(delta.a).astype(np.float32), of_b(delta.b.T).T.astype(np.float32))
             for key, delta in adapter.deltas.items()
         }
     )
 
 
-def to_int8(rows: NDArray[np.float32]) -> NDArray[np.float64]:
-    step = np.abs(rows).max(axis=1, keepdims=True).astype(np.float64) / 127
-    whole: NDArray[np.float64] = np.round(rows / step)
-    return whole * step
+def to_int8(largest: int, off: float) -> Callable[[NDArray[np.float32]], NDArray[np.float64]]:
+    """Makes rows whole steps, `off` of one aside; the largest number is in every block."""
+
+    def of(rows: NDArray[np.float32]) -> NDArray[np.float64]:
+        step = np.abs(rows).max(axis=1, keepdims=True).astype(np.float64) / largest
+        numbers = np.clip(np.round(rows / step), 1 - largest, largest - 1) + off
+        numbers[:, ::16] = largest
+        return np.asarray(numbers * step, np.float64)
+
+    return of
 
 
 @KERNEL
@@ -139,7 +147,8 @@ def test_what_adapters_are_kept_in(
 ) -> None:
     """An adapter that was rounded to that type before does the same, to coarser ones it does not.
 
-    The scales of one that was rounded to int8 before may have another last bit.
+    In int8 what is a fifth of a step aside does the same as what is not, but for the scales' last
+    bits.
     """
     path = tiny_artifact("qwen3", precision)
     adapter = make_adapter(Artifact.read(path).manifest.model, 2)
@@ -150,18 +159,20 @@ def test_what_adapters_are_kept_in(
             return logits(model, 1)
 
         whole = of(adapter)
-        half = of(rounded(adapter, lambda rows: rows.astype(np.float16)))
-        byte = of(rounded(adapter, to_int8))
+        half = of(remade(adapter, *[lambda rows: rows.astype(np.float16)] * 2))
+        most = 119 if precision == "int4" else 127  # of A
+        byte, aside = (
+            of(remade(adapter, to_int8(most, off), to_int8(127, off))) for off in (0, 0.2)
+        )
     assert np.array_equal(whole, half) == (kept == "float16")
-    close = {name: np.abs(whole - found).max() for name, found in (("16", half), ("8", byte))}
-    assert (close["8"] < 1e-3) == (kept == "int8"), close
+    assert (np.abs(byte - aside).max() < 1e-3) == (kept == "int8")
 
 
 @KERNEL
 def test_int8_changes_little_where_products_are_int8(
     tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are off by at most half a step of 1/127, so what they add is by about a hundredth."""
+    """Rows and activations are off by half a step of 1/119 at most: hundredths of what is added."""
     path = tiny_artifact("qwen3", "int4")
     adapter = make_adapter(Artifact.read(path).manifest.model, 2)
     found = []
@@ -174,7 +185,7 @@ def test_int8_changes_little_where_products_are_int8(
             without = logits(model, 0)
     added = np.linalg.norm(found[1] - without)
     off = np.linalg.norm(found[0] - found[1]) / added
-    assert 1e-4 < off < 0.03, off
+    assert 1e-4 < off < 0.05, off
 
 
 @pytest.fixture
@@ -229,7 +240,7 @@ def test_what_is_refused_leaves_the_slot_as_it_was(model: Model, spec: ArchSpec)
 
 
 @KERNEL
-@pytest.mark.parametrize("number", [np.inf, np.nan, 3e38])
+@pytest.mark.parametrize("number", [np.inf, np.nan])
 def test_what_int8_cannot_hold_leaves_the_slot_as_it_was(
     tiny_artifact: ArtifactMaker, number: float
 ) -> None:

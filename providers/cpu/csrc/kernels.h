@@ -55,11 +55,11 @@ enum LoraType { kLoraFloat, kLoraHalf, kLoraInt8 };
 // the other. What a thread reads is asked for ahead: once that would be behind `end`, it is `jump`
 // bytes further on; null: nothing is.
 
-// The first half of what one LoRA adapter adds to one projection: factors = scales * (input a^T).
+// The first half of what one LoRA adapter adds to one projection: factors = input a^T. Not of
+// adapters in int8, whose A is a product's weights: see lora.h.
 struct LoraShrink {
   LoraType type;
   const void* a;        // [panels of depth][rank][kLoraPanel]
-  const float* scales;  // [rank]; null: all are 1
   const float* input;   // [tokens][depth]
   float* factors;       // [tokens][stride], of which `rank`
   int64_t rank, depth, tokens, stride;

@@ -6,16 +6,41 @@
 namespace onnxport {
 namespace {
 
-constexpr int64_t kTaskTokens = 4;       // of one adapter
+// Of one adapter in a chunk. Many of a product's rows share what unpacking its weights takes.
+constexpr int64_t kTaskTokens = 4, kManyTaskTokens = 32;
+constexpr int64_t kMostRowUnit = 16;
 constexpr int64_t kAloneWork = 1 << 16;  // multiplications that are not worth waking a thread for
 constexpr size_t kFewChunks = 8;         // whose projections are divided between threads too
 
 int64_t item_bytes(LoraType type) { return type == kLoraInt8 ? 1 : type == kLoraHalf ? 2 : 4; }
 
+// The product that A in int8 is, of so many rows.
+MatMul product_of(const LoraPlace& place, int64_t rows) {
+  MatMul product{};
+  product.k = place.depth;
+  product.n = ceil_div(rows, lora_panel_rows(place)) * kPanel;
+  product.bits = place.bits;
+  product.block_size = place.block_size;
+  return product;
+}
+
+int64_t product_bytes(const LoraPlace& place, int64_t rows) {
+  const MatMul product = product_of(place, rows);
+  return num_panels(product) * panel_bytes(product);
+}
+
 }  // namespace
 
 int64_t lora_rank(const LoraSlots& slots, const LoraPlace& place, int32_t slot, int64_t part) {
   return slots.ranks[slot * slots.ranks_stride + place.ranks + part];
+}
+
+int64_t lora_numbers(LoraType type, const LoraPlace& place, int64_t rank) {
+  const int64_t depth = type == kLoraInt8 ? 0 : in_lora_panels(place.depth);
+  int64_t numbers = type == kLoraInt8 ? product_bytes(place, place.parts * rank) : 0;
+  for (int64_t part = 0; part < place.parts; part++)
+    numbers += rank * (depth + in_lora_panels(place.columns[part]));
+  return numbers;
 }
 
 int64_t lora_work(const LoraSlots& slots, const LoraPlace& place, int32_t slot) {
@@ -27,10 +52,11 @@ int64_t lora_work(const LoraSlots& slots, const LoraPlace& place, int32_t slot) 
 
 LoraSum::LoraSum(const LoraSlots& slots, const LoraPlace& place, int64_t rows)
     : slots_(slots), place_(place), rows_(rows) {
+  const int64_t most = has_product() && !has_few_rows() ? kManyTaskTokens : kTaskTokens;
   for (int64_t part = 0; part < place.parts; part++) width_ += place.columns[part];
   for (int64_t first = 0, end; first < rows; first = end) {
     const int32_t slot = slots.tokens[first];
-    const int64_t last = std::min(rows, first + kTaskTokens);
+    const int64_t last = std::min(rows, first + most);
     end = first + 1;
     while (end < last && slots.tokens[end] == slot) end++;
     const int64_t work = lora_work(slots, place, slot);
@@ -46,6 +72,17 @@ int64_t LoraSum::num_factors() const { return rows_ * place_.parts * largest_ran
 
 void LoraSum::set(const float* input, float* factors) {
   input_ = input;
+  factors_ = factors;
+}
+
+void LoraSum::set(const MatMulKernels& kernels, const MatMul& product, float* factors) {
+  kernels_ = &kernels;
+  product_ = product_of(place_, 0);
+  product_.rows = product.rows;
+  product_.padded_rows = product.padded_rows;
+  product_.quants = product.quants;
+  product_.scales = product.scales;
+  product_.corrections = product.corrections;
   factors_ = factors;
 }
 
@@ -73,25 +110,28 @@ void LoraSum::for_chunks(int64_t index, F f) const {
 void LoraSum::shrink(int64_t index) const {
   for_chunks(index, [&](size_t at, int64_t first, int64_t last) {
     const LoraChunk& chunk = chunks_[at];
+    if (has_product()) return shrink_product(chunk, first, last);
     for (int64_t part = first; part < last; part++) {
       const char *end = b_of(chunk.slot, part), *next = end;
       if (part + 1 < last)
-        next = begin_of(chunk.slot, part + 1);
+        next = a_of(chunk.slot, part + 1);
       else if (last == place_.parts && at + 1 < chunks_.size())
-        next = begin_of(chunks_[at + 1].slot, 0);
+        next = begin_of(chunks_[at + 1].slot);
       shrink_part(chunk, part, end, next - end);
     }
   });
 }
 
-// All of a projection is read from one end to the other, and then the next one.
+// All of a projection is read from one end to the other, and then the next one; of int8 A of all
+// comes first.
 void LoraSum::run(int64_t index, float* output, bool is_added) const {
   for_chunks(index, [&](size_t at, int64_t first, int64_t last) {
     const LoraChunk& chunk = chunks_[at];
-    const char *end = begin_of(chunk.slot, last), *next = end;
-    if (last == place_.parts && at + 1 < chunks_.size()) next = begin_of(chunks_[at + 1].slot, 0);
+    const char *end = end_of(chunk.slot, last - 1), *next = end;
+    if (last == place_.parts && at + 1 < chunks_.size()) next = begin_of(chunks_[at + 1].slot);
+    if (has_product()) shrink_product(chunk, first, last);
     for (int64_t part = first; part < last; part++) {
-      shrink_part(chunk, part, end, next - end);
+      if (!has_product()) shrink_part(chunk, part, end, next - end);
       LoraExpand call = expansion(chunk, part);
       if (call.rank == 0 && is_added) continue;
       call.output = output + chunk.first * width_ + column_of(part);
@@ -112,18 +152,37 @@ int64_t LoraSum::column_of(int64_t part) const {
   return column;
 }
 
-// Where a projection of an adapter begins; behind the last one, its end.
-const char* LoraSum::begin_of(int32_t slot, int64_t part) const {
-  int64_t begin = (slot - 1) * slots_.numbers + place_.offset;
-  for (int64_t i = 0; i < part; i++)
-    begin += lora_rank(slots_, place_, slot, i) *
-             (in_lora_panels(place_.depth) + in_lora_panels(place_.columns[i]));
-  return slots_.weights + begin * item_bytes(slots_.type);
+int64_t LoraSum::rank_of(int32_t slot, int64_t part) const {
+  return lora_rank(slots_, place_, slot, part);
+}
+
+int64_t LoraSum::ranks_before(int32_t slot, int64_t part) const {
+  int64_t ranks = 0;
+  for (int64_t i = 0; i < part; i++) ranks += rank_of(slot, i);
+  return ranks;
+}
+
+const char* LoraSum::begin_of(int32_t slot) const {
+  return slots_.weights + ((slot - 1) * slots_.numbers + place_.offset) * item_bytes(slots_.type);
+}
+
+// Where A of a projection begins. Of int8 it is that of all.
+const char* LoraSum::a_of(int32_t slot, int64_t part) const {
+  return has_product() || part == 0 ? begin_of(slot) : end_of(slot, part - 1);
 }
 
 const char* LoraSum::b_of(int32_t slot, int64_t part) const {
-  const int64_t numbers = lora_rank(slots_, place_, slot, part) * in_lora_panels(place_.depth);
-  return begin_of(slot, part) + numbers * item_bytes(slots_.type);
+  const int64_t numbers = rank_of(slot, part) * in_lora_panels(place_.columns[part]);
+  return end_of(slot, part) - numbers * item_bytes(slots_.type);
+}
+
+// Where B of a projection ends.
+const char* LoraSum::end_of(int32_t slot, int64_t part) const {
+  const int64_t depth = has_product() ? 0 : in_lora_panels(place_.depth);
+  int64_t numbers = has_product() ? product_bytes(place_, ranks_before(slot, place_.parts)) : 0;
+  for (int64_t i = 0; i <= part; i++)
+    numbers += rank_of(slot, i) * (depth + in_lora_panels(place_.columns[i]));
+  return begin_of(slot) + numbers * item_bytes(slots_.type);
 }
 
 float* LoraSum::factors_of(int64_t row, int64_t part) const {
@@ -134,12 +193,10 @@ void LoraSum::shrink_part(const LoraChunk& chunk, int64_t part, const char* end,
                           int64_t jump) const {
   LoraShrink call;
   call.type = slots_.type;
-  call.a = begin_of(chunk.slot, part);
-  const int64_t row = chunk.slot * slots_.ranks_stride + place_.ranks + part;
-  call.scales = slots_.scales ? slots_.scales + row * slots_.max_rank : nullptr;
+  call.a = a_of(chunk.slot, part);
   call.input = input_ + chunk.first * place_.depth;
   call.factors = factors_of(chunk.first, part);
-  call.rank = lora_rank(slots_, place_, chunk.slot, part);
+  call.rank = rank_of(chunk.slot, part);
   call.depth = place_.depth;
   call.tokens = chunk.count;
   call.stride = place_.parts * largest_rank_;
@@ -148,13 +205,54 @@ void LoraSum::shrink_part(const LoraChunk& chunk, int64_t part, const char* end,
   active_kernels()->lora_shrink(call);
 }
 
+// The factors of some projections, from the panels that have these. Rows of whole units are
+// multiplied, whoever they are.
+void LoraSum::shrink_product(const LoraChunk& chunk, int64_t first, int64_t last) const {
+  const int64_t begin = ranks_before(chunk.slot, first), end = ranks_before(chunk.slot, last);
+  if (begin == end) return;
+  const int64_t unit = kernels_->row_unit ? kernels_->row_unit(rows_) : 1;
+  const int64_t panel_rows = lora_panel_rows(place_);
+  const int64_t row = chunk.first / unit * unit;
+  const int64_t row_end = std::min(rows_, ceil_div(chunk.first + chunk.count, unit) * unit);
+  alignas(64) float outputs[(kManyTaskTokens + 2 * kMostRowUnit) * kPanel];
+  MatMul product = product_;
+  product.n = ceil_div(end, panel_rows) * kPanel;
+  product.weights = reinterpret_cast<const uint8_t*>(a_of(chunk.slot, 0));
+  for (int64_t panel = begin / panel_rows; panel * panel_rows < end; panel++) {
+    kernels_->multiply(product, {panel, panel + 1, row, row_end, outputs, kPanel});
+    read_factors(chunk, first, last, panel, outputs + (chunk.first - row) * kPanel);
+  }
+}
+
+// What a panel's outputs tell of some projections' factors.
+void LoraSum::read_factors(const LoraChunk& chunk, int64_t first, int64_t last, int64_t panel,
+                           const float* outputs) const {
+  const int64_t panel_rows = lora_panel_rows(place_), panel_begin = panel * panel_rows;
+  for (int64_t part = first, before = ranks_before(chunk.slot, first); part < last; part++) {
+    const int64_t rank = rank_of(chunk.slot, part);
+    const int64_t begin = std::max<int64_t>(0, panel_begin - before);
+    const int64_t end = std::min(rank, panel_begin + panel_rows - before);
+    const float* scales =
+        slots_.scales +
+        (chunk.slot * slots_.ranks_stride + place_.ranks + part) * slots_.max_rank;
+    for (int64_t token = 0; token < chunk.count; token++) {
+      float* factors = factors_of(chunk.first + token, part);
+      for (int64_t i = begin; i < end; i++) {
+        const float* output = outputs + token * kPanel + (before + i - panel_begin);
+        factors[i] = (place_.bits == 4 ? output[0] + output[panel_rows] : output[0]) * scales[i];
+      }
+    }
+    before += rank;
+  }
+}
+
 // All but the columns and where they go.
 LoraExpand LoraSum::expansion(const LoraChunk& chunk, int64_t part) const {
   LoraExpand call{};
   call.type = slots_.type;
   call.b = b_of(chunk.slot, part);
   call.factors = factors_of(chunk.first, part);
-  call.rank = lora_rank(slots_, place_, chunk.slot, part);
+  call.rank = rank_of(chunk.slot, part);
   call.tokens = chunk.count;
   call.factor_stride = place_.parts * largest_rank_;
   return call;

@@ -1,10 +1,19 @@
 // LoRA adapters in their slots, and what they add to a product, in parts. Free of ONNX Runtime. The
 // layout of a slot is `slot_layout`'s in graphs/lora.py.
+//
+// A and B of an adapter in floats lie in panels, see kernels.h, projection by projection. Of an adapter
+// in int8, B does, behind A, which is the weights of one more product with the product's inputs, as
+// these were quantized: those of all projections together, packed as matmul.h has it, in the bits and
+// blocks of the product's own weights, with float scales. At 8 bits an output is a row of A. At 4 bits
+// two are: a panel's first 16 outputs are 16 rows' numbers without their last four bits, and the other
+// 16 are these, so that a number is 16 * (first - 8) + (second - 8), with the sixteen in the scale.
+// What fills up the last panel is 0.
 #pragma once
 
 #include <vector>
 
 #include "kernels.h"
+#include "matmul.h"
 
 namespace onnxport {
 
@@ -17,7 +26,7 @@ struct LoraSlots {
   const int32_t* tokens;  // the slot of each; 0: none
   const int32_t* ranks;   // [slots + 1][ranks_stride]
   const char* weights;    // [slots][numbers]
-  const float* scales;    // [slots + 1][ranks_stride][max_rank]; null: all are 1
+  const float* scales;    // of int8: [slots + 1][ranks_stride][max_rank], of the rows of B
   int64_t ranks_stride, numbers, max_rank;
 };
 
@@ -26,6 +35,7 @@ struct LoraPlace {
   int64_t offset;               // of its first projection, in numbers
   int64_t ranks;                // of its first projection, from the start of a slot's ranks
   int64_t depth;                // input features
+  int64_t bits, block_size;     // of the product's weights, and of A in int8
   int64_t parts;                // projections
   int64_t columns[kLoraParts];  // of each
 };
@@ -47,7 +57,15 @@ static inline int64_t in_lora_panels(int64_t count) {
   return (count + kLoraPanel - 1) / kLoraPanel * kLoraPanel;
 }
 
+// Rows of A, in int8, in a panel of their product.
+static inline int64_t lora_panel_rows(const LoraPlace& place) {
+  return place.bits == 4 ? kPanel / 2 : kPanel;
+}
+
 int64_t lora_rank(const LoraSlots& slots, const LoraPlace& place, int32_t slot, int64_t part);
+
+// Numbers that an adapter takes with this rank in each projection.
+int64_t lora_numbers(LoraType type, const LoraPlace& place, int64_t rank);
 
 // Multiplications that a token takes with an adapter.
 int64_t lora_work(const LoraSlots& slots, const LoraPlace& place, int32_t slot);
@@ -76,8 +94,11 @@ class LoraSum {
   bool has_few_rows() const { return rows_ <= kFewLoraRows; }
   int64_t num_factors() const;  // floats that there must be room for
 
-  // [rows][depth], and [num_factors()].
+  // Of adapters in floats: the input, [rows][depth].
   void set(const float* input, float* factors);
+
+  // Of adapters in int8: the product whose quantized activations are read.
+  void set(const MatMulKernels& kernels, const MatMul& product, float* factors);
 
   // Few chunks are divided further, so that each thread has something to do; little work is not.
   int64_t tasks() const;
@@ -95,14 +116,24 @@ class LoraSum {
   template <class F>
   void for_rows(const LoraBlock& block, F f) const;
   void shrink_part(const LoraChunk& chunk, int64_t part, const char* end, int64_t jump) const;
+  void shrink_product(const LoraChunk& chunk, int64_t first, int64_t last) const;
+  void read_factors(const LoraChunk& chunk, int64_t first, int64_t last, int64_t panel,
+                    const float* outputs) const;
   LoraExpand expansion(const LoraChunk& chunk, int64_t part) const;
+  bool has_product() const { return slots_.type == kLoraInt8; }
   float* factors_of(int64_t row, int64_t part) const;
   int64_t column_of(int64_t part) const;
-  const char* begin_of(int32_t slot, int64_t part) const;
+  int64_t rank_of(int32_t slot, int64_t part) const;
+  int64_t ranks_before(int32_t slot, int64_t part) const;  // of all parts before
+  const char* begin_of(int32_t slot) const;
+  const char* a_of(int32_t slot, int64_t part) const;
   const char* b_of(int32_t slot, int64_t part) const;
+  const char* end_of(int32_t slot, int64_t part) const;
 
   LoraSlots slots_{};
   LoraPlace place_{};
+  const MatMulKernels* kernels_ = nullptr;
+  MatMul product_{};
   const float* input_ = nullptr;
   float* factors_ = nullptr;  // [rows][parts][largest_rank_]
   int64_t rows_ = 0, width_ = 0, work_ = 0, largest_rank_ = 0;

@@ -69,7 +69,7 @@ static inline const typename Type::Value* panel_of(const LoraExpand& l, int64_t 
          column % kLoraPanel;
 }
 
-// factors[t][r] = scales[r] * (input[t] . a[r]) for kTokens tokens and kRows rows of A.
+// factors[t][r] = input[t] . a[r] for kTokens tokens and kRows rows of A.
 template <class Type, int kTokens, int kRows>
 static inline void lora_factors(const LoraShrink& l, int64_t token, int64_t row) {
   Vec::T sum[kTokens][kRows];
@@ -105,8 +105,7 @@ static inline void lora_factors(const LoraShrink& l, int64_t token, int64_t row)
       if (rest)
         s = Vec::fma(load_some<LoraFloat>(input + t * l.depth + whole, rest),
                      load_some<Type>(a + r * kLoraPanel, rest), s);
-      const float factor = Vec::reduce_add(s);
-      l.factors[(token + t) * l.stride + row + r] = l.scales ? factor * l.scales[row + r] : factor;
+      l.factors[(token + t) * l.stride + row + r] = Vec::reduce_add(s);
     }
 }
 
@@ -226,7 +225,7 @@ static void lora_shrink(const LoraShrink& l) {
   switch (l.type) {
     case kLoraFloat: return shrink_of<LoraFloat>(l);
     case kLoraHalf: return shrink_of<LoraHalf>(l);
-    case kLoraInt8: return shrink_of<LoraInt8>(l);
+    case kLoraInt8: return;  // a product's
   }
 }
 

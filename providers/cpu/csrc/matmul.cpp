@@ -28,13 +28,11 @@ void Quantized::reserve(const MatMulKernels& kernels, MatMul& call) {
   call.corrections = corrections_.reserve<int32_t>(row_blocks);
 }
 
-LoraSum LoraSpace::prepare(const ProductLora& adapters, MatMul& call) {
+LoraSum LoraSpace::prepare(const MatMulKernels& kernels, const ProductLora& adapters,
+                           const MatMul& call) {
   LoraSum sum(adapters.slots, adapters.place, call.rows);
-  if (sum.is_empty()) return sum;
-  if (call.norm.gamma && !call.norm.normalized)
-    call.norm.normalized = normalized_.reserve<float>(static_cast<size_t>(call.rows * call.k));
-  sum.set(call.norm.gamma ? call.norm.normalized : call.input,
-          factors_.reserve<float>(static_cast<size_t>(sum.num_factors())));
+  if (!sum.is_empty())
+    sum.set(kernels, call, factors_.reserve<float>(static_cast<size_t>(sum.num_factors())));
   return sum;
 }
 
@@ -147,9 +145,9 @@ int run_matmul(const MatMulKernels& kernels, MatMul call, ParallelFor parallel_f
   // The calling thread's; the others only use it until this call is over.
   thread_local Quantized quantized;
   thread_local LoraSpace space;
-  LoraSum lora;
-  if (adapters) lora = space.prepare(*adapters, call);
   quantized.reserve(kernels, call);
+  LoraSum lora;
+  if (adapters) lora = space.prepare(kernels, *adapters, call);
   Product product(kernels, call);
   const auto quantize = [](void* argument, size_t index) {
     static_cast<const Product*>(argument)->quantize(static_cast<int64_t>(index));

@@ -71,8 +71,8 @@ struct MatMul {
   int32_t* corrections;
 };
 
-// The outputs of some panels and rows. row_begin is a multiple of the kernels' chunk_rows, and row_end
-// is another or the end of all rows.
+// The outputs of some panels and rows, at most the kernels' chunk_rows. row_begin is a multiple of what their
+// row_unit says, and row_end is another or the end of all rows.
 struct Part {
   int64_t panel_begin, panel_end;
   int64_t row_begin, row_end;
@@ -117,6 +117,9 @@ struct MatMulKernels {
   // As multiply, and summarizes the outputs while they are in registers; false: not these, and
   // nothing was done. Null: none.
   bool (*multiply_and_summarize)(const MatMul& call, const Part& part) = nullptr;
+
+  // Parts of a call with so many rows begin and end at multiples of what this returns. Null: anywhere.
+  int64_t (*row_unit)(int64_t rows) = nullptr;
 };
 
 // Null where this build or this processor cannot run them.

@@ -458,9 +458,12 @@ int64_t rows_of_tiles(int64_t rows) {
   return rows <= kFewRows ? rows : ceil_div(rows, kRowTile) * kRowTile;
 }
 
+int64_t row_unit(int64_t rows) { return rows <= kFewRows ? 1 : kRowTile; }
+
 constexpr MatMulKernels kKernels = {
     "amx",         kAmxChunkRows, rows_of_tiles,    quantize,      multiply,
-    kCoarseRows,   scale_outputs, summarize_avx512, Vec::kStreams, multiply_and_summarize};
+    kCoarseRows,   scale_outputs, summarize_avx512, Vec::kStreams, multiply_and_summarize,
+    row_unit};
 static_assert(kCoarseRows <= kFewRows, "tiles know no corrections");
 
 }  // namespace

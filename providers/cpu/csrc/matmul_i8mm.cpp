@@ -19,8 +19,11 @@ void multiply(const MatMul& m, const Part& part) {
     multiply_dots<PairDot>(m, part);
 }
 
+int64_t row_unit(int64_t rows) { return rows == 1 ? 1 : PairDot<4>::kRows; }
+
 constexpr MatMulKernels kKernels = {"i8mm", kChunkRows, rows_of_units<PairDot<4>::kRows>,
-                                    quantize, multiply, kCoarseRows, scale_outputs, summarize_portable};
+                                    quantize, multiply, kCoarseRows, scale_outputs, summarize_portable,
+                                    1, nullptr, row_unit};
 
 }  // namespace
 

@@ -68,7 +68,7 @@ struct Run {
       GatedSilu silu{outputs, outputs + width, nullptr, nullptr, activated, count};
       adapters.connect(silu, row, first);
       activations.gated_silu(silu);
-      kernels.quantize(down.call, silu.output, row, block, block_end);
+      kernels.quantize(down.call, activated, row, block, block_end);
     }
     if (row_end < down.call.rows) return;
     for (int64_t row = row_end; row < down.call.padded_rows; row++)
@@ -109,9 +109,9 @@ int run_mlp(const MatMulKernels& kernels, const GatedMlp& mlp, ParallelFor paral
   thread_local Quantized inputs, activations;
   MatMul gate_up = mlp.gate_up, down = mlp.down;
   down.rows = gate_up.rows;
-  const MlpAdapters adapters(mlp, gate_up, down);
   inputs.reserve(kernels, gate_up);
   activations.reserve(kernels, down);
+  const MlpAdapters adapters(kernels, mlp, gate_up, down);
   Run run(kernels, mlp, gate_up, down, adapters);
   const auto step = [&](int64_t count, Task task) {
     return run_tasks(count, task, &run, parallel_for, context);

@@ -1,41 +1,31 @@
 #include "mlp_lora.h"
 
-#include <algorithm>
-
 namespace onnxport {
 namespace {
 
-// The rows that an adapter adds to; empty if there are none.
+// The rows that an adapter adds to.
 std::vector<bool> rows_of(const LoraSlots& slots, const LoraPlace& place, int64_t rows) {
   std::vector<bool> found(static_cast<size_t>(rows));
   for (int64_t row = 0; row < rows; row++)
     found[static_cast<size_t>(row)] = lora_work(slots, place, slots.tokens[row]) > 0;
-  if (std::find(found.begin(), found.end(), true) == found.end()) found.clear();
   return found;
 }
 
 }  // namespace
 
-MlpAdapters::MlpAdapters(const GatedMlp& mlp, MatMul& gate_up, const MatMul& down)
+MlpAdapters::MlpAdapters(const MatMulKernels& kernels, const GatedMlp& mlp, const MatMul& gate_up,
+                         const MatMul& down)
     : inner_(mlp.inner) {
   if (!mlp.lora) return;
   thread_local LoraSpace gate_up_space, down_space;
-  thread_local Buffer added, activated;
+  thread_local Buffer added;
   const int64_t rows = gate_up.rows;
   const MlpLora& lora = *mlp.lora;
+  gate_up_ = gate_up_space.prepare(kernels, {lora.slots, lora.gate_up}, gate_up);
+  down_ = down_space.prepare(kernels, {lora.slots, lora.down}, down);
+  if (gate_up_.is_empty() || !gate_up_.has_few_rows()) return;
   has_gate_up_ = rows_of(lora.slots, lora.gate_up, rows);
-  has_down_ = rows_of(lora.slots, lora.down, rows);
-  if (!has_gate_up_.empty()) {
-    gate_up_ = gate_up_space.prepare({lora.slots, lora.gate_up}, gate_up);
-    if (gate_up_.has_few_rows())
-      added_ = added.reserve<float>(static_cast<size_t>(rows * 2 * inner_));
-  }
-  if (!has_down_.empty()) {
-    activated_ = activated.reserve<float>(static_cast<size_t>(rows * inner_));
-    MatMul call = down;
-    call.input = activated_;
-    down_ = down_space.prepare({lora.slots, lora.down}, call);
-  }
+  added_ = added.reserve<float>(static_cast<size_t>(rows * 2 * inner_));
 }
 
 void MlpAdapters::run(int64_t index) const {
@@ -53,12 +43,9 @@ void MlpAdapters::expand(int64_t row_begin, int64_t row_end, int64_t first, int6
 }
 
 void MlpAdapters::connect(GatedSilu& silu, int64_t row, int64_t first) const {
-  const auto index = static_cast<size_t>(row);
-  if (added_ && has_gate_up_[index]) {
-    silu.gate_added = added_ + row * 2 * inner_ + first;
-    silu.up_added = silu.gate_added + inner_;
-  }
-  if (activated_ && has_down_[index]) silu.output = activated_ + row * inner_ + first;
+  if (!added_ || !has_gate_up_[static_cast<size_t>(row)]) return;
+  silu.gate_added = added_ + row * 2 * inner_ + first;
+  silu.up_added = silu.gate_added + inner_;
 }
 
 }  // namespace onnxport

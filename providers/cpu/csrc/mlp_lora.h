@@ -11,9 +11,10 @@ namespace onnxport {
 // Of one call. Where no row has an adapter nothing is done and nothing is kept.
 class MlpAdapters {
  public:
-  // Both products are those of the call. Throws std::bad_alloc. What it keeps is the calling
-  // thread's, good until its next call.
-  MlpAdapters(const GatedMlp& mlp, MatMul& gate_up, const MatMul& down);
+  // Both products are those of the call, and have their memory for quantized activations. Throws
+  // std::bad_alloc. What it keeps is the calling thread's, good until its next call.
+  MlpAdapters(const MatMulKernels& kernels, const GatedMlp& mlp, const MatMul& gate_up,
+              const MatMul& down);
 
   // What has to be done before the outputs of gate and up are used; and what down's adapters add.
   int64_t tasks() const { return gate_up_.tasks(); }
@@ -25,16 +26,14 @@ class MlpAdapters {
   void expand(int64_t row_begin, int64_t row_end, int64_t first, int64_t count, float* outputs,
               int64_t width, int64_t stride) const;
 
-  // With few rows, lets features of a row from `first` on have what was added to gate and up. With
-  // any, lets them go where down's A is multiplied with them.
+  // With few rows, lets features of a row from `first` on have what is added to gate and up.
   void connect(GatedSilu& silu, int64_t row, int64_t first) const;
 
  private:
   int64_t inner_;
   LoraSum gate_up_, down_;
-  std::vector<bool> has_gate_up_, has_down_;  // by row; empty where none has
-  float* added_ = nullptr;                    // to gate and up, [rows][2 * inner]; few rows
-  float* activated_ = nullptr;                // [rows][inner]
+  float* added_ = nullptr;          // to gate and up, [rows][2 * inner]; few rows
+  std::vector<bool> has_gate_up_;  // by row, where something is added
 };
 
 }  // namespace onnxport

@@ -6,6 +6,8 @@
 namespace onnxport::op {
 namespace {
 
+constexpr int64_t kLine = 64;
+
 struct Inputs {
   const Api& api;
   const char* op;
@@ -43,14 +45,23 @@ struct Inputs {
     expect_equal("the slots with ranks", ranks.dims[0], weights.dims[0] + 1);
   }
 
-  void check_room(const LoraPlace& place, int64_t max_rank) const {
-    int64_t end = place.offset;
-    for (int64_t part = 0; part < place.parts; part++)
-      end += max_rank * (in_lora_panels(place.depth) + in_lora_panels(place.columns[part]));
+  void check_room(LoraType type, const LoraPlace& place, int64_t max_rank) const {
+    const int64_t end = place.offset + lora_numbers(type, place, max_rank);
     const int64_t numbers = weights.dims[1], in_slot = ranks.dims[1] * ranks.dims[2];
     expect(end <= numbers, "the numbers of a slot, at least,", numbers, end);
     expect(place.ranks + place.parts <= in_slot, "the ranks of a slot, at least,", in_slot,
            place.ranks + place.parts);
+  }
+
+  // A in int8 is read like a product's weights.
+  void check_lines(const LoraPlace& place) const {
+    const bool is_line = reinterpret_cast<uintptr_t>(weights.data) % kLine == 0;
+    if (!is_line || weights.dims[1] % kLine || place.offset % kLine)
+      fail(api, ort::kInvalidArgument,
+           "%s: adapters in int8 must lie at multiples of %lld bytes; the slots are %s, of %lld "
+           "bytes each, and the place in a slot is %lld",
+           op, static_cast<long long>(kLine), is_line ? "so" : "not",
+           static_cast<long long>(weights.dims[1]), static_cast<long long>(place.offset));
   }
 
   void check_slot(int32_t slot) const {
@@ -82,7 +93,10 @@ LoraSlots read_adapters(const Api& api, const ort::KernelContext* context, const
     if (value) *tensors[i] = describe(api, kNames[i], value);
   }
   in.check_shapes(rows);
-  for (const LoraPlace& place : places) in.check_room(place, max_rank);
+  for (const LoraPlace& place : places) {
+    in.check_room(type, place, max_rank);
+    if (type == kLoraInt8) in.check_lines(place);
+  }
   in.check_scales(type, max_rank);
   const LoraSlots all{type,
                       in.slots.as<const int32_t>(),

@@ -1,11 +1,14 @@
 // onnxport.AddLora: what LoRA adapters add to a product, in place. Each token has the slot of its
 // own adapter, or 0; where all have 0 nothing is done. Adapters in int8 come with scales, others
-// without.
+// without; activations are quantized for these, as for weights of `bits` bits in blocks of `block_size`
+// inputs.
+#include <algorithm>
 #include <cstring>
 #include <memory>
 
 #include "op_adapters.h"
-#include "scratch.h"
+#include "op_weights.h"
+#include "product.h"
 
 namespace onnxport::op {
 namespace {
@@ -23,6 +26,29 @@ struct LoraKernel {
   int64_t width;  // of all projections
 };
 
+// What a call works in, the calling thread's.
+struct Workspace {
+  Buffer factors;
+  Quantized quantized;
+  LoraSpace space;
+};
+
+struct Run {
+  LoraSum sum;
+  float* output;
+};
+
+// A product with so many rows that adapters in int8 add to, whose weights nobody needs.
+MatMul product_of(const LoraPlace& place, int64_t rows) {
+  MatMul product{};
+  product.k = std::max<int64_t>(1, place.depth);
+  product.n = 1;
+  product.bits = place.bits;
+  product.block_size = place.block_size;
+  product.rows = rows;
+  return product;
+}
+
 template <LoraType kType>
 std::unique_ptr<LoraKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
   auto kernel = std::make_unique<LoraKernel>(LoraKernel{api, kType, read_place(api, info), 0, 0});
@@ -30,6 +56,11 @@ std::unique_ptr<LoraKernel> make_kernel(const Api& api, const ort::KernelInfo* i
   const LoraPlace& place = kernel->place;
   for (int64_t columns : place.columns) kernel->width += columns;
   check_place(api, kName, place, kernel->max_rank);
+  if (kType == kLoraInt8) {
+    kernel->place.bits = read_attribute(api, info, "bits");
+    kernel->place.block_size = read_attribute(api, info, "block_size");
+    check_product(api, kName, product_of(kernel->place, 0));
+  }
   return kernel;
 }
 
@@ -48,6 +79,22 @@ void check_shapes(const LoraKernel& k, const Tensor& product, const Tensor& acti
   equal("the activations' rows", activations.dims[0], product.dims[0]);
 }
 
+// Quantizes the activations, and returns what adapters make of them.
+LoraSum quantize(const LoraPlace& place, const float* input, const LoraSlots& slots, int64_t rows,
+                 Workspace& space, Parallel& parallel) {
+  const MatMulKernels& kernels = *active_matmul();
+  MatMul call = product_of(place, rows);
+  call.input = input;
+  space.quantized.reserve(kernels, call);
+  Product product(kernels, call);
+  const auto quantize = [](void* argument, size_t index) {
+    static_cast<const Product*>(argument)->quantize(static_cast<int64_t>(index));
+  };
+  if (run_tasks(product.quantize_tasks(), quantize, &product, parallel_for, &parallel) != 0)
+    check(parallel.status);
+  return space.space.prepare(kernels, {slots, place}, call);
+}
+
 void compute(const LoraKernel& kernel, ort::KernelContext* context) {
   const Api& api = kernel.api;
   const ort::Value* values[2] = {};
@@ -64,22 +111,20 @@ void compute(const LoraKernel& kernel, ort::KernelContext* context) {
   void* data = open_output(api, context, product);
   if (data != product.data)
     std::memcpy(data, product.data, static_cast<size_t>(rows * kernel.width) * sizeof(float));
-  thread_local Buffer factors;  // the calling thread's
-  struct Run {
-    LoraSum sum;
-    float* output;
-  } run{LoraSum(slots, place, rows), static_cast<float*>(data)};
-  run.sum.set(activations.as<const float>(),
-              factors.reserve<float>(static_cast<size_t>(run.sum.num_factors())));
-  const auto task = [](void* argument, size_t index) {
+  thread_local Workspace space;
+  Run run{LoraSum(slots, place, rows), static_cast<float*>(data)};
+  if (run.sum.is_empty()) return;
+  Parallel parallel{api, context};
+  const float* input = activations.as<const float>();
+  if (kernel.type == kLoraInt8)
+    run.sum = quantize(place, input, slots, rows, space, parallel);
+  else
+    run.sum.set(input, space.factors.reserve<float>(static_cast<size_t>(run.sum.num_factors())));
+  const auto add = [](void* argument, size_t index) {
     const Run& own = *static_cast<const Run*>(argument);
     own.sum.run(static_cast<int64_t>(index), own.output, true);
   };
-  const auto tasks = static_cast<size_t>(run.sum.tasks());
-  if (tasks > 1)
-    check(api.parallel_for(context, task, tasks, 0, &run));
-  else if (tasks == 1)
-    task(&run, 0);
+  if (run_tasks(run.sum.tasks(), add, &run, parallel_for, &parallel) != 0) check(parallel.status);
 }
 
 // The output is the product's own memory: nothing else reads that.

@@ -62,6 +62,8 @@ void read_lora(const Api& api, const ort::KernelInfo* info, const MatMul& m, Pro
   if (!read_max_rank(api, info, &lora.slots.max_rank)) return;
   lora.place = read_place(api, info);
   lora.place.depth = m.k;
+  lora.place.bits = m.bits;
+  lora.place.block_size = m.block_size;
   check_place(api, kName, lora.place, lora.slots.max_rank);
   int64_t width = 0;
   for (int64_t columns : lora.place.columns) width += columns;

@@ -52,20 +52,22 @@ struct MlpKernel {
 
 // A product's place in the slots of adapters, all but its parts.
 LoraPlace place_of(const Api& api, const ort::KernelInfo* info, const std::string& name,
-                   int64_t depth) {
+                   const MatMul& product) {
   LoraPlace place{};
   place.offset = read_attribute(api, info, (name + "_offset").c_str());
   place.ranks = read_attribute(api, info, (name + "_ranks").c_str());
-  place.depth = depth;
+  place.depth = product.k;
+  place.bits = product.bits;
+  place.block_size = product.block_size;
   return place;
 }
 
 void read_lora(const Api& api, const ort::KernelInfo* info, const GatedMlp& mlp, MlpLora& lora) {
   if (!read_max_rank(api, info, &lora.slots.max_rank)) return;
-  lora.gate_up = place_of(api, info, "gate_up", mlp.gate_up.k);
+  lora.gate_up = place_of(api, info, "gate_up", mlp.gate_up);
   lora.gate_up.parts = 2;
   lora.gate_up.columns[0] = lora.gate_up.columns[1] = mlp.inner;
-  lora.down = place_of(api, info, "down", mlp.inner);
+  lora.down = place_of(api, info, "down", mlp.down);
   lora.down.parts = 1;
   lora.down.columns[0] = mlp.down.n;
   for (const LoraPlace& place : {lora.gate_up, lora.down})

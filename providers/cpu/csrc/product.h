@@ -21,12 +21,11 @@ class Quantized {
 // What a product's adapters work in, kept from call to call.
 class LoraSpace {
  public:
-  // What adapters add to the call's rows. Where there is something, the call writes what it
-  // normalizes, for it to be read.
-  LoraSum prepare(const ProductLora& adapters, MatMul& call);
+  // What adapters add to the call's rows. The call has its memory for quantized activations.
+  LoraSum prepare(const MatMulKernels& kernels, const ProductLora& adapters, const MatMul& call);
 
  private:
-  Buffer normalized_, factors_;
+  Buffer factors_;
 };
 
 // A product in tasks that may run in any order, all of quantize before the first of multiply.
