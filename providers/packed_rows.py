@@ -16,18 +16,21 @@ from onnxport.graphs.lora import PRODUCT_PANEL, LoraProduct, a_rows
 
 LARGEST: Final = 127
 LARGEST_OF_HALVES: Final = 119
+SMALLEST: Final = 1e-36  # as for activations: 127 over it is a float
 
 
 def packed(product: LoraProduct, rows: NDArray[np.float32]) -> NDArray[np.int8]:
     """Return the bytes of rows [rank, in_features] of all projections of a product.
 
     No number is further from the float it stands for than half its block's scale, the block's
-    largest magnitude over 127 or 119.
+    largest magnitude over 127 or 119; blocks of magnitudes below SMALLEST are 0.
 
     Args:
         product: whose activations they are multiplied with.
         rows: finite; any number of them, also none.
     """
+    if len(rows) == 0:
+        return np.zeros(0, np.int8)
     panels = -(-len(rows) // a_rows(product))
     blocks = -(-rows.shape[1] // product.block_size)
     filled = np.zeros((panels * a_rows(product), blocks * product.block_size), np.float32)
@@ -37,41 +40,37 @@ def packed(product: LoraProduct, rows: NDArray[np.float32]) -> NDArray[np.int8]:
         LARGEST_OF_HALVES if product.bits == 4 else LARGEST,
     )
     if product.bits == 4:
-        numbers, scales = _halves(numbers, scales, panels)
-    words = _words(numbers, product.bits).reshape(panels, PRODUCT_PANEL, blocks, -1)
+        numbers, scales = _halves(numbers, panels), _of_halves(scales, panels)
+    words = numbers.view(np.uint32).reshape(panels, PRODUCT_PANEL, blocks, -1)
     quants = np.ascontiguousarray(words.transpose(0, 2, 3, 1)).view(np.int8)
     ends = np.ascontiguousarray(scales.reshape(panels, PRODUCT_PANEL, blocks).transpose(0, 2, 1))
     joined = [quants.reshape(panels, blocks, -1), ends.view(np.int8).reshape(panels, blocks, -1)]
     return np.concatenate(joined, axis=2).ravel()
 
 
-def _rounded(
-    values: NDArray[np.float32], largest: int
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Integers of each block, and its scale."""
-    top = np.abs(values).max(axis=2, initial=0).astype(np.float64)
-    scales = (top / largest).astype(np.float32)
-    inverse = np.divide(1, scales, out=np.zeros_like(top), where=scales > 0)
-    numbers = np.rint(values * inverse[:, :, None]).clip(-largest, largest)
-    return numbers.astype(np.int32), scales
+def _rounded(values: NDArray[np.float32], largest: int) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Integers of each block, int8, and its scale. Changes what it is given."""
+    top = np.maximum(values.max(axis=2, initial=0), -values.min(axis=2, initial=0))
+    scales = np.where(top >= SMALLEST, top / np.float32(largest), np.float32(0))
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
+    np.multiply(values, inverse[:, :, None], out=values)
+    return np.rint(values, out=values).astype(np.int8), scales
 
 
-def _halves(
-    numbers: NDArray[np.int32], scales: NDArray[np.float32], panels: int
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Two outputs, unsigned, for each row: of a panel the first halves, then the second ones."""
-    first = (numbers + 8) >> 4
-    halves = np.stack([first + 8, numbers - 16 * first + 8])
-    both = np.stack([16 * scales, scales])
-    return tuple(  # type: ignore[return-value]
-        x.reshape(2, panels, -1, *x.shape[2:]).swapaxes(0, 1).reshape(-1, *x.shape[2:])
-        for x in (halves, both)
-    )
+def _halves(numbers: NDArray[Any], panels: int) -> NDArray[Any]:
+    """Two outputs for each row, their inputs in pairs; of a panel the first halves come first."""
+    numbers += 8
+    halves = np.stack([(numbers >> 4) + 8, numbers & 15]).view(np.uint8)
+    pairs = halves[..., 0::2] | halves[..., 1::2] << 4
+    return _by_panel(pairs, panels)
 
 
-def _words(numbers: NDArray[np.int32], bits: int) -> NDArray[Any]:
-    """Each output's numbers, so many together in 32 bits: uint32 [outputs, blocks, words]."""
-    if bits == 8:
-        return numbers.astype(np.int8).view(np.uint32)
-    pairs = numbers.astype(np.uint8).reshape(*numbers.shape[:2], -1, 2)
-    return (pairs[..., 0] | pairs[..., 1] << 4).view(np.uint32)
+def _of_halves(scales: NDArray[np.float32], panels: int) -> NDArray[np.float32]:
+    return _by_panel(np.stack([np.float32(16) * scales, scales]), panels)
+
+
+def _by_panel(halves: NDArray[Any], panels: int) -> NDArray[Any]:
+    """What is [halves, rows, ...] in the order of outputs, [outputs, ...]."""
+    first, second, *more = halves.shape
+    by_panel = halves.reshape(first, panels, second // panels, *more).swapaxes(0, 1)
+    return np.ascontiguousarray(by_panel).reshape(first * second, *more)

@@ -10,10 +10,18 @@ from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.lora import LoraAdapter, LoraDelta, LoraProduct, Projection, slot_layout
+from onnxport.graphs.lora import (
+    LoraAdapter,
+    LoraDelta,
+    LoraProduct,
+    Projection,
+    a_bytes,
+    slot_layout,
+)
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.adapter_slots import AdapterSlots, quantized, slots_bytes
 from onnxport.providers.base import LoadOptions
+from onnxport.providers.packed_rows import packed
 from tests.conformance.adapting import make_adapter
 from tests.kernels.int8_adapters import NOTHING, StoredA, packed_a
 from tests.providers.conftest import ArtifactMaker
@@ -93,7 +101,8 @@ def rounded_a(product: LoraProduct, rows: NDArray[np.float32]) -> StoredA:
     largest = np.abs(blocks.reshape(rank, -1, product.block_size)).max(-1)
     scales = (largest / (119 if product.bits == 4 else 127)).astype(np.float32)
     steps = np.repeat(scales.astype(np.float64), product.block_size, 1)[:, :depth]
-    return StoredA(np.rint(rows / steps).astype(np.int64), scales, product.block_size)
+    numbers = np.divide(rows, steps, out=np.zeros(rows.shape), where=steps > 0)
+    return StoredA(np.rint(numbers).astype(np.int64), scales, product.block_size)
 
 
 def assert_packed(found: NDArray[Any], wanted: NDArray[Any]) -> None:
@@ -146,6 +155,26 @@ def test_int8_is_off_by_half_a_scale_at_most(size: float) -> None:
     assert np.abs(found).max(axis=1).tolist() == [127, 127, 0, 127, 127]
     off = np.abs(found * scales[:, None] - given.astype(np.float64))
     assert (off <= scales[:, None] * 0.5000001).all()
+
+
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e37])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_of_a_have_their_own_scales(bits: int, size: float) -> None:
+    """Magnitudes far apart, in rows and blocks; one block is 0, and one all but that."""
+    product = LoraProduct(0, "qkv", bits, 16)
+    random = np.random.default_rng(bits)
+    rows = random.standard_normal((21, 70)) * np.geomspace(1e-3, 1, 70) * size
+    rows[3, 16:32] = 0
+    rows[4, 32:48] *= 1e-37 / size
+    rows = rows.astype(np.float32)
+    wanted = rounded_a(product, np.where(np.abs(rows) < 1e-36, 0, rows).astype(np.float32))
+    found = packed(product, rows)
+    assert len(found) == a_bytes(product, 70, 21)
+    assert_packed(found, packed_a([wanted], 70, bits, 16))
+
+
+def test_no_row_of_a() -> None:
+    assert len(packed(LoraProduct(0, "o"), np.zeros((0, 70), np.float32))) == 0
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
