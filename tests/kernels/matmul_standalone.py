@@ -24,14 +24,20 @@ from tests.kernels.norm_cases import Norm
 from tests.kernels.standalone import CORE, CSRC, INCLUDES
 
 
-def build(compiler: str, folder: Path, set_flags: dict[str, str], *options: str) -> Path:
-    """Compiles the driver; `set_flags` are those of the sources named, as CMake gives them."""
+def build(
+    compiler: str,
+    folder: Path,
+    set_flags: dict[str, str],
+    *options: str,
+    driver: str = "matmul_driver",
+) -> Path:
+    """Compiles a driver; `set_flags` are those of the sources named, as CMake gives them."""
     names = (
         *("coarse", "coarse_plane", "coarse_run", "kernels_portable", "lora", "matmul", "mlp"),
         *("mlp_lora", "pack", "pages", "summary_avx2", "summary_avx512", "summary_portable"),
     )
     sources = [CSRC / f"{name}.cpp" for name in (*CORE, *names)]
-    sources.append(Path(__file__).with_name("matmul_driver.cpp"))
+    sources.append(Path(__file__).with_name(f"{driver}.cpp"))
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread", *options]
     objects = []
     for source in sources:
@@ -40,7 +46,7 @@ def build(compiler: str, folder: Path, set_flags: dict[str, str], *options: str)
         if source.stem.startswith("summary_"):
             own.append("-ffp-contract=off")
         _run([compiler, *flags, *own, *INCLUDES, "-c", str(source), "-o", objects[-1]])
-    executable = folder / "matmul_driver"
+    executable = folder / driver
     _run([compiler, *flags, *objects, "-o", str(executable)])
     return executable
 

@@ -139,3 +139,19 @@ def test_input_norms_of_layers(driver: Path, isa: str) -> None:
 def test_each_processor_gets_the_best_that_it_runs(driver: Path, processor: str, best: str) -> None:
     done = subprocess.run(command(driver, processor), capture_output=True, text=True, check=True)
     assert done.stdout == f"{best}\n"
+
+
+def test_adapters_in_int8(tmp_path: Path) -> None:
+    """The same bits with both sets, and for a row alone; off by what rounding activations makes."""
+    driver = matmul_standalone.build(COMPILER, tmp_path, SETS, "-static", driver="lora_driver")
+    found = {
+        isa: subprocess.run(
+            [*command(driver), isa], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        for isa in ("dotprod", "i8mm")
+    }
+    assert found["dotprod"] == found["i8mm"]
+    assert len(found["i8mm"]) == 22
+    for line in found["i8mm"]:
+        _, _, _, changed, off = line.split()
+        assert (int(changed), float(off) < 0.02) == (0, True), line
