@@ -7,7 +7,7 @@ from the float it stands for than half a scale.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -94,16 +94,18 @@ class AdapterSlots:
     def put(self, slot: int, adapter: LoraAdapter) -> None:
         """See `Storage`. Raises ProviderError where a number is none that the type can hold."""
         rows = self._rows(adapter)
+        of_products = {product: self._of(product, rows) for product in self._places}
+        joined = {
+            product: packed(product, np.concatenate([own.a for own in found.values()]))
+            for product, found in of_products.items()
+            if self._is_int8 and found
+        }
         self.remove(slot)
         at = self._weights[slot - 1]
         for product, begin in self._places.items():
-            keys = [(product.layer, projection) for projection in KINDS[product.kind]]
-            found = {key: rows[key] for key in keys if key in rows}
-            if self._is_int8 and found:
-                begin = _write(
-                    at, begin, packed(product, np.concatenate([r.a for r in found.values()]))
-                )
-            for (layer, projection), own in found.items():
+            if product in joined:
+                begin = _write(at, begin, joined[product])
+            for (layer, projection), own in of_products[product].items():
                 key = (slot, layer, PROJECTIONS.index(projection))
                 self._ranks[key] = len(own.a)
                 self._scales[key][: len(own.a)] = own.scales
@@ -119,6 +121,12 @@ class AdapterSlots:
     def values(self, used: Collection[int]) -> Values:
         """See `Storage`."""
         return self._values
+
+    @staticmethod
+    def _of(product: LoraProduct, rows: Mapping[Key, _Rows]) -> dict[Key, _Rows]:
+        """The projections of a product that an adapter changes, in order."""
+        keys = [(product.layer, projection) for projection in KINDS[product.kind]]
+        return {key: rows[key] for key in keys if key in rows}
 
     def _rows(self, adapter: LoraAdapter) -> dict[Key, _Rows]:
         """All of an adapter as it is kept, so that nothing is written if it cannot be."""

@@ -1,5 +1,5 @@
-// Runs products with random adapters in int8 without ONNX Runtime or Python, for processors that have
-// neither here. Prints a line for each case: rows, bits, a hash of the outputs, how many rows have
+// Runs products with random adapters in int8 without ONNX Runtime or Python, for processors that
+// have neither here. Prints a line for each case: rows, bits, a hash of the outputs, how many rows have
 // other bits alone, and how far what adapters add is off, as a share of it.
 #include <cmath>
 #include <cstdio>
@@ -148,7 +148,8 @@ void check(int64_t rows, int64_t bits) {
     for (int64_t c = 0; c < kWidth; c++) {
       const double added = wanted[static_cast<size_t>(c)];
       square += added * added;
-      const double change = static_cast<double>(own[c]) - plain[static_cast<size_t>(row * kWidth + c)];
+      const auto at = static_cast<size_t>(row * kWidth + c);
+      const double change = static_cast<double>(own[c]) - plain[at];
       off += (change - added) * (change - added);
     }
   }

@@ -305,6 +305,13 @@ def test_int8_in_unknown_blocks_is_refused(library_path: Path, change: dict[str,
         run(library_path, case.numbers(), case, **change)
 
 
+def test_int8_of_no_activations_is_refused(library_path: Path) -> None:
+    case = Case(64, (96, 32, 32), MIXED, "int8")
+    nothing = {"activations": np.zeros((20, 0), np.float32)}
+    with pytest.raises(Exception, match="need activations of a number or more, found none"):
+        run(library_path, case.numbers() | nothing, case)
+
+
 def test_int8_without_scales_is_refused(library_path: Path) -> None:
     case = Case(64, (96, 32, 32), MIXED, "int8")
     given = {name: value for name, value in case.numbers().items() if name != "scales"}

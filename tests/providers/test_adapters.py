@@ -169,6 +169,25 @@ def test_what_adapters_are_kept_in(
 
 
 @KERNEL
+def test_adapters_are_floats_where_no_product_is_ours(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On processors without int8 products of our own: AddLora stands beside ONNX Runtime's."""
+    path = tiny_artifact("qwen3", "int4")
+    adapter = make_adapter(Artifact.read(path).manifest.model, 2)
+    with opened(path, "custom", max_adapters=1) as model:
+        model.set_adapter(1, adapter)
+        kept_in_int8 = logits(model, 1)
+    monkeypatch.setattr("onnxport.providers.cpu.library.matmul_isa", lambda: None)
+    with opened(path, "custom", max_adapters=1) as model:
+        model.set_adapter(1, adapter)
+        found = logits(model, 1)
+        model.set_adapter(1, remade(adapter, *[lambda rows: rows.astype(np.float16)] * 2))
+        np.testing.assert_array_equal(logits(model, 1), found)
+    assert 1e-4 < np.abs(found - kept_in_int8).max() < 0.1 * np.abs(found).max()
+
+
+@KERNEL
 def test_int8_changes_little_where_products_are_int8(
     tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 // The largest outputs of a product with 8-bit weights, for rows that ask for no others: greedy and
 // top-k sampling of a vocabulary, and drawing from all of it, whose weights are a third and more of
-// all that a decode step reads. Four bits of each weight are read first. They tell where the largest outputs may be, and
-// only there all eight are.
+// all that a decode step reads. Four bits of each weight are read first. They tell where the largest
+// outputs may be, and only there all eight are.
 //
 // With a fixed dither d of each input, uniform in [0, 17),
 //

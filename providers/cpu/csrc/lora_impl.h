@@ -225,7 +225,7 @@ static void lora_shrink(const LoraShrink& l) {
   switch (l.type) {
     case kLoraFloat: return shrink_of<LoraFloat>(l);
     case kLoraHalf: return shrink_of<LoraHalf>(l);
-    case kLoraInt8: return;  // a product's
+    case kLoraInt8: return;  // nobody asks: lora.cpp multiplies these as products
   }
 }
 

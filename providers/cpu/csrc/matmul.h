@@ -71,8 +71,8 @@ struct MatMul {
   int32_t* corrections;
 };
 
-// The outputs of some panels and rows, at most the kernels' chunk_rows. row_begin is a multiple of what their
-// row_unit says, and row_end is another or the end of all rows.
+// The outputs of some panels and rows, at most the kernels' chunk_rows. row_begin is a multiple of
+// what their row_unit says, and row_end is another or the end of all rows.
 struct Part {
   int64_t panel_begin, panel_end;
   int64_t row_begin, row_end;

@@ -2,7 +2,6 @@
 // own adapter, or 0; where all have 0 nothing is done. Adapters in int8 come with scales, others
 // without; activations are quantized for these, as for weights of `bits` bits in blocks of `block_size`
 // inputs.
-#include <algorithm>
 #include <cstring>
 #include <memory>
 
@@ -30,7 +29,6 @@ struct LoraKernel {
 struct Workspace {
   Buffer factors;
   Quantized quantized;
-  LoraSpace space;
 };
 
 struct Run {
@@ -38,10 +36,10 @@ struct Run {
   float* output;
 };
 
-// A product with so many rows that adapters in int8 add to, whose weights nobody needs.
-MatMul product_of(const LoraPlace& place, int64_t rows) {
+// A product that adapters in int8 add to, whose weights nobody needs.
+MatMul product_of(const LoraPlace& place, int64_t depth, int64_t rows) {
   MatMul product{};
-  product.k = std::max<int64_t>(1, place.depth);
+  product.k = depth;
   product.n = 1;
   product.bits = place.bits;
   product.block_size = place.block_size;
@@ -59,7 +57,7 @@ std::unique_ptr<LoraKernel> make_kernel(const Api& api, const ort::KernelInfo* i
   if (kType == kLoraInt8) {
     kernel->place.bits = read_attribute(api, info, "bits");
     kernel->place.block_size = read_attribute(api, info, "block_size");
-    check_product(api, kName, product_of(kernel->place, 0));
+    check_product(api, kName, product_of(kernel->place, 1, 0));  // its depth is a call's
   }
   return kernel;
 }
@@ -79,20 +77,22 @@ void check_shapes(const LoraKernel& k, const Tensor& product, const Tensor& acti
   equal("the activations' rows", activations.dims[0], product.dims[0]);
 }
 
-// Quantizes the activations, and returns what adapters make of them.
-LoraSum quantize(const LoraPlace& place, const float* input, const LoraSlots& slots, int64_t rows,
-                 Workspace& space, Parallel& parallel) {
-  const MatMulKernels& kernels = *active_matmul();
-  MatMul call = product_of(place, rows);
+// A product whose activations are quantized.
+MatMul quantize(const MatMulKernels& kernels, const LoraPlace& place, const float* input,
+                int64_t rows, Quantized& quantized, Parallel& parallel) {
+  if (place.depth < 1)
+    fail(parallel.api, ort::kInvalidArgument, "%s: adapters in int8 need activations of a number "
+         "or more, found none", kName);
+  MatMul call = product_of(place, place.depth, rows);
   call.input = input;
-  space.quantized.reserve(kernels, call);
+  quantized.reserve(kernels, call);
   Product product(kernels, call);
   const auto quantize = [](void* argument, size_t index) {
     static_cast<const Product*>(argument)->quantize(static_cast<int64_t>(index));
   };
   if (run_tasks(product.quantize_tasks(), quantize, &product, parallel_for, &parallel) != 0)
     check(parallel.status);
-  return space.space.prepare(kernels, {slots, place}, call);
+  return call;
 }
 
 void compute(const LoraKernel& kernel, ort::KernelContext* context) {
@@ -116,10 +116,13 @@ void compute(const LoraKernel& kernel, ort::KernelContext* context) {
   if (run.sum.is_empty()) return;
   Parallel parallel{api, context};
   const float* input = activations.as<const float>();
-  if (kernel.type == kLoraInt8)
-    run.sum = quantize(place, input, slots, rows, space, parallel);
-  else
-    run.sum.set(input, space.factors.reserve<float>(static_cast<size_t>(run.sum.num_factors())));
+  float* factors = space.factors.reserve<float>(static_cast<size_t>(run.sum.num_factors()));
+  if (kernel.type == kLoraInt8) {
+    const MatMulKernels& kernels = *active_matmul();
+    run.sum.set(kernels, quantize(kernels, place, input, rows, space.quantized, parallel), factors);
+  } else {
+    run.sum.set(input, factors);
+  }
   const auto add = [](void* argument, size_t index) {
     const Run& own = *static_cast<const Run*>(argument);
     own.sum.run(static_cast<int64_t>(index), own.output, true);
