@@ -5,6 +5,9 @@ import signal
 import sys
 import tempfile
 from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
 
 if find_spec("hypothesis") is not None:  # where other wheels are tested, only conformance runs
     from tests.tiers import register_profile
@@ -18,8 +21,22 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--kernels FOLDER`: test the CPU library that lies there, not the one that is installed.
+
+    Processes that tests start have the installed one all the same.
+    """
+    parser.addoption("--kernels", type=Path, metavar="FOLDER")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Set up what tests and the processes that they start inherit."""
+    folder = config.getoption("kernels")
+    if folder is not None:
+        from onnxport.providers.cpu import library
+
+        library._FOLDER = folder
+        assert library.find_library(), f"no CPU library in {folder}"
     _allow_interrupts()
     _know_no_certificates()
     _know_no_iris()

@@ -6,6 +6,7 @@ import ctypes
 from pathlib import Path
 
 _NAMES = ("onnxport_cpu.so", "onnxport_cpu.dylib", "onnxport_cpu.dll")
+_FOLDER = Path(__file__).parent  # tests choose another one
 
 
 def find_library() -> Path | None:
@@ -15,7 +16,7 @@ def find_library() -> Path | None:
     `onnxruntime.SessionOptions.register_custom_ops_library`.
     """
     for name in _NAMES:
-        file = Path(__file__).with_name(name)
+        file = _FOLDER / name
         if file.is_file():
             return file
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -15,6 +16,7 @@ from onnxport.providers.cpu.library import matmul_isa
 from tests.kernels import coarse_cases, matmul_standalone, mlp_cases, norm_cases, standalone
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
+from tests.kernels.test_emulated import is_emulated
 
 ROOT = Path(__file__).parents[2]
 NUM_CASES = 200
@@ -31,11 +33,13 @@ def runtime(name: str) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(platform.system() != "Linux", reason="preloads the sanitizer as Linux does")
 @pytest.mark.skipif(not (shutil.which("g++") and shutil.which("cmake")), reason="needs g++, cmake")
-def test_random_cases_sanitized(tmp_path: Path) -> None:
+def test_random_cases_sanitized(library: ctypes.CDLL, tmp_path: Path) -> None:
     preload = [runtime("libasan.so"), runtime("libubsan.so")]
     if not all(os.path.isabs(path) for path in preload):
         pytest.skip("g++ has no sanitizer libraries")
     configure = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DONNXPORT_SANITIZE=ON"]
+    if is_emulated(library):
+        configure.append("-DONNXPORT_EMULATE=ON")
     subprocess.run([*configure, "-DCMAKE_CXX_COMPILER=g++"], check=True, capture_output=True)
     subprocess.run(
         ["cmake", "--build", str(tmp_path), "--parallel", "2"], check=True, capture_output=True

@@ -91,6 +91,10 @@ Features detect() {
   // with VNNI, as every processor so far has it
   found.bf16 = found.vnni && last_part >= 1 && (r[0] >> 5 & 1);
   found.amx = found.bf16 && has_tiles && has_bit_matrices && may_use_tiles(state);
+#ifdef ONNXPORT_EMULATE  // what these sets have besides is computed by others
+  found.avxvnni = found.avx2;
+  found.amx = found.bf16 && has_bit_matrices;
+#endif
   return found;
 }
 #elif defined(__aarch64__) && defined(__linux__)

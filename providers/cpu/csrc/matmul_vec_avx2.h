@@ -124,7 +124,7 @@ struct Dot : DotBase {
     add_four(sum, w.second, x.second);
   }
   static inline void add_four(Sum& sum, Vec::Ints w, Vec::Ints x) {
-#if defined(__GNUC__) && !defined(__clang__)
+#if defined(__GNUC__) && !defined(__clang__) && !defined(ONNXPORT_EMULATE)
     // Around the intrinsic, GCC 12 copies sums and stores some of them, again and again.
     asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
 #else

@@ -1,0 +1,68 @@
+"""AMX's and AVX-VNNI's kernels where the processor has neither: their instructions are emulated."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from onnxport.providers.cpu.library import load_library
+
+ROOT = Path(__file__).parents[2]
+FILES = [
+    "coarse",
+    "float16_cache",
+    "input_norm",
+    "int8_cache",
+    "invariance",
+    "lora",
+    "matmul",
+    "matmul_lora",
+    "mlp",
+    "mlp_lora",
+    "random",
+    "summaries",
+]
+
+
+def is_emulated(native: ctypes.CDLL) -> bool:
+    """Whether an emulation tests what could not be tested otherwise.
+
+    Where the processor has one of the sets, its own instructions are tested, not our emulation.
+    """
+    has_tiles = native.onnxport_cpu_set_isa(b"amx")
+    has_vnni = native.onnxport_cpu_set_matmul_isa(b"avxvnni")
+    native.onnxport_cpu_set_isa(None)
+    native.onnxport_cpu_set_matmul_isa(None)
+    return not has_tiles and not has_vnni
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the sets are x86's")
+@pytest.mark.skipif(not (shutil.which("g++") and shutil.which("cmake")), reason="needs g++, cmake")
+def test_kernels(library: ctypes.CDLL, tmp_path: Path) -> None:
+    if not is_emulated(library):
+        pytest.skip("this processor has these sets")
+    configure = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DONNXPORT_EMULATE=ON"]
+    subprocess.run([*configure, "-DCMAKE_CXX_COMPILER=g++"], check=True, capture_output=True)
+    build = ["cmake", "--build", str(tmp_path), "--parallel", "2", "--target", "onnxport_cpu"]
+    subprocess.run(build, check=True, capture_output=True)
+    emulated = load_library(tmp_path / "onnxport_cpu.so")
+    if not emulated.onnxport_cpu_set_matmul_isa(b"avxvnni"):
+        pytest.skip("this processor has no AVX2")
+
+    tests = [f"tests/kernels/test_{name}.py" for name in FILES]
+    options = ["-m", "not slow", "--hypothesis-profile=fast", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *tests, *options, "--kernels", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
