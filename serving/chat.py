@@ -6,6 +6,7 @@ A template is the Jinja text that a Hugging Face checkpoint carries; `serving/ji
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 DEFAULT = "default"
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_ASKS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+(?:not\s+)?none""", re.IGNORECASE)
 TOOL_USE = "tool_use"  # the name of the template that checkpoints keep for requests with tools
 
 
@@ -95,11 +97,11 @@ class ChatTemplate:
             )
         name = TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT
         template = self._template(name)
-        knows_developer = "developer" in self.sources[name]
+        knows = _Knowledge.of(self.sources[name])
         try:
             return template.render(
                 {**self.special_tokens, **variables},
-                messages=[_plain_message(message, knows_developer) for message in messages],
+                messages=[_plain_message(message, knows) for message in messages],
                 tools=list(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -131,11 +133,27 @@ class ChatTemplate:
         return self._compiled[name]
 
 
-def _plain_message(message: Message, knows_developer: bool) -> dict[str, Any]:
-    """Return a message as templates expect it: no nulls, text content, arguments as objects."""
+@dataclass(frozen=True, slots=True)
+class _Knowledge:
+    """What a template speaks of."""
+
+    developer: bool
+    no_content: bool  # asks whether the content is none, as that of tool calls is in OpenAI's API
+
+    @classmethod
+    def of(cls, source: str) -> _Knowledge:
+        return cls("developer" in source, bool(_ASKS_FOR_NONE.search(source)))
+
+
+def _plain_message(message: Message, knows: _Knowledge) -> dict[str, Any]:
+    """Return a message as templates expect it: no nulls, text content, arguments as objects.
+
+    Tool calls without content have none where the template asks for that, and an empty one else.
+    """
     plain = {key: value for key, value in message.items() if value is not None}
-    plain["content"] = plain_text(plain.get("content", ""))
-    if plain.get("role") == "developer" and not knows_developer:
+    no_content = knows.no_content and "content" not in plain and bool(plain.get("tool_calls"))
+    plain["content"] = None if no_content else plain_text(plain.get("content", ""))
+    if plain.get("role") == "developer" and not knows.developer:
         plain["role"] = "system"
     if plain.get("tool_calls"):
         plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from onnxport.errors import (
     CapacityError,
@@ -44,6 +45,8 @@ from onnxport.serving.tally import Tally
 from onnxport.serving.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+NOBODY: Mapping[str, int] = MappingProxyType({})
 
 
 class Engine:
@@ -140,10 +143,21 @@ class Engine:
         """Requests that have not begun."""
         return self._scheduler.num_queued
 
-    def queue_room(self, options: RequestOptions | None = None) -> int:
-        """How many more such requests may be queued now; not positive: none. From any thread."""
-        tenant = self._scheduler.tenant_of(options or RequestOptions())
-        return self._scheduler.queue_room(tenant, self.config.max_queued_requests)
+    def tenant_of(self, options: RequestOptions | None = None) -> str:
+        """Whose request counts as whose; see `queue_room`."""
+        return self._scheduler.tenant_of(options or RequestOptions())
+
+    def queue_room(
+        self, options: RequestOptions | None = None, coming: Mapping[str, int] = NOBODY
+    ) -> int:
+        """How many more such requests may be queued now; not positive: none. From any thread.
+
+        Args:
+            options: of the requests.
+            coming: how many others, of each `tenant_of`, are on their way to `submit`.
+        """
+        limit = self.config.max_queued_requests
+        return self._scheduler.queue_room(self.tenant_of(options), limit, coming)
 
     def add_listener(self, listener: Listener) -> None:
         """Tell `listener` from now on what happens; not while the engine runs elsewhere."""
@@ -205,13 +219,17 @@ class Engine:
         self._scheduler.submit(request)
         self._sequences.add(group)
 
-    def overload(self) -> OverloadedError:
-        """Count a request that finds the queue full, and return the error for it."""
+    def overload(self, num_coming: int = 0) -> OverloadedError:
+        """Count a request that finds the queue full, and return the error for it.
+
+        Args:
+            num_coming: requests that are on their way to `submit`.
+        """
         self._tally.num_refused += 1
         retry_after_s = self._tally.retry_after_s
         shared = ", shared by its tenants" if self.config.scheduling_policy == "fair" else ""
         return OverloadedError(
-            f"{self.num_queued} requests are waiting already; max_queued_requests is "
+            f"{self.num_queued + num_coming} requests are waiting already; max_queued_requests is "
             f"{self.config.max_queued_requests}{shared}. Send the request again in "
             f"{math.ceil(retry_after_s)} s",
             retry_after_s,

@@ -77,10 +77,11 @@ class Intake:
         self._check(prompt, params, options, max_num_seqs)
         encode = None
         if self._tokenizer is not None:
-            encode = partial(self._tokenizer.encode, add_special_tokens=False)
-        text = prompt if isinstance(prompt, str) else None
-        given = self._tokenizer.encode(text) if self._tokenizer and text is not None else prompt
-        assert not isinstance(given, str)
+            encode = partial(self._tokenizer.encode_all, add_special_tokens=False)
+        text, given = (prompt, []) if isinstance(prompt, str) else (None, prompt)
+        if self._tokenizer is not None and text is not None:
+            self._tokenizer.check_length(text, limits.max_model_len)
+            given = self._tokenizer.encode(text)
         tokens = token_array(given, limits.vocab_size)
         longest = max_total_tokens(len(tokens), params.max_tokens, limits)
         if params.min_tokens > (room := longest - len(tokens)):

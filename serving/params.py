@@ -16,7 +16,7 @@ MAX_PRIORITY = 2**31
 MAX_PENALTY = 2.0  # OpenAI's limit of presence and frequency penalties
 MAX_REPETITION = 100.0  # and its inverse the least: beyond, float32 logits could overflow
 MAX_BIAS = 100.0  # OpenAI's limit of logit_bias
-MAX_BAD_WORDS = 1024
+MAX_BAD_WORDS, MAX_BAD_WORDS_LENGTH = 1024, 32_768  # texts, and characters of all
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
 
 
@@ -155,6 +155,11 @@ class SamplingParams:
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise RequestError(
                 f"bad_words has {len(self.bad_words)} texts; give at most {MAX_BAD_WORDS}",
+                "bad_words",
+            )
+        if (length := sum(map(len, self.bad_words))) > MAX_BAD_WORDS_LENGTH:
+            raise RequestError(
+                f"bad_words has {length} characters in all; give at most {MAX_BAD_WORDS_LENGTH}",
                 "bad_words",
             )
         if self.allowed_token_ids == ():

@@ -20,7 +20,7 @@ from onnxport.graphs.contract import mask_words
 from onnxport.serving.edits import NO_IDS, NO_VALUES, Addresses, Floats, Ids, RowEdits
 from onnxport.serving.params import SamplingParams
 
-Encode = Callable[[str], list[int]]
+Encode = Callable[[Sequence[str]], list[list[int]]]  # several texts at once
 Words = tuple[tuple[int, ...], ...]
 
 
@@ -271,19 +271,19 @@ def _bad_words(texts: Sequence[str], encode: Encode | None) -> list[tuple[int, .
     Raises:
         RequestError: there is no tokenizer, or a text has no tokens.
     """
-    if texts and encode is None:
+    if not texts:
+        return []
+    if encode is None:
         raise RequestError("bad_words need a tokenizer and this engine has none", "bad_words")
-    words: dict[tuple[int, ...], None] = {}
+    spellings = []
     for text in texts:
         word = text.lstrip()
-        for spelling in (word, " " + word) if word else (text,):
-            tokens = tuple(encode(spelling)) if encode else ()
-            if not tokens:
-                raise RequestError(
-                    f"bad_words holds {text!r}, which has no tokens; remove it", "bad_words"
-                )
-            words[tokens] = None
-    return list(words)
+        spellings += [word, " " + word] if word else [text]
+    words = list(map(tuple, encode(spellings)))
+    if () in words:
+        text = spellings[words.index(())]
+        raise RequestError(f"bad_words holds {text!r}, which has no tokens; remove it", "bad_words")
+    return list(dict.fromkeys(words))
 
 
 def _by_last_but_one(words: Iterable[tuple[int, ...]]) -> dict[int, Words]:

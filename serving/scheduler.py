@@ -94,17 +94,23 @@ class Scheduler:
         """Whose request counts as whose: all are one tenant's, but for the policy "fair"."""
         return options.tenant if self._policy == "fair" else ""
 
-    def queue_room(self, tenant: str, limit: int) -> int:
+    def queue_room(self, tenant: str, limit: int, coming: Mapping[str, int]) -> int:
         """How many more requests `tenant` may queue when at most `limit` may wait in all.
 
         Under "fair" there is always room for one more tenant: with k of them unfinished, each may
         fill a part in k + 1 of the queue. Reading it from another thread is harmless.
+
+        Args:
+            tenant: whose requests.
+            limit: how many may wait, everybody's.
+            coming: of each tenant, how many more were taken that `submit` was not given yet.
         """
-        room = limit - self.num_queued
+        room = limit - self.num_queued - sum(coming.values())
         if self._policy != "fair":
             return room
-        tenants = len(self._tenants) + (tenant not in self._tenants)
-        return min(room, max(1, limit // (tenants + 1)) - self._queued[tenant])
+        others = sum(one not in self._tenants for one in {*coming, tenant})
+        share = max(1, limit // (len(self._tenants) + others + 1))
+        return min(room, share - self._queued[tenant] - coming.get(tenant, 0))
 
     def submit(self, request: Request) -> None:
         """Queue a request; the caller has checked that the pool can hold it."""

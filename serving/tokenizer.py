@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnxport.errors import ArtifactError
+from onnxport.errors import ArtifactError, CapacityError
 from onnxport.serving.detokenizer import REPLACEMENT, ByteDetokenizer, WindowDetokenizer
 from onnxport.serving.text import Pieces
 
@@ -36,7 +37,12 @@ class Tokenizer:
         self.vocab_size: int = fast.get_vocab_size()
         self._is_byte_level = isinstance(fast.decoder, decoders.ByteLevel)
         self._alphabet = byte_alphabet()
-        self._bytes: dict[int, bytes] = {}  # of the tokens that were met so far
+        # Of the tokens that were met so far.
+        self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
+        self._before: list[int] | None = None  # a token that others can follow, if they need one
+        self._special: frozenset[int] | None = None
+        self._longest: float | None = None
 
     @classmethod
     def from_folder(cls, folder: Path, eos_token_ids: frozenset[int]) -> Tokenizer:
@@ -72,8 +78,34 @@ class Tokenizer:
             add_special_tokens: whether to add what the tokenizer puts around a text (such as a
                 beginning-of-text token). A chat template writes those itself.
         """
-        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return self.encode_all([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Return the tokens of each text; see `encode`.
+
+        Other threads of Python run meanwhile: the library keeps its lock while it encodes one text,
+        and gives it away while it encodes several.
+        """
+        encoded = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [one.ids for one in encoded]
+
+    def check_length(self, text: str, most_tokens: int) -> None:
+        """Refuse a text of more characters than so many tokens can have, before it is encoded.
+
+        Raises:
+            CapacityError: says how many characters there are, and how many there may be.
+        """
+        if len(text) <= most_tokens:
+            return
+        if self._longest is None:
+            self._longest = self._read_longest()
+        if len(text) > most_tokens * self._longest:
+            raise CapacityError(
+                f"the text has {len(text)} characters, and {most_tokens} tokens, as many as there "
+                f"is room for, have {most_tokens * self._longest:.0f} at most; shorten it"
+            )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; bytes that are not UTF-8 become U+FFFD."""
@@ -81,8 +113,15 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token by itself, special tokens included."""
-        return self.decode([token_id], skip_special_tokens=False)
+        """Return what one token adds to a text, special tokens included.
+
+        Decoders that join words drop the space before the first one, so there it is what the token
+        adds to a token before it.
+        """
+        found = self._texts.get(token_id)
+        if found is None:
+            found = self._texts[token_id] = self._read_text(token_id)
+        return found
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token by itself, which may be a part of a character."""
@@ -93,6 +132,13 @@ class Tokenizer:
             spelled = _BYTE.fullmatch(self._fast.id_to_token(token_id) or "")
             return bytes([int(spelled[1], 16)]) if spelled else text.encode()
         return self._bytes_of(token_id) or text.encode()
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is no text, so that `decode` leaves it out."""
+        if self._special is None:
+            added = self._fast.get_added_tokens_decoder()
+            self._special = frozenset(one for one, token in added.items() if token.special)
+        return token_id in self._special
 
     def vocabulary(self) -> dict[str, int]:
         """Return every token as it is spelled, added ones included, and its id."""
@@ -110,6 +156,38 @@ class Tokenizer:
             return ByteDetokenizer(self._bytes_of)
         return WindowDetokenizer(self.decode, prompt)
 
+    def _read_text(self, token_id: int) -> str:
+        """Return `token_text` of a token that was not met before."""
+        if self._before is None:
+            self._before = [] if self._is_byte_level else self._letter()
+        before = self.decode(self._before) if self._before else ""
+        text = self.decode([*self._before, token_id], skip_special_tokens=False)
+        return text.removeprefix(before) if text.startswith(before) else self._alone(token_id)
+
+    def _read_longest(self) -> float:
+        """Return how many characters of a text one token can stand for; infinity: who knows."""
+        from tokenizers import normalizers
+
+        added = self._fast.get_added_tokens_decoder().values()
+        if any(token.lstrip or token.rstrip for token in added):  # with any amount of space
+            return math.inf
+        composing = (normalizers.NFC, normalizers.NFKC)  # make one character of at most four
+        if self._fast.normalizer is not None and not isinstance(self._fast.normalizer, composing):
+            return math.inf
+        longest = max(map(len, self.vocabulary()), default=0)
+        return longest if self._fast.normalizer is None else 4 * longest
+
+    def _alone(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def _letter(self) -> list[int]:
+        """Return a token that is one letter, with nothing around it; none if there is no such."""
+        for letter in "abcdefghijklmnopqrstuvwxyz":
+            token_id = self.token_to_id(letter)
+            if token_id is not None and self._alone(token_id) == letter:
+                return [token_id]
+        return []
+
     def _bytes_of(self, token_id: int) -> bytes:
         found = self._bytes.get(token_id)
         if found is None:
@@ -119,8 +197,7 @@ class Tokenizer:
     def _read_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a byte-level token; none for special and unknown ones."""
         token: str | None = self._fast.id_to_token(token_id)
-        added = self._fast.get_added_tokens_decoder().get(token_id)
-        if token is None or (added is not None and added.special):
+        if token is None or self.is_special(token_id):
             return b""
         try:
             return bytes([self._alphabet[char] for char in token])

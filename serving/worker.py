@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
@@ -64,7 +65,7 @@ class AsyncEngine:
         self._accepting = True
         self._stopping = False
         self._failure: BaseException | None = None
-        self._num_submitted = 0  # requests that the engine has not been given yet
+        self._coming: Counter[str] = Counter()  # requests for the engine, by tenant
         self._stats = engine.stats()
         self._publisher = Publisher(self._publish)
         self._thread = threading.Thread(target=self._run, name="onnxport-engine", daemon=True)
@@ -221,8 +222,8 @@ class AsyncEngine:
         self._check_running()
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
-        if self._engine.queue_room(options) <= self._num_submitted:
-            raise self._engine.overload()
+        if self._engine.queue_room(options, self._coming) < 1:
+            raise self._engine.overload(self._coming.total())
 
     def _check_running(self) -> None:
         if self._failure is not None:
@@ -260,7 +261,7 @@ class AsyncEngine:
             self._check_open(request.request_id, request.options)
             self._streams[request.request_id] = stream
             self._commands.append(lambda: self._submit(request, stream))
-            self._num_submitted += 1
+            self._coming[self._engine.tenant_of(request.options)] += 1
             self._wakeup.notify()
         unfinished = request.params.num_sequences
         try:
@@ -305,8 +306,11 @@ class AsyncEngine:
 
     def _submit(self, request: Request, stream: _Stream) -> None:
         """Give the engine a request; it may have come to refuse it since that was looked at."""
+        tenant = self._engine.tenant_of(request.options)
         with self._wakeup:
-            self._num_submitted -= 1
+            self._coming[tenant] -= 1
+            if not self._coming[tenant]:
+                del self._coming[tenant]
         try:
             self._engine.submit(request)
         except OnnxportError as error:

@@ -87,6 +87,7 @@ def _encode(service: Service, body: ChatRequest, tools: list[dict[str, Any]]) ->
         body.add_generation_prompt is not False,
         **(body.chat_template_kwargs or {}),
     )
+    service.tokenizer.check_length(text, service.engine.capabilities.max_model_len)
     return service.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
 

@@ -58,10 +58,11 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
             usage.completion_tokens = 0
         choices = []
         for index, (echo, result) in enumerate(zip(echoes, results, strict=True)):
-            prompt = prompts[index // params.n] if body.echo else []
-            choice = _whole(service, index, echo, result, prompt, body)
-            if params.prompt_logprobs is not None and body.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = prompt_entries(result.prompt_logprobs)
+            choice = _whole(service, index, echo, result, prompts[index // params.n], body)
+            if body.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = _prompt_logprobs(
+                    result, prompts[index // params.n], body.prompt_logprobs
+                )
             choices.append(choice)
         return choices
 
@@ -75,7 +76,10 @@ async def _chunks(
     """Yield the chunks of a stream: text as it comes, and the usage at the end if asked for."""
     usage = Usage(job)
     no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
-    told = [CompletionLogprobs(service.tokenizer, len(echo)) for echo in echoes]
+    told = [
+        CompletionLogprobs(service.tokenizer, job.prompts[index // job.params.n])
+        for index in range(len(echoes))
+    ]
     pending = list(echoes)  # told with the first delta of each choice
     async with aclosing(generate(service.engine, job)) as deltas:
         async for index, delta in deltas:
@@ -106,7 +110,7 @@ def _whole(
         index: of the choice.
         echo: the prompt's text, where it is wanted back.
         result: the completion.
-        prompt: its tokens, where they are wanted back.
+        prompt: its tokens.
         body: of the request.
     """
     text, tokens = echo + result.text, result.logprobs
@@ -115,9 +119,11 @@ def _whole(
         text, tokens, ends = echo, [], ("length", None)
     logprobs = None
     if body.logprobs is not None:
-        lists = CompletionLogprobs(service.tokenizer, 0 if prompt else len(echo))
         logprobs = no_logprobs()
-        if prompt:
+        if not body.echo:
+            lists = CompletionLogprobs(service.tokenizer, prompt)
+        else:
+            lists = CompletionLogprobs(service.tokenizer, echo=echo)
             logprobs = lists.first(prompt[0])
             told = zip(prompt[1:], (result.prompt_logprobs or ())[1:], strict=True)
             rest = [(token_id, entry) for token_id, entry in told if entry is not None]
@@ -130,13 +136,22 @@ def _likeliest(
     tokens: Sequence[tuple[int, TokenLogprobs]], count: int
 ) -> list[tuple[int, TokenLogprobs]]:
     """Return the candidates that `logprobs` asks for, of more that `prompt_logprobs` asked for."""
+    return [(token_id, _first(entries, token_id, count)) for token_id, entries in tokens]
 
-    def wanted(token_id: int, entries: TokenLogprobs) -> TokenLogprobs:
-        return {
-            one: entry for one, entry in entries.items() if one == token_id or entry.rank <= count
-        }
 
-    return [(token_id, wanted(token_id, entries)) for token_id, entries in tokens]
+def _first(entries: TokenLogprobs, token_id: int, count: int) -> TokenLogprobs:
+    """Return the `count` likeliest of a position, and the token that stands there."""
+    return {one: entry for one, entry in entries.items() if one == token_id or entry.rank <= count}
+
+
+def _prompt_logprobs(
+    result: Collected, prompt: Sequence[int], count: int
+) -> list[dict[str, Any] | None] | None:
+    """Return the candidates that `prompt_logprobs` asks for, of more that `logprobs` asked for."""
+    told = zip(prompt, result.prompt_logprobs or (), strict=False)
+    return prompt_entries(
+        [entry if entry is None else _first(entry, token_id, count) for token_id, entry in told]
+    )
 
 
 def _choice(
@@ -157,10 +172,12 @@ def _choice(
 
 def _encode(service: Service, given: list[str | list[int]], special: bool) -> list[list[int]]:
     """Return the token ids of each prompt."""
-    encode = service.tokenizer.encode
-    return [
-        encode(one, add_special_tokens=special) if isinstance(one, str) else one for one in given
-    ]
+    most = service.engine.capabilities.max_model_len
+    texts = [one for one in given if isinstance(one, str)]
+    for text in texts:
+        service.tokenizer.check_length(text, most)
+    encoded = iter(service.tokenizer.encode_all(texts, add_special_tokens=special))
+    return [next(encoded) if isinstance(one, str) else one for one in given]
 
 
 def _texts(service: Service, given: list[str | list[int]]) -> list[str]:

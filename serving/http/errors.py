@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 RATE_LIMIT = "rate_limit_error"
+SHOWN = 80  # characters of a client's own words that it gets back
 FINAL = {"x-should-retry": "false"}  # OpenAI's clients would ask again, unasked
 
 
@@ -56,6 +57,11 @@ class ApiError(Exception):
     def response(self) -> Response:
         """Return the whole response."""
         return JSONResponse(self.body(), self.status, self.headers)
+
+
+def shortened(text: str) -> str:
+    """Return a client's own words as an error tells them: their beginning, if they are long."""
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 
 def to_api_error(error: BaseException) -> ApiError:
@@ -126,13 +132,13 @@ def validation_error(content_type: str, errors: list[Any], known: Mapping[str, A
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "malformed")
         return ApiError(400, f"the body is not valid JSON: {reason} at character {path[0]}")
-    param = ".".join(path)
+    param = ".".join(map(shortened, path))
     if not path:
         return ApiError(
             400, 'the body must be one JSON object, such as {"model": "…", "messages": […]}'
         )
     if first["type"] == "extra_forbidden":
-        close = get_close_matches(path[-1], known, 1)
+        close = get_close_matches(path[-1][:SHOWN], known, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ". Remove it."
         return ApiError(400, f"unknown field {param!r}{hint}", param, "unknown_parameter")
     if first["type"] == "missing":

@@ -21,11 +21,12 @@ from onnxport.serving.collect import mean_logprob
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
 from onnxport.serving.http.defaults import SamplingDefaults
-from onnxport.serving.http.errors import FINAL, SERVER_ERROR, ApiError
+from onnxport.serving.http.errors import FINAL, SERVER_ERROR, ApiError, shortened
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.text import Pieces
 
 T = TypeVar("T")
 
@@ -35,6 +36,16 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
+        ...
+
+    def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Return the token ids of each text."""
+        ...
+
+    def check_length(self, text: str, most_tokens: int) -> None:
+        """Refuse a text that so many tokens cannot hold."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -47,6 +58,10 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character."""
+        ...
+
+    def detokenizer(self, prompt: Sequence[int]) -> Pieces:
+        """Return what gives the text of the tokens that follow `prompt`."""
         ...
 
 
@@ -151,7 +166,7 @@ class Service:
             served = ", ".join(repr(name) for name in (self.model_name, *names))
             raise ApiError(
                 404,
-                f"the model {model!r} is not served here; this server has {served}",
+                f"the model {shortened(model)!r} is not served here; this server has {served}",
                 "model",
                 "model_not_found",
             )
@@ -279,6 +294,7 @@ async def generate(engine: Engine, job: Job) -> AsyncGenerator[tuple[int, Comple
         for number, prompt in enumerate(job.prompts):
             stream = engine.stream(prompt, job.params, f"{job.id}-{number}", job.options)
             streams.append(await stack.enter_async_context(aclosing(stream)))
+            await asyncio.sleep(0)  # there may be a thousand, and others have their turn
         deltas = await stack.enter_async_context(aclosing(_merged(streams)))
         async for number, delta in deltas:
             _check(delta, job.options)
@@ -365,6 +381,8 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
         if not working.done():
             working.cancel()
             await asyncio.wait({working})
+            if not working.cancelled():
+                working.exception()  # nobody is left to be told
 
 
 async def _disconnect(request: Request) -> None:

@@ -6,7 +6,6 @@ A token may be a part of a character, and is no text then. Its name tells its by
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,15 +19,22 @@ LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # OpenAI's,
 class CompletionLogprobs:
     """Builds the four parallel lists of one choice of `/v1/completions`, from its start on.
 
-    `text_offset` counts the characters of the text before a token. A part of a character is where
-    that character begins.
+    `text_offset` counts the characters of the text before a token; special tokens that are not in
+    the text have none. A part of a character is where that character begins.
     """
 
-    def __init__(self, tokenizer: Tokenizer, offset: int) -> None:
-        """Begin where the first token's text will be, `offset` characters into the text."""
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), echo: str = "") -> None:
+        """Begin with the text.
+
+        Args:
+            tokenizer: names tokens.
+            before: tokens of the sequence before those that are told, which are not in the text.
+            echo: the text of a prompt whose tokens are told. It may spell special tokens out.
+        """
         self._tokenizer = tokenizer
-        self._offset = offset
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+        self._pieces = tokenizer.detokenizer(before)
+        self._echo = echo
 
     def first(self, token_id: int) -> dict[str, Any]:
         """Return the lists for the first token of a prompt, which nothing predicts."""
@@ -69,9 +75,13 @@ class CompletionLogprobs:
 
     def _advance(self, token_id: int, text: str) -> int:
         """Move on by a token; returns where it began."""
+        piece = self._pieces.add(token_id)
+        if not piece and REPLACEMENT not in text and self._echo.startswith(text, self._offset):
+            piece = text
         start = self._offset
-        known = self._tokenizer.token_bytes(token_id) if REPLACEMENT in text else text.encode()
-        self._offset += len(self._decoder.decode(known))
+        self._offset += len(piece)
+        if REPLACEMENT not in text and piece.endswith(text):  # behind a broken character, if any
+            return self._offset - len(text)
         return start
 
 

@@ -15,6 +15,9 @@ from starlette.types import ASGIApp
 from onnxport.errors import OnnxportError
 
 BACKLOG = 2048
+# For how long a connection may idle: longer than clients and proxies keep theirs, so that none is
+# closed as the next request comes in.
+KEEP_ALIVE_S = 75
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CANCEL_AFTER_S = 5  # what requests have, once they were aborted, to send their last words
 
@@ -79,6 +82,7 @@ def serve(
         log_level="info" if options.access_log else "warning",
         access_log=options.access_log,
         backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(options.grace_s) + CANCEL_AFTER_S,
         server_header=False,
     )

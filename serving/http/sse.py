@@ -16,12 +16,17 @@ from onnxport.serving.http.generation import unless_disconnected
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
+# Clients that split text into lines, not bytes, take these for ends of lines, too.
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+
 Chunks = AsyncGenerator[dict[str, Any], None]
 
 
 def event(data: dict[str, Any]) -> bytes:
     """Return one event."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    if not text.isascii():
+        text = text.translate(_LINE_ENDS)
     return b"data: " + text.encode("utf-8", "surrogatepass") + b"\n\n"
 
 

@@ -128,13 +128,17 @@ def _parse(inner: str, names: Collection[str]) -> ParsedCall | None:
         value = json.loads(inner, parse_constant=_not_json)
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return None
-        given = value.get("arguments", {})
-        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        given = value.get("arguments")
+        if given is None:  # of a function that takes none
+            given = {}
+        if isinstance(given, str):  # JSON already, if it is any
+            given = json.loads(given, parse_constant=_not_json)
+        if not isinstance(given, dict):
+            return None
+        arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return None
     if _SURROGATE.search(arguments):  # half of a character, which is JSON as an escape alone
-        if isinstance(given, str):
-            return None
         arguments = json.dumps(given)
     return ParsedCall(value["name"], arguments) if value["name"] in names else None
 

@@ -134,6 +134,16 @@ def test_null_content_is_empty_text() -> None:
     assert "assistant\n<|im_end|>" in text
 
 
+def test_calls_have_no_content_where_the_template_asks_for_that() -> None:
+    call = {**CALL, "content": None}
+    asks = ChatTemplate({"default": "{{ messages[0]['content'] is none }}"})
+    assert asks.render([call]) == "True"
+    assert asks.render([{**CALL, "content": "x"}]) == "False"
+    assert asks.render([{"role": "assistant", "content": None}]) == "False"
+    joins = ChatTemplate({"default": "{{ 'a' + messages[0].content }}"})
+    assert joins.render([call]) == "a"
+
+
 def test_developer_is_system_unless_the_template_knows_it() -> None:
     message = {"role": "developer", "content": "Be brief."}
     assert "<|im_start|>system\nBe" in ChatTemplate({"default": CHATML}).render([message])

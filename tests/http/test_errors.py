@@ -63,6 +63,7 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"structural_tag": "{}"}, "structural_tag", "leave it out"),
         ({"logprob": 1}, "logprob", "did you mean 'logprobs'"),
         ({"wholly_unknown": 1}, "wholly_unknown", "unknown field 'wholly_unknown'"),
+        ({"x" * 9999: 1}, "x" * 79 + "…", "x…'. Remove it."),
         ({"temperature": -1}, "temperature", "temperature is -1"),
         ({"temperature": "1"}, "temperature", "valid number"),
         ({"temperature": True}, "temperature", "valid number"),

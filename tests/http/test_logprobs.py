@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onnxport.serving.detokenizer import ByteDetokenizer
 from onnxport.serving.http.logprobs import CompletionLogprobs, chat_logprobs
 from onnxport.serving.outputs import Logprob, TokenLogprobs
 from onnxport.serving.tokenizer import Tokenizer
-from tests.serving.tokenizers_for_tests import byte_fallback, byte_level
+from tests.serving.tokenizers_for_tests import EOS, byte_fallback, byte_level
 from tests.tiers import examples
 
 from .conftest import RunningServer
@@ -46,12 +48,12 @@ def entries(*token_ids: int, tokenizer: Tokenizer = BYTES) -> TokenLogprobs:
 def test_parts_of_characters_have_names_of_their_own(tokenizer: Tokenizer) -> None:
     first, second, third = (byte(one, tokenizer) for one in (0xE2, 0x82, 0xAC))
     candidates = entries(first, second, third, tokenizer=tokenizer)
-    body = CompletionLogprobs(tokenizer, 3).body([(second, candidates)])
+    body = CompletionLogprobs(tokenizer).body([(second, candidates)])
     assert body == {
         "tokens": ["bytes:\\x82"],
         "token_logprobs": [-2.0],
         "top_logprobs": [{"bytes:\\xe2": -1.0, "bytes:\\x82": -2.0, "bytes:\\xac": -3.0}],
-        "text_offset": [3],
+        "text_offset": [0],
     }
     [told] = chat_logprobs(tokenizer, [(second, candidates)], 2)["content"]
     assert (told["token"], told["bytes"]) == ("\\x82", [0x82])
@@ -73,9 +75,12 @@ def test_text_beside_a_part_is_readable_and_the_character_itself_a_text() -> Non
         def token_bytes(self, token_id: int) -> bytes:
             return self.known[token_id]
 
+        def detokenizer(self, prompt: Sequence[int]) -> ByteDetokenizer:
+            return ByteDetokenizer(self.token_bytes)
+
     known: Any = Known()
     candidates = {one: Logprob(-1.0, one + 1, known.token_text(one)) for one in range(4)}
-    [top] = CompletionLogprobs(known, 0).body([(0, candidates)])["top_logprobs"]
+    [top] = CompletionLogprobs(known).body([(0, candidates)])["top_logprobs"]
     assert list(top) == [
         "bytes: a\\xe2\\x82",
         "bytes:\\\\xe2\\x82",
@@ -87,21 +92,21 @@ def test_text_beside_a_part_is_readable_and_the_character_itself_a_text() -> Non
 def test_of_tokens_with_one_text_none_is_lost() -> None:
     """Such as those beyond a tokenizer's, which have none: the sampled one keeps its name."""
     size = BYTES.vocab_size
-    body = CompletionLogprobs(BYTES, 0).body([(size + 1, entries(size, size + 1, size + 2))])
+    body = CompletionLogprobs(BYTES).body([(size + 1, entries(size, size + 1, size + 2))])
     assert body["tokens"] == [""]
     assert body["top_logprobs"] == [
         {f"token_id:{size}": -1.0, "": -2.0, f"token_id:{size + 2}": -3.0}
     ]
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), st.integers(0, 9))
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20))
 @settings(max_examples=examples(100), deadline=None)
-def test_offsets_count_the_characters_of_the_text(text: str, start: int) -> None:
+def test_offsets_count_the_characters_of_the_text(text: str) -> None:
     """Bytes one by one: each has the place of its character, in whatever pieces they come."""
     token_ids = [byte(one) for one in text.encode()]
-    lists = CompletionLogprobs(BYTES, start)
+    lists = CompletionLogprobs(BYTES)
     found = [lists.body([(one, entries(one))])["text_offset"][0] for one in token_ids]
-    wanted = [start + place for place, char in enumerate(text) for _ in char.encode()]
+    wanted = [place for place, char in enumerate(text) for _ in char.encode()]
     assert found == wanted
 
 
@@ -138,3 +143,46 @@ def test_offsets_of_a_prompt_and_its_completion_count_characters(server: Running
     assert choice["text"] == "é<|say|>日hi<|over|>日hi"
     prompt, answer = [0, 0, 1, 8, 8, 8, 9, 11], [19, 19, 19, 20, 22]  # the last one ends it
     assert choice["logprobs"]["text_offset"] == prompt + answer
+
+
+def test_special_tokens_of_an_answer_are_no_characters_of_its_text() -> None:
+    end = BYTES.token_to_id(EOS)
+    assert end is not None
+    ids = [byte(ord("a")), end, byte(ord("b"))]
+    lists = CompletionLogprobs(BYTES)
+    assert lists.body([(one, entries(one)) for one in ids])["text_offset"] == [0, 1, 1]
+
+
+def test_a_token_behind_a_broken_character_is_where_its_text_is() -> None:
+    ids = [byte(0xE2), byte(ord("a")), byte(ord("b"))]
+    told = CompletionLogprobs(BYTES).body([(one, entries(one)) for one in ids])
+    text = BYTES.decode(ids)
+    assert [text[at] for at in told["text_offset"]] == ["\N{REPLACEMENT CHARACTER}", "a", "b"]
+
+
+def test_words_keep_the_space_before_them() -> None:
+    """Of decoders that drop the first one: in names, bytes and offsets."""
+    ids = [FALLBACK.token_to_id(one) or 0 for one in ("▁the", "▁sea", "▁", "s", "▁is")]
+    assert FALLBACK.decode(ids) == "the sea s is"
+    tokens = [(one, entries(one, tokenizer=FALLBACK)) for one in ids]
+    told = CompletionLogprobs(FALLBACK).body(tokens)
+    assert told["tokens"] == [" the", " sea", " ", "s", " is"]
+    assert told["text_offset"] == [0, 3, 7, 8, 9]
+    behind = CompletionLogprobs(FALLBACK, ids[:1]).body(tokens[1:])
+    assert behind["text_offset"] == [0, 4, 5, 6]
+    chat = chat_logprobs(FALLBACK, tokens[1:], 0)["content"]
+    assert bytes(one for part in chat for one in part["bytes"]) == b" sea s is"
+
+
+def test_a_prompt_has_as_many_likeliest_as_each_of_two_fields_asks_for(
+    server: RunningServer,
+) -> None:
+    body = {"model": MODEL, "prompt": "hi there", "echo": True, "max_tokens": 0}
+    for first, second in ((5, 1), (1, 5)):
+        fields = {**body, "logprobs": first, "prompt_logprobs": second}
+        [choice] = httpx.post(f"{server.url}/v1/completions", json=fields).json()["choices"]
+        for field, count in (
+            (choice["logprobs"]["top_logprobs"], first),
+            (choice["prompt_logprobs"], second),
+        ):
+            assert all(count <= len(one) <= count + 1 for one in field[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -97,3 +98,12 @@ async def test_an_error_is_the_last_event(caplog: pytest.LogCaptureFixture) -> N
 async def test_an_error_before_the_first_chunk_is_raised() -> None:
     with pytest.raises(ValueError, match="broken"):
         await respond(Client(stays_for=100), Chunks(error_at=0))
+
+
+def test_an_event_has_no_end_of_a_line_within() -> None:
+    """Also none that only readers of text take for one."""
+    text = "a\u2028b\u2029c\x85d\re\nf é"
+    data = sse.event({"text": text})
+    assert data.count(b"\n") == 2
+    assert len(data.decode().splitlines()) == 2
+    assert json.loads(data.decode().removeprefix("data: ")) == {"text": text}

@@ -34,6 +34,11 @@ def parse(*pieces: str) -> tuple[str, list[ParsedCall]]:
         (CALL.removesuffix("</tool_call>"), "", [ADD]),  # the end token came instead
         ('<tool_call>{"name": "add"}</tool_call>', "", [ParsedCall("add", "{}")]),
         (
+            '<tool_call>{"name": "add", "arguments": null}</tool_call>',
+            "",
+            [ParsedCall("add", "{}")],
+        ),
+        (
             '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
             "",
             [ParsedCall("add", '{"a": 1}')],
@@ -70,6 +75,9 @@ def test_calls(text: str, content: str, calls: list[ParsedCall]) -> None:
         '<tool_call>{"name": {"add": 1}, "arguments": {}}</tool_call>',
         '<tool_call>{"name": "add", "arguments": NaN}</tool_call>',
         '<tool_call>{"name": "add", "arguments": "\\ud800"}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": "not JSON"}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 1e400}}</tool_call>',
         '<tool_call>{"name": "add", "arguments": ' + "[" * 5000 + "</tool_call>",
         '<tool_call>{"name": "add", "arguments": ' + "[" * 5000 + "]" * 5000 + "}</tool_call>",
         '<tool_call>{"name": "add</tool_call>',

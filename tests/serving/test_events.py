@@ -7,7 +7,7 @@ import pytest
 from onnxport.errors import OverloadedError
 from onnxport.serving.engine import Engine
 from onnxport.serving.outputs import CompletionDelta
-from onnxport.serving.params import SamplingParams
+from onnxport.serving.params import RequestOptions, SamplingParams
 from tests.serving.helpers import (
     GREEDY,
     Clock,
@@ -183,6 +183,19 @@ def test_a_flood_leaves_room_in_the_queue_for_others() -> None:
     order = [delta.request_id for delta in _firsts(engine)]
     assert order[:3] == ["flood-0", "light-0", "late"]  # one row: each tenant in turn
     assert engine.stats().num_refused == 2
+
+
+def test_what_is_on_its_way_counts_for_who_sent_it() -> None:
+    """A burst that the engine was not given yet takes nothing from what others may queue."""
+    engine = null_engine(max_num_seqs=1, max_queued_requests=12, scheduling_policy="fair")
+    flood, light = (RequestOptions(tenant=one) for one in ("flood", "light"))
+    coming = {"flood": 5}
+    assert engine.queue_room(flood, coming) == 1  # of a half
+    assert engine.queue_room(light, coming) == 4  # of a third: there would be two
+    submit(engine, "light-0", PROMPT, tenant="light")
+    assert engine.queue_room(light, coming) == 3
+    assert engine.queue_room(light, {"flood": 11}) == 0  # the queue is full
+    assert "7 requests are waiting" in str(engine.overload(6))
 
 
 def test_under_other_policies_tenants_are_one() -> None:

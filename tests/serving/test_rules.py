@@ -28,7 +28,11 @@ VOCAB = 40
 END_IDS = frozenset({1, 2})
 
 
-def encode(text: str) -> list[int]:
+def encode(texts: Sequence[str]) -> list[list[int]]:
+    return [encode_one(text) for text in texts]
+
+
+def encode_one(text: str) -> list[int]:
     """A tokenizer of which every letter is a token, and a space before `a` to `c` one with it."""
     tokens = []
     for index, letter in enumerate(text):
@@ -108,7 +112,7 @@ def test_what_a_batch_draws_is_what_the_reference_allows_each_row(
     assert (rows == before[[index for index, _ in requests]]).all()
     for line, (index, request) in enumerate(requests):
         _, prompt, output = mixes[index]
-        mine = changed(before[index], request.params, [0, *prompt], output, END_IDS, encode)
+        mine = changed(before[index], request.params, [0, *prompt], output, END_IDS, encode_one)
         if max(mine) == -math.inf:
             assert line in together.invalid
             continue
@@ -253,8 +257,8 @@ def test_white_space_may_be_a_bad_word() -> None:
     assert rules.banned.tolist() == [1, 2]
 
 
-def whole(text: str) -> list[int]:
-    return [["\n", " \t"].index(text) + 1]
+def whole(texts: Sequence[str]) -> list[list[int]]:
+    return [[["\n", " \t"].index(text) + 1] for text in texts]
 
 
 def test_logits_that_may_not_be_written_are_copied() -> None:
@@ -342,7 +346,7 @@ def test_what_the_model_cannot_do_is_refused(
             SamplingParams(**fields),
             END_IDS,
             VOCAB,
-            lambda text: encode(text) if text.strip() else [],
+            lambda texts: [encode_one(text) if text.strip() else [] for text in texts],
         )
     assert caught.value.param == param
     assert words in str(caught.value)

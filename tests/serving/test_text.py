@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers
 
-from onnxport.errors import ArtifactError
+from onnxport.errors import ArtifactError, CapacityError
 from onnxport.serving.detokenizer import ByteDetokenizer, WindowDetokenizer
 from onnxport.serving.text import TextStream, find_stop, longest_beginning
 from onnxport.serving.tokenizer import Tokenizer
@@ -239,3 +240,31 @@ def test_a_tokenizer_is_read_from_a_folder(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("the sea")) == "the sea"
     assert tokenizer.token_to_id(EOS) == 0
     assert tokenizer.token_to_id("no such token") is None
+
+
+def test_texts_that_no_context_holds_are_refused_before_they_are_encoded() -> None:
+    tokenizer = Tokenizer(byte_level())
+    longest = max(map(len, tokenizer.vocabulary()))
+    tokenizer.check_length("x" * (10 * longest), 10)
+    with pytest.raises(CapacityError, match=f"has {10 * longest + 1} characters, and 10 tokens"):
+        tokenizer.check_length("x" * (10 * longest + 1), 10)
+
+
+@pytest.mark.parametrize("what", ["normalizer", "token"])
+def test_texts_of_which_a_token_may_stand_for_any_length_are_not(what: str) -> None:
+    fast = byte_level()
+    if what == "normalizer":
+        fast.normalizer = normalizers.Strip()
+    else:
+        fast.add_special_tokens([AddedToken("<|x|>", rstrip=True)])
+    tokenizer = Tokenizer(fast)
+    text = "<|x|>" + " " * 9999
+    tokenizer.check_length(text, 10)
+    assert len(tokenizer.encode(text)) < 10
+
+
+def test_several_texts_at_once() -> None:
+    tokenizer = Tokenizer(byte_level())
+    texts = ["the sea", "", "naïve — 🙂", "the sea"]
+    assert tokenizer.encode_all(texts) == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_all([]) == []
