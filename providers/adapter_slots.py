@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import ProviderError
+from onnxport.errors import AdapterError
 from onnxport.graphs.lora import (
     KINDS,
     PANEL,
@@ -51,7 +51,7 @@ def quantized(name: str, rows: NDArray[np.float32]) -> tuple[NDArray[np.int8], N
     """Rows in int8, and the scale of each, float64 [len(rows)]; 0 where a row is 0.
 
     Raises:
-        ProviderError: a number is not finite.
+        AdapterError: a number is not finite.
     """
     _check_finite(name, rows)
     largest = np.abs(rows).max(axis=1, initial=0).astype(np.float64)
@@ -92,7 +92,7 @@ class AdapterSlots:
         self._values = place(values)
 
     def put(self, slot: int, adapter: LoraAdapter) -> None:
-        """See `Storage`. Raises ProviderError where a number is none that the type can hold."""
+        """See `Storage`. Raises AdapterError where a number is none that the type can hold."""
         rows = self._rows(adapter)
         of_products = {product: self._of(product, rows) for product in self._places}
         joined = {
@@ -154,7 +154,7 @@ def _quantize(key: Key, delta: LoraDelta) -> _Rows:
 
 def _check_finite(name: str, rows: NDArray[np.float32]) -> None:
     if not np.isfinite(rows).all():
-        raise ProviderError(
+        raise AdapterError(
             f"the LoRA adapter does not fit: {name} holds numbers that are not finite, and it is "
             "to be kept in int8; its file is damaged, or its training went wrong"
         )

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import ArtifactError, CapacityError, ProviderError
+from onnxport.errors import AdapterError, ArtifactError, CapacityError, ProviderError
 from onnxport.graphs.lora import (
     KINDS,
     PROJECTIONS,
@@ -168,7 +168,7 @@ def stack_bytes(
 
 
 def converted(adapter: LoraAdapter, dtype: np.dtype[Any]) -> Mapping[Key, LoraDelta]:
-    """An adapter in another type. Raises ProviderError where a number is too large for it."""
+    """An adapter in another type. Raises AdapterError where a number is too large for it."""
     try:
         return {
             key: LoraDelta(
@@ -177,7 +177,7 @@ def converted(adapter: LoraAdapter, dtype: np.dtype[Any]) -> Mapping[Key, LoraDe
             for key, delta in adapter.deltas.items()
         }
     except ArtifactError as error:
-        raise ProviderError(f"the LoRA adapter does not fit: {error}") from error
+        raise AdapterError(f"the LoRA adapter does not fit: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ class AdapterStacks:
         self._stack = self._empty
 
     def put(self, slot: int, adapter: LoraAdapter) -> None:
-        """See `Storage`. Raises ProviderError where a number is too large for the type."""
+        """See `Storage`. Raises AdapterError where a number is too large for the type."""
         deltas = converted(adapter, self._dtype)
         if slot in self._adapters:
             self.remove(slot)

@@ -262,8 +262,9 @@ class Model(Protocol):
     def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
         """Put an adapter in a slot, 1 to `max_adapters`, or empty it; for the next `run`.
 
-        Raises ProviderError when the device fails or the model was loaded without slots,
-        CapacityError when the adapter's rank is above `max_adapter_rank` or memory is short.
+        Raises AdapterError when its numbers do not fit the type in which they are kept,
+        ProviderError when the device fails or the model was loaded without slots, CapacityError
+        when the adapter's rank is above `max_adapter_rank` or memory is short.
         """
         ...
 

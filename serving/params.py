@@ -222,6 +222,8 @@ class RequestOptions:
         _check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.timeout_s is not None:
             _check("timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, open_low=True)
+        if not isinstance(self.tenant, str):
+            raise RequestError(f"tenant is {self.tenant!r}; it must be a text", "tenant")
         if self.cache_salt == "":
             raise RequestError(
                 "cache_salt is empty; give it a secret text, or leave it out", "cache_salt"

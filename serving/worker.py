@@ -34,6 +34,20 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+async def _in_a_thread(work: Callable[[], T]) -> T:
+    """Return what `work` returns in a thread of its own, for which the process does not wait."""
+    call: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            call.set_result(work())
+        except BaseException as error:
+            call.set_exception(error)
+
+    threading.Thread(target=run, name="onnxport-reading", daemon=True).start()
+    return await asyncio.wrap_future(call)
+
+
 class _Stream:
     """The deltas of one request, on their way from the engine's thread to an event loop."""
 
@@ -118,6 +132,8 @@ class AsyncEngine:
     async def load_adapter(self, name: str, path: Path, *, in_place: bool = False) -> Adapter:
         """Read an adapter off the event loop, and load it between two steps.
 
+        A folder that never answers, of a network's file system, holds up its own request alone.
+
         Args:
             name: what requests call it.
             path: the folder, as PEFT writes it.
@@ -130,7 +146,7 @@ class AsyncEngine:
             OnnxportError: the engine is closed or has failed.
         """
         adapters = self._engine.adapters
-        content = await asyncio.to_thread(adapters.read, path)
+        content = await _in_a_thread(lambda: adapters.read(path))
         return await self._between_steps(lambda: adapters.load(name, content, in_place=in_place))
 
     async def unload_adapter(self, name: str) -> None:

@@ -18,7 +18,7 @@ from onnxport.errors import AdapterError
 from onnxport.graphs.lora import PROJECTIONS, LoraAdapter, LoraDelta, Projection, projection_shapes
 from onnxport.graphs.spec import ArchSpec
 from onnxport.serving.adapters.patterns import check_time
-from onnxport.serving.adapters.peft_config import PeftConfig, read_config
+from onnxport.serving.adapters.peft_config import PeftConfig, read_config, read_file
 
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 
@@ -98,7 +98,7 @@ def _read_tensors(folder: Path) -> dict[str, Array]:
     path = folder / WEIGHTS_FILE
     deserialize: Any = safetensors.deserialize  # which has no types
     try:
-        stored = deserialize(path.read_bytes())
+        stored = deserialize(read_file(path))
     except FileNotFoundError as error:
         others = sorted(each.name for each in folder.glob("adapter_model.*"))
         hint = f"; it holds {', '.join(others)}: save it as safetensors" if others else ""

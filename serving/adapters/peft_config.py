@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -83,11 +84,11 @@ class PeftConfig:
         return max((self.rank, *self.ranks.values()))
 
     @property
-    def expressions(self) -> list[str]:
-        """All regular expressions, as names of modules are matched with them."""
-        whole = [each for each in (self.targets, self.excluded) if isinstance(each, str)]
-        endings = map(_ending, (*self.ranks, *self.alphas))
-        return [*whole, *endings, *map(_layer_number, self.layers_patterns)]
+    def expressions(self) -> list[tuple[str, str]]:
+        """All regular expressions, as they were given and as names of modules are matched."""
+        whole = [(each, each) for each in (self.targets, self.excluded) if isinstance(each, str)]
+        endings = [(each, _ending(each)) for each in (*self.ranks, *self.alphas)]
+        return [*whole, *endings, *((each, _layer_number(each)) for each in self.layers_patterns)]
 
     def is_target(self, module: str) -> bool:
         """Whether the adapter changes a module of the base model."""
@@ -97,7 +98,9 @@ class PeftConfig:
             return "_proj" in module
         if not _fits(module, self.targets):
             return False
-        return self.layers is None or self._layer(module) in self.layers
+        if self.layers is None or module in self.targets:  # named in full, whatever its layer
+            return True
+        return self._layer(module) in self.layers
 
     def rank_of(self, module: str) -> int:
         """The rank of a module."""
@@ -113,7 +116,7 @@ class PeftConfig:
         for pattern in self.layers_patterns or (r"[^.]*",):
             found = re.match(_layer_number(pattern), module)
             if found is not None:
-                return int(found[1])
+                return int(found["number"])
         return None
 
 
@@ -138,13 +141,13 @@ def read_config(folder: Path) -> PeftConfig:
 
 def _load(folder: Path, path: Path) -> dict[str, Any]:
     """Return the JSON object of a file."""
-    if not folder.is_dir():
-        raise AdapterError(
-            f"{folder} is not a folder here; give one that PEFT's save_pretrained wrote (an "
-            "adapter on the hub has to be downloaded first)"
-        )
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        if not folder.is_dir():
+            raise AdapterError(
+                f"{folder} is not a folder here; give one that PEFT's save_pretrained wrote (an "
+                "adapter on the hub has to be downloaded first)"
+            )
+        fields = json.loads(read_file(path).decode())
     except FileNotFoundError as error:
         raise AdapterError(
             f"{folder} holds no {CONFIG_FILE}; give the folder that PEFT's save_pretrained wrote"
@@ -154,6 +157,17 @@ def _load(folder: Path, path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise AdapterError(f"{path} must hold a JSON object, found {type(fields).__name__}")
     return fields
+
+
+def read_file(path: Path) -> bytes:
+    """Return what a file holds; it is not opened unless it is one, for a pipe would never end.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError("it is not a file")
+    return path.read_bytes()
 
 
 def _unsupported(fields: Mapping[str, Any]) -> list[str]:
@@ -203,8 +217,10 @@ class _Reader:
             targets=targets,
             excluded=self._names("exclude_modules"),
             layers=layers,
-            layers_patterns=self._patterns((patterns,) if isinstance(patterns, str) else patterns),
-            base_model=self._fields.get("base_model_name_or_path") or None,
+            layers_patterns=self._patterns(
+                (patterns,) if isinstance(patterns, str) else patterns, _layer_number
+            ),
+            base_model=self._text("base_model_name_or_path"),
         )
 
     def _error(self, name: str, wanted: str) -> AdapterError:
@@ -218,9 +234,15 @@ class _Reader:
 
     def _number(self, name: str, value: Any) -> float:
         known = isinstance(value, int | float) and not isinstance(value, bool)
-        if not known or not math.isfinite(value):
+        if not known or not abs(value) <= sys.float_info.max:  # of any size, and NaN is neither
             raise self._error(name, "a finite number")
         return float(value)
+
+    def _text(self, name: str) -> str | None:
+        value = self._fields.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self._error(name, "a text or null")
+        return value or None
 
     def _switch(self, name: str) -> bool:
         value = self._fields.get(name)
@@ -232,14 +254,15 @@ class _Reader:
         value = self._fields.get(name) or {}
         if not isinstance(value, dict):
             raise self._error(name, "an object of patterns")
-        return list(zip(self._patterns(tuple(value)), value.values(), strict=True))
+        return list(zip(self._patterns(tuple(value), _ending), value.values(), strict=True))
 
     def _names(self, name: str) -> str | tuple[str, ...]:
         value = self._fields.get(name) or ()
         if isinstance(value, str):
             if value.lower() == ALL_LINEAR:
                 return ALL_LINEAR
-            return self._patterns((value,))[0]
+            wrapped = _layer_number if name == "layers_pattern" else None
+            return self._patterns((value,), wrapped)[0]
         if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
             raise self._error(name, "text or a list of texts")
         return tuple(value)
@@ -251,20 +274,25 @@ class _Reader:
             raise self._error("layers_to_transform", "a layer's number, or a list of them")
         return frozenset(listed) or None
 
-    def _patterns(self, patterns: Sequence[str]) -> tuple[str, ...]:
-        """Return regular expressions that are sound and not too long."""
+    def _patterns(
+        self, patterns: Sequence[str], wrapped: Callable[[str], str] | None = None
+    ) -> tuple[str, ...]:
+        """Return regular expressions that are sound, alone and wrapped, and not too long."""
         for pattern in patterns:
-            try:
-                re.compile(_ending(pattern))
-            except re.error as error:
-                raise AdapterError(
-                    f"{self._path}: {pattern!r} is not a regular expression: {error}"
-                ) from error
             if len(pattern) > MAX_PATTERN:
                 raise AdapterError(
                     f"{self._path}: a pattern has {len(pattern)} characters; at most "
                     f"{MAX_PATTERN} are allowed"
                 )
+            try:
+                re.compile(pattern)
+                if wrapped is not None:
+                    re.compile(wrapped(pattern))
+            except (re.error, RecursionError, OverflowError) as error:
+                raise AdapterError(
+                    f"{self._path}: {pattern!r} is not a regular expression that can be matched: "
+                    f"{error}"
+                ) from error
         return tuple(patterns)
 
 
@@ -275,7 +303,7 @@ def _ending(pattern: str) -> str:
 
 def _layer_number(pattern: str) -> str:
     """Return the expression that finds the number of a layer after a pattern."""
-    return rf"(?:^|.*?\.)(?:{pattern})\.(\d+)\."
+    return rf"(?:^|.*?\.)(?:{pattern})\.(?P<number>\d+)\."
 
 
 def _fits(module: str, names: str | Sequence[str]) -> bool:

@@ -67,3 +67,7 @@ class OverloadedError(OnnxportError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type[OverloadedError], tuple[str, float]]:
+        """Return how it is made again, in another process, say."""
+        return type(self), (str(self), self.retry_after_s)

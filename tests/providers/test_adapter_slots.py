@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from onnxport.errors import ProviderError
+from onnxport.errors import AdapterError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.lora import (
     LoraAdapter,
@@ -182,6 +182,6 @@ def test_numbers_that_are_not_finite(spec: ArchSpec, value: float) -> None:
     found, placed = slots(spec, "int8")
     adapter = make_adapter(spec, 2)
     adapter.deltas[1, "down_proj"].b[3, 1] = value
-    with pytest.raises(ProviderError, match="B of down_proj of layer 1 holds numbers that are not"):
+    with pytest.raises(AdapterError, match="B of down_proj of layer 1 holds numbers that are not"):
         found.put(1, adapter)
     assert not any(array.any() for array in placed.values())

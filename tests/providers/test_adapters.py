@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from onnxport.errors import CapacityError, ProviderError
+from onnxport.errors import AdapterError, CapacityError, ProviderError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
@@ -272,7 +272,7 @@ def test_what_int8_cannot_hold_leaves_the_slot_as_it_was(
         refused = one_delta("q_proj", (4, inputs), (outputs, 4))
         delta = next(iter(refused.deltas.values()))
         delta.a[:] = delta.b[:] = number
-        with pytest.raises(ProviderError, match="the LoRA adapter does not fit"):
+        with pytest.raises(AdapterError, match="the LoRA adapter does not fit"):
             model.set_adapter(1, refused)
         np.testing.assert_array_equal(logits(model, 1), before)
 
@@ -313,7 +313,7 @@ def test_numbers_that_float16_cannot_hold(tiny_artifact: ArtifactMaker) -> None:
     adapter = one_delta("q_proj", (1, 64), (64, 1))
     next(iter(adapter.deltas.values())).b[3] = 1e5
     said = r"'B of q_proj' holds 100000, .* too large for float1"
-    with pytest.raises(ProviderError, match=said):
+    with pytest.raises(AdapterError, match=said):
         model.set_adapter(1, adapter)
     with pytest.raises(ProviderError, match="slots 1, and there is none"):
         logits(model, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +89,12 @@ def test_patterns_of_ranks_and_alphas(tmp_path: Path, rslora: bool) -> None:
         ({"exclude_modules": ["v_proj"]}, ("q_proj",), None),
         ({"exclude_modules": r".*\.[1-9]\d*\..*"}, ("q_proj", "v_proj"), (0,)),
         ({"target_modules": ["q_proj", "wq", "c_attn"]}, ("q_proj",), None),
+        ({"target_modules": r"(?i).*\.(Q_PROJ|v_proj)"}, ("q_proj", "v_proj"), None),
+        (
+            {"layers_to_transform": [1], "layers_pattern": "(layers|h)"},
+            ("q_proj", "v_proj"),
+            (1,),
+        ),
     ],
 )
 def test_which_modules_are_adapted(
@@ -167,6 +174,8 @@ def test_the_fingerprint_is_of_what_is_computed(tmp_path: Path) -> None:
             {"rank_pattern": {r"(.*)*X": 4}},
             {"alpha_pattern": {r"(.*.*)*X": 4}},
             {"layers_to_transform": [0], "layers_pattern": r"(.*)*X"},
+            {"target_modules": ".?" * 40 + "X"},
+            {"target_modules": r"(?:\w|.)" * 28 + "X"},
         ],
     ),
 )
@@ -205,6 +214,9 @@ def test_an_expression_that_takes_for_ever_is_refused(
         ({"r": True}, "r is true"),
         ({"lora_alpha": "8"}, 'lora_alpha is "8"; it must be a finite number'),
         ({"lora_alpha": math.inf}, "lora_alpha is Infinity"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000.*must be a finite number"),
+        ({"alpha_pattern": {"v_proj": -(10**400)}}, "alpha_pattern"),
+        ({"base_model_name_or_path": {"a": 1}}, "base_model_name_or_path.*a text or null"),
         ({"use_rslora": 1}, "use_rslora is 1; it must be true or false"),
         ({"rank_pattern": {"v_proj": 0}}, "rank_pattern"),
         ({"rank_pattern": {"(": 2}}, r"'\(' is not a regular expression"),
@@ -213,6 +225,12 @@ def test_an_expression_that_takes_for_ever_is_refused(
         ({"target_modules": None}, "target_modules is null"),
         ({"target_modules": [1]}, "target_modules"),
         ({"target_modules": "*"}, "not a regular expression"),
+        ({"target_modules": "a)|(b"}, "not a regular expression"),
+        ({"target_modules": ".*q_proj)|(?:.*v_proj"}, "not a regular expression"),
+        ({"target_modules": "(" * 5000 + ")" * 5000}, "10000 characters"),
+        ({"target_modules": "(" * 499 + ")" * 499}, "not a regular expression"),
+        ({"rank_pattern": {"x{99999999999}": 2}}, "not a regular expression"),
+        ({"layers_to_transform": [0], "layers_pattern": "layers)|(h"}, "not a regular expression"),
         ({"target_modules": ".*_proj", "layers_to_transform": [0]}, "layers_to_transform"),
         ({"layers_to_transform": ["0"]}, "a layer's number"),
         ({"target_modules": ["lm_head", "q_proj"]}, "targets lm_head; only q_proj"),
@@ -288,6 +306,37 @@ def test_another_model(tmp_path: Path) -> None:
         read_adapter(tmp_path, replace(SPEC, hidden_size=256))
     with pytest.raises(AdapterError, match=r"or was made for another model .*layers 0 to 2"):
         read_adapter(tmp_path, replace(SPEC, num_layers=3, sliding_window=(None,) * 3))
+
+
+def test_a_module_named_in_full_is_adapted_in_whatever_layer(tmp_path: Path) -> None:
+    tensors = random_tensors(WIDER, targets=["v_proj"], layers=[1])
+    tensors |= random_tensors(WIDER, targets=["q_proj"], layers=[0])
+    targets = [module_name(0, "q_proj"), "v_proj"]
+    write_adapter(tmp_path, tensors, target_modules=targets, layers_to_transform=[1])
+    check(tmp_path, tensors, lambda layer, name: 2.0)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no named pipes")
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_is_not_read(tmp_path: Path, name: str) -> None:
+    """Which would never end."""
+    write_adapter(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(AdapterError, match="it is not a file"):
+        read_adapter(tmp_path, SPEC)
+
+
+def test_folders_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AdapterError, match=r"cannot be read|has to be downloaded first"):
+        read_adapter(tmp_path / ("x" * 300), SPEC)
+
+    def forbidden(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", forbidden)
+    with pytest.raises(AdapterError, match=r"cannot be read: .*Permission denied"):
+        read_adapter(tmp_path, SPEC)
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
