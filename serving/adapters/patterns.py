@@ -60,7 +60,8 @@ def check_time(
     except subprocess.TimeoutExpired as error:
         raise AdapterError(
             f"{path}: its regular expressions take more than {timeout_s:g} s: "
-            f"{risky[0][0][:200]!r}; write them with fewer repetitions, and none inside another, or name the modules"
+            f"{risky[0][0][:200]!r}; write them with fewer repetitions, and none inside another, "
+            "or name the modules"
         ) from error
     except subprocess.CalledProcessError as error:
         raise AdapterError(

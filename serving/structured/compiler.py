@@ -13,8 +13,12 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from onnxport.errors import OnnxportError, OverloadedError, RequestError
 from onnxport.serving.grammar import GrammarError
@@ -27,11 +31,12 @@ from onnxport.serving.structured.spec import NAMES, StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
+    from concurrent.futures import Future
 
     from llguidance import LLMatcher
 
     from onnxport.serving.structured.sequence import SequenceGrammar
+    from onnxport.serving.structured.threads import CompileThreads
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +51,7 @@ class CompileLimits:
     Attributes:
         timeout_s: how long a request waits for its grammar.
         num_threads: grammars that are compiled at once.
+        max_left: of those that took too long and are still compiled, while others take their turn.
         max_entries: grammars that are kept.
         max_cached_chars: characters of their texts, all together.
         max_grammar_size: symbols of one grammar.
@@ -56,6 +62,7 @@ class CompileLimits:
 
     timeout_s: float = 10.0
     num_threads: int = 2
+    max_left: int = 4
     max_entries: int = 128
     max_cached_chars: int = 1 << 22
     max_grammar_size: int = 200_000
@@ -71,13 +78,16 @@ class CompiledGrammar:
     vocabulary: Vocabulary
     template: LLMatcher  # at the beginning; never moved
     kept: MaskMemory | None = None
+    goes_back: bool = True  # whether the library can take tokens back
 
     def sequence(self, num_prompt_tokens: int) -> SequenceGrammar:
         """Return the grammar of a sequence that begins with a prompt of so many tokens."""
         from onnxport.serving.structured.sequence import SequenceGrammar
 
         matcher = self.template.deep_copy()
-        return SequenceGrammar(matcher, self.vocabulary, num_prompt_tokens, self.kept)
+        return SequenceGrammar(
+            matcher, self.vocabulary, num_prompt_tokens, self.kept, goes_back=self.goes_back
+        )
 
 
 class GrammarCompiler:
@@ -94,7 +104,7 @@ class GrammarCompiler:
         """
         self._limits = limits or CompileLimits()
         self._read_vocabulary = vocabulary
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: CompileThreads | None = None
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._masks = KeptMasks()
@@ -146,7 +156,7 @@ class GrammarCompiler:
         with self._lock:
             self._closed = True
         if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads.close()
 
     def _submit(self, spec: StructuredOutputs) -> Future[CompiledGrammar]:
         """Return what is compiled, or will be."""
@@ -156,10 +166,13 @@ class GrammarCompiler:
                 if self._closed:
                     raise OnnxportError("the engine is closed and takes no more requests")
                 if self._threads is None:
-                    from concurrent.futures import ThreadPoolExecutor
+                    from onnxport.serving.structured.threads import CompileThreads
 
-                    self._threads = ThreadPoolExecutor(self._limits.num_threads, "onnxport-grammar")
-                future = self._threads.submit(self._build, spec)
+                    limits = self._limits
+                    self._threads = CompileThreads(
+                        limits.num_threads, limits.max_left, "onnxport-grammar"
+                    )
+                future = self._threads.submit(partial(self._build, spec))
                 self._cache[spec] = future
                 self._num_chars += len(spec.text)
                 self._evict()
@@ -186,6 +199,8 @@ class GrammarCompiler:
                 "send the request again later",
                 timeout_s,
             )
+        if self._threads is not None:
+            self._threads.leave(future)
         return RequestError(
             f"{NAMES[spec.kind]} took more than {timeout_s} s to compile; make it smaller",
             spec.where,
@@ -245,14 +260,28 @@ def compile_grammar(
     compiled = CompiledGrammar(vocabulary, matcher, kept)
     first = compiled.sequence(0)
     try:
-        possible = first.masks(NO_TOKENS).any() or first.is_complete(NO_TOKENS)
+        [mask] = first.masks(NO_TOKENS).copy()
+        possible = mask.any() or first.is_complete(NO_TOKENS)
     except GrammarError as error:
         if NOTHING_FITS in str(error):
             raise RequestError(f"no text fits {name}; correct it", param) from error
         raise RequestError(f"{name} is too complex: {_short(str(error))}", param) from error
     if not possible:
         raise RequestError(f"no text fits {name}; correct it", param)
-    return compiled
+    return replace(compiled, goes_back=_goes_back(matcher.deep_copy(), mask))
+
+
+def _goes_back(matcher: LLMatcher, mask: NDArray[np.uint32]) -> bool:
+    """Whether a matcher can take a token back, which some grammars in Lark's syntax cannot.
+
+    Args:
+        matcher: at the beginning; nobody else's.
+        mask: what may come first, uint32 [words].
+    """
+    possible = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    if len(possible) and matcher.try_consume_tokens([int(possible[0])]):
+        matcher.rollback(1)
+    return not matcher.is_error()
 
 
 def _places_of(spec: StructuredOutputs, vocabulary: Vocabulary) -> Places | None:

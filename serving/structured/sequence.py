@@ -20,7 +20,7 @@ from onnxport.serving.structured.vocabulary import Vocabulary
 class SequenceGrammar:
     """The grammar of one sequence; reads each token of its output once. One thread at a time."""
 
-    __slots__ = ("_kept", "_matcher", "_memory", "_num_read", "_place", "_vocabulary")
+    __slots__ = ("_goes_back", "_kept", "_matcher", "_memory", "_num_read", "_place", "_vocabulary")
 
     def __init__(
         self,
@@ -28,6 +28,8 @@ class SequenceGrammar:
         vocabulary: Vocabulary,
         num_prompt_tokens: int,
         kept: MaskMemory | None = None,
+        *,
+        goes_back: bool = True,
     ) -> None:
         """Begin after the prompt.
 
@@ -36,7 +38,9 @@ class SequenceGrammar:
             vocabulary: of the model.
             num_prompt_tokens: how many tokens of the sequence the grammar does not look at.
             kept: masks of this grammar; None: it does not tell its states apart.
+            goes_back: whether the matcher can take tokens back; if not, a copy of it looks ahead.
         """
+        self._goes_back = goes_back
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._num_read = num_prompt_tokens
@@ -56,16 +60,17 @@ class SequenceGrammar:
             shape = (len(draft) + 1, self._vocabulary.num_all_words)
             self._memory = np.zeros(shape, np.int32)
         rows = self._memory[: len(draft) + 1]
+        matcher = self._ahead() if draft else self._matcher
         num_taken = 0
         place = self._place
         for number, token_id in enumerate(draft):
-            self._fill(number, place)
-            num_taken += self._take([token_id])
+            self._fill(matcher, number, place)
+            num_taken += self._take(matcher, [token_id])
             place = self._after(place, [token_id])
-        self._fill(len(draft), place)
-        if num_taken:
-            self._matcher.rollback(num_taken)
-        self._check()
+        self._fill(matcher, len(draft), place)
+        if num_taken and matcher is self._matcher:
+            matcher.rollback(num_taken)
+        _check(matcher)
         masks = rows[:, : self._vocabulary.num_words].view(np.uint32)
         if spare := self._vocabulary.vocab_size % 32:
             masks[:, -1] &= np.uint32((1 << spare) - 1)
@@ -82,10 +87,11 @@ class SequenceGrammar:
             return 0
         size = self._vocabulary.tokens.vocab_size
         known = list(takewhile(lambda token_id: token_id < size, draft))
-        num_taken = self._matcher.try_consume_tokens(known)
-        ends = self._is_end(known[num_taken : num_taken + 1])
-        if num_taken:
-            self._matcher.rollback(num_taken)
+        matcher = self._ahead()
+        num_taken = matcher.try_consume_tokens(known)
+        ends = self._is_end(matcher, known[num_taken : num_taken + 1])
+        if num_taken and matcher is self._matcher:
+            matcher.rollback(num_taken)
         return num_taken + ends
 
     def forced(self, tokens: array[int], most: int) -> Sequence[int]:
@@ -109,7 +115,7 @@ class SequenceGrammar:
             GrammarError, ForbiddenTokenError: as `masks`.
         """
         self._read(tokens)
-        self._check()
+        _check(self._matcher)
         if self._matcher.is_stopped():
             return True
         if self._vocabulary.has_end or not self._matcher.is_accepting():
@@ -120,41 +126,46 @@ class SequenceGrammar:
         """Take the tokens that are new."""
         new = tokens[self._num_read :].tolist()
         if new:
-            self._take(new)
+            self._take(self._matcher, new)
             self._num_read = len(tokens)
             self._place = self._after(self._place, new)
 
-    def _take(self, token_ids: list[int]) -> int:
+    def _ahead(self) -> LLMatcher:
+        """Return what may read tokens that have not come yet, and take them back if it is ours."""
+        return self._matcher if self._goes_back else self._matcher.deep_copy()
+
+    def _take(self, matcher: LLMatcher, token_ids: list[int]) -> int:
         """Move on; returns how many tokens the matcher took, which knows no end after the end."""
-        num_taken = self._matcher.try_consume_tokens(token_ids)
+        num_taken = matcher.try_consume_tokens(token_ids)
         if num_taken < len(token_ids):
-            self._check()
-            if not self._is_end(token_ids[num_taken:]):
+            _check(matcher)
+            if not self._is_end(matcher, token_ids[num_taken:]):
                 if num_taken:  # whoever asks again is told of the same token
-                    self._matcher.rollback(num_taken)
+                    matcher.rollback(num_taken)
                 raise ForbiddenTokenError(
                     f"token {token_ids[num_taken]} came, which the grammar forbids"
                 )
         return num_taken
 
-    def _is_end(self, token_ids: list[int]) -> bool:
+    def _is_end(self, matcher: LLMatcher, token_ids: list[int]) -> bool:
         """Whether a list is an end token, where nothing else may come."""
         one = len(token_ids) == 1 and token_ids[0] in self._vocabulary.tokens.eos_tokens
-        return one and self._matcher.is_stopped() and not self._matcher.is_error()
+        return one and matcher.is_stopped() and not matcher.is_error()
 
     def _after(self, place: Any | None, token_ids: list[int]) -> Any | None:
         """Return where the text ends after more tokens, which the matcher has taken."""
         return self._kept.after(place, token_ids) if self._kept else None
 
-    def _fill(self, number: int, place: Any | None) -> None:
+    def _fill(self, matcher: LLMatcher, number: int, place: Any | None) -> None:
         """Write what may come next into a row of the memory."""
         row = self._memory[number]
         if self._kept and self._kept.read(place, row):
             return
-        fill_next_token_bitmask(self._matcher, self._memory, number)
-        if self._kept and not self._matcher.is_error():
+        fill_next_token_bitmask(matcher, self._memory, number)
+        if self._kept and not matcher.is_error():
             self._kept.write(place, row)
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise GrammarError(" ".join(self._matcher.get_error().split())[:300])
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise GrammarError(" ".join(matcher.get_error().split())[:300])

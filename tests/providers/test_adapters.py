@@ -319,7 +319,7 @@ def test_numbers_that_float16_cannot_hold(tiny_artifact: ArtifactMaker) -> None:
         logits(model, 1)
     model.set_adapter(1, make_adapter(artifact.manifest.model, 2))
     before = logits(model, 1)
-    with pytest.raises(ProviderError, match=said):
+    with pytest.raises(AdapterError, match=said):
         model.set_adapter(1, adapter)
     np.testing.assert_array_equal(logits(model, 1), before)
     model.close()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import sys
 import threading
+import time
 import unicodedata
 from array import array
 from collections.abc import Callable
@@ -23,6 +26,7 @@ from onnxport.serving.structured.compiler import (
     compile_grammar,
 )
 from onnxport.serving.structured.spec import MAX_CHARS, MAX_CHOICES, StructuredOutputs
+from onnxport.serving.structured.threads import CompileThreads
 from onnxport.serving.structured.vocabulary import Vocabulary
 from onnxport.serving.tokenizer import Tokenizer
 
@@ -251,7 +255,8 @@ def test_errors_are_kept_too(builds: Builds) -> None:
 
 def test_too_slow(builds: Builds) -> None:
     """A slow one is a client's mistake; who only waits behind slow ones may come again."""
-    made = GrammarCompiler(vocabulary, CompileLimits(timeout_s=0.05, num_threads=1))
+    limits = CompileLimits(timeout_s=0.05, num_threads=1, max_left=0)
+    made = GrammarCompiler(vocabulary, limits)
     builds.go.clear()
     with pytest.raises(RequestError, match=r"took more than 0\.05 s"):
         made.compile(regex("slow"))
@@ -265,6 +270,57 @@ def test_too_slow(builds: Builds) -> None:
     assert accepts(made.compile(regex("slow")), "slow")
     assert accepts(made.compile(regex("waits")), "waits")
     assert builds.texts == ["slow", "waits"]
+
+
+def test_one_that_never_ends_holds_up_no_other() -> None:
+    threads = CompileThreads(1, 2, "test")
+    ends = [threading.Event() for _ in range(4)]
+    stuck = [threads.submit(end.wait) for end in ends[:3]]
+    for number in range(2):
+        _wait_until(stuck[number].running)
+        assert not stuck[number + 1].running()
+        threads.leave(stuck[number])
+        threads.leave(stuck[number])  # once for each
+    _wait_until(stuck[2].running)
+    late = threads.submit(lambda: "late")
+    threads.leave(stuck[2])  # two are left already
+    assert not late.done()
+    ends[0].set()
+    assert stuck[0].result(5) is True
+    assert not late.done()  # who was left behind does nothing more
+    threads.leave(stuck[2])
+    assert late.result(5) == "late"
+    threads.close()
+    for end in ends:
+        end.set()
+
+
+def test_threads_that_are_closed_begin_nothing() -> None:
+    threads = CompileThreads(1, 0, "test")
+    end = threading.Event()
+    stuck, waits = threads.submit(end.wait), threads.submit(end.wait)
+    _wait_until(stuck.running)
+    threads.close()
+    assert waits.cancelled()
+    end.set()
+    assert stuck.result(5) is True
+
+
+def test_a_process_ends_beside_one_that_never_does() -> None:
+    code = (
+        "import threading; from onnxport.serving.structured.threads import CompileThreads; "
+        "begun = threading.Event(); "
+        "CompileThreads(1, 0, 'x').submit(lambda: (begun.set(), threading.Event().wait())); "
+        "begun.wait()"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def _wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def test_the_event_loop_goes_on(builds: Builds) -> None:
