@@ -22,6 +22,7 @@ from onnxport.graphs.lora import LoraAdapter
 
 Attention = Literal["native", "custom", "decomposed"]
 DeviceKind = Literal["cpu", "gpu", "npu"]
+MOST_THREADS = 1024
 SPELLINGS: Mapping[str, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -98,6 +99,8 @@ class LoadOptions:
                     f"{name} is {value}; it must be at least 1, or be left out to let the "
                     "provider choose"
                 )
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise ProviderError(f"threads is {self.threads}; it must be at most {MOST_THREADS}")
         if self.max_adapters < 0 or self.max_adapter_rank < 1:
             raise ProviderError(
                 f"max_adapters is {self.max_adapters} and max_adapter_rank is "

@@ -9,6 +9,8 @@ from typing import Literal, get_args
 from onnxport.errors import CapacityError
 from onnxport.serving.speculation.config import SpeculationConfig
 
+MOST_TOKENS = 2**20  # of a step; more would not fit any memory
+
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 Preemption = Literal["auto", "recompute", "swap"]
 STAGING_BYTES = 256 << 20  # host memory that a disk tier gets when none was given
@@ -60,6 +62,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value < 1:
                 raise CapacityError(f"{name} is {value}; it must be at least 1")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) > MOST_TOKENS:
+                raise CapacityError(
+                    f"{name} is {getattr(self, name)}; a step has at most {MOST_TOKENS} tokens"
+                )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise CapacityError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens} and max_num_seqs "

@@ -186,7 +186,7 @@ def _draw_full(logits: Floats, row: RowParams) -> int:
     noise = Noise(row.uniform, len(logits))
     padded = np.full(len(noise.most) * GROUP, -np.inf, np.float32)
     padded[: len(logits)] = logits
-    scaled = padded.reshape(-1, GROUP) * per_unit(row.temperature)
+    scaled = padded.reshape(-1, GROUP).astype(np.float64) * per_unit(row.temperature)
     most = scaled.max(axis=1) + noise.most
     best = most.argmax(keepdims=True)
     least = (scaled[best] + noise.of(best)).max()

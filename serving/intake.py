@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from onnxport.errors import RequestError
@@ -92,6 +93,9 @@ class Intake:
             )
         stop_ids = frozenset(params.stop_token_ids)
         end_ids = stop_ids | self._eos_token_ids
+        grammar = self._grammar(params)
+        if grammar is not None and grammar.is_empty:
+            params = replace(params, min_tokens=0)  # nothing can come but an end
         rules = logit_rules(params, end_ids, limits.vocab_size, encode)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         adapter = None if options.adapter is None else self._adapters.find(options.adapter)
@@ -99,7 +103,6 @@ class Intake:
         if self._config.enable_prefix_caching and params.prompt_logprobs is None:
             keys = _keys(adapter, options, limits)
             keys.extend(tokens)
-        grammar = self._grammar(params)
         arrival_s = clock()
 
         def sequence(index: int) -> Request:

@@ -333,7 +333,12 @@ def _text_or_ids(prompt: Prompt) -> str | list[int]:
     if isinstance(prompt, Mapping) and prompt.keys() == {"prompt"}:
         return cast(TextPrompt, prompt)["prompt"]
     if isinstance(prompt, Mapping) and prompt.keys() == {"prompt_token_ids"}:
-        return cast(TokensPrompt, prompt)["prompt_token_ids"]
+        ids: Any = cast(TokensPrompt, prompt)["prompt_token_ids"]
+        if not isinstance(ids, str | bytes):
+            return cast(list[int], ids)
+        raise RequestError(
+            f"prompt_token_ids is {type(ids).__name__}; it must be a list of token ids", "prompt"
+        )
     found = f"keys {sorted(prompt)}" if isinstance(prompt, Mapping) else type(prompt).__name__
     raise RequestError(
         f"a prompt has {found}; it must be text, {{'prompt': text}} or {{'prompt_token_ids': ids}}",
@@ -346,6 +351,9 @@ def _one_for_each(given: T | Sequence[T] | None, default: T, number: int, name: 
     if given is None or isinstance(given, type(default)):
         return [default if given is None else given] * number
     several = cast("Sequence[T]", given)
+    kind = type(default)
+    if isinstance(given, str | Mapping) or not all(isinstance(one, kind) for one in several):
+        raise RequestError(f"{name} must be {kind.__name__}, or a list of these", name)
     if len(several) != number:
         raise RequestError(
             f"{len(several)} {name} for {number} prompts; give one, or one for each", name

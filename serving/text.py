@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 from onnxport.serving.outputs import Failure
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+HALF = (
+    "holds half of a character (a lone UTF-16 surrogate such as \\ud800, which bytes that are not "
+    "UTF-8 become, too); give whole characters"
+)
+
+
+def is_whole(text: str) -> bool:
+    """Whether a text has whole characters alone, and so a form in UTF-8."""
+    return text.isascii() or _SURROGATE.search(text) is None
 
 
 class Pieces(Protocol):

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnxport.errors import ArtifactError, CapacityError
+from onnxport.errors import ArtifactError, CapacityError, RequestError
 from onnxport.serving.detokenizer import REPLACEMENT, ByteDetokenizer, WindowDetokenizer
-from onnxport.serving.text import Pieces
+from onnxport.serving.text import HALF, Pieces, is_whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -87,7 +87,13 @@ class Tokenizer:
 
         Other threads of Python run meanwhile: the library keeps its lock while it encodes one text,
         and gives it away while it encodes several.
+
+        Raises:
+            RequestError: a text holds half of a character.
         """
+        for text in texts:
+            if not is_whole(text):
+                raise RequestError(f"the text {HALF}")
         encoded = self._fast.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [one.ids for one in encoded]
 

@@ -14,6 +14,8 @@ import numpy as np
 
 from onnxport.errors import RequestError
 
+SEEDS = 2**64  # of NumPy's generators, which take no negative ones
+
 LOWEST_ID = 3  # below are usually special tokens
 KEYS = {"prompt", "max_tokens"}
 
@@ -71,7 +73,7 @@ class RandomPrompts:
 
     def draw(self, count: int, seed: int) -> list[Ask]:
         """Draw `count` requests."""
-        random = np.random.default_rng(seed)
+        random = np.random.default_rng(seed % SEEDS)
         inputs = self.input_len.draw(random, count)
         outputs = self.output_len.draw(random, count)
         low = min(LOWEST_ID, self.highest_id)
@@ -107,7 +109,7 @@ def read_dataset(path: Path, output_len: Lengths, count: int | None, seed: int) 
         raise RequestError(f"{path} is empty; a dataset has a JSON object in each line")
     parsed = [_parse(path, number, line) for number, line in enumerate(lines, 1)]
     number = len(parsed) if count is None else count
-    drawn = output_len.draw(np.random.default_rng(seed), number)
+    drawn = output_len.draw(np.random.default_rng(seed % SEEDS), number)
     chosen = [parsed[index % len(parsed)] for index in range(number)]
     return [
         Ask(prompt, length if max_tokens is None else max_tokens)
@@ -124,7 +126,7 @@ def arrivals(count: int, rate_per_s: float, seed: int) -> list[float]:
     if math.isinf(rate_per_s):
         return [0.0] * count
     # The seed has a stream of its own, so that the rate does not change the prompts.
-    random = np.random.default_rng([seed, 1])
+    random = np.random.default_rng([seed % SEEDS, 1])
     gaps = random.exponential(1 / rate_per_s, max(count - 1, 0))
     times: list[float] = [0.0, *np.cumsum(gaps).tolist()]
     return times[:count]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from onnxport.errors import RequestError
+from onnxport.serving.text import HALF, is_whole
 
 ANY: object = object()  # every value is neutral: the field cannot change the result
 LABELS = {"metadata": ANY, "safety_identifier": ANY, "prompt_cache_key": ANY}
 
 MAX_DEPTH = 64  # of nested lists and objects
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _PLAIN = {int, float, bool, type(None)}
 
 # Field -> values that change nothing; null is always one of them.
@@ -71,12 +70,8 @@ def check_json(body: dict[str, Any]) -> None:
         level: list[Any] = [name, field]
         for _ in range(MAX_DEPTH):
             for text in level:
-                if isinstance(text, str) and not text.isascii() and _SURROGATE.search(text):
-                    raise RequestError(
-                        "a text holds half of a character (a lone UTF-16 surrogate such as "
-                        "\\ud800); send whole characters",
-                        None if text is name else name,
-                    )
+                if isinstance(text, str) and not is_whole(text):
+                    raise RequestError(f"a text {HALF}", None if text is name else name)
             nests = [each for each in level if isinstance(each, dict | list)]
             nests = [nest for nest in nests if not _is_plain(nest)]
             level = [each for nest in nests for each in nest]

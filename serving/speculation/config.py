@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 from onnxport.errors import CapacityError
 
+MOST, MOST_GUESSED = 2**31, 100_000  # of any count, and of tokens that are guessed at once
 SpeculationMethod = Literal["ngram", "draft_model", "grammar"]
 
 
@@ -53,7 +54,7 @@ class SpeculationConfig:
                 f"{', '.join(get_args(SpeculationMethod))}"
             )
         for name in ("num_speculative_tokens", "prompt_lookup_min"):
-            self._check_count(name, getattr(self, name))
+            self._check_count(name, getattr(self, name), MOST_GUESSED)
         for name in ("threads", "kv_cache_tokens", "disable_by_batch_size"):
             if getattr(self, name) is not None:
                 self._check_count(name, getattr(self, name))
@@ -99,9 +100,10 @@ class SpeculationConfig:
         model = given.get("model")
         return cls(**{**given, "model": None if model is None else Path(model)})
 
-    def _check_count(self, name: str, value: object) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CapacityError(f"{name} is {value!r}; it must be a whole number of at least 1")
+    def _check_count(self, name: str, value: object, most: int = MOST) -> None:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or not 1 <= cast(int, value) <= most:
+            raise CapacityError(f"{name} is {value!r}; it must be a whole number from 1 to {most}")
 
     def _check_method(self) -> None:
         """Refuse what would be ignored."""

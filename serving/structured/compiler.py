@@ -79,6 +79,7 @@ class CompiledGrammar:
     template: LLMatcher  # at the beginning; never moved
     kept: MaskMemory | None = None
     goes_back: bool = True  # whether the library can take tokens back
+    is_empty: bool = False  # whether only the empty text fits
 
     def sequence(self, num_prompt_tokens: int) -> SequenceGrammar:
         """Return the grammar of a sequence that begins with a prompt of so many tokens."""
@@ -268,17 +269,21 @@ def compile_grammar(
         raise RequestError(f"{name} is too complex: {_short(str(error))}", param) from error
     if not possible:
         raise RequestError(f"no text fits {name}; correct it", param)
-    return replace(compiled, goes_back=_goes_back(matcher.deep_copy(), mask))
+    first_ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    return replace(
+        compiled,
+        goes_back=_goes_back(matcher.deep_copy(), first_ids),
+        is_empty=set(first_ids.tolist()) <= set(vocabulary.tokens.eos_tokens),
+    )
 
 
-def _goes_back(matcher: LLMatcher, mask: NDArray[np.uint32]) -> bool:
+def _goes_back(matcher: LLMatcher, possible: NDArray[np.int64]) -> bool:
     """Whether a matcher can take a token back, which some grammars in Lark's syntax cannot.
 
     Args:
         matcher: at the beginning; nobody else's.
-        mask: what may come first, uint32 [words].
+        possible: the tokens that may come first.
     """
-    possible = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
     if len(possible) and matcher.try_consume_tokens([int(possible[0])]):
         matcher.rollback(1)
     return not matcher.is_error()

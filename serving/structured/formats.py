@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onnxport.serving.structured.schema import ONE_SCHEMA, SCHEMA_LISTS, SCHEMA_MAPS
+from onnxport.serving.structured.writable import writable
 
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DAY = f"^(?:[0-9]{{4}}-(?:02-(?:[01]|2[0-8])|0[13-9]|1)|{_LEAP_YEAR}-02-29)"
@@ -24,7 +25,11 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
 
 
 def tightened(schema: Any) -> Any:
-    """Return a checked schema with patterns beside its formats of dates and times."""
+    """Return a checked schema as it is compiled.
+
+    There are patterns beside its formats of dates and times, and patterns are as `writable` has
+    them.
+    """
     if not isinstance(schema, dict):
         return schema
     result = dict(schema)
@@ -34,6 +39,11 @@ def tightened(schema: Any) -> Any:
         result[name] = [tightened(one) for one in result[name]]
     for name in set(SCHEMA_MAPS) & result.keys():
         result[name] = {key: tightened(one) for key, one in result[name].items()}
+    if "pattern" in result:
+        result["pattern"] = writable(result["pattern"])
+    if "patternProperties" in result:
+        named = result["patternProperties"]
+        result["patternProperties"] = {writable(name): one for name, one in named.items()}
     if patterns := PATTERNS.get(result.get("format", "")):
         more = [{"pattern": pattern} for pattern in patterns]
         result["allOf"] = [*result.get("allOf", ()), *more]

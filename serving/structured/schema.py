@@ -7,13 +7,16 @@ prove it keyword by keyword. The keywords are those of JSON Schema 2020-12 (json
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
+from fractions import Fraction
+from functools import reduce
+from math import gcd, lcm
 from typing import Any
 from urllib.parse import unquote
 
 from onnxport.errors import RequestError
+from onnxport.serving.structured.writable import writable
 
 MAX_DEPTH = 64  # schemas inside schemas
 MAX_MULTIPLE = 10_000  # of multipleOf without its point: each remainder is a state of the grammar
@@ -61,7 +64,17 @@ def _is_number(value: Any) -> bool:
     """Whether a number is exact as a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return math.isfinite(value) and abs(value) <= MAX_EXACT
+    return abs(value) <= MAX_EXACT  # of any size, and NaN is not
+
+
+def _is_bound(value: Any) -> bool:
+    """Whether the compiler compares with a number exactly, in floats."""
+    return _is_number(value) and _without_point(value) <= MAX_EXACT
+
+
+def _without_point(value: float) -> Decimal:
+    """Return a number times the power of ten that makes it whole."""
+    return abs(Decimal(repr(value)).scaleb(_places(value)))
 
 
 def _is_count(value: Any) -> bool:
@@ -69,11 +82,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_multiple(value: Any) -> bool:
-    if not _is_number(value) or value <= 0:
-        return False
-    number = Decimal(repr(value))
-    places = max(0, -int(number.as_tuple().exponent))
-    return number.scaleb(places) <= MAX_MULTIPLE
+    return _is_number(value) and value > 0 and _without_point(value) <= MAX_MULTIPLE
 
 
 def _is_type(value: Any) -> bool:
@@ -97,7 +106,7 @@ def _is_list(value: Any, check: Check) -> bool:
 
 
 _COUNT: tuple[Check, str] = (_is_count, "a whole number from 0 on")
-_NUMBER: tuple[Check, str] = (_is_number, "a number, at most 2^53 in size")
+_BOUND: tuple[Check, str] = (_is_bound, "a number, at most 2^53 in size without its point")
 _WRITABLE = "without numbers beyond 2^53 and control characters other than \\b \\f \\n \\r \\t"
 ASSERTIONS: Mapping[str, tuple[Check, str]] = {
     "$ref": (
@@ -106,8 +115,8 @@ ASSERTIONS: Mapping[str, tuple[Check, str]] = {
     ),
     "const": (_is_constant, f"a value {_WRITABLE}"),
     "enum": (lambda value: _is_list(value, _is_constant), f"a list of values {_WRITABLE}"),
-    "exclusiveMaximum": _NUMBER,
-    "exclusiveMinimum": _NUMBER,
+    "exclusiveMaximum": _BOUND,
+    "exclusiveMinimum": _BOUND,
     "format": (
         lambda value: isinstance(value, str) and value in FORMATS,
         "one of " + ", ".join(FORMATS),
@@ -115,11 +124,11 @@ ASSERTIONS: Mapping[str, tuple[Check, str]] = {
     "maxItems": _COUNT,
     "maxLength": _COUNT,
     "maxProperties": _COUNT,
-    "maximum": _NUMBER,
+    "maximum": _BOUND,
     "minItems": _COUNT,
     "minLength": _COUNT,
     "minProperties": _COUNT,
-    "minimum": _NUMBER,
+    "minimum": _BOUND,
     "multipleOf": (_is_multiple, f"a number above 0, without its point at most {MAX_MULTIPLE}"),
     "pattern": (lambda value: isinstance(value, str), "a regular expression"),
     "required": (
@@ -131,6 +140,8 @@ ASSERTIONS: Mapping[str, tuple[Check, str]] = {
 ONE_SCHEMA = ("additionalProperties", "items")
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SCHEMA_MAPS = ("$defs", "definitions", "patternProperties", "properties")
+MERGING = ("$ref", "allOf", "anyOf", "oneOf")  # make one of several schemas
+BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
 ENFORCED = tuple(sorted({*ASSERTIONS, *ONE_SCHEMA, *SCHEMA_LISTS, *SCHEMA_MAPS}))
 
 
@@ -157,6 +168,7 @@ def check_schema(schema: Any, param: str = "structured_outputs.json") -> None:
                 pending += [(path, inner, depth + 1) for path, inner in _inner(where, one)]
             elif not isinstance(one, bool):
                 raise ValueError(f"{where} is {repr(one)[:80]}; a schema is an object, or true")
+        _check_merged(schemas)
         for where, one in schemas.items():
             if isinstance(one, dict) and "$ref" in one and unquote(one["$ref"]) not in schemas:
                 raise ValueError(
@@ -189,6 +201,20 @@ def _check_keywords(where: str, schema: Mapping[str, Any]) -> None:
             hint = HINTS.get(name, f"what is supported: {', '.join(ENFORCED)}")
             raise ValueError(f"{where} has the keyword {name!r}, which is not supported; {hint}")
     _check_count_of_properties(where, schema)
+    _check_patterns(where, schema)
+    _check_bounds(where, schema)
+
+
+def _check_patterns(where: str, schema: Mapping[str, Any]) -> None:
+    """Refuse patterns that would not be enforced."""
+    named = schema.get("patternProperties", {})
+    patterns = [schema["pattern"]] if "pattern" in schema else []
+    patterns += named if isinstance(named, dict) else []
+    for pattern in patterns:
+        try:
+            writable(pattern)
+        except ValueError as error:
+            raise ValueError(f"{where} has the pattern {pattern[:80]!r}: {error}") from error
 
 
 def _check_count_of_properties(where: str, schema: Mapping[str, Any]) -> None:
@@ -200,6 +226,75 @@ def _check_count_of_properties(where: str, schema: Mapping[str, Any]) -> None:
             f"{where}/minProperties is {least}, with names that the schema does not list; set "
             "additionalProperties to false without patternProperties, or use required"
         )
+
+
+def _check_bounds(where: str, schema: Mapping[str, Any]) -> None:
+    """Refuse bounds of which the compiler would let one through, see `_let_through`."""
+    if schema.get("type") == "integer":
+        return
+    if found := _let_through([schema]):
+        raise ValueError(
+            f"{where} has {found}; an exclusive bound that is whole has to be at least 1 from "
+            "the other one. Choose another number, such as one with a fraction"
+        )
+
+
+def _let_through(schemas: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return bounds that the compiler does not keep where they meet; None: it keeps all.
+
+    It lets an exclusive bound through that is whole, if the other one is less than 1 away.
+    """
+    bounds: dict[str, set[Any]] = {name: set() for name in BOUNDS}
+    for schema in schemas:
+        for name, found in bounds.items():
+            if name in schema:
+                found.add(schema[name])
+    for low in bounds["exclusiveMinimum"]:
+        for name in ("maximum", "exclusiveMaximum"):
+            for high in bounds[name]:
+                if low == int(low) and low < high < low + 1:
+                    return f"exclusiveMinimum {low} and {name} {high}"
+    for high in bounds["exclusiveMaximum"]:
+        for name in ("minimum", "exclusiveMinimum"):
+            for low in bounds[name]:
+                if high == int(high) and high - 1 < low < high:
+                    return f"{name} {low} and exclusiveMaximum {high}"
+    return None
+
+
+def _check_merged(schemas: Mapping[str, Any]) -> None:
+    """Refuse numbers that would be too much for the compiler together, wherever they may meet.
+
+    Where one value has to fit several schemas, the remainders of all their multiples are states of
+    the grammar, and their bounds become one. Which of them meet is not looked at.
+    """
+    objects = [one for one in schemas.values() if isinstance(one, dict)]
+    if not any(name in one for one in objects for name in MERGING):
+        return
+    multiples = {Fraction(repr(one["multipleOf"])) for one in objects if "multipleOf" in one}
+    if len(multiples) > 1:
+        places = max(_places(one["multipleOf"]) for one in objects if "multipleOf" in one)
+        common = reduce(_common_multiple, multiples) * 10**places
+        if common > MAX_MULTIPLE:
+            told = ", ".join(sorted(str(float(one)) for one in multiples))[:80]
+            raise ValueError(
+                f"with {', '.join(MERGING)} one value may have to be a multiple of all of {told}, "
+                f"so their common multiple must be at most {MAX_MULTIPLE} without its point; use "
+                "smaller ones, or fewer"
+            )
+    if found := _let_through(objects):
+        raise ValueError(
+            f"with {', '.join(MERGING)} one value may have {found}; an exclusive bound that is "
+            "whole has to be at least 1 from the other one. Choose another number"
+        )
+
+
+def _places(value: float) -> int:
+    return max(0, -int(Decimal(repr(value)).as_tuple().exponent))
+
+
+def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
+    return Fraction(lcm(one.numerator, other.numerator), gcd(one.denominator, other.denominator))
 
 
 def _inner(where: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -159,11 +159,13 @@ class SequenceGrammar:
     def _fill(self, matcher: LLMatcher, number: int, place: Any | None) -> None:
         """Write what may come next into a row of the memory."""
         row = self._memory[number]
-        if self._kept and self._kept.read(place, row):
-            return
-        fill_next_token_bitmask(matcher, self._memory, number)
-        if self._kept and not matcher.is_error():
-            self._kept.write(place, row)
+        if not (self._kept and self._kept.read(place, row)):
+            fill_next_token_bitmask(matcher, self._memory, number)
+            if self._kept and not matcher.is_error():
+                self._kept.write(place, row)
+        if self._vocabulary.text_ends and not matcher.is_accepting():  # would end it all the same
+            for token_id in self._vocabulary.text_ends:
+                row.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
 
 
 def _check(matcher: LLMatcher) -> None:

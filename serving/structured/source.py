@@ -27,10 +27,10 @@ JSON_OPTIONS: Mapping[str, str | bool | None] = {
     "coerce_one_of": False,
     "json_allowed_escapes": 'bfnrt"\\',
 }
-_EMBEDDED = re.compile(r"%json\s*(?=\{)")
 _TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
 # A comment, a text, an expression, or a special token by its name.
 _ATOM = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|<[^<>\s]+>')
+_ATOM_OR_SCHEMA = re.compile(rf"{_ATOM.pattern}|(?P<schema>%json\s*(?=\{{))")
 _OPTIONS = re.compile(r"^\s*%llguidance\b.*", re.MULTILINE)
 
 
@@ -121,8 +121,10 @@ def _with_checked_schemas(text: str, param: str) -> str:
     """
     parts: list[str] = []
     done = 0
-    for found in _EMBEDDED.finditer(text):
-        if found.start() < done:  # inside a schema
+    at = 0
+    while found := _ATOM_OR_SCHEMA.search(text, at):
+        at = found.end()
+        if found["schema"] is None:
             continue
         try:
             schema, end = json.JSONDecoder().raw_decode(text, found.end())
@@ -130,5 +132,5 @@ def _with_checked_schemas(text: str, param: str) -> str:
             raise RequestError(f"the grammar has %json without a schema: {error}", param) from error
         check_schema(schema, param)
         parts += [text[done : found.end()], _with_options(schema)]
-        done = end
+        at = done = end
     return "".join([*parts, text[done:]])

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from onnxport.errors import RequestError
 from onnxport.serving.structured.schema import check_schema
+from onnxport.serving.text import HALF, is_whole
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -73,6 +74,8 @@ class StructuredOutputs:
         if self.choice is not None:
             object.__setattr__(self, "choice", self._choices())
         self._check_whitespace()
+        if not is_whole(self.text):
+            raise RequestError(f"{NAMES[self.kind]} {HALF}", self.where)
         if len(self.text) > MAX_CHARS:
             raise RequestError(
                 f"{NAMES[self.kind]} of {len(self.text)} characters cannot be compiled, at most "

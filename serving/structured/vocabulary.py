@@ -28,6 +28,7 @@ class Vocabulary:
             them all stands for the end.
         longest_token: no token's text has more characters.
         texts: of added tokens in angle brackets that are text like any other.
+        text_ends: end tokens that are text, too, such as an end of a line.
         most_closed: no token's text has more of the brackets that end lists and objects of JSON.
     """
 
@@ -37,6 +38,7 @@ class Vocabulary:
     longest_token: int
     most_closed: int
     texts: frozenset[str] = frozenset()
+    text_ends: tuple[int, ...] = ()
 
     @property
     def num_words(self) -> int:
@@ -87,7 +89,10 @@ class Vocabulary:
         # <0x7D> for one byte.
         most_closed = max(1, *(name.count("]") + name.count("}") for name in names))
         longest = max(map(len, names))
-        return cls(tokens, vocab_size, has_end, longest, most_closed, frozenset(plain))
+        text_ends = tuple(
+            one for one in ends if one < tokenizer.vocab_size and not tokenizer.is_special(one)
+        )
+        return cls(tokens, vocab_size, has_end, longest, most_closed, frozenset(plain), text_ends)
 
 
 def _make_plain(described: dict[str, Any], ends: Collection[int]) -> list[str]:

@@ -132,6 +132,10 @@ def test_in_any_company(asked: list[Any], options: dict[str, Any]) -> None:
 def test_the_end_of_the_form_ends_the_text() -> None:
     """At once, without an end token; ignore_eos and min_tokens do not keep it up."""
     form = StructuredOutputs(choice=("no", "yes"))
+    one = engine()
+    submit(one, "a", [30], with_form(StructuredOutputs(regex="()"), min_tokens=2))
+    [nothing] = run(one)["a"]
+    assert (nothing.error, nothing.text, nothing.finish_reason) == (None, "", "stop")
     for more in ({}, {"ignore_eos": True}, {"min_tokens": 50}):
         one = engine()
         submit(one, "a", [30], with_form(form, **more))

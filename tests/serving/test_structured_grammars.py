@@ -123,9 +123,18 @@ def test_schemas_inside_a_grammar_are_as_strict_as_others() -> None:
     assert not accepts(grammar, "{" + " " * 40 + "}")
 
 
+def test_what_stands_in_comments_and_texts_is_no_schema() -> None:
+    for text in ('start: "a" // see %json {\n', 'start: "%json {}"', r"start: /%json [{]/"):
+        grammar = compiled(StructuredOutputs(grammar=text))
+        wanted = "a" if "see" in text else "%json {}" if "}" in text else "%json {"
+        assert accepts(grammar, wanted)
+
+
 @pytest.mark.parametrize(
     ("form", "param", "found"),
     [
+        ({"regex": "\ud800"}, "regex", "half of a character"),
+        ({"grammar": 'start: "\udc00"'}, "grammar", "half of a character"),
         ({"regex": "["}, "regex", "unclosed"),
         ({"regex": r"(a)\1"}, "regex", "backreferences"),
         ({"regex": "a(?!b)"}, "regex", "look-around"),

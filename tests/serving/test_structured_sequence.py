@@ -295,6 +295,42 @@ def test_an_end_token_is_no_text_whatever_its_file_says() -> None:
     assert end not in ids_of(grammar.masks(array("q"))[0])
 
 
+def test_an_end_token_that_is_text_ends_only_where_the_form_may_end() -> None:
+    """Such as an end of a line: whatever it would spell, the text ends with it."""
+    words = tokenizer()
+    [line] = words.encode("\n", add_special_tokens=False)
+    read = Vocabulary.build(words, words.vocab_size, {*words.eos_token_ids, line})
+    assert read.text_ends == (line,)
+    for expression, text in (("a\n{3}b", "a"), ("(?s).{2}", "a")):
+        grammar = compile_grammar(StructuredOutputs(regex=expression), read, LIMITS).sequence(0)
+        tokens = array("q", words.encode(text, add_special_tokens=False))
+        assert line not in ids_of(grammar.masks(tokens)[0])
+    form = StructuredOutputs(regex="a(\nb)?")
+    grammar = compile_grammar(form, read, LIMITS).sequence(0)
+    assert line in ids_of(grammar.masks(array("q", words.encode("a")))[0])
+
+
+@pytest.mark.parametrize("attribute", ["stop=/[e ]/", "max_tokens=3"])
+def test_drafts_where_the_library_cannot_go_back(attribute: str) -> None:
+    text = f'start: a "." b\na[{attribute}]: /[a-z ]+/\nb: /[0-9]{{2}}/'
+    form = StructuredOutputs(grammar=text)
+    rng = np.random.default_rng(4)
+    for _ in range(5):
+        whole = PROMPT[:]
+        wanted = walk(compiled(form).sequence(len(PROMPT)), whole, rng)
+        assert not compiled(form).goes_back
+        grammar = compiled(form).sequence(len(PROMPT))
+        for place in range(len(PROMPT), len(whole)):
+            draft = whole[place : place + 3].tolist()
+            wrong = rng.integers(0, vocabulary().vocab_size, 3).tolist()
+            grammar.num_possible(whole[:place], wrong)
+            assert grammar.num_possible(whole[:place], draft) == len(draft)
+            for number, mask in enumerate(grammar.masks(whole[:place], draft)):
+                index = place - len(PROMPT) + number
+                if index < len(wanted):
+                    assert ids_of(mask) == wanted[index]
+
+
 def test_other_tokenizers_are_refused() -> None:
     """Pieces of words whose bytes are not in their spelling cannot be matched."""
     fast = FastTokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))

@@ -7,6 +7,7 @@ variables are read here and nowhere else.
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import signal
 import sys
@@ -45,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 is success, 1 an error that the message explains, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a text may have what a terminal cannot show
+            stream.reconfigure(errors="replace")
     options = build_parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     if getattr(options, "verbose", False):
@@ -62,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         sys.stderr.close()
         return BROKEN_PIPE
+    except OSError as error:  # a disk is full, a file may not be written
+        print(f"error: {error}", file=sys.stderr)
+        return OnnxportError.exit_code
     finally:
         signal.signal(signal.SIGTERM, previous)
     return code

@@ -195,8 +195,17 @@ def _check_outputs(options: argparse.Namespace) -> None:
     from onnxport.serving.bench.plot import check
 
     for path in (options.json, options.plot):
-        if path is not None and not path.parent.is_dir():
+        if path is None:
+            continue
+        if not path.parent.is_dir():
             raise RequestError(f"{path} cannot be written: {path.parent} is no folder; make it")
+        was_there = path.exists()
+        try:
+            path.open("ab").close()
+            if not was_there:
+                path.unlink()
+        except OSError as error:
+            raise RequestError(f"{path} cannot be written: {error}") from error
     if options.plot is not None:
         check(options.plot)
 

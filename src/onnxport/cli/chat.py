@@ -97,6 +97,7 @@ class Conversation:
 
         Raises:
             CapacityError: the conversation has become too long; the message is forgotten.
+            RequestError: the message cannot be read, or does not fit the template; likewise.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         tokenizer = self._engine.tokenizer
@@ -136,6 +137,8 @@ def _talk(conversation: Conversation) -> None:
                     conversation.answer(line)
                 except CapacityError as error:
                     _tell(f"{error}. /reset starts a new conversation.")
+                except RequestError as error:  # the message is forgotten
+                    _tell(f"{error}.")
 
 
 def _tell(text: str) -> None:
