@@ -117,4 +117,11 @@ class ChatRequest(RequestBody):
         """Return the decoding parameters; up to the context length unless told otherwise."""
         given = self.max_completion_tokens
         limit = self.max_tokens if given is None else given
-        return self.sampling(defaults, limit, (self.top_logprobs or 0) if self.logprobs else None)
+        top = (self.top_logprobs or 0) if self.logprobs else None
+        try:
+            return self.sampling(defaults, limit, top)
+        except RequestError as error:
+            if given is None or error.param != "max_tokens":
+                raise
+            name = "max_completion_tokens"  # is what the client called it
+            raise RequestError(str(error).replace("max_tokens", name), name) from error

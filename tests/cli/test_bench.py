@@ -125,6 +125,7 @@ def test_serve(artifact: Path, tmp_path: Path) -> None:
         (["throughput", "ARTIFACT", "--prefix-len", "-1"], "--prefix-len is -1"),
         (["throughput", "ARTIFACT", "--plot", "out.doc"], "end it in .png"),
         (["throughput", "ARTIFACT", "--json", "missing/out.json"], "is no folder"),
+        (["throughput", "ARTIFACT", "--json", "/"], "/ cannot be written: "),
         (["throughput", "ARTIFACT", "--input-len", "900"], "shorten the prompt"),
         (
             ["throughput", "ARTIFACT", "--prefix-len", "9", "--dataset-path", "set"],

@@ -254,3 +254,44 @@ def test_output_into_a_closed_pipe_is_quiet() -> None:
     shell = f"{sys.executable} -m onnxport devices --json | head -c 1"
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_what_is_no_text_is_refused_and_what_a_terminal_cannot_show_is_replaced(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["generate", str(artifact), "--max-tokens", "4"]
+    done = subprocess.run(
+        [*command(*arguments), b"caf\xe9"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert re.fullmatch("error: [^\\n]*half of a character[^\\n]*\n", done.stderr)
+    lines = b"hello\ncaf\xe9\nhello\n/exit\n"
+    chat = subprocess.run(
+        command("chat", artifact, "--max-tokens", "4"),
+        input=lines,
+        capture_output=True,
+        check=False,
+    )
+    assert chat.returncode == 0
+    assert b"half of a character" in chat.stderr
+    assert chat.stdout.count(b"\n") == 2
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = onnxport("generate", artifact, "x", "--choice", "日本", "--max-tokens", "20")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "??\n", "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
+def test_a_full_disk_is_an_error(artifact: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command("generate", artifact, "x", "--max-tokens", "4"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode != 0
+    assert "error: " in done.stderr
+    assert "Traceback" not in done.stderr

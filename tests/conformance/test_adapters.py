@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from onnxport.errors import ProviderError
+from onnxport.errors import AdapterError
 from onnxport.graphs.lora import LoraAdapter, LoraDelta
 from onnxport.providers.base import Model
 from tests.conformance.adapting import MAX_RANK, SHAPES, AdaptedReference
@@ -150,7 +150,7 @@ def test_slots_are_filled_and_emptied_between_steps(adapted: Adapted) -> None:
         wanted = adapted.wanted([(tokens, 3), (tokens, 2), (tokens, 0)])
         check_logits(adapted.rule, wanted, adapted.run(rows), "both changed")
         adapted.model.set_adapter(2, None)
-        with pytest.raises(ProviderError, match=r"slots 2, and there is none; filled are 1, 3"):
+        with pytest.raises(AdapterError, match=r"slots 2, and there is none; filled are 1, 3"):
             adapted.run(rows)
         wanted = adapted.wanted([(tokens, 2), (tokens, 0), (tokens, 3)])
         rows = [(tokens, 1), (tokens, 0), (tokens, 3)]
@@ -165,7 +165,7 @@ def test_an_adapter_that_is_too_large_spoils_no_other_row(adapted: Adapted) -> N
     """What A makes of a token is infinite, which others may not even multiply by 0."""
     adapters = adapted.reference.adapters
     try:
-        with contextlib.suppress(ProviderError):  # some types hold no more
+        with contextlib.suppress(AdapterError):  # some types hold no more
             adapted.model.set_adapter(1, scaled(adapters[2], np.finfo(np.float16).max))
             adapted.model.set_adapter(1, scaled(adapters[2], np.finfo(np.float32).max))
         rows = [(TOKENS[0], 1), *zip(TOKENS[1:4], (0, 2, 3), strict=True)]

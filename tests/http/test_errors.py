@@ -150,6 +150,7 @@ def test_fields_of_completions(
         ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
         ({"logprobs": 2}, "logprobs", "boolean"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "Send one"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0"),
         ({"modalities": ["audio"]}, "modalities", "['text']"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "high"),
         ({"chat_template": "x"}, "chat_template", "not supported yet"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from onnxport.serving.tokenizer import Tokenizer
 
 from .fake import Client, FakeEngine, events
 
-FULL = OverloadedError("the queue is full", 2.3)
+FULL: OverloadedError = pickle.loads(pickle.dumps(OverloadedError("the queue is full", 2.3)))
 Ask = Callable[..., Client]
 
 

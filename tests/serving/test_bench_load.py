@@ -35,6 +35,7 @@ def test_random_prompts_share_a_prefix_and_nothing_else() -> None:
     asks = prompts.draw(20, seed=4)
     assert prompts.draw(20, seed=4) == asks
     assert prompts.draw(20, seed=5) != asks
+    assert prompts.draw(20, seed=-5) == prompts.draw(20, seed=2**64 - 5) != asks
     ids = [ask.prompt for ask in asks]
     assert len({one[:6] for one in ids}) == 1
     assert len({one[6:] for one in ids}) == 20

@@ -100,6 +100,11 @@ def test_prompts_in_every_form(llm: LLM) -> None:
         ([3], None, "int"),
         (["a", "b"], [SamplingParams()], "1 sampling_params for 2 prompts"),
         (["a", ""], None, "empty"),
+        (["a"], {"max_tokens": 1}, "sampling_params must be SamplingParams"),
+        (["a", "b"], [SamplingParams(), 3], "sampling_params must be SamplingParams"),
+        ([{"prompt_token_ids": "abc"}], None, "prompt_token_ids is str"),
+        ([{"prompt_token_ids": b"abc"}], None, "prompt_token_ids is bytes"),
+        (["a\ud800"], None, "half of a character"),
     ],
 )
 def test_bad_prompts_are_refused_before_anything_runs(
@@ -176,6 +181,7 @@ def test_a_progress_bar_is_shown_when_asked(llm: LLM, capsys: pytest.CaptureFixt
     [
         ({"max_num_seqs": 0}, "at least 1"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "one token of every running"),
+        ({"max_num_batched_tokens": 10**20}, "max_num_batched_tokens is 1000.*at most 1048576"),
     ],
 )
 def test_limits_that_make_no_sense_are_refused(config: dict[str, int], words: str) -> None:
