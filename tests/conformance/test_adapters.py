@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from onnxport.errors import AdapterError
+from onnxport.errors import AdapterError, ProviderError
 from onnxport.graphs.lora import LoraAdapter, LoraDelta
 from onnxport.providers.base import Model
 from tests.conformance.adapting import MAX_RANK, SHAPES, AdaptedReference
@@ -150,7 +150,7 @@ def test_slots_are_filled_and_emptied_between_steps(adapted: Adapted) -> None:
         wanted = adapted.wanted([(tokens, 3), (tokens, 2), (tokens, 0)])
         check_logits(adapted.rule, wanted, adapted.run(rows), "both changed")
         adapted.model.set_adapter(2, None)
-        with pytest.raises(AdapterError, match=r"slots 2, and there is none; filled are 1, 3"):
+        with pytest.raises(ProviderError, match=r"slots 2, and there is none; filled are 1, 3"):
             adapted.run(rows)
         wanted = adapted.wanted([(tokens, 2), (tokens, 0), (tokens, 3)])
         rows = [(tokens, 1), (tokens, 0), (tokens, 3)]
