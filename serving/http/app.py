@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.middleware.cors import CORSMiddleware
 
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.http import adapters, chat_completions, completions, errors
@@ -35,6 +36,8 @@ class AppOptions:
         request_timeout_s: deadline of requests that give none; None: no deadline.
         max_body_bytes: larger bodies are refused.
         allow_runtime_lora: whether requests may load LoRA adapters from folders of this machine.
+        allowed_origins: web pages of these may use the server, such as https://chat.example, "*" of
+            any (CORS); none: no page of another origin.
     """
 
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -42,6 +45,7 @@ class AppOptions:
     request_timeout_s: float | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     allow_runtime_lora: bool = False
+    allowed_origins: tuple[str, ...] = ()
 
 
 def create_app(
@@ -65,6 +69,14 @@ def create_app(
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=options.max_body_bytes)
     if options.api_keys:
         app.add_middleware(ApiKeyMiddleware, api_keys=options.api_keys)
+    if options.allowed_origins:  # around the others, so that a page may read what they refuse
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("Retry-After",),
+        )
     _add_generation(app, service)
     _add_information(app, service, metrics)
     adapters.add_routes(app, service, allowed=options.allow_runtime_lora)

@@ -255,3 +255,13 @@ def test_contradictions_are_told_before_anything_is_loaded(
 ) -> None:
     assert main(["generate", str(artifact), "x", "--kv-disk-size", "1G"]) == 1
     assert capsys.readouterr().err.startswith("error: --kv-disk-size was given without")
+
+
+def test_origins_are_as_browsers_spell_them(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--allowed-origins", "https://Chat.Example:8443", "--allowed-origins", "*")
+    assert parse("serve", "m", *given).allowed_origins == ["https://chat.example:8443", "*"]
+    assert parse("serve", "m").allowed_origins == []
+    for wrong in ("chat.example", "https://chat.example/", "ftp://chat.example", ""):
+        with pytest.raises(SystemExit):
+            parse("serve", "m", "--allowed-origins", wrong)
+        assert "is no origin" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from socket import socket
@@ -52,6 +53,15 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         f"{API_KEY_VARIABLE}, with commas between several",
     )
     group.add_argument(
+        "--allowed-origins",
+        action="append",
+        type=origin,
+        default=[],
+        metavar="ORIGIN",
+        help="web pages of it may use the server, such as https://chat.example, or '*': of any; "
+        "repeatable (none)",
+    )
+    group.add_argument(
         "--request-timeout",
         type=seconds,
         metavar="SECONDS",
@@ -79,6 +89,16 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_speculation_options(parser)
     add_adapter_options(parser)
     add_export_options(parser)
+
+
+def origin(text: str) -> str:
+    """Return an origin of web pages as browsers spell it, or "*"."""
+    if text != "*" and re.fullmatch(r"https?://[^/\s?#@]+", text) is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no origin; give scheme and host, such as https://chat.example, and the "
+            "port if it is not the usual one, or '*'"
+        )
+    return text.lower()
 
 
 def run(options: argparse.Namespace) -> int:
@@ -165,6 +185,7 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
             keys,
             options.request_timeout,
             allow_runtime_lora=options.allow_runtime_lora,
+            allowed_origins=tuple(options.allowed_origins),
         )
         app = create_app(engine, name, template, choices)
         server = ServerOptions(options.shutdown_timeout, options.access_log)
