@@ -76,11 +76,17 @@ def plan_pool(
             )
         num_blocks = min(num_blocks, most)
     if num_blocks < 1 or (left is not None and num_blocks * block_bytes > left):
+        slots = (
+            f", slots for {options.max_adapters} adapters of rank {options.max_adapter_rank} included "
+            "(max_adapters, max_adapter_rank)"
+            if options.max_adapters
+            else ""
+        )
         there = (
             "the device does not tell its memory"
             if free_bytes is None or left is None
             else f"{_size(left)} are left, for {_size(free_bytes)} are free and the weights take "
-            f"{_size(weight_bytes)}"
+            f"{_size(weight_bytes)}{slots}"
         )
         raise CapacityError(
             f"the KV cache does not fit: {asked}, and {there}. A token "

@@ -156,3 +156,11 @@ def test_a_pool_of_given_bytes_is_loaded(tiny_artifact: ArtifactMaker) -> None:
     with opened(tiny_artifact("llama", "int4"), None, kv_memory=100_000) as model:
         capabilities = model.capabilities
     assert capabilities.num_blocks == 100_000 // capabilities.kv_block_bytes
+
+
+def test_slots_of_adapters_are_named_where_memory_is_short() -> None:
+    with pytest.raises(CapacityError, match="slots for 5 adapters of rank 99 included"):
+        plan(LoadOptions(max_adapters=5, max_adapter_rank=99), WEIGHTS)
+    with pytest.raises(CapacityError) as caught:
+        plan(LoadOptions(), WEIGHTS)
+    assert "adapters" not in str(caught.value)
