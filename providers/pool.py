@@ -77,8 +77,8 @@ def plan_pool(
         num_blocks = min(num_blocks, most)
     if num_blocks < 1 or (left is not None and num_blocks * block_bytes > left):
         slots = (
-            f", slots for {options.max_adapters} adapters of rank {options.max_adapter_rank} included "
-            "(max_adapters, max_adapter_rank)"
+            f", slots for {options.max_adapters} adapters of rank {options.max_adapter_rank} "
+            "included (max_adapters, max_adapter_rank)"
             if options.max_adapters
             else ""
         )
