@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import struct
 import threading
@@ -112,21 +113,29 @@ class Shard:
             )
         try:
             header = json.loads(self._file.read(header_bytes))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self._corrupt(f"its header is not JSON ({error})") from error
         if not isinstance(header, dict):
             raise self._corrupt("its header is not a JSON object")
         header.pop("__metadata__", None)
         data_start = 8 + header_bytes
-        return {
+        found = {
             name: self._entry(name, entry, data_start, file_bytes) for name, entry in header.items()
         }
+        end = data_start
+        for tensor in sorted(found.values(), key=lambda one: (one.offset, one.size_bytes)):
+            if tensor.offset != end:
+                raise self._corrupt(f"the tensor {tensor.name} does not begin where another ends")
+            end += tensor.size_bytes
+        if end != file_bytes:
+            raise self._corrupt(f"{file_bytes - end} bytes at its end belong to no tensor")
+        return found
 
     def _entry(self, name: str, entry: Any, data_start: int, file_bytes: int) -> StoredTensor:
         try:
             dtype = str(entry["dtype"])
-            shape = tuple(int(size) for size in entry["shape"])
-            begin, end = (int(value) for value in entry["data_offsets"])
+            shape = tuple(map(operator.index, entry["shape"]))
+            begin, end = map(operator.index, entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise self._corrupt(f"its entry for the tensor {name} is malformed") from error
         if begin < 0 or end < begin or min(shape, default=0) < 0:
@@ -162,16 +171,18 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Open the checkpoint in `folder`: its index if there is one, else the single file.
+        """Open the checkpoint in `folder`: the single file, or else those of its index.
+
+        That is transformers' order: where there are both, one may be older than the other.
 
         Raises:
             CheckpointError: no safetensors weights, a shard missing, truncated or corrupt, or a
                 tensor that the index names and its shard does not hold.
         """
-        if not (folder / INDEX_FILE).is_file():
-            if not (folder / SINGLE_FILE).is_file():
-                raise CheckpointError(_no_weights(folder))
+        if (folder / SINGLE_FILE).is_file():
             return cls([Shard(folder / SINGLE_FILE)])
+        if not (folder / INDEX_FILE).is_file():
+            raise CheckpointError(_no_weights(folder))
         weight_map = _read_index(folder / INDEX_FILE)
         shards: list[Shard] = []
         try:

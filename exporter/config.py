@@ -7,6 +7,7 @@ value is null counts as absent. What differs between model families is in `famil
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -110,6 +111,10 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 }
 
 
+# Families that rotate a part of each head, where partial_rotary_factor says so: none so far.
+PARTIAL_ROTARY: Final[frozenset[str]] = frozenset()
+
+
 class Config:
     """A model's `config.json`; remembers which keys were used."""
 
@@ -117,6 +122,7 @@ class Config:
         """Wrap the parsed JSON object of the file `path`."""
         self.path = path
         self._values = {key: value for key, value in values.items() if value is not None}
+        self._nulls = frozenset(values.keys() - self._values.keys())
         self._used: set[str] = set()
 
     @classmethod
@@ -130,7 +136,7 @@ class Config:
                 f"cannot read {path}: {error.strerror}. A checkpoint is a folder with {CONFIG_FILE}"
                 ", safetensors weights and a tokenizer."
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not JSON: {error}.") from error
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} is not a JSON object.")
@@ -145,6 +151,10 @@ class Config:
     def has(self, key: str) -> bool:
         """Whether `key` is there and not null."""
         return key in self._values
+
+    def is_null(self, key: str) -> bool:
+        """Whether `key` is there and null, which is seldom what its absence means."""
+        return key in self._nulls
 
     def require(self, key: str, kind: type[T]) -> T:
         """The value of `key`, which must be there. Raises CheckpointError if it is not."""
@@ -211,7 +221,8 @@ def decoder_spec(
         config: The model's configuration.
         family: The family's name.
         head_size: `head_dim` where the key is absent; None: hidden_size / num_attention_heads.
-        num_kv_heads: `num_key_value_heads` where absent; None: num_attention_heads.
+        num_kv_heads: `num_key_value_heads` where absent; None: num_attention_heads, which null
+            means in any case.
         qkv_bias: The query, key and value projections have biases.
         o_bias: The attention output projection has a bias.
         mlp_bias: The gate, up and down projections have biases.
@@ -227,7 +238,17 @@ def decoder_spec(
     num_heads = config.require("num_attention_heads", int)
     num_layers = config.require("num_hidden_layers", int)
     head_size = config.get("head_dim", int, head_size or hidden_size // max(num_heads, 1))
+    if num_kv_heads is None or config.is_null("num_key_value_heads"):
+        num_kv_heads = num_heads
+    epsilon = config.require("rms_norm_eps", float)
+    if not 0 < epsilon < math.inf:
+        raise CheckpointError(f"{config.path}: rms_norm_eps is {epsilon}; it must be above 0.")
     rope, context_length = read_rope(config, head_size, context_length)
+    if rope.rotary_dim != head_size and family not in PARTIAL_ROTARY:
+        raise UnsupportedModelError(
+            f"{config.path}: partial_rotary_factor makes {rope.rotary_dim} of {head_size} channels "
+            f"rotate, and transformers ignores it for the family {family!r}. Remove it."
+        )
     try:
         return ArchSpec(
             family=family,
@@ -235,10 +256,10 @@ def decoder_spec(
             hidden_size=hidden_size,
             intermediate_size=config.require("intermediate_size", int),
             num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads", int, num_kv_heads or num_heads),
+            num_kv_heads=config.get("num_key_value_heads", int, num_kv_heads),
             head_size=head_size,
             vocab_size=config.require("vocab_size", int),
-            rms_norm_eps=config.require("rms_norm_eps", float),
+            rms_norm_eps=epsilon,
             hidden_act=_hidden_act(config),
             qkv_bias=qkv_bias,
             o_bias=o_bias,
@@ -268,18 +289,19 @@ def layer_windows(config: Config) -> tuple[int | None, ...]:
     """
     num_layers = config.require("num_hidden_layers", int)
     enabled = config.get("use_sliding_window", bool, False)
-    window = config.get("sliding_window", int, 4096)
+    window = config.get("sliding_window", int, None if config.is_null("sliding_window") else 4096)
     first = config.get("max_window_layers", int, 28)
     types = config.get("layer_types", list, None)
     if types is None:
         return tuple(window if enabled and i >= first else None for i in range(num_layers))
     windows = {"full_attention": None, "sliding_attention": window}
     unknown = sorted({str(kind) for kind in types} - set(windows))
+    enabled = enabled and window is not None
     if unknown or len(types) != num_layers or (not enabled and "sliding_attention" in types):
         raise UnsupportedModelError(
             f"{config.path}: layer_types is {_short(types)} with use_sliding_window = {enabled}; "
             f"supported are {num_layers} entries (one a layer) from {sorted(windows)}, and "
-            "sliding_attention only with use_sliding_window = true."
+            "sliding_attention only with use_sliding_window = true and a sliding_window."
         )
     return tuple(windows[kind] for kind in types)
 

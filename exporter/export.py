@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,8 @@ from onnxport.graphs.spec import ArchSpec
 
 _COMPARE_ROWS = 4096
 
+logger = logging.getLogger(__name__)
+
 
 def export_model(
     source: str | Path,
@@ -66,6 +69,12 @@ def export_model(
     spec = family.spec(config, options.context_length)
     config.check_all_used(family.name)
     tokens = special_tokens(folder.path)
+    if not (folder.path / TOKENIZER_FILES[0]).is_file():
+        logger.warning(
+            "%s has no %s, so the artifact will take token ids only; transformers makes one of a "
+            "tokenizer.model: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+            *(folder.path, TOKENIZER_FILES[0]),
+        )
     plan = plan_weights(spec, family.tensors)
     with Checkpoint.open(folder.path) as checkpoint:
         _check_tensors(checkpoint, plan, spec, family.tensors)

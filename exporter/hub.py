@@ -14,7 +14,7 @@ from onnxport.exporter.source import TEMPLATE_FOLDER, TOKENIZER_FILES
 _PATTERNS: Final = [
     CONFIG_FILE,
     "model.safetensors",
-    "model-*-of-*.safetensors",
+    "*-of-*.safetensors",
     "model.safetensors.index.json",
     *TOKENIZER_FILES,
     f"{TEMPLATE_FOLDER}/*.jinja",

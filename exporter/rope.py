@@ -1,7 +1,8 @@
 """Tables of cosines and sines for rotary position embedding.
 
 Formulas are those of transformers' `modeling_rope_utils`, which every checkpoint here was made
-with. Angles are rounded to float32 as they are there, so that long positions agree too.
+with. Frequencies and angles are rounded to float32 as they are there, so that long positions agree
+too.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ def inverse_frequencies(rope: RopeSpec, context_length: int) -> NDArray[np.float
     theta = rope.theta
     if rope.type == "dynamic":
         theta = _dynamic_base(rope, context_length)
-    exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float64) / rope.rotary_dim
-    base = theta**-exponents
+    # Rounded to float32 where transformers rounds: at long positions a last bit tells.
+    exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
+    powers = (theta ** exponents.astype(np.float64)).astype(np.float32)
+    base = (np.float32(1) / powers).astype(np.float64)
     if rope.type == "linear":
         assert rope.factor is not None
         return base / rope.factor

@@ -20,6 +20,8 @@ D = TypeVar("D")
 
 _COMMON: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
+_POSITIVE: Final = frozenset({"rope_theta", "factor", "original_max_position_embeddings"})
+
 # RoPE type -> the keys it may have besides the common ones.
 ROPE_KEYS: Final[Mapping[str, frozenset[str]]] = {
     "default": frozenset(),
@@ -91,16 +93,37 @@ def _parameters(config: Config) -> dict[str, Any]:
         if found is not None:
             values[key] = found
     original = config.get("original_max_position_embeddings", int, None)
+    given: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         nested = config.get(key, dict, None) or {}
         if any(isinstance(value, dict) for value in nested.values()):
             raise UnsupportedModelError(
                 f"{config.path}: {key} differs between layer types, which is not supported."
             )
-        values.update({name: value for name, value in nested.items() if value is not None})
+        told = {name: value for name, value in nested.items() if value is not None}
+        if nested.get("truncate", True) is None:
+            told["truncate"] = False  # as transformers reads it
+        if _differ(given, told):
+            raise UnsupportedModelError(
+                f"{config.path} has rope_scaling = {given} and rope_parameters = {told}, which "
+                "differ; remove the one that the model was not trained with."
+            )
+        values.update(told)
+        given = told
     if original is not None:
         values["original_max_position_embeddings"] = original  # the outer one wins
     return values
+
+
+def _differ(scaling: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:
+    """Whether the old and the new spelling are both there, and say different things."""
+
+    def told(values: Mapping[str, Any]) -> dict[str, Any]:
+        kind = values.get("rope_type", values.get("type", "default"))
+        ignored = _COMMON | {"finetuned"}
+        return {"type": kind} | {key: one for key, one in values.items() if key not in ignored}
+
+    return bool(scaling) and bool(parameters) and told(scaling) != told(parameters)
 
 
 def _fields(config: Config, kind: str, values: Mapping[str, Any], trained: int) -> dict[str, Any]:
@@ -116,10 +139,18 @@ def _fields(config: Config, kind: str, values: Mapping[str, Any], trained: int) 
     if kind == "llama3":
         for name in ("low_freq_factor", "high_freq_factor"):
             found[name] = _number(config, values, name, None)
+        low, high = found["low_freq_factor"], found["high_freq_factor"]
+        if low is not None and high is not None and high <= low:
+            raise CheckpointError(
+                f"{config.path}: high_freq_factor is {high} and low_freq_factor {low}; the first "
+                "must be larger."
+            )
     if kind == "yarn":
         assert factor is not None
-        found["beta_fast"] = _number(config, values, "beta_fast", 32.0)
-        found["beta_slow"] = _number(config, values, "beta_slow", 1.0)
+        if _number(config, values, "rope_theta", 10_000.0) <= 1:
+            raise CheckpointError(f"{config.path}: yarn needs a rope_theta above 1.")
+        found["beta_fast"] = _number(config, values, "beta_fast", None) or 32.0
+        found["beta_slow"] = _number(config, values, "beta_slow", None) or 1.0
         found["truncate"] = bool(values.get("truncate", True))
         found["attention_factor"] = _attention_factor(config, values, factor)
     allowed = {*ROPE_PARAMETERS[kind], "attention_factor"}
@@ -151,6 +182,8 @@ def _number(config: Config, values: Mapping[str, Any], key: str, default: D) -> 
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise CheckpointError(f"{config.path}: the RoPE key {key!r} is {value!r}, not a number.")
+    if not math.isfinite(value) or (value <= 0 and key in _POSITIVE):
+        raise CheckpointError(f"{config.path}: the RoPE key {key!r} is {value!r}, out of range.")
     return float(value)
 
 

@@ -55,6 +55,8 @@ class ArtifactWriter:
         expected_bytes: int | None = None,
     ) -> None:
         self._destination = Path(os.path.abspath(destination))
+        if not self._destination.name:
+            raise ExportError(f"{destination} has no name; give a folder to make.")
         self._overwrite = overwrite
         self._expected_bytes = expected_bytes
         self._folder = self._destination.with_name(

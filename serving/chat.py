@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 DEFAULT = "default"
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_ASKS_FOR_NONE = re.compile(r"""content['"]?\]?\s+is\s+(?:not\s+)?none""", re.IGNORECASE)
+_ASKS_FOR_NONE = re.compile(r"""(?<!\w)content['"]?\]?\s+is\s+(?:not\s+)?none""", re.IGNORECASE)
 TOOL_USE = "tool_use"  # the name of the template that checkpoints keep for requests with tools
 
 
@@ -98,7 +99,8 @@ class ChatTemplate:
         name = TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT
         template = self._template(name)
         knows = _Knowledge.of(self.sources[name])
-        try:
+
+        def rendered(knows: _Knowledge) -> str:
             return template.render(
                 {**self.special_tokens, **variables},
                 messages=[_plain_message(message, knows) for message in messages],
@@ -106,6 +108,12 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
+
+        try:
+            if knows.no_content:
+                with suppress(Exception):  # it asks, and takes it for a text all the same
+                    return rendered(knows)
+            return rendered(replace(knows, no_content=False))
         except RequestError:
             raise
         except Exception as error:  # whatever the model's own code raises

@@ -350,15 +350,16 @@ def _one_for_each(given: T | Sequence[T] | None, default: T, number: int, name: 
     """Return `number` values: those given, or one for all."""
     if given is None or isinstance(given, type(default)):
         return [default if given is None else given] * number
-    several = cast("Sequence[T]", given)
     kind = type(default)
-    if isinstance(given, str | Mapping) or not all(isinstance(one, kind) for one in several):
+    several: Any = given
+    whole = isinstance(several, Sequence) and not isinstance(several, str)
+    if not whole or not all(one is None or isinstance(one, kind) for one in several):
         raise RequestError(f"{name} must be {kind.__name__}, or a list of these", name)
     if len(several) != number:
         raise RequestError(
             f"{len(several)} {name} for {number} prompts; give one, or one for each", name
         )
-    return several
+    return [default if one is None else one for one in several]
 
 
 def _progress(total: int, show: bool) -> Callable[[], object]:

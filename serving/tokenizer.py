@@ -172,8 +172,13 @@ class Tokenizer:
 
     def _read_longest(self) -> float:
         """Return how many characters of a text one token can stand for; infinity: who knows."""
-        from tokenizers import normalizers
+        from tokenizers import models, normalizers
 
+        # Others may make one token of a long unknown word, or none.
+        if not isinstance(self._fast.model, models.BPE) or not (
+            self._is_byte_level or self._fast.model.byte_fallback
+        ):
+            return math.inf
         added = self._fast.get_added_tokens_decoder().values()
         if any(token.lstrip or token.rstrip for token in added):  # with any amount of space
             return math.inf

@@ -39,10 +39,11 @@ async def _in_a_thread(work: Callable[[], T]) -> T:
     call: Future[T] = Future()
 
     def run() -> None:
-        try:
-            call.set_result(work())
-        except BaseException as error:
-            call.set_exception(error)
+        if call.set_running_or_notify_cancel():
+            try:
+                call.set_result(work())
+            except BaseException as error:
+                call.set_exception(error)
 
     threading.Thread(target=run, name="onnxport-reading", daemon=True).start()
     return await asyncio.wrap_future(call)

@@ -26,6 +26,11 @@ def find_family(config: Config) -> Family:
     model_type = config.get("model_type", str, None)
     for family in FAMILIES:
         if family.architecture in config.architectures:
+            if model_type not in (None, family.name):
+                raise UnsupportedModelError(
+                    f"{config.path} names the architecture {family.architecture} and the "
+                    f"model_type {model_type}, which is another model's; correct one of them."
+                )
             return family
         if not config.architectures and family.name == model_type:
             return family

@@ -11,9 +11,9 @@ from onnxport.graphs.spec import ArchSpec
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
-    """Mistral: no biases; `sliding_window` holds for every layer unless null."""
+    """Mistral: no biases; one `sliding_window` for all layers: 4096 where absent, none if null."""
     num_layers = config.require("num_hidden_layers", int)
-    window = config.get("sliding_window", int, None)
+    window = config.get("sliding_window", int, None if config.is_null("sliding_window") else 4096)
     expected = "full_attention" if window is None else "sliding_attention"
     types = config.get("layer_types", list, [expected] * num_layers)
     if types != [expected] * num_layers:

@@ -14,6 +14,7 @@ from onnxport.providers.host_options import refuse_device_options
 logger = logging.getLogger(__name__)
 
 COMPUTE_DTYPE = "float32"  # of activations
+MAX_HEAD_SIZE, HEAD_SIZE_MULTIPLE = 256, 8  # of the kernel
 BLOCK_SIZE = TILE  # tokens; the kernel takes multiples
 NO_KERNEL = (
     "the C++ attention kernel was not built (no C++17 compiler when onnxport was installed), so "
@@ -31,7 +32,7 @@ def check(options: LoadOptions) -> None:
     refuse_device_options("cpu", options)
 
 
-def choose_kernel(options: LoadOptions) -> Path | None:
+def choose_kernel(options: LoadOptions, head_size: int) -> Path | None:
     """The kernel library to use, None for the decomposed graph."""
     if options.attention not in (None, "custom", "decomposed"):
         raise ProviderError(
@@ -43,6 +44,14 @@ def choose_kernel(options: LoadOptions) -> Path | None:
         raise ProviderError(f"custom attention was asked for, but {NO_KERNEL}")
     if kernel is None and options.attention is None:
         logger.warning("%s", NO_KERNEL)
+    takes_heads = head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_MULTIPLE == 0
+    if kernel and options.attention is None and not takes_heads:
+        logger.warning(
+            "the model's heads have %d channels, and the C++ attention kernel takes multiples of "
+            "%d up to %d, so attention runs in the slower decomposed graph",
+            *(head_size, HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE),
+        )
+        return None
     return kernel
 
 

@@ -27,6 +27,7 @@ from onnxport.graphs.passes.stored_scales import use_stored_scales
 from onnxport.graphs.tensors import WEIGHTS_FILE, numpy_dtype
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu.caches import CACHE_DTYPES, Layout
+from onnxport.providers.cpu.choices import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
 from onnxport.providers.graph_cache import Conversion, LoweredGraph
 from onnxport.providers.memory_plan import MEMORY_PLAN
 from onnxport.providers.ort import weight_bytes
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 KERNEL_LIMITS: Final = NativeLimits(
     activation_dtypes=frozenset({"float32"}),
     cache_dtypes=frozenset(CACHE_DTYPES),
-    max_head_size=256,
+    max_head_size=MAX_HEAD_SIZE,
+    head_size_multiple=HEAD_SIZE_MULTIPLE,
 )
 
 

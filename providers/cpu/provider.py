@@ -83,7 +83,7 @@ class CpuProvider:
     def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
         """See `providers.base.Provider.load`."""
         check(options)
-        kernel = choose_kernel(options)
+        kernel = choose_kernel(options, artifact.manifest.model.head_size)
         source = GraphSource(artifact, options, custom=kernel is not None)
         cache_dtype, layout = cache = choose_cache(options, kernel, is_exact=source.is_exact)
         plan = _pool_planner(artifact, options, kernel, cache_dtype)

@@ -129,7 +129,7 @@ def _parse(inner: str, names: Collection[str]) -> ParsedCall | None:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return None
         given = value.get("arguments")
-        if given is None:  # of a function that takes none
+        if given is None or given == "":  # of a function that takes none
             given = {}
         if isinstance(given, str):  # JSON already, if it is any
             given = json.loads(given, parse_constant=_not_json)

@@ -8,6 +8,7 @@ so is the year 0000, which many calendars do not have.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
 
 from onnxport.serving.structured.schema import ONE_SCHEMA, SCHEMA_LISTS, SCHEMA_MAPS
@@ -24,11 +25,30 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+# The compiler compares so many digits; bounds that have more are a little tighter for it.
+_DIGITS = 15
+_ROUNDING: Mapping[str, str] = {
+    "exclusiveMaximum": ROUND_FLOOR,
+    "exclusiveMinimum": ROUND_CEILING,
+    "maximum": ROUND_FLOOR,
+    "minimum": ROUND_CEILING,
+}
+
+
+def _rounded(bound: float, rounding: str) -> float:
+    """Return a bound as the compiler can keep it."""
+    if bound == int(bound):
+        return bound
+    exact = Decimal(repr(bound))
+    places = _DIGITS - 1 - exact.adjusted()
+    return float(exact.quantize(Decimal(1).scaleb(-places), rounding))
+
+
 def tightened(schema: Any) -> Any:
     """Return a checked schema as it is compiled.
 
-    There are patterns beside its formats of dates and times, and patterns are as `writable` has
-    them.
+    There are patterns beside its formats of dates and times, patterns are as `writable` has them,
+    and bounds have no more digits than are compared.
     """
     if not isinstance(schema, dict):
         return schema
@@ -39,6 +59,9 @@ def tightened(schema: Any) -> Any:
         result[name] = [tightened(one) for one in result[name]]
     for name in set(SCHEMA_MAPS) & result.keys():
         result[name] = {key: tightened(one) for key, one in result[name].items()}
+    for name, rounding in _ROUNDING.items():
+        if name in result:
+            result[name] = _rounded(result[name], rounding)
     if "pattern" in result:
         result["pattern"] = writable(result["pattern"])
     if "patternProperties" in result:

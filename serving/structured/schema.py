@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from functools import reduce
-from math import gcd, lcm
+from math import ceil, floor, gcd, lcm
 from typing import Any
 from urllib.parse import unquote
 
 from onnxport.errors import RequestError
+from onnxport.serving.structured.meeting import values
 from onnxport.serving.structured.writable import writable
 
 MAX_DEPTH = 64  # schemas inside schemas
@@ -67,11 +68,6 @@ def _is_number(value: Any) -> bool:
     return abs(value) <= MAX_EXACT  # of any size, and NaN is not
 
 
-def _is_bound(value: Any) -> bool:
-    """Whether the compiler compares with a number exactly, in floats."""
-    return _is_number(value) and _without_point(value) <= MAX_EXACT
-
-
 def _without_point(value: float) -> Decimal:
     """Return a number times the power of ten that makes it whole."""
     return abs(Decimal(repr(value)).scaleb(_places(value)))
@@ -106,7 +102,7 @@ def _is_list(value: Any, check: Check) -> bool:
 
 
 _COUNT: tuple[Check, str] = (_is_count, "a whole number from 0 on")
-_BOUND: tuple[Check, str] = (_is_bound, "a number, at most 2^53 in size without its point")
+_NUMBER: tuple[Check, str] = (_is_number, "a number, at most 2^53 in size")
 _WRITABLE = "without numbers beyond 2^53 and control characters other than \\b \\f \\n \\r \\t"
 ASSERTIONS: Mapping[str, tuple[Check, str]] = {
     "$ref": (
@@ -115,8 +111,8 @@ ASSERTIONS: Mapping[str, tuple[Check, str]] = {
     ),
     "const": (_is_constant, f"a value {_WRITABLE}"),
     "enum": (lambda value: _is_list(value, _is_constant), f"a list of values {_WRITABLE}"),
-    "exclusiveMaximum": _BOUND,
-    "exclusiveMinimum": _BOUND,
+    "exclusiveMaximum": _NUMBER,
+    "exclusiveMinimum": _NUMBER,
     "format": (
         lambda value: isinstance(value, str) and value in FORMATS,
         "one of " + ", ".join(FORMATS),
@@ -124,11 +120,11 @@ ASSERTIONS: Mapping[str, tuple[Check, str]] = {
     "maxItems": _COUNT,
     "maxLength": _COUNT,
     "maxProperties": _COUNT,
-    "maximum": _BOUND,
+    "maximum": _NUMBER,
     "minItems": _COUNT,
     "minLength": _COUNT,
     "minProperties": _COUNT,
-    "minimum": _BOUND,
+    "minimum": _NUMBER,
     "multipleOf": (_is_multiple, f"a number above 0, without its point at most {MAX_MULTIPLE}"),
     "pattern": (lambda value: isinstance(value, str), "a regular expression"),
     "required": (
@@ -140,7 +136,6 @@ ASSERTIONS: Mapping[str, tuple[Check, str]] = {
 ONE_SCHEMA = ("additionalProperties", "items")
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SCHEMA_MAPS = ("$defs", "definitions", "patternProperties", "properties")
-MERGING = ("$ref", "allOf", "anyOf", "oneOf")  # make one of several schemas
 BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
 ENFORCED = tuple(sorted({*ASSERTIONS, *ONE_SCHEMA, *SCHEMA_LISTS, *SCHEMA_MAPS}))
 
@@ -168,12 +163,12 @@ def check_schema(schema: Any, param: str = "structured_outputs.json") -> None:
                 pending += [(path, inner, depth + 1) for path, inner in _inner(where, one)]
             elif not isinstance(one, bool):
                 raise ValueError(f"{where} is {repr(one)[:80]}; a schema is an object, or true")
-        _check_merged(schemas)
         for where, one in schemas.items():
             if isinstance(one, dict) and "$ref" in one and unquote(one["$ref"]) not in schemas:
                 raise ValueError(
                     f"{where} refers to {one['$ref']!r}, where there is no schema; define it there"
                 )
+        _check_merged(schemas)
     except ValueError as error:
         raise RequestError(f"the JSON schema cannot be enforced: {error}", param) from error
 
@@ -202,7 +197,6 @@ def _check_keywords(where: str, schema: Mapping[str, Any]) -> None:
             raise ValueError(f"{where} has the keyword {name!r}, which is not supported; {hint}")
     _check_count_of_properties(where, schema)
     _check_patterns(where, schema)
-    _check_bounds(where, schema)
 
 
 def _check_patterns(where: str, schema: Mapping[str, Any]) -> None:
@@ -228,17 +222,6 @@ def _check_count_of_properties(where: str, schema: Mapping[str, Any]) -> None:
         )
 
 
-def _check_bounds(where: str, schema: Mapping[str, Any]) -> None:
-    """Refuse bounds of which the compiler would let one through, see `_let_through`."""
-    if schema.get("type") == "integer":
-        return
-    if found := _let_through([schema]):
-        raise ValueError(
-            f"{where} has {found}; an exclusive bound that is whole has to be at least 1 from "
-            "the other one. Choose another number, such as one with a fraction"
-        )
-
-
 def _let_through(schemas: Iterable[Mapping[str, Any]]) -> str | None:
     """Return bounds that the compiler does not keep where they meet; None: it keeps all.
 
@@ -249,44 +232,39 @@ def _let_through(schemas: Iterable[Mapping[str, Any]]) -> str | None:
         for name, found in bounds.items():
             if name in schema:
                 found.add(schema[name])
-    for low in bounds["exclusiveMinimum"]:
-        for name in ("maximum", "exclusiveMaximum"):
-            for high in bounds[name]:
-                if low == int(low) and low < high < low + 1:
-                    return f"exclusiveMinimum {low} and {name} {high}"
-    for high in bounds["exclusiveMaximum"]:
-        for name in ("minimum", "exclusiveMinimum"):
-            for low in bounds[name]:
-                if high == int(high) and high - 1 < low < high:
-                    return f"{name} {low} and exclusiveMaximum {high}"
+    for name in ("maximum", "exclusiveMaximum"):
+        fractions = {floor(high): high for high in bounds[name] if high != int(high)}
+        for low in bounds["exclusiveMinimum"] & fractions.keys():
+            return f"exclusiveMinimum {low} and {name} {fractions[low]}"
+    for name in ("minimum", "exclusiveMinimum"):
+        fractions = {ceil(low): low for low in bounds[name] if low != int(low)}
+        for high in bounds["exclusiveMaximum"] & fractions.keys():
+            return f"{name} {fractions[high]} and exclusiveMaximum {high}"
     return None
 
 
 def _check_merged(schemas: Mapping[str, Any]) -> None:
-    """Refuse numbers that would be too much for the compiler together, wherever they may meet.
+    """Refuse numbers that would be too much for the compiler where they meet in one value.
 
-    Where one value has to fit several schemas, the remainders of all their multiples are states of
-    the grammar, and their bounds become one. Which of them meet is not looked at.
+    The remainders of all its multiples are states of the grammar, and its bounds become one.
     """
-    objects = [one for one in schemas.values() if isinstance(one, dict)]
-    if not any(name in one for one in objects for name in MERGING):
-        return
-    multiples = {Fraction(repr(one["multipleOf"])) for one in objects if "multipleOf" in one}
-    if len(multiples) > 1:
-        places = max(_places(one["multipleOf"]) for one in objects if "multipleOf" in one)
-        common = reduce(_common_multiple, multiples) * 10**places
-        if common > MAX_MULTIPLE:
-            told = ", ".join(sorted(str(float(one)) for one in multiples))[:80]
+    for group in values(schemas):
+        numbers = [one for one in group if one.get("type") != "integer"]
+        if found := _let_through(numbers):
             raise ValueError(
-                f"with {', '.join(MERGING)} one value may have to be a multiple of all of {told}, "
-                f"so their common multiple must be at most {MAX_MULTIPLE} without its point; use "
-                "smaller ones, or fewer"
+                f"one value has to keep {found}; an exclusive bound that is whole has to be at "
+                "least 1 from the other one. Choose another number, such as one with a fraction"
             )
-    if found := _let_through(objects):
-        raise ValueError(
-            f"with {', '.join(MERGING)} one value may have {found}; an exclusive bound that is "
-            "whole has to be at least 1 from the other one. Choose another number"
-        )
+        given = [one["multipleOf"] for one in group if "multipleOf" in one]
+        multiples = {Fraction(repr(one)) for one in given}
+        if len(multiples) < 2:
+            continue
+        if reduce(_common_multiple, multiples) * 10 ** max(map(_places, given)) > MAX_MULTIPLE:
+            told = ", ".join(sorted(str(one) for one in given))[:80]
+            raise ValueError(
+                f"one value may have to be a multiple of all of {told}, whose common multiple is "
+                f"above {MAX_MULTIPLE} without its point; use smaller ones, or fewer"
+            )
 
 
 def _places(value: float) -> int:

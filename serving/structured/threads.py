@@ -1,8 +1,11 @@
-"""Threads that compile: a few, for which no process waits, and which can be left behind."""
+"""Threads that compile: a few, for which no process waits long, and which can be left behind."""
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,11 +15,16 @@ T = TypeVar("T")
 Work = tuple[Future[Any], Callable[[], Any]]
 
 
+EXIT_S = 2.0
+
+
 class CompileThreads:
     """Runs what is submitted, so much at once. Safe to use from any thread.
 
-    A library cannot be interrupted in the middle of a grammar. So a process ends without these
-    threads, and of whatever takes too long another thread takes the place, for so many in all.
+    A library cannot be interrupted in the middle of a grammar. So of whatever takes too long
+    another thread takes the place, for so many in all, and a process that ends waits EXIT_S for
+    what is compiled, and no longer: a thread that comes back into Python after its end brings the
+    process down.
     """
 
     def __init__(self, count: int, most_left: int, name: str) -> None:
@@ -36,6 +44,8 @@ class CompileThreads:
         self._waiting: deque[Work] = deque()
         self._left: set[Future[Any]] = set()
         self._closed = False
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        _ALL.add(self)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Return what `work` will return."""
@@ -68,7 +78,14 @@ class CompileThreads:
             self._changed.notify_all()
 
     def _start(self) -> None:
-        threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def join(self, until: float) -> None:
+        """Wait for the threads to end, up to a time of the monotonic clock."""
+        for thread in list(self._threads):
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
         while (taken := self._take()) is not None:
@@ -91,3 +108,16 @@ class CompileThreads:
                 self._changed.wait()
             self._idle -= 1
             return self._waiting.popleft() if self._waiting else None
+
+
+_ALL: weakref.WeakSet[CompileThreads] = weakref.WeakSet()
+
+
+@atexit.register
+def _end() -> None:
+    """Let no thread come back into an interpreter that is gone."""
+    until = time.monotonic() + EXIT_S
+    for threads in list(_ALL):
+        threads.close()
+    for threads in list(_ALL):
+        threads.join(until)

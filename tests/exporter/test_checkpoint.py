@@ -114,6 +114,30 @@ def test_a_corrupt_header(tmp_path: Path, header: Any, message: str) -> None:
     assert str(tmp_path / "model.safetensors") in str(caught.value)
 
 
+def test_bytes_that_are_no_one_s_or_two_tensors(tmp_path: Path) -> None:
+    """As the library refuses them."""
+    path = tmp_path / "model.safetensors"
+    twice = {"a": entry(), "b": entry()}
+    write_raw(path, twice, bytes(entry()["data_offsets"][1]))
+    with pytest.raises(CheckpointError, match="does not begin where another ends"):
+        Checkpoint.open(tmp_path)
+    write_raw(path, {"a": entry()}, bytes(entry()["data_offsets"][1] + 3))
+    with pytest.raises(CheckpointError, match="3 bytes at its end belong to no tensor"):
+        Checkpoint.open(tmp_path)
+    write_raw(path, b"[" * 100_000)
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_single_file_goes_before_an_index(single: Path) -> None:
+    """As transformers has it: one of the two may be left from before."""
+    save_file({"a": TENSORS["a"] + 1}, single / "old.safetensors")
+    write_index(single, {"a": "old.safetensors"})
+    with Checkpoint.open(single) as checkpoint:
+        assert checkpoint.names == {"a", "b", "c"}
+        np.testing.assert_array_equal(checkpoint.read("a"), TENSORS["a"].numpy())
+
+
 def test_a_header_that_claims_more_than_the_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
     with pytest.raises(CheckpointError, match="its header claims"):

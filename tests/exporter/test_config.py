@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,20 @@ def read(**changes: Any) -> ArchSpec:
 
 
 def qwen2(**changes: Any) -> ArchSpec:
-    return read(architectures=["Qwen2ForCausalLM"], num_key_value_heads=2, **changes)
+    given = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_key_value_heads": 2}
+    return read(**given | changes)
+
+
+def test_null_is_not_what_is_absent() -> None:
+    """As transformers reads them."""
+    assert qwen2(num_key_value_heads=None).num_kv_heads == 4
+    window = {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}
+    assert qwen2(**window).sliding_window == (None, None, None)
+    with pytest.raises(UnsupportedModelError, match="and a sliding_window"):
+        qwen2(**window, layer_types=["sliding_attention"] * 3)
+    yarn = {"type": "yarn", "factor": 4.0}
+    assert not read(rope_scaling={**yarn, "truncate": None}).rope.truncate
+    assert read(rope_scaling=yarn).rope.truncate
 
 
 def test_defaults() -> None:
@@ -79,8 +93,8 @@ def test_transformers_own_files_are_understood(name: str, tmp_path: Path) -> Non
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
         ),
         (
-            {"partial_rotary_factor": 0.5, "rope_scaling": None},
-            {"partial_rotary_factor": 0.5, "rope_theta": 10_000},
+            {"partial_rotary_factor": 1.0, "rope_scaling": None},
+            {"partial_rotary_factor": 1.0, "rope_theta": 10_000},
         ),
         (
             {
@@ -119,7 +133,12 @@ def test_sliding_windows_of_qwen2(changes: dict[str, Any], windows: tuple[Any, .
 
 
 def test_sliding_window_of_mistral() -> None:
-    mistral = {"architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
+    mistral = {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "num_key_value_heads": 2,
+    }
+    assert read(**mistral).sliding_window == (4096,) * 3  # as MistralConfig has it
     assert read(**mistral, sliding_window=8).sliding_window == (8, 8, 8)
     assert read(**mistral, sliding_window=None).sliding_window == (None, None, None)
     with pytest.raises(UnsupportedModelError, match="layer_types"):
@@ -150,6 +169,12 @@ def test_the_model_type_serves_where_no_architecture_is_named() -> None:
         {"is_decoder": True},
         {"rope_interleaved": True},
         {"hidden_act": "gelu"},
+        {"partial_rotary_factor": 0.5},  # transformers ignores it
+        {"model_type": "qwen2"},  # with Llama's architecture
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+        },
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
         {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}},
         {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
@@ -194,8 +219,21 @@ def test_what_changes_nothing_is_accepted(changes: dict[str, Any]) -> None:
         ({"vocab_size": 0}, "vocab_size must be positive"),
         ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "'factor' is '2', not a number"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "'factor' is 0, out of range"),
+        ({"rope_theta": math.inf}, "'rope_theta' is inf, out of range"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps is inf"),
+        (
+            {
+                "rope_scaling": {
+                    "type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 1.0,
+                }
+            },
+            "the first must be larger",
+        ),
         ({"partial_rotary_factor": 0.3, "head_dim": 10}, "rotary_dim 3 must be"),
-        ({"partial_rotary_factor": 2.0}, "rotary_dim 32 exceeds head_size 16"),
     ],
 )
 def test_a_configuration_that_makes_no_sense(changes: dict[str, Any], message: str) -> None:

@@ -142,6 +142,12 @@ def test_calls_have_no_content_where_the_template_asks_for_that() -> None:
     assert asks.render([{"role": "assistant", "content": None}]) == "False"
     joins = ChatTemplate({"default": "{{ 'a' + messages[0].content }}"})
     assert joins.render([call]) == "a"
+    other = (
+        "{% if messages[0].reasoning_content is not none %}x{% endif %}{{ messages[0].content }}"
+    )
+    assert ChatTemplate({"default": other}).render([call]) == "x"  # asks for another content
+    both = "{{ messages[0].content is none }}{{ 'a' + messages[0].content }}"
+    assert ChatTemplate({"default": both}).render([call]) == "Falsea"  # asks, and needs a text
 
 
 def test_developer_is_system_unless_the_template_knows_it() -> None:

@@ -33,10 +33,13 @@ def parse(*pieces: str) -> tuple[str, list[ParsedCall]]:
         (f"{CALL}\nand done", "\nand done", [ADD]),
         (CALL.removesuffix("</tool_call>"), "", [ADD]),  # the end token came instead
         ('<tool_call>{"name": "add"}</tool_call>', "", [ParsedCall("add", "{}")]),
-        (
-            '<tool_call>{"name": "add", "arguments": null}</tool_call>',
-            "",
-            [ParsedCall("add", "{}")],
+        *(
+            (
+                f'<tool_call>{{"name": "add", "arguments": {nothing}}}</tool_call>',
+                "",
+                [ParsedCall("add", "{}")],
+            )
+            for nothing in ("null", '""')
         ),
         (
             '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',

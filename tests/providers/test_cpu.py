@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from onnxport.errors import CapacityError, ProviderError
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
 from onnxport.providers.base import LoadOptions, Model, StepInputs
 from onnxport.providers.cpu import library
 from onnxport.providers.cpu import provider as cpu
 from onnxport.providers.cpu.library import converts_half, find_library, load_library
 from onnxport.providers.registry import open_model
+from tests.exporter import checkpoints
 from tests.exporter.checkpoints import VOCAB
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.models import opened
@@ -252,3 +255,28 @@ def test_a_closed_model_says_so(tiny_artifact: ArtifactMaker) -> None:
         model.close()
         with pytest.raises(ProviderError, match="closed"):
             model.run(two_steps(PROMPT)[0])
+
+
+def test_heads_that_the_kernel_does_not_take(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Run decomposed, unless the kernel was asked for by name."""
+    case = checkpoints.Case("llama", {"head_dim": 20})
+    peer = checkpoints.make(case, tmp_path / "checkpoint")
+    path = export_model(
+        tmp_path / "checkpoint", tmp_path / "artifact", ExportOptions(precision="fp32")
+    )
+    if find_library() is not None:
+        with (
+            pytest.raises(ProviderError, match="head size 20, allowed are multiples of 8"),
+            opened(path, "custom"),
+        ):
+            pass
+    tokens = checkpoints.tokens().tolist()
+    expected = checkpoints.logits(peer, np.array(tokens))
+    with opened(path, None) as model:
+        assert model.capabilities.attention == "decomposed"
+        for inputs in two_steps(tokens):
+            found = model.run(inputs)
+    np.testing.assert_allclose(found[-1], expected[-1], atol=1e-4)
+    assert find_library() is None or "slower decomposed graph" in caplog.text

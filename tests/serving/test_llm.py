@@ -101,6 +101,7 @@ def test_prompts_in_every_form(llm: LLM) -> None:
         (["a", "b"], [SamplingParams()], "1 sampling_params for 2 prompts"),
         (["a", ""], None, "empty"),
         (["a"], {"max_tokens": 1}, "sampling_params must be SamplingParams"),
+        (["a"], 5, "sampling_params must be SamplingParams"),
         (["a", "b"], [SamplingParams(), 3], "sampling_params must be SamplingParams"),
         ([{"prompt_token_ids": "abc"}], None, "prompt_token_ids is str"),
         ([{"prompt_token_ids": b"abc"}], None, "prompt_token_ids is bytes"),

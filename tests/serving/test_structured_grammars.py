@@ -325,6 +325,25 @@ def test_a_process_ends_beside_one_that_never_does() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
+def test_a_process_that_ends_waits_for_what_the_library_compiles() -> None:
+    """For a while: a thread of it that comes back into Python afterwards would end in a crash."""
+    code = (
+        "import time; from tests.serving.structured import vocabulary; "
+        "from onnxport.serving.structured.compiler import GrammarCompiler, CompileLimits; "
+        "from onnxport.serving.structured.spec import StructuredOutputs; "
+        "limits = CompileLimits(timeout_s=0.01); made = GrammarCompiler(vocabulary, limits); "
+        "vocabulary()\n"
+        "names = {f'p{n}': {'enum': [f'{n}-{m}' for m in range(40)]} for n in range(400)}\n"
+        "try: made.compile(StructuredOutputs(json={'type': 'object', 'properties': names}))\n"
+        "except Exception as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "took more than 0.01 s" in done.stdout
+
+
 def _wait_until(is_so: Callable[[], bool]) -> None:
     end = time.monotonic() + 20
     while not is_so():

@@ -159,6 +159,31 @@ def test_formats_by_example(name: str, right: str, wrong: str) -> None:
         ({"pattern": "^[[:alpha:]]*$", "type": "string"}, '"ab"', '"1"'),
         ({"pattern": "^[\u0000-\u007f]*$", "type": "string"}, r'"\""', '"é"'),
         ({"pattern": "^.*$", "type": "string"}, r'"\"\\"', r'"\n"'),
+        ({"pattern": r"^[\u{1F600}-\u{1F64F}]$", "type": "string"}, '"🙂"', '"a"'),
+        ({"pattern": "^[\\p{L}\t]+$", "type": "string"}, r'"é\t"', '"1"'),
+        ({"pattern": r"^[\s\d]+$", "type": "string"}, r'"1\n"', '"a"'),
+        ({"pattern": r"^[^\p{Cc}]*$", "type": "string"}, r'"\"\\"', r'"\n"'),
+        ({"pattern": "^[!-~~]*$", "type": "string"}, '"~"', '" "'),
+        ({"maximum": 1e15, "type": "number"}, "1000000000000000", "1000000000000001"),
+        (
+            {"minimum": 845113747942862.2, "type": "number"},
+            "845113747942863.0",
+            "845113747942862.1",
+        ),
+        ({"minimum": 0.30000000000000004, "type": "number"}, "0.31", "0.3"),
+        (
+            {
+                "properties": {
+                    "rate": {"type": "number", "exclusiveMinimum": 0},
+                    "share": {"type": "number", "maximum": 0.99, "multipleOf": 0.01},
+                    "count": {"multipleOf": 144},
+                    "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                },
+                "additionalProperties": False,
+            },
+            '{"rate":1,"share":0.99,"count":288,"note":null}',
+            '{"rate":0}',
+        ),
         (
             {"patternProperties": {'^[^"]*$': {"type": "null"}}, "additionalProperties": False},
             '{"a":null}',
@@ -254,17 +279,33 @@ def test_corners(schema: Any, right: str, wrong: str) -> None:
         ({"const": [10**400]}, "#/const"),
         ({"enum": [-(10**400)]}, "#/enum"),
         ({"multipleOf": 10**400}, "#/multipleOf"),
-        ({"minimum": 1000000000.12345678}, "#/minimum"),
         ({"pattern": "a\x01"}, "control character"),
         ({"pattern": "[a&&b]"}, "has && in a class"),
+        ({"pattern": r"^\p{Cc}$"}, "cannot be written"),
+        ({"pattern": "^[[:cntrl:]a]$"}, "cannot be written"),
+        ({"pattern": r"(?:[\x00-\x0f]|[\x10-\x1f])"}, "cannot be written"),
+        ({"pattern": "[" * 4000 + "\t" + "]" * 4000}, "more than 8 classes"),
+        (
+            {
+                "allOf": [
+                    {"properties": {"a": {"multipleOf": 9973}}},
+                    {"additionalProperties": {"multipleOf": 9967}},
+                ]
+            },
+            "common multiple",
+        ),
+        (
+            {"allOf": [{"items": {"multipleOf": 83}}, {"prefixItems": [{"multipleOf": 8387}]}]},
+            "common multiple",
+        ),
         ({"pattern": "[[:^alpha:]]"}, "[^[:…:]]"),
         ({"pattern": r"^[\x00-\x21\x23-\x7f]*$"}, "begin it with a space"),
         ({"patternProperties": {"^\x01$": {}}}, "control character"),
         ({"exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum 0 and maximum 0.5"),
-        ({"minimum": -1.5, "exclusiveMaximum": -1.0}, "minimum -1.5 and exclusiveMaximum -1.0"),
+        ({"minimum": -1.5, "exclusiveMaximum": -1.0}, "minimum -1.5 and exclusiveMaximum -1"),
         (
             {"$ref": "#/$defs/x", "maximum": 0.5, "$defs": {"x": {"exclusiveMinimum": 0}}},
-            "one value may have exclusiveMinimum 0 and maximum 0.5",
+            "one value has to keep exclusiveMinimum 0 and maximum 0.5",
         ),
         ({"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}, "common multiple"),
         (

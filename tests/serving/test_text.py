@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, models, normalizers
+from tokenizers import Tokenizer as FastTokenizer
 
 from onnxport.errors import ArtifactError, CapacityError
 from onnxport.serving.detokenizer import ByteDetokenizer, WindowDetokenizer
@@ -250,11 +251,13 @@ def test_texts_that_no_context_holds_are_refused_before_they_are_encoded() -> No
         tokenizer.check_length("x" * (10 * longest + 1), 10)
 
 
-@pytest.mark.parametrize("what", ["normalizer", "token"])
+@pytest.mark.parametrize("what", ["normalizer", "token", "unknown"])
 def test_texts_of_which_a_token_may_stand_for_any_length_are_not(what: str) -> None:
     fast = byte_level()
     if what == "normalizer":
         fast.normalizer = normalizers.Strip()
+    elif what == "unknown":
+        fast = FastTokenizer(models.WordLevel({"<|x|>": 0, "[UNK]": 1}, unk_token="[UNK]"))
     else:
         fast.add_special_tokens([AddedToken("<|x|>", rstrip=True)])
     tokenizer = Tokenizer(fast)

@@ -46,9 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 is success, 1 an error that the message explains, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a text may have what a terminal cannot show
-            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a text may have what a terminal cannot show
+        sys.stdout.reconfigure(errors="replace")
     options = build_parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     if getattr(options, "verbose", False):

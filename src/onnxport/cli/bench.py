@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
 import os
@@ -199,11 +200,15 @@ def _check_outputs(options: argparse.Namespace) -> None:
             continue
         if not path.parent.is_dir():
             raise RequestError(f"{path} cannot be written: {path.parent} is no folder; make it")
-        was_there = path.exists()
         try:
-            path.open("ab").close()
+            target = path.resolve()
+            if target.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            was_there = target.exists()
+            if target.is_file() or not was_there:  # a pipe would tell its reader an end
+                target.open("ab").close()
             if not was_there:
-                path.unlink()
+                target.unlink()
         except OSError as error:
             raise RequestError(f"{path} cannot be written: {error}") from error
     if options.plot is not None:

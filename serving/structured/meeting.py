@@ -1,0 +1,113 @@
+"""Which schemas of a JSON schema may meet in one value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+_TOGETHER = ("allOf", "anyOf", "oneOf")
+Member = tuple[str, str]  # "named", "any" or "item", and the name, the pattern or the place
+_LISTED: Mapping[str, tuple[str, ...]] = {  # by which members of any name or place meet others
+    "any": ("named", "any"),
+    "item": ("item",),
+}
+_REST = ("item", "")  # of an array: what is at no place of its own
+
+
+def values(schemas: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:
+    """Yield groups of schemas that may apply to one value, so far as they can be told apart.
+
+    A schema applies with what it refers to and with its alternatives, and of those that do so
+    properties of one name, too. Groups are rather too large than too small.
+
+    Args:
+        schemas: all schemas inside one, by their JSON pointers.
+    """
+    groups = _Groups(schemas)
+    for where, one in schemas.items():
+        if not isinstance(one, dict):
+            continue
+        if "$ref" in one:
+            groups.join(where, unquote(one["$ref"]))
+        for name in _TOGETHER:
+            for index in range(len(one.get(name, ()))):
+                groups.join(where, f"{where}/{name}/{index}")
+    groups.join_members()
+    yield from groups.all()
+
+
+class _Groups:
+    """Disjoint sets of schemas, and of each set the members of its values."""
+
+    def __init__(self, schemas: Mapping[str, Any]) -> None:
+        self._schemas = schemas
+        self._above = {where: where for where in schemas}
+        self._members = {where: dict(_members(where, one)) for where, one in schemas.items()}
+        self._sizes = dict.fromkeys(schemas, 1)
+
+    def join(self, one: str, other: str) -> None:
+        """Put two schemas in one set, and members of the same name of their values."""
+        pending = [(one, other)]
+        while pending:
+            first, second = map(self._top, pending.pop())
+            if first == second:
+                continue
+            if len(self._members[first]) < len(self._members[second]):
+                first, second = second, first
+            self._above[second] = first
+            self._sizes[first] += self._sizes[second]
+            mine = self._members[first]
+            for key, where in self._members.pop(second).items():
+                if key in mine:
+                    pending.append((mine[key], where))
+                else:
+                    mine[key] = where
+
+    def join_members(self) -> None:
+        """Where several schemas apply to one value, members of any name meet all others."""
+        changed = True
+        while changed:
+            changed = False
+            for top in list(self._members):
+                members = self._members.get(top, {})
+                if self._sizes[top] < 2:
+                    continue
+                for kind in ("any", "item"):
+                    if kind == "any" and not any(one == kind for one, _ in members):
+                        continue
+                    if kind == "item" and _REST not in members:
+                        continue
+                    among = [at for (one, _), at in members.items() if one in _LISTED[kind]]
+                    changed |= len(set(map(self._top, among))) > 1
+                    for where in among[1:]:
+                        self.join(among[0], where)
+
+    def all(self) -> Iterator[list[Mapping[str, Any]]]:
+        """Yield the sets."""
+        found: dict[str, list[Mapping[str, Any]]] = {}
+        for where, one in self._schemas.items():
+            if isinstance(one, dict):
+                found.setdefault(self._top(where), []).append(one)
+        yield from found.values()
+
+    def _top(self, where: str) -> str:
+        while (above := self._above[where]) != where:
+            self._above[where] = where = self._above[above]
+        return where
+
+
+def _members(where: str, schema: Any) -> Iterator[tuple[Member, str]]:
+    """Yield the schemas of a value's members, and what they are called."""
+    if not isinstance(schema, dict):
+        return
+    for name, kind in (("properties", "named"), ("patternProperties", "any")):
+        for key in schema.get(name, ()):
+            escaped = key.replace("~", "~0").replace("/", "~1")
+            yield (kind, key), f"{where}/{name}/{escaped}"
+    if "additionalProperties" in schema:
+        yield ("any", ""), f"{where}/additionalProperties"
+    for index in range(len(schema.get("prefixItems", ()))):
+        yield ("item", str(index)), f"{where}/prefixItems/{index}"
+    if "items" in schema:
+        yield _REST, f"{where}/items"
