@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import os
 import struct
 import threading
@@ -134,8 +133,8 @@ class Shard:
     def _entry(self, name: str, entry: Any, data_start: int, file_bytes: int) -> StoredTensor:
         try:
             dtype = str(entry["dtype"])
-            shape = tuple(map(operator.index, entry["shape"]))
-            begin, end = map(operator.index, entry["data_offsets"])
+            shape = tuple(map(_whole, entry["shape"]))
+            begin, end = map(_whole, entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise self._corrupt(f"its entry for the tensor {name} is malformed") from error
         if begin < 0 or end < begin or min(shape, default=0) < 0:
@@ -151,6 +150,13 @@ class Shard:
                 f"{data_start + end} and the file holds {file_bytes}. Download it again."
             )
         return StoredTensor(name, dtype, shape, data_start + begin, end - begin)
+
+
+def _whole(value: Any) -> int:
+    """Return an integer of JSON, which true and 1.0 are not."""
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no integer")
+    return value
 
 
 class Checkpoint:

@@ -14,7 +14,9 @@ from onnxport.exporter.source import TEMPLATE_FOLDER, TOKENIZER_FILES
 _PATTERNS: Final = [
     CONFIG_FILE,
     "model.safetensors",
-    "*-of-*.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors-*-of-*.safetensors",
+    "pytorch_model-*-of-*.safetensors",
     "model.safetensors.index.json",
     *TOKENIZER_FILES,
     f"{TEMPLATE_FOLDER}/*.jinja",

@@ -93,6 +93,7 @@ def _parameters(config: Config) -> dict[str, Any]:
         if found is not None:
             values[key] = found
     original = config.get("original_max_position_embeddings", int, None)
+    outer = dict(values)
     given: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         nested = config.get(key, dict, None) or {}
@@ -101,9 +102,10 @@ def _parameters(config: Config) -> dict[str, Any]:
                 f"{config.path}: {key} differs between layer types, which is not supported."
             )
         told = {name: value for name, value in nested.items() if value is not None}
-        if nested.get("truncate", True) is None:
+        kind = told.get("rope_type", told.get("type"))
+        if kind == "yarn" and nested.get("truncate", True) is None:
             told["truncate"] = False  # as transformers reads it
-        if _differ(given, told):
+        if _differ(given, told, outer, config.get("max_position_embeddings", int, None)):
             raise UnsupportedModelError(
                 f"{config.path} has rope_scaling = {given} and rope_parameters = {told}, which "
                 "differ; remove the one that the model was not trained with."
@@ -115,13 +117,30 @@ def _parameters(config: Config) -> dict[str, Any]:
     return values
 
 
-def _differ(scaling: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:
-    """Whether the old and the new spelling are both there, and say different things."""
+def _differ(
+    scaling: Mapping[str, Any],
+    parameters: Mapping[str, Any],
+    outer: Mapping[str, Any],
+    trained: int | None,
+) -> bool:
+    """Whether the old and the new spelling are both there, and say different things.
+
+    Args:
+        scaling: the old spelling.
+        parameters: the new one.
+        outer: what holds for both where they do not say.
+        trained: the context length, likewise.
+    """
 
     def told(values: Mapping[str, Any]) -> dict[str, Any]:
         kind = values.get("rope_type", values.get("type", "default"))
-        ignored = _COMMON | {"finetuned"}
-        return {"type": kind} | {key: one for key, one in values.items() if key not in ignored}
+        ignored = {"rope_type", "type", "finetuned"}
+        found = {key: one for key, one in values.items() if key not in ignored}
+        for name, default in (("rope_theta", 10_000.0), ("partial_rotary_factor", 1.0)):
+            found.setdefault(name, outer.get(name, default))
+        if "original_max_position_embeddings" in ROPE_KEYS.get(kind, ()):
+            found.setdefault("original_max_position_embeddings", trained)
+        return {"type": kind} | found
 
     return bool(scaling) and bool(parameters) and told(scaling) != told(parameters)
 

@@ -100,6 +100,8 @@ class ChatTemplate:
         template = self._template(name)
         knows = _Knowledge.of(self.sources[name])
 
+        import jinja2
+
         def rendered(knows: _Knowledge) -> str:
             return template.render(
                 {**self.special_tokens, **variables},
@@ -111,7 +113,7 @@ class ChatTemplate:
 
         try:
             if knows.no_content:
-                with suppress(Exception):  # it asks, and takes it for a text all the same
+                with suppress(TypeError, jinja2.UndefinedError):  # it takes it for a text as well
                     return rendered(knows)
             return rendered(replace(knows, no_content=False))
         except RequestError:

@@ -38,7 +38,7 @@ _ROUNDING: Mapping[str, str] = {
 def _rounded(bound: float, rounding: str) -> float:
     """Return a bound as the compiler can keep it."""
     if bound == int(bound):
-        return bound
+        return int(bound)  # which is compared in full
     exact = Decimal(repr(bound))
     places = _DIGITS - 1 - exact.adjusted()
     return float(exact.quantize(Decimal(1).scaleb(-places), rounding))

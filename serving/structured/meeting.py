@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 _TOGETHER = ("allOf", "anyOf", "oneOf")
 Member = tuple[str, str]  # "named", "any" or "item", and the name, the pattern or the place
-_LISTED: Mapping[str, tuple[str, ...]] = {  # by which members of any name or place meet others
-    "any": ("named", "any"),
-    "item": ("item",),
-}
 _REST = ("item", "")  # of an array: what is at no place of its own
+MOST_TRIED = 10_000  # names with patterns
+_OTHERS = ("any", "")  # of an object: what is not listed
 
 
 def values(schemas: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:
@@ -44,7 +43,8 @@ class _Groups:
         self._schemas = schemas
         self._above = {where: where for where in schemas}
         self._members = {where: dict(_members(where, one)) for where, one in schemas.items()}
-        self._sizes = dict.fromkeys(schemas, 1)
+        # How many schemas speak of a value's members.
+        self._sizes = {where: int(bool(members)) for where, members in self._members.items()}
 
     def join(self, one: str, other: str) -> None:
         """Put two schemas in one set, and members of the same name of their values."""
@@ -65,23 +65,20 @@ class _Groups:
                     mine[key] = where
 
     def join_members(self) -> None:
-        """Where several schemas apply to one value, members of any name meet all others."""
+        """Let members of any name meet those they may be, where the schemas do not tell them apart.
+
+        Where one schema alone speaks of them, its rest is what it does not list; patterns may fit
+        what it lists.
+        """
         changed = True
         while changed:
             changed = False
             for top in list(self._members):
                 members = self._members.get(top, {})
-                if self._sizes[top] < 2:
-                    continue
-                for kind in ("any", "item"):
-                    if kind == "any" and not any(one == kind for one, _ in members):
-                        continue
-                    if kind == "item" and _REST not in members:
-                        continue
-                    among = [at for (one, _), at in members.items() if one in _LISTED[kind]]
-                    changed |= len(set(map(self._top, among))) > 1
-                    for where in among[1:]:
-                        self.join(among[0], where)
+                pairs = list(_meeting(members, alone=self._sizes[top] < 2))
+                changed |= any(self._top(one) != self._top(other) for one, other in pairs)
+                for one, other in pairs:
+                    self.join(one, other)
 
     def all(self) -> Iterator[list[Mapping[str, Any]]]:
         """Yield the sets."""
@@ -111,3 +108,38 @@ def _members(where: str, schema: Any) -> Iterator[tuple[Member, str]]:
         yield ("item", str(index)), f"{where}/prefixItems/{index}"
     if "items" in schema:
         yield _REST, f"{where}/items"
+
+
+def _meeting(members: Mapping[Member, str], *, alone: bool) -> Iterator[tuple[str, str]]:
+    """Yield pairs of a value's members that may be one.
+
+    Args:
+        members: by what they are called.
+        alone: whether one schema has all of them.
+    """
+    named = [(key, where) for (kind, key), where in members.items() if kind == "named"]
+    patterns = [(key, where) for (kind, key), where in members.items() if kind == "any" and key]
+    if len(named) * len(patterns) > MOST_TRIED:  # each may fit each
+        for _, where in (*named, *patterns[1:]):
+            yield patterns[0][1], where
+    else:
+        for pattern, other in patterns:
+            for key, where in named:
+                if _may_fit(pattern, key):
+                    yield where, other
+    if alone:
+        return
+    for rest, kinds in ((_OTHERS, ("named", "any")), (_REST, ("item",))):
+        if rest in members:
+            for (kind, _), where in members.items():
+                if kind in kinds:
+                    yield where, members[rest]
+    for _, where in patterns[1:]:  # of different schemas, perhaps, and one name may fit both
+        yield patterns[0][1], where
+
+
+def _may_fit(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:  # it is written for another library
+        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -51,6 +52,9 @@ class CompileThreads:
         """Return what `work` will return."""
         future: Future[T] = Future()
         with self._changed:
+            if self._closed:
+                future.cancel()
+                return future
             self._waiting.append((future, work))
             if self._idle < len(self._waiting) and self._room:
                 self._room -= 1
@@ -111,6 +115,8 @@ class CompileThreads:
 
 
 _ALL: weakref.WeakSet[CompileThreads] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_ALL.clear)  # which has none of the threads
 
 
 @atexit.register

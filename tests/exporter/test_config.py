@@ -42,6 +42,14 @@ def qwen2(**changes: Any) -> ArchSpec:
     return read(**given | changes)
 
 
+def test_both_spellings_of_rope_may_say_the_same() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    whole = {**yarn, "original_max_position_embeddings": 256, "rope_theta": 1e6}
+    given = read(rope_theta=1e6, rope_scaling=yarn, rope_parameters=whole)
+    assert given == read(rope_theta=1e6, rope_scaling=yarn)
+    assert read(rope_parameters={"rope_type": "default", "truncate": None}) == read()
+
+
 def test_null_is_not_what_is_absent() -> None:
     """As transformers reads them."""
     assert qwen2(num_key_value_heads=None).num_kv_heads == 4
@@ -174,6 +182,11 @@ def test_the_model_type_serves_where_no_architecture_is_named() -> None:
         {
             "rope_scaling": {"type": "linear", "factor": 2.0},
             "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+        },
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
         },
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
         {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}},

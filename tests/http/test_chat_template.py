@@ -147,6 +147,11 @@ def test_calls_have_no_content_where_the_template_asks_for_that() -> None:
     )
     assert ChatTemplate({"default": other}).render([call]) == "x"  # asks for another content
     both = "{{ messages[0].content is none }}{{ 'a' + messages[0].content }}"
+    split = "{{ messages[0].content is none }}{{ messages[0].content.split('x') }}"
+    assert ChatTemplate({"default": split}).render([call]) == "False['']"
+    refuses = "{% if messages[0].content is none %}{{ raise_exception('needs text') }}{% endif %}"
+    with pytest.raises(RequestError, match="needs text"):
+        ChatTemplate({"default": refuses}).render([call])
     assert ChatTemplate({"default": both}).render([call]) == "Falsea"  # asks, and needs a text
 
 

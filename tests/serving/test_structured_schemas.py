@@ -166,6 +166,33 @@ def test_formats_by_example(name: str, right: str, wrong: str) -> None:
         ({"pattern": "^[!-~~]*$", "type": "string"}, '"~"', '" "'),
         ({"maximum": 1e15, "type": "number"}, "1000000000000000", "1000000000000001"),
         (
+            {"maximum": 7788492509897377.0, "type": "number"},
+            "7788492509897377.0",
+            "7788492509897378.0",
+        ),
+        (
+            {
+                "properties": {"o": {"$ref": "#/$defs/o"}},
+                "$defs": {
+                    "o": {
+                        "properties": {"a": {"type": "number", "exclusiveMinimum": 0}},
+                        "additionalProperties": {"type": "number", "maximum": 0.5},
+                    }
+                },
+            },
+            '{"o":{"a":1,"b":0.5}}',
+            '{"o":{"b":1}}',
+        ),
+        (
+            {
+                "properties": {"price": {"multipleOf": 0.01}},
+                "patternProperties": {"^n_": {"multipleOf": 144}},
+                "additionalProperties": False,
+            },
+            '{"price":0.01,"n_a":288}',
+            '{"n_a":1}',
+        ),
+        (
             {"minimum": 845113747942862.2, "type": "number"},
             "845113747942863.0",
             "845113747942862.1",
@@ -279,6 +306,13 @@ def test_corners(schema: Any, right: str, wrong: str) -> None:
         ({"const": [10**400]}, "#/const"),
         ({"enum": [-(10**400)]}, "#/enum"),
         ({"multipleOf": 10**400}, "#/multipleOf"),
+        (
+            {
+                "properties": {"ab": {"exclusiveMinimum": 0}},
+                "patternProperties": {"^a": {"maximum": 0.5}},
+            },
+            "exclusiveMinimum 0 and maximum 0.5",
+        ),
         ({"pattern": "a\x01"}, "control character"),
         ({"pattern": "[a&&b]"}, "has && in a class"),
         ({"pattern": r"^\p{Cc}$"}, "cannot be written"),

@@ -201,15 +201,15 @@ def _check_outputs(options: argparse.Namespace) -> None:
         if not path.parent.is_dir():
             raise RequestError(f"{path} cannot be written: {path.parent} is no folder; make it")
         try:
-            target = path.resolve()
-            if target.is_dir():
+            if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            was_there = target.exists()
-            if target.is_file() or not was_there:  # a pipe would tell its reader an end
-                target.open("ab").close()
-            if not was_there:
-                target.unlink()
-        except OSError as error:
+            if path.is_file():
+                path.open("ab").close()
+            elif not path.exists():  # and no pipe, whose reader would be told of an end
+                made = path.resolve()
+                made.open("ab").close()
+                made.unlink()
+        except (OSError, RuntimeError) as error:  # the second: links in a circle
             raise RequestError(f"{path} cannot be written: {error}") from error
     if options.plot is not None:
         check(options.plot)
