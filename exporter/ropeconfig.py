@@ -112,7 +112,8 @@ def _parameters(config: Config) -> dict[str, Any]:
             )
         values.update(told)
         given = told
-    if original is not None:
+    kind = str(values.get("rope_type", values.get("type", "default")))
+    if original is not None and "original_max_position_embeddings" in ROPE_KEYS.get(kind, ()):
         values["original_max_position_embeddings"] = original  # the outer one wins
     return values
 

@@ -139,6 +139,11 @@ class Tokenizer:
             return bytes([int(spelled[1], 16)]) if spelled else text.encode()
         return self._bytes_of(token_id) or text.encode()
 
+    def token_spelling(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary spells it, None where there is none of this id."""
+        spelled: str | None = self._fast.id_to_token(token_id)
+        return spelled
+
     def is_special(self, token_id: int) -> bool:
         """Whether a token is no text, so that `decode` leaves it out."""
         if self._special is None:

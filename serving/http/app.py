@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
 from onnxport.serving.chat import ChatTemplate
-from onnxport.serving.http import adapters, chat_completions, completions, errors
+from onnxport.serving.http import adapters, chat_completions, completions, errors, tokens
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.completion_request import CompletionRequest
 from onnxport.serving.http.defaults import SamplingDefaults
@@ -30,9 +30,9 @@ class AppOptions:
 
     Attributes:
         defaults: how requests that do not say are sampled; by itself OpenAI's defaults.
-        api_keys: one of them is required as a bearer token under `/v1`; none leave the server
-            open. Where there are several, each is a tenant of its own; otherwise the field `user`
-            names the tenant.
+        api_keys: one of them is required as a bearer token under `/v1` and for `/tokenize` and
+            `/detokenize`; none leave the server open. Where there are several, each is a tenant of
+            its own; otherwise the field `user` names the tenant.
         request_timeout_s: deadline of requests that give none; None: no deadline.
         max_body_bytes: larger bodies are refused.
         allow_runtime_lora: whether requests may load LoRA adapters from folders of this machine.
@@ -79,6 +79,7 @@ def create_app(
         )
     _add_generation(app, service)
     _add_information(app, service, metrics)
+    tokens.add_routes(app, service)
     adapters.add_routes(app, service, allowed=options.allow_runtime_lora)
     return app
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from onnxport.serving.http import sse
+from onnxport.serving.http.chat_messages import ChatMessage, Rendering
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.generation import (
     Collected,
@@ -59,7 +60,8 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
         body.named_function is not None,
         params.logprobs,
     )
-    prompt = await asyncio.to_thread(_encode, service, body, tools)
+    most = service.engine.capabilities.max_model_len
+    prompt = await asyncio.to_thread(encode, service, body.messages, tools, body, most)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     header = Header.new("chatcmpl", kind, body.model)
     job = Job([prompt], params, options, header.id)
@@ -79,16 +81,22 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
     return JSONResponse(await unless_disconnected(request, whole()))
 
 
-def _encode(service: Service, body: ChatRequest, tools: list[dict[str, Any]]) -> list[int]:
-    """Return the prompt of a conversation."""
+def encode(
+    service: Service,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[dict[str, Any]],
+    how: Rendering,
+    most_tokens: int,
+) -> list[int]:
+    """Return the prompt of a conversation; text that so many tokens cannot hold is refused."""
     text = service.template.render(
-        [message.plain() for message in body.messages],
+        [message.plain() for message in messages],
         tools,
-        body.add_generation_prompt is not False,
-        **(body.chat_template_kwargs or {}),
+        how.add_generation_prompt is not False,
+        **(how.chat_template_kwargs or {}),
     )
-    service.tokenizer.check_length(text, service.engine.capabilities.max_model_len)
-    return service.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    service.tokenizer.check_length(text, most_tokens)
+    return service.tokenizer.encode(text, add_special_tokens=bool(how.add_special_tokens))
 
 
 def _whole(service: Service, index: int, result: Collected, told: Told) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import ConfigDict, Field, model_validator
 
 from onnxport.errors import RequestError
+from onnxport.serving.chat import RESERVED
 from onnxport.serving.http.protocol import Strict, expect
 
 
@@ -98,3 +100,43 @@ class ToolDefinition(Strict):
 
     type: Literal["function"]
     function: FunctionDefinition
+
+
+class Rendering(Protocol):
+    """How a prompt is made of a conversation."""
+
+    @property
+    def add_generation_prompt(self) -> bool | None:
+        """Whether it ends with the start of an assistant message; None: it does."""
+        ...
+
+    @property
+    def add_special_tokens(self) -> bool | None:
+        """Whether tokens are put around it that the template does not write; None: no."""
+        ...
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None:
+        """Further variables of the template."""
+        ...
+
+
+def told(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]]:
+    """Return what the model is told of tools."""
+    return [
+        tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools or ()
+    ]
+
+
+def check_variables(variables: dict[str, Any] | None) -> None:
+    """Refuse variables of a template that requests have fields for.
+
+    Raises:
+        RequestError: names them.
+    """
+    if reserved := RESERVED & (variables or {}).keys():
+        raise RequestError(
+            f"chat_template_kwargs sets {sorted(reserved)}, which the request itself sets; "
+            "remove them",
+            "chat_template_kwargs",
+        )

@@ -8,8 +8,12 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, model_validator
 
 from onnxport.errors import RequestError
-from onnxport.serving.chat import RESERVED
-from onnxport.serving.http.chat_messages import ChatMessage, ToolDefinition
+from onnxport.serving.http.chat_messages import (
+    ChatMessage,
+    ToolDefinition,
+    check_variables,
+    told,
+)
 from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.fields import NEUTRAL_CHAT
 from onnxport.serving.http.forms import calls
@@ -41,12 +45,7 @@ class ChatRequest(RequestBody):
                 "top_logprobs was given without logprobs; set logprobs to true", "top_logprobs"
             )
         self._check_tool_choice()
-        if reserved := RESERVED & (self.chat_template_kwargs or {}).keys():
-            raise RequestError(
-                f"chat_template_kwargs sets {sorted(reserved)}, which the request itself sets; "
-                "remove them",
-                "chat_template_kwargs",
-            )
+        check_variables(self.chat_template_kwargs)
         both = None not in (self.max_tokens, self.max_completion_tokens)
         if both and self.max_tokens != self.max_completion_tokens:
             raise RequestError(
@@ -108,10 +107,7 @@ class ChatRequest(RequestBody):
 
     def offered_tools(self) -> list[dict[str, Any]]:
         """Return the tools the model is told of; none when `tool_choice` is "none"."""
-        if self.tool_choice == "none":
-            return []
-        untold = {"function": {"strict"}}
-        return [tool.model_dump(exclude_none=True, exclude=untold) for tool in self.tools or ()]
+        return [] if self.tool_choice == "none" else told(self.tools)
 
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the decoding parameters; up to the context length unless told otherwise."""

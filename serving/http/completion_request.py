@@ -11,27 +11,19 @@ from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.defaults import SamplingDefaults
-from onnxport.serving.http.fields import NEUTRAL_COMPLETION
+from onnxport.serving.http.fields import NEUTRAL_COMPLETION, are_ids, is_list
 from onnxport.serving.http.protocol import RequestBody
 from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
 
 
 def _prompt(value: Any) -> Any:
-    """Return a prompt as it was given; what pydantic would do in seconds for a million tokens."""
-    if isinstance(value, str) or _is_list(value, str) or _are_ids(value):
+    """Return a prompt as it was given."""
+    if isinstance(value, str) or is_list(value, str) or are_ids(value):
         return value
-    if _is_list(value, list) and all(_are_ids(one) for one in value):
+    if is_list(value, list) and all(are_ids(one) for one in value):
         return value
     what = "a text, a list of texts, a list of token ids, or a list of such lists"
     raise PydanticCustomError("union", "should be {what}", {"what": what})
-
-
-def _is_list(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and set(map(type, value)) <= {kind}
-
-
-def _are_ids(value: Any) -> bool:
-    return _is_list(value, int) and (not value or (min(value) >= 0 and max(value) < 2**31))
 
 
 class CompletionRequest(RequestBody):

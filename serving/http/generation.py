@@ -48,8 +48,12 @@ class Tokenizer(Protocol):
         """Refuse a text that so many tokens cannot hold."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
+        ...
+
+    def token_spelling(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary spells it."""
         ...
 
     def token_text(self, token_id: int) -> str:

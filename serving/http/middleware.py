@@ -12,13 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onnxport.serving.http.errors import ApiError
 
-PROTECTED = "/v1"
+PROTECTED = ("/v1", "/tokenize", "/detokenize")
 TENANT = "tenant"  # in the state of a request
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeyMiddleware:
-    """Refuses requests under `/v1` that do not bring one of the keys as a bearer token.
+    """Refuses requests under PROTECTED that do not bring one of the keys as a bearer token.
 
     Where there are several keys, each is a tenant, named by its number and never by itself.
     """

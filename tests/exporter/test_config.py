@@ -111,6 +111,11 @@ def test_transformers_own_files_are_understood(name: str, tmp_path: Path) -> Non
             },
             {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 64},
         ),
+        ({"original_max_position_embeddings": 64}, {"rope_type": "default"}),
+        (
+            {"original_max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 2}},
+            {"rope_type": "linear", "factor": 2.0},
+        ),
     ],
 )
 def test_old_and_new_rope_spellings_agree(old: dict[str, Any], new: dict[str, Any]) -> None:

@@ -150,12 +150,16 @@ class Client:
         messages = [{"role": "user", "content": content}]
         return await self._post("chat/completions", {"messages": messages, **fields}, key)
 
-    async def _post(self, path: str, body: dict[str, Any], key: str) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
-        body = {"model": MODEL, **body}
-        response = await self._http.post(f"/v1/{path}", json=body, headers=headers)
+    async def post(self, path: str, key: str = "", **fields: Any) -> httpx.Response:
+        headers = {b"Content-Type": b"application/json"}
+        if key:
+            headers[b"Authorization"] = f"Bearer {key}".encode()
+        response = await self._http.post(path, content=json.dumps(fields), headers=headers)
         assert all(stream.ag_frame is None for stream in self.engine.streams), "left open"
         return response
+
+    async def _post(self, path: str, body: dict[str, Any], key: str) -> httpx.Response:
+        return await self.post(f"/v1/{path}", key, **{"model": MODEL, **body})
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
