@@ -11,12 +11,20 @@ from fastapi.responses import JSONResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
 from onnxport.serving.chat import ChatTemplate
-from onnxport.serving.http import adapters, chat_completions, completions, errors, tokens
+from onnxport.serving.http import (
+    adapters,
+    chat_completions,
+    completions,
+    errors,
+    responses,
+    tokens,
+)
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.completion_request import CompletionRequest
 from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.generation import DisconnectedError, Engine, Service
 from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
+from onnxport.serving.http.responses_request import ResponsesRequest
 from onnxport.serving.metrics import Metrics
 from onnxport.version import __version__
 
@@ -94,6 +102,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
         return await chat_completions.respond(service, request, body)
+
+    @app.post("/v1/responses", response_model=None)
+    async def create_response(request: Request, body: ResponsesRequest) -> Response:
+        return await responses.respond(service, request, body)
 
 
 def _add_information(app: FastAPI, service: Service, metrics: Metrics) -> None:

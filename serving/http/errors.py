@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 RATE_LIMIT = "rate_limit_error"
+JSON = "application/json"
 SHOWN = 80  # characters of a client's own words that it gets back
 FINAL = {"x-should-retry": "false"}  # OpenAI's clients would ask again, unasked
 
@@ -121,7 +122,7 @@ def validation_error(content_type: str, errors: list[Any], known: Mapping[str, A
         errors: pydantic's list, of which the first is told.
         known: the fields of the model, for suggestions.
     """
-    if content_type.split(";")[0].strip() != "application/json":
+    if content_type.split(";")[0].strip() != JSON:
         return ApiError(
             415,
             f"the content type is {content_type or 'missing'}; send the body as JSON with the "

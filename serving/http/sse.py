@@ -22,25 +22,27 @@ _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 Chunks = AsyncGenerator[dict[str, Any], None]
 
 
-def event(data: dict[str, Any]) -> bytes:
-    """Return one event."""
+def event(data: dict[str, Any], *, is_named: bool = False) -> bytes:
+    """Return one event, which is named by its type where that is asked for."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     if not text.isascii():
         text = text.translate(_LINE_ENDS)
-    return b"data: " + text.encode("utf-8", "surrogatepass") + b"\n\n"
+    name = f"event: {data['type']}\n".encode() if is_named else b""
+    return name + b"data: " + text.encode("utf-8", "surrogatepass") + b"\n\n"
 
 
-async def respond(request: Request, chunks: Chunks) -> Response:
+async def respond(request: Request, chunks: Chunks, *, is_named: bool = False) -> Response:
     """Return a stream of `chunks`.
 
     The first chunk is awaited before the headers are sent, so that a request that cannot be run
-    gets a status of its own. An error after that is an event, the last one before `[DONE]`.
+    gets a status of its own. An error after that is an event, the last one before `[DONE]`; streams
+    of named events, as those of responses are, end without that, and tell of errors themselves.
 
     Raises:
         DisconnectedError: the client went away before the first chunk.
     """
     first = await unless_disconnected(request, anext(chunks))
-    return _EventStream(first, chunks)
+    return _EventStream(_named(first, chunks) if is_named else _events(first, chunks), chunks)
 
 
 async def _events(first: dict[str, Any], chunks: Chunks) -> AsyncGenerator[bytes, None]:
@@ -55,12 +57,17 @@ async def _events(first: dict[str, Any], chunks: Chunks) -> AsyncGenerator[bytes
     yield DONE
 
 
+async def _named(first: dict[str, Any], chunks: Chunks) -> AsyncGenerator[bytes, None]:
+    yield event(first, is_named=True)
+    async for chunk in chunks:
+        yield event(chunk, is_named=True)
+
+
 class _EventStream(StreamingResponse):
     """A stream whose chunks are closed whatever ends the response, even before it begins."""
 
-    def __init__(self, first: dict[str, Any], chunks: Chunks) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], chunks: Chunks) -> None:
         self._chunks = chunks
-        events = _events(first, chunks)
         super().__init__(events, media_type="text/event-stream", headers=HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -113,7 +113,10 @@ def test_transformers_own_files_are_understood(name: str, tmp_path: Path) -> Non
         ),
         ({"original_max_position_embeddings": 64}, {"rope_type": "default"}),
         (
-            {"original_max_position_embeddings": 64, "rope_scaling": {"type": "linear", "factor": 2}},
+            {
+                "original_max_position_embeddings": 64,
+                "rope_scaling": {"type": "linear", "factor": 2},
+            },
             {"rope_type": "linear", "factor": 2.0},
         ),
     ],

@@ -1,0 +1,269 @@
+"""`POST /v1/responses`: a turn of a chat, told as OpenAI's newer API tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from onnxport.errors import RequestError
+from onnxport.serving.http import chat_completions, sse
+from onnxport.serving.http.chat_request import ChatRequest
+from onnxport.serving.http.errors import ApiError, to_api_error
+from onnxport.serving.http.generation import (
+    Job,
+    Service,
+    Usage,
+    generate,
+    token_logprobs,
+    unless_disconnected,
+)
+from onnxport.serving.http.logprobs import chat_logprobs
+from onnxport.serving.http.middleware import key_tenant
+from onnxport.serving.http.responses_request import ResponsesRequest, as_chat, renamed
+from onnxport.serving.http.tool_calls import Parsed, ParsedCall, ToolCallParser
+from onnxport.serving.outputs import CompletionDelta
+
+Event = dict[str, Any]
+
+
+async def respond(service: Service, request: Request, body: ResponsesRequest) -> Response:
+    """Answer one request, as a whole or as a stream."""
+    chat = as_chat(body)
+    adapter = service.adapter_of(body.model)
+    try:
+        params = chat.sampling_params(service.defaults)
+        options = chat.options(key_tenant(request), service.request_timeout_s, adapter)
+        tools, most = chat.offered_tools(), service.engine.capabilities.max_model_len
+        prompt = await asyncio.to_thread(
+            chat_completions.encode, service, chat.messages, tools, chat, most
+        )
+    except RequestError as error:
+        raise renamed(error) from error
+    job = Job([prompt], params, options, f"resp_{uuid.uuid4().hex}")
+    told = Told(service, body, chat, job)
+    if body.stream:
+        return await sse.respond(request, _events(service, told), is_named=True)
+
+    async def whole() -> dict[str, Any]:
+        async for event in _events(service, told):
+            if "error" in event:
+                raise told.failure or AssertionError("an error without its reason")
+        return told.response()
+
+    return JSONResponse(await unless_disconnected(request, whole()))
+
+
+async def _events(service: Service, told: Told) -> sse.Chunks:
+    """Yield the events of a response. What fails after the first one is an event, too."""
+    try:
+        async with aclosing(generate(service.engine, told.job)) as deltas:
+            async for _, delta in deltas:
+                for event in told.take(delta):
+                    yield event
+    except Exception as error:
+        known = renamed(error) if type(error) is RequestError else error
+        if not told.has_begun:
+            raise known from error
+        yield told.fail(to_api_error(known))
+
+
+class Told:
+    """A response as it comes, in events.
+
+    Attributes:
+        job: what is run for it.
+        has_begun: whether an event was told.
+        failure: why it ended before its end.
+    """
+
+    def __init__(
+        self, service: Service, body: ResponsesRequest, chat: ChatRequest, job: Job
+    ) -> None:
+        names = {tool["function"]["name"] for tool in chat.offered_tools()}
+        self.job = job
+        self.has_begun = False
+        self.failure: ApiError | None = None
+        self._service = service
+        self._body = body
+        self._parser = ToolCallParser(frozenset(names)) if names else None
+        self._usage = Usage(job)
+        self._created_s = int(time.time())
+        self._number = 0
+        self._output: list[dict[str, Any]] = []
+        self._message: _Message | None = None  # that is being told
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not told yet
+        self._status = "in_progress"
+
+    def take(self, delta: CompletionDelta) -> Iterator[Event]:
+        """Yield what one delta adds."""
+        self._usage.add(0, delta)
+        if not self.has_begun:
+            self.has_begun = True
+            yield self._event("response.created", response=self.response())
+            yield self._event("response.in_progress", response=self.response())
+        if delta.logprobs and self.job.params.logprobs is not None:
+            tokens = token_logprobs(delta)
+            entries = chat_logprobs(self._service.tokenizer, tokens, self.job.params.logprobs)
+            self._logprobs += entries["content"]
+        parsed = self._parse(delta)
+        if parsed.content:
+            yield from self._tell(parsed.content)
+        for call in parsed.calls:
+            self._logprobs.clear()  # those of its own text
+            yield from self._end_message("completed")
+            yield from self._call(call)
+        if delta.finish_reason:
+            yield from self._end("incomplete" if delta.finish_reason == "length" else "completed")
+
+    def fail(self, error: ApiError) -> Event:
+        """Return the event of an error; the last one."""
+        self.failure = error
+        found = error.body()["error"]
+        flat = {name: found[name] for name in ("code", "message", "param")}
+        return self._event("error", **flat, error=found)
+
+    def response(self) -> dict[str, Any]:
+        """Return the response as it is now."""
+        body, params, ended = self._body, self.job.params, self._status != "in_progress"
+        dumped = body.model_dump(by_alias=True, include={"tools", "text"}, exclude_none=True)
+        text = {"format": {"type": "text"}, "verbosity": "medium", **dumped.get("text", {})}
+        cut = self._status == "incomplete"
+        return {
+            "id": self.job.id,
+            "object": "response",
+            "created_at": self._created_s,
+            "completed_at": int(time.time()) if self._status == "completed" else None,
+            "status": self._status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": body.metadata or {},
+            "model": body.model,
+            "output": list(self._output),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": params.temperature,
+            "text": text,
+            "tool_choice": body.tool_choice or "auto",
+            "tools": dumped.get("tools", []),
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": "disabled",
+            "usage": self._usage_body() if ended else None,
+            "user": body.user,
+        }
+
+    def _usage_body(self) -> dict[str, Any]:
+        usage = self._usage.body()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+    def _parse(self, delta: CompletionDelta) -> Parsed:
+        if self._parser is None:
+            return Parsed(delta.text)
+        parsed = self._parser.feed(delta.text)
+        if delta.finish_reason is None:
+            return parsed
+        last = self._parser.finish()
+        return Parsed(parsed.content + last.content, parsed.calls + last.calls)
+
+    def _tell(self, text: str) -> Iterator[Event]:
+        """Yield text of a message, which begins with it if there is none."""
+        if self._message is None:
+            self._message = _Message(f"msg_{uuid.uuid4().hex}", len(self._output))
+            yield self._item("added", self._message.item("in_progress", []))
+            yield self._part("added", self._message, _text("", []))
+        message, logprobs = self._message, list(self._logprobs)
+        self._logprobs.clear()
+        message.text += text
+        message.logprobs += logprobs
+        fields = {"delta": text, "logprobs": logprobs, **message.place}
+        yield self._event("response.output_text.delta", **fields)
+
+    def _end_message(self, status: str) -> Iterator[Event]:
+        """Yield the end of the message that is being told, if one is."""
+        if self._message is None:
+            return
+        message, self._message = self._message, None
+        message.logprobs += self._logprobs  # of tokens without text
+        self._logprobs.clear()
+        part = _text(message.text, message.logprobs)
+        fields = {"text": message.text, "logprobs": message.logprobs, **message.place}
+        yield self._event("response.output_text.done", **fields)
+        yield self._part("done", message, part)
+        yield self._item("done", message.item(status, [part]))
+
+    def _call(self, call: ParsedCall) -> Iterator[Event]:
+        """Yield a call of a function."""
+        item = {
+            "id": f"fc_{uuid.uuid4().hex}",
+            "type": "function_call",
+            "call_id": f"call_{uuid.uuid4().hex[:24]}",
+            "name": call.name,
+        }
+        place = {"item_id": item["id"], "output_index": len(self._output)}
+        yield self._item("added", {**item, "arguments": "", "status": "in_progress"})
+        name = "response.function_call_arguments"
+        yield self._event(f"{name}.delta", delta=call.arguments, **place)
+        yield self._event(f"{name}.done", arguments=call.arguments, name=call.name, **place)
+        yield self._item("done", {**item, "arguments": call.arguments, "status": "completed"})
+
+    def _end(self, status: str) -> Iterator[Event]:
+        if self._message is None and not self._output:
+            yield from self._tell("")  # an empty answer is a message, too
+        yield from self._end_message(status)
+        self._status = status
+        yield self._event(f"response.{status}", response=self.response())
+
+    def _item(self, what: str, item: dict[str, Any]) -> Event:
+        index = len(self._output)
+        if what == "done":
+            self._output.append(item)
+        return self._event(f"response.output_item.{what}", output_index=index, item=item)
+
+    def _part(self, what: str, message: _Message, part: dict[str, Any]) -> Event:
+        return self._event(f"response.content_part.{what}", part=part, **message.place)
+
+
+class _Message:
+    """A message that is being told."""
+
+    def __init__(self, item_id: str, index: int) -> None:
+        self.text = ""
+        self.logprobs: list[dict[str, Any]] = []
+        self.place = {"item_id": item_id, "output_index": index, "content_index": 0}
+
+    def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.place["item_id"],
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
+
+
+def _text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

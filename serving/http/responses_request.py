@@ -1,0 +1,390 @@
+"""The body of `/v1/responses`, and what it means as a chat.
+
+A response is one turn of a chat: what that can do is said by `chat`, and refused there where it
+cannot be done. Nothing is kept between requests, so fields that need that are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+
+from onnxport.errors import RequestError
+from onnxport.serving.http.chat_request import ChatRequest
+from onnxport.serving.http.errors import JSON, validation_error
+from onnxport.serving.http.fields import LABELS, check_json, check_neutral
+from onnxport.serving.http.protocol import Strict, expect
+from onnxport.serving.params import MAX_LOGPROBS
+
+LOGPROBS: Final = "message.output_text.logprobs"
+INCLUDED: Final = (LOGPROBS, "reasoning.encrypted_content")  # of the second there is never any
+
+NEUTRAL: Final[Mapping[str, Any]] = {
+    **{name: values for name, values in LABELS.items() if name != "metadata"},
+    "background": (False,),
+    "store": (False,),
+    "truncation": ("disabled",),
+    "service_tier": ("auto", "default"),
+    "reasoning": ({},),
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "max_tool_calls": (),
+    "context_management": (),
+    "moderation": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "stream_options": ({}, {"include_obfuscation": False}),
+}
+
+# Fields of a chat that are called the same; those of vLLM among them.
+SAME: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "logit_bias"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "structured_outputs"),
+    *("parallel_tool_calls", "chat_template_kwargs", "user", "priority", "cache_salt", "timeout_s"),
+)
+
+# What a field of the chat is called here, for errors.
+CALLED: Final[Mapping[str, str]] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+}
+
+
+class _Given(Strict):
+    """What clients send back of what they got: nulls say nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None}
+
+
+class TextPart(_Given):
+    """A text of a message. Annotations there are none here, and log probabilities say nothing."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] = Field(default=[], max_length=0)
+    logprobs: Any = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as a chat has it."""
+        return {"type": "text", "text": self.text}
+
+
+class RefusalPart(_Given):
+    """What an assistant said in place of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as a chat has it."""
+        return {"type": "refusal", "refusal": self.refusal}
+
+
+class OtherPart(Strict):
+    """A part that no model here reads."""
+
+    type: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, body: Any) -> Any:
+        if isinstance(body, dict) and isinstance(body.get("type"), str):
+            raise RequestError(
+                f"a part of type {body['type'][:40]!r} was given; models here read text alone. "
+                'Send parts of type "input_text"',
+                "input",
+            )
+        return body
+
+    def plain(self) -> dict[str, Any]:
+        """There is none."""
+        raise AssertionError("refused when it was read")
+
+
+def _kind_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "refusal":
+        return "refusal"
+    return "text" if kind in ("input_text", "output_text", "text") else "other"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("text")]
+    | Annotated[RefusalPart, Tag("refusal")]
+    | Annotated[OtherPart, Tag("other")],
+    Discriminator(_kind_of_part),
+]
+Content = Annotated[str | list[Part], expect("a text or a list of parts")]
+
+
+class MessageItem(_Given):
+    """A message, of the client or of an earlier response."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class CallItem(_Given):
+    """A function that an earlier response called."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class ResultItem(_Given):
+    """What a called function gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    id: str | None = None
+    status: str | None = None
+
+
+class OtherItem(Strict):
+    """An item that there is no such thing for here."""
+
+    type: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, body: Any) -> Any:
+        if isinstance(body, dict) and isinstance(body.get("type"), str):
+            raise RequestError(
+                f"an item of type {body['type'][:40]!r} was given; send items of the types "
+                "message, function_call and function_call_output. This server keeps no items, and "
+                "has no tools of its own",
+                "input",
+            )
+        return body
+
+
+def _kind_of_item(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else "other"
+    if kind is None:
+        return "message"
+    known = ("message", "function_call", "function_call_output")
+    return kind if isinstance(kind, str) and kind in known else "other"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[ResultItem, Tag("function_call_output")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(_kind_of_item),
+]
+
+
+class FunctionTool(_Given):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(_Given):
+    """The form of the text; that of a schema is enforced whatever `strict` says."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    description: str | None = None
+    content: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.content is not None and self.name is not None):
+            raise RequestError(
+                f"text.format has the type {self.type!r}; the type 'json_schema' has a name and a "
+                "schema, and no other",
+                "text.format",
+            )
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as a chat has it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        named = self.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+        return {"type": self.type, "json_schema": named}
+
+
+class TextOptions(_Given):
+    """How the text is to be."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesRequest(Strict):
+    """The body of `/v1/responses`."""
+
+    model: str
+    input: Annotated[
+        str | Annotated[list[Item], Field(min_length=1)], expect("a text or a list of items")
+    ]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: TextOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Any = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    metadata: dict[str, str] | None = None
+    stream: bool | None = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    seed: Any = None
+    stop: Any = None
+    logit_bias: Any = None
+    repetition_penalty: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    parallel_tool_calls: Any = None
+    structured_outputs: Any = None
+    priority: Any = None
+    user: Any = None
+    cache_salt: Any = None
+    timeout_s: Any = None
+    chat_template_kwargs: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        check_json(body)
+        check_neutral(body, NEUTRAL)
+        return {name: value for name, value in body.items() if name not in NEUTRAL}
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponsesRequest:
+        if unknown := [one for one in self.include or () if one not in INCLUDED]:
+            raise RequestError(
+                f"include has {unknown[0][:80]!r}; there is {' and '.join(INCLUDED)}", "include"
+            )
+        if self.top_logprobs and not self.has_logprobs:
+            raise RequestError(
+                f"top_logprobs was given, and include lacks {LOGPROBS!r}; add that", "top_logprobs"
+            )
+        return self
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether log probabilities are told."""
+        return LOGPROBS in (self.include or ())
+
+    def chat(self) -> dict[str, Any]:
+        """Return the body of a chat that means the same.
+
+        Raises:
+            RequestError: what is forced to be called is not named as it should be.
+        """
+        given = {name: getattr(self, name) for name in SAME}
+        asked = self.text.format if self.text else None
+        return {
+            **{name: value for name, value in given.items() if value is not None},
+            "model": self.model,
+            "messages": self._messages(),
+            "max_completion_tokens": self.max_output_tokens,
+            "response_format": asked.plain() if asked else None,
+            "tools": [_as_chat(tool) for tool in self.tools] if self.tools else None,
+            "tool_choice": _choice(self.tool_choice),
+            "logprobs": self.has_logprobs,
+            "top_logprobs": self.top_logprobs if self.has_logprobs else None,
+        }
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Return the conversation; calls belong to the assistant's message before them."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for item in self.input:
+            match item:
+                case MessageItem():
+                    messages.append({"role": item.role, "content": _plain(item.content)})
+                case CallItem():
+                    if not messages or messages[-1]["role"] != "assistant":
+                        messages.append({"role": "assistant"})
+                    messages[-1].setdefault("tool_calls", []).append(_call(item))
+                case ResultItem():
+                    result = {"tool_call_id": item.call_id, "content": _plain(item.output)}
+                    messages.append({"role": "tool", **result})
+        return messages
+
+
+def _plain(content: str | list[Any]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [part.plain() for part in content]
+
+
+def _call(item: CallItem) -> dict[str, Any]:
+    function = {"name": item.name, "arguments": item.arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
+
+
+def _as_chat(tool: FunctionTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+def _choice(choice: Any) -> Any:
+    """Return `tool_choice` as a chat has it."""
+    match choice:
+        case None | "auto" | "none" | "required":
+            return choice
+        case {"type": "function", "name": str(name), **more} if not more:
+            return {"type": "function", "function": {"name": name}}
+    raise RequestError(
+        f'tool_choice is {repr(choice)[:80]}; use "auto", "none", "required", or '
+        '{"type": "function", "name": …} with the name of one of the tools',
+        "tool_choice",
+    )
+
+
+def as_chat(body: ResponsesRequest) -> ChatRequest:
+    """Return the request as a chat.
+
+    Raises:
+        RequestError: it cannot be one; names the field as it is called here.
+        ApiError: a field that both have is of another type than it should be.
+    """
+    try:
+        return ChatRequest.model_validate(body.chat())
+    except RequestError as error:
+        raise renamed(error) from error
+    except ValidationError as error:
+        raise validation_error(JSON, error.errors(), ChatRequest.model_fields) from error
+
+
+def renamed(error: RequestError) -> RequestError:
+    """Return what a chat refused, with its field called what it is called here."""
+    name = error.param or ""
+    called = CALLED.get(name, name)
+    return RequestError(str(error).replace(name, called) if name else str(error), called or None)

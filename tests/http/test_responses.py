@@ -1,0 +1,319 @@
+"""`/v1/responses`, with the openai client and with plain HTTP."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from onnxport.serving.http.app import AppOptions
+from onnxport.serving.outputs import Failure
+from onnxport.serving.tokenizer import Tokenizer
+
+from .conftest import RunningServer
+from .fake import MODEL as FAKE
+from .fake import Client, FakeEngine
+from .scripted import MODEL, say
+
+pytestmark = pytest.mark.timeout(60)
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "name": "weather",
+    "description": "Tell the weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+LOGPROBS = ["message.output_text.logprobs"]
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Any:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(model_folder, frozenset())
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """Return the events of a stream; each is named by its type, and they are numbered."""
+    *blocks, end = text.split("\n\n")
+    assert end == ""
+    found = []
+    for block in blocks:
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+        EVENT.validate_python(found[-1])
+    assert [one["sequence_number"] for one in found] == list(range(len(found)))
+    return found
+
+
+def told(body: dict[str, Any]) -> Any:
+    """Return a response without what differs from one to the next."""
+    if isinstance(body, dict):
+        changing = ("id", "call_id", "created_at", "completed_at")
+        return {name: told(one) for name, one in body.items() if name not in changing}
+    return [told(one) for one in body] if isinstance(body, list) else body
+
+
+def test_a_text(client: OpenAI) -> None:
+    done = client.responses.create(model=MODEL, input=say("Grüße 你好 🙂"), metadata={"a": "b"})
+    assert done.object == "response"
+    assert done.id.startswith("resp_")
+    assert done.output_text == "Grüße 你好 🙂"
+    assert done.status == "completed"
+    assert (done.error, done.incomplete_details) == (None, None)
+    assert done.metadata == {"a": "b"}
+    [message] = done.output
+    assert message.type == "message"
+    assert (message.role, message.status) == ("assistant", "completed")
+    assert done.usage is not None
+    assert done.usage.output_tokens == len("Grüße 你好 🙂".encode()) + 1
+    assert done.usage.total_tokens == done.usage.input_tokens + done.usage.output_tokens
+
+
+def test_a_text_that_is_cut(client: OpenAI) -> None:
+    done = client.responses.create(model=MODEL, input=say("x" * 50), max_output_tokens=5)
+    assert done.output_text == "xxxxx"
+    assert done.status == "incomplete"
+    assert done.incomplete_details is not None
+    assert done.incomplete_details.reason == "max_output_tokens"
+    assert done.output[0].status == "incomplete"  # type: ignore[union-attr]
+
+
+def test_no_text_is_a_message_all_the_same(client: OpenAI) -> None:
+    done = client.responses.create(model=MODEL, input=say(""))
+    assert (done.output_text, len(done.output)) == ("", 1)
+
+
+def test_the_stream_is_openais(server: RunningServer) -> None:
+    ask = {"model": MODEL, "input": say("aé"), "stream": True}
+    response = httpx.post(f"{server.url}/v1/responses", json=ask)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = events(response.text)
+    assert [one["type"].removeprefix("response.") for one in found] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert [one["delta"] for one in found if "delta" in one] == ["a", "é"]
+    assert found[0]["response"]["status"] == "in_progress"
+    del ask["stream"]
+    whole = httpx.post(f"{server.url}/v1/responses", json=ask).json()
+    last = found[-1]["response"]
+    assert told(last) == told({**whole, "usage": last["usage"]})
+    assert last["id"] == found[0]["response"]["id"]
+
+
+def test_calls_of_functions(client: OpenAI, server: RunningServer) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "input": say(f"Let me see.\n{CALL}\n{CALL}")}
+    done = client.responses.create(**ask, tools=[TOOL])
+    kinds = [item.type for item in done.output]
+    assert kinds == ["message", "function_call", "function_call"]
+    assert done.output_text == "Let me see."
+    call = done.output[1]
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Rome"})
+    body = {**ask, "tools": [TOOL], "stream": True, "include": LOGPROBS, "top_logprobs": 1}
+    assert events(httpx.post(f"{server.url}/v1/responses", json=body).text)
+    with client.responses.stream(**ask, tools=[TOOL]) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_response()
+    assert kinds.count("response.function_call_arguments.done") == 2
+    assert [item.type for item in streamed.output] == [item.type for item in done.output]
+    assert streamed.output_text == done.output_text
+    assert done.tools[0].type == "function"
+
+
+async def test_what_it_gave_can_be_sent_back(
+    server: RunningServer, tokenizer: Tokenizer, model_folder: Path
+) -> None:
+    """As agents do it: the output, then what the functions gave, is the next input's end."""
+    async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused") as client:
+        first = await client.responses.create(
+            model=MODEL, input=say(f"Let me see.\n{CALL}"), tools=[TOOL]
+        )
+    call = first.output[1]
+    assert call.type == "function_call"
+    for dumped in (
+        [item.model_dump() for item in first.output],
+        [item.model_dump(exclude_none=True) for item in first.output],
+    ):
+        given = [
+            {"role": "user", "content": [{"type": "input_text", "text": "How is it?"}]},
+            *dumped,
+            {"type": "function_call_output", "call_id": call.call_id, "output": "rain"},
+        ]
+        engine = FakeEngine(tokenizer)
+        fake = Client(engine, model_folder)
+        ask = {"model": FAKE, "tools": [TOOL], "instructions": "Be brief."}
+        assert (await fake.post("/v1/responses", input=given, **ask)).status_code == 200
+        function = {"name": "weather", "arguments": call.arguments}
+        calls = [{"id": call.call_id, "type": "function", "function": function}]
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "How is it?"},
+            {"role": "assistant", "content": "Let me see.", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": call.call_id, "content": "rain"},
+        ]
+        described = {name: one for name, one in TOOL.items() if name not in ("type", "strict")}
+        tools = [{"type": "function", "function": described}]
+        chat = await fake.post("/v1/chat/completions", model=FAKE, messages=messages, tools=tools)
+        assert chat.status_code == 200
+        assert engine.asked[0].prompt == engine.asked[1].prompt
+
+
+async def test_fields_mean_what_they_mean_in_a_chat(
+    tokenizer: Tokenizer, model_folder: Path
+) -> None:
+    engine = FakeEngine(tokenizer)
+    client = Client(engine, model_folder)
+    same = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "seed": 3,
+        "stop": ["x"],
+        "presence_penalty": 0.5,
+        "user": "ann",
+        "priority": 2,
+        "timeout_s": 9.0,
+    }
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    named = {"name": "one", "schema": schema}
+    text = {"format": {"type": "json_schema", **named}}
+    ask = {"max_output_tokens": 7, "text": text, "include": LOGPROBS, "top_logprobs": 2}
+    assert (
+        await client.post("/v1/responses", model=FAKE, input="ab", **same, **ask)
+    ).status_code == 200
+    form = {"type": "json_schema", "json_schema": named}
+    more = {"max_completion_tokens": 7, "response_format": form, "logprobs": True}
+    assert (await client.chat("ab", **same, **more, top_logprobs=2)).status_code == 200
+    first, second = engine.asked
+    assert (first.prompt, first.params) == (second.prompt, second.params)
+    assert first.options == second.options
+
+
+def test_a_form_of_the_text(client: OpenAI) -> None:
+    class Answer(BaseModel):
+        city: str
+
+    done = client.responses.parse(
+        model=MODEL, input=say('{"city":"Rome"}'), text_format=Answer, temperature=0
+    )
+    assert isinstance(done.output_parsed, Answer)
+
+
+def test_log_probabilities_are_those_of_the_text(client: OpenAI) -> None:
+    ask: dict[str, Any] = {"model": MODEL, "input": say(f"ab\n{CALL}"), "tools": [TOOL]}
+    done = client.responses.create(**ask, include=LOGPROBS, top_logprobs=2)
+    message = done.output[0]
+    assert message.type == "message"
+    part = message.content[0]
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert "".join(one.token for one in part.logprobs).startswith("ab")
+    assert all(len(one.top_logprobs) == 2 for one in part.logprobs)
+    without = client.responses.create(**ask).output[0].content[0]  # type: ignore[union-attr]
+    assert without.logprobs == []  # type: ignore[union-attr]
+
+
+async def test_a_failure_in_the_middle_is_an_event(
+    tokenizer: Tokenizer, model_folder: Path
+) -> None:
+    engine = FakeEngine(tokenizer, ("ab",), "error", None, Failure("it broke", False))
+    client = Client(engine, model_folder)
+    response = await client.post("/v1/responses", model=FAKE, input="a", stream=True)
+    assert response.status_code == 200
+    last = events(response.text)[-1]
+    assert last["type"] == "error"
+    assert last["error"]["message"] == last["message"]
+    whole = await client.post("/v1/responses", model=FAKE, input="a")
+    assert whole.status_code == 500
+    assert whole.json()["error"]["message"] == last["message"]
+
+
+def test_the_client_raises_what_fails_in_the_middle(client: OpenAI) -> None:
+    with pytest.raises(openai.APIError, match="seconds"):
+        for _ in client.responses.create(
+            model=MODEL, input=say("x" * 3000), stream=True, extra_body={"timeout_s": 0.05}
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "user"}]}, None),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"store": True}, "store"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"max_tool_calls": 1}, "max_tool_calls"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "no"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"model": "other"}, "model"),
+    ],
+)
+def test_what_is_refused(server: RunningServer, fields: dict[str, Any], param: str | None) -> None:
+    ask = {"model": MODEL, "input": "a", **fields}
+    for more in ({}, {"stream": True}):
+        response = httpx.post(f"{server.url}/v1/responses", json={**ask, **more})
+        assert response.status_code == (404 if "model" in fields else 400), response.text
+        error = response.json()["error"]
+        if param is not None:
+            assert error["param"] == param, error
+
+
+async def test_a_schema_that_cannot_be_enforced_is_called_by_its_field(
+    client: OpenAI,
+) -> None:
+    bad = {"type": "json_schema", "name": "a", "schema": {"type": "object", "$ref": "http://x"}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=MODEL, input="a", text={"format": bad})  # type: ignore[call-overload]
+    assert caught.value.param == "text.format.schema"
+
+
+async def test_a_key_is_needed(tokenizer: Tokenizer, model_folder: Path) -> None:
+    client = Client(FakeEngine(tokenizer), model_folder, AppOptions(api_keys=("secret",)))
+    assert (await client.post("/v1/responses", model=FAKE, input="a")).status_code == 401
+    response = await client.post("/v1/responses", "secret", model=FAKE, input="a")
+    assert Response.model_validate(response.json()).output_text == "ok"
