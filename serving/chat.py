@@ -27,8 +27,11 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 DEFAULT = "default"
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+RESERVED = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+)
 _ASKS_FOR_NONE = re.compile(r"""(?<!\w)content['"]?\]?\s+is\s+(?:not\s+)?none""", re.IGNORECASE)
+_MARK = "<|onnxport goes on here|> "  # the space tells whether messages are trimmed
 TOOL_USE = "tool_use"  # the name of the template that checkpoints keep for requests with tools
 
 
@@ -76,6 +79,8 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """Return the prompt for a conversation.
@@ -86,6 +91,8 @@ class ChatTemplate:
                 `system` message unless the template knows that role.
             tools: function declarations, handed to the template as they are.
             add_generation_prompt: end with the start of an assistant message.
+            continue_final_message: end in the middle of the last message, so that what is generated
+                is the rest of it, as transformers has it.
             variables: further variables of the template, such as `enable_thinking`.
 
         Raises:
@@ -96,6 +103,15 @@ class ChatTemplate:
                 f"template variables {sorted(reserved)} are set by the request; remove them",
                 "chat_template_kwargs",
             )
+        if continue_final_message:
+            if add_generation_prompt:
+                raise RequestError(
+                    "continue_final_message goes on with the last message, and "
+                    "add_generation_prompt begins another one; send one of them",
+                    "continue_final_message",
+                )
+            marked = self.render(_marked(messages), tools, False, **variables)
+            return _cut(marked)
         name = TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT
         template = self._template(name)
         knows = _Knowledge.of(self.sources[name])
@@ -184,6 +200,31 @@ def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
                 "messages",
             ) from error
     return {**call, "function": function}
+
+
+def _marked(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with a mark at the end of the last one's text."""
+    last = messages[-1]
+    text = plain_text(last.get("content") or "")
+    if not text or last.get("tool_calls"):
+        raise RequestError(
+            "continue_final_message was given, and the last message has no text to go on with, or "
+            "tool calls behind it",
+            "continue_final_message",
+        )
+    return [*messages[:-1], {**last, "content": text + _MARK}]
+
+
+def _cut(rendered: str) -> str:
+    """Return the text before the mark; the template may trim messages, and then so is this."""
+    before, mark, after = rendered.rpartition(_MARK.rstrip())
+    if not mark:
+        raise RequestError(
+            "continue_final_message was given, and the model's chat template does not write the "
+            "last message as it is",
+            "continue_final_message",
+        )
+    return before if after.startswith(_MARK[-1]) else before.rstrip()
 
 
 def plain_text(content: Any) -> str:

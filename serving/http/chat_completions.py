@@ -39,6 +39,7 @@ class Told:
     names: frozenset[str]  # of the functions that were offered
     named: bool  # whether `tool_choice` has the name of one
     top: int | None  # log probabilities of each position; None: none are told
+    ids: bool  # whether token ids are told
 
     def finish_reason(self, reason: str | None, called: bool) -> str | None:
         """Return why a choice ended, which OpenAI, and vLLM after it, tells by how it was asked.
@@ -59,9 +60,12 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
         frozenset(tool["function"]["name"] for tool in tools),
         body.named_function is not None,
         params.logprobs,
+        bool(body.return_token_ids),
     )
-    most = service.engine.capabilities.max_model_len
+    longest = service.engine.capabilities.max_model_len
+    most = body.most_prompt_tokens or longest
     prompt = await asyncio.to_thread(encode, service, body.messages, tools, body, most)
+    prompt = body.truncated(prompt, longest, params.max_tokens)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     header = Header.new("chatcmpl", kind, body.model)
     job = Job([prompt], params, options, header.id)
@@ -75,6 +79,8 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
         more: dict[str, Any] = {}
         if params.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_entries(results[0].prompt_logprobs)
+        if told.ids:
+            more["prompt_token_ids"] = prompt
         choices = [_whole(service, index, each, told) for index, each in enumerate(results)]
         return header.body(choices, usage=usage.body(), **more)
 
@@ -89,10 +95,12 @@ def encode(
     most_tokens: int,
 ) -> list[int]:
     """Return the prompt of a conversation; text that so many tokens cannot hold is refused."""
+    begins, goes_on = how.add_generation_prompt, bool(how.continue_final_message)
     text = service.template.render(
         [message.plain() for message in messages],
         tools,
-        how.add_generation_prompt is not False,
+        not goes_on if begins is None else begins,
+        continue_final_message=goes_on,
         **(how.chat_template_kwargs or {}),
     )
     service.tokenizer.check_length(text, most_tokens)
@@ -111,6 +119,7 @@ def _whole(service: Service, index: int, result: Collected, told: Told) -> dict[
         "logprobs": logprobs,
         "finish_reason": told.finish_reason(result.finish_reason, called),
         "stop_reason": result.stop_reason,
+        **({"token_ids": result.token_ids} if told.ids else {}),
     }
 
 
@@ -136,11 +145,13 @@ async def _chunks(
     usage = Usage(job)
     no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
     choices = [_Streamed(service, index, told) for index in range(job.num_choices)]
+    first: dict[str, Any] = {"prompt_token_ids": list(job.prompts[0])} if told.ids else {}
     async with aclosing(generate(service.engine, job)) as deltas:
         async for index, delta in deltas:
             usage.add(index, delta)
             for choice in choices[index].take(delta):
-                yield header.body([choice], **no_usage)
+                yield header.body([choice], **no_usage, **first)
+                first = {}
     if include_usage:
         yield header.body([], usage=usage.body())
 
@@ -166,8 +177,9 @@ class _Streamed:
             tokenizer = self._service.tokenizer
             logprobs = chat_logprobs(tokenizer, token_logprobs(delta), self._told.top)
         parsed = self._parse(delta)
-        if parsed.content or logprobs:
-            yield self._choice({"content": parsed.content}, logprobs)
+        ids = {"token_ids": list(delta.token_ids)} if self._told.ids and delta.token_ids else {}
+        if parsed.content or logprobs or ids:
+            yield self._choice({"content": parsed.content}, logprobs) | ids
         for call in parsed.calls:
             numbered = {"index": self._num_calls, **_tool_call(call)}
             self._num_calls += 1

@@ -111,6 +111,11 @@ class Rendering(Protocol):
         ...
 
     @property
+    def continue_final_message(self) -> bool | None:
+        """Whether it ends in the middle of the last message; None: no."""
+        ...
+
+    @property
     def add_special_tokens(self) -> bool | None:
         """Whether tokens are put around it that the template does not write; None: no."""
         ...

@@ -34,7 +34,8 @@ class ChatRequest(RequestBody):
     tools: list[ToolDefinition] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool | None = None  # true unless told otherwise
+    add_generation_prompt: bool | None = None  # true, if the last message is not continued
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

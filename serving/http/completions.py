@@ -40,7 +40,14 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     given = body.prompts()
     special = body.add_special_tokens is not False
-    prompts = await asyncio.to_thread(_encode, service, given, special)
+    prompts = await asyncio.to_thread(_encode, service, given, special, body.most_prompt_tokens)
+    if body.truncate_prompt_tokens is not None:
+        longest = service.engine.capabilities.max_model_len
+        encoded = list(zip(given, prompts, strict=True))
+        prompts = [body.truncated(ids, longest, params.max_tokens) for _, ids in encoded]
+        # What is echoed is what is left.
+        cut = zip(encoded, prompts, strict=True)
+        given = [left if len(left) < len(ids) else one for (one, ids), left in cut]
     header = Header.new("cmpl", "text_completion", body.model)
     job = Job(prompts, params, options, header.id)
     echoes = [""] * len(prompts) * params.n
@@ -48,7 +55,7 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
         texts = await asyncio.to_thread(_texts, service, given)
         echoes = [text for text in texts for _ in range(params.n)]
     if body.stream:
-        return await sse.respond(request, _chunks(service, job, header, echoes, body.include_usage))
+        return await sse.respond(request, _chunks(service, job, header, echoes, body))
     usage = Usage(job)
 
     async def whole() -> list[dict[str, Any]]:
@@ -63,6 +70,9 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
                 choice["prompt_logprobs"] = _prompt_logprobs(
                     result, prompts[index // params.n], body.prompt_logprobs
                 )
+            if body.return_token_ids:
+                choice["prompt_token_ids"] = prompts[index // params.n]
+                choice["token_ids"] = [] if body.only_prompt else result.token_ids
             choices.append(choice)
         return choices
 
@@ -71,11 +81,12 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
 
 
 async def _chunks(
-    service: Service, job: Job, header: Header, echoes: list[str], include_usage: bool
+    service: Service, job: Job, header: Header, echoes: list[str], body: CompletionRequest
 ) -> sse.Chunks:
     """Yield the chunks of a stream: text as it comes, and the usage at the end if asked for."""
     usage = Usage(job)
-    no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    no_usage: dict[str, Any] = {"usage": None} if body.include_usage else {}
+    untold = set(range(len(echoes))) if body.return_token_ids else set()  # whose prompt is not told
     told = [
         CompletionLogprobs(service.tokenizer, job.prompts[index // job.params.n])
         for index in range(len(echoes))
@@ -88,10 +99,16 @@ async def _chunks(
             if job.params.logprobs is not None:
                 logprobs = told[index].body(token_logprobs(delta))
             text, pending[index] = pending[index] + delta.text, ""
-            if text or delta.finish_reason or (logprobs and logprobs["tokens"]):
+            ids: dict[str, Any] = {}
+            if body.return_token_ids and delta.token_ids:
+                ids["token_ids"] = list(delta.token_ids)
+                if index in untold:
+                    untold.remove(index)
+                    ids["prompt_token_ids"] = list(job.prompts[index // job.params.n])
+            if text or delta.finish_reason or ids or (logprobs and logprobs["tokens"]):
                 ends = (delta.finish_reason, delta.stop_reason)
-                yield header.body([_choice(index, text, logprobs, *ends)], **no_usage)
-    if include_usage:
+                yield header.body([_choice(index, text, logprobs, *ends) | ids], **no_usage)
+    if body.include_usage:
         yield header.body([], usage=usage.body())
 
 
@@ -170,9 +187,11 @@ def _choice(
     }
 
 
-def _encode(service: Service, given: list[str | list[int]], special: bool) -> list[list[int]]:
+def _encode(
+    service: Service, given: list[str | list[int]], special: bool, most_tokens: int | None
+) -> list[list[int]]:
     """Return the token ids of each prompt."""
-    most = service.engine.capabilities.max_model_len
+    most = most_tokens or service.engine.capabilities.max_model_len
     texts = [one for one in given if isinstance(one, str)]
     for text in texts:
         service.tokenizer.check_length(text, most)

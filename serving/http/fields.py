@@ -24,10 +24,8 @@ NEUTRAL: Mapping[str, Any] = {
     "logits_processors": ([],),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "guided_decoding_backend": ("auto", "guidance"),
     "structural_tag": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "request_id": (),
 }
@@ -45,7 +43,6 @@ NEUTRAL_CHAT: Mapping[str, Any] = {
     "functions": ([],),
     "function_call": ("auto", "none"),
     "echo": (False,),
-    "continue_final_message": (False,),
     "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": (),

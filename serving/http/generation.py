@@ -251,6 +251,7 @@ class Collected:
     """A completion put together from its deltas."""
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop string or stop token that ended it
     logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
@@ -259,6 +260,7 @@ class Collected:
     def add(self, delta: CompletionDelta) -> None:
         """Append one delta."""
         self.text += delta.text
+        self.token_ids += delta.token_ids
         self.logprobs += token_logprobs(delta)
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.stop_reason = delta.stop_reason

@@ -29,6 +29,7 @@ from onnxport.serving.http.forms import FormFields
 from onnxport.serving.params import RequestOptions, SamplingParams
 
 TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each token id
+MOST_TRUNCATED = 1 << 20  # tokens of a prompt of which only the end counts
 MAX_STOP_STRINGS = 64  # each is looked for in every piece of text
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
@@ -88,6 +89,8 @@ class RequestBody(FormFields):
     n: int | None = None
     best_of: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    return_token_ids: bool | None = None
     priority: int | None = None
     user: str | None = None
     cache_salt: str | None = None
@@ -132,6 +135,29 @@ class RequestBody(FormFields):
                 "prompt_logprobs",
             )
         return self
+
+    @property
+    def most_prompt_tokens(self) -> int | None:
+        """Longer prompts than so many tokens are not worth encoding; None: than the context."""
+        return None if self.truncate_prompt_tokens is None else MOST_TRUNCATED
+
+    def truncated(self, prompt: list[int], max_model_len: int, max_tokens: int | None) -> list[int]:
+        """Return the end of a prompt, as `truncate_prompt_tokens` says.
+
+        Args:
+            prompt: token ids.
+            max_model_len: of the model.
+            max_tokens: that are generated; -1 leaves room for these, or for one.
+        """
+        most = self.truncate_prompt_tokens
+        if most == 0:
+            raise RequestError(
+                "truncate_prompt_tokens is 0; use 1 or more, or -1 for as many as have room",
+                "truncate_prompt_tokens",
+            )
+        if most == -1:
+            most = max(1, max_model_len - (max_tokens or 1))
+        return prompt if most is None else prompt[-most:]
 
     def options(
         self, tenant: str | None, timeout_s: float | None, adapter: str | None

@@ -37,7 +37,8 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     tools: list[ToolDefinition] | None = None
-    add_generation_prompt: bool | None = None  # true unless told otherwise
+    add_generation_prompt: bool | None = None  # true, if the last message is not continued
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None  # true of a text, false of a conversation
     return_token_strs: bool | None = None
@@ -53,7 +54,10 @@ class TokenizeRequest(Strict):
     def _check(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("send either prompt, a text, or messages, a conversation", "prompt")
-        fields = ("tools", "add_generation_prompt", "chat_template_kwargs")
+        fields = (
+            *("tools", "add_generation_prompt", "continue_final_message"),
+            "chat_template_kwargs",
+        )
         alone = [name for name in fields if getattr(self, name) is not None]
         if self.messages is None and alone:
             raise RequestError(
