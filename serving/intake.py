@@ -106,7 +106,10 @@ class Intake:
         arrival_s = clock()
 
         def sequence(index: int) -> Request:
-            pieces = self._tokenizer.detokenizer(tokens) if self._tokenizer else None
+            pieces = None
+            if self._tokenizer is not None:
+                skips = params.skip_special_tokens
+                pieces = self._tokenizer.detokenizer(tokens, skip_special_tokens=skips)
             return Request(
                 request_id,
                 tokens[:] if index else tokens,

@@ -62,6 +62,8 @@ class SamplingParams:
         min_tokens: end tokens, `stop_token_ids` and `stop` do not end the text before there are
             this many tokens.
         include_stop_str_in_output: keep the stop string, or the text of the stop token.
+        skip_special_tokens: leave special tokens out of the text; false spells them out, but for
+            the one that ends it.
         structured_outputs: the form that the text has to have; None: any. The text ends where the
             form is complete, whatever `ignore_eos` says.
 
@@ -88,6 +90,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
     best_of: int | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -101,7 +104,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _ids("allowed_token_ids", self.allowed_token_ids)
             object.__setattr__(self, "allowed_token_ids", allowed)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; give true or false", name)
         object.__setattr__(self, "n", 1 if self.n is None else self.n)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -161,11 +162,13 @@ class Tokenizer:
         token_id: int | None = self._fast.token_to_id(token)
         return token_id
 
-    def detokenizer(self, prompt: Sequence[int]) -> Pieces:
+    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Pieces:
         """Return a detokenizer for what follows `prompt`."""
         if self._is_byte_level:
-            return ByteDetokenizer(self._bytes_of)
-        return WindowDetokenizer(self.decode, prompt)
+            return ByteDetokenizer(self._bytes_of if skip_special_tokens else self._spelled_bytes)
+        return WindowDetokenizer(
+            partial(self.decode, skip_special_tokens=skip_special_tokens), prompt
+        )
 
     def _read_text(self, token_id: int) -> str:
         """Return `token_text` of a token that was not met before."""
@@ -209,6 +212,12 @@ class Tokenizer:
         if found is None:
             found = self._bytes[token_id] = self._read_bytes(token_id)
         return found
+
+    def _spelled_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token, of a special one those of its name."""
+        if self.is_special(token_id):
+            return (self.token_spelling(token_id) or "").encode()
+        return self._bytes_of(token_id)
 
     def _read_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a byte-level token; none for special and unknown ones."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -52,7 +53,7 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     job = Job(prompts, params, options, header.id)
     echoes = [""] * len(prompts) * params.n
     if body.echo:
-        texts = await asyncio.to_thread(_texts, service, given)
+        texts = await asyncio.to_thread(_texts, service, given, params.skip_special_tokens)
         echoes = [text for text in texts for _ in range(params.n)]
     if body.stream:
         return await sse.respond(request, _chunks(service, job, header, echoes, body))
@@ -88,7 +89,11 @@ async def _chunks(
     no_usage: dict[str, Any] = {"usage": None} if body.include_usage else {}
     untold = set(range(len(echoes))) if body.return_token_ids else set()  # whose prompt is not told
     told = [
-        CompletionLogprobs(service.tokenizer, job.prompts[index // job.params.n])
+        CompletionLogprobs(
+            service.tokenizer,
+            job.prompts[index // job.params.n],
+            skip_special_tokens=job.params.skip_special_tokens,
+        )
         for index in range(len(echoes))
     ]
     pending = list(echoes)  # told with the first delta of each choice
@@ -136,11 +141,11 @@ def _whole(
         text, tokens, ends = echo, [], ("length", None)
     logprobs = None
     if body.logprobs is not None:
-        logprobs = no_logprobs()
+        logprobs, skips = no_logprobs(), body.skip_special_tokens is not False
         if not body.echo:
-            lists = CompletionLogprobs(service.tokenizer, prompt)
+            lists = CompletionLogprobs(service.tokenizer, prompt, skip_special_tokens=skips)
         else:
-            lists = CompletionLogprobs(service.tokenizer, echo=echo)
+            lists = CompletionLogprobs(service.tokenizer, echo=echo, skip_special_tokens=skips)
             logprobs = lists.first(prompt[0])
             told = zip(prompt[1:], (result.prompt_logprobs or ())[1:], strict=True)
             rest = [(token_id, entry) for token_id, entry in told if entry is not None]
@@ -199,7 +204,7 @@ def _encode(
     return [next(encoded) if isinstance(one, str) else one for one in given]
 
 
-def _texts(service: Service, given: list[str | list[int]]) -> list[str]:
+def _texts(service: Service, given: list[str | list[int]], skips: bool) -> list[str]:
     """Return the text of each prompt."""
-    decode = service.tokenizer.decode
+    decode = partial(service.tokenizer.decode, skip_special_tokens=skips)
     return [one if isinstance(one, str) else decode(one) for one in given]

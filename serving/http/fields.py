@@ -22,8 +22,7 @@ NEUTRAL: Mapping[str, Any] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "logits_processors": ([],),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # of slow tokenizers alone
     "guided_decoding_backend": ("auto", "guidance"),
     "structural_tag": (),
     "return_tokens_as_token_ids": (False,),

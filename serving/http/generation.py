@@ -64,7 +64,7 @@ class Tokenizer(Protocol):
         """Return the bytes of one token, which may be a part of a character."""
         ...
 
-    def detokenizer(self, prompt: Sequence[int]) -> Pieces:
+    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Pieces:
         """Return what gives the text of the tokens that follow `prompt`."""
         ...
 

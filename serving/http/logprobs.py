@@ -23,17 +23,25 @@ class CompletionLogprobs:
     the text have none. A part of a character is where that character begins.
     """
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = (), echo: str = "") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        before: Sequence[int] = (),
+        echo: str = "",
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
         """Begin with the text.
 
         Args:
             tokenizer: names tokens.
             before: tokens of the sequence before those that are told, which are not in the text.
             echo: the text of a prompt whose tokens are told. It may spell special tokens out.
+            skip_special_tokens: whether the text of what was generated has none.
         """
         self._tokenizer = tokenizer
         self._offset = 0
-        self._pieces = tokenizer.detokenizer(before)
+        self._pieces = tokenizer.detokenizer(before, skip_special_tokens=skip_special_tokens)
         self._echo = echo
 
     def first(self, token_id: int) -> dict[str, Any]:

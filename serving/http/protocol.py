@@ -77,6 +77,7 @@ class RequestBody(FormFields):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None  # true unless told otherwise
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -217,6 +218,7 @@ class RequestBody(FormFields):
             prompt_logprobs=self.prompt_logprobs,
             best_of=self.best_of,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
             structured_outputs=self.form(),
         )
 

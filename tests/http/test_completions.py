@@ -47,6 +47,23 @@ def test_one_prompt(client: OpenAI) -> None:
     assert done.usage.prompt_tokens_details.cached_tokens == 0
 
 
+def test_special_tokens_are_text_where_that_is_asked_for(client: OpenAI) -> None:
+    prompt = say("a<|say|>bc")
+    ask: dict[str, Any] = {"model": MODEL, "prompt": prompt, "temperature": 0, "logprobs": 0}
+    assert client.completions.create(**ask).choices[0].text == "abc"
+    whole: dict[str, Any] = {"extra_body": {"skip_special_tokens": False}}
+    done = client.completions.create(**ask, **whole).choices[0]
+    assert (done.text, done.finish_reason) == ("a<|say|>bc", "stop")
+    assert done.logprobs is not None
+    names = done.logprobs.tokens[:4]
+    assert names == ["a", "<|say|>", "b", "c"]
+    assert done.logprobs.text_offset[:4] == [0, 1, 8, 9]
+    streamed = client.completions.create(**ask, **whole, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == "a<|say|>bc"
+    stopped = client.completions.create(**ask, **whole, stop="<|say|>").choices[0]
+    assert (stopped.text, stopped.stop_reason) == ("a", "<|say|>")
+
+
 def test_sixteen_tokens_unless_told_otherwise(client: OpenAI) -> None:
     done = client.completions.create(model=MODEL, prompt=say("x" * 50))
     assert done.choices[0].text == "x" * 16

@@ -75,7 +75,9 @@ def test_text_beside_a_part_is_readable_and_the_character_itself_a_text() -> Non
         def token_bytes(self, token_id: int) -> bytes:
             return self.known[token_id]
 
-        def detokenizer(self, prompt: Sequence[int]) -> ByteDetokenizer:
+        def detokenizer(
+            self, prompt: Sequence[int], *, skip_special_tokens: bool = True
+        ) -> ByteDetokenizer:
             return ByteDetokenizer(self.token_bytes)
 
     known: Any = Known()

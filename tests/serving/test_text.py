@@ -43,6 +43,16 @@ def test_the_right_detokenizer_is_chosen() -> None:
     assert isinstance(FALLBACK.detokenizer([]), WindowDetokenizer)
 
 
+@settings(max_examples=examples(50), deadline=None)
+@given(st.lists(st.sampled_from(["a", " b", "é", "🙂", EOS]), max_size=12))
+def test_special_tokens_are_spelled_out_where_that_is_asked_for(texts: list[str]) -> None:
+    for tokenizer in (BYTES, FALLBACK):
+        ids = tokenizer.encode("".join(texts), add_special_tokens=False)
+        detokenizer = tokenizer.detokenizer([], skip_special_tokens=False)
+        found = [*(detokenizer.add(token_id) for token_id in ids), detokenizer.finish()]
+        assert "".join(found) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
 @settings(max_examples=examples(200), deadline=None)
 @given(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=40).filter(lambda s: EOS not in s)
