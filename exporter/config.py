@@ -111,8 +111,8 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 }
 
 
-# Families that rotate a part of each head, where partial_rotary_factor says so: none so far.
-PARTIAL_ROTARY: Final[frozenset[str]] = frozenset()
+# Families that rotate a part of each head, where partial_rotary_factor says so.
+PARTIAL_ROTARY: Final[frozenset[str]] = frozenset({"phi3"})
 
 
 class Config:

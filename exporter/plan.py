@@ -79,7 +79,8 @@ def _layer_matrices(
     )
     found = {}
     for name, parts, rows, columns, biased in layout:
-        sizes = tuple(zip(parts, rows, strict=True))
+        heights = (sum(rows),) if len(parts) == 1 else rows
+        sizes = tuple(zip(parts, heights, strict=True))
         found[role + name] = MatrixPlan(
             tuple((f"{prefix}{part}.weight", size) for part, size in sizes),
             columns,

@@ -43,10 +43,11 @@ def inverse_frequencies(rope: RopeSpec, context_length: int) -> NDArray[np.float
     """Radians per position of each channel pair; float64 [rotary_dim / 2].
 
     Sources: default arXiv:2104.09864; linear arXiv:2306.15595; llama3 the Llama 3.1 release; yarn
-    arXiv:2309.00071. Dynamic (NTK-aware) changes its base as a sequence grows beyond the original
-    length, which a cache of rotated keys cannot follow: here the base is the one for
-    `context_length`, at every position, so it equals the default up to the original length and
-    transformers' result for a sequence of exactly `context_length` tokens beyond it.
+    arXiv:2309.00071; longrope arXiv:2402.13753. Two types change as a sequence grows beyond the
+    original length, which a cache of rotated keys cannot follow: dynamic (NTK-aware) its base, and
+    longrope its factors. Here they are those for `context_length`, at every position, so the result
+    is transformers' up to the original length if the context is no longer, and for a sequence of
+    exactly `context_length` tokens beyond it.
     """
     theta = rope.theta
     if rope.type == "dynamic":
@@ -54,6 +55,8 @@ def inverse_frequencies(rope: RopeSpec, context_length: int) -> NDArray[np.float
     # Rounded to float32 where transformers rounds: at long positions a last bit tells.
     exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
     powers = (theta ** exponents.astype(np.float64)).astype(np.float32)
+    if rope.factors is not None:
+        powers *= np.array(rope.factors, np.float32)
     base = (np.float32(1) / powers).astype(np.float64)
     if rope.type == "linear":
         assert rope.factor is not None

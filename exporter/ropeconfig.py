@@ -20,7 +20,12 @@ D = TypeVar("D")
 
 _COMMON: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
-_POSITIVE: Final = frozenset({"rope_theta", "factor", "original_max_position_embeddings"})
+_POSITIVE: Final = frozenset(
+    {
+        *("rope_theta", "factor", "original_max_position_embeddings"),
+        *("short_factor", "long_factor"),
+    }
+)
 
 # RoPE type -> the keys it may have besides the common ones.
 ROPE_KEYS: Final[Mapping[str, frozenset[str]]] = {
@@ -43,7 +48,17 @@ ROPE_KEYS: Final[Mapping[str, frozenset[str]]] = {
             "finetuned",  # says how the weights came to be; nothing reads it
         }
     ),
+    "longrope": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "short_factor",
+            "long_factor",
+        }
+    ),
 }
+_ALIASES: Final = {"su": "longrope"}  # what the first Phi-3 called it
 
 
 def read_rope(config: Config, head_size: int, context_length: int | None) -> tuple[RopeSpec, int]:
@@ -58,7 +73,7 @@ def read_rope(config: Config, head_size: int, context_length: int | None) -> tup
         CheckpointError: A parameter is missing, of a wrong type, or contradicts another.
     """
     values = _parameters(config)
-    kind = str(values.get("rope_type", values.get("type", "default")))
+    kind = _kind(values)
     if kind not in ROPE_KEYS:
         raise UnsupportedModelError(
             f"{config.path}: the RoPE type {kind!r} is not supported; supported are "
@@ -73,6 +88,9 @@ def read_rope(config: Config, head_size: int, context_length: int | None) -> tup
     trained = config.require("max_position_embeddings", int)
     fields = _fields(config, kind, values, trained)
     partial = _number(config, values, "partial_rotary_factor", 1.0)
+    if kind == "longrope":
+        longest = trained if context_length is None else context_length
+        fields["factors"] = _factors(config, values, longest > fields["original_context_length"])
     try:
         rope = RopeSpec(
             type=kind,
@@ -83,6 +101,23 @@ def read_rope(config: Config, head_size: int, context_length: int | None) -> tup
     except ValueError as error:
         raise CheckpointError(f"{config.path}: RoPE parameters: {error}.") from error
     return rope, _context_length(config, rope, trained, context_length)
+
+
+def _kind(values: Mapping[str, Any]) -> str:
+    """The type, by the name that is known here."""
+    kind = str(values.get("rope_type", values.get("type", "default")))
+    return _ALIASES.get(kind, kind)
+
+
+def _factors(config: Config, values: Mapping[str, Any], is_long: bool) -> tuple[float, ...]:
+    """LongRoPE's factors: the long ones where the context is longer than the original one."""
+    name = "long_factor" if is_long else "short_factor"
+    found = values.get(name)
+    if not isinstance(found, list) or not found:
+        raise CheckpointError(
+            f"{config.path}: the RoPE key {name!r} is {found!r}; longrope needs a list of numbers."
+        )
+    return tuple(_number(config, {name: one}, name, 0.0) for one in found)
 
 
 def _parameters(config: Config) -> dict[str, Any]:
@@ -112,7 +147,7 @@ def _parameters(config: Config) -> dict[str, Any]:
             )
         values.update(told)
         given = told
-    kind = str(values.get("rope_type", values.get("type", "default")))
+    kind = _kind(values)
     if original is not None and "original_max_position_embeddings" in ROPE_KEYS.get(kind, ()):
         values["original_max_position_embeddings"] = original  # the outer one wins
     return values
@@ -134,7 +169,7 @@ def _differ(
     """
 
     def told(values: Mapping[str, Any]) -> dict[str, Any]:
-        kind = values.get("rope_type", values.get("type", "default"))
+        kind = _kind(values)
         ignored = {"rope_type", "type", "finetuned"}
         found = {key: one for key, one in values.items() if key not in ignored}
         for name, default in (("rope_theta", 10_000.0), ("partial_rotary_factor", 1.0)):
@@ -173,6 +208,14 @@ def _fields(config: Config, kind: str, values: Mapping[str, Any], trained: int) 
         found["beta_slow"] = _number(config, values, "beta_slow", None) or 1.0
         found["truncate"] = bool(values.get("truncate", True))
         found["attention_factor"] = _attention_factor(config, values, factor)
+    if kind == "longrope":
+        if "original_max_position_embeddings" not in values:
+            raise CheckpointError(
+                f"{config.path} lacks original_max_position_embeddings, which longrope needs."
+            )
+        extension = _number(config, values, "factor", trained / original)
+        given = _number(config, values, "attention_factor", None)
+        found["attention_factor"] = _long_magnitude(extension, original) if given is None else given
     allowed = {*ROPE_PARAMETERS[kind], "attention_factor"}
     return {name: value for name, value in found.items() if name in allowed}
 
@@ -194,6 +237,11 @@ def _attention_factor(config: Config, values: Mapping[str, Any], factor: float) 
     if numerator and denominator:
         return magnitude(numerator) / magnitude(denominator)
     return magnitude(1.0)
+
+
+def _long_magnitude(factor: float, original: int) -> float:
+    """LongRoPE's scale of cos and sin (arXiv:2402.13753, as Phi-3 has it)."""
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _number(config: Config, values: Mapping[str, Any], key: str, default: D) -> float | D:

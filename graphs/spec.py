@@ -25,6 +25,7 @@ ROPE_PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
     "dynamic": ("factor", "original_context_length"),
     "llama3": ("factor", "original_context_length", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_context_length", "beta_fast", "beta_slow", "truncate"),
+    "longrope": ("original_context_length", "factors"),
 }
 
 
@@ -36,11 +37,11 @@ class RopeSpec:
     parameter of the type is missing, or one of another type is given.
     """
 
-    type: str  # default, linear, dynamic, llama3, yarn
+    type: str  # default, linear, dynamic, llama3, yarn, longrope
     theta: float  # base of the geometric frequency series
     rotary_dim: int  # leading channels of a head that rotate, even
     interleaved: bool = False  # pairs (0, 1), (2, 3), … instead of (i, i + rotary_dim / 2)
-    attention_factor: float = 1.0  # multiplies cos and sin (yarn)
+    attention_factor: float = 1.0  # multiplies cos and sin (yarn, longrope)
     factor: float | None = None  # context extension ratio
     original_context_length: int | None = None  # tokens that the model was first trained on
     low_freq_factor: float | None = None  # llama3
@@ -48,6 +49,7 @@ class RopeSpec:
     beta_fast: float | None = None  # yarn, rotations where interpolation starts
     beta_slow: float | None = None  # yarn, rotations where interpolation is complete
     truncate: bool | None = None  # yarn, round the correction range to whole channels
+    factors: tuple[float, ...] | None = None  # longrope, of each pair's wavelength
 
     def __post_init__(self) -> None:
         """Hold the parameters to what the type needs."""
@@ -66,15 +68,29 @@ class RopeSpec:
             if given != (field.name in needed):
                 found = "is not a parameter of" if given else "is missing for"
                 raise ValueError(f"{field.name} {found} rope type {self.type!r}, needs {needed}")
+        if self.factors is not None:
+            _require(
+                len(self.factors) == self.rotary_dim // 2 and all(one > 0 for one in self.factors),
+                f"factors are {self.factors} for {self.rotary_dim // 2} pairs of channels; there "
+                "must be one for each, all positive",
+            )
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
-        return _to_json(self)
+        """The fields as plain JSON values; factors where there are some."""
+        fields = _to_json(self)
+        return {name: one for name, one in fields.items() if name != "factors" or one is not None}
 
     @classmethod
     def from_json(cls, value: Any) -> RopeSpec:
         """Read what `to_json` wrote. Raises ArtifactError for anything else."""
-        return _construct(cls, "rope", check_fields("rope", value, _ROPE_FIELDS))
+        if isinstance(value, dict):
+            value = {"factors": None, **value}
+        fields = check_fields("rope", value, _ROPE_FIELDS)
+        if fields["factors"] is not None:
+            if not all(_is_a(factor, float) for factor in fields["factors"]):
+                raise ArtifactError("rope.factors has an entry that is no finite number")
+            fields["factors"] = tuple(map(float, fields["factors"]))
+        return _construct(cls, "rope", fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +195,7 @@ _ROPE_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "beta_fast": (float, _NONE),
     "beta_slow": (float, _NONE),
     "truncate": (bool, _NONE),
+    "factors": (list, _NONE),
 }
 _SIZES: Final = (
     "num_layers",

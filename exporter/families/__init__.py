@@ -6,12 +6,13 @@ from typing import Final
 
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
-from onnxport.exporter.families import llama, mistral, qwen2, qwen3
+from onnxport.exporter.families import llama, mistral, phi3, qwen2, qwen3
 from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
     llama.FAMILY,
     mistral.FAMILY,
+    phi3.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
 )

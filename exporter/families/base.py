@@ -11,7 +11,10 @@ from onnxport.graphs.spec import ArchSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """The names of a checkpoint's tensors; a projection's parts are stacked in this order."""
+    """The names of a checkpoint's tensors.
+
+    A projection's parts are stacked in this order; one name is of all parts, stacked already.
+    """
 
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"

@@ -23,9 +23,18 @@ from onnxport.serving.adapters.peft_config import PeftConfig, read_config, read_
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 
 _NAME: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
-_PARENTS: Final[Mapping[Projection, str]] = {
-    **dict.fromkeys(PROJECTIONS[:4], "self_attn"),
-    **dict.fromkeys(PROJECTIONS[4:], "mlp"),
+_Modules = Mapping[str, tuple[Projection, ...]]  # of a layer -> the projections that it computes
+_APART: Final[_Modules] = {
+    **{f"self_attn.{name}": (name,) for name in PROJECTIONS[:4]},
+    **{f"mlp.{name}": (name,) for name in PROJECTIONS[4:]},
+}
+_JOINED: Final[Mapping[str, _Modules]] = {  # of families whose modules are not a projection each
+    "phi3": {
+        "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "self_attn.o_proj": ("o_proj",),
+        "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+        "mlp.down_proj": ("down_proj",),
+    }
 }
 _OTHERS: Final = ("model.embed_tokens", "lm_head")  # linear too, and not to be adapted here
 _DTYPES: Final[Mapping[str, Any]] = {
@@ -60,15 +69,18 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
     """
     config = read_config(folder)
     pairs = _pairs(folder, _read_tensors(folder))
+    of_layer = _JOINED.get(base.family, _APART)
     modules = {
-        f"model.layers.{layer}.{_PARENTS[name]}.{name}": (layer, name)
+        f"model.layers.{layer}.{module}": (layer, names)
         for layer in range(base.num_layers)
-        for name in PROJECTIONS
+        for module, names in of_layer.items()
     }
     check_time(config.path, config.expressions, [*modules, *_OTHERS])
     shapes = projection_shapes(base)
     _check_modules(folder, config, pairs, set(modules), base)
-    _check_shapes(folder, config, pairs, {each: shapes[modules[each][1]] for each in pairs})
+    _check_shapes(
+        folder, config, pairs, {each: _joined(shapes, modules[each][1]) for each in pairs}
+    )
     deltas = {}
     for module, (a, b) in pairs.items():
         with np.errstate(over="ignore"):
@@ -79,9 +91,19 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
                 f"scaled by {config.scaling_of(module):g}; the file is damaged, or the training "
                 "diverged"
             )
-        deltas[modules[module]] = LoraDelta(a, scaled)
+        layer, names = modules[module]
+        ends = np.cumsum([shapes[name][0] for name in names])
+        for name, rows in zip(names, np.split(scaled, ends[:-1]), strict=True):
+            deltas[layer, name] = LoraDelta(a, rows)
     adapter = LoraAdapter(deltas)
     return AdapterContent(adapter, fingerprint(adapter), folder, config.base_model)
+
+
+def _joined(
+    shapes: Mapping[Projection, tuple[int, int]], names: tuple[Projection, ...]
+) -> tuple[int, int]:
+    """The output and input features of projections that one module computes."""
+    return sum(shapes[name][0] for name in names), shapes[names[0]][1]
 
 
 def fingerprint(adapter: LoraAdapter) -> str:
@@ -153,9 +175,10 @@ def _check_modules(
 ) -> None:
     """Refuse tensors of modules that are not the model's, or not those the config calls for."""
     if others := [name for name in _OTHERS if config.is_target(name)]:
+        adapted = [name.rpartition(".")[2] for name in _JOINED.get(base.family, _APART)]
         raise AdapterError(
-            f"{config.path} targets {', '.join(others)}; only {', '.join(PROJECTIONS)} can be "
-            "adapted: merge the adapter into its model, and export that"
+            f"{config.path} targets {', '.join(others)}; only {', '.join(adapted)} can be adapted: "
+            "merge the adapter into its model, and export that"
         )
     wanted = {name for name in known if config.is_target(name)}
     layers = f"this model is a {base.family} with layers 0 to {base.num_layers - 1}"

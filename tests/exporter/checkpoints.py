@@ -38,6 +38,7 @@ class Case:
     config: Mapping[str, Any] = field(default_factory=dict)  # what differs from the base
     dtype: torch.dtype = torch.float32
     shards: bool = False
+    context_length: int | None = None  # of the export
 
 
 def _rope(kind: str, **values: Any) -> Case:
@@ -47,6 +48,21 @@ def _rope(kind: str, **values: Any) -> Case:
 
 def _yarn(**values: Any) -> Case:
     return _rope("yarn", factor=4.0, original_max_position_embeddings=16, **values)
+
+
+def _longrope() -> Case:
+    """As Phi-4 mini has it; exported for the original context, within which no key changes."""
+    parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [1.0 + i for i in range(8)],
+        "original_max_position_embeddings": 64,
+    }
+    config = {"rope_parameters": parameters, "original_max_position_embeddings": 64}
+    sizes = {"hidden_size": 128, "tie_word_embeddings": True, "pad_token_id": 0}
+    return Case("phi3", {**config, **sizes}, context_length=64)
 
 
 CASES: Mapping[str, Case] = {
@@ -72,6 +88,9 @@ CASES: Mapping[str, Case] = {
     "llama-yarn-given": _yarn(attention_factor=0.9, beta_fast=16.0, beta_slow=2.0),
     "mistral": Case("mistral", {"sliding_window": None}, torch.float16, shards=True),
     "mistral-window": Case("mistral", {"sliding_window": 7, "head_dim": 32}),
+    "phi3": Case("phi3", {"sliding_window": None, "pad_token_id": 0}, torch.bfloat16, shards=True),
+    "phi3-window": Case("phi3", {"sliding_window": 6, "num_key_value_heads": 4, "pad_token_id": 0}),
+    "phi3-longrope": _longrope(),
     "qwen2": Case("qwen2", {"tie_word_embeddings": True}, torch.bfloat16),
     "qwen2-window": Case(
         "qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}

@@ -196,7 +196,7 @@ def test_the_model_type_serves_where_no_architecture_is_named() -> None:
             "rope_scaling": {"type": "linear", "factor": 2.0},
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
         },
-        {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+        {"rope_scaling": {"type": "proportional", "factor": 2.0}},
         {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}},
         {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},

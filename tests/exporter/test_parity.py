@@ -25,6 +25,7 @@ FAST = {
     "llama",
     "llama-mqa-biases",
     "mistral-window",
+    "phi3-longrope",
     "qwen2",
     "qwen3",
 }
@@ -37,10 +38,10 @@ PARAMS = [
 @pytest.fixture(scope="module", params=PARAMS)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     folder = tmp_path_factory.mktemp(request.param)
-    model = checkpoints.make(checkpoints.CASES[request.param], folder / "checkpoint")
-    path = export_model(
-        folder / "checkpoint", folder / "artifact", ExportOptions(precision="fp32", threads=1)
-    )
+    case = checkpoints.CASES[request.param]
+    model = checkpoints.make(case, folder / "checkpoint")
+    options = ExportOptions(precision="fp32", threads=1, context_length=case.context_length)
+    path = export_model(folder / "checkpoint", folder / "artifact", options)
     return model, Artifact.read(path, verify="sha256")
 
 

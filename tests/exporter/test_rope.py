@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
-from onnxport.errors import UnsupportedModelError
+from onnxport.errors import OnnxportError, UnsupportedModelError
 from onnxport.exporter import config, rope
 from onnxport.exporter.config import Config
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.exporter.ropeconfig import read_rope
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.spec import RopeSpec
 from tests.exporter import checkpoints
 from tests.exporter.run_graphs import Graph, Kind
 
@@ -126,6 +128,63 @@ def test_dynamic_beyond_is_transformers_at_that_length() -> None:
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](peer, None, seq_len=3 * CONTEXT)
     found = rope.inverse_frequencies(spec, context_length)
     np.testing.assert_allclose(found, expected.numpy(), rtol=2e-6)
+
+
+@pytest.mark.parametrize("context", [1024, CONTEXT])
+@pytest.mark.parametrize("given", [{}, {"factor": 2.0}, {"attention_factor": 1.25}])
+@pytest.mark.parametrize("name", ["longrope", "su"])
+def test_longrope_is_that_of_the_context(context: int, given: dict[str, Any], name: str) -> None:
+    """Up to the original length with the short factors, beyond it with the long ones."""
+    rng = np.random.default_rng(0)
+    parameters = {
+        "short_factor": (1 + rng.random(HEAD_SIZE // 4)).tolist(),
+        "long_factor": (1 + 40 * rng.random(HEAD_SIZE // 4)).tolist(),
+        "partial_rotary_factor": 0.5,
+        **given,
+    }
+    values = {
+        "max_position_embeddings": CONTEXT,
+        "original_max_position_embeddings": 1024,
+        "rope_theta": 10_000.0,
+        "rope_scaling": {"type": name, **parameters},
+    }
+    spec, found = read_rope(Config(values, Path("config.json")), HEAD_SIZE, context)
+    assert found == context
+    peer = Phi3Config(
+        hidden_size=4 * HEAD_SIZE,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+        original_max_position_embeddings=1024,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10_000.0, **parameters},
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS["longrope"](peer, None, seq_len=context)
+    frequencies_found = rope.inverse_frequencies(spec, context).astype(np.float32)
+    np.testing.assert_array_max_ulp(frequencies_found, frequencies.numpy(), 2)
+    assert spec.attention_factor == pytest.approx(factor)
+    assert RopeSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"short_factor": None}, "short_factor"),
+        ({"short_factor": [1.0]}, "one for each"),
+        ({"short_factor": [0.0] * (HEAD_SIZE // 2)}, "out of range"),
+        ({"short_factor": ["1"] * (HEAD_SIZE // 2)}, "not a number"),
+        ({"original_max_position_embeddings": None}, "lacks original"),
+        ({"short_mscale": 1.2}, "not understood"),
+    ],
+)
+def test_longrope_that_is_not_whole(changes: dict[str, Any], reason: str) -> None:
+    parameters = {
+        "type": "longrope",
+        "short_factor": [1.0] * (HEAD_SIZE // 2),
+        "long_factor": [2.0] * (HEAD_SIZE // 2),
+        "original_max_position_embeddings": 1024,
+        **changes,
+    }
+    with pytest.raises(OnnxportError, match=reason):
+        read_rope(config_of(parameters), HEAD_SIZE, 1024)
 
 
 def test_yarn_may_be_as_long_as_its_factor_says() -> None:

@@ -22,6 +22,7 @@ PARAMETERS: dict[str, Any] = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": True,
+    "factors": (1.0,) * 16,
 }
 
 

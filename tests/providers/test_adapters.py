@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Collection
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from tests.exporter import checkpoints
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.models import opened
 
-FAMILIES = ("llama", "mistral-window", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral-window", "phi3-longrope", "qwen2", "qwen3")
 KERNEL = pytest.mark.skipif(find_library() is None, reason="the C++ kernel was not built")
 
 
@@ -50,7 +51,8 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
             model = checkpoints.make(checkpoints.CASES[family], folder / "base")
             options = ExportOptions(precision="fp32")
             base = export_model(folder / "base", folder / "base-artifact", options)
-            merge(model, make_adapter(Artifact.read(base).manifest.model, 2))
+            spec = Artifact.read(base).manifest.model
+            merge(model, make_adapter(spec, 2), spec)
             model.save_pretrained(folder / "merged")
             model.generation_config.save_pretrained(folder / "merged")
             made[family] = base, export_model(folder / "merged", folder / "artifact", options)
@@ -59,14 +61,20 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
     return make
 
 
-def merge(model: Any, adapter: LoraAdapter) -> None:
+def merge(model: Any, adapter: LoraAdapter, spec: ArchSpec) -> None:
     """Add an adapter to the weights of a checkpoint, as PEFT's `merge_and_unload` does."""
     weights = dict(model.named_parameters())
+    rows = {name: shape[0] for name, shape in projection_shapes(spec).items()}
     for (layer, projection), delta in adapter.deltas.items():
         parent = "self_attn" if projection in (*KINDS["qkv"], "o_proj") else "mlp"
-        weight = weights[f"model.layers.{layer}.{parent}.{projection}.weight"]
+        module, begin = projection, 0
+        for joined in ("qkv", "gate_up"):
+            if spec.family == "phi3" and projection in KINDS[joined]:
+                module = f"{joined}_proj"
+                begin = sum(rows[one] for one in takewhile(projection.__ne__, KINDS[joined]))
+        weight = weights[f"model.layers.{layer}.{parent}.{module}.weight"]
         with torch.no_grad():
-            weight += torch.from_numpy(delta.b @ delta.a)
+            weight[begin : begin + len(delta.b)] += torch.from_numpy(delta.b @ delta.a)
 
 
 def logits(model: Model, slot: int) -> NDArray[np.float32]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from onnxport.errors import AdapterError
-from onnxport.graphs.lora import PROJECTIONS, LoraAdapter, LoraDelta
+from onnxport.graphs.lora import PROJECTIONS, LoraAdapter, LoraDelta, projection_shapes
 from onnxport.serving.adapters.patterns import check_time
 from onnxport.serving.adapters.peft import fingerprint, read_adapter
 from tests.graphs.artifacts import SPEC
@@ -57,6 +57,37 @@ def test_all_projections(tmp_path: Path, dtype: Any, rslora: bool) -> None:
     scaling = 20 / math.sqrt(8) if rslora else 20 / 8
     check(tmp_path, tensors, lambda layer, name: scaling)
     assert read_adapter(tmp_path, WIDER).adapter.rank == 8
+
+
+def test_modules_that_compute_several_projections(tmp_path: Path) -> None:
+    """Phi-3's: each projection gets its rows of B, and A is shared."""
+    phi3 = replace(WIDER, family="phi3")
+    rows = {name: shape[0] for name, shape in projection_shapes(phi3).items()}
+    parts = {"self_attn.qkv_proj": PROJECTIONS[:3], "mlp.gate_up_proj": PROJECTIONS[4:6]}
+    rng = np.random.default_rng(0)
+    tensors: Tensors = {}
+    for layer in range(phi3.num_layers):
+        for module, names in parts.items():
+            prefix = f"base_model.model.model.layers.{layer}.{module}.lora_"
+            height = sum(rows[name] for name in names)
+            a = rng.standard_normal((4, phi3.hidden_size), np.float32)
+            tensors |= {f"{prefix}A.weight": a}
+            tensors |= {f"{prefix}B.weight": rng.standard_normal((height, 4), np.float32)}
+    targets = ["qkv_proj", "gate_up_proj"]
+    write_adapter(tmp_path, tensors, r=4, lora_alpha=8, target_modules=targets)
+    found = read_adapter(tmp_path, phi3).adapter.deltas
+    assert len(found) == 5 * phi3.num_layers
+    for layer in range(phi3.num_layers):
+        for module, names in parts.items():
+            prefix = f"base_model.model.model.layers.{layer}.{module}.lora_"
+            whole = 2 * tensors[f"{prefix}B.weight"] @ tensors[f"{prefix}A.weight"]
+            deltas = [found[layer, name] for name in names]
+            joined = np.concatenate([delta.b @ delta.a for delta in deltas])
+            np.testing.assert_allclose(joined, whole, rtol=1e-4, atol=1e-5)
+    write_adapter(tmp_path, tensors, r=4, target_modules=[*targets, "q_proj"])
+    assert read_adapter(tmp_path, phi3).adapter.rank == 4  # it has no such module
+    with pytest.raises(AdapterError, match="modules that the model does not have"):
+        read_adapter(tmp_path, WIDER)
 
 
 @pytest.mark.parametrize("rslora", [False, True])

@@ -1,0 +1,28 @@
+"""Phi-3, Phi-3.5 and Phi-4 mini: joined projections, a part of each head rotated, LongRoPE."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from onnxport.exporter.config import Config, decoder_spec
+from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.graphs.spec import ArchSpec
+
+
+def read_spec(config: Config, context_length: int | None) -> ArchSpec:
+    """Phi-3: no biases; one `sliding_window` for all layers, none where absent or null."""
+    window = config.get("sliding_window", int, None)
+    return decoder_spec(
+        config,
+        family="phi3",
+        sliding_window=(window,) * config.require("num_hidden_layers", int),
+        context_length=context_length,
+    )
+
+
+FAMILY: Final = Family(
+    name="phi3",
+    architecture="Phi3ForCausalLM",
+    spec=read_spec,
+    tensors=TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+)
