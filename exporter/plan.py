@@ -26,6 +26,7 @@ class MatrixPlan:
     parts: tuple[tuple[str, int], ...]  # tensor name and its rows
     columns: int
     biases: tuple[tuple[str, int], ...] = ()  # vector name and its size
+    scale: float = 1.0  # what all of it is multiplied with
 
     @property
     def rows(self) -> int:
@@ -39,6 +40,7 @@ class WeightPlan:
 
     matrices: Mapping[str, MatrixPlan]  # `head` is the embedding where they are tied
     vectors: Mapping[str, tuple[str, int]]  # tensor name and size
+    scales: Mapping[str, float]  # what a vector is multiplied with, if it is
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the checkpoint must hold, and its shape."""
@@ -64,7 +66,8 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
             vectors[role + "q_norm"] = (prefix + names.q_norm, spec.head_size)
             vectors[role + "k_norm"] = (prefix + names.k_norm, spec.head_size)
         matrices.update(_layer_matrices(spec, names, role, prefix))
-    return WeightPlan(matrices, vectors)
+    scales = {} if spec.logits_scale is None else {FINAL_NORM: spec.logits_scale}
+    return WeightPlan(matrices, vectors, scales)
 
 
 def _layer_matrices(
@@ -85,6 +88,7 @@ def _layer_matrices(
             tuple((f"{prefix}{part}.weight", size) for part, size in sizes),
             columns,
             tuple((f"{prefix}{part}.bias", size) for part, size in sizes) if biased else (),
+            spec.residual_scale if name in ("o", "down") and spec.residual_scale else 1.0,
         )
     return found
 

@@ -107,7 +107,8 @@ class StreamingWeights:
     def vector(self, role: str) -> Array:
         """See `WeightSource`."""
         name, _ = self._plan.vectors[role]
-        self.stored.vectors[role], values = self._store_vector(f"{role}.weight", (name,))
+        scale = self._plan.scales.get(role, 1.0)
+        self.stored.vectors[role], values = self._store_vector(f"{role}.weight", (name,), scale)
         return values
 
     def linear(self, role: str, x: Array) -> Array:
@@ -135,13 +136,13 @@ class StreamingWeights:
         target = _Target(plan, block, self._options.activation_dtype, by_rows=by_rows)
         product = None if x is None else _Product(x, plan.rows)
         for panel in self._panels(plan):
-            self._convert(target, panel, product)
+            self._convert(target, panel, plan.scale, product)
             self._on_bytes(panel.raw.nbytes)
         y = None if product is None else product.result()
         bias: TensorRef | None = None
         if plan.biases:
             names = tuple(name for name, _ in plan.biases)
-            bias, values = self._store_vector(f"{role}.bias", names)
+            bias, values = self._store_vector(f"{role}.bias", names, plan.scale)
             if y is not None:
                 y += values
         weight = self._writer.add_weight(f"{role}.weight", target.weight)
@@ -153,13 +154,16 @@ class StreamingWeights:
         )
         return y
 
-    def _store_vector(self, name: str, tensors: tuple[str, ...]) -> tuple[TensorRef, Array]:
-        """Store joined vectors; returns what was stored as float32."""
+    def _store_vector(
+        self, name: str, tensors: tuple[str, ...], scale: float
+    ) -> tuple[TensorRef, Array]:
+        """Store joined vectors times a scale; returns what was stored as float32."""
         parts = []
         for tensor in tensors:
             raw = self._checkpoint.read(tensor)
             self._on_bytes(raw.nbytes)
-            parts.append(_to_dtype(tensor, to_float32(raw), self._options.activation_dtype))
+            values = _times(to_float32(raw), scale)
+            parts.append(_to_dtype(tensor, values, self._options.activation_dtype))
         values = np.concatenate(parts)
         return self._writer.add_weight(name, values), values.astype(np.float32)
 
@@ -180,8 +184,10 @@ class StreamingWeights:
                 ahead = self._pool.submit(self._checkpoint.read_rows, *spans[index + 1][:3])
             yield _Panel(name, raw, row)
 
-    def _convert(self, target: _Target, panel: _Panel, product: _Product | None) -> None:
-        """Convert a panel on all threads, and multiply what was stored."""
+    def _convert(
+        self, target: _Target, panel: _Panel, scale: float, product: _Product | None
+    ) -> None:
+        """Convert a panel, times a scale, on all threads, and multiply what was stored."""
         rows = len(panel.raw)
         # The same groups of rows are multiplied whatever the threads: a BLAS may add up a row in
         # another order where it is the last of a group, or the group a smaller one.
@@ -190,7 +196,7 @@ class StreamingWeights:
         edges = np.minimum(edges, rows)
 
         def work(first: int, last: int) -> None:
-            values = to_float32(panel.raw[first:last])
+            values = _times(to_float32(panel.raw[first:last]), scale)
             where = slice(panel.start + first, panel.start + last)
             meant = None if product is None else np.empty_like(values)
             target.convert(panel.name, values, where, meant)
@@ -281,6 +287,10 @@ class _Target:
         quantize_rows(values, self._block, self.weight[where], scales, meant)
         if not np.isfinite(scales).all():
             raise _not_finite(name, values, self._dtype)
+
+
+def _times(values: Array, scale: float) -> Array:
+    return values if scale == 1 else values * np.float32(scale)
 
 
 def _to_dtype(name: str, values: Array, dtype: np.dtype[Any]) -> NDArray[Any]:

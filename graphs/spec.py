@@ -76,16 +76,13 @@ class RopeSpec:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain JSON values; factors where there are some."""
-        fields = _to_json(self)
-        return {name: one for name, one in fields.items() if name != "factors" or one is not None}
+        """The fields as plain JSON values."""
+        return _without_nulls(_to_json(self), _LATER_OF_ROPE)
 
     @classmethod
     def from_json(cls, value: Any) -> RopeSpec:
         """Read what `to_json` wrote. Raises ArtifactError for anything else."""
-        if isinstance(value, dict):
-            value = {"factors": None, **value}
-        fields = check_fields("rope", value, _ROPE_FIELDS)
+        fields = check_fields("rope", _with_nulls(value, _LATER_OF_ROPE), _ROPE_FIELDS)
         if fields["factors"] is not None:
             if not all(_is_a(factor, float) for factor in fields["factors"]):
                 raise ArtifactError("rope.factors has an entry that is no finite number")
@@ -119,6 +116,8 @@ class ArchSpec:
     sliding_window: tuple[int | None, ...]  # per layer: visible tokens with the query's own, or all
     rope: RopeSpec
     attention_scale: float | None = None  # of QK^T; None: 1 / sqrt(head_size)
+    residual_scale: float | None = None  # what o_proj and down_proj are stored times; None: 1
+    logits_scale: float | None = None  # likewise the final norm's weight
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -167,12 +166,12 @@ class ArchSpec:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
-        return _to_json(self)
+        return _without_nulls(_to_json(self), _LATER)
 
     @classmethod
     def from_json(cls, value: Any) -> ArchSpec:
         """Read what `to_json` wrote. Raises ArtifactError for anything else."""
-        fields = check_fields("model", value, _ARCH_FIELDS)
+        fields = check_fields("model", _with_nulls(value, _LATER), _ARCH_FIELDS)
         windows = fields["sliding_window"]
         if not all(window is None or _is_a(window, int) for window in windows):
             raise ArtifactError(f"model.sliding_window has an entry that is no integer: {windows}")
@@ -221,7 +220,12 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "sliding_window": (list,),
     "rope": (dict,),
     "attention_scale": (float, _NONE),
+    "residual_scale": (float, _NONE),
+    "logits_scale": (float, _NONE),
 }
+# Fields that artifacts of before lack, as those do today where they are None.
+_LATER: Final = ("residual_scale", "logits_scale")
+_LATER_OF_ROPE: Final = ("factors",)
 
 
 def check_fields(what: str, value: Any, schema: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
@@ -280,6 +284,14 @@ def _construct(cls: type[_T], what: str, fields: Mapping[str, Any]) -> _T:
         return cls(**fields)
     except ValueError as error:
         raise ArtifactError(f"{what} contradicts itself: {error}") from error
+
+
+def _without_nulls(fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: one for name, one in fields.items() if name not in names or one is not None}
+
+
+def _with_nulls(value: Any, names: tuple[str, ...]) -> Any:
+    return {**dict.fromkeys(names), **value} if isinstance(value, dict) else value
 
 
 def _to_json(spec: ArchSpec | RopeSpec) -> dict[str, Any]:

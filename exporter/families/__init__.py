@@ -6,10 +6,11 @@ from typing import Final
 
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
-from onnxport.exporter.families import llama, mistral, phi3, qwen2, qwen3
+from onnxport.exporter.families import granite, llama, mistral, phi3, qwen2, qwen3
 from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
+    granite.FAMILY,
     llama.FAMILY,
     mistral.FAMILY,
     phi3.FAMILY,

@@ -66,6 +66,27 @@ def _longrope() -> Case:
 
 
 CASES: Mapping[str, Case] = {
+    "granite": Case(
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 0.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite-biases": Case(
+        "granite",
+        {
+            "embedding_multiplier": 3,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.25,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        torch.bfloat16,
+    ),
     "llama": Case("llama"),
     "llama-mha": Case("llama", {"num_key_value_heads": 4}, torch.bfloat16),
     "llama-mqa-biases": Case(

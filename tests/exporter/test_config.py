@@ -161,6 +161,15 @@ def test_sliding_window_of_mistral() -> None:
         read(**mistral, sliding_window=8, layer_types=["full_attention"] * 3)
 
 
+@pytest.mark.parametrize("key", ["embedding_multiplier", "residual_multiplier", "logits_scaling"])
+@pytest.mark.parametrize("value", [0, -1.0, math.inf])
+def test_multipliers_of_granite_are_positive(key: str, value: float) -> None:
+    granite = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+    assert read(**granite).residual_scale == 1
+    with pytest.raises(CheckpointError, match=key):
+        read(**granite, **{key: value})
+
+
 def test_an_unsupported_architecture_lists_the_supported() -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         read(architectures=["MambaForCausalLM"])

@@ -22,6 +22,7 @@ Exported = tuple[PreTrainedModel, Artifact]
 
 
 FAST = {
+    "granite",
     "llama",
     "llama-mqa-biases",
     "mistral-window",

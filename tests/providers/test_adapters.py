@@ -36,7 +36,7 @@ from tests.exporter import checkpoints
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.models import opened
 
-FAMILIES = ("llama", "mistral-window", "phi3-longrope", "qwen2", "qwen3")
+FAMILIES = ("granite-biases", "llama", "mistral-window", "phi3-longrope", "qwen2", "qwen3")
 KERNEL = pytest.mark.skipif(find_library() is None, reason="the C++ kernel was not built")
 
 
@@ -73,8 +73,11 @@ def merge(model: Any, adapter: LoraAdapter, spec: ArchSpec) -> None:
                 module = f"{joined}_proj"
                 begin = sum(rows[one] for one in takewhile(projection.__ne__, KINDS[joined]))
         weight = weights[f"model.layers.{layer}.{parent}.{module}.weight"]
+        added = delta.b @ delta.a
+        if projection in ("o_proj", "down_proj"):
+            added /= spec.residual_scale or 1  # the checkpoint's weights are not scaled
         with torch.no_grad():
-            weight[begin : begin + len(delta.b)] += torch.from_numpy(delta.b @ delta.a)
+            weight[begin : begin + len(added)] += torch.from_numpy(added)
 
 
 def logits(model: Model, slot: int) -> NDArray[np.float32]:

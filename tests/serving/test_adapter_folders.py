@@ -59,6 +59,18 @@ def test_all_projections(tmp_path: Path, dtype: Any, rslora: bool) -> None:
     assert read_adapter(tmp_path, WIDER).adapter.rank == 8
 
 
+def test_what_a_models_weights_are_multiplied_with(tmp_path: Path) -> None:
+    """Granite's: what adapters add to those weights is, too."""
+    tensors = random_tensors(WIDER, rank=4, targets=PROJECTIONS)
+    write_adapter(tmp_path, tensors, r=4, lora_alpha=8, target_modules=[*PROJECTIONS])
+    plain = read_adapter(tmp_path, WIDER).adapter.deltas
+    scaled = read_adapter(tmp_path, replace(WIDER, residual_scale=0.25)).adapter.deltas
+    for (layer, name), delta in scaled.items():
+        times = 0.25 if name in ("o_proj", "down_proj") else 1
+        np.testing.assert_array_equal(delta.b, plain[layer, name].b * np.float32(times))
+        np.testing.assert_array_equal(delta.a, plain[layer, name].a)
+
+
 def test_modules_that_compute_several_projections(tmp_path: Path) -> None:
     """Phi-3's: each projection gets its rows of B, and A is shared."""
     phi3 = replace(WIDER, family="phi3")
