@@ -72,6 +72,7 @@ IRRELEVANT: Final = frozenset(
         "remove_invalid_values",
         "repetition_penalty",
         "resid_pdrop",
+        "residual_dropout",
         "return_dict",
         "return_dict_in_generate",
         "sep_token_id",
@@ -214,6 +215,8 @@ def decoder_spec(
     qk_norm: bool = False,
     sliding_window: tuple[int | None, ...] | None = None,
     context_length: int | None = None,
+    theta: float = 10_000.0,
+    tied: bool = False,
 ) -> ArchSpec:
     """Read the keys that every family here shares, and join them with what differs.
 
@@ -229,6 +232,8 @@ def decoder_spec(
         qk_norm: Query and key heads are normalized before RoPE.
         sliding_window: Per layer, visible tokens with the query's own; None: every layer sees all.
         context_length: The longest sequence in tokens; None: max_position_embeddings.
+        theta: `rope_theta` where absent.
+        tied: `tie_word_embeddings` where absent.
 
     Raises:
         CheckpointError: A key is missing, of a wrong type, or contradicts another.
@@ -243,7 +248,7 @@ def decoder_spec(
     epsilon = config.require("rms_norm_eps", float)
     if not 0 < epsilon < math.inf:
         raise CheckpointError(f"{config.path}: rms_norm_eps is {epsilon}; it must be above 0.")
-    rope, context_length = read_rope(config, head_size, context_length)
+    rope, context_length = read_rope(config, head_size, context_length, theta)
     if rope.rotary_dim != head_size and family not in PARTIAL_ROTARY:
         raise UnsupportedModelError(
             f"{config.path}: partial_rotary_factor makes {rope.rotary_dim} of {head_size} channels "
@@ -265,7 +270,7 @@ def decoder_spec(
             o_bias=o_bias,
             mlp_bias=mlp_bias,
             qk_norm=qk_norm,
-            tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
+            tie_word_embeddings=config.get("tie_word_embeddings", bool, tied),
             context_length=context_length,
             sliding_window=sliding_window or (None,) * num_layers,
             rope=rope,

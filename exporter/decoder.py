@@ -194,8 +194,8 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
             block_table=names.BLOCK_TABLE,
             attention_metadata=names.ATTENTION_METADATA,
             attributes=_attributes(spec, layer),
-            cos=cos,
-            sin=sin,
+            cos=cos if spec.rotates(layer) else "",
+            sin=sin if spec.rotates(layer) else "",
         )
 
     def select(x: str) -> str:
@@ -231,8 +231,8 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
             sequence_lengths_minus_one=less_one,
             total_sequence_length=longest,
             attributes=_attributes(spec, layer),
-            cos=cos,
-            sin=sin,
+            cos=cos if spec.rotates(layer) else "",
+            sin=sin if spec.rotates(layer) else "",
         )
 
     decoder = _Decoder(g, spec, weights, (0, 0), attend)
@@ -247,6 +247,7 @@ def _attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
         kv_num_heads=spec.num_kv_heads,
         scale=spec.attention_scale,
         local_window_size=spec.sliding_window[layer],
+        do_rotary=spec.rotates(layer),
         rotary_interleaved=spec.rope.interleaved,
     )
 

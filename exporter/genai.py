@@ -16,6 +16,9 @@ from onnxport.graphs.spec import ArchSpec
 
 FILE: Final = "genai_config.json"
 
+# Families that it does not know by name; all decoders with a GQA graph are run alike.
+_TYPES: Final = {"seed_oss": "llama"}
+
 # Keys of generation_config.json that mean the same there, and their types.
 _SEARCH: Final[Mapping[str, type | tuple[type, ...]]] = {
     "do_sample": bool,
@@ -31,7 +34,7 @@ def genai_config(
 ) -> dict[str, Any]:
     """The configuration as JSON values; `generation` is the model's generation_config.json."""
     model: dict[str, Any] = {
-        "type": spec.family,
+        "type": _TYPES.get(spec.family, spec.family),
         "vocab_size": spec.vocab_size,
         "context_length": spec.context_length,
         "decoder": _decoder(spec),

@@ -80,7 +80,8 @@ def _attend(
     if spec.qk_norm:
         q = _rms_norm(q, weights.vector(f"layers.{layer}.q_norm"), spec)
         k = _rms_norm(k, weights.vector(f"layers.{layer}.k_norm"), spec)
-    q, k = _rotate(q, cos, sin, spec), _rotate(k, cos, sin, spec)
+    if spec.rotates(layer):
+        q, k = _rotate(q, cos, sin, spec), _rotate(k, cos, sin, spec)
     shared = spec.num_heads // spec.num_kv_heads
     k, v = np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k) * np.float32(spec.scale)

@@ -61,7 +61,9 @@ ROPE_KEYS: Final[Mapping[str, frozenset[str]]] = {
 _ALIASES: Final = {"su": "longrope"}  # what the first Phi-3 called it
 
 
-def read_rope(config: Config, head_size: int, context_length: int | None) -> tuple[RopeSpec, int]:
+def read_rope(
+    config: Config, head_size: int, context_length: int | None, theta: float = 10_000.0
+) -> tuple[RopeSpec, int]:
     """Read the RoPE parameters and settle the context length, in tokens.
 
     The context length is `max_position_embeddings` unless given. A longer one is refused, for the
@@ -72,7 +74,7 @@ def read_rope(config: Config, head_size: int, context_length: int | None) -> tup
         UnsupportedModelError: A RoPE type or key that is not known, or too long a context.
         CheckpointError: A parameter is missing, of a wrong type, or contradicts another.
     """
-    values = _parameters(config)
+    values = {"rope_theta": theta, **_parameters(config)}
     kind = _kind(values)
     if kind not in ROPE_KEYS:
         raise UnsupportedModelError(

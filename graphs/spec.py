@@ -118,6 +118,7 @@ class ArchSpec:
     attention_scale: float | None = None  # of QK^T; None: 1 / sqrt(head_size)
     residual_scale: float | None = None  # what o_proj and down_proj are stored times; None: 1
     logits_scale: float | None = None  # likewise the final norm's weight
+    rotated_layers: tuple[bool, ...] | None = None  # which of them RoPE rotates; None: all
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -139,6 +140,10 @@ class ArchSpec:
             all(window is None or window > 0 for window in self.sliding_window),
             f"sliding windows must be positive or None, are {self.sliding_window}",
         )
+        _require(
+            self.rotated_layers is None or len(self.rotated_layers) == self.num_layers,
+            f"rotated_layers are {self.rotated_layers} for {self.num_layers} layers",
+        )
         if self.hidden_act not in HIDDEN_ACTS:
             raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {HIDDEN_ACTS}")
 
@@ -156,6 +161,10 @@ class ArchSpec:
     def qkv_size(self) -> int:
         """Width of the packed projection: queries, then keys, then values."""
         return self.q_size + 2 * self.kv_size
+
+    def rotates(self, layer: int) -> bool:
+        """Whether RoPE rotates the queries and keys of a layer."""
+        return self.rotated_layers is None or self.rotated_layers[layer]
 
     @property
     def scale(self) -> float:
@@ -176,6 +185,10 @@ class ArchSpec:
         if not all(window is None or _is_a(window, int) for window in windows):
             raise ArtifactError(f"model.sliding_window has an entry that is no integer: {windows}")
         fields["sliding_window"] = tuple(windows)
+        if (rotated := fields["rotated_layers"]) is not None:
+            if not all(isinstance(one, bool) for one in rotated):
+                raise ArtifactError(f"model.rotated_layers has an entry that is no bool: {rotated}")
+            fields["rotated_layers"] = tuple(rotated)
         fields["rope"] = RopeSpec.from_json(fields["rope"])
         return _construct(cls, "model", fields)
 
@@ -222,9 +235,10 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "attention_scale": (float, _NONE),
     "residual_scale": (float, _NONE),
     "logits_scale": (float, _NONE),
+    "rotated_layers": (list, _NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
-_LATER: Final = ("residual_scale", "logits_scale")
+_LATER: Final = ("residual_scale", "logits_scale", "rotated_layers")
 _LATER_OF_ROPE: Final = ("factors",)
 
 

@@ -6,16 +6,29 @@ from typing import Final
 
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
-from onnxport.exporter.families import granite, llama, mistral, phi3, qwen2, qwen3
+from onnxport.exporter.families import (
+    ernie4_5,
+    granite,
+    llama,
+    mistral,
+    phi3,
+    qwen2,
+    qwen3,
+    seed_oss,
+    smollm3,
+)
 from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
+    ernie4_5.FAMILY,
     granite.FAMILY,
     llama.FAMILY,
     mistral.FAMILY,
     phi3.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
+    seed_oss.FAMILY,
+    smollm3.FAMILY,
 )
 
 

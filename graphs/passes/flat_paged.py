@@ -168,18 +168,24 @@ class _Rewriter:
         """Rotate the leading channels of x [T, heads, 1, head_size] by the tokens' positions.
 
         Written as `x * cos + rotate_half(x) * sin` over full-width tables, the form that compilers
-        look for.
+        look for. Of neighbouring channels, if these are pairs, the other one is gathered.
         """
         g = self._g
         half = self._rotary_half(layer)
-        cos = self._table_rows(layer.input(PagedInput.COS))
-        sin = self._table_rows(layer.input(PagedInput.SIN))
+        is_paired = layer.rotary_interleaved
+        cos = self._table_rows(layer.input(PagedInput.COS), is_paired=is_paired)
+        sin = self._table_rows(layer.input(PagedInput.SIN), is_paired=is_paired)
         rest: list[str] = []
         if layer.head_size > 2 * half:
             x, *rest = self._cut(x, [2 * half, layer.head_size - 2 * half])
-        a, b = self._cut(x, [half, half])
-        minus = g.node("Mul", [b, g.constant(np.array(-1, np.float32), "minus")])
-        turned = g.node("Concat", [minus, a], axis=-1)
+        if is_paired:
+            others = g.constant(np.arange(2 * half, dtype=np.int64) ^ 1, "others")
+            signs = g.constant(np.tile(np.array([-1, 1], np.float32), half), "signs")
+            turned = g.node("Mul", [g.node("Gather", [x, others], axis=3), signs])
+        else:
+            a, b = self._cut(x, [half, half])
+            minus = g.node("Mul", [b, g.constant(np.array(-1, np.float32), "minus")])
+            turned = g.node("Concat", [minus, a], axis=-1)
         rotated = g.node("Add", [g.node("Mul", [x, cos]), g.node("Mul", [turned, sin])])
         return g.node("Concat", [rotated, *rest], axis=-1) if rest else rotated
 
@@ -198,13 +204,19 @@ class _Rewriter:
             )
         return int(table.dims[1])
 
-    def _table_rows(self, table: str) -> str:
-        """Rows [T, 1, 1, rotary_dim] of a cos or sin table, both halves alike."""
+    def _table_rows(self, table: str, *, is_paired: bool) -> str:
+        """Rows [T, 1, 1, rotary_dim] of a table: both halves alike, or both channels of a pair."""
         if table not in self._rows:
             g = self._g
             with g.scope("rope", root=True):
                 rows = g.node("Gather", [table, POSITIONS], axis=0)
-                rows = g.node("Concat", [rows, rows], axis=-1)
+                if is_paired:
+                    last = g.constant(np.array([2], np.int64), "last")
+                    column = g.node("Unsqueeze", [rows, last])
+                    pairs = g.node("Concat", [column, column], axis=-1)
+                    rows = ops.reshape(g, pairs, [0, -1])
+                else:
+                    rows = g.node("Concat", [rows, rows], axis=-1)
                 axes = g.constant(np.array([1, 2], np.int64), "axes")
                 self._rows[table] = g.node("Unsqueeze", [rows, axes])
         return self._rows[table]
@@ -217,7 +229,6 @@ def _refuse(layer: PagedAttentionNode, types: dict[str, int]) -> None:
         != TensorProto.FLOAT,
         f"a {layer.kv_cache_layout} cache": layer.kv_cache_layout != "SEPARATE",
         "RoPE without its tables": layer.do_rotary and not layer.input(PagedInput.SIN),
-        "interleaved RoPE": layer.rotary_interleaved,
         "a RoPE offset": layer.rotary_offset != 0,
         "softcap": layer.softcap != 0,
         "head sinks": bool(layer.input(PagedInput.HEAD_SINK)),

@@ -121,6 +121,24 @@ CASES: Mapping[str, Case] = {
     ),
     "qwen3": Case("qwen3", {"head_dim": 32, "tie_word_embeddings": True}, torch.bfloat16),
     "qwen3-biases": Case("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "ernie": Case("ernie4_5", {"head_dim": 32, "tie_word_embeddings": True}, torch.bfloat16),
+    "ernie-biases": Case("ernie4_5", {"head_dim": None, "use_bias": True}),
+    "seed-oss": Case("seed_oss", {"head_dim": 32, "attention_out_bias": True}),
+    "smollm3": Case(
+        "smollm3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True, "pad_token_id": 0}
+    ),
+    "smollm3-window": Case(
+        "smollm3",
+        {
+            "num_hidden_layers": 3,
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "pad_token_id": 0,
+        },
+    ),
     "qwen3-window": Case(
         "qwen3",
         {

@@ -77,7 +77,7 @@ def test_defaults() -> None:
 def test_transformers_own_files_are_understood(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     peer = AutoConfig.for_model(case.family, **{**BASE, **case.config})
-    peer.architectures = [f"{case.family.capitalize()}ForCausalLM"]
+    peer.architectures = [one.architecture for one in FAMILIES if one.name == case.family]
     peer.save_pretrained(tmp_path)
     config = Config.read(tmp_path)
     family = find_family(config)

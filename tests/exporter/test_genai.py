@@ -30,7 +30,11 @@ def generate(folder: Path, prompt: NDArray[np.int64], count: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-tied", "mistral-window", "qwen2", "qwen2-window", "qwen3"]
+    "name",
+    [
+        *("llama", "llama-tied", "mistral-window", "qwen2", "qwen2-window", "qwen3"),
+        *("phi3", "granite", "smollm3", "ernie", "seed-oss"),
+    ],
 )
 def test_generates_transformers_tokens(name: str, tmp_path: Path) -> None:
     case = checkpoints.CASES[name]

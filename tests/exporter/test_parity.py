@@ -29,6 +29,7 @@ FAST = {
     "phi3-longrope",
     "qwen2",
     "qwen3",
+    "smollm3",
 }
 PARAMS = [
     name if name in FAST else pytest.param(name, marks=pytest.mark.slow)

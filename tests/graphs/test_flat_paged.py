@@ -110,7 +110,7 @@ def test_the_same_operator_of_another_domain_is_left_alone() -> None:
     ("model", "found"),
     [
         (paged(softcap=30.0), "softcap"),
-        (paged(rotary_interleaved=1), "interleaved RoPE"),
+        (paged(rotary_offset=4), "a RoPE offset"),
         (paged(is_causal=0), "not causal"),
         (paged(dtype=TensorProto.FLOAT16), "not float32"),
     ],
@@ -121,8 +121,8 @@ def test_what_is_not_covered_is_refused(model: onnx.ModelProto, found: str) -> N
 
 
 def test_everything_that_is_wrong_is_named() -> None:
-    with pytest.raises(ArtifactError, match="interleaved RoPE and softcap"):
-        flatten_paged(paged(softcap=30.0, rotary_interleaved=1))
+    with pytest.raises(ArtifactError, match="a RoPE offset and softcap"):
+        flatten_paged(paged(softcap=30.0, rotary_offset=4))
 
 
 def test_a_cos_table_that_is_no_initializer_is_refused() -> None:

@@ -61,7 +61,13 @@ def logits(model: Model) -> NDArray[np.float32]:
     return np.stack(steps)
 
 
-@pytest.mark.parametrize("case", ["qwen2-ragged", "llama-yarn", "qwen3-window"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("qwen2-ragged", "llama-yarn", "qwen3-window", "phi3-longrope"),
+        *("ernie", "granite", "smollm3-window"),
+    ],
+)
 def test_odd_shapes_are_exact_too(tiny_artifact: ArtifactMaker, case: str) -> None:
     path = tiny_artifact(case, "int4")
     with models.opened(path, "decomposed", matmul_accuracy_level=1) as cpu:
