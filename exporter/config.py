@@ -113,7 +113,7 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 
 
 # Families that rotate a part of each head, where partial_rotary_factor says so.
-PARTIAL_ROTARY: Final[frozenset[str]] = frozenset({"phi3"})
+PARTIAL_ROTARY: Final[frozenset[str]] = frozenset({"glm", "phi3"})
 
 
 class Config:
@@ -216,6 +216,7 @@ def decoder_spec(
     sliding_window: tuple[int | None, ...] | None = None,
     context_length: int | None = None,
     theta: float = 10_000.0,
+    partial_rotary_factor: float = 1.0,
     tied: bool = False,
 ) -> ArchSpec:
     """Read the keys that every family here shares, and join them with what differs.
@@ -233,6 +234,7 @@ def decoder_spec(
         sliding_window: Per layer, visible tokens with the query's own; None: every layer sees all.
         context_length: The longest sequence in tokens; None: max_position_embeddings.
         theta: `rope_theta` where absent.
+        partial_rotary_factor: likewise.
         tied: `tie_word_embeddings` where absent.
 
     Raises:
@@ -248,7 +250,8 @@ def decoder_spec(
     epsilon = config.require("rms_norm_eps", float)
     if not 0 < epsilon < math.inf:
         raise CheckpointError(f"{config.path}: rms_norm_eps is {epsilon}; it must be above 0.")
-    rope, context_length = read_rope(config, head_size, context_length, theta)
+    defaults = {"rope_theta": theta, "partial_rotary_factor": partial_rotary_factor}
+    rope, context_length = read_rope(config, head_size, context_length, defaults)
     if rope.rotary_dim != head_size and family not in PARTIAL_ROTARY:
         raise UnsupportedModelError(
             f"{config.path}: partial_rotary_factor makes {rope.rotary_dim} of {head_size} channels "

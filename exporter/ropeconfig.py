@@ -62,7 +62,10 @@ _ALIASES: Final = {"su": "longrope"}  # what the first Phi-3 called it
 
 
 def read_rope(
-    config: Config, head_size: int, context_length: int | None, theta: float = 10_000.0
+    config: Config,
+    head_size: int,
+    context_length: int | None,
+    defaults: Mapping[str, float] | None = None,
 ) -> tuple[RopeSpec, int]:
     """Read the RoPE parameters and settle the context length, in tokens.
 
@@ -70,11 +73,17 @@ def read_rope(
     model was not made for it, except where the RoPE type defines what it means: yarn up to factor
     times its original length, and dynamic (see `rope.inverse_frequencies`) without limit.
 
+    Args:
+        config: The model's configuration.
+        head_size: Channels of a head.
+        context_length: What was asked for; None: the model's own.
+        defaults: Parameters where the configuration does not give them.
+
     Raises:
         UnsupportedModelError: A RoPE type or key that is not known, or too long a context.
         CheckpointError: A parameter is missing, of a wrong type, or contradicts another.
     """
-    values = {"rope_theta": theta, **_parameters(config)}
+    values = {**(defaults or {}), **_parameters(config)}
     kind = _kind(values)
     if kind not in ROPE_KEYS:
         raise UnsupportedModelError(

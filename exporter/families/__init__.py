@@ -8,7 +8,9 @@ from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import (
     ernie4_5,
+    glm,
     granite,
+    helium,
     llama,
     mistral,
     phi3,
@@ -21,7 +23,9 @@ from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
     ernie4_5.FAMILY,
+    glm.FAMILY,
     granite.FAMILY,
+    helium.FAMILY,
     llama.FAMILY,
     mistral.FAMILY,
     phi3.FAMILY,

@@ -34,7 +34,12 @@ _JOINED: Final[Mapping[str, _Modules]] = {  # of families whose modules are not 
         "self_attn.o_proj": ("o_proj",),
         "mlp.gate_up_proj": ("gate_proj", "up_proj"),
         "mlp.down_proj": ("down_proj",),
-    }
+    },
+    "glm": {
+        **{name: one for name, one in _APART.items() if name.startswith("self_attn.")},
+        "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+        "mlp.down_proj": ("down_proj",),
+    },
 }
 _OTHERS: Final = ("model.embed_tokens", "lm_head")  # linear too, and not to be adapted here
 _DTYPES: Final[Mapping[str, Any]] = {

@@ -66,6 +66,8 @@ def _longrope() -> Case:
 
 
 CASES: Mapping[str, Case] = {
+    "glm": Case("glm", {"head_dim": 32, "pad_token_id": 0}, torch.bfloat16),
+    "helium": Case("helium", {"head_dim": 16, "pad_token_id": 0}),
     "granite": Case(
         "granite",
         {

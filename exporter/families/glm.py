@@ -1,0 +1,32 @@
+"""GLM 4 and GLM-Edge: half of each head rotates, in neighbouring channels; gate and up are joined."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from onnxport.exporter.config import Config, decoder_spec
+from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.graphs.spec import ArchSpec
+
+
+def read_spec(config: Config, context_length: int | None) -> ArchSpec:
+    """GLM: biased queries, keys and values unless told otherwise."""
+    spec = decoder_spec(
+        config,
+        family="glm",
+        head_size=None if config.is_null("head_dim") else 128,
+        num_kv_heads=2,
+        qkv_bias=config.get("attention_bias", bool, True),
+        context_length=context_length,
+        partial_rotary_factor=0.5,
+    )
+    return replace(spec, rope=replace(spec.rope, interleaved=True))
+
+
+FAMILY: Final = Family(
+    name="glm",
+    architecture="GlmForCausalLM",
+    spec=read_spec,
+    tensors=TensorNames(gate_up=("mlp.gate_up_proj",)),
+)
