@@ -1,4 +1,4 @@
-"""GLM 4 and GLM-Edge: half of each head rotates, in neighbouring channels; gate and up are joined."""
+"""GLM 4 and GLM-Edge: half of each head rotates, in neighbouring channels."""
 
 from __future__ import annotations
 
