@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnxport.errors import ArtifactError, CapacityError, RequestError
-from onnxport.serving.detokenizer import REPLACEMENT, ByteDetokenizer, WindowDetokenizer
+from onnxport.serving.detokenizer import (
+    REPLACEMENT,
+    ByteDetokenizer,
+    WindowDetokenizer,
+    pending_bytes,
+)
 from onnxport.serving.text import HALF, Pieces, is_whole
 
 if TYPE_CHECKING:
@@ -135,10 +140,7 @@ class Tokenizer:
         text = self.token_text(token_id)
         if REPLACEMENT not in text:
             return text.encode()
-        if not self._is_byte_level:
-            spelled = _BYTE.fullmatch(self._fast.id_to_token(token_id) or "")
-            return bytes([int(spelled[1], 16)]) if spelled else text.encode()
-        return self._bytes_of(token_id) or text.encode()
+        return self._raw_bytes(token_id) or text.encode()
 
     def token_spelling(self, token_id: int) -> str | None:
         """Return a token as the vocabulary spells it, None where there is none of this id."""
@@ -164,11 +166,38 @@ class Tokenizer:
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Pieces:
         """Return a detokenizer for what follows `prompt`."""
+        pending = self._pending(prompt)
         if self._is_byte_level:
-            return ByteDetokenizer(self._bytes_of if skip_special_tokens else self._spelled_bytes)
-        return WindowDetokenizer(
-            partial(self.decode, skip_special_tokens=skip_special_tokens), prompt
-        )
+            bytes_of = self._bytes_of if skip_special_tokens else self._spelled_bytes
+            return ByteDetokenizer(bytes_of, pending)
+        decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        return WindowDetokenizer(decode, prompt, len(pending))
+
+    def decode_prompt(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of a prompt as `detokenizer` goes on with it.
+
+        What it ends with of a character belongs to the text behind it.
+        """
+        pending = self._pending(token_ids)
+        if not pending:
+            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        count, end = 0, b""
+        while len(end) < len(pending):
+            count += 1
+            end = (self._raw_bytes(token_ids[-count]) or b"") + end
+        told = self.decode(token_ids[:-count], skip_special_tokens=skip_special_tokens)
+        return told + end[: -len(pending)].decode(errors="replace")
+
+    def _pending(self, prompt: Sequence[int]) -> bytes:
+        """The part of a character that a prompt ends with."""
+        return pending_bytes(map(self._raw_bytes, reversed(prompt)))
+
+    def _raw_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that may be a part of a character; None of one that is text."""
+        if self._is_byte_level:
+            return self._bytes_of(token_id)
+        spelled = _BYTE.fullmatch(self.token_spelling(token_id) or "")
+        return bytes([int(spelled[1], 16)]) if spelled else None
 
     def _read_text(self, token_id: int) -> str:
         """Return `token_text` of a token that was not met before."""

@@ -206,5 +206,5 @@ def _encode(
 
 def _texts(service: Service, given: list[str | list[int]], skips: bool) -> list[str]:
     """Return the text of each prompt."""
-    decode = partial(service.tokenizer.decode, skip_special_tokens=skips)
+    decode = partial(service.tokenizer.decode_prompt, skip_special_tokens=skips)
     return [one if isinstance(one, str) else decode(one) for one in given]

@@ -52,6 +52,10 @@ class Tokenizer(Protocol):
         """Return the text of token ids."""
         ...
 
+    def decode_prompt(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of a prompt, without a part of a character at its end."""
+        ...
+
     def token_spelling(self, token_id: int) -> str | None:
         """Return a token as the vocabulary spells it."""
         ...

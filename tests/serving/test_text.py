@@ -43,6 +43,31 @@ def test_the_right_detokenizer_is_chosen() -> None:
     assert isinstance(FALLBACK.detokenizer([]), WindowDetokenizer)
 
 
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    st.lists(st.sampled_from(["a", " b", "é", "猫", "🙂", "🎉", "\n", " the"]), max_size=12),
+    st.data(),
+)
+def test_an_answer_may_begin_in_the_middle_of_a_character(
+    texts: list[str], data: st.DataObject
+) -> None:
+    """What a prompt ends with of one belongs to the answer; nothing else is touched by it."""
+    text = "".join(texts)
+    for tokenizer, ids in ((BYTES, BYTES.encode(text)), (FALLBACK, FALLBACK.encode(text))):
+        cut = data.draw(st.integers(0, len(ids)))
+        before = tokenizer.decode_prompt(ids[:cut])
+        assert REPLACEMENT not in before
+        whole = before + "".join(pieces(tokenizer, ids[cut:], ids[:cut]))
+        assert whole == tokenizer.decode(ids)
+
+
+def test_a_broken_run_does_not_take_the_next_words_space() -> None:
+    word = FALLBACK.encode("a b", add_special_tokens=False)[-1]
+    broken = [FALLBACK.token_to_id("<0xFF>") or 0] * 16
+    found = "".join(pieces(FALLBACK, [word, *broken, word, word]))
+    assert found.replace(REPLACEMENT, "") == FALLBACK.decode([word, word, word])
+
+
 @settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.sampled_from(["a", " b", "é", "🙂", EOS]), max_size=12))
 def test_special_tokens_are_spelled_out_where_that_is_asked_for(texts: list[str]) -> None:
