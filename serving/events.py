@@ -43,6 +43,7 @@ class FinishedRecord:
     num_preemptions: int
     max_tokens: int | None  # as the request asked
     n: int  # as the request asked
+    num_sequences: int  # of the request, which may be more than it returns
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from onnxport.serving.chat import ChatTemplate, Message, Tool
 from onnxport.serving.collect import OutputCollector
 from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
 from onnxport.serving.engine import Engine
+from onnxport.serving.interrupts import Interrupts
 from onnxport.serving.loading import open_engine
 from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -298,15 +299,22 @@ class LLM:
         return str(next(self._numbers))
 
     def _run(self, requests: Sequence[Request], *, use_tqdm: bool) -> list[RequestOutput]:
-        """Run the requests to their ends; an interruption aborts them.
+        """Run the requests to their ends; an interruption aborts them, after the step that runs.
 
         They are submitted as the queue has room for them.
         """
+        with Interrupts() as interrupts:
+            return self._run_all(requests, interrupts, use_tqdm=use_tqdm)
+
+    def _run_all(
+        self, requests: Sequence[Request], interrupts: Interrupts, *, use_tqdm: bool
+    ) -> list[RequestOutput]:
         collectors = {request.request_id: OutputCollector(request) for request in requests}
         progress = _progress(sum(request.params.num_sequences for request in requests), use_tqdm)
         coming = deque(requests)
         try:
             while coming or self._engine.has_work:
+                interrupts.check()
                 while coming and self._engine.queue_room(coming[0].options) > 0:
                     self._submit(coming.popleft(), collectors)
                 for delta in self._engine.step():

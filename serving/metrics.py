@@ -55,6 +55,11 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_inference_time_seconds": ("From the first step to the last token.", REQUEST_S),
     "request_prompt_tokens": ("Tokens of the prompt.", TOKENS),
     "request_generation_tokens": ("Tokens generated.", TOKENS),
+    "request_max_num_generation_tokens": ("Of the longest completion of a request.", TOKENS),
+    "request_time_per_output_token_seconds": (
+        "Between two tokens of a sequence, the mean of each.",
+        INTER_TOKEN_S,
+    ),
     "request_params_max_tokens": ("max_tokens, where a request gave it.", TOKENS),
     "request_params_n": ("n, the completions that a request asked for.", COMPLETIONS),
 }
@@ -133,6 +138,7 @@ class Metrics(Collector):
         # Both are guarded by _lock.
         self._histograms = {name: Histogram(edges) for name, (_, edges) in HISTOGRAMS.items()}
         self._arrivals: dict[str, float] = {}  # of requests without a token yet: id -> time
+        self._longest: dict[str, tuple[int, int]] = {}  # id -> completions that ended, most tokens
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Return the metrics and their content type.
@@ -201,6 +207,7 @@ class Metrics(Collector):
                     self._add("time_to_first_token_seconds", event.time_s - arrival_s)
             if event.finished is not None:
                 self._finish(event.index, event.finished)
+                self._end_request(event.request_id, event.finished)
 
     def _finish(self, index: int, record: FinishedRecord) -> None:
         """Count a sequence that ended; what belongs to the prompt with the first one alone."""
@@ -211,6 +218,9 @@ class Metrics(Collector):
             self._add("e2e_request_latency_seconds", times.finished_time_s - arrived)
         if first is not None and last is not None:
             self._add("request_decode_time_seconds", last - first)
+            if record.num_output_tokens > 1:
+                mean = (last - first) / (record.num_output_tokens - 1)
+                self._add("request_time_per_output_token_seconds", mean)
         self._add("request_generation_tokens", record.num_output_tokens)
         if index:
             return
@@ -225,6 +235,15 @@ class Metrics(Collector):
         self._add("request_params_n", record.n)
         if record.max_tokens is not None:
             self._add("request_params_max_tokens", record.max_tokens)
+
+    def _end_request(self, request_id: str, record: FinishedRecord) -> None:
+        """Count a request whose last completion ended."""
+        ended, longest = self._longest.pop(request_id, (0, 0))
+        ended, longest = ended + 1, max(longest, record.num_output_tokens)
+        if ended < record.num_sequences:
+            self._longest[request_id] = (ended, longest)
+        else:
+            self._add("request_max_num_generation_tokens", longest)
 
     def _add(self, name: str, value: float) -> None:
         self._histograms[name].add(value)

@@ -24,6 +24,7 @@ from onnxport.serving.planner import Planner
 from onnxport.serving.queues import Queues
 from onnxport.serving.request import Request
 from onnxport.serving.shares import Shares
+from onnxport.serving.waiting import WaitingQueue, by_arrival, by_deadline
 
 QUANTA = 4  # rounds of fair turns that the tokens of one step are good for
 
@@ -43,7 +44,8 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._policy = policy
-        self._queues = Queues(quantum=max(1, max_num_batched_tokens // QUANTA))
+        waiting = WaitingQueue(by_arrival if policy == "fcfs" else by_deadline)
+        self._queues = Queues(max(1, max_num_batched_tokens // QUANTA), waiting)
         self._planner = Planner(pool, self._queues, max_num_seqs, max_num_batched_tokens)
         self._arrivals = count()
         self._starts = count(1)

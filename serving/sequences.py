@@ -60,7 +60,6 @@ class Sequences:
         """Take the sequences of a request that the scheduler has accepted."""
         first = group[0]
         self._groups[first.request_id] = list(group)
-        self._tally.prompt_tokens += first.num_prompt_tokens
         self._deadlines.add(group, len(self._groups))
         self._tally.tell("queued", first, first.times.arrival_s)
 
@@ -107,6 +106,8 @@ class Sequences:
         times.last_token_s = now_s
         if times.first_token_s is None:
             times.first_token_s = now_s
+            if request.index == 0:
+                self._tally.prompt_tokens += request.num_prompt_tokens
             self._tally.tell("first_token", request, now_s)
         return gaps
 
@@ -167,3 +168,5 @@ class Sequences:
             if request.adapter is not None:
                 self._adapters.release(request.adapter)
         self._tally.note_end(request, reason, now_s)
+        if not self._groups:
+            self._tally.note_idle()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from onnxport.serving.outputs import FinishReason
 
@@ -29,7 +29,7 @@ class EngineStats:
     num_steps: int
     num_failed_steps: int
     num_preemptions: int
-    prompt_tokens: int  # of all requests that were accepted
+    prompt_tokens: int  # of prompts that were computed, or found in the cache
     generation_tokens: int  # sampled so far
     prefix_cache_queries: int = 0  # tokens looked up in the prefix cache
     prefix_cache_hits: int = 0  # tokens found there
@@ -49,3 +49,19 @@ class EngineStats:
     running_adapters: tuple[str, ...] = ()  # of requests that run, by name
     waiting_adapters: tuple[str, ...] = ()  # of requests that wait; the same one may run too
     finished: Mapping[FinishReason, int] = field(default_factory=dict)  # ended, by reason
+
+
+def ended(stats: EngineStats, num_unfinished: int) -> EngineStats:
+    """The counters of an engine that failed: nothing runs, and what did ended with an error."""
+    finished = dict(stats.finished)
+    finished["error"] = finished.get("error", 0) + num_unfinished
+    return replace(
+        stats,
+        num_requests_running=0,
+        num_requests_waiting=0,
+        num_free_blocks=stats.num_blocks,
+        adapter_requests=dict.fromkeys(stats.adapter_requests, 0),
+        running_adapters=(),
+        waiting_adapters=(),
+        finished=finished,
+    )

@@ -19,7 +19,7 @@ class Tally:
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
         self._gap_s: float | None = None  # mean time between two requests that end
-        self._last_end_s: float | None = None
+        self._last_end_s: float | None = None  # since there was work
         self._finished: dict[FinishReason, int] = dict.fromkeys(FINISH_REASONS, 0)
         self._num_steps = 0
         self.num_failed_steps = 0
@@ -73,8 +73,13 @@ class Tally:
                 num_preemptions=request.num_preemptions,
                 max_tokens=request.params.max_tokens,
                 n=request.params.n,
+                num_sequences=request.params.num_sequences,
             )
             self.tell("finished", request, now_s, record)
+
+    def note_idle(self) -> None:
+        """There is nothing to do any more: what passes until the next end tells nothing."""
+        self._last_end_s = None
 
     def stats(
         self, runtime: Runtime, speculation: SpeculationCounters | None = None

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Final
 
 from sortedcontainers import SortedDict, SortedKeyList
 
 from onnxport.serving.request import Request
 
+PATIENCE_S: Final = 30.0
+
 Urgency = tuple[float, tuple[int, int, int]]
 Lanes = dict[str, "SortedKeyList[Request, Urgency]"]  # tenant -> requests, the most urgent first
 
 
-def urgency(request: Request) -> Urgency:
-    """The order inside one tenant and priority: the earlier deadline first, then by arrival."""
-    return (request.deadline_s, request.rank)
+def by_arrival(request: Request) -> Urgency:
+    """The order inside one priority where nothing else counts."""
+    return (0.0, request.rank)
+
+
+def by_deadline(request: Request) -> Urgency:
+    """The order inside one tenant and priority: the earlier deadline first, then by arrival.
+
+    Whoever gives none, or a late one, is served as if it were PATIENCE_S after the arrival. So
+    nobody waits for ever for others that came later and are in a hurry.
+    """
+    return (min(request.deadline_s, request.times.arrival_s + PATIENCE_S), request.rank)
 
 
 class WaitingQueue:
     """Requests that hold no blocks, by priority, tenant and urgency."""
 
-    def __init__(self) -> None:
+    def __init__(self, urgency: Callable[[Request], Urgency] = by_deadline) -> None:
+        self._urgency = urgency
         self._levels: SortedDict[int, Lanes] = SortedDict()
         self._size = 0
 
@@ -41,7 +54,7 @@ class WaitingQueue:
         """Queue a request."""
         lanes = self._levels.setdefault(request.rank[0], {})
         if request.tenant not in lanes:
-            lanes[request.tenant] = SortedKeyList(key=urgency)
+            lanes[request.tenant] = SortedKeyList(key=self._urgency)
         lanes[request.tenant].add(request)
         self._size += 1
 
@@ -70,4 +83,4 @@ class WaitingQueue:
         if not self._levels:
             return None
         lanes = self._levels.peekitem(0)[1]
-        return min((lane[0] for lane in lanes.values()), key=urgency)
+        return min((lane[0] for lane in lanes.values()), key=self._urgency)

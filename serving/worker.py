@@ -25,7 +25,7 @@ from onnxport.serving.outputs import CompletionDelta, Failure
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.publisher import Publisher
 from onnxport.serving.request import Request
-from onnxport.serving.stats import EngineStats
+from onnxport.serving.stats import EngineStats, ended
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
 
@@ -380,6 +380,7 @@ class AsyncEngine:
             self._failure = error
             streams, self._streams = list(self._streams.values()), {}
             calls = list(self._calls)
+        self._stats = ended(self._stats, sum(len(stream.unfinished) for stream in streams))
         message = f"the engine failed: {type(error).__name__}: {error}"
         for call in calls:
             with contextlib.suppress(InvalidStateError):  # it is done, or nobody waits any more

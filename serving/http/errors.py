@@ -60,6 +60,13 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, self.headers)
 
 
+STOPPED = ApiError(
+    503,
+    "the request was aborted because the server is shutting down; send it again later",
+    kind=SERVER_ERROR,
+)
+
+
 def shortened(text: str) -> str:
     """Return a client's own words as an error tells them: their beginning, if they are long."""
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from onnxport.serving.collect import mean_logprob
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
 from onnxport.serving.http.defaults import SamplingDefaults
-from onnxport.serving.http.errors import FINAL, SERVER_ERROR, ApiError, shortened
+from onnxport.serving.http.errors import FINAL, SERVER_ERROR, STOPPED, ApiError, shortened
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.stats import EngineStats
@@ -355,8 +355,7 @@ def _check(delta: CompletionDelta, options: RequestOptions) -> None:
     if delta.finish_reason == "error":
         raise ApiError(500, delta.error or "the engine failed on this request", kind=SERVER_ERROR)
     if delta.finish_reason == "abort":
-        text = "the request was aborted because the server is shutting down; send it again later"
-        raise ApiError(503, text, kind=SERVER_ERROR)
+        raise replace(STOPPED)
     if delta.finish_reason == "timeout":
         raise ApiError(
             504,

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
+import math
 import signal
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onnxport.errors import OnnxportError
+from onnxport.serving.http.errors import STOPPED
+
+# concurrent.futures.thread is imported above, and not by the first request that needs a thread: by
+# then there may be no file left to read it from.
+
+logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+SPARE_FILES = 512  # beside those of requests: libraries, tiers, and clients that idle
 # For how long a connection may idle: longer than clients and proxies keep theirs, so that none is
 # closed as the next request comes in.
 KEEP_ALIVE_S = 75
@@ -47,11 +58,41 @@ def bind(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except OSError as error:
-        raise OnnxportError(
-            f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port, or "
-            "--port 0 for a free one."
-        ) from error
+        raise _cannot_listen(host, port, error) from error
+    except UnicodeError as error:  # of names of hosts, which have parts of 63 characters
+        raise OnnxportError(f"{host!r} is no name of a host ({error}); correct --host") from error
     return sock
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> OnnxportError:
+    return OnnxportError(
+        f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port, or "
+        "--port 0 for a free one."
+    )
+
+
+def raise_open_files(connections: int) -> None:
+    """Let the process have as many connections open as it is to hold, where the system lets it."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    wanted = connections + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        logger.warning(
+            "this process may have %d files and connections open; %d requests that run and wait "
+            "need %d. Raise the limit (ulimit -n), or lower --max-queued-requests",
+            soft,
+            connections,
+            wanted,
+        )
 
 
 def url(host: str, sock: socket.socket) -> str:
@@ -77,13 +118,13 @@ def serve(
         options: see `ServerOptions`.
     """
     config = uvicorn.Config(
-        app,
+        _LastWords(app),
         lifespan="off",
         log_level="info" if options.access_log else "warning",
         access_log=options.access_log,
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(options.grace_s) + CANCEL_AFTER_S,
+        timeout_graceful_shutdown=math.ceil(options.grace_s) + CANCEL_AFTER_S,
         server_header=False,
     )
     server = _Server(config, abort_requests, ready, options.grace_s)
@@ -116,12 +157,34 @@ class _Server(uvicorn.Server):
         self._abort_requests = abort_requests
         self._ready = ready
         self._grace_s = grace_s
+        self._hurry = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening, then say so."""
-        await super().startup(sockets)
+        """Start listening, then say so.
+
+        Raises:
+            OnnxportError: another process has begun to listen there since the socket was bound.
+        """
+        self._loop = asyncio.get_running_loop()
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or not sockets:
+                raise
+            host, port = sockets[0].getsockname()[:2]
+            raise _cannot_listen(host, port, error) from error
         if self.started:
             self._ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; at the second signal without waiting for requests, at the third at once."""
+        if not self.should_exit:
+            return super().handle_exit(sig, frame)
+        if self._hurry.is_set() or self._loop is None:
+            self.force_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._hurry.set)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, and wait for what runs; abort it when its time is over."""
@@ -132,5 +195,28 @@ class _Server(uvicorn.Server):
             aborting.cancel()
 
     async def _abort_late(self) -> None:
-        await asyncio.sleep(self._grace_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), self._grace_s)
         await self._abort_requests()
+
+
+class _LastWords:
+    """Answers requests that are cancelled before they were answered, as the server stops."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        has_begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except asyncio.CancelledError:
+            if not has_begun and scope["type"] == "http":
+                await STOPPED.response()(scope, receive, send)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -14,6 +15,15 @@ import openai
 import pytest
 from openai import OpenAI
 
+from onnxport.errors import OnnxportError
+from onnxport.serving.http.server import (
+    SPARE_FILES,
+    ServerOptions,
+    _LastWords,
+    bind,
+    raise_open_files,
+    serve,
+)
 from tests.tiers import every
 
 from .conftest import RunningServer, StartServer
@@ -137,3 +147,82 @@ def test_what_runs_too_long_is_aborted(start_server: StartServer) -> None:
     assert (code, out) == (0, "closed\n")
     [error] = results
     assert "shutting down" in str(error)
+
+
+def test_a_second_signal_aborts_at_once(start_server: StartServer) -> None:
+    server = start_server(grace_s=3600, **SLOW)
+    results: list[Any] = []
+    thread = ask_long(server, results)
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for_refusal()
+    assert not results
+    code, out, err = server.stop(signal.SIGINT)
+    thread.join()
+    assert (code, out) == (0, "closed\n")
+    assert "Traceback" not in err
+    assert "shutting down" in str(results[0])
+
+
+def test_two_servers_on_one_port() -> None:
+    """Both may bind before one of them listens; the other one says what is wrong."""
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        second = bind("127.0.0.1", port)
+        first.listen()
+
+        async def nothing() -> None: ...
+
+        with pytest.raises(OnnxportError, match=f"cannot listen on 127.0.0.1 port {port}"):
+            serve(nothing, second, nothing, lambda: None, ServerOptions())  # type: ignore[arg-type]
+
+
+def test_a_name_that_no_host_has() -> None:
+    with pytest.raises(OnnxportError, match="no name of a host"):
+        bind("a" * 64 + ".example", 0)
+
+
+async def test_a_request_that_is_cancelled_is_told_so() -> None:
+    sent: list[Any] = []
+
+    async def hang(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(3600)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    task = asyncio.ensure_future(_LastWords(hang)(scope, send, send))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    task.cancel()
+    await task
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[0]["status"] == 503
+    assert b"shutting down" in sent[1]["body"]
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted", "warned"),
+    [
+        (1024, 4096, 2000, False),
+        (1024, 2048, 2048, True),
+        (1024, -1, 2000, False),
+        (4096, 4096, None, False),
+        (-1, -1, None, False),
+    ],
+)
+def test_as_many_files_as_there_may_be_requests(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    soft: int,
+    hard: int,
+    wanted: int | None,
+    warned: bool,
+) -> None:
+    resource = pytest.importorskip("resource")
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
+    connections = 2000 - SPARE_FILES if not warned else 4000 - SPARE_FILES
+    raise_open_files(connections)
+    assert limits[-1] == ((soft, hard) if wanted is None else (wanted, hard))
+    assert bool(caplog.records) == warned

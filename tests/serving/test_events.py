@@ -157,6 +157,7 @@ def test_a_full_queue_refuses_and_has_room_again() -> None:
     with pytest.raises(OverloadedError, match="2 requests are waiting already") as caught:
         submit(engine, "c", PROMPT)
     assert 1.0 <= caught.value.retry_after_s <= 60.0
+    assert engine.stats().prompt_tokens == 0  # of prompts that were computed
     checked_step(engine)  # a begins
     assert (engine.num_queued, engine.queue_room()) == (1, 1)
     submit(engine, "c", PROMPT)
@@ -234,12 +235,19 @@ def test_retry_after_follows_the_time_between_ends() -> None:
     assert engine.overload().retry_after_s == 1.0
     for index in range(12):
         submit(engine, str(index), [1], SamplingParams(max_tokens=1))
-        run(engine)
+    while engine.has_work:
         clock.now_s += 7
+        checked_step(engine)
     error = engine.overload()
     assert math.isclose(error.retry_after_s, 7)
     assert "again in 7 s" in str(error) or "again in 8 s" in str(error)
-    clock.now_s += 10_000
+    clock.now_s += 10_000  # nothing to do, which tells nothing of how long things take
     submit(engine, "z", [1], GREEDY)
     run(engine)
+    assert math.isclose(engine.overload().retry_after_s, 7)
+    for name in "yx":
+        submit(engine, name, [1], SamplingParams(max_tokens=1))
+    while engine.has_work:
+        clock.now_s += 10_000
+        checked_step(engine)
     assert engine.overload().retry_after_s == 60.0

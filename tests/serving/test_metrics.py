@@ -82,6 +82,7 @@ def finished(
         "num_preemptions": 0,
         "max_tokens": 40,
         "n": 2,
+        "num_sequences": 1,
     }
     return FinishedRecord(reason, times, **record | more)
 
@@ -144,6 +145,8 @@ def test_a_request_of_one_completion(metrics: Metrics) -> None:
             "request_inference_time_seconds": 10.0,
             "request_prompt_tokens": 30,
             "request_generation_tokens": 9,
+            "request_max_num_generation_tokens": 9,
+            "request_time_per_output_token_seconds": 1.0,
             "request_params_max_tokens": 40,
             "request_params_n": 2,
         }
@@ -156,9 +159,14 @@ def test_several_completions_share_one_prompt(metrics: Metrics) -> None:
     happen(metrics, "queued", 10.0)
     happen(metrics, "first_token", 12.5, 0)
     happen(metrics, "first_token", 12.5, 1)
-    happen(metrics, "finished", 20.6, 1, finished=finished(num_output_tokens=5))
-    happen(metrics, "finished", 20.6, 0, finished=finished())
+    first = finished(num_output_tokens=5, num_sequences=2)
+    happen(metrics, "finished", 20.6, 1, finished=first)
+    assert samples(metrics)["vllm:request_max_num_generation_tokens_count"] == 0
+    happen(metrics, "finished", 20.6, 0, finished=finished(num_sequences=2))
     found = samples(metrics)
+    assert found["vllm:request_max_num_generation_tokens_count"] == 1
+    assert found["vllm:request_max_num_generation_tokens_sum"] == 9
+    assert found["vllm:request_time_per_output_token_seconds_sum"] == pytest.approx(8 / 4 + 8 / 8)
     once = ("time_to_first_token_seconds", "request_prompt_tokens", "request_params_n")
     assert [found[f"vllm:{name}_count"] for name in once] == [1, 1, 1]
     assert found["vllm:request_prompt_tokens_sum"] == 30

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
-from onnxport.serving.waiting import WaitingQueue, urgency
+from onnxport.serving.waiting import PATIENCE_S, WaitingQueue, by_arrival, by_deadline
 
 
 def make(
@@ -46,6 +46,24 @@ def test_arrivals_in_order_whenever_they_are_added() -> None:
 def test_who_has_to_end_sooner_goes_first() -> None:
     waiting = queue(make(0), make(1, timeout_s=9), make(2, timeout_s=5), make(3, timeout_s=9))
     assert names(waiting) == ["2", "1", "3", "0"]
+
+
+def test_a_hurry_does_not_let_others_wait_for_ever() -> None:
+    """Late deadlines count as little as none, and each request's time comes."""
+    old, late = make(0), make(1, timeout_s=86_400)
+    newer = make(2, timeout_s=86_400)
+    newer.times.arrival_s = 1.0
+    hasty = make(3, timeout_s=5)
+    hasty.times.arrival_s = PATIENCE_S - 4
+    hasty.deadline_s = hasty.times.arrival_s + 4
+    assert names(queue(newer, hasty, late, old)) == ["0", "1", "3", "2"]
+
+
+def test_by_arrival_no_deadline_counts() -> None:
+    waiting = WaitingQueue(by_arrival)
+    for request in (make(2, timeout_s=1), make(0), make(1, timeout_s=5)):
+        waiting.add(request)
+    assert names(waiting) == ["0", "1", "2"]
 
 
 def test_priorities_come_before_deadlines_and_tenants() -> None:
@@ -98,7 +116,7 @@ def test_any_order_of_adding_and_removing(data: st.DataObject) -> None:
         waiting.add(request)
         inside.append(request)
         lowest = min(one.rank[0] for one in inside)
-        expected = min((one for one in inside if one.rank[0] == lowest), key=urgency)
+        expected = min((one for one in inside if one.rank[0] == lowest), key=by_deadline)
         assert waiting.first() is expected
         assert len(waiting) == len(inside)
         assert set(waiting) == set(inside)

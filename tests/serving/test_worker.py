@@ -5,6 +5,7 @@ import gc
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,23 @@ async def test_a_failed_step_reaches_its_streams_and_the_engine_goes_on() -> Non
         assert deltas[-1].error == "ProviderError: run 2 was told to fail"
         assert tokens(await collect(worker, [2])) == alone([2])
         assert worker.healthy
+
+
+async def test_what_a_dead_engine_leaves_is_counted() -> None:
+    engine = null_engine(max_num_seqs=1)
+    async with AsyncEngine(engine) as worker:
+
+        def broken() -> Any:
+            raise RuntimeError("a bug")
+
+        engine._scheduler.plan = broken  # type: ignore[method-assign, assignment]
+        streams = [collect(worker, [number]) for number in (1, 2)]
+        for deltas in await asyncio.gather(*streams):
+            assert deltas[-1].finish_reason == "error"
+        assert not worker.healthy
+        stats = worker.stats()
+        assert (stats.num_requests_running, stats.num_requests_waiting) == (0, 0)
+        assert (stats.num_free_blocks, stats.finished["error"]) == (stats.num_blocks, 2)
 
 
 async def test_several_completions_are_one_stream() -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from socket import socket
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "ONNXPORT_API_KEY"
 LOOPBACK = "127.0.0.1"
+MOST_GRACE_S = 86_400
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -69,7 +71,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     group.add_argument(
         "--shutdown-timeout",
-        type=float,
+        type=grace,
         default=10.0,
         metavar="SECONDS",
         help="what running requests have to finish after a signal to stop (10)",
@@ -89,6 +91,16 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_speculation_options(parser)
     add_adapter_options(parser)
     add_export_options(parser)
+
+
+def grace(text: str) -> float:
+    """Return seconds from 0 to MOST_GRACE_S."""
+    with suppress(ValueError):
+        if 0 <= (found := float(text)) <= MOST_GRACE_S:
+            return found
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a number of seconds from 0 to {MOST_GRACE_S}"
+    )
 
 
 def origin(text: str) -> str:
@@ -152,9 +164,10 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
     import asyncio
 
     from onnxport.serving.chat import ChatTemplate
+    from onnxport.serving.config import EngineConfig
     from onnxport.serving.http.app import AppOptions, create_app
     from onnxport.serving.http.defaults import SamplingDefaults
-    from onnxport.serving.http.server import ServerOptions, serve, url
+    from onnxport.serving.http.server import ServerOptions, raise_open_files, serve, url
     from onnxport.serving.worker import AsyncEngine
 
     if any(adapter == name for adapter, _ in options.lora_modules):
@@ -188,6 +201,11 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
             allowed_origins=tuple(options.allowed_origins),
         )
         app = create_app(engine, name, template, choices)
+        limits = EngineConfig()
+        raise_open_files(
+            (options.max_num_seqs or limits.max_num_seqs)
+            + (options.max_queued_requests or limits.max_queued_requests)
+        )
         server = ServerOptions(options.shutdown_timeout, options.access_log)
         serve(app, sock, engine.close, ready, server)
     finally:
