@@ -175,7 +175,7 @@ class ArchSpec:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
-        return _without_nulls(_to_json(self), _LATER)
+        return _without_nulls(_to_json(self), _LATER) | {"rope": self.rope.to_json()}
 
     @classmethod
     def from_json(cls, value: Any) -> ArchSpec:

@@ -45,6 +45,7 @@ def _rotated_layers(config: Config) -> tuple[bool, ...]:
 
 
 def _windows(config: Config, rotated: tuple[bool, ...]) -> tuple[int | None, ...]:
+    config.get("max_window_layers", int, None)  # is there, and nobody reads it
     window = config.get("sliding_window", int, None)
     if not config.get("use_sliding_window", bool, False):
         window = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,93 @@ def test_transformers_own_files_are_understood(name: str, tmp_path: Path) -> Non
     assert spec.family == case.family
     assert spec.num_kv_heads == peer.num_key_value_heads
     assert spec.head_size == getattr(peer, "head_dim", None) or 16
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Phi-4-mini-instruct": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "attention_bias": False,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        "embd_pdrop": 0.0,
+        "full_attn_mod": 1,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {"long_factor": [2] * 48, "short_factor": [1] * 48, "type": "longrope"},
+        "rope_theta": 10000.0,
+        "sliding_window": 262144,
+        "tie_word_embeddings": True,
+        "vocab_size": 200064,
+    },
+    "SmolLM3-3B": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "attention_bias": False,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 65536,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 4,
+        "pretraining_tp": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 128256,
+    },
+    "granite-3.3-2b-instruct": {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "attention_bias": False,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "logits_scaling": 8.0,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 49159,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_understood(name: str) -> None:
+    """By what is known of them: no hub is at hand."""
+    config = Config(PUBLISHED[name], Path("config.json"))
+    family = find_family(config)
+    spec = family.spec(config, None)
+    config.check_all_used(family.name)
+    assert spec.tie_word_embeddings
+    assert spec.head_size == {"phi3": 128, "smollm3": 128, "granite": 64}[spec.family]
+    assert spec.rope.rotary_dim == (96 if spec.family == "phi3" else spec.head_size)
+    assert ArchSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 
 @pytest.mark.parametrize(
