@@ -27,6 +27,7 @@ from onnxport.exporter.source import (
     TEMPLATE_FOLDER,
     TOKENIZER_FILES,
     SpecialTokens,
+    check_tokenizer,
     read_json,
     special_tokens,
 )
@@ -69,6 +70,7 @@ def export_model(
     spec = family.spec(config, options.context_length)
     config.check_all_used(family.name)
     tokens = special_tokens(folder.path)
+    check_tokenizer(folder.path)
     if not (folder.path / TOKENIZER_FILES[0]).is_file():
         logger.warning(
             "%s has no %s, so the artifact will take token ids only; transformers makes one of a "

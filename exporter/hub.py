@@ -50,12 +50,17 @@ def find_checkpoint(
     path = Path(source)
     if path.is_dir():
         return CheckpointFolder(path, path.resolve().name, None)
-    if path.exists() or not _HUB_ID.fullmatch(str(source)):
-        raise CheckpointError(
-            f"{source} is neither a folder nor a hub id (owner/name). Give a folder with "
-            f"{CONFIG_FILE} and safetensors weights, or an id such as Qwen/Qwen2.5-0.5B-Instruct."
-        )
+    is_path = str(source).startswith(".")  # ./model, ../model
+    if path.exists() or is_path or not _HUB_ID.fullmatch(str(source)):
+        raise _neither(source)
     return _download(str(source), revision, token)
+
+
+def _neither(source: str | Path) -> CheckpointError:
+    return CheckpointError(
+        f"{source} is neither a folder nor a hub id (owner/name). Give a folder with "
+        f"{CONFIG_FILE} and safetensors weights, or an id such as Qwen/Qwen2.5-0.5B-Instruct."
+    )
 
 
 def _download(hub_id: str, revision: str | None, token: str | bool | None) -> CheckpointFolder:
@@ -63,6 +68,7 @@ def _download(hub_id: str, revision: str | None, token: str | bool | None) -> Ch
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -92,6 +98,12 @@ def _download(hub_id: str, revision: str | None, token: str | bool | None) -> Ch
         raise CheckpointError(
             f"{where} is not in the local cache and the hub cannot be reached. Connect to the "
             "network, or give a local folder."
+        ) from error
+    except HFValidationError as error:
+        raise _neither(hub_id) from error
+    except UnicodeEncodeError as error:
+        raise CheckpointError(
+            f"the hub's token has characters that no token has: {error}. Copy it again."
         ) from error
     except (HfHubHTTPError, OSError) as error:
         raise CheckpointError(f"{where} cannot be downloaded from the hub: {error}.") from error

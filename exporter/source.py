@@ -47,6 +47,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def check_tokenizer(folder: Path) -> None:
+    """Refuse files of a tokenizer that nobody could read, before the weights are converted.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    for name in TOKENIZER_FILES:
+        if name.endswith(".json"):
+            read_json(folder / name)
+    path = folder / TOKENIZER_FILES[0]
+    if not path.is_file():
+        return
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(
+            f"{path} is not a tokenizer that can be read: {error}. It may not have been downloaded "
+            "to its end."
+        ) from error
+
+
 def special_tokens(folder: Path) -> SpecialTokens:
     """Special token ids; `generation_config.json` goes before `config.json`, as in transformers.
 

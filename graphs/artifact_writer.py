@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import math
 import os
@@ -26,6 +27,7 @@ from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef, onnx_dtype
 if TYPE_CHECKING:
     import onnx
 
+_FULL: Final = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 PAGE_BYTES: Final = 4096  # large tensors start on a page, so that they can be mapped alone
 CACHE_LINE_BYTES: Final = 64  # small ones on a cache line
 _CHUNK_BYTES: Final = 16 << 20  # hashed and written while still in the CPU's cache hierarchy
@@ -200,7 +202,11 @@ class ArtifactWriter:
             raise ExportError(
                 f"{self._destination} already exists. Choose another destination, or overwrite it."
             )
-        if not self._destination.is_dir() or self._destination.is_symlink():
+        if self._destination.is_symlink():
+            raise ExportError(
+                f"{self._destination} is a link, which is left alone. Give the folder it leads to."
+            )
+        if not self._destination.is_dir():
             raise ExportError(f"{self._destination} exists and is no folder; it is left alone.")
         if any(self._destination.iterdir()) and not (self._destination / MANIFEST_FILE).is_file():
             raise ExportError(
@@ -221,6 +227,11 @@ class ArtifactWriter:
         try:
             yield
         except OSError as error:
+            if error.errno not in _FULL:
+                raise ExportError(
+                    f"cannot write the artifact to {self._destination}: {error.strerror or error}. "
+                    "Nothing was left behind; choose another destination."
+                ) from error
             existing = next(p for p in self._destination.parents if p.exists())
             free = shutil.disk_usage(existing).free
             raise ExportError(

@@ -92,7 +92,15 @@ class LoadOptions:
         for name in ("dtype", "kv_cache_dtype"):
             value = getattr(self, name)
             object.__setattr__(self, name, SPELLINGS.get(value, value))
-        for name in ("threads", "kv_cache_tokens", "block_size", "max_model_len"):
+        numbers = ("threads", "kv_cache_tokens", "block_size", "max_model_len")
+        for name in (*numbers, "max_adapters", "max_adapter_rank", "matmul_accuracy_level"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ProviderError(f"{name} is {value!r}; give a whole number")
+        for name in ("capture_graphs", "coarse_head"):
+            if not isinstance(getattr(self, name), bool):
+                raise ProviderError(f"{name} is {getattr(self, name)!r}; give true or false")
+        for name in numbers:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ProviderError(

@@ -15,6 +15,7 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.passes.native import NativeLimits
 from onnxport.providers.base import Device, Features, LoadOptions, Probe
 from onnxport.providers.device import Recipe, load_on_device, why_not_started
+from onnxport.providers.imports import unless_interrupted
 from onnxport.providers.ort import Target
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.self_test import HEAD_SIZE, distrust
@@ -57,6 +58,7 @@ class CudaProvider:
         try:
             import onnxruntime as ort
         except ImportError as error:
+            unless_interrupted(error)
             return Probe(False, f"onnxruntime is missing ({error}): {INSTALL}")
         versions = {"onnxruntime": ort.__version__}
         if EXECUTION_PROVIDER not in ort.get_available_providers():
@@ -168,6 +170,7 @@ def _gpus(versions: dict[str, str]) -> list[tuple[Device, int, tuple[int, int]]]
     try:
         import pynvml
     except ImportError as error:
+        unless_interrupted(error)
         raise ProviderError(f"nvidia-ml-py is missing ({error}): {INSTALL}") from error
     try:
         pynvml.nvmlInit()

@@ -13,6 +13,7 @@ from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import Device, Features, LoadOptions, Probe
 from onnxport.providers.device import Recipe, load_on_device, no_native_blocks, why_not_started
+from onnxport.providers.imports import unless_interrupted
 from onnxport.providers.ort import Target
 from onnxport.providers.ort_model import OrtModel
 
@@ -47,6 +48,7 @@ class DirectMLProvider:
         try:
             import onnxruntime as ort
         except ImportError as error:
+            unless_interrupted(error)
             return Probe(False, f"onnxruntime is missing ({error}): {INSTALL}")
         versions = {"onnxruntime": ort.__version__}
         if EXECUTION_PROVIDER not in ort.get_available_providers():

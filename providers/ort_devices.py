@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Final
 
+from onnxport.providers.imports import unless_interrupted
+
 PACKAGE: Final = "onnxruntime"  # every wheel of it, for whatever device, installs this
 
 
@@ -44,6 +46,7 @@ def find_onnxruntime() -> OnnxRuntime:
 
         version = str(ort.__version__)
     except (ImportError, AttributeError) as error:  # a folder without its library is a namespace
+        unless_interrupted(error)
         if wheels:
             problems.append(
                 f"{_listed(wheels)} is installed, but cannot be imported ({error}); install it anew"

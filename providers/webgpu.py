@@ -25,6 +25,7 @@ from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.passes.native import NativeLimits
 from onnxport.providers.base import Device, DeviceKind, Features, LoadOptions, Probe
 from onnxport.providers.device import TYPES, Recipe, load_on_device
+from onnxport.providers.imports import unless_interrupted
 from onnxport.providers.ort import Target, quiet_options, start_session
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.self_test import distrust
@@ -116,6 +117,7 @@ class WebGpuProvider:
         try:
             import onnxruntime as ort
         except ImportError as error:
+            unless_interrupted(error)
             raise ProviderError(f"onnxruntime is missing ({error}): {INSTALL}") from error
         versions = {"onnxruntime": ort.__version__}
         # The plugin first: once it is registered, ONNX Runtime lists its name as if built in.

@@ -58,6 +58,7 @@ class EngineConfig:
     speculation: SpeculationConfig | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name in ("max_num_seqs", "max_queued_requests", "kv_disk_bytes"):
             value = getattr(self, name)
             if value < 1:
@@ -100,4 +101,23 @@ class EngineConfig:
             raise CapacityError(
                 "kv_host_memory, kv_disk and swapping find blocks by the hash of their tokens, "
                 "which enable_prefix_caching turns on; turn it on, or leave them out"
+            )
+
+    def _check_types(self) -> None:
+        """Refuse what is of another type: Python itself would only stumble over it later."""
+        for name in (
+            *("max_num_seqs", "max_num_batched_tokens", "max_queued_requests"),
+            *("kv_host_memory", "kv_disk_bytes", *([] if self.seed is None else ["seed"])),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise CapacityError(f"{name} is {value!r}; give a whole number")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise CapacityError(
+                f"enable_prefix_caching is {self.enable_prefix_caching!r}; give true or false"
+            )
+        if not isinstance(self.speculation, SpeculationConfig | None):
+            raise CapacityError(
+                f"speculation is {self.speculation!r}; give a SpeculationConfig, of "
+                "onnxport.serving.speculation.config"
             )

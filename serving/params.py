@@ -108,6 +108,8 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; give true or false", name)
         object.__setattr__(self, "n", 1 if self.n is None else self.n)
+        if self.seed == -1:  # vLLM's way to say "any"
+            object.__setattr__(self, "seed", None)
         if self.top_k in (0, -1):  # vLLM's and OpenAI clients' ways to say "all"
             object.__setattr__(self, "top_k", None)
         _check("temperature", self.temperature, 0.0, 100.0)

@@ -36,6 +36,7 @@ from onnxport.providers.cpu.choices import (
 )
 from onnxport.providers.cpu.graph_source import GraphSource
 from onnxport.providers.cpu.settling import settle_later
+from onnxport.providers.imports import unless_interrupted
 from onnxport.providers.ort import (
     CPU_EXECUTION_PROVIDER,
     CacheTensor,
@@ -62,6 +63,7 @@ class CpuProvider:
         try:
             import onnxruntime as ort
         except ImportError as error:
+            unless_interrupted(error)
             return Probe(False, f"onnxruntime is missing ({error}): pip install 'onnxport[cpu]'")
         if CPU_EXECUTION_PROVIDER not in ort.get_available_providers():
             return Probe(False, f"onnxruntime {ort.__version__} has no CPU execution provider")

@@ -33,6 +33,7 @@ from onnxport.providers.base import (
     Probe,
 )
 from onnxport.providers.failures import device_error
+from onnxport.providers.imports import unless_interrupted
 from onnxport.providers.openvino.caches import CacheFormat
 from onnxport.providers.openvino.compiled import cache_format, placement, precision
 from onnxport.providers.openvino.convert import RELEASE, collect_weights, convert, lower
@@ -82,6 +83,7 @@ class OpenVinoProvider:
         try:
             import openvino as ov
         except ImportError as error:
+            unless_interrupted(error)
             return Probe(False, f"openvino is missing ({error}): {INSTALL}")
         version = ov.__version__.split("-")[0]
         versions = {"openvino": version}

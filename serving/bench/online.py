@@ -154,7 +154,7 @@ async def first_model(base_url: str, api_key: str | None) -> str:
             response = await client.get("/v1/models")
             response.raise_for_status()
             name: str = response.json()["data"][0]["id"]
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (ArithmeticError, OSError, LookupError, TypeError, ValueError) as error:
             raise ProviderError(f"{base_url} lists no model: {error!r}; {advice}") from error
         except Exception as error:
             if not type(error).__module__.startswith("httpx"):

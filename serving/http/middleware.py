@@ -53,7 +53,8 @@ class ApiKeyMiddleware:
 
     def _number(self, given: str) -> int | None:
         """Return which key it is, from 1; all are compared, so that time tells nothing."""
-        same = [hmac.compare_digest(given.encode(), key.encode()) for key in self.api_keys]
+        sent = given.encode("latin-1")  # the header's bytes, of which that is how they are told
+        same = [hmac.compare_digest(sent, key.encode()) for key in self.api_keys]
         return same.index(True) + 1 if True in same else None
 
 

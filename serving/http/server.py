@@ -65,6 +65,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> OnnxportError:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return OnnxportError(
+            f"cannot listen on {host} port {port}: {error.strerror}. Choose a --host that this "
+            "machine has, or 0.0.0.0 for all it has."
+        )
     return OnnxportError(
         f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port, or "
         "--port 0 for a free one."

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from onnxport.cli import main
+from onnxport.cli.cache import cache_folder, cache_folder_if_any
+from onnxport.errors import ExportError
 from tests.tiers import every
 
 from .conftest import command, onnxport
@@ -84,6 +86,10 @@ def test_errors_are_one_paragraph(
         ["export", tmp_path / "missing", tmp_path / "out"],
         ["export", checkpoint, artifact],
         ["export", checkpoint, tmp_path / "out", "--revision", "main"],
+        ["export", checkpoint, tmp_path / "out", "--token", "abc"],
+        ["export", checkpoint, tmp_path / "out", "--precision", "fp16", "--group-size", "64"],
+        ["export", "./missing", tmp_path / "out"],
+        ["chat", tmp_path / "missing"],
         ["generate", tmp_path, "x"],
         ["generate", artifact, "x", "--provider", "cuda"],
         ["generate", artifact, "x", "--temperature", "-1"],
@@ -295,3 +301,26 @@ def test_a_full_disk_is_an_error(artifact: Path) -> None:
     assert done.returncode != 0
     assert "error: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["stdin", "stdout", "stderr"])
+def test_a_closed_stream_is_no_error(name: str) -> None:
+    """As daemons have them."""
+    number = {"stdin": 0, "stdout": 1, "stderr": 2}[name]
+    command = f'exec "$0" -m onnxport version {number}>&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_home_is_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("ONNXPORT_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_folder_if_any() is None
+    with pytest.raises(ExportError, match="ONNXPORT_CACHE"):
+        cache_folder()
+    monkeypatch.setenv("ONNXPORT_CACHE", "~/kept")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "kept"

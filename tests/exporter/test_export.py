@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 
 from onnxport.errors import (
     CheckpointError,
@@ -245,16 +246,35 @@ def test_the_manifest_names_its_source_without_a_path(checkpoint: Path) -> None:
 
 
 def test_tokenizer_files_come_along(checkpoint: Path) -> None:
-    for name in ("tokenizer.json", "chat_template.jinja", "README.md"):
+    for name in ("chat_template.jinja", "README.md"):
         (checkpoint / name).write_text("{}")
+    content = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str()
+    (checkpoint / "tokenizer.json").write_text(content)
     (checkpoint / "additional_chat_templates").mkdir()
     (checkpoint / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     path = export_model(checkpoint, checkpoint.parent / "artifact")
     Artifact.read(path, verify="sha256")
     assert (path / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
-    assert (path / "tokenizer.json").read_text() == "{}"
+    assert (path / "tokenizer.json").read_text() == content
     assert (path / "chat_template.jinja").is_file()
     assert not (path / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", ""),
+        ("tokenizer.json", "[1]"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "{"),
+        ("special_tokens_map.json", "[]"),
+    ],
+)
+def test_a_broken_tokenizer_is_refused_first(checkpoint: Path, name: str, content: str) -> None:
+    (checkpoint / name).write_text(content)
+    with pytest.raises(CheckpointError, match=name):
+        export_model(checkpoint, checkpoint.parent / "artifact")
+    assert not (checkpoint.parent / "artifact").exists()
 
 
 def test_special_tokens_come_from_the_generation_config(checkpoint: Path) -> None:

@@ -32,7 +32,13 @@ def test_a_folder_is_never_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (found.name, found.revision) == ("some-model", None)
 
 
-@pytest.mark.parametrize("source", ["nowhere", "a/b/c", "/absolute/nowhere", "owner/bad name"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("nowhere", "a/b/c", "/absolute/nowhere", "owner/bad name", "./model", "../model"),
+        *("owner/model.git", "owner/model-", "owner/a..b"),
+    ],
+)
 def test_neither_folder_nor_id(source: str) -> None:
     with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
         find_checkpoint(source)

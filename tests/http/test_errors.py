@@ -279,8 +279,10 @@ def test_paths_and_methods(server: RunningServer) -> None:
 
 
 def test_a_key_is_required(start_server: StartServer) -> None:
-    server = start_server(api_keys=["sesame"])
+    server = start_server(api_keys=["sesame", "schlüssel"])
     url = f"{server.url}/v1/models"
+    other = {"Authorization": "Bearer schlüssel".encode()}
+    assert httpx.get(url, headers=other).status_code == 200
     assert "no API key" in error_of(httpx.get(url), 401)["message"]
     wrong = httpx.get(url, headers={"Authorization": "Bearer open"})
     assert error_of(wrong, 401)["code"] == "invalid_api_key"

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import onnxport
-from onnxport.errors import CapacityError, OnnxportError, RequestError
+from onnxport.errors import CapacityError, OnnxportError, ProviderError, RequestError
+from onnxport.providers.base import LoadOptions
 from onnxport.providers.null import NullModel
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.config import EngineConfig
@@ -219,3 +220,31 @@ def test_parameters_as_clients_write_them() -> None:
     assert SamplingParams(stop=None).stop == ()  # type: ignore[arg-type]
     assert SamplingParams(top_k=-1).top_k is None
     assert SamplingParams(stop_token_ids=[3]).stop_token_ids == (3,)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"max_num_seqs": "4"},
+        {"seed": "x"},
+        {"kv_host_memory": "64MiB"},
+        {"enable_prefix_caching": "no"},
+        {"speculation": {"method": "ngram"}},
+    ],
+)
+def test_limits_of_other_types_are_refused(given: dict[str, object]) -> None:
+    with pytest.raises(CapacityError, match=f"{next(iter(given))} is .*; give "):
+        EngineConfig(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given", [{"threads": "2"}, {"max_model_len": 10.0}, {"coarse_head": "no"}, {"threads": True}]
+)
+def test_load_options_of_other_types_are_refused(given: dict[str, object]) -> None:
+    with pytest.raises(ProviderError, match=f"{next(iter(given))} is .*; give "):
+        LoadOptions(**given)  # type: ignore[arg-type]
+
+
+def test_minus_one_is_no_seed() -> None:
+    assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams(seed=-2).seed == -2

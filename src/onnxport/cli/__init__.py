@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 is success, 1 an error that the message explains, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
     """
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a text may have what a terminal cannot show
         sys.stdout.reconfigure(errors="replace")
     options = build_parser().parse_args(arguments)
@@ -71,6 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, previous)
     return code
+
+
+def _open_closed_streams() -> None:
+    """Give who closed a standard stream, such as a daemon, one that goes nowhere."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for good
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:

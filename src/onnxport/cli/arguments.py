@@ -330,16 +330,20 @@ def load_options(options: argparse.Namespace) -> LoadOptions:
 
 def graph_cache_folder(options: argparse.Namespace) -> Path | None:
     """Return where lowered graphs are kept; None where there are to be none."""
-    from onnxport.cli.cache import cache_folder
-
-    return None if options.no_graph_cache else cache_folder() / "graphs"
+    return None if options.no_graph_cache else _cached("graphs")
 
 
 def trials_folder(options: argparse.Namespace) -> Path | None:
     """Return where measured trials are kept; None where there are to be none."""
-    from onnxport.cli.cache import cache_folder
+    return None if options.no_trial else _cached("trials")
 
-    return None if options.no_trial else cache_folder() / "trials"
+
+def _cached(name: str) -> Path | None:
+    """Return a folder of the cache; None where a user has no place for any."""
+    from onnxport.cli.cache import cache_folder_if_any
+
+    folder = cache_folder_if_any()
+    return folder and folder / name
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,26 @@ NO_PART_OF_THE_KEY = ("overwrite", "revision", "token", "threads")
 
 
 def cache_folder() -> Path:
-    """Return the folder that keeps artifacts: $ONNXPORT_CACHE, or one in the home directory."""
+    """Return the folder that keeps artifacts: $ONNXPORT_CACHE, or one in the home directory.
+
+    Raises:
+        ExportError: neither is there.
+    """
     given = os.environ.get(CACHE_VARIABLE)
-    return Path(given) if given else Path.home() / ".cache" / "onnxport"
+    try:
+        return Path(given).expanduser() if given else Path.home() / ".cache" / "onnxport"
+    except RuntimeError as error:
+        raise ExportError(
+            f"this user has no home directory ({error}), where exported models are kept; name a "
+            f"folder in {CACHE_VARIABLE}"
+        ) from error
+
+
+def cache_folder_if_any() -> Path | None:
+    """Return the same; None where there is none, for what can be done without."""
+    with suppress(ExportError):
+        return cache_folder()
+    return None
 
 
 def is_artifact(source: str) -> bool:

@@ -50,9 +50,11 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Answer line by line until the end of the input."""
+    from onnxport.graphs.artifact import Artifact
     from onnxport.serving.chat import ChatTemplate
 
     params = sampling_params(options)
+    Artifact.read(options.artifact)  # says what is wrong with a folder that is none
     template = ChatTemplate.read(options.artifact)
     if not template:
         raise RequestError(

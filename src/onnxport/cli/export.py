@@ -41,14 +41,26 @@ def export_options(options: argparse.Namespace, **changes: Any) -> ExportOptions
     """Return what was asked for, and the exporter's defaults for the rest."""
     from onnxport.exporter.options import ExportOptions
 
-    if options.revision is not None and Path(options.source).is_dir():
+    is_local = Path(options.source).is_dir()
+    if options.revision is not None and is_local:
         raise ExportError(
             f"--revision {options.revision} was given, and {options.source} is a local folder, "
             "which has no revisions; leave it out, or give a hub id"
         )
+    if options.token is not None and is_local:
+        raise ExportError(
+            f"--token was given, and {options.source} is a local folder, which needs none; leave "
+            "it out, or give a hub id"
+        )
     given: dict[str, Any] = {name: getattr(options, name) for name in EXPORT_OPTIONS}
     given |= {"overwrite": getattr(options, "overwrite", False)} | changes
-    return ExportOptions(**{name: value for name, value in given.items() if value is not None})
+    found = ExportOptions(**{name: value for name, value in given.items() if value is not None})
+    if options.group_size is not None and not found.is_quantized:
+        raise ExportError(
+            f"--group-size {options.group_size} was given, and nothing is quantized to "
+            f"{found.precision} in groups; leave it out, or choose int4 or int8"
+        )
+    return found
 
 
 def export(source: str, destination: Path, options: ExportOptions) -> Path:
