@@ -128,13 +128,11 @@ def _message(text: str, names: frozenset[str]) -> tuple[dict[str, Any], bool]:
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if not names:
         return message, False
-    parser = ToolCallParser(names)
-    first, last = parser.feed(text), parser.finish()
-    calls = first.calls + last.calls
-    if not calls:
+    parsed = ToolCallParser(names).take(text, is_last=True)
+    if not parsed.calls:
         return message, False
-    message["content"] = first.content + last.content or None
-    message["tool_calls"] = [_tool_call(call) for call in calls]
+    message["content"] = parsed.content or None
+    message["tool_calls"] = [_tool_call(call) for call in parsed.calls]
     return message, True
 
 
@@ -191,11 +189,7 @@ class _Streamed:
     def _parse(self, delta: CompletionDelta) -> Parsed:
         if self._parser is None:
             return Parsed(delta.text)
-        parsed = self._parser.feed(delta.text)
-        if delta.finish_reason is None:
-            return parsed
-        last = self._parser.finish()
-        return Parsed(parsed.content + last.content, parsed.calls + last.calls)
+        return self._parser.take(delta.text, is_last=delta.finish_reason is not None)
 
     def _choice(
         self,

@@ -183,11 +183,7 @@ class Told:
     def _parse(self, delta: CompletionDelta) -> Parsed:
         if self._parser is None:
             return Parsed(delta.text)
-        parsed = self._parser.feed(delta.text)
-        if delta.finish_reason is None:
-            return parsed
-        last = self._parser.finish()
-        return Parsed(parsed.content + last.content, parsed.calls + last.calls)
+        return self._parser.take(delta.text, is_last=delta.finish_reason is not None)
 
     def _tell(self, text: str) -> Iterator[Event]:
         """Yield text of a message, which begins with it if there is none."""

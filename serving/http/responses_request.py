@@ -7,7 +7,7 @@ cannot be done. Nothing is kept between requests, so fields that need that are r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
@@ -92,8 +92,11 @@ class RefusalPart(_Given):
         return {"type": "refusal", "refusal": self.refusal}
 
 
-class OtherPart(Strict):
-    """A part that no model here reads."""
+class _Other(Strict):
+    """What there is no such thing for here; refused by its type."""
+
+    what: ClassVar[str]
+    advice: ClassVar[str]
 
     type: str
 
@@ -101,12 +104,16 @@ class OtherPart(Strict):
     @classmethod
     def _refuse(cls, body: Any) -> Any:
         if isinstance(body, dict) and isinstance(body.get("type"), str):
-            raise RequestError(
-                f"a part of type {body['type'][:40]!r} was given; models here read text alone. "
-                'Send parts of type "input_text"',
-                "input",
-            )
+            found = body["type"][:40]
+            raise RequestError(f"{cls.what} of type {found!r} was given; {cls.advice}", "input")
         return body
+
+
+class OtherPart(_Other):
+    """A part that no model here reads."""
+
+    what = "a part"
+    advice = 'models here read text alone. Send parts of type "input_text"'
 
     def plain(self) -> dict[str, Any]:
         """There is none."""
@@ -161,22 +168,14 @@ class ResultItem(_Given):
     status: str | None = None
 
 
-class OtherItem(Strict):
-    """An item that there is no such thing for here."""
+class OtherItem(_Other):
+    """An item that nobody here keeps or makes."""
 
-    type: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, body: Any) -> Any:
-        if isinstance(body, dict) and isinstance(body.get("type"), str):
-            raise RequestError(
-                f"an item of type {body['type'][:40]!r} was given; send items of the types "
-                "message, function_call and function_call_output. This server keeps no items, and "
-                "has no tools of its own",
-                "input",
-            )
-        return body
+    what = "an item"
+    advice = (
+        "send items of the types message, function_call and function_call_output. This server "
+        "keeps no items, and has no tools of its own"
+    )
 
 
 def _kind_of_item(item: Any) -> str:

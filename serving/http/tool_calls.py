@@ -54,6 +54,14 @@ class ToolCallParser:
         """Take the end of the text; a block that was left open counts if it is complete."""
         return self._take(final=True)
 
+    def take(self, text: str, *, is_last: bool) -> Parsed:
+        """Take a piece of text, and the end if that is behind it."""
+        parsed = self.feed(text)
+        if not is_last:
+            return parsed
+        last = self.finish()
+        return Parsed(parsed.content + last.content, parsed.calls + last.calls)
+
     def _take(self, final: bool) -> Parsed:
         """Consume as much of the pending text as can be told apart."""
         content, calls = "", []
