@@ -99,18 +99,25 @@ def _cgroup_left(version: _Cgroup) -> int | None:
 
 def physical_cores() -> int:
     """Physical cores that this process may run on."""
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     # Each file names the processors that share a core.
     shared = PROCESSORS.glob("cpu[0-9]*/topology/core_cpus_list")
     try:
-        cores = len({path.read_text() for path in shared})
+        cores = len(
+            {path.read_text() for path in shared if mine is None or _processor(path) in mine}
+        )
     except OSError:  # a processor is taken offline
         cores = 0
     if not cores:
         import psutil
 
         cores = psutil.cpu_count(logical=False) or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    return max(1, min(cores, usable))
+    return max(1, min(cores, cores if mine is None else len(mine)))
+
+
+def _processor(path: Path) -> int:
+    """The number of the processor that a file of its topology is of."""
+    return int(path.parts[-3].removeprefix("cpu"))
 
 
 def huge_page_zeros(

@@ -106,8 +106,10 @@ class MIGraphXProvider:
 def amd_gpus(root: Path = DRM) -> list[_Gpu]:
     """The AMD GPUs that the kernel lists, with what their driver says of their memory."""
     gpus = []
-    for folder in sorted(root.glob("card[0-9]*/device")):
-        if "-" in folder.parent.name or _read(folder / "vendor") != AMD:  # card0-HDMI-A-1
+    cards = (path for path in root.glob("card[0-9]*") if "-" not in path.name)  # card0-HDMI-A-1
+    for card in sorted(cards, key=lambda path: (len(path.name), path.name)):  # card9, card10
+        folder = card / "device"
+        if _read(folder / "vendor") != AMD:
             continue
         total, used = (_number(folder / f"mem_info_vram_{name}") for name in ("total", "used"))
         name = _read(folder / "product_name") or f"AMD GPU {_read(folder / 'device')}"

@@ -298,9 +298,16 @@ class _Rewriter:
         if layer.softcap:
             bounded = g.node("Tanh", [scores])
             scores = g.node("Mul", [bounded, self._scalar(layer.softcap, dtype)])
-        scores = g.node("Add", [scores, plan.bias(layer.local_window_size, layer.is_causal, dtype)])
+        # Chosen, not added or multiplied by zero: whatever lies in the blocks of others, or was
+        # left there, be it no number or a very large one, changes nothing.
+        visible = plan.visible(layer.local_window_size, layer.is_causal)
+        lowest = float(np.finfo(numpy_dtype(dtype)).min)  # a row that sees nothing stays finite
+        scores = g.node("Where", [visible, scores, self._scalar(lowest, dtype)])
         weights = self._softmax(layer, plan, scores)  # [tiles, heads, tile, kv_len]
         weights = g.node("Reshape", [weights, plan.weights_shape(kv_heads)])
+        values = g.node(
+            "Where", [plan.own(layer.local_window_size), values, self._scalar(0, dtype)]
+        )
         rows = g.node("Transpose", [values], perm=[0, 2, 1, 3])
         mixed = g.node("MatMul", [weights, rows])  # [tiles, kv_heads, group * tile, size]
         mixed = g.node("Reshape", [mixed, plan.tile_shape(heads, size)])

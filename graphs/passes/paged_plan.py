@@ -22,7 +22,6 @@ from onnx import TensorProto
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.paged import PagedAttentionNode, PagedInput
-from onnxport.graphs.tensors import numpy_dtype
 
 SCOPE: Final = "paged"  # of the names of all nodes here
 
@@ -71,12 +70,23 @@ class PagedPlan:
             self._memo[key] = rows
         return self._memo[key]
 
-    def bias(self, window: int | None, causal: bool, dtype: int) -> str:
-        """Added to scores: [tiles, 1, C, kv_len], zero where a query sees a key, else lowest."""
-        key = ("bias", window, causal, dtype)
+    def visible(self, window: int | None, causal: bool) -> str:
+        """Whether a query sees a key, bool [tiles, 1, C, kv_len]."""
+        key = ("visible", window, causal)
         if key not in self._memo:
             with self._g.scope(SCOPE, root=True):
-                self._memo[key] = self._make_bias(window, causal, dtype)
+                self._memo[key] = self._make_visible(window, causal)
+        return self._memo[key]
+
+    def own(self, window: int | None) -> str:
+        """Whether a place in the blocks that a tile reads is its sequence's, [tiles, kv_len, 1, 1].
+
+        Behind its end, and ahead of its window, blocks may be anybody's.
+        """
+        key = ("own", window)
+        if key not in self._memo:
+            with self._g.scope(SCOPE, root=True):
+                self._memo[key] = self._make_own(window)
         return self._memo[key]
 
     def kv_shape(self, kv_heads: int, size: int) -> str:
@@ -99,22 +109,38 @@ class PagedPlan:
         """[tiles, heads, C, 1]."""
         return self._shape(self._tiles, heads, self._tile, 1)
 
-    def _make_bias(self, window: int | None, causal: bool, dtype: int) -> str:
+    def _places(self) -> str:
+        """0 to kv_len, which are the positions of the keys that a tile reads."""
+        key = ("places",)
+        if key not in self._memo:
+            bounds = [self._int(0), self._kv_len, self._int(1)]
+            self._memo[key] = self._g.node("Range", bounds, name="keys")
+        return self._memo[key]
+
+    def _make_own(self, window: int | None) -> str:
         g = self._g
-        keys = g.node("Range", [self._int(0), self._kv_len, self._int(1)], name="keys")
+        places = g.node("Unsqueeze", [self._places(), self._ints(1, 2)], name="places")
+        own = g.node("LessOrEqual", [places, self._last_positions], name="own")
+        if window is None:
+            return own
+        first = g.node(
+            "Slice",
+            [self._query_positions, self._ints(0), self._ints(1), self._ints(2)],
+            name="first.query",
+        )
+        inside = g.node("Greater", [places, self._sub(first, self._int(window))], name="own")
+        return g.node("And", [own, inside], name="own")
+
+    def _make_visible(self, window: int | None, causal: bool) -> str:
+        g = self._g
+        keys = self._places()
         newest = self._query_positions if causal else self._last_positions
         visible = g.node("LessOrEqual", [keys, newest], name="visible")
         if window is not None:
             oldest = self._sub(self._query_positions, self._int(window))
             inside = g.node("Greater", [keys, oldest], name="window")
             visible = g.node("And", [visible, inside], name="window")
-        # So low that softmax makes it zero, and far enough from the lowest number that adding a
-        # score stays finite: a row that sees nothing must not become NaN.
-        kind = numpy_dtype(dtype)
-        lowest = -3e4 if dtype == TensorProto.FLOAT16 else -1e38
-        zero = g.constant(np.array(0, kind), "visible")
-        hidden = g.constant(np.array(lowest, kind), "hidden")
-        return g.node("Where", [visible, zero, hidden], name="bias")
+        return visible
 
     def _read_inputs(self, layer: PagedAttentionNode) -> None:
         """Inputs as int64, and the sizes that they have: T, B, block size, width of the table."""

@@ -241,10 +241,15 @@ def _capabilities(
 def _device(core: Any, name: str) -> Device:
     """A device by its full name; memory where OpenVINO says, and the host's for the CPU."""
     total = memory.total_bytes() if name == "CPU" else None
-    if "GPU_DEVICE_TOTAL_MEM_SIZE" in core.get_property(name, "SUPPORTED_PROPERTIES"):
-        total = int(core.get_property(name, "GPU_DEVICE_TOTAL_MEM_SIZE"))
     kind = KINDS.get(name.partition(".")[0], "npu")  # an accelerator of another make
-    return Device(f"{name}: {core.get_property(name, 'FULL_DEVICE_NAME')}", total, kind)
+    try:
+        if "GPU_DEVICE_TOTAL_MEM_SIZE" in core.get_property(name, "SUPPORTED_PROPERTIES"):
+            total = int(core.get_property(name, "GPU_DEVICE_TOTAL_MEM_SIZE"))
+        full_name = core.get_property(name, "FULL_DEVICE_NAME")
+    except Exception as error:  # a device that is broken is no reason to have none
+        logger.warning("OpenVINO lists %s, which does not say what it is: %s", name, error)
+        full_name = "does not say what it is"
+    return Device(f"{name}: {full_name}", total, kind)
 
 
 def _check_attention(options: LoadOptions) -> None:

@@ -55,6 +55,27 @@ def test_equals_the_reference(seed: int) -> None:
     agrees(case, run(result.model, feeds(case, result.model)))
 
 
+@pytest.mark.parametrize("left", [np.nan, np.inf, 3e38])
+@pytest.mark.parametrize("seed", every(3, [seed for seed in SEEDS if seed % 3 == 0]))
+def test_what_others_left_in_the_pool_changes_nothing(seed: int, left: float) -> None:
+    """Neither numbers that are none nor very large ones, wherever no key of a sequence is."""
+    case, tile_tokens = varied(seed)
+    case = case.replace(cache_type="float", slot_mapping=None)
+    model = decompose(paged_model(case), tile_tokens=tile_tokens).model
+    expected = run(model, feeds(case, model))["out0"]
+    caches = [cache.astype(np.float32) for cache in (case.key_cache, case.value_cache)]
+    size = caches[0].shape[1]
+    own = np.zeros(caches[0].shape[:2], bool)
+    for row, past in enumerate(case.past_lengths):
+        for position in range(past):
+            own[case.block_table[row][position // size], position % size] = True
+    for cache in caches:
+        cache[~own] = left
+    spoiled = case.replace(key_cache=caches[0], value_cache=caches[1])
+    found = run(model, feeds(spoiled, model))["out0"]
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_the_cases_cover_every_feature() -> None:
     cases = [paged_case(seed) for seed in SEEDS]
     for feature in ("cosine", "scale", "window", "head_sink", "q_norm", "slot_mapping"):

@@ -112,6 +112,16 @@ def test_cores_are_counted_once(
     assert memory.physical_cores() == wanted
 
 
+@pytest.mark.parametrize(("mine", "wanted"), [({0, 2}, 1), ({0, 1}, 2), ({3}, 1)])
+def test_cores_of_others_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: set[int], wanted: int
+) -> None:
+    cores(tmp_path / "cpus", ["0,2", "1,3", "0,2", "1,3"])
+    monkeypatch.setattr(memory, "PROCESSORS", tmp_path / "cpus")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: mine, raising=False)
+    assert memory.physical_cores() == wanted
+
+
 def test_cores_that_the_system_does_not_tell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
