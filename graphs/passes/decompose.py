@@ -24,8 +24,7 @@ On ONNX Runtime 1.27's WebGPU provider (a software Vulkan device) the plan runs 
 node of a layer on the device; the few copies to it do not grow with the layers, and nothing is
 copied back before the results. Outputs agreed with NumPy to 4e-6 on 40 random cases.
 
-The pool must hold finite numbers from the start (zeros do): rows that no token was written to
-get weight zero, and zero times NaN is NaN.
+What a pool holds where a sequence has no key may be anything, NaN too: it is chosen away.
 """
 
 from __future__ import annotations
