@@ -2,19 +2,25 @@
 
     python scripts/build_kernels.py
 
-Leaves `providers/cpu/onnxport_cpu.*` and `serving/native/onnxport_sampling.*` (ignored by git)
-beside the code that loads them.
+Leaves `providers/cpu/onnxport_cpu.*`, `providers/openvino/onnxport_openvino.*` (where the package
+`openvino` is installed) and `serving/native/onnxport_sampling.*` (ignored by git) beside the code
+that loads them.
 """
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "kernels"
-LIBRARIES = {"onnxport_cpu": "providers/cpu", "onnxport_sampling": "serving/native"}
+LIBRARIES = {
+    "onnxport_cpu": "providers/cpu",
+    "onnxport_openvino": "providers/openvino",
+    "onnxport_sampling": "serving/native",
+}
 
 
 def main() -> None:
@@ -23,6 +29,7 @@ def main() -> None:
         print("no cmake: nothing is built; tests use the decomposed graph and sample in NumPy")
         return
     configure = ["cmake", "-S", str(ROOT), "-B", str(BUILD), "-DCMAKE_BUILD_TYPE=Release"]
+    configure.append(f"-DPython3_EXECUTABLE={sys.executable}")
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["cmake", "--build", str(BUILD), "--parallel"], check=True)
     for name, folder in LIBRARIES.items():

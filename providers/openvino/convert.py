@@ -6,14 +6,15 @@ OpenVINO's own ONNX frontend reads the lowered graph. Two things are done for it
   reads declares them as inputs; afterwards each one is replaced by its constant.
 - `FlatPagedAttention`, `MatMulNBits` and `GatherBlockQuantized` have conversions of our own: the
   first into OpenVINO's paged attention, the others into the pattern of a compressed weight that
-  OpenVINO's kernels take, again over the memory map.
+  OpenVINO's kernels take, again over the memory map. `AddLora` stays what it is.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -26,13 +27,17 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import MICROSOFT
 from onnxport.graphs.passes.flat_paged import FLAT_PAGED_ATTENTION, flatten_paged
 from onnxport.graphs.passes.gated_silu import DOMAIN
-from onnxport.graphs.passes.lora import add_lora
+from onnxport.graphs.passes.lora import ADD_LORA
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_matmul import split_matmul
 
 RELEASE: Final = "2026.4"  # whose PagedAttentionExtension is known here
 CACHE_PREFIX: Final = "past_key_values."
+LORA_ATTRIBUTES: Final = (
+    *("offset", "ranks", "max_rank", "columns0", "columns1", "columns2"),
+    *("bits", "block_size"),  # of adapters in int8
+)
 Weights = Mapping[str, NDArray[Any]]
 
 
@@ -44,19 +49,21 @@ class Converted:
     memory: Sequence[Any]  # openvino.Tensor; to be kept until the compiled model is gone
 
 
-def lower(artifact: Artifact, *, lora: bool = False) -> Iterator[PassResult]:
+def lower(
+    artifact: Artifact, lora: Callable[[onnx.ModelProto], PassResult] | None = None
+) -> Iterator[PassResult]:
     """Apply the passes in turn; the last result holds the graph to convert.
 
     Args:
         artifact: what to read.
-        lora: whether adapters are inputs of the graph.
+        lora: the pass that lets adapters be inputs of the graph; None: they are not.
     """
     step = split_matmul(artifact.load_graph("paged"))
     yield step
     step = retype(step.model, artifact.read_tensor)
     yield step
-    if lora:
-        step = add_lora(step.model, artifact.manifest.model)
+    if lora is not None:
+        step = lora(step.model)
         yield step
     yield flatten_paged(step.model)
 
@@ -73,8 +80,13 @@ def collect_weights(
     }
 
 
-def convert(model: onnx.ModelProto, weights: Weights) -> Converted:
+def convert(model: onnx.ModelProto, weights: Weights, extension: Path | None = None) -> Converted:
     """Convert a lowered graph.
+
+    Args:
+        model: the graph.
+        weights: its initializers.
+        extension: the library with our own operator, where the graph has that.
 
     Raises:
         ProviderError: OpenVINO refuses the graph.
@@ -83,10 +95,11 @@ def convert(model: onnx.ModelProto, weights: Weights) -> Converted:
     from openvino.frontend import FrontEndManager
     from openvino.frontend.onnx import ConversionExtension
 
-    conversions = _Conversions(weights)
+    conversions = _Conversions(weights, extension)
     frontend = FrontEndManager().load_by_framework("onnx")
     for name, domain, conversion in (
         (FLAT_PAGED_ATTENTION, DOMAIN, conversions.paged_attention),
+        (ADD_LORA, DOMAIN, conversions.add_lora),
         ("MatMulNBits", MICROSOFT, conversions.matmul_nbits),
         ("GatherBlockQuantized", MICROSOFT, conversions.gather_block_quantized),
     ):
@@ -130,9 +143,13 @@ def _with_weights_as_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
 class _Conversions:
     """The operators that we convert ourselves; each returns a node's outputs."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: Weights, extension: Path | None) -> None:
         import openvino.opset15 as ops
+        from openvino.utils.node_factory import NodeFactory
 
+        self._own = NodeFactory("opset15")
+        if extension is not None:
+            self._own.add_extension(str(extension))
         self._weights = weights
         self._ops = ops
         self.memory: list[Any] = []  # what the constants point to
@@ -188,6 +205,12 @@ class _Conversions:
         info["num_k_heads"] = info["num_v_heads"] = node.get_attribute("kv_num_heads")
         info["k_head_size"] = info["v_head_size"] = node.get_attribute("head_size")
         return [attention.output(0)]
+
+    def add_lora(self, node: Any) -> list[Any]:
+        """AddLora as our own operator, with the same attributes."""
+        inputs = [node.get_input(index) for index in range(node.get_input_size())]
+        attributes = {name: node.get_attribute(name, 0) for name in LORA_ATTRIBUTES}
+        return [self._own.create(ADD_LORA, inputs, attributes).output(0)]
 
     def matmul_nbits(self, node: Any) -> list[Any]:
         """A product with a compressed weight; scales are float32 after `retype`."""

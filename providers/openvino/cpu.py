@@ -45,6 +45,7 @@ class CpuPlugin:
 
     device = "CPU"
     transposed_keys = False
+    takes_extensions = True
     proven = True
     wrong: Final[Mapping[str, str]] = MappingProxyType({"float16": NO_FLOAT16})
 

@@ -30,6 +30,7 @@ class GpuPlugin:
     """See `plugin.Plugin`."""
 
     transposed_keys = True
+    takes_extensions = False
     proven = False
     wrong: Final[Mapping[str, str]] = MappingProxyType({})
 

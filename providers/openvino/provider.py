@@ -10,20 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import numpy as np
 import onnx
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.inspect import attribute_int
-from onnxport.graphs.lora import LoraProduct
 from onnxport.graphs.passes.flat_paged import flatten_paged
-from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
-from onnxport.graphs.passes.lora import lora_products
 from onnxport.graphs.passes.result import PassResult
-from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
-from onnxport.providers.adapters import Adapters, AdapterStacks, stack_bytes
 from onnxport.providers.base import (
     Capabilities,
     Device,
@@ -38,9 +31,11 @@ from onnxport.providers.openvino.caches import CacheFormat
 from onnxport.providers.openvino.compiled import cache_format, placement, precision
 from onnxport.providers.openvino.convert import RELEASE, collect_weights, convert, lower
 from onnxport.providers.openvino.cpu import CpuPlugin
+from onnxport.providers.openvino.extension import load_extension
 from onnxport.providers.openvino.gpu import GpuPlugin
-from onnxport.providers.openvino.model import Graph, OpenVinoModel, tensors_of
-from onnxport.providers.openvino.plugin import PRECISIONS, Build, Plugin
+from onnxport.providers.openvino.lora import OpenVinoLora
+from onnxport.providers.openvino.model import Graph, OpenVinoModel
+from onnxport.providers.openvino.plugin import Build, Plugin, accuracy_level
 from onnxport.providers.openvino.self_test import distrust
 from onnxport.providers.pool import PoolPlan, plan_pool
 
@@ -115,22 +110,25 @@ class OpenVinoProvider:
         _check_attention(options)
         plugin.check(options)
         spec = artifact.manifest.model
-        lowered = list(lower(artifact, lora=options.max_adapters > 0))
+        extension = load_extension() if options.max_adapters and plugin.takes_extensions else None
+        lora = (
+            OpenVinoLora(artifact, options, extension=extension) if options.max_adapters else None
+        )
+        lowered = list(lower(artifact, lora.lower if lora else None))
         for step in lowered:
             logger.info("%s: %s", artifact.path.name, step)
         model = lowered[-1].model
-        builds = plugin.builds(core, options, _accuracy_level(model, options.matmul_accuracy_level))
+        builds = plugin.builds(core, options, accuracy_level(model, options.matmul_accuracy_level))
         _check_trust(core, plugin, builds[-1])
         attached = {name: value for step in lowered for name, value in step.attached.items()}
-        products = lora_products(model, spec) if options.max_adapters else []
         weights = collect_weights(artifact, model, attached)
         weight_bytes = sum(value.nbytes for value in weights.values())
-        variants = _variants(lowered, adapted=options.max_adapters > 0)
+        variants = _variants(lowered, adapted=lora is not None)
         room = plugin.room(core, weight_bytes, len(variants) * len(builds))
         if len(variants) > 1 and (room.free_bytes or 0) < 2 * room.weight_bytes:
             variants = variants[-1:]
             room = plugin.room(core, weight_bytes, len(builds))
-        converted = [convert(variant.model, weights) for variant in variants]
+        converted = [convert(variant.model, weights, extension) for variant in variants]
         graphs = [
             replace(_compile(core, plugin, one.model, build), adapted=variant.adapted)
             for variant, one in zip(variants, converted, strict=True)
@@ -145,7 +143,7 @@ class OpenVinoProvider:
             block_size=form.block_size,
             item_bytes=token_bytes / (2 * spec.num_kv_heads * spec.head_size),
             free_bytes=room.free_bytes,
-            weight_bytes=room.weight_bytes + stack_bytes(products, spec, options, 4),
+            weight_bytes=room.weight_bytes + (lora.num_bytes() if lora else 0),
             buffer_bytes=room.buffer_bytes,
         )
         capabilities = _capabilities(artifact, core, plugin, graphs[-1].compiled, form, pool)
@@ -155,7 +153,7 @@ class OpenVinoProvider:
         except Exception as error:  # OpenVINO's own classes derive from Exception alone
             doing = f"making a KV cache of {pool.num_blocks * pool.block_bytes} bytes"
             raise device_error(error, doing, capabilities.device) from error
-        adapters = _adapters(products, spec, options) if options.max_adapters else None
+        adapters = lora.adapters() if lora else None
         held = [tensor for one in converted for tensor in one.memory]
         return OpenVinoModel(graphs, capabilities, pairs, blocks, held, adapters)
 
@@ -170,12 +168,6 @@ def _variants(lowered: Sequence[PassResult], *, adapted: bool) -> list[_Variant]
         return [last]
     before = lowered[-3].model  # adapters are added, and then it is flattened
     return [_Variant(flatten_paged(before).model, adapted=False), last]
-
-
-def _adapters(products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOptions) -> Adapters:
-    """Empty slots for LoRA adapters."""
-    stacks = AdapterStacks(products, spec, np.dtype(np.float32), tensors_of)
-    return Adapters(spec, options, stacks)
 
 
 def _with_adapters(capabilities: Capabilities, options: LoadOptions) -> Capabilities:
@@ -305,21 +297,6 @@ def _check_caches(
             f"tokens on a {plugin.device}, ask for that or leave it out"
         )
     return form
-
-
-def _accuracy_level(model: onnx.ModelProto, asked: int | None) -> int:
-    """What products may round activations to; see graphs.passes.accuracy.
-
-    Without an answer of the caller it is the most precise level of the artifact's MatMulNBits.
-    Int8 is a level of that operator alone: where there is none, it asks for nothing.
-    """
-    own = [
-        attribute_int(node, "accuracy_level", 0)
-        for node in model.graph.node
-        if node.op_type == MATMUL_NBITS
-    ]
-    level = min(own, default=0) if asked is None else asked
-    return level if own or level in PRECISIONS else 0
 
 
 def _compile(core: Any, plugin: Plugin, model: Any, build: Build) -> Graph:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -163,15 +162,18 @@ def test_slots_are_filled_and_emptied_between_steps(adapted: Adapted) -> None:
 
 def test_an_adapter_that_is_too_large_spoils_no_other_row(adapted: Adapted) -> None:
     """What A makes of a token is infinite, which others may not even multiply by 0."""
-    adapters = adapted.reference.adapters
+    adapters, is_half = adapted.reference.adapters, False
     try:
-        with contextlib.suppress(AdapterError):  # some types hold no more
-            adapted.model.set_adapter(1, scaled(adapters[2], np.finfo(np.float16).max))
+        adapted.model.set_adapter(1, scaled(adapters[2], np.finfo(np.float16).max))
+        try:
             adapted.model.set_adapter(1, scaled(adapters[2], np.finfo(np.float32).max))
+        except AdapterError:
+            is_half = True  # holds no more, and is enough for infinity where activations are half
         rows = [(TOKENS[0], 1), *zip(TOKENS[1:4], (0, 2, 3), strict=True)]
         found = adapted.run(rows)
         begin = len(TOKENS[0])
-        assert not np.isfinite(found[:begin]).all(), "it is not large enough to show anything"
+        is_infinite = not np.isfinite(found[:begin]).all()
+        assert is_infinite or is_half, "it is not large enough to show anything"
         check_logits(adapted.rule, adapted.wanted(rows[1:]), found[begin:], "other rows")
     finally:
         adapted.model.set_adapter(1, adapters[1])

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <new>
 
+#include "add_lora.h"
 #include "coarse.h"
 #include "kernels.h"
 #include "matmul.h"
@@ -79,6 +80,19 @@ ONNXPORT_EXPORT int onnxport_cpu_paged_attention(const onnxport::Problem* proble
     return onnxport::run_attention(*problem);
   } catch (const std::bad_alloc&) {
     std::snprintf(message, message_size, "out of memory");
+    return 1;
+  }
+}
+
+// Adds what adapters do, see add_lora.h, for the operator that OpenVINO runs. Returns 0, or writes
+// why not into message and returns 1; a failing parallel_for's own result is handed back.
+ONNXPORT_EXPORT int onnxport_cpu_add_lora(const onnxport::AddLoraCall* call, char* message,
+                                          size_t message_size) {
+  try {
+    onnxport::check_node(*call->node);
+    return onnxport::add_lora(*call);
+  } catch (const std::exception& error) {
+    std::snprintf(message, message_size, "%s", error.what());
     return 1;
   }
 }

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "product.h"
+#include "tensor.h"
 
 namespace onnxport {
 namespace {
@@ -104,6 +105,17 @@ void Product::summarize(const Part& part) const {
                       summary_of(call, row));
     next += bytes;
   }
+}
+
+void check_product(const char* op, const MatMul& m) {
+  if (!active_matmul()) refuse("%s: this processor has no AVX2 or dot products of int8", op);
+  const bool known = (m.bits == 4 || m.bits == 8) && m.block_size >= 16 &&
+                     m.block_size <= kLargestBlock && (m.block_size & (m.block_size - 1)) == 0;
+  if (!known || m.k < 1 || m.n < 1)
+    refuse("%s takes 4 or 8 bits in blocks of 16, 32, 64, 128 or 256, found K %lld, N %lld, "
+           "bits %lld, block_size %lld",
+           op, static_cast<long long>(m.k), static_cast<long long>(m.n),
+           static_cast<long long>(m.bits), static_cast<long long>(m.block_size));
 }
 
 int run_tasks(int64_t count, Task task, void* argument, ParallelFor parallel_for, void* context) {

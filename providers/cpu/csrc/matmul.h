@@ -182,6 +182,9 @@ bool are_halves(const Scales& scales, int64_t count);
 void pack_weights(const MatMul& call, const uint8_t* quants, const Scales& scales,
                   uint8_t* packed);
 
+// Throws an InvalidInput for a product that our kernels cannot compute, whatever its weights.
+void check_product(const char* op, const MatMul& product);
+
 struct ProductLora;  // see lora.h
 
 // Computes the output, the bias and then what adapters add included, and the summaries that are asked

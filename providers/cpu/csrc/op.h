@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "ort_abi.h"
+#include "tensor.h"
 
 namespace onnxport::op {
 
@@ -65,21 +66,6 @@ inline void check(Status* status) {
 // Throws a Failure with a formatted message: what was found, what is allowed.
 [[noreturn]] void fail(const Api& api, ort::ErrorCode code, const char* format, ...);
 
-constexpr size_t kMaxRank = 4;
-
-// An input in host memory.
-struct Tensor {
-  void* data = nullptr;  // null: not given
-  int64_t dims[kMaxRank] = {};
-  size_t rank = 0;
-
-  explicit operator bool() const { return rank != 0; }
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data);
-  }
-};
-
 // Throws a Failure that calls the value by `name`.
 Tensor describe(const Api& api, const char* name, const ort::Value* value);
 
@@ -111,6 +97,8 @@ struct Parallel {
 };
 int parallel_for(void* context, size_t count, Task task, void* argument);
 
+Status* invalid_input(const Api& api, const InvalidInput& error);
+
 // Runs f and turns whatever it throws into a status: no exception crosses the C boundary.
 template <class F>
 Status* guarded(const Api& api, F f) noexcept {
@@ -119,6 +107,8 @@ Status* guarded(const Api& api, F f) noexcept {
     return nullptr;
   } catch (const Failure& failure) {
     return failure.status;
+  } catch (const InvalidInput& invalid) {
+    return invalid_input(api, invalid);
   } catch (const std::exception& error) {
     return api.create_status(ort::kFail, error.what());
   } catch (...) {

@@ -17,6 +17,12 @@ void fail(const Api& api, ort::ErrorCode code, const char* format, ...) {
   throw Failure{api.create_status(code, text)};
 }
 
+Status* invalid_input(const Api& api, const InvalidInput& error) {
+  char text[600];
+  std::snprintf(text, sizeof text, "onnxport CPU kernel: %s", error.what());
+  return api.create_status(ort::kInvalidArgument, text);
+}
+
 namespace {
 
 class Attributes {

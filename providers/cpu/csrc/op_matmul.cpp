@@ -64,7 +64,7 @@ void read_lora(const Api& api, const ort::KernelInfo* info, const MatMul& m, Pro
   lora.place.depth = m.k;
   lora.place.bits = m.bits;
   lora.place.block_size = m.block_size;
-  check_place(api, kName, lora.place, lora.slots.max_rank);
+  check_place(kName, lora.place, lora.slots.max_rank);
   int64_t width = 0;
   for (int64_t columns : lora.place.columns) width += columns;
   if (width != m.n)
@@ -80,7 +80,7 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   m.bits = read_attribute(api, info, "bits");
   m.block_size = read_attribute(api, info, "block_size");
   m.norm.epsilon = read_epsilon(api, info, kName);
-  check_product(api, kName, m);
+  check_product(kName, m);
   const Weights weights = read_weights(api, info, kName, m, {kQuants, "B", "scales"});
   m.half_scales = are_halves(stored_scales(weights, kStored), elements(weights.scales));
   m.bias = read_bias(api, info, kName, m, kBias);

@@ -71,7 +71,7 @@ void read_lora(const Api& api, const ort::KernelInfo* info, const GatedMlp& mlp,
   lora.down.parts = 1;
   lora.down.columns[0] = mlp.down.n;
   for (const LoraPlace& place : {lora.gate_up, lora.down})
-    check_place(api, kName, place, lora.slots.max_rank);
+    check_place(kName, place, lora.slots.max_rank);
 }
 
 template <ort::ElementType kStored>
@@ -89,8 +89,8 @@ std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* in
   // As the graph has it, without what fills up panels.
   MatMul joined = mlp.gate_up;
   joined.n = 2 * mlp.inner;
-  check_product(api, kName, joined);
-  check_product(api, kName, mlp.down);
+  check_product(kName, joined);
+  check_product(kName, mlp.down);
   const Weights first =
       read_weights(api, info, kName, joined, {kGateUp, "gate_up", "gate_up_scales"});
   const Weights second = read_weights(api, info, kName, mlp.down, {kDown, "down", "down_scales"});

@@ -39,19 +39,6 @@ int64_t read_attribute(const Api& api, const ort::KernelInfo* info, const char* 
   return value;
 }
 
-void check_product(const Api& api, const char* op, const MatMul& m) {
-  if (!active_matmul())
-    fail(api, ort::kNotImplemented, "%s: this processor has no AVX2 or dot products of int8", op);
-  const bool known = (m.bits == 4 || m.bits == 8) && m.block_size >= 16 &&
-                     m.block_size <= kLargestBlock && (m.block_size & (m.block_size - 1)) == 0;
-  if (!known || m.k < 1 || m.n < 1)
-    fail(api, ort::kNotImplemented,
-         "%s takes 4 or 8 bits in blocks of 16, 32, 64, 128 or 256, found K %lld, N %lld, "
-         "bits %lld, block_size %lld",
-         op, static_cast<long long>(m.k), static_cast<long long>(m.n),
-         static_cast<long long>(m.bits), static_cast<long long>(m.block_size));
-}
-
 Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op, const MatMul& m,
                      const WeightInputs& inputs) {
   const Tensor quants = constant(api, info, op, inputs.quants, inputs.quants_name);

@@ -25,9 +25,6 @@ struct WeightInputs {
 
 int64_t read_attribute(const Api& api, const ort::KernelInfo* info, const char* name);
 
-// Throws a Failure for a product that our kernels cannot compute, whatever its weights.
-void check_product(const Api& api, const char* op, const MatMul& product);
-
 // The weights of a product. Throws a Failure where they are no initializers, or have another size.
 Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op,
                      const MatMul& product, const WeightInputs& inputs);
