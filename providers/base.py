@@ -42,6 +42,25 @@ class Features:
     attention: tuple[Attention, ...]  # the best first
     dtypes: tuple[str, ...]  # of activations, the preferred first: float32, float16, bfloat16
     kv_cache_dtypes: tuple[str, ...]  # what LoadOptions.kv_cache_dtype may be, besides auto
+    # Type of activations -> the caches that go with it; one that is not there goes with all.
+    caches_beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # matmul_accuracy_level -> the type that all activations have then; others leave it open.
+    level_dtypes: Mapping[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def one_type(cls, attention: tuple[Attention, ...], dtypes: tuple[str, ...]) -> Features:
+        """Of a device whose cache has the type of its activations."""
+        return cls(attention, dtypes, dtypes, {dtype: (dtype,) for dtype in dtypes})
+
+    def go_together(self, dtype: str, kv_cache_dtype: str, level: int | None) -> bool:
+        """Whether types and matmul_accuracy_level, each as LoadOptions has it, agree."""
+        asked = {None if dtype == "auto" else dtype, self.level_dtypes.get(level or 0)} - {None}
+        return any(
+            asked <= {own} and kv_cache_dtype in ("auto", *self._caches(own)) for own in self.dtypes
+        )
+
+    def _caches(self, dtype: str) -> tuple[str, ...]:
+        return self.caches_beside.get(dtype, self.kv_cache_dtypes)
 
 
 @dataclass(frozen=True, slots=True)

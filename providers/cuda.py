@@ -79,7 +79,7 @@ class CudaProvider:
             reason = _why_not_loaded(ort) or reason
             return Probe(False, f"{reason}. {_ADVICE}", devices, versions)
         dtypes = _dtypes(gpus[self._device_id][2])
-        features = Features(("native", "decomposed"), dtypes, dtypes)
+        features = Features.one_type(("native", "decomposed"), dtypes)
         return Probe(True, "", devices, versions, (), features)
 
     def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:

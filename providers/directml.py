@@ -58,7 +58,7 @@ class DirectMLProvider:
         if reason := why_not_started(self._target()):
             advice = "DirectML needs a Direct3D 12 adapter and its driver"
             return Probe(False, f"{reason}. {advice}", devices, versions)
-        return Probe(True, "", devices, versions, (), Features(("decomposed",), DTYPES, DTYPES))
+        return Probe(True, "", devices, versions, (), Features.one_type(("decomposed",), DTYPES))
 
     def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
         """See `providers.base.Provider.load`."""

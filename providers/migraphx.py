@@ -76,7 +76,7 @@ class MIGraphXProvider:
         if reason := why_not_started(self._target()):
             advice = "ONNX Runtime needs ROCm with MIGraphX (apt install migraphx, from AMD)"
             return Probe(False, f"{reason}. {advice}", devices, versions)
-        return Probe(True, "", devices, versions, (), Features(("decomposed",), DTYPES, DTYPES))
+        return Probe(True, "", devices, versions, (), Features.one_type(("decomposed",), DTYPES))
 
     def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
         """See `providers.base.Provider.load`."""

@@ -83,10 +83,8 @@ class WebGpuProvider:
         notes = [f"attention is decomposed: {found.distrust}"] if found.distrust else []
         if found.device.kind == "cpu":
             notes.append("no GPU: a software device stands in, for tests rather than for speed")
-        features = Features(
-            attention=("native", "decomposed") if recipe.native else ("decomposed",),
-            dtypes=recipe.dtypes,
-            kv_cache_dtypes=recipe.dtypes,
+        features = Features.one_type(
+            ("native", "decomposed") if recipe.native else ("decomposed",), recipe.dtypes
         )
         return Probe(True, "", (found.device,), found.versions, tuple(notes), features)
 

@@ -15,7 +15,7 @@ from onnxport.providers import memory
 from onnxport.providers.base import Features, LoadOptions
 from onnxport.providers.host_options import refuse_device_options
 from onnxport.providers.openvino.caches import CacheFormat, allocate
-from onnxport.providers.openvino.plugin import NAMES, PRECISIONS, Build, Room
+from onnxport.providers.openvino.plugin import LEVEL_DTYPES, NAMES, PRECISIONS, Build, Room
 from onnxport.providers.openvino.tensors import TensorPair
 from onnxport.providers.transfers import Blocks
 
@@ -58,7 +58,8 @@ class CpuPlugin:
         dtypes = [dtype for dtype, capability in CAPABILITIES.items() if capability in able]
         dtypes.sort(key=lambda dtype: getattr(ov.Type, HINTS[dtype]) != natural)
         caches = [n for n in KV_PRECISIONS if any(n in CACHES[dtype] for dtype in dtypes)]
-        return Features(("native",), tuple(dtypes), tuple(caches))
+        beside = {dtype: CACHES[dtype] for dtype in dtypes}
+        return Features(("native",), tuple(dtypes), tuple(caches), beside, LEVEL_DTYPES)
 
     def check(self, options: LoadOptions) -> None:
         """See `plugin.Plugin.check`."""

@@ -7,6 +7,7 @@ which compiles our graphs for Intel's driver without a device (scripts/intel_dri
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from onnxport.errors import ProviderError
 from onnxport.providers import memory
 from onnxport.providers.base import Features, LoadOptions
 from onnxport.providers.openvino.caches import CacheFormat
-from onnxport.providers.openvino.plugin import PRECISIONS, Build, Room
+from onnxport.providers.openvino.plugin import LEVEL_DTYPES, PRECISIONS, Build, Room
 from onnxport.providers.openvino.tensors import TensorBlocks, TensorPair, allocate_remote
 from onnxport.providers.transfers import Blocks
 
@@ -41,7 +42,7 @@ class GpuPlugin:
         """See `plugin.Plugin.features`. Caches have the type of the activations."""
         able = core.get_property(self.device, "OPTIMIZATION_CAPABILITIES")
         dtypes = tuple(dtype for dtype, capability in CAPABILITIES.items() if capability in able)
-        return Features(("native",), dtypes, dtypes)
+        return replace(Features.one_type(("native",), dtypes), level_dtypes=LEVEL_DTYPES)
 
     def check(self, options: LoadOptions) -> None:
         """See `plugin.Plugin.check`."""

@@ -62,14 +62,17 @@ def compare_caches(
         token_ids: of the golden file; the sequence is made of them.
 
     Returns:
-        A report for each type; none where there is no other than float32.
+        A report for each type; none where there is no other than float32, or not even that
+        beside the options.
 
     Raises:
         OnnxportError: the reference could not be loaded or computed.
     """
     kinds = () if features is None else features.kv_cache_dtypes
-    if REFERENCE not in kinds or len(kinds) == 1:
+    if features is None or REFERENCE not in kinds or len(kinds) == 1:
         return ()
+    if not features.go_together(options.dtype, REFERENCE, options.matmul_accuracy_level):
+        return ()  # nothing to compare with
     with load(replace(options, kv_cache_dtype=REFERENCE)) as model:
         expected = _logits(model, token_ids)
         whole = _token_bytes(model)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 
@@ -229,16 +230,34 @@ def plan_modes(
     """
     precisions = {artifact.manifest.precision, artifact.manifest.head_precision}
     quantized = bool(precisions & {"int4", "int8"})
-    exact = options
-    if quantized and options.matmul_accuracy_level is None:
-        exact = replace(exact, matmul_accuracy_level=FLOAT32_LEVEL)
-    if features is not None and options.dtype == "auto" and "float32" in features.dtypes:
-        exact = replace(exact, dtype="float32")
-    caches = () if features is None else features.kv_cache_dtypes
-    if options.kv_cache_dtype == "auto" and "float32" in caches:
-        exact = replace(exact, kv_cache_dtype="float32")
-    served = Mode(options, quantized and options.matmul_accuracy_level != FLOAT32_LEVEL)
-    return (served,) if exact == options else (Mode(exact, False), served)
+    level = options.matmul_accuracy_level
+    levels = (FLOAT32_LEVEL, None) if quantized and level is None else (level,)
+    if features is None:
+        exact = replace(options, matmul_accuracy_level=levels[0])
+    else:
+        exact = _most_exact(options, features, levels)
+    served, first = (
+        Mode(chosen, quantized and chosen.matmul_accuracy_level != FLOAT32_LEVEL)
+        for chosen in (options, exact)
+    )
+    return (served,) if exact == options else (first, served)
+
+
+def _most_exact(
+    options: LoadOptions, features: Features, levels: Sequence[int | None]
+) -> LoadOptions:
+    """What the caller left open in float32, as much of it as goes together; types come first."""
+    dtypes, caches = (
+        ("float32", "auto") if asked == "auto" and "float32" in has else (asked,)
+        for asked, has in (
+            (options.dtype, features.dtypes),
+            (options.kv_cache_dtype, features.kv_cache_dtypes),
+        )
+    )
+    for dtype, cache, level in product(dtypes, caches, levels):
+        if features.go_together(dtype, cache, level):
+            return replace(options, dtype=dtype, kv_cache_dtype=cache, matmul_accuracy_level=level)
+    return options  # they contradict each other: the provider says how
 
 
 def _compare_logits(model: Model, golden: Golden, token_ids: list[int]) -> _Logits:

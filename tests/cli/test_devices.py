@@ -106,6 +106,8 @@ def test_the_json_has_it_all(
             "attention": ["native", "decomposed"],
             "dtypes": ["float16"],
             "kv_cache_dtypes": ["float16", "int8"],
+            "caches_beside": {},
+            "level_dtypes": {},
         },
     }
     missing = {

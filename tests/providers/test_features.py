@@ -48,7 +48,13 @@ def test_openvino_s_own_device_comes_first(monkeypatch: pytest.MonkeyPatch) -> N
         ("GPU.1: BF16 GPU.1", "gpu"),
         ("NPU: BF16 NPU", "npu"),
     ]
-    assert probe.features == Features(("native",), ("bfloat16",), ("int8", "bfloat16"))
+    assert probe.features == Features(
+        ("native",),
+        ("bfloat16",),
+        ("int8", "bfloat16"),
+        {"bfloat16": ("int8", "bfloat16")},
+        {1: "float32", 2: "float16", 3: "bfloat16"},
+    )
 
 
 @pytest.mark.parametrize("name", HOSTS)

@@ -225,6 +225,43 @@ def test_what_the_caller_chose_stays(tmp_path: Path) -> None:
     assert not mode.coarse
 
 
+ONE_TYPE = Features.one_type(("native",), ("float16", "float32"))
+BY_TYPE = Features(  # as OpenVINO's on a processor
+    ("native",),
+    ("bfloat16", "float32"),
+    ("int8", "float16", "bfloat16", "float32"),
+    {"bfloat16": ("int8", "bfloat16"), "float32": ("int8", "float16", "float32")},
+    {1: "float32", 3: "bfloat16"},
+)
+EXACT_TYPES = {"dtype": "float32", "kv_cache_dtype": "float32", "matmul_accuracy_level": 1}
+
+
+@pytest.mark.parametrize(
+    ("features", "chosen", "exact"),
+    [
+        (ONE_TYPE, {}, EXACT_TYPES),
+        (ONE_TYPE, {"dtype": "float16"}, {"matmul_accuracy_level": 1}),
+        (ONE_TYPE, {"kv_cache_dtype": "float16"}, {"matmul_accuracy_level": 1}),
+        (ONE_TYPE, {"dtype": "float16", "kv_cache_dtype": "float32"}, {}),  # it is refused
+        (ONE_TYPE, {"matmul_accuracy_level": 4}, EXACT_TYPES | {"matmul_accuracy_level": 4}),
+        (BY_TYPE, {}, EXACT_TYPES),
+        (BY_TYPE, {"dtype": "bfloat16"}, {}),
+        (BY_TYPE, {"kv_cache_dtype": "bfloat16"}, {}),
+        (BY_TYPE, {"kv_cache_dtype": "int8"}, EXACT_TYPES | {"kv_cache_dtype": "int8"}),
+        (BY_TYPE, {"matmul_accuracy_level": 3}, {}),
+        (None, {"dtype": "float16"}, {"matmul_accuracy_level": 1}),
+    ],
+)
+def test_options_are_planned_such_that_they_go_together(
+    tmp_path: Path, features: Features | None, chosen: dict[str, Any], exact: dict[str, Any]
+) -> None:
+    options = LoadOptions(**chosen)
+    modes = plan_modes(fake_artifact(tmp_path, "int4"), options, features)
+    planned = [replace(options, **exact), options] if exact else [options]
+    assert [mode.options for mode in modes] == planned
+    assert [mode.coarse for mode in modes] == [one.matmul_accuracy_level != 1 for one in planned]
+
+
 class TickingModel(WrongModel):
     """Lets a tenth of a second pass in every run."""
 

@@ -125,6 +125,15 @@ def test_without_a_choice_nothing_is_loaded(kinds: tuple[str, ...] | None) -> No
     assert loader.loaded == []
 
 
+def test_a_type_that_no_float32_cache_goes_with_is_not_compared() -> None:
+    loader = Loader({"float32": 0.0, "float16": 0.0})
+    features = Features.one_type(("native",), ("float16", "float32"))
+    options, tokens = LoadOptions(dtype="float16"), GOLDEN.tolist()
+    assert compare_caches(loader, options, features, tokens) == ()
+    assert loader.loaded == []
+    assert len(compare_caches(loader, replace(options, dtype="float32"), features, tokens)) == 2
+
+
 def test_a_short_context_is_used_whole() -> None:
     loader = Loader({"float32": 0.0, "int8": 1.0, "float16": 0.0}, max_model_len=5)
     assert compared(loader)[1].error.max_diff > 0
