@@ -15,7 +15,7 @@ from onnxport.providers import memory
 from onnxport.providers.base import Features, LoadOptions
 from onnxport.providers.host_options import refuse_device_options
 from onnxport.providers.openvino.caches import CacheFormat, allocate
-from onnxport.providers.openvino.plugin import LEVEL_DTYPES, NAMES, PRECISIONS, Build, Room
+from onnxport.providers.openvino.plugin import NAMES, PRECISIONS, Build, Room
 from onnxport.providers.openvino.tensors import TensorPair
 from onnxport.providers.transfers import Blocks
 
@@ -36,7 +36,12 @@ CACHES: Final = {  # dtype of activations -> the caches that the plugin has for 
     "float32": ("int8", "float16", "float32"),
     "bfloat16": ("int8", "bfloat16"),
 }
-FLOAT32_CACHES: Final = ("float16", "float32")
+# What caches need, that only one type of activations has.
+CACHE_HINTS: Final = {"float16": "f32", "float32": "f32", "bfloat16": "bf16"}
+# Level 2 allows float16. Asked for that, OpenVINO takes bfloat16, which is less precise, where the
+# processor has no float16, and computes wrongly where it has.
+LEVELS: Final = PRECISIONS | {2: "f32"}
+LEVEL_DTYPES: Final = {level: NAMES[precision] for level, precision in LEVELS.items()}
 FEW_TOKENS: Final = 24  # up to which int8 beats AMX; measured on Sapphire Rapids, two cores
 
 
@@ -70,18 +75,18 @@ class CpuPlugin:
             )
         refuse_device_options("openvino", options)
         _check_dtype(options)
-        level = options.matmul_accuracy_level
-        kind = options.kv_cache_dtype
-        if kind in FLOAT32_CACHES and PRECISIONS.get(level or 0, "f32") != "f32":
-            raise ProviderError(
-                f"kv_cache_dtype is {kind!r} and matmul_accuracy_level is {level}; OpenVINO keeps "
-                f"a {kind} cache only where it computes in float32: leave the level out, or set "
-                "it to 1"
-            )
+        _check_cache(options, f"dtype is {options.dtype!r}", options.dtype)
+        level = options.matmul_accuracy_level or 0
+        dtype = LEVEL_DTYPES.get(level, "auto")
+        reason = f"matmul_accuracy_level is {level}, which computes in {dtype}"
+        _check_cache(options, reason, dtype)
 
     def builds(self, core: Any, options: LoadOptions, level: int) -> Sequence[Build]:
         """See `plugin.Plugin.builds`."""
         natural = core.get_property("CPU", "INFERENCE_PRECISION_HINT").to_string()
+        if LEVELS.get(level) == "f32":  # perhaps the artifact's own
+            reason = f"the accuracy level is {level}, which computes in float32"
+            _check_cache(options, reason, "float32")
         return builds(options, level, natural)
 
     def room(self, core: Any, weight_bytes: int, num_graphs: int) -> Room:
@@ -111,10 +116,9 @@ def builds(options: LoadOptions, level: int, natural: str) -> list[Build]:
         "INFERENCE_NUM_THREADS": options.threads or memory.physical_cores(),
         "NUM_STREAMS": 1,
     }
-    precision = HINTS.get(options.dtype, PRECISIONS.get(level))
-    if options.kv_cache_dtype in FLOAT32_CACHES:
-        precision = "f32"
-    if level in PRECISIONS:
+    precision = HINTS.get(options.dtype, LEVELS.get(level))
+    precision = CACHE_HINTS.get(options.kv_cache_dtype, precision)
+    if level in LEVELS:
         config["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0  # no activations in int8
     if options.kv_cache_dtype != "auto":
         config["KV_CACHE_PRECISION"] = KV_PRECISIONS[options.kv_cache_dtype]
@@ -141,16 +145,21 @@ def _check_dtype(options: LoadOptions) -> None:
             "ask for one of them or auto"
         )
     level = options.matmul_accuracy_level or 0
-    if PRECISIONS.get(level, HINTS[options.dtype]) != HINTS[options.dtype]:
+    if LEVEL_DTYPES.get(level, options.dtype) != options.dtype:
         raise ProviderError(
             f"dtype is {options.dtype!r} and matmul_accuracy_level is {level}, which computes in "
-            f"{NAMES[PRECISIONS[level]]}; OpenVINO has one type for both, leave one out"
+            f"{LEVEL_DTYPES[level]}; OpenVINO has one type for both, leave one out"
         )
-    if options.kv_cache_dtype not in ("auto", *CACHES[options.dtype]):
+
+
+def _check_cache(options: LoadOptions, reason: str, dtype: str) -> None:
+    """Refuse a type of cache that OpenVINO has not where it computes in `dtype`, for a reason."""
+    allowed = CACHES.get(dtype)
+    if allowed is not None and options.kv_cache_dtype not in ("auto", *allowed):
         raise ProviderError(
-            f"kv_cache_dtype is {options.kv_cache_dtype!r} and dtype is {options.dtype!r}; where "
-            f"OpenVINO computes in that it stores {', '.join(CACHES[options.dtype])}: ask for one "
-            "of them, or leave one of the two out"
+            f"kv_cache_dtype is {options.kv_cache_dtype!r} and {reason}; where OpenVINO computes "
+            f"in that it stores {', '.join(allowed)}: ask for one of them, or leave one of the "
+            "two out"
         )
 
 

@@ -15,12 +15,13 @@ from onnxport.errors import ProviderError
 from onnxport.providers import memory
 from onnxport.providers.base import Features, LoadOptions
 from onnxport.providers.openvino.caches import CacheFormat
-from onnxport.providers.openvino.plugin import LEVEL_DTYPES, PRECISIONS, Build, Room
+from onnxport.providers.openvino.plugin import NAMES, PRECISIONS, Build, Room
 from onnxport.providers.openvino.tensors import TensorBlocks, TensorPair, allocate_remote
 from onnxport.providers.transfers import Blocks
 
 HINTS: Final = {"float16": "f16", "float32": "f32"}  # dtype -> inference precision
 CAPABILITIES: Final = {"float16": "FP16", "float32": "FP32"}  # dtype -> optimization capability
+LEVEL_DTYPES: Final = {level: NAMES[precision] for level, precision in PRECISIONS.items()}
 BFLOAT16_LEVEL: Final = 3  # of matmul_accuracy_level
 TOTAL: Final = "GPU_DEVICE_TOTAL_MEM_SIZE"
 LARGEST_BUFFER: Final = "GPU_DEVICE_MAX_ALLOC_MEM_SIZE"

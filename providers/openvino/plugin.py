@@ -22,7 +22,6 @@ NAMES: Final = {  # OpenVINO's element types -> ours, of activations and caches
     "u8": "int8",
 }
 PRECISIONS: Final = {1: "f32", 2: "f16", 3: "bf16"}  # matmul_accuracy_level -> inference precision
-LEVEL_DTYPES: Final = {level: NAMES[precision] for level, precision in PRECISIONS.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,8 +271,8 @@ def _check_precision(compiled: Any, plugin: Plugin, options: LoadOptions) -> Non
         )
     if found in plugin.wrong:
         raise ProviderError(
-            f"matmul_accuracy_level is {options.matmul_accuracy_level}; {plugin.wrong[found]}, or "
-            "leave the level out"
+            f"dtype is {options.dtype!r}, and OpenVINO made a graph in {found}; "
+            f"{plugin.wrong[found]}"
         )
 
 

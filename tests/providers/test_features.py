@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def test_openvino_s_own_device_comes_first(monkeypatch: pytest.MonkeyPatch) -> N
         ("bfloat16",),
         ("int8", "bfloat16"),
         {"bfloat16": ("int8", "bfloat16")},
-        {1: "float32", 2: "float16", 3: "bfloat16"},
+        {1: "float32", 2: "float32", 3: "bfloat16"},
     )
 
 
@@ -73,6 +74,23 @@ def test_every_feature_can_be_loaded(tiny_artifact: ArtifactMaker, name: str) ->
             assert model.capabilities.attention == attention
 
 
+@pytest.mark.parametrize("name", HOSTS)
+def test_what_goes_together_is_what_loads(tiny_artifact: ArtifactMaker, name: str) -> None:
+    path, found = tiny_artifact("llama", "fp32"), features(name)
+    dtypes, caches = (("auto", *has) for has in (found.dtypes, found.kv_cache_dtypes))
+    for dtype, cache, level in product(dtypes, caches, (None, *found.level_dtypes)):
+        options = {"dtype": dtype, "kv_cache_dtype": cache, "matmul_accuracy_level": level}
+        if not found.go_together(dtype, cache, level):
+            with pytest.raises(ProviderError, match=r"^(kv_cache_)?dtype is .*(leave|set|ask)"):
+                open_model(path, name, LoadOptions(**options))
+            continue
+        with models.opened(path, None, provider=name, **options) as model:
+            limits = model.capabilities
+            assert dtype in ("auto", limits.compute_dtype)
+            assert cache in ("auto", limits.kv_cache_dtype)
+            assert found.level_dtypes.get(level) in (None, limits.compute_dtype), options
+
+
 def test_openvino_computes_in_the_type_that_was_asked_for(tiny_artifact: ArtifactMaker) -> None:
     path, rows = tiny_artifact("llama", "fp32"), [(list(range(1, 30)), 0, [0])]
     with models.opened(path, "decomposed", block_size=32) as exact:
@@ -88,12 +106,11 @@ def test_openvino_computes_in_the_type_that_was_asked_for(tiny_artifact: Artifac
 
 
 def test_openvino_computes_nothing_in_float16(tiny_artifact: ArtifactMaker) -> None:
-    path, product = tiny_artifact("llama", "fp16"), LoadOptions(matmul_accuracy_level=2)
+    path = tiny_artifact("llama", "fp16")
     with pytest.raises(ProviderError, match=r"^dtype is 'float16'; .* in float16 wrongly"):
         open_model(path, "openvino", LoadOptions(dtype="float16"))
-    if "FP16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-        with pytest.raises(ProviderError, match=r"level is 2; .* in float16 wrongly"):
-            open_model(path, "openvino", product)
+    with models.opened(path, None, provider="openvino", matmul_accuracy_level=2) as model:
+        assert model.capabilities.compute_dtype == "float32"  # no less than was asked for
     with models.opened(path, None, provider="openvino", kv_cache_dtype="float16") as model:
         found = model.capabilities
         assert (found.compute_dtype, found.kv_cache_dtype) == ("float32", "float16")
@@ -126,6 +143,11 @@ def test_without_the_kernel_there_is_one_attention(monkeypatch: pytest.MonkeyPat
             "openvino",
             {"kv_cache_dtype": "float16", "matmul_accuracy_level": 3},
             "kv_cache_dtype is 'float16' and matmul_accuracy_level is 3",
+        ),
+        (
+            "openvino",
+            {"kv_cache_dtype": "bfloat16", "matmul_accuracy_level": 1},
+            "level is 1, which computes in float32; .* stores int8, float16, float32: ask for",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from onnxport.errors import CapacityError, DeviceLostError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.openvino import convert
-from onnxport.providers.openvino.cpu import FEW_TOKENS, builds
+from onnxport.providers.openvino.cpu import FEW_TOKENS, CpuPlugin, builds
 from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.openvino.plugin import accuracy_level
 from onnxport.providers.openvino.provider import OpenVinoProvider
@@ -164,7 +164,7 @@ def test_an_int8_cache_holds_what_the_exact_one_does(tiny_artifact: ArtifactMake
         (
             {"kv_cache_dtype": "float32", "matmul_accuracy_level": 3},
             ProviderError,
-            "leave the level out",
+            "is 3, which computes in bfloat16; .* stores int8, bfloat16: ask for one of them",
         ),
         ({"max_model_len": 129}, ProviderError, "context of 128"),
         ({"kv_cache_tokens": 31}, CapacityError, "is 31, .* smallest cache"),
@@ -211,7 +211,9 @@ def test_int4_weights_stay_int4(tiny_artifact: ArtifactMaker) -> None:
         ({}, 0, "bf16", [(None, None, None)]),
         ({}, 1, "bf16", [(None, "f32", 0)]),
         ({}, 3, "f32", [(None, "bf16", 0)]),
-        ({"kv_cache_dtype": "bfloat16"}, 4, "bf16", [(None, None, None)]),
+        ({}, 2, "bf16", [(None, "f32", 0)]),
+        ({"kv_cache_dtype": "bfloat16"}, 4, "bf16", [(None, "bf16", None)]),
+        ({"kv_cache_dtype": "bfloat16"}, 4, "f32", [(None, "bf16", None)]),
         ({"kv_cache_dtype": "float32"}, 4, "bf16", [(None, "f32", None)]),
         (
             {"kv_cache_dtype": "int8"},
@@ -234,6 +236,13 @@ def test_how_many_graphs_and_in_which_precision(
         )
         for build in found
     ] == expected
+
+
+def test_a_cache_that_the_artifact_s_own_level_excludes_is_refused() -> None:
+    options = LoadOptions(kv_cache_dtype="bfloat16")
+    with pytest.raises(ProviderError, match="the accuracy level is 1, which computes in float32"):
+        CpuPlugin().builds(ov.Core(), options, 1)
+    assert CpuPlugin().builds(ov.Core(), options, 3)
 
 
 @pytest.mark.parametrize(
