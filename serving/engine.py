@@ -421,6 +421,11 @@ class Engine:
         Raises:
             CapacityError: it is too long already.
         """
-        longest = remaining_total(len(request.tokens), request.max_total_tokens, self.capabilities)
+        longest = remaining_total(
+            len(request.tokens),
+            request.max_total_tokens,
+            self.capabilities,
+            only_prompt=request.options.only_prompt,
+        )
         for one in with_siblings(request):
             one.max_total_tokens = longest

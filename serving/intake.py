@@ -84,7 +84,9 @@ class Intake:
             self._tokenizer.check_length(text, limits.max_model_len)
             given = self._tokenizer.encode(text)
         tokens = token_array(given, limits.vocab_size)
-        longest = max_total_tokens(len(tokens), params.max_tokens, limits)
+        longest = max_total_tokens(
+            len(tokens), params.max_tokens, limits, only_prompt=options.only_prompt
+        )
         if params.min_tokens > (room := longest - len(tokens)):
             raise RequestError(
                 f"min_tokens is {params.min_tokens}, and after {len(tokens)} tokens of prompt "

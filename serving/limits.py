@@ -32,10 +32,18 @@ def token_array(token_ids: Iterable[int], vocab_size: int) -> array[int]:
     return tokens
 
 
-def max_total_tokens(num_prompt: int, max_tokens: int | None, limits: Capabilities) -> int:
+def max_total_tokens(
+    num_prompt: int, max_tokens: int | None, limits: Capabilities, *, only_prompt: bool = False
+) -> int:
     """Return how long prompt and output together may get, in tokens.
 
     The last token of an output is never computed, so it needs no room in the cache.
+
+    Args:
+        num_prompt: tokens of the prompt.
+        max_tokens: as the request asks.
+        limits: of the model.
+        only_prompt: as RequestOptions has it.
 
     Raises:
         CapacityError: the context or the whole KV cache is too small; states the arithmetic.
@@ -43,7 +51,9 @@ def max_total_tokens(num_prompt: int, max_tokens: int | None, limits: Capabiliti
     wanted = 1 if max_tokens is None else max_tokens
     total = num_prompt + wanted
     parts = f"{num_prompt} prompt tokens + {wanted} to generate = {total}"
-    if total > limits.max_model_len:
+    if only_prompt:
+        parts = f"{num_prompt} prompt tokens"
+    if total > limits.max_model_len + only_prompt:
         raise CapacityError(
             f"{parts}, and the context length is {limits.max_model_len} tokens; "
             "shorten the prompt or ask for fewer tokens"
@@ -55,21 +65,24 @@ def max_total_tokens(num_prompt: int, max_tokens: int | None, limits: Capabiliti
             f"has {limits.num_blocks}; shorten the prompt, ask for fewer tokens or give the cache "
             "more room (kv_cache_tokens)"
         )
-    return longest_total(limits) if max_tokens is None else total
+    return longest_total(limits, only_prompt=only_prompt) if max_tokens is None else total
 
 
-def remaining_total(num_tokens: int, max_total: int, limits: Capabilities) -> int:
+def remaining_total(
+    num_tokens: int, max_total: int, limits: Capabilities, *, only_prompt: bool = False
+) -> int:
     """Return how long a sequence that was accepted for another model may get on this one.
 
     Args:
         num_tokens: that it has, prompt and output.
         max_total: how long it was to get there.
         limits: of this model.
+        only_prompt: as RequestOptions has it.
 
     Raises:
         CapacityError: there is no room for another token.
     """
-    longest = longest_total(limits)
+    longest = longest_total(limits, only_prompt=only_prompt)
     if num_tokens >= longest:
         raise CapacityError(
             f"the request has {num_tokens} tokens, and the provider that took over when the first "
@@ -79,6 +92,7 @@ def remaining_total(num_tokens: int, max_total: int, limits: Capabilities) -> in
     return min(max_total, longest)
 
 
-def longest_total(limits: Capabilities) -> int:
+def longest_total(limits: Capabilities, *, only_prompt: bool = False) -> int:
     """Return how long prompt and output of any sequence may get, in tokens."""
-    return min(limits.max_model_len, limits.num_blocks * limits.block_size + 1)
+    longest = limits.max_model_len + only_prompt
+    return min(longest, limits.num_blocks * limits.block_size + 1)

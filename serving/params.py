@@ -212,6 +212,8 @@ class RequestOptions:
             the model alone.
         timeout_s: seconds from arrival after which the request ends with "timeout"; of requests
             of one priority and tenant, those that end sooner are served first.
+        only_prompt: whether the prompt alone is of use, with its log probabilities perhaps: the
+            last token that is generated may then stand behind the context.
 
     Raises:
         RequestError: a value is out of its range; names it.
@@ -222,6 +224,7 @@ class RequestOptions:
     cache_salt: str | None = None
     adapter: str | None = None
     timeout_s: float | None = None
+    only_prompt: bool = False
 
     def __post_init__(self) -> None:
         _check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,13 +40,15 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     adapter = service.adapter_of(body.model)
     params = body.sampling_params(service.defaults)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
+    options = replace(options, only_prompt=body.only_prompt)
     given = body.prompts()
     special = body.add_special_tokens is not False
     prompts = await asyncio.to_thread(_encode, service, given, special, body.most_prompt_tokens)
     if body.truncate_prompt_tokens is not None:
         longest = service.engine.capabilities.max_model_len
         encoded = list(zip(given, prompts, strict=True))
-        prompts = [body.truncated(ids, longest, params.max_tokens) for _, ids in encoded]
+        room = 0 if body.only_prompt else params.max_tokens
+        prompts = [body.truncated(ids, longest, room) for _, ids in encoded]
         # What is echoed is what is left.
         cut = zip(encoded, prompts, strict=True)
         given = [left if len(left) < len(ids) else one for (one, ids), left in cut]

@@ -148,7 +148,7 @@ class RequestBody(FormFields):
         Args:
             prompt: token ids.
             max_model_len: of the model.
-            max_tokens: that are generated; -1 leaves room for these, or for one.
+            max_tokens: that are generated; -1 leaves room for these, None for one.
         """
         most = self.truncate_prompt_tokens
         if most == 0:
@@ -157,7 +157,7 @@ class RequestBody(FormFields):
                 "truncate_prompt_tokens",
             )
         if most == -1:
-            most = max(1, max_model_len - (max_tokens or 1))
+            most = max(1, max_model_len - (1 if max_tokens is None else max_tokens))
         return prompt if most is None else prompt[-most:]
 
     def options(

@@ -49,6 +49,19 @@ def test_scoring_a_prompt_generates_nothing(server: RunningServer) -> None:
     assert complete(server, echo=True, max_tokens=0)["choices"][0]["text"] == PROMPT
 
 
+def test_what_generates_nothing_may_take_the_whole_context(server: RunningServer) -> None:
+    longest = httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"]
+    ask: dict[str, Any] = {"prompt": [9] * longest, "echo": True, "max_tokens": 0}
+    body = complete(server, **ask)
+    assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] == longest
+    cut = complete(server, **(ask | {"prompt": [9] * (longest + 5), "truncate_prompt_tokens": -1}))
+    assert cut["usage"]["prompt_tokens"] == longest
+    for change in ({"prompt": [9] * (longest + 1)}, {"max_tokens": 1}):
+        more = httpx.post(f"{server.url}/v1/completions", json={"model": MODEL, **ask, **change})
+        assert more.status_code == 400
+        assert f"the context length is {longest}" in more.json()["error"]["message"]
+
+
 def test_prompt_logprobs_of_completions(server: RunningServer) -> None:
     [choice] = complete(server, prompt_logprobs=1)["choices"]
     first, *rest = choice["prompt_logprobs"]

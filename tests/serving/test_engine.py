@@ -158,6 +158,19 @@ def test_the_last_token_needs_no_room_in_the_cache() -> None:
     assert len(tokens(run(engine)["a"])) == 19
 
 
+def test_the_prompt_alone_may_take_the_whole_context() -> None:
+    engine = null_engine(num_blocks=16, max_model_len=64)
+    one = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    submit(engine, "a", [1] * 64, one, only_prompt=True)
+    (told,) = [delta for delta in run(engine)["a"] if delta.prompt_logprobs is not None]
+    assert told.prompt_logprobs is not None
+    assert len(told.prompt_logprobs) == 64
+    with pytest.raises(CapacityError, match=r"^65 prompt tokens, and the context length is 64"):
+        submit(engine, "b", [1] * 65, one, only_prompt=True)
+    with pytest.raises(CapacityError, match=r"64 prompt tokens \+ 1 to generate = 65"):
+        submit(engine, "c", [1] * 64, one)
+
+
 def test_an_id_is_unique_among_the_unfinished() -> None:
     engine = null_engine()
     submit(engine, "a", [1])

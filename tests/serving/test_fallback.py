@@ -144,6 +144,15 @@ def test_what_does_not_fit_ends_with_a_reason_or_gets_what_fits() -> None:
         engine.prepare("next", long, GREEDY)
 
 
+def test_a_prompt_alone_that_takes_the_whole_context_moves_on() -> None:
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    engine = null_engine(lost_at=at(1), fallbacks=[spare(max_model_len=64)], max_model_len=64)
+    submit(engine, "a", PREFIX, one, only_prompt=True)
+    deltas = run(engine)["a"]
+    assert tokens(deltas) == alone(PREFIX, one)
+    assert [loss.replaced_by for loss in engine.losses] == ["null"]
+
+
 def test_what_was_prepared_before_the_loss_runs_after_it() -> None:
     model = spare(block_size=16, num_blocks=8, max_batch_rows=2)
     engine = null_engine(lost_at=at(0), fallbacks=[model])
