@@ -160,7 +160,7 @@ def check_schema(schema: Any, param: str = "structured_outputs.json") -> None:
             schemas[where] = one
             if isinstance(one, dict):
                 _check_keywords(where, one)
-                pending += [(path, inner, depth + 1) for path, inner in _inner(where, one)]
+                pending += [(path, inner, depth + 1) for path, inner in inner_schemas(where, one)]
             elif not isinstance(one, bool):
                 raise ValueError(f"{where} is {repr(one)[:80]}; a schema is an object, or true")
         for where, one in schemas.items():
@@ -275,7 +275,7 @@ def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
     return Fraction(lcm(one.numerator, other.numerator), gcd(one.denominator, other.denominator))
 
 
-def _inner(where: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def inner_schemas(where: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the schemas directly inside a schema, and the JSON pointer of each.
 
     Raises:

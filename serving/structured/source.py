@@ -11,6 +11,7 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from onnxport.errors import RequestError
+from onnxport.serving.structured.exclusive import let_any_of
 from onnxport.serving.structured.formats import tightened
 from onnxport.serving.structured.schema import check_schema
 from onnxport.serving.structured.spec import StructuredOutputs
@@ -65,6 +66,7 @@ def _json(spec: StructuredOutputs) -> str:
 def _with_options(schema: Any, options: Mapping[str, Any] = JSON_OPTIONS) -> str:
     """Return the text of a checked schema as it is compiled."""
     strict = tightened(schema)
+    let_any_of(strict)
     if isinstance(strict, bool):
         strict = {"allOf": [strict]}
     return json.dumps({**strict, "x-guidance": options}, ensure_ascii=False)

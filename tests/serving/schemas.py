@@ -166,7 +166,7 @@ class Schemas:
                 "required": ["kind", "value"],
                 "additionalProperties": False,
             }
-            for name in ("one", "two")
+            for name in self._rng.choice([("one", "two"), (1, 2)])
         ]
         if self._rng.random() < 0.5:
             return {"oneOf": [{"type": "string"}, {"type": "integer"}]}

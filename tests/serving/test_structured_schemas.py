@@ -380,6 +380,56 @@ def test_annotations_change_nothing(name: str) -> None:
     assert not accepts(grammar, '"a"')
 
 
+def kind(value: Any, **more: Any) -> dict[str, Any]:
+    """An object that its kind tells from others."""
+    properties = {"kind": value if isinstance(value, dict) else {"const": value}}
+    return {"type": "object", "properties": properties, "required": ["kind"], **more}
+
+
+@pytest.mark.parametrize(
+    ("alternatives", "right", "wrong"),
+    [
+        ([kind(1), kind(2)], ['{"kind":1}', '{"kind":2}'], ['{"kind":3}', '{"kind":"1"}', "{}"]),
+        ([kind(1), kind({"enum": [2, 3]})], ['{"kind":3}'], ['{"kind":4}']),
+        ([kind(1), kind("1"), kind(True)], ['{"kind":true}', '{"kind":"1"}'], ['{"kind":false}']),
+        ([kind(1), {"type": "null"}, kind(2)], ["null", '{"kind":2}'], ["1", '{"kind":null}']),
+        ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], ['{"kind":2}'], ['{"kind":3}']),
+        ([{"allOf": [{"$ref": "#/$defs/a"}]}, kind(2)], ['{"kind":1}'], ['{"kind":3}']),
+        ([{"const": 1}, {"const": 2.5}, {"enum": ["a", None]}], ["1", "2.5", "null"], ["2", '"b"']),
+    ],
+)
+def test_one_of_several_that_constants_tell_apart(
+    alternatives: list[Any], right: list[str], wrong: list[str]
+) -> None:
+    whole = {"oneOf": alternatives, "$defs": {"a": kind(1, title="A"), "b": kind(2)}}
+    for schema, around in ((whole, "{}"), ({"items": whole, "$defs": whole["$defs"]}, "[{}]")):
+        grammar = compiled(StructuredOutputs(json=schema))
+        for text in right:
+            assert accepts(grammar, around.replace("{}", text))
+            assert_valid(schema, around.replace("{}", text))
+        assert not any(accepts(grammar, around.replace("{}", text)) for text in wrong)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [kind(1), kind(1.0)]},
+        {"oneOf": [kind(1), kind({"enum": [2, 1]})]},
+        {"oneOf": [kind(1), kind(2, required=[])]},
+        {"oneOf": [kind(1), kind(2, type=["object", "array"])]},
+        {"oneOf": [kind(1), kind({"type": "integer"})]},
+        {"oneOf": [kind(1), {"type": "integer"}, {"type": "number"}, kind(2)]},
+        {"oneOf": [{"const": 1}, {"enum": [2, 1]}]},
+        {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], "$defs": {"a": kind(1)}},
+        {"oneOf": [kind(1), kind(2)], "anyOf": [{}]},
+        {"oneOf": [kind(1), kind({"$ref": "#/oneOf/0/properties/kind"})]},
+    ],
+)
+def test_one_of_several_that_may_fit_together_is_refused(schema: Any) -> None:
+    with pytest.raises(RequestError, match=r"cannot be compiled: .*oneOf constraints"):
+        compiled(StructuredOutputs(json=schema))
+
+
 def test_compiler_refuses_what_excludes_itself() -> None:
     for schema, reason in (
         ({"type": "integer", "minimum": 3, "maximum": 2}, "greater than maximum"),

@@ -1,0 +1,107 @@
+"""Where `oneOf` says no more than `anyOf`: its alternatives exclude each other.
+
+The compiler sees that of types, and of properties with other texts as their constants, but not with
+other numbers, nor of an `enum`. It refuses `oneOf` where it does not see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from onnxport.serving.structured.schema import inner_schemas
+
+Schema = Mapping[str, Any]
+Values = frozenset[Hashable]
+
+
+def let_any_of(schema: Any) -> None:
+    """Write `anyOf` for each `oneOf` of a checked schema whose alternatives are told apart.
+
+    That is by constants: their own, or those of one property that all objects among them require.
+    """
+    schemas: dict[str, Any] = {}
+    pending = [("#", schema)]
+    while pending:
+        where, one = pending.pop()
+        schemas[where] = one
+        if isinstance(one, dict):
+            pending += inner_schemas(where, one)
+    found = [one for one in schemas.values() if isinstance(one, dict)]
+    if any("/oneOf/" in unquote(one.get("$ref", "")) for one in found):
+        return  # it would refer to what is gone
+    for one in found:
+        if "oneOf" in one and "anyOf" not in one and _are_apart(one["oneOf"], schemas):
+            items = [("anyOf" if name == "oneOf" else name, it) for name, it in one.items()]
+            one.clear()
+            one.update(items)
+
+
+def _are_apart(alternatives: Sequence[Any], schemas: Schema) -> bool:
+    """Whether it can be seen that no value fits two of them."""
+    parts = [list(_together(one, schemas)) for one in alternatives]
+    if _are_disjoint(map(_constants, parts)):
+        return True
+    required = [{name for one in part for name in one.get("required", ())} for part in parts]
+    for name in next(filter(None, required), ()):
+        marks = (
+            _marks(part, name if name in names else None, schemas)
+            for part, names in zip(parts, required, strict=True)
+        )
+        if _are_disjoint(marks):
+            return True
+    return False
+
+
+def _are_disjoint(sets: Iterable[Values | None]) -> bool:
+    seen: set[Hashable] = set()
+    for one in sets:
+        if one is None or not seen.isdisjoint(one):
+            return False
+        seen |= one
+    return True
+
+
+def _together(schema: Any, schemas: Schema) -> Iterator[Schema]:
+    """Yield schemas that a value of a schema has to fit, all of them."""
+    pending, seen = [schema], set()
+    while pending:
+        one = pending.pop()
+        if isinstance(one, dict) and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            pending += one.get("allOf", ())
+            if "$ref" in one:
+                pending.append(schemas.get(unquote(one["$ref"])))
+
+
+def _marks(part: Sequence[Schema], name: str | None, schemas: Schema) -> Values | None:
+    """What tells an alternative apart, by the constants of a property if it is an object.
+
+    Args:
+        part: what its values fit, all of it.
+        name: of the property; None: objects need not have it.
+        schemas: all, by their JSON pointers.
+
+    Returns:
+        Its types, or the constants; None: neither is known.
+    """
+    given = next((one["type"] for one in part if "type" in one), ())
+    types = {given} if isinstance(given, str) else set(given)
+    if types and "object" not in types:
+        return frozenset(("type", one.replace("integer", "number")) for one in types)
+    if types != {"object"} or name is None:
+        return None
+    members = [one["properties"][name] for one in part if name in one.get("properties", ())]
+    return _constants([each for member in members for each in _together(member, schemas)])
+
+
+def _constants(part: Iterable[Schema]) -> Values | None:
+    """The values that are left; None: there are others than texts, numbers and the like."""
+    for one in part:
+        values = [one["const"]] if "const" in one else one.get("enum", ())
+        if values and not any(isinstance(value, list | dict) for value in values):
+            # True is no 1, and 1.0 is.
+            return frozenset((isinstance(value, bool), value) for value in values)
+    return None
