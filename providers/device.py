@@ -49,6 +49,7 @@ from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.placement import check_host_operators, host_operators, placement
 from onnxport.providers.pool import PoolPlan, plan_pool
 from onnxport.providers.replay import DecodeReplay
+from onnxport.providers.step_memory import StepMemory
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ PLAIN_BLOCK_SIZE: Final = 16  # tokens, of the decomposed graph
 TRANSFER_BLOCKS: Final = 8  # moved at a time by devices that compile a graph for each shape
 BUCKET_TOKENS: Final = 2048  # most tokens of a step, on devices that compile for shapes
 BUCKET_ROWS: Final = 256  # most sequences of a step there
+MOST_PADDING: Final = 4  # times: tokens and blocks are less than doubled, each
 TYPES: Final = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
@@ -117,13 +119,15 @@ def load_on_device(
         logger.info("%s: %s", artifact.path.name, step)
     converted = {name: value for step in steps for name, value in step.attached.items()}
     model = steps[-1].model
+    spec, item_bytes = artifact.manifest.model, numpy_dtype(TYPES[lowering.dtype]).itemsize
+    held_bytes = weight_bytes(model, converted) + lowering.adapter_bytes()
     pool = plan_pool(
-        artifact.manifest.model,
+        spec,
         options,
         block_size=lowering.block_size,
-        item_bytes=numpy_dtype(TYPES[lowering.dtype]).itemsize,
+        item_bytes=item_bytes,
         free_bytes=recipe.free_bytes,
-        weight_bytes=weight_bytes(model, converted) + lowering.adapter_bytes(),
+        weight_bytes=held_bytes,
         buffer_bytes=recipe.buffer_bytes,
     )
     attached = {name: ort_value(value) for name, value in converted.items()}
@@ -136,7 +140,7 @@ def load_on_device(
         check_host_operators(
             on_host, recipe.expected_on_host, options.allowed_on_host, recipe.provider
         )
-    shape = cache_shape(model, artifact.manifest.model.num_layers)
+    shape = cache_shape(model, spec.num_layers)
     buckets = _buckets(pool) if recipe.bucketed or options.capture_graphs else None
     spare = max(1, buckets.spare_blocks) if buckets else 0
     caches = device_caches(shape, pool.num_blocks + spare, pool.block_size, target)
@@ -150,8 +154,21 @@ def load_on_device(
     if options.capture_graphs:
         sizes = (capabilities.vocab_size, pool.block_size)
         replay = DecodeReplay(session, caches, target, *sizes)
-    adapters = lowering.adapters(target) if options.max_adapters else None
-    return OrtModel(session, capabilities, caches, blocks, attached, buckets, replay, adapters)
+    step_memory = None
+    if lowering.attention == "decomposed" and recipe.free_bytes is not None:
+        left_bytes, padding = recipe.free_bytes - held_bytes, MOST_PADDING if buckets else 1
+        step_memory = StepMemory.plan(spec, pool, item_bytes, left_bytes, padding)
+    return OrtModel(
+        session,
+        capabilities,
+        caches,
+        blocks,
+        attached,
+        buckets,
+        replay,
+        lowering.adapters(target) if options.max_adapters else None,
+        step_memory=step_memory,
+    )
 
 
 class _Lowering:

@@ -21,6 +21,7 @@ from onnxport.providers.transfers import CLOSED, Blocks, Transfers
 if TYPE_CHECKING:
     from onnxport.providers.buckets import Buckets, PaddedStep
     from onnxport.providers.replay import DecodeReplay
+    from onnxport.providers.step_memory import StepMemory
 
 
 class OrtModel(Transfers):
@@ -42,6 +43,7 @@ class OrtModel(Transfers):
         adapters: Adapters | None = None,
         *,
         is_host: bool = False,
+        step_memory: StepMemory | None = None,
     ) -> None:
         """Bind the caches.
 
@@ -55,6 +57,7 @@ class OrtModel(Transfers):
             replay: runs decode steps, and only these are padded then.
             adapters: the slots for LoRA adapters; None: the graph has none.
             is_host: the session computes in host memory, and so reads inputs where they are bound.
+            step_memory: runs steps that would take more in parts; None: steps take what they take.
         """
         super().__init__(blocks, capabilities.kv_block_bytes, capabilities.device)
         self._session = session
@@ -62,6 +65,7 @@ class OrtModel(Transfers):
         self._capabilities = capabilities
         self._buckets = buckets
         self._replay = replay
+        self._step_memory = step_memory
         self._adapters = adapters
         self._bound: Values | None = None  # weights of adapters
         self._run_options = None
@@ -106,12 +110,11 @@ class OrtModel(Transfers):
             refuse_slots(inputs)
         self._progress += 1
         try:
-            if self._replay is not None and len(inputs.input_ids) == len(inputs.block_table):
-                return self._replay.run(self._padded(inputs))
-            if self._replay is not None or self._buckets is None:
-                return self._compute(inputs)
-            step = self._padded(inputs)
-            return self._compute(step.inputs, step.query_tile)[: step.num_logits]
+            if self._step_memory is not None:
+                ranges = self._step_memory.split(inputs)
+                if len(ranges) > 1:
+                    return self._run_parts(inputs, ranges)
+            return self._run_whole(inputs)
         except (ProviderError, AssertionError):
             raise
         except Exception as error:
@@ -127,6 +130,28 @@ class OrtModel(Transfers):
         if self._adapters is None:
             return super().set_adapter(slot, adapter)
         self._adapters.put(slot, adapter)
+
+    def _run_whole(self, inputs: StepInputs) -> NDArray[np.float32]:
+        if self._replay is not None and len(inputs.input_ids) == len(inputs.block_table):
+            return self._replay.run(self._padded(inputs))
+        if self._replay is not None or self._buckets is None:
+            return self._compute(inputs)
+        step = self._padded(inputs)
+        return self._compute(step.inputs, step.query_tile)[: step.num_logits]
+
+    def _run_parts(
+        self, inputs: StepInputs, ranges: Sequence[tuple[int, int]]
+    ) -> NDArray[np.float32]:
+        """Run ranges of rows one after the other."""
+        from onnxport.providers.step_memory import parts_of
+
+        limits = self._capabilities
+        assert not limits.takes_exact_logits, "our kernels alone do"
+        assert not limits.summarizes_logits, "our kernels alone do"
+        logits = np.empty((len(inputs.logits_indices), limits.vocab_size), np.float32)
+        for part, own in parts_of(inputs, ranges, limits.block_size):
+            logits[own] = self._run_whole(part)[: len(own)]
+        return logits
 
     def _padded(self, inputs: StepInputs) -> PaddedStep:
         # A device's: what pads, and the graphs it pads for, are not imported on a processor.

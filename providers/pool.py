@@ -37,8 +37,9 @@ def plan_pool(
 
     `kv_cache_tokens` and `kv_memory` are taken at their word and rounded down to whole blocks; a
     share of memory is of what the weights leave free, and must leave room for the activations of
-    a step. Without either, the pool takes CACHE_FRACTION of it, or UNKNOWN_BYTES where the device
-    does not tell, and no more than MOST_SEQUENCES sequences of full length can fill.
+    a step (`providers.step_memory` keeps those of decomposed attention within it). Without either,
+    the pool takes CACHE_FRACTION of it, or UNKNOWN_BYTES where the device does not tell, and no
+    more than MOST_SEQUENCES sequences of full length can fill.
 
     Args:
         spec: The model.

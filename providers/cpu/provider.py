@@ -49,6 +49,7 @@ from onnxport.providers.pool import PoolPlan, plan_pool
 
 if TYPE_CHECKING:
     from onnxport.providers.cpu.lora import HostLora
+    from onnxport.providers.step_memory import StepMemory
 
 SPIN_US = 5000  # of a thread that waits for work, within a run; much longer than any of its gaps
 
@@ -88,13 +89,15 @@ class CpuProvider:
         kernel = choose_kernel(options, artifact.manifest.model.head_size)
         source = GraphSource(artifact, options, custom=kernel is not None)
         cache_dtype, layout = cache = choose_cache(options, kernel, is_exact=source.is_exact)
-        plan = _pool_planner(artifact, options, kernel, cache_dtype)
+        free_bytes = memory.available_bytes()
+        plan = _pool_planner(artifact, options, kernel, cache_dtype, free_bytes)
         # What cannot fit at all is refused before the lowering reads and converts weights.
         plan(weight_bytes=artifact.manifest.files[WEIGHTS_FILE].size)
         lora = _host_lora(artifact, options, kernel)
         graph, converted = source.lowered(cache, lora)
         held_bytes = graph.stored_bytes + sum(value.nbytes for value in converted.values())
-        pool = plan(weight_bytes=held_bytes + (lora.num_bytes() if lora else 0))
+        held_bytes += lora.num_bytes() if lora else 0
+        pool = plan(weight_bytes=held_bytes)
         attached = {name: ort_value(value) for name, value in converted.items()}
         session_options = _session_options(options, kernel, attached)
         session = start_session(graph.model, artifact.path, session_options)
@@ -107,6 +110,7 @@ class CpuProvider:
             attached,
             adapters=lora.adapters() if lora else None,
             is_host=True,
+            step_memory=None if kernel else _step_memory(artifact, pool, free_bytes - held_bytes),
         )
         if kernel is not None:
             arrays = [array for pair in pairs for array in pair]
@@ -126,9 +130,9 @@ def processor_name() -> str:
 
 
 def _pool_planner(
-    artifact: Artifact, options: LoadOptions, kernel: Path | None, cache_dtype: str
+    artifact: Artifact, options: LoadOptions, kernel: Path | None, cache_dtype: str, free_bytes: int
 ) -> partial[PoolPlan]:
-    """What plans the pool beside `weight_bytes`, in the memory that is free now."""
+    """What plans the pool beside `weight_bytes`."""
     spec = artifact.manifest.model
     return partial(
         plan_pool,
@@ -136,8 +140,16 @@ def _pool_planner(
         options,
         block_size=choose_block_size(options, kernel),
         item_bytes=row_bytes(cache_dtype, spec.head_size) / spec.head_size,
-        free_bytes=memory.available_bytes(),
+        free_bytes=free_bytes,
     )
+
+
+def _step_memory(artifact: Artifact, pool: PoolPlan, left_bytes: int) -> StepMemory:
+    """What steps of the decomposed graph may take of what the weights leave."""
+    from onnxport.providers.step_memory import StepMemory
+
+    item_bytes = row_bytes(COMPUTE_DTYPE, 1)
+    return StepMemory.plan(artifact.manifest.model, pool, item_bytes, left_bytes)
 
 
 def _host_lora(artifact: Artifact, options: LoadOptions, kernel: Path | None) -> HostLora | None:

@@ -282,6 +282,7 @@ def test_progress_is_odd_while_a_step_runs() -> None:
             self._adapters: Any = object()
             self._replay = None
             self._buckets = None
+            self._step_memory = None
             self._device = "none"
             self._progress = 0
 
