@@ -4,6 +4,7 @@
 // The plugin gives inputs that are set from outside as they lie in memory, so adapters stay in their
 // slots, and it calls evaluate in the arena of threads that it computes in itself.
 #include <tbb/parallel_for.h>
+#include <tbb/task_arena.h>
 
 #include <array>
 #include <atomic>
@@ -32,8 +33,12 @@ std::atomic<Kernel>& kernel() {
   return handed_over;
 }
 
+// Isolated: a thread that waits takes no other work, which could be a call like this one and would use
+// the same memory of the thread.
 int parallel_for(void*, size_t count, Task task, void* argument) {
-  tbb::parallel_for(size_t{0}, count, [=](size_t index) { task(argument, index); });
+  tbb::this_task_arena::isolate([=] {
+    tbb::parallel_for(size_t{0}, count, [=](size_t index) { task(argument, index); });
+  });
   return 0;
 }
 
