@@ -188,7 +188,7 @@ class _Streamed:
 
     def _parse(self, delta: CompletionDelta) -> Parsed:
         if self._parser is None:
-            return Parsed(delta.text)
+            return Parsed((delta.text,))
         return self._parser.take(delta.text, is_last=delta.finish_reason is not None)
 
     def _choice(

@@ -112,13 +112,13 @@ class Told:
             tokens = token_logprobs(delta)
             entries = chat_logprobs(self._service.tokenizer, tokens, self.job.params.logprobs)
             self._logprobs += entries["content"]
-        parsed = self._parse(delta)
-        if parsed.content:
-            yield from self._tell(parsed.content)
-        for call in parsed.calls:
+        for part in self._parse(delta).parts:
+            if isinstance(part, str):
+                yield from self._tell(part)
+                continue
             self._logprobs.clear()  # those of its own text
             yield from self._end_message("completed")
-            yield from self._call(call)
+            yield from self._call(part)
         if delta.finish_reason:
             yield from self._end("incomplete" if delta.finish_reason == "length" else "completed")
 
@@ -182,7 +182,7 @@ class Told:
 
     def _parse(self, delta: CompletionDelta) -> Parsed:
         if self._parser is None:
-            return Parsed(delta.text)
+            return Parsed((delta.text,) if delta.text else ())
         return self._parser.take(delta.text, is_last=delta.finish_reason is not None)
 
     def _tell(self, text: str) -> Iterator[Event]:

@@ -27,10 +27,19 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What one piece of text gave."""
+    """What one piece of text gave: content and calls, in their order."""
 
-    content: str = ""
-    calls: tuple[ParsedCall, ...] = ()
+    parts: tuple[str | ParsedCall, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """The content alone."""
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> tuple[ParsedCall, ...]:
+        """The calls alone."""
+        return tuple(part for part in self.parts if isinstance(part, ParsedCall))
 
 
 @dataclass(slots=True)
@@ -59,31 +68,29 @@ class ToolCallParser:
         parsed = self.feed(text)
         if not is_last:
             return parsed
-        last = self.finish()
-        return Parsed(parsed.content + last.content, parsed.calls + last.calls)
+        return Parsed(parsed.parts + self.finish().parts)
 
     def _take(self, final: bool) -> Parsed:
         """Consume as much of the pending text as can be told apart."""
-        content, calls = "", []
+        parts: list[str | ParsedCall] = []
         while self._pending:
             start = self._pending.find(OPEN)
             if start < 0:
-                content += self._take_content(final)
+                parts.append(self._take_content(final))
                 break
             end = self._end(start + len(OPEN), final)
             if end < 0 and not final:
                 text = self._pending[:start].rstrip()
-                content += self._drop_space(text, keep=len(text))
+                parts.append(self._drop_space(text, keep=len(text)))
                 break
             stop = end + len(CLOSE) if end >= 0 else len(self._pending)
             inner = self._pending[start + len(OPEN) : end if end >= 0 else stop]
             if call := _parse(inner, self.names):
-                content += self._drop_space(self._pending[:start].rstrip(), keep=stop)
+                parts += [self._drop_space(self._pending[:start].rstrip(), keep=stop), call]
                 self._found = True
-                calls.append(call)
             else:
-                content += self._drop_space(self._pending[:stop], keep=stop)
-        return Parsed(content, tuple(calls))
+                parts.append(self._drop_space(self._pending[:stop], keep=stop))
+        return Parsed(tuple(part for part in parts if part))
 
     def _end(self, start: int, final: bool) -> int:
         """Return where a block's closing tag is; -1: not there yet.

@@ -145,6 +145,17 @@ def test_calls_of_functions(client: OpenAI, server: RunningServer) -> None:
     assert done.tools[0].type == "function"
 
 
+def test_text_that_comes_with_the_end_of_a_call_stays_behind_it(server: RunningServer) -> None:
+    # The end of the call may be the start of the stop string, so it comes with the "b".
+    ask = {"model": MODEL, "input": say(f"a{CALL}b"), "tools": [TOOL], "stop": "</tool_call>x"}
+    whole = httpx.post(f"{server.url}/v1/responses", json=ask).json()
+    assert [item["type"] for item in whole["output"]] == ["message", "function_call", "message"]
+    assert [item["content"][0]["text"] for item in whole["output"][::2]] == ["a", "b"]
+    found = events(httpx.post(f"{server.url}/v1/responses", json={**ask, "stream": True}).text)
+    done = [one["item"] for one in found if one["type"] == "response.output_item.done"]
+    assert [item["type"] for item in done] == ["message", "function_call", "message"]
+
+
 async def test_what_it_gave_can_be_sent_back(
     server: RunningServer, tokenizer: Tokenizer, model_folder: Path
 ) -> None:

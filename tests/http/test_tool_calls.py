@@ -23,6 +23,12 @@ def parse(*pieces: str) -> tuple[str, list[ParsedCall]]:
     return content, calls
 
 
+def test_content_and_calls_keep_their_order() -> None:
+    parsed = ToolCallParser({"add"}).take(f"a\n{CALL}b{CALL}", is_last=True)
+    assert parsed.parts == ("a", ADD, "b", ADD)
+    assert (parsed.content, parsed.calls) == ("ab", (ADD, ADD))
+
+
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
