@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ ANY: object = object()  # every value is neutral: the field cannot change the re
 LABELS = {"metadata": ANY, "safety_identifier": ANY, "prompt_cache_key": ANY}
 
 MAX_DEPTH = 64  # of nested lists and objects
-_PLAIN = {int, float, bool, type(None)}
+_PLAIN = {int, bool, type(None)}
 
 # Field -> values that change nothing; null is always one of them.
 NEUTRAL: Mapping[str, Any] = {
@@ -57,7 +58,7 @@ def check_neutral(body: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
 
 
 def check_json(body: dict[str, Any]) -> None:
-    """Refuse what JSON can carry and the rest of the way cannot: halves of characters, deep nests.
+    """Refuse what is read as JSON and cannot be written: halves of characters, NaN, deep nests.
 
     Raises:
         RequestError: names the field.
@@ -65,9 +66,14 @@ def check_json(body: dict[str, Any]) -> None:
     for name, field in body.items():
         level: list[Any] = [name, field]
         for _ in range(MAX_DEPTH):
-            for text in level:
-                if isinstance(text, str) and not is_whole(text):
-                    raise RequestError(f"a text {HALF}", None if text is name else name)
+            for each in level:
+                if isinstance(each, str) and not is_whole(each):
+                    raise RequestError(f"a text {HALF}", None if each is name else name)
+                if isinstance(each, float) and not math.isfinite(each):
+                    raise RequestError(
+                        f"{name} is or holds {each}, which is no number of JSON; send finite ones",
+                        name,
+                    )
             nests = [each for each in level if isinstance(each, dict | list)]
             nests = [nest for nest in nests if not _is_plain(nest)]
             level = [each for nest in nests for each in nest]
@@ -91,7 +97,7 @@ def are_ids(value: Any) -> bool:
 
 
 def _is_plain(nest: dict[str, Any] | list[Any]) -> bool:
-    """Whether this is a list of numbers, which may be long and holds nothing to look for."""
+    """Whether this is a list of whole numbers, which may be long and holds nothing to look for."""
     return isinstance(nest, list) and set(map(type, nest)) <= _PLAIN
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import httpx
@@ -76,6 +77,9 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"seed": 10**30}, "seed", "less than"),
         ({"top_k": 10**30}, "top_k", "less than"),
         ({"temperature": 10**400}, "temperature", "temperature"),
+        ({"temperature": math.nan}, "temperature", "nan"),
+        ({"logit_bias": {"5": math.inf}}, "logit_bias", "finite"),
+        ({"guided_json": {"enum": [1.5, -math.inf]}}, "guided_json", "-inf"),
         ({"stop": [""]}, "stop", "every stop string"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
         ({"stream": "yes"}, "stream", "boolean"),
@@ -89,7 +93,11 @@ def test_fields_of_both_endpoints(
     server: RunningServer, fields: dict[str, Any], param: str, words: str, chat: bool
 ) -> None:
     path, body = ("chat/completions", CHAT) if chat else ("completions", COMPLETION)
-    error = error_of(httpx.post(f"{server.url}/v1/{path}", json=body | fields))
+    sent = json.dumps(body | fields)  # NaN and all
+    response = httpx.post(
+        f"{server.url}/v1/{path}", content=sent, headers={"Content-Type": "application/json"}
+    )
+    error = error_of(response)
     assert error["param"] == param
     assert words in error["message"]
     assert error["type"] == "invalid_request_error"

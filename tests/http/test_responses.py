@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,18 @@ def test_what_is_refused(server: RunningServer, fields: dict[str, Any], param: s
         error = response.json()["error"]
         if param is not None:
             assert error["param"] == param, error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_cannot_be_told_back_is_refused(
+    tokenizer: Tokenizer, model_folder: Path, stream: bool
+) -> None:
+    client = Client(FakeEngine(tokenizer), model_folder)
+    tool = {**TOOL, "parameters": {"type": "object", "default": math.nan}}
+    ask = {"model": FAKE, "input": "a", "tools": [tool], "stream": stream}
+    response = await client.post("/v1/responses", **ask)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools"
 
 
 async def test_a_schema_that_cannot_be_enforced_is_called_by_its_field(
