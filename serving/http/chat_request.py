@@ -101,10 +101,9 @@ class ChatRequest(RequestBody):
             return super().form()
         name = self.named_function
         tools = [tool.model_dump() for tool in self.tools or ()]
-        if name is not None:
-            tools = [tool for tool in tools if tool["function"]["name"] == name]
         several = name is None and self.parallel_tool_calls is not False
-        return calls(tools, several=several, forced=self.tool_choice not in (None, "auto"))
+        forced = self.tool_choice not in (None, "auto")
+        return calls(tools, several=several, forced=forced, name=name)
 
     def offered_tools(self) -> list[dict[str, Any]]:
         """Return the tools the model is told of; none when `tool_choice` is "none"."""

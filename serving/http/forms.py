@@ -101,7 +101,11 @@ class FormFields(_Part):
 
 
 def calls(
-    tools: Sequence[Mapping[str, Any]], *, several: bool, forced: bool = True
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    several: bool,
+    forced: bool = True,
+    name: str | None = None,
 ) -> StructuredOutputs:
     """Return the form of a text that calls tools.
 
@@ -110,9 +114,10 @@ def calls(
     no call at all; arguments of functions that are not strict are any object then.
 
     Args:
-        tools: which may be called, in OpenAI's shape.
+        tools: those of the request, in OpenAI's shape.
         several: whether there may be more than one call.
         forced: whether there has to be one.
+        name: of the only function that may be called; None: each may.
 
     Raises:
         RequestError: the parameters of a tool cannot be enforced.
@@ -125,10 +130,12 @@ def calls(
             f"opened[lazy]: /(?s:.*){OPEN}\\n/",
             f"TEXT: /(?s:.*)/ & ~/(?s:.*){OPEN}(?s:.*)/",
         ]
-    shapes = " | ".join(f"shape_{index}" for index in range(len(tools)))
+    functions = {index: tool["function"] for index, tool in enumerate(tools)}
+    if name is not None:
+        functions = {index: each for index, each in functions.items() if each["name"] == name}
+    shapes = " | ".join(f"shape_{index}" for index in functions)
     rules.append(f'call: opened ({shapes}) "\\n{CLOSE}"')
-    for index, tool in enumerate(tools):
-        function = tool["function"]
+    for index, function in functions.items():
         enforced = forced or function.get("strict")
         given = (enforced and function.get("parameters")) or {"type": "object"}
         parameters = {key: each for key, each in given.items() if key not in ROOT_ONLY}

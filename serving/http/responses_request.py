@@ -6,7 +6,8 @@ cannot be done. Nothing is kept between requests, so fields that need that are r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
@@ -55,6 +56,7 @@ CALLED: Final[Mapping[str, str]] = {
     "response_format.json_schema": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
 }
+_OF_FUNCTION: Final = re.compile(r"^(tools\.[0-9]+)\.function")  # a level that tools lack here
 
 
 class _Given(Strict):
@@ -314,7 +316,7 @@ class ResponsesRequest(Strict):
             "max_completion_tokens": self.max_output_tokens,
             "response_format": asked.plain() if asked else None,
             "tools": [_as_chat(tool) for tool in self.tools] if self.tools else None,
-            "tool_choice": _choice(self.tool_choice),
+            "tool_choice": _choice(self.tool_choice, self.tools or ()),
             "logprobs": self.has_logprobs,
             "top_logprobs": self.top_logprobs if self.has_logprobs else None,
         }
@@ -353,12 +355,13 @@ def _as_chat(tool: FunctionTool) -> dict[str, Any]:
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
-def _choice(choice: Any) -> Any:
+def _choice(choice: Any, tools: Sequence[FunctionTool]) -> Any:
     """Return `tool_choice` as a chat has it."""
+    names = [tool.name for tool in tools]
     match choice:
         case None | "auto" | "none" | "required":
             return choice
-        case {"type": "function", "name": str(name), **more} if not more:
+        case {"type": "function", "name": str(name), **more} if name in names and not more:
             return {"type": "function", "function": {"name": name}}
     raise RequestError(
         f'tool_choice is {repr(choice)[:80]}; use "auto", "none", "required", or '
@@ -385,5 +388,8 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
 def renamed(error: RequestError) -> RequestError:
     """Return what a chat refused, with its field called what it is called here."""
     name = error.param or ""
-    called = CALLED.get(name, name)
-    return RequestError(str(error).replace(name, called) if name else str(error), called or None)
+    called = CALLED.get(name, _OF_FUNCTION.sub(r"\1", name))
+    text = str(error)
+    if name and name != "messages":  # which is a word, too
+        text = text.replace(name, called)
+    return RequestError(text, called or None)

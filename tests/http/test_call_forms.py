@@ -38,6 +38,8 @@ def function(name: str, strict: bool | None, **properties: Any) -> dict[str, Any
 ADD = function("add", True, a={"type": "integer"})
 FIND = function("find", None, text={"type": "string"})
 TOOLS: Any = [ADD, FIND]
+UNHELD = function("f", True, a={"not": {}})  # no form can hold it
+NAMED = {"name": "f"}
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -121,7 +123,12 @@ def test_without_tools_there_is_nothing_to_enforce(client: OpenAI) -> None:
         ({"tools": TOOLS, "guided_regex": "a"}, "tools", "another one"),
         ({"tools": [FIND], "parallel_tool_calls": False, "guided_regex": "a"}, "tools", "strict"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "boolean"),
-        ({"tools": [function("f", True, a={"not": {}})]}, "tools.0.function.parameters", "'not'"),
+        ({"tools": [UNHELD]}, "tools.0.function.parameters", "'not'"),
+        (
+            {"tools": [FIND, UNHELD], "tool_choice": {"type": "function", "function": NAMED}},
+            "tools.1.function.parameters",
+            "'not'",
+        ),
     ],
 )
 def test_what_is_refused(

@@ -33,6 +33,9 @@ TOOL: dict[str, Any] = {
     "strict": False,
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+NAMED = {"type": "json_schema", "name": "a"}
+UNENFORCED = {"type": "object", "$ref": "http://x"}
+GIVEN = {"type": "function_call", "call_id": "call_1", "name": "weather"}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 LOGPROBS = ["message.output_text.logprobs"]
 
@@ -327,13 +330,32 @@ async def test_what_cannot_be_told_back_is_refused(
     assert response.json()["error"]["param"] == "tools"
 
 
-async def test_a_schema_that_cannot_be_enforced_is_called_by_its_field(
-    client: OpenAI,
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"text": {"format": {**NAMED, "schema": UNENFORCED}}}, "text.format.schema", "#/$ref"),
+        (
+            {"tools": [TOOL, {**TOOL, "strict": True, "parameters": UNENFORCED}]},
+            "tools.1.parameters",
+            "#/$ref",
+        ),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "no"}},
+            "tool_choice",
+            '{"type": "function", "name": …}',
+        ),
+        ({"input": [{**GIVEN, "arguments": "{"}]}, "input", "the earlier tool call 'weather'"),
+        ({"input": [{**GIVEN, "arguments": "[" * 9999}]}, "input", "these messages: "),
+        ({"max_output_tokens": -1}, "max_output_tokens", "max_output_tokens is -1"),
+    ],
+)
+def test_what_a_chat_refuses_is_called_as_it_is_here(
+    server: RunningServer, fields: dict[str, Any], param: str, words: str
 ) -> None:
-    bad = {"type": "json_schema", "name": "a", "schema": {"type": "object", "$ref": "http://x"}}
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(model=MODEL, input="a", text={"format": bad})  # type: ignore[call-overload]
-    assert caught.value.param == "text.format.schema"
+    ask = {"model": MODEL, "input": "a", **fields}
+    error = httpx.post(f"{server.url}/v1/responses", json=ask).json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
 
 
 async def test_a_key_is_needed(tokenizer: Tokenizer, model_folder: Path) -> None:
