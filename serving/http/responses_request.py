@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import Field, PlainValidator, TypeAdapter, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.errors import JSON, validation_error
 from onnxport.serving.http.fields import LABELS, check_json, check_neutral
-from onnxport.serving.http.protocol import Strict, expect
+from onnxport.serving.http.protocol import Strict
 from onnxport.serving.params import MAX_LOGPROBS
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -94,48 +95,56 @@ class RefusalPart(_Given):
         return {"type": "refusal", "refusal": self.refusal}
 
 
-class _Other(Strict):
-    """What there is no such thing for here; refused by its type."""
+def _by_type(kinds: Mapping[str | None, type[_Given]], what: str, advice: str) -> PlainValidator:
+    """Return a validator of objects that their type says the model of.
 
-    what: ClassVar[str]
-    advice: ClassVar[str]
+    Args:
+        kinds: the model of each type; that of None is of objects without one.
+        what: they are, for errors.
+        advice: what to send in place of one of another type.
+    """
 
-    type: str
+    def validate(value: Any) -> _Given:
+        kind = value.get("type") if isinstance(value, dict) else {}
+        model = kinds.get(kind) if kind is None or isinstance(kind, str) else None
+        if model is not None:
+            return model.model_validate(value)
+        if isinstance(kind, str):
+            found = repr(kind[:40])
+            raise RequestError(f"{what} of type {found} was given; {advice}", "input")
+        raise PydanticCustomError("object", "should be an object with a type")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, body: Any) -> Any:
-        if isinstance(body, dict) and isinstance(body.get("type"), str):
-            found = body["type"][:40]
-            raise RequestError(f"{cls.what} of type {found!r} was given; {cls.advice}", "input")
-        return body
-
-
-class OtherPart(_Other):
-    """A part that no model here reads."""
-
-    what = "a part"
-    advice = 'models here read text alone. Send parts of type "input_text"'
-
-    def plain(self) -> dict[str, Any]:
-        """There is none."""
-        raise AssertionError("refused when it was read")
+    return PlainValidator(validate)
 
 
-def _kind_of_part(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "refusal":
-        return "refusal"
-    return "text" if kind in ("input_text", "output_text", "text") else "other"
+def _text_or(several: Any, what: str) -> PlainValidator:
+    """Return a validator of texts and of lists; what is wrong in a list is told by its place.
+
+    Args:
+        several: the type of the lists.
+        what: is expected, for errors.
+    """
+    lists: TypeAdapter[Any] = TypeAdapter(several)
+
+    def validate(value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list):
+            return lists.validate_python(value)
+        raise PydanticCustomError("union", "should be {what}", {"what": what})
+
+    return PlainValidator(validate)
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("text")]
-    | Annotated[RefusalPart, Tag("refusal")]
-    | Annotated[OtherPart, Tag("other")],
-    Discriminator(_kind_of_part),
+    TextPart | RefusalPart,
+    _by_type(
+        {**dict.fromkeys(("input_text", "output_text", "text"), TextPart), "refusal": RefusalPart},
+        "a part",
+        'models here read text alone. Send parts of type "input_text"',
+    ),
 ]
-Content = Annotated[str | list[Part], expect("a text or a list of parts")]
+Content = Annotated[str | list[Part], _text_or(list[Part], "a text or a list of parts")]
 
 
 class MessageItem(_Given):
@@ -170,30 +179,18 @@ class ResultItem(_Given):
     status: str | None = None
 
 
-class OtherItem(_Other):
-    """An item that nobody here keeps or makes."""
-
-    what = "an item"
-    advice = (
-        "send items of the types message, function_call and function_call_output. This server "
-        "keeps no items, and has no tools of its own"
-    )
-
-
-def _kind_of_item(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else "other"
-    if kind is None:
-        return "message"
-    known = ("message", "function_call", "function_call_output")
-    return kind if isinstance(kind, str) and kind in known else "other"
-
-
 Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[ResultItem, Tag("function_call_output")]
-    | Annotated[OtherItem, Tag("other")],
-    Discriminator(_kind_of_item),
+    MessageItem | CallItem | ResultItem,
+    _by_type(
+        {
+            **dict.fromkeys((None, "message"), MessageItem),
+            "function_call": CallItem,
+            "function_call_output": ResultItem,
+        },
+        "an item",
+        "send items of the types message, function_call and function_call_output. This server "
+        "keeps no items, and has no tools of its own",
+    ),
 ]
 
 
@@ -218,10 +215,12 @@ class TextFormat(_Given):
 
     @model_validator(mode="after")
     def _check(self) -> TextFormat:
-        if (self.type == "json_schema") != (self.content is not None and self.name is not None):
+        given = [self.name, self.content, self.description, self.strict]
+        whole = None not in given[:2] if self.type == "json_schema" else given == [None] * 4
+        if not whole:
             raise RequestError(
                 f"text.format has the type {self.type!r}; the type 'json_schema' has a name and a "
-                "schema, and no other",
+                "schema, and the others have nothing",
                 "text.format",
             )
         return self
@@ -246,7 +245,8 @@ class ResponsesRequest(Strict):
 
     model: str
     input: Annotated[
-        str | Annotated[list[Item], Field(min_length=1)], expect("a text or a list of items")
+        str | list[Item],
+        _text_or(Annotated[list[Item], Field(min_length=1)], "a text or a list of items"),
     ]
     instructions: str | None = None
     max_output_tokens: int | None = None

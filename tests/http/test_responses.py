@@ -36,6 +36,8 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 NAMED = {"type": "json_schema", "name": "a"}
 UNENFORCED = {"type": "object", "$ref": "http://x"}
 GIVEN = {"type": "function_call", "call_id": "call_1", "name": "weather"}
+PART = {"type": "input_text", "text": "a"}
+USER = {"role": "user", "content": "a"}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 LOGPROBS = ["message.output_text.logprobs"]
 
@@ -281,7 +283,17 @@ def test_the_client_raises_what_fails_in_the_middle(client: OpenAI) -> None:
     [
         ({"input": None}, "input"),
         ({"input": []}, "input"),
-        ({"input": [{"role": "user"}]}, None),
+        ({"input": 5}, "input"),
+        ({"input": [None]}, "input.0"),
+        ({"input": ["a"]}, "input.0"),
+        ({"input": [{"type": 5}]}, "input.0"),
+        ({"input": [USER, {"role": "user"}]}, "input.1.content"),
+        ({"input": [USER, {"role": "tool", "content": "a"}]}, "input.1.role"),
+        ({"input": [USER, {**USER, "mood": "good"}]}, "input.1.mood"),
+        ({"input": [USER, {**USER, "content": 5}]}, "input.1.content"),
+        ({"input": [{**USER, "content": [{}]}]}, "input.0.content.0"),
+        ({"input": [{**USER, "content": [{**PART, "text": 5}]}]}, "input.0.content.0.text"),
+        ({"input": [{**GIVEN, "arguments": {}}]}, "input.0.arguments"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
@@ -299,6 +311,8 @@ def test_the_client_raises_what_fails_in_the_middle(client: OpenAI) -> None:
         ({"tool_choice": {"type": "function", "name": "no"}, "tools": [TOOL]}, "tool_choice"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format"),
+        ({"text": {"format": {"type": "text", "name": "a"}}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": "warm"}, "temperature"),
