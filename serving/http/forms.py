@@ -140,7 +140,8 @@ def calls(
         given = (enforced and function.get("parameters")) or {"type": "object"}
         parameters = {key: each for key, each in given.items() if key not in ROOT_ONLY}
         check_schema(parameters, f"tools.{index}.function.parameters")
-        before = f'{{"name": {json.dumps(function["name"])}, "arguments": '
+        quoted = json.dumps(function["name"], ensure_ascii=False)  # as chat templates write it
+        before = f'{{"name": {quoted}, "arguments": '
         rules.append(f'shape_{index}: {json.dumps(before)} arguments_{index} "}}"')
         rules.append(f"arguments_{index}: %json {json.dumps(parameters)}")
     return StructuredOutputs(grammar="\n".join(rules), param="tools")

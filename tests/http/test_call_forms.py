@@ -43,7 +43,7 @@ NAMED = {"name": "f"}
 
 
 def call(name: str, **arguments: Any) -> str:
-    told = json.dumps({"name": name, "arguments": arguments})
+    told = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{told}\n</tool_call>"
 
 
@@ -76,6 +76,11 @@ def test_what_may_be_written(
         for several in (True, False)
     ]
     assert found == [free, free_once, forced, forced_once]
+
+
+def test_names_are_written_as_the_model_reads_them() -> None:
+    tools = [function("größe🙂", True, über={"type": "string"})]
+    assert accepts(compiled(calls(tools, several=False)), call("größe🙂", über="é"))
 
 
 @pytest.mark.parametrize("stream", [False, True])
