@@ -102,9 +102,11 @@ def _is_plain(nest: dict[str, Any] | list[Any]) -> bool:
 
 
 def _is_neutral(value: Any, allowed: Any) -> bool:
-    """Whether `value` changes nothing; true and 1 are told apart."""
+    """Whether `value` changes nothing; true and 1 are told apart, and null members say nothing."""
     if value is None or allowed is ANY:
         return True
+    if isinstance(value, dict):
+        value = {name: each for name, each in value.items() if each is not None}
     same_kind = (one for one in allowed if isinstance(one, bool) == isinstance(value, bool))
     return any(value == one for one in same_kind)
 

@@ -200,6 +200,17 @@ async def test_what_it_gave_can_be_sent_back(
         assert engine.asked[0].prompt == engine.asked[1].prompt
 
 
+def test_its_settings_can_be_sent_again(server: RunningServer) -> None:
+    ask = {"model": MODEL, "input": "a", "tools": [TOOL], "temperature": 0.5}
+    first = httpx.post(f"{server.url}/v1/responses", json=ask).json()
+    made = ("id", "object", "created_at", "completed_at", "status", "output", "usage")
+    ends = ("error", "incomplete_details")
+    settings = {name: one for name, one in first.items() if name not in (*made, *ends)}
+    again = httpx.post(f"{server.url}/v1/responses", json={"input": "a", **settings})
+    assert again.status_code == 200, again.text
+    assert {name: again.json()[name] for name in settings} == settings
+
+
 async def test_fields_mean_what_they_mean_in_a_chat(
     tokenizer: Tokenizer, model_folder: Path
 ) -> None:
