@@ -139,7 +139,15 @@ def calls(
         enforced = forced or function.get("strict")
         given = (enforced and function.get("parameters")) or {"type": "object"}
         parameters = {key: each for key, each in given.items() if key not in ROOT_ONLY}
-        check_schema(parameters, f"tools.{index}.function.parameters")
+        param = f"tools.{index}.function.parameters"
+        check_schema(parameters, param)
+        if "object" not in parameters.setdefault("type", "object"):
+            raise RequestError(
+                f"the parameters of {function['name'][:40]!r} have the type "
+                f"{parameters['type']!r}, and arguments are an object; describe that",
+                param,
+            )
+        parameters["type"] = "object"  # other arguments would be no call
         quoted = json.dumps(function["name"], ensure_ascii=False)  # as chat templates write it
         before = f'{{"name": {quoted}, "arguments": '
         rules.append(f'shape_{index}: {json.dumps(before)} arguments_{index} "}}"')

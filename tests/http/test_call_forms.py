@@ -40,6 +40,7 @@ FIND = function("find", None, text={"type": "string"})
 TOOLS: Any = [ADD, FIND]
 UNHELD = function("f", True, a={"not": {}})  # no form can hold it
 NAMED = {"name": "f"}
+NO_OBJECT = {"type": "function", "function": {**NAMED, "parameters": {"type": "string"}}}
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -76,6 +77,23 @@ def test_what_may_be_written(
         for several in (True, False)
     ]
     assert found == [free, free_once, forced, forced_once]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"type": "integer"}}},
+        {"type": ["object", "null"]},
+        {"anyOf": [{"type": "integer"}, {"type": "object"}]},
+        {"$ref": "#/$defs/one", "$defs": {"one": {"properties": {"a": {"type": "integer"}}}}},
+    ],
+)
+def test_arguments_are_an_object_whatever_parameters_allow(parameters: dict[str, Any]) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    form = compiled(calls([tool], several=False))
+    assert accepts(form, GOOD)
+    for other in ("5", "null", '"a"', "[]"):
+        assert not accepts(form, GOOD.replace('{"a": 1}', other))
 
 
 def test_names_are_written_as_the_model_reads_them() -> None:
@@ -129,6 +147,11 @@ def test_without_tools_there_is_nothing_to_enforce(client: OpenAI) -> None:
         ({"tools": [FIND], "parallel_tool_calls": False, "guided_regex": "a"}, "tools", "strict"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "boolean"),
         ({"tools": [UNHELD]}, "tools.0.function.parameters", "'not'"),
+        (
+            {"tools": [NO_OBJECT], "tool_choice": "required"},
+            "tools.0.function.parameters",
+            "'string'",
+        ),
         (
             {"tools": [FIND, UNHELD], "tool_choice": {"type": "function", "function": NAMED}},
             "tools.1.function.parameters",
