@@ -14,6 +14,7 @@ from pydantic import Field, PlainValidator, TypeAdapter, ValidationError, model_
 from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
+from onnxport.serving.chat import plain_text
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.errors import JSON, validation_error
 from onnxport.serving.http.fields import LABELS, check_json, check_neutral
@@ -322,7 +323,10 @@ class ResponsesRequest(Strict):
         }
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Return the conversation; calls belong to the assistant's message before them."""
+        """Return the conversation.
+
+        What an assistant says before, between and behind calls is one message with them.
+        """
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
@@ -331,7 +335,12 @@ class ResponsesRequest(Strict):
         for item in self.input:
             match item:
                 case MessageItem():
-                    messages.append({"role": item.role, "content": _plain(item.content)})
+                    last = messages[-1] if messages else {}
+                    if item.role == "assistant" and "tool_calls" in last:
+                        texts = (last.get("content", ""), _plain(item.content))
+                        last["content"] = "".join(map(plain_text, texts))
+                    else:
+                        messages.append({"role": item.role, "content": _plain(item.content)})
                 case CallItem():
                     if not messages or messages[-1]["role"] != "assistant":
                         messages.append({"role": "assistant"})

@@ -200,6 +200,31 @@ async def test_what_it_gave_can_be_sent_back(
         assert engine.asked[0].prompt == engine.asked[1].prompt
 
 
+@pytest.mark.parametrize("text", [f"a {CALL}", f"{CALL} b", f"a {CALL} b {CALL}\nc"])
+async def test_what_it_gave_is_the_message_that_a_chat_gives(
+    tokenizer: Tokenizer, model_folder: Path, text: str
+) -> None:
+    engine = FakeEngine(tokenizer, (text,))
+    client = Client(engine, model_folder)
+    described = {name: one for name, one in TOOL.items() if name != "type"}
+    ask: dict[str, Any] = {"model": FAKE, "tools": [TOOL]}
+    chat: dict[str, Any] = {"model": FAKE, "tools": [{"type": "function", "function": described}]}
+    given = await client.post("/v1/responses", input=[USER], **ask)
+    told = await client.post("/v1/chat/completions", messages=[USER], **chat)
+    output, message = given.json()["output"], told.json()["choices"][0]["message"]
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "rain"}
+        for item in output
+        if item["type"] == "function_call"
+    ]
+    tools = [
+        {"role": "tool", "tool_call_id": each["call_id"], "content": "rain"} for each in results
+    ]
+    await client.post("/v1/responses", input=[USER, *output, *results, USER], **ask)
+    await client.post("/v1/chat/completions", messages=[USER, message, *tools, USER], **chat)
+    assert engine.asked[2].prompt == engine.asked[3].prompt
+
+
 def test_its_settings_can_be_sent_again(server: RunningServer) -> None:
     ask = {"model": MODEL, "input": "a", "tools": [TOOL], "temperature": 0.5}
     first = httpx.post(f"{server.url}/v1/responses", json=ask).json()
