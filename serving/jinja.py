@@ -17,6 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from onnxport.errors import RequestError
+from onnxport.serving.text import with_halves_escaped
 
 
 def compile_template(text: str, file: str) -> jinja2.Template:
@@ -71,14 +72,18 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Render JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(
+    """Render JSON without the HTML escapes of Jinja's own filter.
+
+    Arguments of a call may hold half of a character, if the model wrote it as an escape.
+    """
+    text = json.dumps(
         value,
         ensure_ascii=ensure_ascii,
         indent=indent,
         separators=separators,
         sort_keys=sort_keys,
     )
+    return with_halves_escaped(text)
 
 
 def _raise_exception(message: str) -> None:

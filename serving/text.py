@@ -21,6 +21,11 @@ def is_whole(text: str) -> bool:
     return text.isascii() or _SURROGATE.search(text) is None
 
 
+def with_halves_escaped(text: str) -> str:
+    """Return a text of JSON with halves of characters as the escapes that JSON has for them."""
+    return _SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
+
+
 class Pieces(Protocol):
     """Turns tokens into pieces of text; see `detokenizer`."""
 

@@ -200,7 +200,15 @@ async def test_what_it_gave_can_be_sent_back(
         assert engine.asked[0].prompt == engine.asked[1].prompt
 
 
-@pytest.mark.parametrize("text", [f"a {CALL}", f"{CALL} b", f"a {CALL} b {CALL}\nc"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"a {CALL}",
+        f"{CALL} b",
+        f"a {CALL} b {CALL}\nc",
+        CALL.replace("Rome", "é\\ud800"),  # half of a character
+    ],
+)
 async def test_what_it_gave_is_the_message_that_a_chat_gives(
     tokenizer: Tokenizer, model_folder: Path, text: str
 ) -> None:
