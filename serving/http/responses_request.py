@@ -106,14 +106,13 @@ def _by_type(kinds: Mapping[str | None, type[_Given]], what: str, advice: str) -
     """
 
     def validate(value: Any) -> _Given:
-        kind = value.get("type") if isinstance(value, dict) else {}
-        model = kinds.get(kind) if kind is None or isinstance(kind, str) else None
-        if model is not None:
-            return model.model_validate(value)
-        if isinstance(kind, str):
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in kinds:
             found = repr(kind[:40])
             raise RequestError(f"{what} of type {found} was given; {advice}", "input")
-        raise PydanticCustomError("object", "should be an object with a type")
+        if not isinstance(value, dict) or not isinstance(kind, str | None) or kind not in kinds:
+            raise PydanticCustomError("object", "should be an object with a type")
+        return kinds[kind].model_validate(value)
 
     return PlainValidator(validate)
 
