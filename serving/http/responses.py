@@ -112,12 +112,16 @@ class Told:
             tokens = token_logprobs(delta)
             entries = chat_logprobs(self._service.tokenizer, tokens, self.job.params.logprobs)
             self._logprobs += entries["content"]
-        for part in self._parse(delta).parts:
+        parts = self._parse(delta).parts
+        for index, part in enumerate(parts):
             if isinstance(part, str):
                 yield from self._tell(part)
                 continue
+            behind = "".join(one for one in parts[index + 1 :] if isinstance(one, str))
+            left = _ending(self._logprobs, behind)
             self._logprobs.clear()  # those of its own text
             yield from self._end_message("completed")
+            self._logprobs += left
             yield from self._call(part)
         if delta.finish_reason:
             yield from self._end("incomplete" if delta.finish_reason == "length" else "completed")
@@ -259,6 +263,19 @@ class _Message:
             "status": status,
             "content": content,
         }
+
+
+def _ending(logprobs: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Return the log probabilities of the last tokens, as many as hold a text.
+
+    Special tokens among them are not in the text, and the first one may begin before it.
+    """
+    start, rest = len(logprobs), text.encode()
+    while start > 0 and rest:
+        start -= 1
+        held = bytes(logprobs[start]["bytes"])
+        rest = b"" if held.endswith(rest) else rest.removesuffix(held)
+    return logprobs[start:]
 
 
 def _text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -160,6 +160,8 @@ def test_text_that_comes_with_the_end_of_a_call_stays_behind_it(server: RunningS
     found = events(httpx.post(f"{server.url}/v1/responses", json={**ask, "stream": True}).text)
     done = [one["item"] for one in found if one["type"] == "response.output_item.done"]
     assert [item["type"] for item in done] == ["message", "function_call", "message"]
+    listed = httpx.post(f"{server.url}/v1/responses", json={**ask, "include": LOGPROBS}).json()
+    assert listed["output"][2]["content"][0]["logprobs"][0]["token"] == "b"
 
 
 async def test_what_it_gave_can_be_sent_back(
