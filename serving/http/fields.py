@@ -97,8 +97,15 @@ def are_ids(value: Any) -> bool:
 
 
 def _is_plain(nest: dict[str, Any] | list[Any]) -> bool:
-    """Whether this is a list of whole numbers, which may be long and holds nothing to look for."""
-    return isinstance(nest, list) and set(map(type, nest)) <= _PLAIN
+    """Whether this is a list of numbers or texts, which may be long, with nothing to look for."""
+    if not isinstance(nest, list):
+        return False
+    kinds = set(map(type, nest))
+    if kinds == {str}:
+        return is_whole("".join(nest))
+    if kinds == {float}:
+        return all(map(math.isfinite, nest))
+    return kinds <= _PLAIN
 
 
 def _is_neutral(value: Any, allowed: Any) -> bool:

@@ -80,6 +80,8 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"temperature": math.nan}, "temperature", "nan"),
         ({"logit_bias": {"5": math.inf}}, "logit_bias", "finite"),
         ({"guided_json": {"enum": [1.5, -math.inf]}}, "guided_json", "-inf"),
+        ({"guided_json": {"enum": [1.5, 2, -math.inf]}}, "guided_json", "-inf"),
+        ({"guided_choice": ["a", "\udc00"]}, "guided_choice", "half of a character"),
         ({"stop": [""]}, "stop", "every stop string"),
         ({"stop_token_ids": [-1]}, "stop_token_ids.0", "greater than or equal to 0"),
         ({"stream": "yes"}, "stream", "boolean"),
