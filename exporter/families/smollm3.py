@@ -53,11 +53,14 @@ def _windows(config: Config, rotated: tuple[bool, ...]) -> tuple[int | None, ...
         "full_attention" if window is None or turns else "sliding_attention" for turns in rotated
     ]
     kinds = config.get("layer_types", list, kinds)
-    known = {"full_attention": None, "sliding_attention": window}
+    known: dict[str, int | None] = {"full_attention": None}
+    if window is not None:
+        known["sliding_attention"] = window
     if len(kinds) != len(rotated) or not all(kind in known for kind in kinds):
         raise UnsupportedModelError(
-            f"{config.path}: layer_types is {kinds}; supported are {len(rotated)} entries (one a "
-            f"layer) from {sorted(known)}."
+            f"{config.path}: layer_types is {kinds} and the window {window}; supported are "
+            f"{len(rotated)} entries (one a layer) from {sorted(known)}, and sliding_attention "
+            "only with use_sliding_window = true and a sliding_window."
         )
     return tuple(known[kind] for kind in kinds)
 

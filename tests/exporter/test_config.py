@@ -249,6 +249,38 @@ def test_sliding_window_of_mistral() -> None:
         read(**mistral, sliding_window=8, layer_types=["full_attention"] * 3)
 
 
+def test_sliding_window_of_smollm3() -> None:
+    smollm3 = {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0, 1],
+        "sliding_window": 8,
+    }
+    sliding = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    assert read(**smollm3).sliding_window == (None, None, None)
+    assert read(**smollm3, use_sliding_window=True).sliding_window == (None, 8, None)
+    assert read(**smollm3, use_sliding_window=True, **sliding).sliding_window == (8, None, None)
+    for changes in ({}, {"use_sliding_window": True, "sliding_window": None}):
+        with pytest.raises(UnsupportedModelError, match="only with use_sliding_window"):
+            read(**{**smollm3, **sliding, **changes})
+
+
+def test_rope_of_phi3() -> None:
+    """As transformers reads it: the original length at the top, 4096 where it is not there."""
+    phi3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    for original in (64, 4096):
+        inner = {**rope, "original_max_position_embeddings": original}
+        spec = read(**phi3, rope_parameters=inner, original_max_position_embeddings=original)
+        assert spec.rope.original_context_length == original
+    assert read(**phi3, rope_parameters=inner) == spec
+    with pytest.raises(UnsupportedModelError, match="at the top"):
+        read(**phi3, rope_parameters={**rope, "original_max_position_embeddings": 64})
+    for kind in ("linear", "yarn"):
+        with pytest.raises(UnsupportedModelError, match=f"is '{kind}'; a Phi-3"):
+            read(**phi3, rope_parameters={"rope_type": kind, "factor": 2.0})
+
+
 @pytest.mark.parametrize("key", ["embedding_multiplier", "residual_multiplier", "logits_scaling"])
 @pytest.mark.parametrize("value", [0, -1.0, math.inf])
 def test_multipliers_of_granite_are_positive(key: str, value: float) -> None:
