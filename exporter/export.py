@@ -33,7 +33,8 @@ from onnxport.exporter.source import (
 )
 from onnxport.exporter.weights import StreamingWeights
 from onnxport.graphs.artifact_writer import ArtifactWriter
-from onnxport.graphs.manifest import Manifest, Source
+from onnxport.graphs.manifest import GRAPH_FILES, Manifest, Source
+from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.spec import ArchSpec
 
 _COMPARE_ROWS = 4096
@@ -76,6 +77,13 @@ def export_model(
             "%s has no %s, so the artifact will take token ids only; transformers makes one of a "
             "tokenizer.model: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
             *(folder.path, TOKENIZER_FILES[0]),
+        )
+    if spec.head_size % ROTARY_MULTIPLE or spec.rope.rotary_dim % ROTARY_MULTIPLE:
+        logger.warning(
+            "%s, and so onnxruntime-genai, will not run in ONNX Runtime: its GroupQueryAttention "
+            "takes multiples of %d channels, and this model's heads have %d, of which %d rotate. "
+            "onnxport itself serves the paged graph",
+            *(GRAPH_FILES["gqa"], ROTARY_MULTIPLE, spec.head_size, spec.rope.rotary_dim),
         )
     plan = plan_weights(spec, family.tensors)
     with Checkpoint.open(folder.path) as checkpoint:

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from onnx import TensorProto
 
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.contract import MICROSOFT
+
+# Where RoPE is part of ONNX Runtime's own attention, a head's channels, and those of them that
+# rotate, are multiples of it (CheckRotaryCaches in group_query_attention_helper.h).
+ROTARY_MULTIPLE: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

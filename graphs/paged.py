@@ -177,6 +177,23 @@ def read_paged_attention(
     )
 
 
+def rotary_dim(
+    layer: PagedAttentionNode,
+    initializers: Mapping[str, onnx.TensorProto],
+    producers: Mapping[str, onnx.NodeProto],
+) -> int | None:
+    """Channels of a head that rotate, by the width of the cos table, looked up through a Cast.
+
+    None where it is no initializer [positions, rotary_dim / 2].
+    """
+    name = layer.input(PagedInput.COS)
+    while name in producers and producers[name].op_type in ("Cast", "Identity"):
+        name = producers[name].input[0]
+    if name not in initializers or len(initializers[name].dims) != 2:
+        return None
+    return 2 * int(initializers[name].dims[1])
+
+
 def _dims(info: onnx.ValueInfoProto) -> tuple[int | str, ...]:
     return tuple(
         int(dim.dim_value) if dim.HasField("dim_value") else str(dim.dim_param)

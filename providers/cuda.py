@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.passes.native import NativeLimits
 from onnxport.providers.base import Device, Features, LoadOptions, Probe
 from onnxport.providers.device import Recipe, load_on_device, why_not_started
@@ -30,6 +31,7 @@ NATIVE: Final = NativeLimits(
     activation_dtypes=frozenset({"float16", "bfloat16"}),
     cache_dtypes=frozenset({"float16", "bfloat16"}),
     max_head_size=256,
+    rotary_multiple=ROTARY_MULTIPLE,
 )
 
 

@@ -22,6 +22,7 @@ from onnx import TensorProto
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.passes.native import NativeLimits
 from onnxport.providers.base import Device, DeviceKind, Features, LoadOptions, Probe
 from onnxport.providers.device import TYPES, Recipe, load_on_device
@@ -42,6 +43,7 @@ NATIVE: Final = NativeLimits(
     activation_dtypes=frozenset({"float16"}),
     cache_dtypes=frozenset({"float16"}),
     max_head_size=256,
+    rotary_multiple=ROTARY_MULTIPLE,
     softcap=False,
     head_sink=False,
     qk_norm=False,

@@ -47,6 +47,7 @@ from onnxport.graphs.paged import (
     PagedInput,
     attention_nodes,
     is_paged_attention,
+    rotary_dim,
 )
 from onnxport.graphs.passes.paged_plan import SCOPE, PagedPlan
 from onnxport.graphs.passes.result import PassResult, copy_model
@@ -239,16 +240,14 @@ class _Rewriter:
         return tuple(next(parts) if width else None for width in widths)
 
     def _rotary_half(self, layer: PagedAttentionNode) -> int:
-        """rotary_dim / 2, the width of the cos table, looked up through a Cast."""
-        name = layer.input(PagedInput.COS)
-        while name in self._producers and self._producers[name].op_type in ("Cast", "Identity"):
-            name = self._producers[name].input[0]
-        if name not in self._initializers or len(self._initializers[name].dims) != 2:
+        """rotary_dim / 2."""
+        found = rotary_dim(layer, self._initializers, self._producers)
+        if found is None:
             raise ArtifactError(
                 f"decompose: the cos table of {layer.name!r} must be an initializer [positions, "
                 "rotary_dim / 2], perhaps cast"
             )
-        return int(self._initializers[name].dims[1])
+        return found // 2
 
     def _update(
         self,

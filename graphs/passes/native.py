@@ -9,12 +9,13 @@ import onnx
 from onnx import TensorProto
 
 from onnxport.errors import ProviderError
-from onnxport.graphs.inspect import element_types, set_attribute
+from onnxport.graphs.inspect import element_types, initializers, producers, set_attribute
 from onnxport.graphs.paged import (
     PagedAttentionNode,
     PagedInput,
     attention_nodes,
     is_paged_attention,
+    rotary_dim,
 )
 from onnxport.graphs.passes.result import PassResult, copy_model
 
@@ -27,6 +28,7 @@ class NativeLimits:
     cache_dtypes: frozenset[str]  # the same, and int8
     max_head_size: int
     head_size_multiple: int = 8  # head sizes are multiples of this
+    rotary_multiple: int = 2  # likewise what rotates of a head, and heads of which some rotates
     softcap: bool = True
     local_window: bool = True
     head_sink: bool = True
@@ -54,9 +56,10 @@ def keep_native(model: onnx.ModelProto, limits: NativeLimits) -> PassResult:
     if not layers:
         raise ProviderError("native attention was asked for, but the graph has no PagedAttention")
     types = element_types(model)
+    tables, makers = initializers(model), producers(model)
     problems: dict[str, list[str]] = {}
     for layer in layers:
-        for problem in _violations(layer, limits, types):
+        for problem in _violations(layer, limits, types, rotary_dim(layer, tables, makers)):
             problems.setdefault(problem, []).append(layer.name)
     if problems:
         found = "; ".join(f"{what} (in {len(where)} layers)" for what, where in problems.items())
@@ -73,7 +76,7 @@ def keep_native(model: onnx.ModelProto, limits: NativeLimits) -> PassResult:
 
 
 def _violations(
-    layer: PagedAttentionNode, limits: NativeLimits, types: Mapping[str, int]
+    layer: PagedAttentionNode, limits: NativeLimits, types: Mapping[str, int], rotary: int | None
 ) -> Iterator[str]:
     """What of one node a device does not accept."""
     for what, position, allowed in (
@@ -90,6 +93,12 @@ def _violations(
         yield (
             f"head size {layer.head_size}, allowed are multiples of {limits.head_size_multiple} "
             f"up to {limits.max_head_size}"
+        )
+    multiple = limits.rotary_multiple
+    if layer.do_rotary and (layer.head_size % multiple or (rotary or 0) % multiple):
+        yield (
+            f"RoPE of {rotary} of {layer.head_size} channels, allowed are multiples of {multiple} "
+            "for both"
         )
     latent = layer.kv_cache_layout != "SEPARATE" or layer.rotary_offset != 0
     for used, allowed_here, what in (

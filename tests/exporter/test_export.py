@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
@@ -27,6 +28,7 @@ from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions, Progress
 from onnxport.graphs.artifact import Artifact
 from tests.exporter import checkpoints
+from tests.exporter.run_graphs import Graph
 
 WEIGHTS = "model.safetensors"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -301,6 +303,29 @@ def test_a_shorter_context_shortens_the_tables(checkpoint: Path) -> None:
     assert list(cos.dims) == [20, 8]
     with np.load(path / "golden.npz") as golden:
         assert len(golden["token_ids"]) == 20
+
+
+def test_says_where_the_gqa_graph_will_not_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ONNX Runtime's operator rotates in sixteens; ours, which the paged graph has, does not."""
+    for head_size in (16, 24):
+        case = checkpoints.Case("llama", {"head_dim": head_size, "num_hidden_layers": 1})
+        checkpoints.make(case, tmp_path / "checkpoint")
+        caplog.clear()
+        path = export_model(
+            tmp_path / "checkpoint",
+            tmp_path / str(head_size),
+            ExportOptions(precision="fp32", threads=1),
+        )
+        graph = Graph(Artifact.read(path), "gqa")
+        if head_size == 16:
+            assert "GroupQueryAttention" not in caplog.text
+            graph.logits(checkpoints.tokens())
+        else:
+            assert "model_gqa.onnx, and so onnxruntime-genai, will not run" in caplog.text
+            with pytest.raises(InvalidArgument, match="multiple of 16"):
+                graph.logits(checkpoints.tokens())
 
 
 def test_needs_neither_torch_nor_transformers(checkpoint: Path) -> None:

@@ -203,6 +203,26 @@ def test_native_limits_are_inclusive(head_size: int) -> None:
         keep_native(paged_model(case), smaller)
 
 
+@pytest.mark.parametrize(("head_size", "rotary_dim"), [(40, 16), (48, 24)])
+def test_native_rope_in_part_of_a_head(head_size: int, rotary_dim: int) -> None:
+    r = np.random.default_rng(0)
+    case = case_with(packed=True, q_norm=None, k_norm=None, rotary_offset=0)
+    tokens, positions = len(case.query), len(paged_case(FLOAT_CASE).cosine)
+    case = case.replace(
+        head_size=head_size,
+        query=r.standard_normal((tokens, case.num_heads, head_size)).astype(np.float32),
+        key=r.standard_normal((tokens, case.kv_heads, head_size)).astype(np.float32),
+        value=r.standard_normal((tokens, case.kv_heads, head_size)).astype(np.float32),
+        cosine=np.ones((positions, rotary_dim // 2), np.float32),
+        sine=np.ones((positions, rotary_dim // 2), np.float32),
+    )
+    keep_native(paged_model(case), replace(LIMITS, rotary_multiple=8))
+    with pytest.raises(ProviderError, match=f"RoPE of {rotary_dim} of {head_size} channels"):
+        keep_native(paged_model(case), replace(LIMITS, rotary_multiple=16))
+    whole = case.replace(cosine=None, sine=None)
+    keep_native(paged_model(whole), replace(LIMITS, rotary_multiple=16))
+
+
 def test_native_without_attention_is_refused() -> None:
     with pytest.raises(ProviderError, match="no PagedAttention"):
         keep_native(decompose(paged_model(case_with())).model, LIMITS)
