@@ -71,33 +71,35 @@ def test_what_a_models_weights_are_multiplied_with(tmp_path: Path) -> None:
         np.testing.assert_array_equal(delta.a, plain[layer, name].a)
 
 
-def test_modules_that_compute_several_projections(tmp_path: Path) -> None:
-    """Phi-3's: each projection gets its rows of B, and A is shared."""
-    phi3 = replace(WIDER, family="phi3")
-    rows = {name: shape[0] for name, shape in projection_shapes(phi3).items()}
-    parts = {"self_attn.qkv_proj": PROJECTIONS[:3], "mlp.gate_up_proj": PROJECTIONS[4:6]}
+@pytest.mark.parametrize(("family", "count"), [("phi3", 2), ("glm", 1)])
+def test_modules_that_compute_several_projections(tmp_path: Path, family: str, count: int) -> None:
+    """Phi-3's and GLM's: each projection gets its rows of B, and A is shared."""
+    base = replace(WIDER, family=family)
+    rows = {name: shape[0] for name, shape in projection_shapes(base).items()}
+    modules = {"mlp.gate_up_proj": PROJECTIONS[4:6], "self_attn.qkv_proj": PROJECTIONS[:3]}
+    parts = dict(list(modules.items())[:count])
     rng = np.random.default_rng(0)
     tensors: Tensors = {}
-    for layer in range(phi3.num_layers):
+    for layer in range(base.num_layers):
         for module, names in parts.items():
             prefix = f"base_model.model.model.layers.{layer}.{module}.lora_"
             height = sum(rows[name] for name in names)
-            a = rng.standard_normal((4, phi3.hidden_size), np.float32)
+            a = rng.standard_normal((4, base.hidden_size), np.float32)
             tensors |= {f"{prefix}A.weight": a}
             tensors |= {f"{prefix}B.weight": rng.standard_normal((height, 4), np.float32)}
-    targets = ["qkv_proj", "gate_up_proj"]
+    targets = ["gate_up_proj", "qkv_proj"][:count]
     write_adapter(tmp_path, tensors, r=4, lora_alpha=8, target_modules=targets)
-    found = read_adapter(tmp_path, phi3).adapter.deltas
-    assert len(found) == 5 * phi3.num_layers
-    for layer in range(phi3.num_layers):
+    found = read_adapter(tmp_path, base).adapter.deltas
+    assert len(found) == sum(map(len, parts.values())) * base.num_layers
+    for layer in range(base.num_layers):
         for module, names in parts.items():
             prefix = f"base_model.model.model.layers.{layer}.{module}.lora_"
             whole = 2 * tensors[f"{prefix}B.weight"] @ tensors[f"{prefix}A.weight"]
             deltas = [found[layer, name] for name in names]
             joined = np.concatenate([delta.b @ delta.a for delta in deltas])
             np.testing.assert_allclose(joined, whole, rtol=1e-4, atol=1e-5)
-    write_adapter(tmp_path, tensors, r=4, target_modules=[*targets, "q_proj"])
-    assert read_adapter(tmp_path, phi3).adapter.rank == 4  # it has no such module
+    write_adapter(tmp_path, tensors, r=4, target_modules=[*targets, "up_proj"])
+    assert read_adapter(tmp_path, base).adapter.rank == 4  # it has no such module
     with pytest.raises(AdapterError, match="modules that the model does not have"):
         read_adapter(tmp_path, WIDER)
 
