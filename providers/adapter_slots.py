@@ -89,6 +89,7 @@ class AdapterSlots:
         values: dict[str, NDArray[Any]] = {RANKS: self._ranks, WEIGHTS: self._weights}
         if self._is_int8:
             values[SCALES] = self._scales
+        self._place = place  # may hold what the session reads
         self._values = place(values)
 
     def put(self, slot: int, adapter: LoraAdapter) -> None:

@@ -6,7 +6,7 @@ OpenVINO's own ONNX frontend reads the lowered graph. Two things are done for it
   reads declares them as inputs; afterwards each one is replaced by its constant.
 - `FlatPagedAttention`, `MatMulNBits` and `GatherBlockQuantized` have conversions of our own: the
   first into OpenVINO's paged attention, the others into the pattern of a compressed weight that
-  OpenVINO's kernels take, again over the memory map. `AddLora` stays what it is.
+  OpenVINO's kernels take, again over the memory map.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +24,7 @@ from onnx import TensorProto, helper
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import MICROSOFT
+from onnxport.graphs.lora import RANKS, SCALES, WEIGHTS
 from onnxport.graphs.passes.flat_paged import FLAT_PAGED_ATTENTION, flatten_paged
 from onnxport.graphs.passes.gated_silu import DOMAIN
 from onnxport.graphs.passes.lora import ADD_LORA
@@ -34,11 +34,9 @@ from onnxport.graphs.passes.split_matmul import split_matmul
 
 RELEASE: Final = "2026.4"  # whose PagedAttentionExtension is known here
 CACHE_PREFIX: Final = "past_key_values."
-LORA_ATTRIBUTES: Final = (
-    *("offset", "ranks", "max_rank", "columns0", "columns1", "columns2"),
-    *("bits", "block_size"),  # of adapters in int8
-)
+HANDED_OVER: Final = (RANKS, WEIGHTS, SCALES)  # to our extension, which reads them by itself
 Weights = Mapping[str, NDArray[Any]]
+Conversion = Callable[[Any], list[Any]]  # from a node of ONNX to outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +78,15 @@ def collect_weights(
     }
 
 
-def convert(model: onnx.ModelProto, weights: Weights, extension: Path | None = None) -> Converted:
+def convert(
+    model: onnx.ModelProto, weights: Weights, add_lora: Conversion | None = None
+) -> Converted:
     """Convert a lowered graph.
 
     Args:
         model: the graph.
         weights: its initializers.
-        extension: the library with our own operator, where the graph has that.
+        add_lora: converts AddLora, where the graph has that.
 
     Raises:
         ProviderError: OpenVINO refuses the graph.
@@ -95,11 +95,11 @@ def convert(model: onnx.ModelProto, weights: Weights, extension: Path | None = N
     from openvino.frontend import FrontEndManager
     from openvino.frontend.onnx import ConversionExtension
 
-    conversions = _Conversions(weights, extension)
+    conversions = _Conversions(weights)
     frontend = FrontEndManager().load_by_framework("onnx")
     for name, domain, conversion in (
         (FLAT_PAGED_ATTENTION, DOMAIN, conversions.paged_attention),
-        (ADD_LORA, DOMAIN, conversions.add_lora),
+        *([(ADD_LORA, DOMAIN, add_lora)] if add_lora is not None else []),
         ("MatMulNBits", MICROSOFT, conversions.matmul_nbits),
         ("GatherBlockQuantized", MICROSOFT, conversions.gather_block_quantized),
     ):
@@ -111,6 +111,8 @@ def convert(model: onnx.ModelProto, weights: Weights, extension: Path | None = N
             name = parameter.get_friendly_name()
             if name in weights:
                 parameter.output(0).replace(conversions.constant(name).output(0))
+                converted.remove_parameter(parameter)
+            elif name in HANDED_OVER and not parameter.output(0).get_target_inputs():
                 converted.remove_parameter(parameter)
             elif name.startswith(CACHE_PREFIX):
                 kv_heads = parameter.get_partial_shape()[2]
@@ -143,13 +145,9 @@ def _with_weights_as_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
 class _Conversions:
     """The operators that we convert ourselves; each returns a node's outputs."""
 
-    def __init__(self, weights: Weights, extension: Path | None) -> None:
+    def __init__(self, weights: Weights) -> None:
         import openvino.opset15 as ops
-        from openvino.utils.node_factory import NodeFactory
 
-        self._own = NodeFactory("opset15")
-        if extension is not None:
-            self._own.add_extension(str(extension))
         self._weights = weights
         self._ops = ops
         self.memory: list[Any] = []  # what the constants point to
@@ -205,12 +203,6 @@ class _Conversions:
         info["num_k_heads"] = info["num_v_heads"] = node.get_attribute("kv_num_heads")
         info["k_head_size"] = info["v_head_size"] = node.get_attribute("head_size")
         return [attention.output(0)]
-
-    def add_lora(self, node: Any) -> list[Any]:
-        """AddLora as our own operator, with the same attributes."""
-        inputs = [node.get_input(index) for index in range(node.get_input_size())]
-        attributes = {name: node.get_attribute(name, 0) for name in LORA_ATTRIBUTES}
-        return [self._own.create(ADD_LORA, inputs, attributes).output(0)]
 
     def matmul_nbits(self, node: Any) -> list[Any]:
         """A product with a compressed weight; scales are float32 after `retype`."""

@@ -128,7 +128,9 @@ class OpenVinoProvider:
         if len(variants) > 1 and (room.free_bytes or 0) < 2 * room.weight_bytes:
             variants = variants[-1:]
             room = plugin.room(core, weight_bytes, len(builds))
-        converted = [convert(variant.model, weights, extension) for variant in variants]
+        converted = [
+            convert(variant.model, weights, lora.convert if lora else None) for variant in variants
+        ]
         graphs = [
             replace(_compile(core, plugin, one.model, build), adapted=variant.adapted)
             for variant, one in zip(variants, converted, strict=True)

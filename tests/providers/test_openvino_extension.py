@@ -1,4 +1,4 @@
-"""The operator AddLora in OpenVINO's CPU plugin; tests/conformance has what it computes."""
+"""Our operator in OpenVINO's CPU plugin; tests/conformance has what it computes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.lora import RANKS, WEIGHTS
 from onnxport.providers.cpu import library
 from onnxport.providers.openvino import extension
 from onnxport.providers.openvino.model import OpenVinoModel
@@ -101,34 +102,31 @@ def test_there_is_none_without_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path
 def run_node(
     *, slots: list[int], rank: int = 1, rows: int = 2, weights: int = 128, **attributes: int
 ) -> NDArray[np.float32]:
-    """A product of 3 columns and 4 inputs with two adapters in float32, as a graph of its own."""
+    """What two adapters in float32 add to 3 columns for 4 inputs, in a graph of its own."""
     import openvino.opset15 as ops
-    from openvino.utils.node_factory import NodeFactory
 
-    factory = NodeFactory()
-    factory.add_extension(str(extension.load_extension()))
-    arrays = {
-        "product": np.ones((rows, 3), np.float32),
-        "activations": np.full((2, 4), 2, np.float32),
-        "slots": np.array(slots, np.int32),
-        "ranks": np.array([[[0]], [[rank]], [[1]]], np.int32),
-        "weights": np.zeros((2, weights), np.float32),
-    }
-    arrays["weights"][:, :4] = 0.5  # A
-    arrays["weights"][:, 64:67] = [1, 2, 3]  # B
-    inputs = [ops.parameter([-1] * a.ndim, a.dtype, name=name) for name, a in arrays.items()]
-    settings = {"max_rank": 1, "columns0": 3, **attributes}
-    node = factory.create("AddLora", [one.output(0) for one in inputs], settings)
-    compiled = ov.Core().compile_model(ov.Model([node], inputs, "node"), "CPU")
-    request = compiled.create_infer_request()
-    for name, array in arrays.items():
-        request.set_tensor(name, ov.Tensor(array))
+    own = extension.load_extension()
+    assert own is not None
+    stored = np.zeros((2, weights), np.float32)
+    stored[:, :4] = 0.5  # A
+    stored[:, 64:67] = [1, 2, 3]  # B
+    ranks = np.array([[[0]], [[rank]], [[1]]], np.int32)
+    given = extension.Loaded(own)
+    given({RANKS: ranks, WEIGHTS: stored})
+    activations = ops.parameter([-1, 4], np.float32, name="activations")
+    tokens = ops.parameter([-1], np.int32, name="slots")
+    settings = {"model": given.model, "max_rank": 1, "columns0": 3, **attributes}
+    node = own.node(activations.output(0), tokens.output(0), settings)
+    graph = ov.Model([node], [activations, tokens], "node")
+    request = ov.Core().compile_model(graph, "CPU").create_infer_request()
+    request.set_tensor("activations", ov.Tensor(np.full((rows, 4), 2, np.float32)))
+    request.set_tensor("slots", ov.Tensor(np.array(slots, np.int32)))
     request.infer()
     return np.array(request.get_output_tensor(0).data)
 
 
 def test_a_node_alone() -> None:
-    np.testing.assert_array_equal(run_node(slots=[0, 2]), [[1, 1, 1], [5, 9, 13]])
+    np.testing.assert_array_equal(run_node(slots=[0, 2]), [[0, 0, 0], [4, 8, 12]])
 
 
 @pytest.mark.parametrize(
@@ -138,9 +136,8 @@ def test_a_node_alone() -> None:
         ({"slots": [0, -1]}, "slot -1; there are 0 to 2"),
         ({"slots": [1, 0], "rank": 2}, "rank 2; there are 0 to 1"),
         ({"slots": [1]}, "number of token slots must be 2, found 1"),
-        ({"slots": [1, 1, 1], "rows": 3}, "activations' rows must be 3, found 2"),
+        ({"slots": [1, 1], "model": -1}, "model -1 has no adapters"),
         ({"slots": [1, 1], "weights": 100}, "numbers of a slot, at least, must be 128, found 100"),
-        ({"slots": [1, 1], "columns0": 4}, "product's columns must be 4, found 3"),
         ({"slots": [1, 1], "columns0": 0}, "there are no columns or no ranks"),
         ({"slots": [1, 1], "offset": -64}, "an attribute is negative"),
         ({"slots": [1, 1], "ranks": 1}, "ranks of a slot, at least, must be 2, found 1"),

@@ -1,4 +1,4 @@
-// Checks how adapters come, and adds what they do to a product.
+// Checks how adapters come, and computes what they add to a product.
 #include "add_lora.h"
 
 #include <algorithm>
@@ -100,7 +100,15 @@ struct Workspace {
 struct Run {
   LoraSum sum;
   float* output;
+  bool is_added;
 };
+
+// Sets the outputs of tokens that no task of the sum sets.
+void set_others(const LoraSlots& slots, const LoraPlace& place, const Tensor& output) {
+  for (int64_t row = 0; row < output.dims[0]; row++)
+    if (lora_work(slots, place, slots.tokens[row]) == 0)
+      std::fill_n(output.as<float>() + row * output.dims[1], output.dims[1], 0.f);
+}
 
 }  // namespace
 
@@ -170,7 +178,8 @@ int add_lora(const AddLoraCall& call) {
   const LoraSlots slots =
       check_adapters(kName, call.adapters, node.type, node.max_rank, rows, {place});
   thread_local Workspace space;
-  Run run{LoraSum(slots, place, rows), call.output.as<float>()};
+  Run run{LoraSum(slots, place, rows), call.output.as<float>(), call.is_added};
+  if (!call.is_added) set_others(slots, place, call.output);
   if (run.sum.is_empty()) return 0;
   const float* input = call.activations.as<const float>();
   float* factors = space.factors.reserve<float>(static_cast<size_t>(run.sum.num_factors()));
@@ -194,7 +203,7 @@ int add_lora(const AddLoraCall& call) {
   }
   const auto add = [](void* argument, size_t index) {
     const Run& own = *static_cast<const Run*>(argument);
-    own.sum.run(static_cast<int64_t>(index), own.output, true);
+    own.sum.run(static_cast<int64_t>(index), own.output, own.is_added);
   };
   return run_tasks(run.sum.tasks(), add, &run, call.parallel_for, call.context);
 }

@@ -1,7 +1,7 @@
-// AddLora: what LoRA adapters add to a product's outputs. Each token has the slot of its own adapter,
-// or 0; where all have 0 nothing is done. Adapters in int8 come with scales, others without;
-// activations are quantized for these, as for weights of `bits` bits in blocks of `block_size` inputs.
-// Free of any runtime: ONNX Runtime's operator and OpenVINO's both call this.
+// AddLora: what LoRA adapters add to a product's outputs, or that alone. Each token has the slot of its
+// own adapter, or 0; where all have 0 nothing is added. Adapters in int8 come with scales, others
+// without; activations are quantized for these, as for weights of `bits` bits in blocks of `block_size`
+// inputs. Free of any runtime: ONNX Runtime's operator and OpenVINO's both call this.
 #pragma once
 
 #include <initializer_list>
@@ -31,7 +31,8 @@ struct AddLoraCall {
   const AddLora* node;
   AdapterInputs adapters;
   Tensor activations;  // float [rows][depth]
-  Tensor output;       // float [rows][columns of all projections], the product's
+  Tensor output;       // float [rows][columns of all projections]
+  bool is_added;       // to the product that the output holds; false: it is set
   ParallelFor parallel_for;
   void* context;
 };
@@ -51,7 +52,7 @@ LoraSlots check_adapters(const char* op, const AdapterInputs& inputs, LoraType t
 // Throws an InvalidInput for a node that no call can be of.
 void check_node(const AddLora& node);
 
-// Adds. Throws an InvalidInput for a call that does not fit; a failing parallel_for's own result is
+// Adds, or sets. Throws an InvalidInput for a call that does not fit; a failing parallel_for's own result is
 // handed back.
 int add_lora(const AddLoraCall& call);
 

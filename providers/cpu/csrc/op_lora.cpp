@@ -38,6 +38,7 @@ void compute(const LoraKernel& kernel, ort::KernelContext* context) {
                    read_adapters(api, context, kAdapters),
                    describe(api, "activations", values[1]),
                    product,
+                   true,
                    parallel_for,
                    &parallel};
   call.output.data = open_output(api, context, product);
