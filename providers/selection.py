@@ -6,14 +6,17 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from onnxport.errors import CapacityError, OnnxportError, ProviderError
-from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
 from onnxport.providers.base import Features, LoadOptions, Model, Probe, Provider
 from onnxport.providers.trial import Clock, Figures, measure
 from onnxport.providers.trial_store import TrialStore, trial_key
 
 logger = logging.getLogger(__name__)
+
+ANNOUNCED_BYTES: Final = 1 << 29  # of weights, from which on a trial takes so long that it is said
 
 
 def choose(
@@ -125,7 +128,14 @@ class _Selection:
     ) -> tuple[str, Model] | None:
         """Add the figures that are missing; returns the model that is still loaded, if any."""
         last: tuple[str, Model] | None = None
-        for name in [name for name in providers if name not in figures]:
+        untried = [name for name in providers if name not in figures]
+        if self._artifact.manifest.files[WEIGHTS_FILE].size >= ANNOUNCED_BYTES:
+            logger.warning(
+                "%s is tried on %s, once, to be run by the fastest provider from then on; that may "
+                "take minutes. Name a provider, or say --no-trial, to do without",
+                *(self._artifact.path.name, " and ".join(untried)),
+            )
+        for name in untried:
             if last is not None:
                 last[1].close()
                 last = None

@@ -14,13 +14,18 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxport.errors import CapacityError, DeviceLostError, OnnxportError, ProviderError
+from onnxport.graphs.tensors import WEIGHTS_FILE
 from onnxport.providers import registry
 from onnxport.providers.base import Device, DeviceKind, Features, LoadOptions, Probe, StepInputs
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.providers.selection import choose
 from tests.providers.conftest import ArtifactMaker
 
-ARTIFACT: Any = SimpleNamespace(path=Path("model"), manifest=SimpleNamespace(fingerprint="f" * 64))
+WEIGHTS = SimpleNamespace(size=1 << 20)
+ARTIFACT: Any = SimpleNamespace(
+    path=Path("model"),
+    manifest=SimpleNamespace(fingerprint="f" * 64, files={WEIGHTS_FILE: WEIGHTS}),
+)
 FEATURES = Features(("native",), ("float32",), ("float32",))
 
 
@@ -186,6 +191,22 @@ def test_a_trial_finds_the_fastest(
     assert "provider a was not chosen: its trial took 4.05 s" in text
     assert "provider b was chosen for model, its trial took 1.35 s" in text
     assert "provider c was not chosen: its trial took" in text
+
+
+def test_a_trial_that_takes_long_is_announced(
+    machine: Machine,
+    fake: Maker,
+    said: Callable[[], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    providers = {"a": fake(run_s=0.02), "b": fake(run_s=0.01)}
+    for size, is_long in ((1 << 20, False), (1 << 30, True)):
+        monkeypatch.setattr(WEIGHTS, "size", size)
+        pick(machine, providers, tmp_path / str(size))
+        assert ("model is tried on a and b, once" in said()) is is_long
+        pick(machine, providers, tmp_path / str(size))
+        assert "is tried on" not in said()
 
 
 def test_the_last_one_tried_is_kept_if_it_is_the_fastest(
