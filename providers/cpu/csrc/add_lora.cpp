@@ -2,7 +2,6 @@
 #include "add_lora.h"
 
 #include <algorithm>
-#include <cstdarg>
 
 #include "product.h"
 
@@ -111,14 +110,6 @@ void set_others(const LoraSlots& slots, const LoraPlace& place, const Tensor& ou
 }
 
 }  // namespace
-
-void refuse(const char* format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  const InvalidInput error(format, arguments);
-  va_end(arguments);
-  throw error;
-}
 
 void count_parts(LoraPlace& place) {
   place.parts = 0;

@@ -38,6 +38,12 @@ class InvalidInput : public std::exception {
 };
 
 // Throws an InvalidInput with a formatted message.
-[[noreturn]] void refuse(const char* format, ...);
+[[noreturn]] inline void refuse(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  const InvalidInput error(format, arguments);
+  va_end(arguments);
+  throw error;
+}
 
 }  // namespace onnxport
