@@ -19,7 +19,7 @@ from onnxport.providers.graph_cache import GraphCache, LoweredGraph, graph_key
 if TYPE_CHECKING:
     import onnx
 
-    from onnxport.providers.cpu.lora import HostLora
+    from onnxport.providers.host_lora import HostLora
 
 logger = logging.getLogger(__name__)
 

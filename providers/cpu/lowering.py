@@ -33,7 +33,7 @@ from onnxport.providers.memory_plan import MEMORY_PLAN
 from onnxport.providers.ort import weight_bytes
 
 if TYPE_CHECKING:
-    from onnxport.providers.cpu.lora import HostLora
+    from onnxport.providers.host_lora import HostLora
 
 KERNEL_LIMITS: Final = NativeLimits(
     activation_dtypes=frozenset({"float32"}),

@@ -38,6 +38,7 @@ from onnxport.providers.cpu.graph_source import GraphSource
 from onnxport.providers.cpu.settling import settle_later
 from onnxport.providers.imports import unless_interrupted
 from onnxport.providers.ort import (
+    CPU,
     CPU_EXECUTION_PROVIDER,
     CacheTensor,
     ort_value,
@@ -48,7 +49,7 @@ from onnxport.providers.placement import placement
 from onnxport.providers.pool import PoolPlan, plan_pool
 
 if TYPE_CHECKING:
-    from onnxport.providers.cpu.lora import HostLora
+    from onnxport.providers.host_lora import HostLora
     from onnxport.providers.step_memory import StepMemory
 
 SPIN_US = 5000  # of a thread that waits for work, within a run; much longer than any of its gaps
@@ -156,9 +157,10 @@ def _host_lora(artifact: Artifact, options: LoadOptions, kernel: Path | None) ->
     """What adds adapters; None where there are none."""
     if not options.max_adapters:
         return None
-    from onnxport.providers.cpu.lora import HostLora
+    from onnxport.providers.device_arrays import DeviceArrays
+    from onnxport.providers.host_lora import HostLora
 
-    return HostLora(artifact, options, custom=kernel is not None)
+    return HostLora(artifact, options, DeviceArrays(CPU), custom=kernel is not None)
 
 
 def _session_options(options: LoadOptions, kernel: Path | None, attached: Mapping[str, Any]) -> Any:

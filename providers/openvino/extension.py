@@ -93,6 +93,9 @@ def load_extension() -> Extension | None:
     kernels = library.find_library()
     own = next((file for name in _NAMES if (file := _FOLDER / name).is_file()), None)
     if own is None or kernels is None:
+        logger.info(
+            "LoRA adapters are computed without our operator for OpenVINO: it was not built"
+        )
         return None
     try:
         return Extension(own, kernels)

@@ -6,10 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import onnx
-
-from onnxport.graphs.inspect import attribute_int
-from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.providers.base import Features, LoadOptions
 from onnxport.providers.openvino.caches import CacheFormat
 from onnxport.providers.openvino.tensors import TensorPair
@@ -99,18 +95,3 @@ class Plugin(Protocol):
         Raises whatever OpenVINO raises.
         """
         ...
-
-
-def accuracy_level(model: onnx.ModelProto, asked: int | None) -> int:
-    """What products may round activations to; see graphs.passes.accuracy.
-
-    Without an answer of the caller it is the most precise level of the artifact's MatMulNBits.
-    Int8 is a level of that operator alone: where there is none, it asks for nothing.
-    """
-    own = [
-        attribute_int(node, "accuracy_level", 0)
-        for node in model.graph.node
-        if node.op_type == MATMUL_NBITS
-    ]
-    level = min(own, default=0) if asked is None else asked
-    return level if own or level in PRECISIONS else 0

@@ -14,7 +14,9 @@ import onnx
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes.flat_paged import flatten_paged
+from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.result import PassResult
 from onnxport.providers import memory
 from onnxport.providers.base import (
@@ -35,7 +37,7 @@ from onnxport.providers.openvino.extension import load_extension
 from onnxport.providers.openvino.gpu import GpuPlugin
 from onnxport.providers.openvino.lora import OpenVinoLora
 from onnxport.providers.openvino.model import Graph, OpenVinoModel
-from onnxport.providers.openvino.plugin import Build, Plugin, accuracy_level
+from onnxport.providers.openvino.plugin import PRECISIONS, Build, Plugin
 from onnxport.providers.openvino.self_test import distrust
 from onnxport.providers.pool import PoolPlan, plan_pool
 
@@ -110,15 +112,15 @@ class OpenVinoProvider:
         _check_attention(options)
         plugin.check(options)
         spec = artifact.manifest.model
-        extension = load_extension() if options.max_adapters and plugin.takes_extensions else None
-        lora = (
-            OpenVinoLora(artifact, options, extension=extension) if options.max_adapters else None
-        )
+        lora = None
+        if options.max_adapters:
+            extension = load_extension() if plugin.takes_extensions else None
+            lora = OpenVinoLora(artifact, options, extension)
         lowered = list(lower(artifact, lora.lower if lora else None))
         for step in lowered:
             logger.info("%s: %s", artifact.path.name, step)
         model = lowered[-1].model
-        builds = plugin.builds(core, options, accuracy_level(model, options.matmul_accuracy_level))
+        builds = plugin.builds(core, options, _accuracy_level(model, options.matmul_accuracy_level))
         _check_trust(core, plugin, builds[-1])
         attached = {name: value for step in lowered for name, value in step.attached.items()}
         weights = collect_weights(artifact, model, attached)
@@ -299,6 +301,21 @@ def _check_caches(
             f"tokens on a {plugin.device}, ask for that or leave it out"
         )
     return form
+
+
+def _accuracy_level(model: onnx.ModelProto, asked: int | None) -> int:
+    """What products may round activations to; see graphs.passes.accuracy.
+
+    Without an answer of the caller it is the most precise level of the artifact's MatMulNBits.
+    Int8 is a level of that operator alone: where there is none, it asks for nothing.
+    """
+    own = [
+        attribute_int(node, "accuracy_level", 0)
+        for node in model.graph.node
+        if node.op_type == MATMUL_NBITS
+    ]
+    level = min(own, default=0) if asked is None else asked
+    return level if own or level in PRECISIONS else 0
 
 
 def _compile(core: Any, plugin: Plugin, model: Any, build: Build) -> Graph:

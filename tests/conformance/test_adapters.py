@@ -168,12 +168,14 @@ def test_an_adapter_that_is_too_large_spoils_no_other_row(adapted: Adapted) -> N
         try:
             adapted.model.set_adapter(1, scaled(adapters[2], np.finfo(np.float32).max))
         except AdapterError:
-            is_half = True  # holds no more, and is enough for infinity where activations are half
+            is_half = True  # holds no more
         rows = [(TOKENS[0], 1), *zip(TOKENS[1:4], (0, 2, 3), strict=True)]
         found = adapted.run(rows)
         begin = len(TOKENS[0])
         is_infinite = not np.isfinite(found[:begin]).all()
-        assert is_infinite or is_half, "it is not large enough to show anything"
+        # OpenVINO's norms make finite numbers of what float16 holds at most.
+        may_be_finite = is_half and adapted.lane.provider == "openvino"
+        assert is_infinite or may_be_finite, "it is not large enough to show anything"
         check_logits(adapted.rule, adapted.wanted(rows[1:]), found[begin:], "other rows")
     finally:
         adapted.model.set_adapter(1, adapters[1])

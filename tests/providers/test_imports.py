@@ -34,7 +34,7 @@ LATER = {
     "exporter",
     "graphs.passes.decompose",
     "kv.disk_tier",
-    "providers.cpu.lora",
+    "providers.host_lora",
     "providers.openvino",
     "providers.selection",
     "providers.trial",

@@ -17,8 +17,7 @@ from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.openvino import convert
 from onnxport.providers.openvino.cpu import FEW_TOKENS, CpuPlugin, builds
 from onnxport.providers.openvino.model import Graph, OpenVinoModel
-from onnxport.providers.openvino.plugin import accuracy_level
-from onnxport.providers.openvino.provider import OpenVinoProvider
+from onnxport.providers.openvino.provider import OpenVinoProvider, _accuracy_level
 from onnxport.providers.registry import get_provider, open_model
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
@@ -254,7 +253,7 @@ def test_the_artifact_says_how_precise_products_are(
     tiny_artifact: ArtifactMaker, precision: str, asked: int | None, level: int
 ) -> None:
     model = Artifact.read(tiny_artifact("llama", precision)).load_graph("paged")
-    assert accuracy_level(model, asked) == level
+    assert _accuracy_level(model, asked) == level
 
 
 def test_a_batch_runs_on_the_first_graph_that_it_fits(tiny_artifact: ArtifactMaker) -> None:

@@ -111,12 +111,6 @@ void set_others(const LoraSlots& slots, const LoraPlace& place, const Tensor& ou
 
 }  // namespace
 
-void count_parts(LoraPlace& place) {
-  place.parts = 0;
-  for (size_t part = 0; part < kLoraParts; part++)
-    if (place.columns[part] > 0) place.parts = static_cast<int64_t>(part) + 1;
-}
-
 void check_place(const char* op, const LoraPlace& place, int64_t max_rank) {
   const int64_t* end = place.columns + kLoraParts;
   const bool is_negative = place.offset < 0 || place.ranks < 0 ||

@@ -37,8 +37,12 @@ struct AddLoraCall {
   void* context;
 };
 
-// Lets `place` have the parts that its columns are.
-void count_parts(LoraPlace& place);
+// Lets `place` have the parts that its columns are. Here, for libraries that have no kernel.
+inline void count_parts(LoraPlace& place) {
+  place.parts = 0;
+  for (size_t part = 0; part < kLoraParts; part++)
+    if (place.columns[part] > 0) place.parts = static_cast<int64_t>(part) + 1;
+}
 
 // Throws an InvalidInput unless a place and the largest rank can be those of a slot.
 void check_place(const char* op, const LoraPlace& place, int64_t max_rank);

@@ -156,8 +156,7 @@ class LoraDelta : public ov::op::Op {
     node.place.bits = bits_;
     node.place.block_size = block_size_;
     std::copy(columns_.begin(), columns_.end(), node.place.columns);
-    for (size_t part = 0; part < kLoraParts; part++)  // as count_parts, which is the kernel's
-      if (columns_[part] > 0) node.place.parts = static_cast<int64_t>(part) + 1;
+    count_parts(node.place);
     const AddLoraCall call{
         &node,
         {describe(inputs[kSlots]), adapters.ranks, adapters.weights, adapters.scales},

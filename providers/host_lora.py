@@ -13,11 +13,9 @@ from onnxport.graphs.passes.accuracy import takes_int8
 from onnxport.graphs.passes.lora import add_lora, add_lora_operator, lora_products
 from onnxport.graphs.passes.result import PassResult
 from onnxport.providers.adapter_slots import AdapterSlots, slots_bytes
-from onnxport.providers.adapters import Adapters, AdapterStacks, stack_bytes
+from onnxport.providers.adapters import Adapters, AdapterStacks, Place, stack_bytes
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu import library
-from onnxport.providers.device_arrays import DeviceArrays
-from onnxport.providers.ort import CPU
 
 FLOAT32_LEVEL: Final = 1  # of matmul_accuracy_level
 
@@ -25,23 +23,30 @@ FLOAT32_LEVEL: Final = 1  # of matmul_accuracy_level
 class HostLora:
     """What becomes of a graph, and what it is given, where it is loaded with adapters."""
 
-    def __init__(self, artifact: Artifact, options: LoadOptions, *, custom: bool) -> None:
+    def __init__(
+        self, artifact: Artifact, options: LoadOptions, place: Place, *, custom: bool
+    ) -> None:
         """Load nothing yet.
 
         Args:
             artifact: what is loaded.
             options: with `max_adapters` of at least 1.
+            place: lets a session read arrays where they are.
             custom: whether to use the operator.
         """
         self._spec = artifact.manifest.model
         self._options = options
+        self._place = place
         self._custom = custom
         self._is_half = artifact.manifest.activation_dtype == "float16"
         self._dtype = np.dtype(np.float32)
         self._products: list[LoraProduct] = []
 
     def lower(self, model: onnx.ModelProto) -> PassResult:
-        """Let adapters add to a graph in float32, whose MatMulNBits have their accuracy levels."""
+        """Let adapters add to a graph in float32.
+
+        Its MatMulNBits have the accuracy levels that the options ask for, or will get them.
+        """
         self._products = lora_products(model, self._spec)
         if self._custom:
             self._dtype = self._choose_dtype(model)
@@ -52,13 +57,14 @@ class HostLora:
     def _choose_dtype(self, model: onnx.ModelProto) -> np.dtype[Any]:
         """What adapters are kept in.
 
-        What adapters cost is reading them. Where the products beside them are our own and round to
-        int8, so are adapters, which are multiplied with the same rounded activations. Others keep
-        the artifact's own type, and who asks for float32 products gets float32.
+        What adapters cost is reading them. Where the products beside them may round activations to
+        int8, adapters are int8 and multiplied with activations that are rounded so. Others keep the
+        artifact's own type, and who asks for float32 products gets float32.
         """
-        if takes_int8(model) and library.matmul_isa() is not None:
+        level = self._options.matmul_accuracy_level
+        if takes_int8(model, level) and library.matmul_isa() is not None:
             return np.dtype(np.int8)
-        exact = self._options.matmul_accuracy_level == FLOAT32_LEVEL
+        exact = level == FLOAT32_LEVEL
         return np.dtype(np.float16 if self._is_half and not exact else np.float32)
 
     def num_bytes(self) -> int:
@@ -69,7 +75,7 @@ class HostLora:
 
     def adapters(self) -> Adapters:
         """Empty slots; after `lower`."""
-        place = DeviceArrays(CPU)
+        place = self._place
         if self._custom:
             slots = AdapterSlots(self._products, self._spec, self._options, self._dtype, place)
             return Adapters(self._spec, self._options, slots)
