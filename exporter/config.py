@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.ropeconfig import read_rope
+from onnxport.exporter.ropeconfig import read_rope, rope_from
 from onnxport.graphs.spec import ArchSpec
 
 CONFIG_FILE: Final = "config.json"
@@ -34,6 +34,7 @@ IRRELEVANT: Final = frozenset(
         "bad_words_ids",
         "begin_suppress_tokens",
         "bos_token_id",
+        "cache_implementation",
         "chunk_size_feed_forward",
         "decoder_start_token_id",
         "diversity_penalty",
@@ -220,6 +221,8 @@ def decoder_spec(
     context_length: int | None = None,
     theta: float = 10_000.0,
     partial_rotary_factor: float = 1.0,
+    rope: Mapping[str, Any] | None = None,
+    hidden_act: str | None = None,
     tied: bool = False,
 ) -> ArchSpec:
     """Read the keys that every family here shares, and join them with what differs.
@@ -238,6 +241,8 @@ def decoder_spec(
         context_length: The longest sequence in tokens; None: max_position_embeddings.
         theta: `rope_theta` where absent.
         partial_rotary_factor: likewise.
+        rope: RoPE keys in the new spelling; None: the configuration's.
+        hidden_act: the activation, one of graphs.spec.HIDDEN_ACTS; None: `hidden_act`, a SiLU.
         tied: `tie_word_embeddings` where absent.
 
     Raises:
@@ -254,11 +259,14 @@ def decoder_spec(
     if not 0 < epsilon < math.inf:
         raise CheckpointError(f"{config.path}: rms_norm_eps is {epsilon}; it must be above 0.")
     defaults = {"rope_theta": theta, "partial_rotary_factor": partial_rotary_factor}
-    rope, context_length = read_rope(config, head_size, context_length, defaults)
-    if rope.rotary_dim != head_size and family not in PARTIAL_ROTARY:
+    if rope is None:
+        embedding, context_length = read_rope(config, head_size, context_length, defaults)
+    else:
+        embedding, context_length = rope_from(config, rope, head_size, context_length)
+    if embedding.rotary_dim != head_size and family not in PARTIAL_ROTARY:
         raise UnsupportedModelError(
-            f"{config.path}: partial_rotary_factor makes {rope.rotary_dim} of {head_size} channels "
-            f"rotate, and transformers ignores it for the family {family!r}. Remove it."
+            f"{config.path}: partial_rotary_factor makes {embedding.rotary_dim} of {head_size} "
+            f"channels rotate, and transformers ignores it for the family {family!r}. Remove it."
         )
     try:
         return ArchSpec(
@@ -271,7 +279,7 @@ def decoder_spec(
             head_size=head_size,
             vocab_size=config.require("vocab_size", int),
             rms_norm_eps=epsilon,
-            hidden_act=_hidden_act(config),
+            hidden_act=hidden_act or _hidden_act(config),
             qkv_bias=qkv_bias,
             o_bias=o_bias,
             mlp_bias=mlp_bias,
@@ -279,7 +287,7 @@ def decoder_spec(
             tie_word_embeddings=config.get("tie_word_embeddings", bool, tied),
             context_length=context_length,
             sliding_window=sliding_window or (None,) * num_layers,
-            rope=rope,
+            rope=embedding,
         )
     except ValueError as error:
         raise CheckpointError(f"{config.path} contradicts itself: {error}.") from error

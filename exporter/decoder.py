@@ -19,6 +19,7 @@ from onnxport.graphs import contract as names
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.spec import ArchSpec
+from onnxport.graphs.tensors import TensorRef
 
 ACCURACY_LEVEL = 4  # MatMulNBits may round activations to int8 blocks; a provider may lower it
 
@@ -50,7 +51,7 @@ class _Decoder:
                 attended = self.attention(layer, normed)
                 if layer == spec.num_layers - 1 and select is not None:
                     attended, hidden = select(attended), select(hidden)
-                delta = self.linear(f"layers.{layer}.o", attended)
+                delta = self.output(f"layers.{layer}.o", attended)
                 normed, hidden = self.norm(hidden, delta, f"layers.{layer}.post_norm")
                 delta = self.mlp(layer, normed)
         normed, _ = self.norm(hidden, delta, FINAL_NORM)
@@ -106,17 +107,28 @@ class _Decoder:
         g, name = self.g, role.rpartition(".")[2]
         weight = g.weight(self.weights.vectors[role])
         heads = ops.reshape(g, x, (*self.leading, -1, self.spec.head_size), f"{name}.heads")
-        normed = ops.rms_norm(g, heads, weight, self.spec.rms_norm_eps, name)
+        normed = ops.rms_norm(g, heads, weight, self.spec.inner_eps, name)
         return ops.reshape(g, normed, (*self.leading, size), f"{name}.join")
 
     def mlp(self, layer: int, normed: str) -> str:
-        """`down(silu(gate) * up)`; ONNX Runtime fuses x * sigmoid(x) where it can."""
+        """`down(act(gate) * up)`."""
         g = self.g
         gate_up = self.linear(f"layers.{layer}.gate_up", normed)
         gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)
-        sigmoid = g.node("Sigmoid", [gate], name="sigmoid")
-        activated = g.node("Mul", [gate, sigmoid], name="silu")
-        return self.linear(f"layers.{layer}.down", g.node("Mul", [activated, up], name="gated"))
+        if self.spec.hidden_act == "silu":
+            activated = ops.silu(g, gate)
+        else:
+            activated = ops.gelu_tanh(g, gate, _activation_dtype(self.weights))
+        return self.output(f"layers.{layer}.down", g.node("Mul", [activated, up], name="gated"))
+
+    def output(self, role: str, x: str) -> str:
+        """What attention or the feed-forward layer adds: a projection, normalized or as it is."""
+        projected = self.linear(role, x)
+        if not self.spec.output_norms:
+            return projected
+        norm = f"{role}_norm"
+        weight, epsilon = self.g.weight(self.weights.vectors[norm]), self.spec.inner_eps
+        return ops.rms_norm(self.g, projected, weight, epsilon, norm.rpartition(".")[2])
 
     def linear(self, role: str, x: str) -> str:
         """`x @ matrix.T + bias`."""
@@ -180,9 +192,10 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     g.output(names.LOGITS, TensorProto.FLOAT, [names.NUM_LOGITS, spec.vocab_size])
     pool: list[int | str] = [names.NUM_BLOCKS, names.BLOCK_SIZE, spec.num_kv_heads, spec.head_size]
     _declare_caches(g, spec, dtype, pool, pool)
-    cos, sin = _rope_tables(g, weights, dtype)
+    tables = _rope_tables(g, spec, weights, dtype)
 
     def attend(layer: int, qkv: str | tuple[str, str, str]) -> str:
+        cos, sin = tables[layer]
         return ops.paged_attention(
             g,
             qkv,
@@ -194,8 +207,8 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
             block_table=names.BLOCK_TABLE,
             attention_metadata=names.ATTENTION_METADATA,
             attributes=_attributes(spec, layer),
-            cos=cos if spec.rotates(layer) else "",
-            sin=sin if spec.rotates(layer) else "",
+            cos=cos,
+            sin=sin,
         )
 
     def select(x: str) -> str:
@@ -218,10 +231,11 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         for length in ("past_sequence_length", "total_sequence_length")
     )
     _declare_caches(g, spec, dtype, past, total)
-    cos, sin = _rope_tables(g, weights, dtype)
+    tables = _rope_tables(g, spec, weights, dtype)
     less_one, longest = ops.gqa_sequence_lengths(g, names.ATTENTION_MASK)
 
     def attend(layer: int, qkv: str | tuple[str, str, str]) -> str:
+        cos, sin = tables[layer]
         return ops.group_query_attention(
             g,
             qkv,
@@ -231,8 +245,8 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
             sequence_lengths_minus_one=less_one,
             total_sequence_length=longest,
             attributes=_attributes(spec, layer),
-            cos=cos if spec.rotates(layer) else "",
-            sin=sin if spec.rotates(layer) else "",
+            cos=cos,
+            sin=sin,
         )
 
     decoder = _Decoder(g, spec, weights, (0, 0), attend)
@@ -248,7 +262,7 @@ def _attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
         scale=spec.attention_scale,
         local_window_size=spec.sliding_window[layer],
         do_rotary=spec.rotates(layer),
-        rotary_interleaved=spec.rope.interleaved,
+        rotary_interleaved=spec.rope_of(layer).interleaved,
     )
 
 
@@ -266,9 +280,22 @@ def _declare_caches(
         g.output(names.present_value(layer), dtype, present)
 
 
-def _rope_tables(g: GraphBuilder, weights: StoredWeights, dtype: int) -> tuple[str, str]:
-    """The cos and sin tables in the activations' type; stored in float32, for long positions."""
-    cos, sin = g.weight(weights.cos), g.weight(weights.sin)
-    if dtype == TensorProto.FLOAT:
-        return cos, sin
-    return ops.cast(g, cos, dtype, "rope.cos.cast"), ops.cast(g, sin, dtype, "rope.sin.cast")
+def _rope_tables(
+    g: GraphBuilder, spec: ArchSpec, weights: StoredWeights, dtype: int
+) -> list[tuple[str, str]]:
+    """Each layer's cos and sin tables in the activations' type; empty names where nothing rotates.
+
+    They are stored in float32, for long positions.
+    """
+
+    def table(ref: TensorRef) -> str:
+        stored = g.weight(ref)
+        if dtype == TensorProto.FLOAT:
+            return stored
+        return ops.cast(g, stored, dtype, f"{stored}.cast")
+
+    tables = {rope: (table(cos), table(sin)) for rope, (cos, sin) in weights.ropes.items()}
+    return [
+        tables[spec.rope_of(layer)] if spec.rotates(layer) else ("", "")
+        for layer in range(spec.num_layers)
+    ]

@@ -131,7 +131,7 @@ def _check_same(checkpoint: Checkpoint, first: str, second: str, spec: ArchSpec)
 def _artifact_bytes(spec: ArchSpec, plan: WeightPlan, options: ExportOptions) -> int:
     """About how large the weights file becomes."""
     activation_bytes = options.activation_dtype.itemsize
-    total = 4 * spec.context_length * spec.rope.rotary_dim
+    total = sum(4 * spec.context_length * rope.rotary_dim for rope in spec.ropes)
     for role, matrix in plan.matrices.items():
         if role == HEAD and spec.tie_word_embeddings:
             continue

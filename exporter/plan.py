@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint make up each weight of the graphs, and of what shape.
 
 A weight is named by its role: `embedding`, `final_norm`, `head`, and for each layer
-`layers.N.{input_norm, qkv, q_norm, k_norm, o, post_norm, gate_up, down}`.
+`layers.N.{input_norm, qkv, q_norm, k_norm, o, o_norm, post_norm, gate_up, down, down_norm}`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class WeightPlan:
     """All weights of a model by role."""
 
     matrices: Mapping[str, MatrixPlan]  # `head` is the embedding where they are tied
-    vectors: Mapping[str, tuple[str, int]]  # tensor name and size
+    vectors: Mapping[str, tuple[str, int]]  # norms: tensor name and size
     scales: Mapping[str, float]  # what a vector is multiplied with, if it is
+    offset: float = 0.0  # what is added to every vector before
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the checkpoint must hold, and its shape."""
@@ -58,6 +59,7 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
     head = MatrixPlan(((names.head, spec.vocab_size),), spec.hidden_size)
     matrices = {EMBEDDING: embedding, HEAD: embedding if spec.tie_word_embeddings else head}
     vectors = {FINAL_NORM: (names.final_norm, spec.hidden_size)}
+    scales = {} if spec.logits_scale is None else {FINAL_NORM: spec.logits_scale}
     for layer in range(spec.num_layers):
         role, prefix = f"layers.{layer}.", names.layer.format(layer)
         vectors[role + "input_norm"] = (prefix + names.input_norm, spec.hidden_size)
@@ -65,9 +67,13 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         if spec.qk_norm:
             vectors[role + "q_norm"] = (prefix + names.q_norm, spec.head_size)
             vectors[role + "k_norm"] = (prefix + names.k_norm, spec.head_size)
+        if spec.output_norms:
+            for name, tensor in (("o_norm", names.o_norm), ("down_norm", names.down_norm)):
+                vectors[role + name] = (prefix + tensor, spec.hidden_size)
+                if spec.residual_scale is not None:
+                    scales[role + name] = spec.residual_scale
         matrices.update(_layer_matrices(spec, names, role, prefix))
-    scales = {} if spec.logits_scale is None else {FINAL_NORM: spec.logits_scale}
-    return WeightPlan(matrices, vectors, scales)
+    return WeightPlan(matrices, vectors, scales, names.norm_offset)
 
 
 def _layer_matrices(
@@ -88,7 +94,7 @@ def _layer_matrices(
             tuple((f"{prefix}{part}.weight", size) for part, size in sizes),
             columns,
             tuple((f"{prefix}{part}.bias", size) for part, size in sizes) if biased else (),
-            spec.residual_scale if name in ("o", "down") and spec.residual_scale else 1.0,
+            spec.output_scale if name in ("o", "down") else 1.0,
         )
     return found
 

@@ -6,13 +6,15 @@ checkpoint while that is being exported, and over a model larger than memory.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.exporter import rope
-from onnxport.graphs.spec import ArchSpec
+from onnxport.graphs.ops import GELU_CUBE, GELU_SCALE
+from onnxport.graphs.spec import ArchSpec, RopeSpec
 
 Array = NDArray[np.float32]
 
@@ -54,23 +56,31 @@ def forward(
     Returns:
         float32 [num_logits, vocab].
     """
-    tables = rope.tables(spec.rope, spec.context_length, len(token_ids))
-    cos, sin = (table[:, None] for table in tables)  # one row for all heads
+    tables = {one: rope.tables(one, spec.context_length, len(token_ids)) for one in spec.ropes}
     hidden = weights.embed(token_ids)
     for layer in range(spec.num_layers):
-        normed = _rms_norm(hidden, weights.vector(f"layers.{layer}.input_norm"), spec)
-        attended = _attend(spec, layer, weights, normed, cos, sin)
+        normed = _rms_norm(hidden, weights.vector(f"layers.{layer}.input_norm"), spec.rms_norm_eps)
+        attended = _attend(spec, layer, weights, normed, tables[spec.rope_of(layer)])
         if layer == spec.num_layers - 1:  # what follows mixes no positions
             hidden, attended = hidden[logits_indices], attended[logits_indices]
-        hidden = hidden + weights.linear(f"layers.{layer}.o", attended)
-        normed = _rms_norm(hidden, weights.vector(f"layers.{layer}.post_norm"), spec)
+        hidden = hidden + _output(spec, weights, f"layers.{layer}.o", attended)
+        normed = _rms_norm(hidden, weights.vector(f"layers.{layer}.post_norm"), spec.rms_norm_eps)
         gate, up = np.split(weights.linear(f"layers.{layer}.gate_up", normed), 2, axis=-1)
-        hidden = hidden + weights.linear(f"layers.{layer}.down", _silu(gate) * up)
-    return weights.head(_rms_norm(hidden, weights.vector("final_norm"), spec))
+        gated = _ACTIVATIONS[spec.hidden_act](gate) * up
+        hidden = hidden + _output(spec, weights, f"layers.{layer}.down", gated)
+    return weights.head(_rms_norm(hidden, weights.vector("final_norm"), spec.rms_norm_eps))
+
+
+def _output(spec: ArchSpec, weights: WeightSource, role: str, x: Array) -> Array:
+    """What attention or the feed-forward layer adds; [num_tokens, hidden]."""
+    output = weights.linear(role, x)
+    if not spec.output_norms:
+        return output
+    return _rms_norm(output, weights.vector(f"{role}_norm"), spec.inner_eps)
 
 
 def _attend(
-    spec: ArchSpec, layer: int, weights: WeightSource, normed: Array, cos: Array, sin: Array
+    spec: ArchSpec, layer: int, weights: WeightSource, normed: Array, tables: tuple[Array, Array]
 ) -> Array:
     """Causal self-attention; [num_tokens, hidden] to [num_tokens, q_size]."""
     tokens = len(normed)
@@ -78,10 +88,11 @@ def _attend(
     edges = [spec.q_size, spec.q_size + spec.kv_size]
     q, k, v = (part.reshape(tokens, -1, spec.head_size) for part in np.split(qkv, edges, axis=-1))
     if spec.qk_norm:
-        q = _rms_norm(q, weights.vector(f"layers.{layer}.q_norm"), spec)
-        k = _rms_norm(k, weights.vector(f"layers.{layer}.k_norm"), spec)
+        q = _rms_norm(q, weights.vector(f"layers.{layer}.q_norm"), spec.inner_eps)
+        k = _rms_norm(k, weights.vector(f"layers.{layer}.k_norm"), spec.inner_eps)
     if spec.rotates(layer):
-        q, k = _rotate(q, cos, sin, spec), _rotate(k, cos, sin, spec)
+        embedding = spec.rope_of(layer)
+        q, k = _rotate(q, tables, embedding), _rotate(k, tables, embedding)
     shared = spec.num_heads // spec.num_kv_heads
     k, v = np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k) * np.float32(spec.scale)
@@ -95,10 +106,11 @@ def _attend(
     return result
 
 
-def _rotate(x: Array, cos: Array, sin: Array, spec: ArchSpec) -> Array:
+def _rotate(x: Array, tables: tuple[Array, Array], embedding: RopeSpec) -> Array:
     """RoPE on the leading channels of each head; x [num_tokens, heads, head_size]."""
-    half = spec.rope.rotary_dim // 2
-    if spec.rope.interleaved:
+    cos, sin = (table[:, None] for table in tables)  # one row for all heads
+    half = embedding.rotary_dim // 2
+    if embedding.interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     else:
         first, second = slice(0, half), slice(half, 2 * half)
@@ -108,9 +120,9 @@ def _rotate(x: Array, cos: Array, sin: Array, spec: ArchSpec) -> Array:
     return rotated
 
 
-def _rms_norm(x: Array, weight: Array, spec: ArchSpec) -> Array:
+def _rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
     mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
-    normed: Array = x / np.sqrt(mean_square + np.float32(spec.rms_norm_eps)) * weight
+    normed: Array = x / np.sqrt(mean_square + np.float32(epsilon)) * weight
     return normed
 
 
@@ -118,3 +130,16 @@ def _silu(x: Array) -> Array:
     with np.errstate(over="ignore"):  # exp(-x) = inf gives the limit, zero
         activated: Array = x / (1 + np.exp(-x))
     return activated
+
+
+def _gelu_tanh(x: Array) -> Array:
+    """GELU's approximation with tanh (arXiv:1606.08415)."""
+    inner = np.float32(GELU_SCALE) * x * (1 + np.float32(GELU_CUBE) * x * x)
+    activated: Array = np.float32(0.5) * x * (1 + np.tanh(inner))
+    return activated
+
+
+_ACTIVATIONS: Final[Mapping[str, Callable[[Array], Array]]] = {
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+}

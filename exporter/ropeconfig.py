@@ -83,7 +83,13 @@ def read_rope(
         UnsupportedModelError: A RoPE type or key that is not known, or too long a context.
         CheckpointError: A parameter is missing, of a wrong type, or contradicts another.
     """
-    values = {**(defaults or {}), **_parameters(config)}
+    return rope_from(config, {**(defaults or {}), **_parameters(config)}, head_size, context_length)
+
+
+def rope_from(
+    config: Config, values: Mapping[str, Any], head_size: int, context_length: int | None
+) -> tuple[RopeSpec, int]:
+    """What `read_rope` does, with RoPE keys in the new spelling, without nulls."""
     kind = _kind(values)
     if kind not in ROPE_KEYS:
         raise UnsupportedModelError(
@@ -112,6 +118,40 @@ def read_rope(
     except ValueError as error:
         raise CheckpointError(f"{config.path}: RoPE parameters: {error}.") from error
     return rope, _context_length(config, rope, trained, context_length)
+
+
+def rope_by_layer_type(
+    config: Config, defaults: Mapping[str, Mapping[str, Any]], scaled: str
+) -> dict[str, dict[str, Any]]:
+    """RoPE keys of each layer type, which `rope_parameters` holds; for `rope_from`.
+
+    Args:
+        config: The model's configuration.
+        defaults: By layer type, what holds where `rope_parameters` does not say.
+        scaled: The layer type that the old spelling's `rope_scaling` is about.
+
+    Raises:
+        UnsupportedModelError: Another layer type, or both spellings, which differ.
+    """
+    nested = _without_nulls(config.get("rope_parameters", dict, {}))
+    if not all(kind in defaults and isinstance(one, dict) for kind, one in nested.items()):
+        raise UnsupportedModelError(
+            f"{config.path}: rope_parameters is {nested}; supported is an object for each of the "
+            f"layer types {', '.join(defaults)}."
+        )
+    given = {kind: _without_nulls(nested.get(kind, {})) for kind in defaults}
+    scaling = _without_nulls(config.get("rope_scaling", dict, {}))
+    if _differ(scaling, given[scaled], defaults[scaled], None):
+        raise UnsupportedModelError(
+            f"{config.path} has rope_scaling = {scaling} and rope_parameters = {given[scaled]} for "
+            f"{scaled}, which differ; remove the one that the model was not trained with."
+        )
+    given[scaled] = {**given[scaled], **scaling}
+    return {kind: {**defaults[kind], **one} for kind, one in given.items()}
+
+
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _kind(values: Mapping[str, Any]) -> str:
@@ -147,7 +187,7 @@ def _parameters(config: Config) -> dict[str, Any]:
             raise UnsupportedModelError(
                 f"{config.path}: {key} differs between layer types, which is not supported."
             )
-        told = {name: value for name, value in nested.items() if value is not None}
+        told = _without_nulls(nested)
         kind = told.get("rope_type", told.get("type"))
         if kind == "yarn" and nested.get("truncate", True) is None:
             told["truncate"] = False  # as transformers reads it

@@ -24,7 +24,7 @@ from onnxport.exporter.options import ExportOptions
 from onnxport.exporter.plan import EMBEDDING, HEAD, MatrixPlan, WeightPlan
 from onnxport.exporter.quantize import BlockFormat, quantize_rows
 from onnxport.graphs.artifact_writer import ArtifactWriter
-from onnxport.graphs.spec import ArchSpec
+from onnxport.graphs.spec import ArchSpec, RopeSpec
 from onnxport.graphs.tensors import TensorRef
 
 _PANEL_ELEMENTS: Final = 1 << 22  # 16 MiB of float32
@@ -50,8 +50,7 @@ class StoredMatrix:
 class StoredWeights:
     """All weights of an artifact by role; `head` is the embedding where they are tied."""
 
-    cos: TensorRef  # float32 [context_length, rotary_dim / 2]
-    sin: TensorRef  # likewise
+    ropes: dict[RopeSpec, tuple[TensorRef, TensorRef]]  # cos, sin: see `rope.tables`
     matrices: dict[str, StoredMatrix] = field(default_factory=dict)
     vectors: dict[str, TensorRef] = field(default_factory=dict)
 
@@ -80,9 +79,11 @@ class StreamingWeights:
         self._on_bytes = on_bytes
         self._threads = options.num_threads
         self._pool = ThreadPoolExecutor(self._threads, "onnxport-export")
-        cos, sin = rope.tables(spec.rope, spec.context_length)
         self.stored = StoredWeights(
-            writer.add_weight("rope.cos", cos), writer.add_weight("rope.sin", sin)
+            {
+                one: _store_rope("rope" if one == spec.rope else "rope.local", one, spec, writer)
+                for one in spec.ropes
+            }
         )
 
     def __enter__(self) -> StreamingWeights:
@@ -107,8 +108,10 @@ class StreamingWeights:
     def vector(self, role: str) -> Array:
         """See `WeightSource`."""
         name, _ = self._plan.vectors[role]
-        scale = self._plan.scales.get(role, 1.0)
-        self.stored.vectors[role], values = self._store_vector(f"{role}.weight", (name,), scale)
+        scale, offset = self._plan.scales.get(role, 1.0), self._plan.offset
+        self.stored.vectors[role], values = self._store_vector(
+            f"{role}.weight", (name,), scale, offset
+        )
         return values
 
     def linear(self, role: str, x: Array) -> Array:
@@ -155,14 +158,17 @@ class StreamingWeights:
         return y
 
     def _store_vector(
-        self, name: str, tensors: tuple[str, ...], scale: float
+        self, name: str, tensors: tuple[str, ...], scale: float, offset: float = 0.0
     ) -> tuple[TensorRef, Array]:
-        """Store joined vectors times a scale; returns what was stored as float32."""
+        """Store joined vectors, plus an offset, times a scale; returns that as float32."""
         parts = []
         for tensor in tensors:
             raw = self._checkpoint.read(tensor)
             self._on_bytes(raw.nbytes)
-            values = _times(to_float32(raw), scale)
+            values = to_float32(raw)
+            if offset != 0:
+                values = values + np.float32(offset)
+            values = _times(values, scale)
             parts.append(_to_dtype(tensor, values, self._options.activation_dtype))
         values = np.concatenate(parts)
         return self._writer.add_weight(name, values), values.astype(np.float32)
@@ -209,6 +215,14 @@ class StreamingWeights:
             if first < last
         ]:
             task.result()
+
+
+def _store_rope(
+    name: str, one: RopeSpec, spec: ArchSpec, writer: ArtifactWriter
+) -> tuple[TensorRef, TensorRef]:
+    """Store the cos and sin table of a rotary embedding."""
+    cos, sin = rope.tables(one, spec.context_length)
+    return writer.add_weight(f"{name}.cos", cos), writer.add_weight(f"{name}.sin", sin)
 
 
 @dataclass(frozen=True, slots=True)

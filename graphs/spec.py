@@ -16,7 +16,7 @@ from onnxport.errors import ArtifactError
 
 _T = TypeVar("_T")
 
-HIDDEN_ACTS: Final = ("silu",)
+HIDDEN_ACTS: Final = ("silu", "gelu_tanh")
 
 # RoPE type -> the optional RopeSpec fields that it needs (the others stay None).
 ROPE_PARAMETERS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -116,9 +116,12 @@ class ArchSpec:
     sliding_window: tuple[int | None, ...]  # per layer: visible tokens with the query's own, or all
     rope: RopeSpec
     attention_scale: float | None = None  # of QK^T; None: 1 / sqrt(head_size)
-    residual_scale: float | None = None  # what o_proj and down_proj are stored times; None: 1
+    residual_scale: float | None = None  # what is stored times it: see `output_scale`; None: 1
     logits_scale: float | None = None  # likewise the final norm's weight
     rotated_layers: tuple[bool, ...] | None = None  # which of them RoPE rotates; None: all
+    output_norms: bool | None = None  # RMSNorm on what attention and MLP add; None: without
+    inner_norm_eps: float | None = None  # of norms on heads and on outputs; None: rms_norm_eps
+    local_rope: RopeSpec | None = None  # of layers with a sliding window; None: rope
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -133,6 +136,10 @@ class ArchSpec:
             f"rotary_dim {self.rope.rotary_dim} exceeds head_size {self.head_size}",
         )
         _require(
+            self.local_rope is None or self.local_rope.rotary_dim <= self.head_size,
+            f"local_rope {self.local_rope} exceeds head_size {self.head_size}",
+        )
+        _require(
             len(self.sliding_window) == self.num_layers,
             f"sliding_window has {len(self.sliding_window)} entries for {self.num_layers} layers",
         )
@@ -143,6 +150,10 @@ class ArchSpec:
         _require(
             self.rotated_layers is None or len(self.rotated_layers) == self.num_layers,
             f"rotated_layers are {self.rotated_layers} for {self.num_layers} layers",
+        )
+        _require(
+            self.inner_norm_eps is None or self.inner_norm_eps > 0,
+            f"inner_norm_eps must be positive, is {self.inner_norm_eps}",
         )
         if self.hidden_act not in HIDDEN_ACTS:
             raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {HIDDEN_ACTS}")
@@ -167,6 +178,27 @@ class ArchSpec:
         return self.rotated_layers is None or self.rotated_layers[layer]
 
     @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The rotary embeddings that layers have."""
+        return tuple(dict.fromkeys(self.rope_of(layer) for layer in range(self.num_layers)))
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        """The rotary embedding of a layer."""
+        if self.local_rope is not None and self.sliding_window[layer] is not None:
+            return self.local_rope
+        return self.rope
+
+    @property
+    def inner_eps(self) -> float:
+        """The epsilon of norms that do not read the residual stream."""
+        return self.rms_norm_eps if self.inner_norm_eps is None else self.inner_norm_eps
+
+    @property
+    def output_scale(self) -> float:
+        """What o_proj and down_proj are stored times; the norms behind them are, if there are."""
+        return 1.0 if self.residual_scale is None or self.output_norms else self.residual_scale
+
+    @property
     def scale(self) -> float:
         """What QK^T is multiplied with."""
         if self.attention_scale is not None:
@@ -175,7 +207,10 @@ class ArchSpec:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
-        return _without_nulls(_to_json(self), _LATER) | {"rope": self.rope.to_json()}
+        ropes = {"rope": self.rope.to_json()}
+        if self.local_rope is not None:
+            ropes["local_rope"] = self.local_rope.to_json()
+        return _without_nulls(_to_json(self), _LATER) | ropes
 
     @classmethod
     def from_json(cls, value: Any) -> ArchSpec:
@@ -190,6 +225,8 @@ class ArchSpec:
                 raise ArtifactError(f"model.rotated_layers has an entry that is no bool: {rotated}")
             fields["rotated_layers"] = tuple(rotated)
         fields["rope"] = RopeSpec.from_json(fields["rope"])
+        if fields["local_rope"] is not None:
+            fields["local_rope"] = RopeSpec.from_json(fields["local_rope"])
         return _construct(cls, "model", fields)
 
 
@@ -236,9 +273,15 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "residual_scale": (float, _NONE),
     "logits_scale": (float, _NONE),
     "rotated_layers": (list, _NONE),
+    "output_norms": (bool, _NONE),
+    "inner_norm_eps": (float, _NONE),
+    "local_rope": (dict, _NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
-_LATER: Final = ("residual_scale", "logits_scale", "rotated_layers")
+_LATER: Final = (
+    *("residual_scale", "logits_scale", "rotated_layers"),
+    *("output_norms", "inner_norm_eps", "local_rope"),
+)
 _LATER_OF_ROPE: Final = ("factors",)
 
 

@@ -28,6 +28,9 @@ class TensorNames:
     post_norm: str = "post_attention_layernorm.weight"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: tuple[str, ...] = ("mlp.down_proj",)
+    o_norm: str = "post_attention_layernorm.weight"  # of models that normalize what layers add
+    down_norm: str = "post_feedforward_layernorm.weight"  # likewise
+    norm_offset: float = 0.0  # what the weights of all norms lack
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # suffixes of buffers that we recompute
 
 

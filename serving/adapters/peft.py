@@ -99,8 +99,8 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
         layer, names = modules[module]
         ends = np.cumsum([shapes[name][0] for name in names])
         for name, rows in zip(names, np.split(scaled, ends[:-1]), strict=True):
-            if base.residual_scale is not None and name in ("o_proj", "down_proj"):
-                rows = rows * np.float32(base.residual_scale)  # as the weights that it adds to are
+            if base.output_scale != 1 and name in ("o_proj", "down_proj"):
+                rows = rows * np.float32(base.output_scale)  # as the weights that it adds to are
             deltas[layer, name] = LoraDelta(a, rows)
     adapter = LoraAdapter(deltas)
     return AdapterContent(adapter, fingerprint(adapter), folder, config.base_model)

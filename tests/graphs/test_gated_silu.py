@@ -10,6 +10,8 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
+from onnxport.graphs import ops
+from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.providers.cpu.library import find_library, load_library
 
@@ -145,6 +147,23 @@ def _sum_instead_of_product(of: Nodes) -> Nodes:
     return of
 
 
+def _tanh_instead_of_sigmoid(of: Nodes) -> Nodes:
+    of[2] = helper.make_node("Tanh", ["gate"], ["sigmoid"])
+    return of
+
+
+def _gelu(of: Nodes) -> Nodes:
+    """As the exporter writes it: the gate has four readers, and the activated one no sigmoid."""
+    g = GraphBuilder("gelu")
+    activated = ops.gelu_tanh(g, "gate", TensorProto.FLOAT)
+    built = g.build().graph
+    constants = [
+        helper.make_node("Constant", [], [one.name], value=one) for one in built.initializer
+    ]
+    product = helper.make_node("Mul", [activated, "up"], ["y"], name="gated")
+    return [*constants, *of[:2], *built.node, product]
+
+
 def _up_used_elsewhere(of: Nodes) -> Nodes:
     return [*of, helper.make_node("Neg", ["up"], ["other"])]
 
@@ -162,6 +181,8 @@ def _sigmoid_used_elsewhere(of: Nodes) -> Nodes:
         _sigmoid_of_up,
         _product_with_the_gate,
         _sum_instead_of_product,
+        _tanh_instead_of_sigmoid,
+        _gelu,
         _up_used_elsewhere,
         _sigmoid_used_elsewhere,
     ],

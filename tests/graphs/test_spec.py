@@ -37,6 +37,40 @@ def test_every_rope_type_survives_json(kind: str) -> None:
     assert ArchSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
 
 
+def test_what_artifacts_of_before_lack_is_written_where_it_is_something() -> None:
+    new = {"output_norms": True, "inner_norm_eps": 1e-6, "hidden_act": "gelu_tanh"}
+    spec = replace(SPEC, local_rope=rope("linear"), **new)
+    stored = json.loads(json.dumps(spec.to_json()))
+    assert ArchSpec.from_json(stored) == spec
+    later = {"output_norms", "inner_norm_eps", "local_rope"}
+    assert stored.keys() - SPEC.to_json().keys() == later
+    for key in later:
+        del stored[key]
+    assert ArchSpec.from_json(stored) == replace(SPEC, hidden_act="gelu_tanh")
+    for key, wrong in (("local_rope", []), ("output_norms", 1), ("inner_norm_eps", "1")):
+        with pytest.raises(ArtifactError, match=key):
+            ArchSpec.from_json(SPEC.to_json() | {key: wrong})
+
+
+def test_layers_with_a_window_may_have_a_rotary_embedding_of_their_own() -> None:
+    assert SPEC.sliding_window == (None, 8)
+    local = rope("linear")
+    spec = replace(SPEC, local_rope=local)
+    assert (spec.rope_of(0), spec.rope_of(1)) == spec.ropes == (SPEC.rope, local)
+    assert SPEC.ropes == (SPEC.rope,)
+    assert replace(spec, sliding_window=(None, None)).ropes == (SPEC.rope,)
+    with pytest.raises(ValueError, match="local_rope"):
+        replace(SPEC, local_rope=replace(local, rotary_dim=34))
+
+
+def test_scales_and_epsilons_with_norms_on_outputs() -> None:
+    scaled = replace(SPEC, residual_scale=0.5)
+    assert (SPEC.output_scale, scaled.output_scale) == (1, 0.5)
+    assert replace(scaled, output_norms=True).output_scale == 1  # then the norms are
+    assert SPEC.inner_eps == SPEC.rms_norm_eps
+    assert replace(SPEC, inner_norm_eps=0.5).inner_eps == 0.5
+
+
 @pytest.mark.parametrize("kind", sorted(ROPE_PARAMETERS))
 def test_rope_parameters_are_those_of_the_type(kind: str) -> None:
     for name, value in PARAMETERS.items():
@@ -97,6 +131,8 @@ def test_wrong_types_are_refused(key: str, value: Any) -> None:
         ({"hidden_act": "tanh"}, "hidden_act"),
         ({"head_size": 16}, "rotary_dim 32 exceeds"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
+        ({"inner_norm_eps": 0.0}, "inner_norm_eps"),
+        ({"rotated_layers": (True,)}, "for 2 layers"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> None:
