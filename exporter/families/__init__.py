@@ -8,6 +8,7 @@ from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import (
     ernie4_5,
+    gemma3,
     glm,
     granite,
     helium,
@@ -23,6 +24,7 @@ from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
     ernie4_5.FAMILY,
+    gemma3.FAMILY,
     glm.FAMILY,
     granite.FAMILY,
     helium.FAMILY,

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB = 160
 TOKENS = 32
+OFFSET_NORMS = ("gemma3_text",)  # families whose norms' weights are stored minus one
 
 BASE: Mapping[str, Any] = {
     "vocab_size": VOCAB,
@@ -68,6 +69,32 @@ def _longrope() -> Case:
 CASES: Mapping[str, Case] = {
     "glm": Case("glm", {"head_dim": 32, "pad_token_id": 0}, torch.bfloat16),
     "helium": Case("helium", {"head_dim": 16, "pad_token_id": 0}),
+    "gemma3": Case(
+        "gemma3_text",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rms_norm_eps": 0.05,  # so that each norm's tells
+            "tie_word_embeddings": True,
+        },
+        torch.bfloat16,
+    ),
+    "gemma3-linear": Case(
+        "gemma3_text",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "attention_bias": True,
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "rope_theta": 500.0,
+            "rope_local_base_freq": 40.0,
+        },
+    ),
     "granite": Case(
         "granite",
         {
@@ -160,7 +187,7 @@ def make(case: Case, folder: Path, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        centre = 1.0 if "norm" in name else 0.0
+        centre = 1.0 if "norm" in name and case.family not in OFFSET_NORMS else 0.0
         spread = 0.2 if parameter.ndim == 1 else 2 / parameter.shape[-1] ** 0.5
         parameter.data = torch.randn_like(parameter) * spread + centre
     model.to(case.dtype)

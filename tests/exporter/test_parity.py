@@ -22,6 +22,7 @@ Exported = tuple[PreTrainedModel, Artifact]
 
 
 FAST = {
+    "gemma3",
     "granite",
     "llama",
     "llama-mqa-biases",

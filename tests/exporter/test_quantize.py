@@ -158,8 +158,12 @@ VARIANTS = [
     ("qwen2-ragged", ExportOptions(precision="int8", group_size=128)),
     ("qwen3", ExportOptions(precision="int4", group_size=32)),
     ("qwen3-biases", ExportOptions(precision="int4", group_size=128, head_precision="int4")),
+    ("gemma3", ExportOptions(precision="int4", group_size=32)),
+    ("gemma3", ExportOptions(precision="fp16")),
+    ("gemma3-linear", ExportOptions(precision="int8", group_size=64)),
 ]
-FAST = (0, 1, 2, 6, 7, 8, 9, 11, 12)  # each precision; each checkpoint but for qwen3-biases
+# Each precision; each checkpoint but for qwen3-biases and gemma3-linear.
+FAST = (0, 1, 2, 6, 7, 8, 9, 11, 12, 14, 15)
 
 
 @pytest.mark.parametrize(

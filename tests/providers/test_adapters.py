@@ -36,7 +36,15 @@ from tests.exporter import checkpoints
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.models import opened
 
-FAMILIES = ("granite-biases", "llama", "mistral-window", "phi3-longrope", "qwen2", "qwen3")
+FAMILIES = (
+    "gemma3",
+    "granite-biases",
+    "llama",
+    "mistral-window",
+    "phi3-longrope",
+    "qwen2",
+    "qwen3",
+)
 KERNEL = pytest.mark.skipif(find_library() is None, reason="the C++ kernel was not built")
 
 
@@ -75,7 +83,7 @@ def merge(model: Any, adapter: LoraAdapter, spec: ArchSpec) -> None:
         weight = weights[f"model.layers.{layer}.{parent}.{module}.weight"]
         added = delta.b @ delta.a
         if projection in ("o_proj", "down_proj"):
-            added /= spec.residual_scale or 1  # the checkpoint's weights are not scaled
+            added /= spec.output_scale  # the checkpoint's weights are not scaled
         with torch.no_grad():
             weight[begin : begin + len(added)] += torch.from_numpy(added)
 
@@ -104,7 +112,7 @@ def test_an_adapter_does_what_merging_it_would(
 
 @KERNEL
 @pytest.mark.parametrize("precision", ["int4", "int8"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2", "qwen3"])
 def test_slots_alone_change_no_bit(
     tiny_artifact: ArtifactMaker, family: str, precision: str
 ) -> None:

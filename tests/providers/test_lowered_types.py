@@ -20,7 +20,7 @@ from onnxport.providers.ort import ort_value, start_session
 from tests.exporter import checkpoints
 from tests.providers.conftest import ArtifactMaker
 
-FAMILIES = ("llama", "mistral-window", "phi3-longrope", "qwen2", "qwen3")
+FAMILIES = ("gemma3", "llama", "mistral-window", "phi3-longrope", "qwen2", "qwen3")
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
 NUM_BLOCKS, BLOCK_SIZE = 8, 16
 
@@ -79,7 +79,7 @@ def test_every_value_has_the_type(
     types = element_types(result.model)
     floating = {name: t for name, t in types.items() if t in FLOAT_DTYPES.values()}
     tables = {t.name for t in graph.initializer if t.name.startswith("rope.")}
-    assert len(tables) == 2
+    assert len(tables) == 2 * len(artifact.manifest.model.ropes)
     gathered = {n.input[0] for n in graph.node if n.op_type == "Gather"} | {
         n.output[0] for n in graph.node if n.output[0].endswith(".stored")
     }
