@@ -115,11 +115,9 @@ class _Decoder:
         g = self.g
         gate_up = self.linear(f"layers.{layer}.gate_up", normed)
         gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)
-        if self.spec.hidden_act == "silu":
-            activated = ops.silu(g, gate)
-        else:
-            activated = ops.gelu_tanh(g, gate, _activation_dtype(self.weights))
-        return self.output(f"layers.{layer}.down", g.node("Mul", [activated, up], name="gated"))
+        activate = ops.silu if self.spec.hidden_act == "silu" else ops.gelu_tanh
+        gated = g.node("Mul", [activate(g, gate), up], name="gated")
+        return self.output(f"layers.{layer}.down", gated)
 
     def output(self, role: str, x: str) -> str:
         """What attention or the feed-forward layer adds: a projection, normalized or as it is."""

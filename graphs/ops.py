@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.contract import MICROSOFT
@@ -19,7 +19,7 @@ from onnxport.graphs.contract import MICROSOFT
 # Where RoPE is part of ONNX Runtime's own attention, a head's channels, and those of them that
 # rotate, are multiples of it (CheckRotaryCaches in group_query_attention_helper.h).
 ROTARY_MULTIPLE: Final = 16
-GELU_SCALE: Final = math.sqrt(2 / math.pi)  # arXiv:1606.08415
+GELU_SCALE: Final = math.sqrt(2 / math.pi)
 GELU_CUBE: Final = 0.044715
 
 
@@ -80,24 +80,9 @@ def silu(g: GraphBuilder, x: str) -> str:
     return g.node("Mul", [x, g.node("Sigmoid", [x], name="sigmoid")], name="silu")
 
 
-def gelu_tanh(g: GraphBuilder, x: str, dtype: int) -> str:
-    """`x / 2 * (1 + tanh(GELU_SCALE * (x + GELU_CUBE * x³)))`, x of an ONNX element type.
-
-    In this form ONNX Runtime and OpenVINO make one operator of it where they have one. What
-    overflows in float16 on the way is infinite, and its tanh is 1 or -1 as it should be.
-    """
-
-    def number(value: float, name: str) -> str:
-        return g.constant(np.array(value, helper.tensor_dtype_to_np_dtype(dtype)), name)
-
-    with g.scope("gelu"):
-        one = number(1, "one")
-        square = g.node("Mul", [g.node("Mul", [x, number(GELU_CUBE, "cube")]), x], name="square")
-        scaled = g.node("Mul", [x, number(GELU_SCALE, "scale")], name="scaled")
-        inner = g.node("Mul", [g.node("Add", [square, one]), scaled], name="inner")
-        factor = g.node("Add", [g.node("Tanh", [inner]), one], name="factor")
-        half = g.node("Mul", [x, number(0.5, "half")], name="halved")
-        return g.node("Mul", [half, factor])
+def gelu_tanh(g: GraphBuilder, x: str) -> str:
+    """`x / 2 * (1 + tanh(GELU_SCALE * (x + GELU_CUBE * x³)))`, arXiv:1606.08415."""
+    return g.node("Gelu", [x], name="gelu", approximate="tanh")
 
 
 def cast(g: GraphBuilder, x: str, dtype: int, name: str = "cast") -> str:

@@ -28,6 +28,7 @@ from onnxport.graphs.passes.lora import add_lora, lora_products
 from onnxport.graphs.passes.native import NativeLimits, keep_native
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.passes.write_gelu import write_gelu
 from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers import memory
@@ -79,6 +80,7 @@ class Recipe:
     max_batch_rows: int | None = None
     captures_graphs: bool = False  # it can replay decode steps, see providers.replay
     bucketed: bool = False  # it compiles a graph for each shape: pad to few of them
+    has_gelu: bool = True  # of ONNX, with tanh; else it is written out
     expected_on_host: frozenset[str] = frozenset()  # operator types that it is known not to have
     free_bytes: int | None = None  # device memory; None: it does not tell
     buffer_bytes: int | None = None  # its largest buffer; None: no limit
@@ -194,6 +196,9 @@ class _Lowering:
         yield step
         if options.matmul_accuracy_level is not None:
             step = set_accuracy(step.model, options.matmul_accuracy_level)
+            yield step
+        if not recipe.has_gelu:
+            step = write_gelu(step.model)
             yield step
         if options.max_adapters:
             step = add_lora(step.model, self._artifact.manifest.model)

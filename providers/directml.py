@@ -1,7 +1,8 @@
 """The `directml` provider: any Direct3D 12 GPU on Windows.
 
 DirectML has no paged attention, and compiles its operators for each shape: the graph is
-decomposed, with bounds that are shapes, and a step is padded to one of few sizes.
+decomposed, with bounds that are shapes, and a step is padded to one of few sizes. Nor has it ONNX's
+Gelu, which is written out.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class DirectMLProvider:
             native=None,
             native_block_size=no_native_blocks,
             bucketed=True,
+            has_gelu=False,
             expected_on_host=EXPECTED_ON_HOST,
         )
         return load_on_device(artifact, options, recipe, self._target(), emulate=self._emulate)

@@ -52,7 +52,7 @@ def test_generates_transformers_tokens(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma3", "llama", "qwen2", "qwen3"])
 def test_opens_other_precisions(name: str, precision: str, tmp_path: Path) -> None:
     checkpoints.make(checkpoints.CASES[name], tmp_path / "checkpoint")
     options = ExportOptions(precision=precision, group_size=32)

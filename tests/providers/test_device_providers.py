@@ -20,7 +20,7 @@ from onnxport.providers.ort import CPU, Target
 from onnxport.providers.registry import EMULATED, get_provider
 from tests.exporter.checkpoints import VOCAB
 from tests.providers.conftest import ArtifactMaker
-from tests.providers.models import run_rows
+from tests.providers.models import opened, run_rows
 
 NAMES = {
     "cuda": cuda.EXECUTION_PROVIDER,
@@ -267,6 +267,26 @@ def test_what_a_device_leaves_to_the_host_is_refused_unless_it_is_allowed(
     model = device.load_on_device(artifact, allowed, recipe, target, emulate=False)
     assert model.capabilities.on_host["MatMulNBits"] > 4
     assert placement.CPU_EXECUTION_PROVIDER in model.capabilities.placement
+
+
+@pytest.mark.parametrize("provider", ["cuda", "directml"])
+def test_where_there_is_no_gelu_it_is_written_out(
+    tiny_artifact: ArtifactMaker,
+    provider: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tiny_artifact("gemma3", "fp32")
+    prompt = [([5, 9, 17, 4, 99, 30, 7, 8, 2], 0, [0])]
+    with opened(path, "decomposed") as cpu:
+        expected = run_rows(cpu, prompt)
+    caplog.set_level("INFO", logger=device.logger.name)
+    model = emulated(path, provider, dtype="float32")
+    try:
+        np.testing.assert_allclose(run_rows(model, prompt), expected, atol=1e-4)
+    finally:
+        model.close()
+    written = "3 GELUs written out" in caplog.text
+    assert written == (provider == "directml")
 
 
 def test_a_buffer_limit_makes_the_pool_smaller(tiny_artifact: ArtifactMaker) -> None:
