@@ -35,6 +35,7 @@ _TYPE_FROM_FIRST: Final = frozenset(
         "Exp",
         "Expand",
         "Flatten",
+        "GatedGelu",
         "GatedMlp",
         "GatedSilu",
         "Gather",

@@ -1,9 +1,9 @@
 """Fuse a gated feed-forward layer into one operator of our own.
 
-`onnxport.MatMulNBits`, `GatedSilu` and `MatMulNBits`, one after the other, write what is between
+`onnxport.MatMulNBits`, `GatedSilu` or `GatedGelu`, and `MatMulNBits` write what is between
 them to memory: for a few hundred tokens more than the layer's weights. `onnxport.GatedMlp` computes
 the same bits and keeps it in the cache. For devices whose operator library has it, after
-`fuse_gated_silu` and `use_int8_matmul`.
+`fuse_gated_silu`, `fuse_gated_gelu` and `use_int8_matmul`.
 
 It takes in the `AddLora` behind both products, too, where adapters are int8.
 """
@@ -16,6 +16,7 @@ from typing import Final
 import onnx
 
 from onnxport.graphs.inspect import attribute_int, consumers
+from onnxport.graphs.passes.gated_gelu import GATED_GELU
 from onnxport.graphs.passes.gated_silu import DOMAIN, GATED_SILU
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.lora import ADD_LORA
@@ -24,12 +25,13 @@ from onnxport.graphs.passes.result import PassResult, copy_model
 GATED_MLP: Final = "GatedMlp"  # [..., K] -> inner features, gated -> [..., N]
 NORM_INPUT: Final = 5  # skip and gamma, see graphs.passes.input_norm; adapters come behind them
 _INT8_LORA_INPUTS: Final = 6  # of AddLora, with scales
+_GATES: Final = (GATED_SILU, GATED_GELU)
 
 
 @dataclass(frozen=True, slots=True)
 class _Mlp:
     gate_up: onnx.NodeProto
-    silu: onnx.NodeProto
+    gate: onnx.NodeProto
     down: onnx.NodeProto
     adapters: tuple[onnx.NodeProto, onnx.NodeProto] | None  # AddLora of gate_up, and of down
 
@@ -40,7 +42,7 @@ class _Mlp:
 
 
 def fuse_gated_mlp(model: onnx.ModelProto) -> PassResult:
-    """Replace every `MatMulNBits, GatedSilu, MatMulNBits` of our own domain.
+    """Replace every `MatMulNBits, GatedSilu or GatedGelu, MatMulNBits` of our own domain.
 
     Either both products have an `AddLora` behind them, with the same adapters in int8, or none has.
     A pattern fires only where nothing else reads what is between its nodes: neither is a graph
@@ -55,7 +57,7 @@ def fuse_gated_mlp(model: onnx.ModelProto) -> PassResult:
     dropped = {
         node.output[0]
         for mlp in found
-        for node in (mlp.gate_up, mlp.silu, mlp.down, *(mlp.adapters or ()))
+        for node in (mlp.gate_up, mlp.gate, mlp.down, *(mlp.adapters or ()))
     } - fused.keys()
     nodes = [
         _node(fused[node.output[0]]) if node.output[0] in fused else node
@@ -91,16 +93,16 @@ def _match(gate_up: onnx.NodeProto, graph: _Graph) -> _Mlp | None:
         return None
     follower = graph.only_reader(gate_up)
     first = follower if follower is not None and adds_int8_adapters(follower, gate_up) else None
-    silu = graph.only_reader(first) if first is not None else follower
-    if silu is None or not _is_ours(silu, GATED_SILU) or not graph.readers(silu):
+    gate = graph.only_reader(first) if first is not None else follower
+    if gate is None or not _is_ours(gate, *_GATES) or not graph.readers(gate):
         return None
-    (down, at), *others = graph.readers(silu)
+    (down, at), *others = graph.readers(gate)
     inner = attribute_int(down, "K", 0)
     is_whole = attribute_int(gate_up, "N", 0) == 2 * inner
     if not _is_ours(down, MATMUL_NBITS) or at != 0 or not is_whole:
         return None
     if first is None:
-        return None if others else _Mlp(gate_up, silu, down, None)
+        return None if others else _Mlp(gate_up, gate, down, None)
     second = graph.only_reader(down)
     if second is None or others != [(second, 1)] or not adds_int8_adapters(second, down):
         return None
@@ -108,7 +110,7 @@ def _match(gate_up: onnx.NodeProto, graph: _Graph) -> _Mlp | None:
     columns = (_columns(first), _columns(second))
     if not are_alike or columns != ([inner, inner, 0], [attribute_int(down, "N", 0), 0, 0]):
         return None
-    return _Mlp(gate_up, silu, down, (first, second))
+    return _Mlp(gate_up, gate, down, (first, second))
 
 
 def adds_int8_adapters(node: onnx.NodeProto, product: onnx.NodeProto) -> bool:
@@ -135,12 +137,13 @@ def _columns(adding: onnx.NodeProto) -> list[int]:
     return [attribute_int(adding, f"columns{part}", 0) for part in range(3)]
 
 
-def _is_ours(node: onnx.NodeProto, kind: str) -> bool:
-    return bool(node.op_type == kind and node.domain == DOMAIN)
+def _is_ours(node: onnx.NodeProto, *kinds: str) -> bool:
+    return bool(node.op_type in kinds and node.domain == DOMAIN)
 
 
 def _node(mlp: _Mlp) -> onnx.NodeProto:
-    inputs, attributes = [*mlp.gate_up.input, *mlp.down.input[1:]], {}
+    inputs = [*mlp.gate_up.input, *mlp.down.input[1:]]
+    attributes = {"is_gelu": 1} if mlp.gate.op_type == GATED_GELU else {}
     if mlp.adapters:
         first, second = mlp.adapters
         inputs += ["", "", *first.input[2:]]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.coarse_head import coarse_head_bytes, use_coarse_head
+from onnxport.graphs.passes.gated_gelu import fuse_gated_gelu
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.input_norm import fuse_input_norm
@@ -75,6 +76,8 @@ def lower(
         yield step
     if layout != "plain":
         step = fuse_gated_silu(step.model)
+        yield step
+        step = fuse_gated_gelu(step.model)
         yield step
         if int8:
             step = use_int8_matmul(step.model)

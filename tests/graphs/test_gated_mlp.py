@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import onnx
 import pytest
@@ -61,6 +62,12 @@ def test_it_becomes_one_node_with_the_same_bits() -> None:
         for of in (before, result.model)
     )
     assert together.tobytes() == apart.tobytes()
+
+
+def test_a_gelu_is_told() -> None:
+    before = onnx.load_from_string(mlp_cases.separate(replace(case(), is_gelu=True)))
+    (node,) = fuse_gated_mlp(before).model.graph.node
+    assert (node.op_type, attribute_int(node, "is_gelu", 0)) == ("GatedMlp", 1)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +191,7 @@ def _as_scales(of: onnx.ModelProto) -> None:
         pytest.param(_domain(1), id="activation is not ours"),
         pytest.param(_domain(2), id="second product is not ours"),
         pytest.param(_kind(0, "AddLora"), id="no first product"),
-        pytest.param(_kind(1, "GatedGelu"), id="another activation"),
+        pytest.param(_kind(1, "GatedTanh"), id="another activation"),
         pytest.param(_kind(2, "AddLora"), id="no second product"),
         pytest.param(_other_width, id="widths that do not fit"),
         pytest.param(_as_scales, id="another input of the second product"),

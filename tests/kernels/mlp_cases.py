@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ class MlpCase:
 
     gate_up: MatMulCase  # its x is the input
     down: MatMulCase  # its x is of no use
+    is_gelu: bool = False  # the activation is GELU as tanh approximates it, else SiLU
 
     @property
     def x(self) -> Floats:
@@ -42,7 +43,8 @@ def random_case(seed: int) -> MlpCase:
     formats = [(bits, size) for bits in BITS for size in BLOCK_SIZES]
     first, second = formats[seed % 10], formats[rng.integers(10)]
     k, inner, n = int(rng.choice(DEPTHS)), int(rng.choice(INNERS)), int(rng.choice(WIDTHS))
-    return make_case(seed, first, second, (k, inner, n), int(rng.choice(ROWS)))
+    case = make_case(seed, first, second, (k, inner, n), int(rng.choice(ROWS)))
+    return replace(case, is_gelu=bool(rng.integers(2)))
 
 
 def make_case(
@@ -56,7 +58,7 @@ def make_case(
     k, inner, n = sizes
     gate_up = matmul_cases.make_case(seed, *first, k, 2 * inner, rows)
     down = matmul_cases.make_case(seed + 1, *second, inner, n, 1)
-    # Gates of all sizes: a SiLU is no longer a product with zero or one.
+    # Gates of all sizes: an activation is no longer a product with zero or one.
     largest = np.abs(matmul_cases.expected(gate_up)).max(1, keepdims=True)
     x = gate_up.x / np.maximum(largest, 1e-30) * np.logspace(-2, 2, rows)[:, None]
     return MlpCase(gate_up.replace(x=x.astype(np.float32)), down)
@@ -72,6 +74,7 @@ def fused(case: MlpCase, constant: bool = True, **attributes: int) -> bytes:
         "block_size": case.gate_up.block_size,
         "down_bits": case.down.bits,
         "down_block_size": case.down.block_size,
+        **({"is_gelu": 1} if case.is_gelu else {}),
         **attributes,
     }
     inputs = ["x", "w1", "s1", "w2", "s2"]
@@ -82,7 +85,7 @@ def separate(case: MlpCase) -> bytes:
     """A model of the operators that it is made of."""
     nodes = [
         _product(case.gate_up, ["x", "w1", "s1"], "joined"),
-        _node("GatedSilu", ["joined"], "activated"),
+        _node("GatedGelu" if case.is_gelu else "GatedSilu", ["joined"], "activated"),
         _product(case.down, ["activated", "w2", "s2"], "y"),
     ]
     return _model(case, nodes)
@@ -136,7 +139,8 @@ def expected(case: MlpCase) -> Floats:
     """What the operator gives but for rounding in float32, [rows, N]; activations in int8."""
     joined = matmul_cases.expected(case.gate_up)
     gate, up = joined[:, : case.inner], joined[:, case.inner :]
+    power = 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3) if case.is_gelu else gate
     with np.errstate(over="ignore"):
-        activated = gate / (1 + np.exp(-gate)) * up
+        activated = gate / (1 + np.exp(-power)) * up
     rounded = case.down.replace(x=activated.astype(np.float32))
     return matmul_cases.expected(rounded).astype(np.float32)

@@ -51,7 +51,7 @@ class AdaptedMlp:
     def rows(self, rows: NDArray[np.int64] | slice) -> AdaptedMlp:
         """Some of the rows alone."""
         x = self.layer.x[rows]
-        layer = MlpCase(self.layer.gate_up.replace(x=x), self.layer.down)
+        layer = replace(self.layer, gate_up=self.layer.gate_up.replace(x=x))
         return replace(self, layer=layer, slots=self.slots[rows])
 
     def format_of(self, part: int) -> tuple[int, int]:

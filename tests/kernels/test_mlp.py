@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,10 +59,11 @@ def test_random_cases(
             assert found.tobytes() == wanted.tobytes(), (seed, sets)
 
 
-def test_it_is_what_it_says(library_path: Path, available_sets: Sets) -> None:
+@pytest.mark.parametrize("is_gelu", [False, True])
+def test_it_is_what_it_says(library_path: Path, available_sets: Sets, is_gelu: bool) -> None:
     """Against NumPy; the operators that it is made of could be wrong together."""
     assert available_sets
-    case = mlp_cases.make_case(8, INT4, INT4, (384, 200, 64), 40)
+    case = replace(mlp_cases.make_case(8, INT4, INT4, (384, 200, 64), 40), is_gelu=is_gelu)
     found = mlp_cases.run(library_path, case, mlp_cases.fused(case))
     mlp_cases.check(case, found)
 

@@ -2,7 +2,7 @@
 // instruction set's source file, which defines ONNXPORT_KERNELS_NAME. Compiled once per set.
 #pragma once
 
-#include "gated_silu_impl.h"
+#include "gate_impl.h"
 #include "lora_impl.h"
 #include "micro_impl.h"
 #include "prepare_impl.h"
@@ -484,7 +484,7 @@ const Kernels kKernels = {ONNXPORT_KERNELS_NAME,
                           attend,
                           attend_segment,
                           finish,
-                          gated_silu,
+                          gate,
                           lora_shrink,
                           lora_expand};
 

@@ -79,12 +79,13 @@ struct LoraExpand {
   int64_t jump;
 };
 
-// The gate of a feed-forward layer: output[i] = silu(gate[i]) * up[i].
-struct GatedSilu {
+// The gate of a feed-forward layer: output[i] = activation(gate[i]) * up[i].
+struct Gate {
   const float *gate, *up;
   const float *gate_added, *up_added;  // what is added to them first; null: nothing
   float* output;                       // overlaps none of them
   int64_t count;
+  bool is_gelu;  // GELU as tanh approximates it, else SiLU
 };
 
 struct Kernels {
@@ -117,7 +118,7 @@ struct Kernels {
   void (*finish)(const Problem& problem, const RowBlock& block, const State* states,
                  int64_t num_states);
 
-  void (*gated_silu)(const GatedSilu& call);
+  void (*gate)(const Gate& call);
 
   void (*lora_shrink)(const LoraShrink& call);
   void (*lora_expand)(const LoraExpand& call);

@@ -1,5 +1,5 @@
 // Divides a feed-forward layer into tasks: the input to int8, then groups of features through gate,
-// up, SiLU and to int8 again, then the panels of down.
+// up, activation and to int8 again, then the panels of down.
 #include "mlp.h"
 
 #include <algorithm>
@@ -65,9 +65,9 @@ struct Run {
     const int64_t block_end = block + ceil_div(count, down.call.block_size);
     for (int64_t row = row_begin; row < row_end; row++, outputs += stride) {
       alignas(64) float activated[kLargestBlock];
-      GatedSilu silu{outputs, outputs + width, nullptr, nullptr, activated, count};
-      adapters.connect(silu, row, first);
-      activations.gated_silu(silu);
+      Gate gate{outputs, outputs + width, nullptr, nullptr, activated, count, mlp.is_gelu};
+      adapters.connect(gate, row, first);
+      activations.gate(gate);
       kernels.quantize(down.call, activated, row, block, block_end);
     }
     if (row_end < down.call.rows) return;

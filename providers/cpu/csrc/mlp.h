@@ -1,8 +1,8 @@
 // The feed-forward layer of a decoder as one computation, free of ONNX Runtime:
 //
-//   output = down(silu(gate(x)) * up(x))
+//   output = down(activation(gate(x)) * up(x))
 //
-// with the bits of two products and a gated SiLU, one after the other. For some two hundred rows
+// with the bits of two products and a gate, one after the other. For some two hundred rows
 // and more, what gate and up give is larger than the layer's weights; here it lives in a thread's
 // cache until it is quantized for the next product, and never gets to memory.
 #pragma once
@@ -28,6 +28,7 @@ struct GatedMlp {
   MatMul gate_up;  // n: all packed features, a multiple of 2 * kPanel; see pack_gate_up
   MatMul down;     // k is inner
   const MlpLora* lora = nullptr;
+  bool is_gelu = false;  // see Gate
 };
 
 // Sets what follows from the rest: n of gate_up and k of down.

@@ -42,10 +42,10 @@ void MlpAdapters::expand(int64_t row_begin, int64_t row_end, int64_t first, int6
     gate_up_.expand(part, {row_begin, row_end, first, first + count, outputs + part * width, stride});
 }
 
-void MlpAdapters::connect(GatedSilu& silu, int64_t row, int64_t first) const {
+void MlpAdapters::connect(Gate& gate, int64_t row, int64_t first) const {
   if (!added_ || !has_gate_up_[static_cast<size_t>(row)]) return;
-  silu.gate_added = added_ + row * 2 * inner_ + first;
-  silu.up_added = silu.gate_added + inner_;
+  gate.gate_added = added_ + row * 2 * inner_ + first;
+  gate.up_added = gate.gate_added + inner_;
 }
 
 }  // namespace onnxport

@@ -27,7 +27,7 @@ class MlpAdapters {
               int64_t width, int64_t stride) const;
 
   // With few rows, lets features of a row from `first` on have what is added to gate and up.
-  void connect(GatedSilu& silu, int64_t row, int64_t first) const;
+  void connect(Gate& gate, int64_t row, int64_t first) const;
 
  private:
   int64_t inner_;

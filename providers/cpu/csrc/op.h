@@ -80,6 +80,7 @@ void* open_output(const Api& api, ort::KernelContext* context, const Tensor& sha
 ort::CustomOp base_operator();
 
 ort::CustomOp gated_silu_operator();
+ort::CustomOp gated_gelu_operator();
 ort::CustomOp lora_operator();       // adapters in float32
 ort::CustomOp lora_half_operator();  // adapters in float16
 ort::CustomOp lora_int8_operator();  // adapters in int8

@@ -1,5 +1,6 @@
-// onnxport.GatedMlp: MatMulNBits, with its norm if it has one, GatedSilu and MatMulNBits in one, to
-// the bit. With the inputs of adapters, which are int8, and an AddLora behind both products.
+// onnxport.GatedMlp: MatMulNBits, with its norm if it has one, GatedSilu or GatedGelu, and
+// MatMulNBits in one, to the bit. With the inputs of adapters, which are int8, and an AddLora behind
+// both products.
 #include <memory>
 #include <string>
 
@@ -85,6 +86,7 @@ std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* in
   mlp.down.bits = read_attribute(api, info, "down_bits");
   mlp.down.block_size = read_attribute(api, info, "down_block_size");
   mlp.gate_up.norm.epsilon = read_epsilon(api, info, kName);
+  mlp.is_gelu = has_flag(api, info, "is_gelu");
   complete(mlp);
   // As the graph has it, without what fills up panels.
   MatMul joined = mlp.gate_up;

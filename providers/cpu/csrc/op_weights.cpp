@@ -39,6 +39,13 @@ int64_t read_attribute(const Api& api, const ort::KernelInfo* info, const char* 
   return value;
 }
 
+bool has_flag(const Api& api, const ort::KernelInfo* info, const char* name) {
+  int64_t value = 0;
+  Status* status = api.attribute(info, name, &value);
+  if (status) api.release(status);
+  return !status && value != 0;
+}
+
 Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op, const MatMul& m,
                      const WeightInputs& inputs) {
   const Tensor quants = constant(api, info, op, inputs.quants, inputs.quants_name);

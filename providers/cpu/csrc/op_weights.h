@@ -25,6 +25,9 @@ struct WeightInputs {
 
 int64_t read_attribute(const Api& api, const ort::KernelInfo* info, const char* name);
 
+// Whether a flag is there and set.
+bool has_flag(const Api& api, const ort::KernelInfo* info, const char* name);
+
 // The weights of a product. Throws a Failure where they are no initializers, or have another size.
 Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op,
                      const MatMul& product, const WeightInputs& inputs);
