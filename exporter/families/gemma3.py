@@ -3,8 +3,8 @@
 Embeddings are multiplied with the square root of their size. As in Granite, that goes into weights
 that are there anyway: what the layers read of the residual stream are norms of it, so it may be
 that of Gemma over this number. Then embeddings stay as they are, the norms of what layers add are
-over it, and the epsilon of the norms that read the stream is over the square of it. It also keeps
-the stream, which grows beyond float16 in these models, well within it.
+over it, and the epsilon of the norms that read the stream is over the square of it. Besides, the
+stream, whose numbers are large in these models, is that much farther from the end of float16.
 """
 
 from __future__ import annotations
