@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +43,7 @@ def random_case(seed: int) -> MlpCase:
     formats = [(bits, size) for bits in BITS for size in BLOCK_SIZES]
     first, second = formats[seed % 10], formats[rng.integers(10)]
     k, inner, n = int(rng.choice(DEPTHS)), int(rng.choice(INNERS)), int(rng.choice(WIDTHS))
-    case = make_case(seed, first, second, (k, inner, n), int(rng.choice(ROWS)))
-    return replace(case, is_gelu=bool(rng.integers(2)))
+    return make_case(seed, first, second, (k, inner, n), int(rng.choice(ROWS)))
 
 
 def make_case(
