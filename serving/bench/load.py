@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from onnxport.errors import RequestError
+from onnxport.serving.text import HALF, is_whole
 
 SEEDS = 2**64  # of NumPy's generators, which take no negative ones
 
@@ -100,14 +101,14 @@ def read_dataset(path: Path, output_len: Lengths, count: int | None, seed: int) 
         RequestError: the file cannot be read or is empty, or a line is something else.
     """
     try:
-        lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+        lines = path.read_text("utf-8").split("\n")  # not at U+2028 and such, which JSON may hold
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(
             f"{path} cannot be read as a dataset: {error}; give a file of JSON lines"
         ) from error
-    if not lines:
+    parsed = [_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not parsed:
         raise RequestError(f"{path} is empty; a dataset has a JSON object in each line")
-    parsed = [_parse(path, number, line) for number, line in enumerate(lines, 1)]
     number = len(parsed) if count is None else count
     drawn = output_len.draw(np.random.default_rng(seed % SEEDS), number)
     chosen = [parsed[index % len(parsed)] for index in range(number)]
@@ -146,7 +147,7 @@ def _parse(path: Path, number: int, line: str) -> tuple[str | tuple[int, ...], i
     """Return prompt and max_tokens of one line."""
     try:
         found: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise RequestError(f"line {number} of {path} is not JSON: {error}") from error
     if not isinstance(found, dict) or "prompt" not in found or found.keys() - KEYS:
         raise RequestError(
@@ -160,6 +161,8 @@ def _parse(path: Path, number: int, line: str) -> tuple[str | tuple[int, ...], i
         raise RequestError(
             f"prompt in line {number} of {path} must be text or a list of token ids, not empty"
         )
+    if isinstance(prompt, str) and not is_whole(prompt):
+        raise RequestError(f"prompt in line {number} of {path} {HALF}")
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise RequestError(
             f"max_tokens in line {number} of {path} is {max_tokens!r}; it must be a whole number "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -22,6 +23,8 @@ CHAT = "/v1/chat/completions"
 ENDPOINTS = (COMPLETIONS, CHAT)
 MESSAGE_CHARS = 200  # of an error that are kept
 Clock = Callable[[], float]
+
+_LINE_END = re.compile(rb"[\r\n]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +81,15 @@ class _Stream:
     def add(self, data: str, now_s: float) -> None:
         """Note one event."""
         try:
-            chunk = json.loads(data)
-        except json.JSONDecodeError as error:
+            found = json.loads(data)
+        except (json.JSONDecodeError, RecursionError) as error:
             raise _StreamError(f"an event is not JSON: {data[:60]!r}") from error
-        if "error" in chunk:
+        chunk = _members(found)
+        if chunk.get("error") is not None:
             raise _StreamError(f"the stream ended with: {_message(chunk)}")
-        self.usage = chunk.get("usage") or self.usage
-        for choice in chunk.get("choices") or ():
-            delta = choice.get("delta") or {}
+        self.usage = _members(chunk.get("usage")) or self.usage
+        for choice in map(_members, _items(chunk.get("choices"))):
+            delta = _members(choice.get("delta"))
             if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
                 self.output_s.append(now_s)
             self.ended = self.ended or choice.get("finish_reason") is not None
@@ -108,8 +112,23 @@ class _Stream:
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that were cached, where the server says so."""
-        value = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        details = self.usage.get("prompt_tokens_details")
+        value = details.get("cached_tokens") if isinstance(details, Mapping) else None
         return value if isinstance(value, int) else 0
+
+
+def _members(value: Any) -> Mapping[str, Any]:
+    """Return an object of an event; null has no members."""
+    if isinstance(value, Mapping | None):
+        return value or {}
+    raise _StreamError(f"an event has {str(value)[:60]!r} where an object should be")
+
+
+def _items(value: Any) -> Sequence[Any]:
+    """Return a list of an event; null is empty."""
+    if isinstance(value, list | None):
+        return value or ()
+    raise _StreamError(f"an event has {str(value)[:60]!r} where a list should be")
 
 
 async def run_online(
@@ -170,6 +189,8 @@ def _client(target: Target) -> httpx.AsyncClient:
         raise ProviderError(
             'httpx is not installed, which sends the requests; `pip install "onnxport[bench]"`'
         ) from error
+    if target.api_key and not (target.api_key.isascii() and target.api_key.isprintable()):
+        raise RequestError("the API key has characters that no header can hold; give printable ASCII")
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     try:
@@ -226,13 +247,26 @@ async def _send(
 
 async def _events(response: httpx.Response) -> AsyncIterator[str]:
     """Yield the data of server-sent events up to `[DONE]`."""
-    async for line in response.aiter_lines():
-        name, _, data = line.partition(":")
-        if name != "data":
+    async for line in _lines(response):
+        name, _, data = line.partition(b":")
+        if name != b"data":
             continue
-        if data.strip() == "[DONE]":
+        if data.strip() == b"[DONE]":
             return
-        yield data.strip()
+        yield data.decode("utf-8", "replace").strip()
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yield lines, and empty ones between CR and LF, as server-sent events end them.
+
+    httpx's own end at other characters, too, such as U+2028, which stand in JSON as they are.
+    """
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = _LINE_END.split(rest + part)
+        for line in lines:
+            yield line
+    yield rest
 
 
 def _message(body: Any) -> str:
@@ -240,7 +274,7 @@ def _message(body: Any) -> str:
     if isinstance(body, str):
         try:
             body = json.loads(body)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             return str(body).strip()
     error = body.get("error") if isinstance(body, Mapping) else None
     if isinstance(error, Mapping) and error.get("message"):

@@ -80,6 +80,13 @@ def test_a_dataset(tmp_path: Path) -> None:
     assert lengths == {1, 2, 3}
 
 
+def test_a_dataset_whose_prompts_hold_what_ends_a_line_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    prompt = "a\u2028b\x85c"
+    path.write_bytes(f'{{"prompt": "{prompt}"}}\r\n{{"prompt": "d"}}\r\n'.encode())
+    assert read_dataset(path, FOUR, None, 0) == [Ask(prompt, 4), Ask("d", 4)]
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -93,6 +100,9 @@ def test_a_dataset(tmp_path: Path) -> None:
         ('{"prompt": [true]}', "must be text or a list of token ids"),
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens in line 2"),
         ('{"prompt": "a", "max_tokens": 1.5}', "max_tokens in line 2"),
+        ('\n{"prompt": "a", "max_tokens": 1.5}', "max_tokens in line 3"),
+        (r'{"prompt": "\ud800"}', "prompt in line 2 of .* holds half of a character"),
+        ("[" * 100_000, "line 2 of .* is not JSON"),
     ],
 )
 def test_a_dataset_with_a_wrong_line(tmp_path: Path, line: str, says: str) -> None:

@@ -135,6 +135,58 @@ async def test_streams_that_are_not_whole() -> None:
     assert (await ask_once(*WHOLE, timeout_s=0.001)).error
 
 
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\x85"])
+async def test_json_may_hold_what_ends_a_line_elsewhere(character: str) -> None:
+    raw = json.dumps({"choices": [{"text": f"a{character}b"}]}, ensure_ascii=False)
+    record = await ask_once(f"data: {raw}\n\n".encode(), *WHOLE[1:])
+    assert record.error is None
+    assert len(record.output_s) == 1
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+async def test_ends_of_lines(end: bytes) -> None:
+    record = await ask_once(*(part.replace(b"\n", end) for part in WHOLE))
+    assert record.error is None
+    assert (len(record.output_s), record.num_output_tokens) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"1",
+        b"[]",
+        b'{"choices": 5}',
+        b'{"choices": ["a"]}',
+        b'{"choices": [{"delta": "a"}]}',
+        b'{"usage": [1], "choices": []}',
+        b"[" * 100_000,
+    ],
+)
+async def test_events_of_another_form(data: bytes) -> None:
+    strange = answer(b"data: " + data + b"\n\n", *WHOLE)
+    async with scripted(strange, answer(*WHOLE)) as server:
+        records = await run_online(server.target, [ASK, ASK], [0.0, 0.2])
+    assert "an event" in (records[0].error or "")
+    assert records[1].error is None
+
+
+async def test_members_that_are_null_or_of_another_form() -> None:
+    null = {"error": None, "usage": None, "choices": None}
+    usage = USAGE | {"prompt_tokens_details": 7}
+    parts = (b"data: " + json.dumps(null).encode() + b"\n\n", *WHOLE[:2], event(usage=usage))
+    record = await ask_once(*parts)
+    assert record.error is None
+    assert (record.num_output_tokens, record.num_cached_tokens) == (5, 0)
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "two\nlines"])
+async def test_a_key_that_no_header_can_hold(key: str) -> None:
+    target = Target("http://127.0.0.1:9", COMPLETIONS, "m", key)
+    with pytest.raises(RequestError, match="the API key has characters") as caught:
+        await run_online(target, [ASK], [0.0])
+    assert key not in str(caught.value)
+
+
 async def test_a_server_that_hangs_up() -> None:
     async def hang_up(writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
