@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from onnxport.cli import build_parser
+from onnxport.cli.bench_arguments import command_line, without_credentials
+
 from .conftest import SMALL, onnxport, serving
 
 pytestmark = pytest.mark.timeout(120)
@@ -149,6 +152,41 @@ def test_errors_say_what_to_do(
     assert out == ""
     assert err.startswith("error: ")
     assert says in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["latency", "."], "latency model"),
+        (["latency", "../model/", "--kv-disk", "."], "latency model --kv-disk model"),
+        (["latency", "/"], "latency /"),
+        (
+            ["serve", "--base-url", "https://me:secret@host:1/v1", "--api-key", "secret"],
+            "serve --base-url https://host:1/v1",
+        ),
+        (
+            ["latency", "a", "--speculative-config", '{"model": "/home/me/draft"}'],
+            """latency a --speculative-config '{"model": "draft"}'""",
+        ),
+        (
+            ["latency", "a", "--speculative-config", '{"method": "ngram"}'],
+            """latency a --speculative-config '{"method": "ngram"}'""",
+        ),
+    ],
+)
+def test_the_command_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    options = build_parser().parse_args(["bench", *arguments])
+    assert command_line(arguments[0], options) == f"onnxport bench {told}"
+
+
+def test_a_url_is_told_without_its_password() -> None:
+    assert without_credentials("http://me:p@ss@host/v1") == "http://host/v1"
+    assert without_credentials("http://host/a@b") == "http://host/a@b"
 
 
 @pytest.mark.parametrize(

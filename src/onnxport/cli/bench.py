@@ -20,6 +20,7 @@ from onnxport.cli.bench_arguments import (
     add_serve,
     add_throughput,
     command_line,
+    without_credentials,
 )
 from onnxport.errors import RequestError
 
@@ -139,7 +140,7 @@ def _serve(options: argparse.Namespace) -> int:
     times = arrivals(len(asks), rate, options.seed)
     records = asyncio.run(run_online(target, asks, times, options.max_concurrency))
     setup = ServerSetup(
-        base_url,
+        without_credentials(base_url),
         options.endpoint,
         model,
         None if math.isinf(rate) else rate,

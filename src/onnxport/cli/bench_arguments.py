@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import re
 import shlex
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from onnxport.cli.values import positive, seconds
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")  # serving.bench.online's, not imported
 API_KEY_VARIABLE = "ONNXPORT_API_KEY"
 SECRET = "api_key"
+SPECULATION = "speculation"  # of which a draft model is a folder
 NUM_PROMPTS = 100
 
 
@@ -163,5 +166,26 @@ def command_line(kind: str, options: argparse.Namespace) -> str:
             words += [text for one in value for text in (*flag, str(one))]
         else:
             several = value if isinstance(value, list) else [value]
-            words += flag + [one.name if isinstance(one, Path) else str(one) for one in several]
+            words += flag + [_told(action.dest, one) for one in several]
     return shlex.join(words)
+
+
+def without_credentials(url: str) -> str:
+    """A URL without the user and the password that it may hold."""
+    return re.sub(r"(?<=://)[^/]*@", "", url)
+
+
+def _told(name: str, value: object) -> str:
+    """An option's value without folders and secrets."""
+    if isinstance(value, Path):
+        return value.name or value.resolve().name or str(value)
+    if name == "base_url":
+        return without_credentials(str(value))
+    if name == SPECULATION:  # by now it is known to be an object
+        config = json.loads(str(value))
+        return (
+            json.dumps(config | {"model": Path(config["model"]).name})
+            if "model" in config
+            else str(value)
+        )
+    return str(value)
