@@ -7,12 +7,11 @@ older and runs the decomposed graph. The plugin is used where there is one.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
@@ -121,8 +120,8 @@ class WebGpuProvider:
             raise ProviderError(f"onnxruntime is missing ({error}): {INSTALL}") from error
         versions = {"onnxruntime": ort.__version__}
         # The plugin first: once it is registered, ONNX Runtime lists its name as if built in.
-        if importlib.util.find_spec(PLUGIN) is not None:
-            versions[PLUGIN] = version(PLUGIN)
+        if plugin := _plugin_version():
+            versions[PLUGIN] = plugin
             target = Target(EXECUTION_PROVIDER, MEMORY, ep_device=_plugin_device(ort))
         elif EXECUTION_PROVIDER in ort.get_available_providers():
             target = Target(EXECUTION_PROVIDER, MEMORY)
@@ -145,27 +144,44 @@ class WebGpuProvider:
         return _Adapter(target, _device(target), versions, has_float16, reason)
 
 
+def _plugin_version() -> str | None:
+    """The installed plugin's version; None without it, also where its folder was left behind."""
+    try:
+        return version(PLUGIN)
+    except PackageNotFoundError:
+        return None
+
+
 def _plugin_device(ort: Any) -> Any:
     """Register the plugin's library, once a process, and return its device."""
-    import onnxruntime_ep_webgpu as plugin
+    try:
+        import onnxruntime_ep_webgpu as plugin
 
-    def devices() -> list[Any]:
-        return [each for each in ort.get_ep_devices() if each.ep_name == plugin.get_ep_name()]
-
-    if not devices():
-        try:
-            ort.register_execution_provider_library(PLUGIN, plugin.get_library_path())
-        except Exception as error:
-            already = "already registered" in str(error)
-            if not already:
-                raise ProviderError(f"the WebGPU plugin could not be loaded: {error}") from error
-    found = devices()
+        found = _devices(ort, plugin)
+        if not found:
+            _register(ort, plugin)
+            found = _devices(ort, plugin)
+    except Exception as error:  # what it imports is the plugin's, and so is what it raises
+        unless_interrupted(error)
+        raise ProviderError(f"the WebGPU plugin could not be loaded: {error}; {INSTALL}") from error
     if not found:
         raise ProviderError(
             "the WebGPU plugin finds no GPU here. On Linux it needs one that the kernel lists in "
             "/sys/class/drm, and a Vulkan loader (Debian: apt install libvulkan1)"
         )
     return found[0]
+
+
+def _devices(ort: Any, plugin: Any) -> list[Any]:
+    return [each for each in ort.get_ep_devices() if each.ep_name == plugin.get_ep_name()]
+
+
+def _register(ort: Any, plugin: Any) -> None:
+    try:
+        ort.register_execution_provider_library(PLUGIN, plugin.get_library_path())
+    except Exception as error:
+        if "already registered" not in str(error):
+            raise
 
 
 def _device(target: Target) -> Device:

@@ -350,3 +350,47 @@ def test_a_gpu_whose_attention_computes_wrongly_gets_the_decomposed_graph(
         get_provider("cuda").load(
             Artifact.read(tiny_artifact("llama", "fp16")), LoadOptions(attention="native")
         )
+
+
+class FakePlugin(SimpleNamespace):
+    """As much of onnxruntime_ep_webgpu as a probe asks for."""
+
+    def __init__(self, *, broken: bool) -> None:
+        def name() -> str:
+            if broken:
+                raise OSError("libdawn.so is missing")
+            return webgpu.EXECUTION_PROVIDER
+
+        super().__init__(get_ep_name=name, get_library_path=lambda: "/no/such/library.so")
+
+
+@pytest.mark.parametrize(
+    ("plugin", "reason"),
+    [
+        (None, "could not be loaded: import of onnxruntime_ep_webgpu halted"),
+        (FakePlugin(broken=True), "could not be loaded: libdawn.so is missing"),
+        (FakePlugin(broken=False), r"could not be loaded: .*/no/such/library\.so"),
+    ],
+)
+def test_a_webgpu_plugin_that_is_broken_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, plugin: object, reason: str
+) -> None:
+    monkeypatch.setattr(webgpu, "version", lambda name: "0.4.0")
+    monkeypatch.setitem(sys.modules, webgpu.PLUGIN, plugin)
+    probe = get_provider("webgpu").probe()
+    assert not probe.available
+    assert re.search(reason, probe.reason)
+    assert webgpu.INSTALL in probe.reason
+
+
+def test_a_folder_that_a_webgpu_plugin_left_behind_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / webgpu.PLUGIN / "__pycache__").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    if webgpu._plugin_version():
+        pytest.skip("the plugin is installed")
+    probe = get_provider("webgpu").probe()
+    assert not probe.available
+    assert "the plugin that brings one is missing" in probe.reason
