@@ -16,7 +16,7 @@ from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.passes.native import NativeLimits
 from onnxport.providers.base import Device, Features, LoadOptions, Probe
 from onnxport.providers.device import Recipe, load_on_device, why_not_started
-from onnxport.providers.imports import unless_interrupted
+from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.ort import Target
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.self_test import HEAD_SIZE, distrust
@@ -59,6 +59,8 @@ class CudaProvider:
         """See `providers.base.Provider.probe`."""
         try:
             import onnxruntime as ort
+
+            unless_left_behind(ort)
         except ImportError as error:
             unless_interrupted(error)
             return Probe(False, f"onnxruntime is missing ({error}): {INSTALL}")

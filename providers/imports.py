@@ -1,6 +1,8 @@
-"""Imports that fail because they were interrupted, not because something is missing."""
+"""Imports that fail because they were interrupted, and those that find nothing but a folder."""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 
 def unless_interrupted(error: BaseException) -> None:
@@ -17,3 +19,14 @@ def unless_interrupted(error: BaseException) -> None:
             raise found
         seen.add(id(found))
         found = found.__cause__ or found.__context__
+
+
+def unless_left_behind(module: ModuleType) -> None:
+    """Raise ImportError where a module is a folder that has no package in it.
+
+    Uninstalling leaves one behind where two wheels shared it, as those of ONNX Runtime do, and
+    importing it succeeds.
+    """
+    if module.__spec__ is not None and module.__spec__.origin is None:
+        folders = ", ".join(module.__path__)
+        raise ImportError(f"{folders} is no package; remove what an older one left there")

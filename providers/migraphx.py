@@ -15,7 +15,7 @@ from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import Device, Features, LoadOptions, Probe
 from onnxport.providers.device import Recipe, load_on_device, no_native_blocks, why_not_started
-from onnxport.providers.imports import unless_interrupted
+from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.ort import Target
 from onnxport.providers.ort_model import OrtModel
 
@@ -58,6 +58,8 @@ class MIGraphXProvider:
             return Probe(False, f"MIGraphX runs on Linux only, and this is {platform.system()}")
         try:
             import onnxruntime as ort
+
+            unless_left_behind(ort)
         except ImportError as error:
             unless_interrupted(error)
             return Probe(False, f"onnxruntime is missing ({error}): {INSTALL}")

@@ -25,7 +25,7 @@ from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.passes.native import NativeLimits
 from onnxport.providers.base import Device, DeviceKind, Features, LoadOptions, Probe
 from onnxport.providers.device import TYPES, Recipe, load_on_device
-from onnxport.providers.imports import unless_interrupted
+from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.ort import Target, quiet_options, start_session
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.self_test import distrust
@@ -115,6 +115,8 @@ class WebGpuProvider:
         """The device. Raises ProviderError where there is none."""
         try:
             import onnxruntime as ort
+
+            unless_left_behind(ort)
         except ImportError as error:
             unless_interrupted(error)
             raise ProviderError(f"onnxruntime is missing ({error}): {INSTALL}") from error

@@ -36,7 +36,7 @@ from onnxport.providers.cpu.choices import (
 )
 from onnxport.providers.cpu.graph_source import GraphSource
 from onnxport.providers.cpu.settling import settle_later
-from onnxport.providers.imports import unless_interrupted
+from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.ort import (
     CPU,
     CPU_EXECUTION_PROVIDER,
@@ -64,6 +64,8 @@ class CpuProvider:
         """See `providers.base.Provider.probe`."""
         try:
             import onnxruntime as ort
+
+            unless_left_behind(ort)
         except ImportError as error:
             unless_interrupted(error)
             return Probe(False, f"onnxruntime is missing ({error}): pip install 'onnxport[cpu]'")

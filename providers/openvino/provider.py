@@ -28,7 +28,7 @@ from onnxport.providers.base import (
     Probe,
 )
 from onnxport.providers.failures import device_error
-from onnxport.providers.imports import unless_interrupted
+from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.openvino.caches import CacheFormat
 from onnxport.providers.openvino.compiled import cache_format, placement, precision
 from onnxport.providers.openvino.convert import RELEASE, collect_weights, convert, lower
@@ -79,6 +79,8 @@ class OpenVinoProvider:
         """See `providers.base.Provider.probe`."""
         try:
             import openvino as ov
+
+            unless_left_behind(ov)
         except ImportError as error:
             unless_interrupted(error)
             return Probe(False, f"openvino is missing ({error}): {INSTALL}")

@@ -1,12 +1,20 @@
-"""Imports that a signal interrupted are not taken for libraries that are missing."""
+"""Imports that a signal interrupted are not taken for libraries that are missing.
+
+Folders that are no packages are.
+"""
 
 from __future__ import annotations
 
 import builtins
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from onnxport.providers import directml, migraphx
 from onnxport.providers.imports import unless_interrupted
 from onnxport.providers.registry import get_provider
 
@@ -51,3 +59,25 @@ def test_a_provider_lets_it_through(
     monkeypatch.setattr(builtins, "__import__", importing)
     with pytest.raises(SystemExit):
         provider.probe()
+
+
+@pytest.mark.parametrize(
+    ("name", "library"),
+    [
+        *((name, "onnxruntime") for name in ("cpu", "cuda", "webgpu", "migraphx", "directml")),
+        ("openvino", "openvino"),
+    ],
+)
+def test_a_folder_that_was_left_behind_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, library: str
+) -> None:
+    (tmp_path / library).mkdir()
+    spec = PathFinder.find_spec(library, [str(tmp_path)])
+    assert spec is not None
+    monkeypatch.setitem(sys.modules, library, module_from_spec(spec))
+    monkeypatch.setattr(migraphx.platform, "system", lambda: "Linux")
+    if name == "directml":
+        monkeypatch.setattr(directml.platform, "system", lambda: "Windows")
+    probe = get_provider(name).probe()
+    assert not probe.available
+    assert probe.reason.startswith(f"{library} is missing ({tmp_path / library} is no package; ")
