@@ -190,7 +190,9 @@ def _client(target: Target) -> httpx.AsyncClient:
             'httpx is not installed, which sends the requests; `pip install "onnxport[bench]"`'
         ) from error
     if target.api_key and not (target.api_key.isascii() and target.api_key.isprintable()):
-        raise RequestError("the API key has characters that no header can hold; give printable ASCII")
+        raise RequestError(
+            "the API key has characters that no header can hold; give printable ASCII"
+        )
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     try:
