@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,8 +52,15 @@ class Tokenizer:
         self._longest: float | None = None
 
     @classmethod
-    def from_folder(cls, folder: Path, eos_token_ids: frozenset[int]) -> Tokenizer:
+    def from_folder(
+        cls, folder: Path, eos_token_ids: frozenset[int], texts: Collection[str] = ()
+    ) -> Tokenizer:
         """Read the tokenizer of an artifact, whose manifest names the end tokens.
+
+        Args:
+            folder: the artifact.
+            eos_token_ids: the end tokens.
+            texts: tokens of these spellings are text, also where the file calls them special.
 
         Raises:
             ArtifactError: `tokenizer.json` is missing or not valid.
@@ -69,7 +77,7 @@ class Tokenizer:
             fast = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise ArtifactError(f"{path} is not a valid tokenizer: {error}") from error
-        return cls(fast, eos_token_ids)
+        return cls(_with_texts(fast, texts), eos_token_ids)
 
     def to_json(self) -> str:
         """Return the content of `tokenizer.json`, without truncation and padding."""
@@ -257,6 +265,22 @@ class Tokenizer:
             return bytes([self._alphabet[char] for char in token])
         except KeyError:  # an added token, spelled as it is
             return token.encode()
+
+
+def _with_texts(fast: FastTokenizer, texts: Collection[str]) -> FastTokenizer:
+    """Return a tokenizer whose tokens of these spellings are not special."""
+    if not texts:
+        return fast
+    described = json.loads(fast.to_str())
+    hidden = [
+        one for one in described["added_tokens"] if one["special"] and one["content"] in texts
+    ]
+    if not hidden:
+        return fast
+    for one in hidden:
+        one["special"] = False
+    changed: FastTokenizer = type(fast).from_str(json.dumps(described))
+    return changed
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -241,6 +241,10 @@ def compile_grammar(
     from onnxport.serving.structured.source import grammar_of
 
     name, param = NAMES[spec.kind], spec.where
+    # What is wrong with a form is not known before the reasoning ends, so it is looked at alone.
+    alone = None
+    if spec.thought is not None:
+        alone = compile_grammar(replace(spec, thought=None), vocabulary, limits)
     grammar = grammar_of(spec, vocabulary.texts)
     parser_limits = LLParserLimits(
         step_max_items=limits.max_step_items,
@@ -272,7 +276,7 @@ def compile_grammar(
     first_ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
     return replace(
         compiled,
-        goes_back=_goes_back(matcher.deep_copy(), first_ids),
+        goes_back=(alone or compiled).goes_back and _goes_back(matcher.deep_copy(), first_ids),
         is_empty=set(first_ids.tolist()) <= set(vocabulary.tokens.eos_tokens),
     )
 
@@ -291,6 +295,8 @@ def _goes_back(matcher: LLMatcher, possible: NDArray[np.int64]) -> bool:
 
 def _places_of(spec: StructuredOutputs, vocabulary: Vocabulary) -> Places | None:
     """Return what tells the states of a grammar apart, where that is known."""
+    if spec.thought is not None:
+        return None
     if spec.kind == "json" and spec.whitespace_pattern is None:
         any_object = without_annotations(json.loads(spec.text)) == {"type": "object"}
         most_closed = vocabulary.most_closed

@@ -11,6 +11,7 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from onnxport.errors import RequestError
+from onnxport.serving.reasoning import MOST_BREAKS, Thought
 from onnxport.serving.structured.exclusive import let_any_of
 from onnxport.serving.structured.formats import tightened
 from onnxport.serving.structured.schema import check_schema
@@ -45,13 +46,45 @@ def grammar_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> str:
     Raises:
         RequestError: the grammar has what would not be obeyed.
     """
+    form = _with_texts(_form(spec), texts) if spec.kind == "grammar" else _form(spec)
+    return HEAD + (form if spec.thought is None else _behind(spec.thought, form))
+
+
+def _form(spec: StructuredOutputs) -> str:
+    """Return the grammar of a text that has no reasoning before it."""
     if spec.kind == "json":
-        return f"{HEAD}start: %json {_json(spec)}"
+        return f"start: %json {_json(spec)}"
     if spec.kind == "regex":
-        return f"{HEAD}start: {_regex(spec.text)}"
+        return f"start: {_regex(spec.text)}"
     if spec.choice is not None:
-        return f"{HEAD}start: {_regex('|'.join(map(_literally, spec.choice)))}"
-    return HEAD + _with_texts(_lark(spec.text, spec.where), texts)
+        return f"start: {_regex(_any_of(spec.choice))}"
+    return _lark(spec.text, spec.where)
+
+
+def _behind(thought: Thought, form: str) -> str:
+    """Return the grammar of a text that may have reasoning before the form.
+
+    It is what `ReasoningSplitter` makes of a text: it begins with an opening tag, ends with the
+    first closing tag, and has the ends of lines next to that. An opening tag is lazy, so whatever
+    begins with one is reasoning, also where the form allows it as text.
+    """
+    begins = "" if thought.is_open else "opened "
+    opens, closes = (_any_of(tags) for tags in (thought.opens, thought.closes))
+    return "\n".join(
+        (
+            f"start: {'thought' if thought.is_open else 'thought?'} answer",
+            f"thought: {begins}THOUGHT",
+            f"opened[lazy]: /{opens}/",
+            rf"THOUGHT: INNER /({closes})\n{{0,{MOST_BREAKS}}}/",
+            f"INNER: /(?s:.*)/ & ~/(?s:.*)({closes})(?s:.*)/",
+            f"answer: %lark {{\n{form}\n}}",
+        )
+    )
+
+
+def _any_of(texts: Collection[str]) -> str:
+    """Return a regular expression of some texts."""
+    return "|".join(map(_literally, texts))
 
 
 def _json(spec: StructuredOutputs) -> str:

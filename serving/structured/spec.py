@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from onnxport.errors import RequestError
+from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured.schema import check_schema
 from onnxport.serving.text import HALF, is_whole
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
+TOLD = (*KINDS, "whitespace_pattern", "disable_any_whitespace")  # what requests may say
 MAX_CHARS = 1 << 18  # of a schema, regex, grammar, or all choices: what one request may compile
 MAX_CHOICES = 10_000
 NAMES: Mapping[Kind, str] = {
@@ -38,6 +40,7 @@ class StructuredOutputs:
             up to 32 spaces, tabs and ends of lines.
         disable_any_whitespace: write JSON without any whitespace.
         param: the field of a request that asked for it, which errors name; None: these fields.
+        thought: the reasoning that may come before, of which nothing is asked; None: none may.
 
     Raises:
         RequestError: not exactly one kind is given, or one has not the right form; names it.
@@ -51,6 +54,7 @@ class StructuredOutputs:
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     param: str | None = field(default=None, compare=False)
+    thought: Thought | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -142,11 +146,10 @@ class StructuredOutputs:
         Raises:
             RequestError: a name is not known, or as the constructor.
         """
-        known = [each.name for each in fields(cls) if each.name != "param"]
-        if unknown := [name for name in given if name not in known]:
+        if unknown := [name for name in given if name not in TOLD]:
             raise RequestError(
                 f"structured_outputs has {unknown[0]!r}, which is not supported; it takes "
-                f"{', '.join(known)}",
+                f"{', '.join(TOLD)}",
                 param or f"structured_outputs.{unknown[0]}",
             )
         told = {name: value for name, value in given.items() if value is not None}

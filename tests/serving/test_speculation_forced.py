@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.reasoning import Thought
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.forced import ForcedDrafter
@@ -98,8 +99,12 @@ def written(speculator: Eager | None, temperature: float, form: StructuredOutput
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "form",
-    [StructuredOutputs(json=SCHEMA), StructuredOutputs(regex="(the sea[0-9]théâtre){2}x?")],
-    ids=["json", "regex"],
+    [
+        StructuredOutputs(json=SCHEMA),
+        StructuredOutputs(regex="(the sea[0-9]théâtre){2}x?"),
+        StructuredOutputs(json=SCHEMA, thought=Thought(("#",), ("e", "a", "t"), is_open=True)),
+    ],
+    ids=["json", "regex", "behind reasoning"],
 )
 def test_it_changes_no_token(temperature: float, form: StructuredOutputs) -> None:
     plain, _ = written(None, temperature, form)

@@ -17,6 +17,7 @@ from onnxport.errors import RequestError
 from onnxport.serving.engine import Engine
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.reasoning import ReasoningSplitter, Thought
 from onnxport.serving.structured.compiler import CompileLimits, GrammarCompiler
 from onnxport.serving.structured.sequence import SequenceGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
@@ -42,6 +43,10 @@ FORMS = (
     StructuredOutputs(regex="[a-f0-9]{4}(-é{1,3})*x"),
     StructuredOutputs(choice=("the sea", "日本語", "no")),
     StructuredOutputs(grammar='start: "<" NAME ("," NAME)* ">"\nNAME: /[a-z]{1,6}/'),
+    StructuredOutputs(
+        regex="[a-f0-9]{4}(-é{1,3})*x", thought=Thought(("#",), ("e", "}"), is_open=True)
+    ),
+    StructuredOutputs(json=POINT, thought=Thought(("a", "[", "the"), ("e", "}"))),
     None,
 )
 FREE = SamplingParams(temperature=1.0, max_tokens=150, seed=3)
@@ -61,6 +66,7 @@ def check(form: StructuredOutputs | None, written: str) -> None:
     """Assert that a text has its form."""
     if form is None:
         return
+    written = ReasoningSplitter(form.thought).take(written, is_last=True).content
     if form.kind == "json":
         assert_valid(POINT, written)
     elif form.kind == "regex":

@@ -1,0 +1,233 @@
+"""Reasoning in generated text: what begins and ends it, and how it is told from the answer.
+
+Models that think write their thoughts before the answer, between tags. Some write the opening tag
+themselves; with others the chat template has written it, so that the text begins within the
+thoughts, or has opened and closed them, so that there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from onnxport.errors import RequestError
+from onnxport.serving.text import longest_beginning
+
+AUTO: Final = "auto"
+NONE: Final = "none"
+MOST_BREAKS: Final = 2  # ends of lines behind a closing tag that are a part of it
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """The reasoning before an answer: the texts that begin and end it.
+
+    Attributes:
+        opens, closes: each of them does so.
+        is_open: whether it has begun before the text; otherwise the text may begin with it.
+    """
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    is_open: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a family of models writes its reasoning.
+
+    Attributes:
+        opens, closes: see `Thought`.
+        is_implied: whether an answer begins with it where the prompt says nothing about it.
+    """
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    is_implied: bool = False
+
+    def __str__(self) -> str:
+        """Say where it is."""
+        return f"between {' or '.join(self.opens)} and {' or '.join(self.closes)}"
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """What begins and ends it."""
+        return self.opens + self.closes
+
+    def is_in(self, source: str) -> bool:
+        """Whether a chat template speaks of it."""
+        return any(tag in source for tag in self.tags)
+
+    def thought(self, prompt: str, continued: str | None = None) -> Thought | None:
+        """Return what an answer may begin with; None: nothing of it is reasoning.
+
+        Args:
+            prompt: that is answered.
+            continued: the text of the message that goes on, where the prompt ends within one.
+        """
+        if continued is not None:
+            opened = max(continued.rfind(tag) for tag in self.opens)
+            closed = max(continued.rfind(tag) for tag in self.closes)
+            return Thought(self.opens, self.closes, is_open=True) if opened > closed else None
+        end = prompt.rstrip()
+        if end.endswith(self.closes):
+            return None
+        return Thought(self.opens, self.closes, self.is_implied or end.endswith(self.opens))
+
+
+_THINK: Final = ReasoningFormat(("<think>",), ("</think>",))
+_SEED: Final = ReasoningFormat(("<seed:think>",), ("</seed:think>",))
+_GRANITE: Final = ReasoningFormat(
+    ("Here is my thought process:", "Here's my thought process:"),
+    ("Here is my response:", "Here's my response:"),
+)
+# By vLLM's names. DeepSeek-R1 thinks always: a template that does not open its thoughts leaves the
+# tag to the model, which may leave it out.
+FORMATS: Final[Mapping[str, ReasoningFormat]] = {
+    "qwen3": _THINK,
+    "deepseek_r1": ReasoningFormat(_THINK.opens, _THINK.closes, is_implied=True),
+    "deepseek_v3": _THINK,
+    "glm45": _THINK,
+    "ernie45": _THINK,
+    "seed_oss": _SEED,
+    "granite": _GRANITE,
+}
+_TRIED: Final = ("seed_oss", "granite", "qwen3")  # where it is to be recognized, in this order
+
+
+def reasoning_format(name: str, templates: Iterable[str]) -> ReasoningFormat | None:
+    """Return the format of a name; None: reasoning is not told from the answer.
+
+    Args:
+        name: one of `FORMATS`, "none", or "auto": that which the chat templates speak of.
+        templates: the model's.
+
+    Raises:
+        RequestError: there is no such name.
+    """
+    if name == NONE:
+        return None
+    if name == AUTO:
+        sources = list(templates)
+        tried = (FORMATS[each] for each in _TRIED)
+        return next((one for one in tried if any(map(one.is_in, sources))), None)
+    if name not in FORMATS:
+        known = ", ".join((AUTO, NONE, *FORMATS))
+        raise RequestError(f"there is no reasoning parser {name!r}; use one of {known}")
+    return FORMATS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What one piece of text gave. Reasoning comes before content."""
+
+    reasoning: str = ""
+    content: str = ""
+
+
+@dataclass(slots=True)
+class ReasoningSplitter:
+    """Split generated text into reasoning and the answer, incrementally.
+
+    It loses nothing but the tags, space before an opening one, and ends of lines: those around the
+    reasoning, and up to two behind it. A tag that is not where it may be is text.
+
+    Attributes:
+        thought: what the text may begin with; None: with nothing.
+    """
+
+    thought: Thought | None
+    _state: Literal["before", "within", "behind", "answer"] = field(init=False)
+    _has_thought: bool = field(init=False)
+    _pending: str = field(default="", init=False)  # text that cannot be told apart yet
+    _has_text: bool = field(default=False, init=False)  # whether the reasoning is more than breaks
+    _num_breaks: int = field(default=0, init=False)  # behind the closing tag
+
+    def __post_init__(self) -> None:
+        self._has_thought = self.thought is not None and self.thought.is_open
+        self._state = "within" if self._has_thought else "before" if self.thought else "answer"
+
+    @property
+    def has_thought(self) -> bool:
+        """Whether reasoning was begun."""
+        return self._has_thought
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that comes is content."""
+        return self._state == "answer"
+
+    def feed(self, text: str) -> Split:
+        """Take the next piece of text."""
+        self._pending += text
+        return self._take(final=False)
+
+    def finish(self) -> Split:
+        """Take the end of the text; what was kept back belongs to where the text ends."""
+        return self._take(final=True)
+
+    def take(self, text: str, *, is_last: bool) -> Split:
+        """Take a piece of text, and the end if that is behind it."""
+        split = self.feed(text)
+        if not is_last:
+            return split
+        rest = self.finish()
+        return Split(split.reasoning + rest.reasoning, split.content + rest.content)
+
+    def _take(self, final: bool) -> Split:
+        if self._state == "before":
+            self._open(final)
+        reasoning = self._reason(final) if self._state == "within" else ""
+        if self._state == "behind":
+            self._drop_breaks()
+        content = ""
+        if self._state == "answer":
+            content, self._pending = self._pending, ""
+        return Split(reasoning, content)
+
+    def _open(self, final: bool) -> None:
+        """Drop an opening tag; go on with the answer where there is none."""
+        assert self.thought is not None
+        begun = self._pending.lstrip()
+        opens = self.thought.opens
+        found = next((tag for tag in opens if begun.startswith(tag)), None)
+        if found is not None:
+            self._pending = begun[len(found) :]
+            self._state, self._has_thought = "within", True
+        elif final or not any(tag.startswith(begun) for tag in opens):
+            self._state = "answer"
+
+    def _reason(self, final: bool) -> str:
+        """Take the reasoning, up to the first closing tag if there is one."""
+        assert self.thought is not None
+        if not self._has_text:
+            self._pending = self._pending.lstrip("\n")
+        found = first_of(self._pending, self.thought.closes)
+        if found is not None:
+            start, tag = found
+            text = self._pending[:start].rstrip("\n")
+            self._pending = self._pending[start + len(tag) :]
+            self._state = "behind"
+        elif final:
+            text, self._pending = self._pending, ""
+        else:
+            held = longest_beginning(self._pending, self.thought.closes)
+            text = self._pending[: len(self._pending) - held].rstrip("\n")
+            self._pending = self._pending[len(text) :]
+        self._has_text = self._has_text or bool(text)
+        return text
+
+    def _drop_breaks(self) -> None:
+        """Drop the ends of lines that belong to the closing tag."""
+        while self._num_breaks < MOST_BREAKS and self._pending.startswith("\n"):
+            self._pending = self._pending[1:]
+            self._num_breaks += 1
+        if self._pending or self._num_breaks == MOST_BREAKS:
+            self._state = "answer"
+
+
+def first_of(text: str, tags: Sequence[str]) -> tuple[int, str] | None:
+    """Return where the first one of `tags` in a text is, and which; None: there is none."""
+    found = [(start, tag) for tag in tags if (start := text.find(tag)) >= 0]
+    return min(found) if found else None
