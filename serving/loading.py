@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -46,6 +46,7 @@ def open_engine(
     needs_tokenizer: bool = True,
     fallback: Sequence[str] = (),
     trials: Path | None = None,
+    texts: Collection[str] = (),
 ) -> Engine:
     """Load the artifact in `path` with its tokenizer; closing the engine closes the model.
 
@@ -60,6 +61,7 @@ def open_engine(
             its device is lost while the engine runs. They choose block size, attention and types
             by themselves. Nobody takes over unasked.
         trials: folder of measured trials for "auto", see `open_model`.
+        texts: special tokens that are text here, see `Tokenizer.from_folder`.
 
     Raises:
         ArtifactError: `path` is not a valid artifact, or has no tokenizer and needs one, or a draft
@@ -73,7 +75,7 @@ def open_engine(
     eos_token_ids = frozenset(artifact.manifest.eos_token_ids)
     tokenizer = None
     if needs_tokenizer or (path / TOKENIZER_FILE).is_file():
-        tokenizer = Tokenizer.from_folder(path, eos_token_ids)
+        tokenizer = Tokenizer.from_folder(path, eos_token_ids, texts)
     names = (fallback,) if isinstance(fallback, str) else tuple(fallback)
     for name in names:
         _check_fallback(name, provider)

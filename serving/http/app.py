@@ -26,6 +26,7 @@ from onnxport.serving.http.generation import DisconnectedError, Engine, Service
 from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from onnxport.serving.http.responses_request import ResponsesRequest
 from onnxport.serving.metrics import Metrics
+from onnxport.serving.reasoning import AUTO, reasoning_format
 from onnxport.version import __version__
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
@@ -46,6 +47,8 @@ class AppOptions:
         allow_runtime_lora: whether requests may load LoRA adapters from folders of this machine.
         allowed_origins: web pages of these may use the server, such as https://chat.example, "*" of
             any (CORS); none: no page of another origin.
+        reasoning_parser: how reasoning is told from the answer: a name that
+            `serving/reasoning.py` knows, "none", or "auto", as the chat template has it.
     """
 
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -54,6 +57,7 @@ class AppOptions:
     max_body_bytes: int = MAX_BODY_BYTES
     allow_runtime_lora: bool = False
     allowed_origins: tuple[str, ...] = ()
+    reasoning_parser: str = AUTO
 
 
 def create_app(
@@ -69,7 +73,14 @@ def create_app(
     """
     options = options or AppOptions()
     app = FastAPI(title="onnxport", version=__version__, docs_url=None, redoc_url=None)
-    service = Service(engine, model_name, template, options.defaults, options.request_timeout_s)
+    service = Service(
+        engine,
+        model_name,
+        template,
+        options.defaults,
+        options.request_timeout_s,
+        reasoning_format(options.reasoning_parser, template.sources.values()),
+    )
     metrics = Metrics(model_name, engine.stats)
     engine.add_listener(metrics)
     errors.install(app)

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from onnxport.serving.chat import plain_text
 from onnxport.serving.http import sse
 from onnxport.serving.http.chat_messages import ChatMessage, Rendering
 from onnxport.serving.http.chat_request import ChatRequest
@@ -20,7 +21,6 @@ from onnxport.serving.http.generation import (
     Header,
     Job,
     Service,
-    Usage,
     collect,
     generate,
     token_logprobs,
@@ -28,6 +28,7 @@ from onnxport.serving.http.generation import (
 )
 from onnxport.serving.http.logprobs import chat_logprobs, prompt_entries
 from onnxport.serving.http.middleware import key_tenant
+from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
 from onnxport.serving.http.tool_calls import Parsed, ParsedCall, ToolCallParser
 from onnxport.serving.outputs import CompletionDelta
 
@@ -40,6 +41,7 @@ class Told:
     named: bool  # whether `tool_choice` has the name of one
     top: int | None  # log probabilities of each position; None: none are told
     ids: bool  # whether token ids are told
+    thinking: Thinking
 
     def finish_reason(self, reason: str | None, called: bool) -> str | None:
         """Return why a choice ended, which OpenAI, and vLLM after it, tells by how it was asked.
@@ -56,22 +58,26 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
     params = body.sampling_params(service.defaults)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     tools = body.offered_tools()
+    longest = service.engine.capabilities.max_model_len
+    most = body.most_prompt_tokens or longest
+    encoded = await asyncio.to_thread(encode, service, body.messages, tools, body, most)
     told = Told(
         frozenset(tool["function"]["name"] for tool in tools),
         body.named_function is not None,
         params.logprobs,
         bool(body.return_token_ids),
+        Thinking.of(
+            service, encoded.text, encoded.continued, is_told=body.include_reasoning is not False
+        ),
     )
-    longest = service.engine.capabilities.max_model_len
-    most = body.most_prompt_tokens or longest
-    prompt = await asyncio.to_thread(encode, service, body.messages, tools, body, most)
-    prompt = body.truncated(prompt, longest, params.max_tokens)
+    prompt = body.truncated(encoded.token_ids, longest, params.max_tokens)
+    params = told.thinking.before(params)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     header = Header.new("chatcmpl", kind, body.model)
     job = Job([prompt], params, options, header.id)
     if body.stream:
         return await sse.respond(request, _chunks(service, job, header, told, body.include_usage))
-    usage = Usage(job)
+    usage = told.thinking.usage(job, service.tokenizer)
 
     async def whole() -> dict[str, Any]:
         async with aclosing(generate(service.engine, job)) as deltas:
@@ -87,29 +93,40 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
     return JSONResponse(await unless_disconnected(request, whole()))
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The prompt of a conversation."""
+
+    text: str
+    token_ids: list[int]
+    continued: str | None  # the text of the message that goes on, if one does
+
+
 def encode(
     service: Service,
     messages: Sequence[ChatMessage],
     tools: Sequence[dict[str, Any]],
     how: Rendering,
     most_tokens: int,
-) -> list[int]:
+) -> Encoded:
     """Return the prompt of a conversation; text that so many tokens cannot hold is refused."""
     begins, goes_on = how.add_generation_prompt, bool(how.continue_final_message)
+    plain = [message.plain() for message in messages]
     text = service.template.render(
-        [message.plain() for message in messages],
+        plain,
         tools,
         not goes_on if begins is None else begins,
         continue_final_message=goes_on,
         **(how.chat_template_kwargs or {}),
     )
     service.tokenizer.check_length(text, most_tokens)
-    return service.tokenizer.encode(text, add_special_tokens=bool(how.add_special_tokens))
+    ids = service.tokenizer.encode(text, add_special_tokens=bool(how.add_special_tokens))
+    return Encoded(text, ids, plain_text(plain[-1].get("content", "")) if goes_on else None)
 
 
 def _whole(service: Service, index: int, result: Collected, told: Told) -> dict[str, Any]:
     """Return a choice that has ended."""
-    message, called = _message(result.text, told.names)
+    message, called = _message(result.text, told)
     logprobs = None
     if told.top is not None:
         logprobs = chat_logprobs(service.tokenizer, result.logprobs, told.top)
@@ -123,12 +140,18 @@ def _whole(service: Service, index: int, result: Collected, told: Told) -> dict[
     }
 
 
-def _message(text: str, names: frozenset[str]) -> tuple[dict[str, Any], bool]:
+def _message(text: str, told: Told) -> tuple[dict[str, Any], bool]:
     """Return the assistant's message, and whether it calls tools."""
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    if not names:
+    reasoning, text = told.thinking.parted(text)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": text or (None if reasoning else ""),
+        "refusal": None,
+        **told.thinking.fields(reasoning),
+    }
+    if not told.names:
         return message, False
-    parsed = ToolCallParser(names).take(text, is_last=True)
+    parsed = ToolCallParser(told.names).take(text, is_last=True)
     if not parsed.calls:
         return message, False
     message["content"] = parsed.content or None
@@ -140,14 +163,14 @@ async def _chunks(
     service: Service, job: Job, header: Header, told: Told, include_usage: bool
 ) -> sse.Chunks:
     """Yield the chunks of a stream, each of one choice, and the usage at the end if asked for."""
-    usage = Usage(job)
+    usage = told.thinking.usage(job, service.tokenizer)
     no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
     choices = [_Streamed(service, index, told) for index in range(job.num_choices)]
     first: dict[str, Any] = {"prompt_token_ids": list(job.prompts[0])} if told.ids else {}
     async with aclosing(generate(service.engine, job)) as deltas:
         async for index, delta in deltas:
-            usage.add(index, delta)
-            for choice in choices[index].take(delta):
+            num_thought = usage.add(index, delta)
+            for choice in choices[index].take(delta, num_thought):
                 yield header.body([choice], **no_usage, **first)
                 first = {}
     if include_usage:
@@ -155,29 +178,28 @@ async def _chunks(
 
 
 class _Streamed:
-    """One choice of a stream: the role, the content and the calls, the finish reason."""
+    """One choice of a stream: role, reasoning, content and calls, the finish reason."""
 
     def __init__(self, service: Service, index: int, told: Told) -> None:
         self._service = service
         self._index = index
         self._told = told
+        self._splitter = DeltaSplitter(told.thinking)
         self._parser = ToolCallParser(told.names) if told.names else None
         self._num_calls = 0
         self._started = False
 
-    def take(self, delta: CompletionDelta) -> Iterator[dict[str, Any]]:
-        """Yield what one delta adds, a chunk each."""
+    def take(self, delta: CompletionDelta, num_thought: int) -> Iterator[dict[str, Any]]:
+        """Yield what one delta adds, a chunk each; its first tokens may be reasoning."""
         if not self._started:
             self._started = True
             yield self._choice({"role": "assistant", "content": ""})
-        logprobs = None
-        if delta.logprobs and self._told.top is not None:
-            tokenizer = self._service.tokenizer
-            logprobs = chat_logprobs(tokenizer, token_logprobs(delta), self._told.top)
+        thought, delta = self._splitter.take(delta, num_thought)
+        if thought is not None:
+            told = self._told.thinking.fields(thought.text) if thought.text else {}
+            yield from self._piece(told if any(told.values()) else {}, thought)
         parsed = self._parse(delta)
-        ids = {"token_ids": list(delta.token_ids)} if self._told.ids and delta.token_ids else {}
-        if parsed.content or logprobs or ids:
-            yield self._choice({"content": parsed.content}, logprobs) | ids
+        yield from self._piece({"content": parsed.content} if parsed.content else {}, delta)
         for call in parsed.calls:
             numbered = {"index": self._num_calls, **_tool_call(call)}
             self._num_calls += 1
@@ -185,6 +207,16 @@ class _Streamed:
         if delta.finish_reason:
             reason = self._told.finish_reason(delta.finish_reason, self._num_calls > 0)
             yield {**self._choice({}, finish_reason=reason), "stop_reason": delta.stop_reason}
+
+    def _piece(self, told: dict[str, Any], delta: CompletionDelta) -> Iterator[dict[str, Any]]:
+        """Yield a piece of text with its tokens, if there is anything."""
+        logprobs = None
+        if delta.logprobs and self._told.top is not None:
+            tokenizer = self._service.tokenizer
+            logprobs = chat_logprobs(tokenizer, token_logprobs(delta), self._told.top)
+        ids = {"token_ids": list(delta.token_ids)} if self._told.ids and delta.token_ids else {}
+        if told or logprobs or ids:
+            yield self._choice(told or {"content": ""}, logprobs) | ids
 
     def _parse(self, delta: CompletionDelta) -> Parsed:
         if self._parser is None:

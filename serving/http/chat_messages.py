@@ -11,6 +11,8 @@ from onnxport.errors import RequestError
 from onnxport.serving.chat import RESERVED
 from onnxport.serving.http.protocol import Strict, expect
 
+REASONING_NAMES = ("reasoning_content", "reasoning")  # DeepSeek's and llama.cpp's; vLLM's today
+
 
 class ContentPart(Strict):
     """One part of a message's content; its type is checked when the prompt is rendered."""
@@ -61,6 +63,7 @@ class ChatMessage(Strict):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same by vLLM's newer name
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -68,10 +71,18 @@ class ChatMessage(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> ChatMessage:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        thoughts = {each for each in (self.reasoning, self.reasoning_content) if each is not None}
+        if len(thoughts) > 1:
+            raise RequestError(
+                "a message has reasoning and reasoning_content, which mean the same, with other "
+                "texts; send one of them",
+                "messages",
+            )
+        may_lack = self.role == "assistant" and (self.tool_calls or thoughts)
+        if self.content is None and not may_lack:
             raise RequestError(
                 f"a message of role {self.role!r} has no content; only an assistant message with "
-                "tool_calls may be without",
+                "tool_calls or reasoning_content may be without",
                 "messages",
             )
         if self.tool_calls and self.role != "assistant":
@@ -82,8 +93,10 @@ class ChatMessage(Strict):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as the chat template takes it."""
-        return self.model_dump(exclude_none=True, exclude={"annotations"})
+        """Return the message as the chat template takes it, reasoning by both of its names."""
+        plain = self.model_dump(exclude_none=True, exclude={"annotations"})
+        thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        return plain if thought is None else plain | dict.fromkeys(REASONING_NAMES, thought)
 
 
 class FunctionDefinition(Strict):

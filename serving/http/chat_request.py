@@ -38,6 +38,7 @@ class ChatRequest(RequestBody):
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None  # true unless told otherwise
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:

@@ -24,6 +24,7 @@ from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.errors import FINAL, SERVER_ERROR, STOPPED, ApiError, shortened
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.reasoning import ReasoningFormat
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.text import Pieces
@@ -154,6 +155,7 @@ class Service:
     template: ChatTemplate
     defaults: SamplingDefaults
     request_timeout_s: float | None = None  # of requests that give none
+    reasoning: ReasoningFormat | None = None  # None: it is not told from the answer
     started_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -225,28 +227,48 @@ class Job:
         return len(self.prompts) * self.params.num_sequences
 
 
+class TokenCounter(Protocol):
+    """Counts the tokens of one text that are reasoning."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many there were."""
+        ...
+
+    def add(self, token_ids: Sequence[int]) -> int:
+        """Take the next tokens; returns how many of the first ones are reasoning."""
+        ...
+
+
 @dataclass(slots=True)
 class Usage:
     """Token counts of a job; a prompt counts once, whatever number of choices it has."""
 
     job: Job
+    thoughts: Sequence[TokenCounter] | None = None  # of each choice; None: nothing is told of them
     completion_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)  # prompt number -> cached prompt tokens
 
-    def add(self, choice: int, delta: CompletionDelta) -> None:
-        """Count one delta of a choice."""
+    def add(self, choice: int, delta: CompletionDelta) -> int:
+        """Count one delta of a choice; returns how many of its first tokens are reasoning."""
         self.completion_tokens += len(delta.token_ids)
         prompt = choice // self.job.params.num_sequences
         self.cached[prompt] = max(self.cached.get(prompt, 0), delta.num_cached_tokens)
+        return self.thoughts[choice].add(delta.token_ids) if self.thoughts else 0
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
         prompt_tokens = sum(map(len, self.job.prompts))
+        told: dict[str, Any] = {}
+        if self.thoughts is not None:
+            num_tokens = sum(each.num_tokens for each in self.thoughts)
+            told["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+            **told,
         }
 
 

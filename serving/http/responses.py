@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -19,18 +19,19 @@ from onnxport.serving.http.errors import ApiError, to_api_error
 from onnxport.serving.http.generation import (
     Job,
     Service,
-    Usage,
     generate,
     token_logprobs,
     unless_disconnected,
 )
 from onnxport.serving.http.logprobs import chat_logprobs
 from onnxport.serving.http.middleware import key_tenant
+from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
 from onnxport.serving.http.responses_request import ResponsesRequest, as_chat, renamed
 from onnxport.serving.http.tool_calls import Parsed, ParsedCall, ToolCallParser
 from onnxport.serving.outputs import CompletionDelta
 
 Event = dict[str, Any]
+NO_REASONING: Final = {"reasoning_tokens": 0}
 
 
 async def respond(service: Service, request: Request, body: ResponsesRequest) -> Response:
@@ -44,10 +45,12 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
         prompt = await asyncio.to_thread(
             chat_completions.encode, service, chat.messages, tools, chat, most
         )
+        thinking = Thinking.of(service, prompt.text)
+        params = thinking.before(params)
     except RequestError as error:
         raise renamed(error) from error
-    job = Job([prompt], params, options, f"resp_{uuid.uuid4().hex}")
-    told = Told(service, body, chat, job)
+    job = Job([prompt.token_ids], params, options, f"resp_{uuid.uuid4().hex}")
+    told = Told(service, body, chat, job, thinking)
     if body.stream:
         return await sse.respond(request, _events(service, told), is_named=True)
 
@@ -84,7 +87,12 @@ class Told:
     """
 
     def __init__(
-        self, service: Service, body: ResponsesRequest, chat: ChatRequest, job: Job
+        self,
+        service: Service,
+        body: ResponsesRequest,
+        chat: ChatRequest,
+        job: Job,
+        thinking: Thinking,
     ) -> None:
         names = {tool["function"]["name"] for tool in chat.offered_tools()}
         self.job = job
@@ -93,26 +101,37 @@ class Told:
         self._service = service
         self._body = body
         self._parser = ToolCallParser(frozenset(names)) if names else None
-        self._usage = Usage(job)
+        self._splitter = DeltaSplitter(thinking)
+        self._usage = thinking.usage(job, service.tokenizer)
         self._created_s = int(time.time())
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._message: _Message | None = None  # that is being told
+        self._reasoning: _Reasoning | None = None  # that is being told
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not told yet
         self._status = "in_progress"
 
     def take(self, delta: CompletionDelta) -> Iterator[Event]:
         """Yield what one delta adds."""
-        self._usage.add(0, delta)
+        num_thought = self._usage.add(0, delta)
         if not self.has_begun:
             self.has_begun = True
             yield self._event("response.created", response=self.response())
             yield self._event("response.in_progress", response=self.response())
+        thought, delta = self._splitter.take(delta, num_thought)
+        if thought is not None and thought.text:
+            yield from self._think(thought.text)
+        yield from self._answer(delta)
+
+    def _answer(self, delta: CompletionDelta) -> Iterator[Event]:
+        """Yield what a delta adds to the answer."""
         if delta.logprobs and self.job.params.logprobs is not None:
             tokens = token_logprobs(delta)
             entries = chat_logprobs(self._service.tokenizer, tokens, self.job.params.logprobs)
             self._logprobs += entries["content"]
         parts = self._parse(delta).parts
+        if parts:
+            yield from self._end_reasoning("completed")
         for index, part in enumerate(parts):
             if isinstance(part, str):
                 yield from self._tell(part)
@@ -176,7 +195,7 @@ class Told:
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage.get("completion_tokens_details", NO_REASONING),
             "total_tokens": usage["total_tokens"],
         }
 
@@ -188,6 +207,27 @@ class Told:
         if self._parser is None:
             return Parsed((delta.text,) if delta.text else ())
         return self._parser.take(delta.text, is_last=delta.finish_reason is not None)
+
+    def _think(self, text: str) -> Iterator[Event]:
+        """Yield reasoning, whose item begins with it if there is none."""
+        if self._reasoning is None:
+            self._reasoning = _Reasoning(f"rs_{uuid.uuid4().hex}", len(self._output))
+            self._logprobs.clear()  # of its tag
+            yield self._item("added", self._reasoning.item("in_progress", []))
+            yield self._part("added", self._reasoning, _thought(""))
+        self._reasoning.text += text
+        place = self._reasoning.place
+        yield self._event("response.reasoning_text.delta", delta=text, **place)
+
+    def _end_reasoning(self, status: str) -> Iterator[Event]:
+        """Yield the end of the reasoning that is being told, if any is."""
+        if self._reasoning is None:
+            return
+        told, self._reasoning = self._reasoning, None
+        part = _thought(told.text)
+        yield self._event("response.reasoning_text.done", text=told.text, **told.place)
+        yield self._part("done", told, part)
+        yield self._item("done", told.item(status, [part]))
 
     def _tell(self, text: str) -> Iterator[Event]:
         """Yield text of a message, which begins with it if there is none."""
@@ -231,6 +271,7 @@ class Told:
         yield self._item("done", {**item, "arguments": call.arguments, "status": "completed"})
 
     def _end(self, status: str) -> Iterator[Event]:
+        yield from self._end_reasoning(status)
         if self._message is None and not self._output:
             yield from self._tell("")  # an empty answer is a message, too
         yield from self._end_message(status)
@@ -243,8 +284,8 @@ class Told:
             self._output.append(item)
         return self._event(f"response.output_item.{what}", output_index=index, item=item)
 
-    def _part(self, what: str, message: _Message, part: dict[str, Any]) -> Event:
-        return self._event(f"response.content_part.{what}", part=part, **message.place)
+    def _part(self, what: str, told: _Message | _Reasoning, part: dict[str, Any]) -> Event:
+        return self._event(f"response.content_part.{what}", part=part, **told.place)
 
 
 class _Message:
@@ -265,6 +306,23 @@ class _Message:
         }
 
 
+class _Reasoning:
+    """Reasoning that is being told."""
+
+    def __init__(self, item_id: str, index: int) -> None:
+        self.text = ""
+        self.place = {"item_id": item_id, "output_index": index, "content_index": 0}
+
+    def item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.place["item_id"],
+            "type": "reasoning",
+            "summary": [],
+            "content": content,
+            "status": status,
+        }
+
+
 def _ending(logprobs: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
     """Return the log probabilities of the last tokens, as many as hold a text.
 
@@ -276,6 +334,10 @@ def _ending(logprobs: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
         held = bytes(logprobs[start]["bytes"])
         rest = b"" if held.endswith(rest) else rest.removesuffix(held)
     return logprobs[start:]
+
+
+def _thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -158,6 +158,32 @@ class MessageItem(_Given):
     phase: str | None = None
 
 
+class ReasoningPart(_Given):
+    """A text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(_Given):
+    """The reasoning of an earlier response, which is given to the model; summaries are not.
+
+    What another server has encrypted cannot be read here.
+    """
+
+    type: Literal["reasoning"]
+    content: list[ReasoningPart] = Field(default=[])
+    summary: list[Any] = Field(default=[])
+    encrypted_content: None = None
+    id: str | None = None
+    status: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What was thought."""
+        return "\n".join(part.text for part in self.content)
+
+
 class CallItem(_Given):
     """A function that an earlier response called."""
 
@@ -180,16 +206,17 @@ class ResultItem(_Given):
 
 
 Item = Annotated[
-    MessageItem | CallItem | ResultItem,
+    MessageItem | ReasoningItem | CallItem | ResultItem,
     _by_type(
         {
             **dict.fromkeys((None, "message"), MessageItem),
+            "reasoning": ReasoningItem,
             "function_call": CallItem,
             "function_call_output": ResultItem,
         },
         "an item",
-        "send items of the types message, function_call and function_call_output. This server "
-        "keeps no items, and has no tools of its own",
+        "send items of the types message, reasoning, function_call and function_call_output. This "
+        "server keeps no items, and has no tools of its own",
     ),
 ]
 
@@ -324,7 +351,11 @@ class ResponsesRequest(Strict):
     def _messages(self) -> list[dict[str, Any]]:
         """Return the conversation.
 
-        What an assistant says before, between and behind calls is one message with them.
+        What an assistant thinks, and says before, between and behind calls, is one message with
+        them.
+
+        Raises:
+            RequestError: there is none.
         """
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
@@ -335,11 +366,15 @@ class ResponsesRequest(Strict):
             match item:
                 case MessageItem():
                     last = messages[-1] if messages else {}
-                    if item.role == "assistant" and "tool_calls" in last:
+                    if item.role == "assistant" and last.keys() == {"role", "reasoning_content"}:
+                        last["content"] = _plain(item.content)
+                    elif item.role == "assistant" and "tool_calls" in last:
                         texts = (last.get("content", ""), _plain(item.content))
                         last["content"] = "".join(map(plain_text, texts))
                     else:
                         messages.append({"role": item.role, "content": _plain(item.content)})
+                case ReasoningItem() if item.text:
+                    messages.append({"role": "assistant", "reasoning_content": item.text})
                 case CallItem():
                     if not messages or messages[-1]["role"] != "assistant":
                         messages.append({"role": "assistant"})
@@ -347,6 +382,8 @@ class ResponsesRequest(Strict):
                 case ResultItem():
                     result = {"tool_call_id": item.call_id, "content": _plain(item.output)}
                     messages.append({"role": "tool", **result})
+        if not messages:
+            raise RequestError("the input has nothing but reasoning without text", "input")
         return messages
 
 

@@ -97,7 +97,7 @@ def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     tokenizer = service.tokenizer
     if body.messages is not None:
         tools = told(body.tools)
-        tokens = chat_completions.encode(service, body.messages, tools, body, MOST_TOKENS)
+        tokens = chat_completions.encode(service, body.messages, tools, body, MOST_TOKENS).token_ids
     else:
         assert body.prompt is not None, "one of them is there"
         tokenizer.check_length(body.prompt, MOST_TOKENS)

@@ -196,11 +196,11 @@ def test_devices_and_who_takes_over(command: list[str], tmp_path: Path, monkeypa
     session.load_engine(tmp_path, parse(*command, *given.split(), *on_host.split()))
     (plain, more), (chosen, least) = calls
     assert (plain[1], plain[2].dtype, plain[2].allowed_on_host) == ("auto", "auto", ())
-    assert more == {"fallback": [], "trials": tmp_path / "trials"}
+    assert more == {"fallback": [], "trials": tmp_path / "trials", "texts": ()}
     assert (plain[2].graph_cache, chosen[2].graph_cache) == (tmp_path / "graphs", None)
     assert (chosen[1], chosen[2].dtype) == ("openvino", "float32")
     assert chosen[2].allowed_on_host == ("Gather", "Where")
-    assert least == {"fallback": ["cpu", "auto"], "trials": None}
+    assert least == {"fallback": ["cpu", "auto"], "trials": None, "texts": ()}
 
 
 def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,3 +265,11 @@ def test_origins_are_as_browsers_spell_them(capsys: pytest.CaptureFixture[str]) 
         with pytest.raises(SystemExit):
             parse("serve", "m", "--allowed-origins", wrong)
         assert "is no origin" in capsys.readouterr().err
+
+
+def test_reasoning_parsers_have_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("serve", "m").reasoning_parser == "auto"
+    assert parse("serve", "m", "--reasoning-parser", "seed_oss").reasoning_parser == "seed_oss"
+    with pytest.raises(SystemExit):
+        parse("serve", "m", "--reasoning-parser", "qwen9")
+    assert "use one of auto, none, qwen3" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -46,17 +46,17 @@ def say(text: str) -> str:
     return f"<|say|>{text}<|over|>"
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a byte-level tokenizer of single bytes, and a chat template."""
+def write_tokenizer(folder: Path, template: str = CHAT_TEMPLATE, tags: Sequence[str] = ()) -> None:
+    """Write a byte-level tokenizer of single bytes and special tags, and a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: index for index, char in enumerate(alphabet)}
     vocab["hi"] = len(vocab)
     fast = Tokenizer(models.BPE(vocab, [("h", "i")]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    fast.add_special_tokens([AddedToken(text, special=True) for text in (*tags, *SPECIAL)])
     fast.save(str(folder / "tokenizer.json"))
-    config = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|im_end|>"}
+    config = {"chat_template": template, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -125,7 +125,7 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     if hold is not None:
         settings["fails"] = _held(Path(hold))
     end = SPECIAL.index("<|im_end|>") - len(SPECIAL)
-    tokenizer = ServingTokenizer.from_folder(folder, frozenset())
+    tokenizer = ServingTokenizer.from_folder(folder, frozenset(), settings.pop("texts", ()))
     tokenizer.eos_token_ids = frozenset({tokenizer.vocab_size + end})
     base = settings.pop("base", None)  # what adapters have to fit, an ArchSpec
     fallback = settings.pop("fallback", None)

@@ -82,6 +82,14 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         default="auto",
         help="sampling defaults: the model's own (auto) or OpenAI's (none)",
     )
+    group.add_argument(
+        "--reasoning-parser",
+        type=reasoning_parser,
+        default="auto",
+        metavar="NAME",
+        help="how reasoning is told from the answer: auto (as the chat template has it), none, or "
+        "one of vLLM's names, such as qwen3, deepseek_r1, seed_oss, granite (auto)",
+    )
     group.add_argument("--access-log", action="store_true", help="log every request")
     add_load_options(parser)
     add_choice_options(parser)
@@ -111,6 +119,17 @@ def origin(text: str) -> str:
             "port if it is not the usual one, or '*'"
         )
     return text.lower()
+
+
+def reasoning_parser(text: str) -> str:
+    """Return the name of a reasoning parser."""
+    from onnxport.serving.reasoning import reasoning_format
+
+    try:
+        reasoning_format(text, ())
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def run(options: argparse.Namespace) -> int:
@@ -168,6 +187,7 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
     from onnxport.serving.http.app import AppOptions, create_app
     from onnxport.serving.http.defaults import SamplingDefaults
     from onnxport.serving.http.server import ServerOptions, raise_open_files, serve, url
+    from onnxport.serving.reasoning import reasoning_format
     from onnxport.serving.worker import AsyncEngine
 
     if any(adapter == name for adapter, _ in options.lora_modules):
@@ -180,7 +200,13 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
     if options.generation_config == "auto":
         defaults = SamplingDefaults.read(artifact)
     logger.info("requests that do not say are sampled with %s", defaults)
-    engine = AsyncEngine(load_engine(artifact, options))
+    found = reasoning_format(options.reasoning_parser, template.sources.values())
+    logger.info(
+        "reasoning parser %s: %s",
+        options.reasoning_parser,
+        "no reasoning is told from answers" if found is None else f"reasoning is {found}",
+    )
+    engine = AsyncEngine(load_engine(artifact, options, found.tags if found else ()))
 
     def ready() -> None:
         loaded = engine.capabilities
@@ -199,6 +225,7 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
             options.request_timeout,
             allow_runtime_lora=options.allow_runtime_lora,
             allowed_origins=tuple(options.allowed_origins),
+            reasoning_parser=options.reasoning_parser,
         )
         app = create_app(engine, name, template, choices)
         limits = EngineConfig()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,14 @@ if TYPE_CHECKING:
     from onnxport.serving.request import Request
 
 
-def load_engine(artifact: Path, options: argparse.Namespace) -> Engine:
-    """Load the artifact as the options say, and its adapters, which are read first."""
+def load_engine(artifact: Path, options: argparse.Namespace, texts: Collection[str] = ()) -> Engine:
+    """Load the artifact as the options say, and its adapters, which are read first.
+
+    Args:
+        artifact: its folder.
+        options: of the command.
+        texts: special tokens that are text here.
+    """
     from onnxport.serving.loading import open_engine
 
     adapters = read_adapters(artifact, options)
@@ -34,6 +40,7 @@ def load_engine(artifact: Path, options: argparse.Namespace) -> Engine:
         engine_config(options),
         fallback=options.fallback,
         trials=trials_folder(options),
+        texts=texts,
     )
     try:
         for name, content in adapters:

@@ -1,0 +1,426 @@
+"""Reasoning in answers of chats and responses: a real server, and the openai client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from .conftest import RunningServer, StartServer, _servers
+from .scripted import CHAT_TEMPLATE, MODEL, say, write_tokenizer
+from .test_responses import events as response_events
+
+pytestmark = pytest.mark.timeout(60)
+
+# What the template opens is the beginning of what the model is told to say.
+TEMPLATE = (
+    CHAT_TEMPLATE.replace(
+        "{{ m.content }}",
+        "{% if m.reasoning_content %}<think>{{ m.reasoning }}</think>{% endif %}{{ m.content }}",
+    )
+    + "{% if enable_thinking is defined and add_generation_prompt %}<think>\n"
+    "{% if not enable_thinking %}{{ '\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+)
+TAGS = ("<think>", "</think>")
+THOUGHTS = "<think>\nhm, é\n</think>\n\n"
+WAYS = [None, True, False]  # the model opens the thoughts, the template does, it closes them
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "add", "parameters": POINT, "strict": True},
+}
+GOOD, BAD = (
+    f'<tool_call>\n{{"name": "add", "arguments": {{"x": {value}}}}}\n</tool_call>'
+    for value in (1, '"1"')
+)
+JSON = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT}}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
+    folder = tmp_path_factory.mktemp("thinking")
+    write_tokenizer(folder, TEMPLATE, TAGS)
+    with _servers(folder) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def thinker(start: StartServer) -> RunningServer:
+    """Return a server whose tags are tokens, special ones that are made text."""
+    return start(texts=TAGS)
+
+
+@pytest.fixture(scope="module")
+def client(thinker: RunningServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{thinker.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+def body(text: str, thinks: bool | None = None, **more: Any) -> dict[str, Any]:
+    """Return a request for an answer."""
+    ask = {"messages": [{"role": "user", "content": say(text)}], "max_tokens": 300}
+    way = {} if thinks is None else {"enable_thinking": thinks}
+    return {"model": MODEL, "temperature": 0, **ask, "chat_template_kwargs": way, **more}
+
+
+def whole(server: RunningServer, ask: dict[str, Any]) -> dict[str, Any]:
+    response = httpx.post(f"{server.url}/v1/chat/completions", json=ask)
+    assert response.status_code == 200, response.text
+    told: dict[str, Any] = response.json()
+    return told
+
+
+def streamed(server: RunningServer, ask: dict[str, Any]) -> list[dict[str, Any]]:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    response = httpx.post(f"{server.url}/v1/chat/completions", json={**ask, **options})
+    *chunks, done, end = response.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
+def joined(chunks: list[dict[str, Any]], name: str, index: int = 0) -> str:
+    deltas = [each["delta"] for one in chunks for each in one["choices"] if each["index"] == index]
+    return "".join(delta.get(name) or "" for delta in deltas)
+
+
+@pytest.mark.parametrize("thinks", WAYS)
+def test_reasoning_and_answer(thinker: RunningServer, thinks: bool | None) -> None:
+    text = "<think>\n\n</think>\n\nyes" if thinks is False else f"{THOUGHTS}yes"
+    reasoning = None if thinks is False else "hm, é"
+    told = whole(thinker, body(text, thinks))
+    [choice] = told["choices"]
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "yes",
+        "refusal": None,
+        "reasoning_content": reasoning,
+        "reasoning": reasoning,
+    }
+    assert choice["finish_reason"] == "stop"
+    answer = len("yes") + 1  # the end token
+    num = told["usage"]["completion_tokens"] - answer
+    assert told["usage"]["completion_tokens_details"] == {"reasoning_tokens": num}
+    chunks = streamed(thinker, body(text, thinks))
+    for name in ("reasoning_content", "reasoning"):
+        assert joined(chunks, name) == (reasoning or "")
+    assert joined(chunks, "content") == "yes"
+    usage = chunks[-1]["usage"]
+    details = "prompt_tokens_details"
+    assert {**usage, details: 0} == {**told["usage"], details: 0}
+
+
+def test_an_answer_without_reasoning(thinker: RunningServer) -> None:
+    message = whole(thinker, body("say <think>"))["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("say <think>", None)
+    assert whole(thinker, body(""))["choices"][0]["message"]["content"] == ""
+    assert joined(streamed(thinker, body(" yes")), "content") == " yes"
+
+
+@pytest.mark.parametrize("thinks", [None, True])
+def test_cut_within_the_reasoning(thinker: RunningServer, thinks: bool | None) -> None:
+    ask = body(f"<think>\n{'hm ' * 9}\n</think>\n\nyes", thinks, max_tokens=8)
+    [choice] = whole(thinker, ask)["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] is None
+    assert choice["message"]["reasoning"] == "hm hm hm"[: 6 if thinks is None else 8]
+    chunks = streamed(thinker, ask)
+    assert joined(chunks, "content") == ""
+    assert joined(chunks, "reasoning") == choice["message"]["reasoning"]
+    assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 8}
+
+
+def test_the_openai_client(client: OpenAI) -> None:
+    ask: Any = body(f"{THOUGHTS}yes")
+    template = {"chat_template_kwargs": ask.pop("chat_template_kwargs")}
+    done = client.chat.completions.create(**ask, extra_body=template)
+    message = done.choices[0].message
+    assert (message.content, message.reasoning_content) == ("yes", "hm, é")  # type: ignore[attr-defined]
+    assert done.usage is not None
+    assert done.usage.completion_tokens_details is not None
+    assert done.usage.completion_tokens_details.reasoning_tokens
+    with client.chat.completions.stream(**ask) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == "yes"
+
+
+def test_reasoning_that_is_not_wanted(thinker: RunningServer) -> None:
+    ask = body(f"{THOUGHTS}yes", include_reasoning=False)
+    message = whole(thinker, ask)["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("yes", None)
+    chunks = streamed(thinker, ask)
+    assert not any("reasoning" in each["delta"] for one in chunks for each in one["choices"])
+    assert joined(chunks, "content") == "yes"
+    assert chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_log_probabilities_are_of_all_tokens_in_their_order(
+    thinker: RunningServer, include: bool
+) -> None:
+    text = f"{THOUGHTS}yes"
+    ask = body(text, logprobs=True, include_reasoning=include, return_token_ids=True, n=2)
+    for choice in whole(thinker, ask)["choices"]:
+        told = choice["logprobs"]["content"]
+        spelled = b"".join(bytes(each["bytes"]) for each in told).decode()
+        assert spelled == f"{text}<|im_end|>"
+        chunks = [
+            each
+            for one in streamed(thinker, ask)
+            for each in one["choices"]
+            if each["index"] == choice["index"]
+        ]
+        pieces = [each["logprobs"]["content"] for each in chunks if each["logprobs"]]
+        assert [each["bytes"] for piece in pieces for each in piece] == [
+            each["bytes"] for each in told
+        ]
+        assert [one for each in chunks for one in each.get("token_ids", ())] == choice["token_ids"]
+
+
+def test_several_answers(thinker: RunningServer) -> None:
+    ask = body(f"{THOUGHTS}yes", n=3)
+    told = whole(thinker, ask)
+    assert [each["message"]["reasoning"] for each in told["choices"]] == ["hm, é"] * 3
+    chunks = streamed(thinker, ask)
+    for index in range(3):
+        assert joined(chunks, "reasoning", index) == "hm, é"
+        assert joined(chunks, "content", index) == "yes"
+    tokens = told["usage"]["completion_tokens"] - 3 * (len("yes") + 1)
+    for usage in (told["usage"], chunks[-1]["usage"]):
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == tokens
+
+
+def test_calls_are_behind_the_reasoning(thinker: RunningServer) -> None:
+    loose = {"type": "function", "function": {"name": "add", "parameters": POINT}}
+    for tool in (TOOL, loose):
+        ask = body(f"<think>\nI call {BAD}\n</think>\n\nSee: {GOOD}", tools=[tool])
+        [choice] = whole(thinker, ask)["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        message = choice["message"]
+        assert (message["reasoning"], message["content"]) == (f"I call {BAD}", "See:")
+        assert [each["function"]["arguments"] for each in message["tool_calls"]] == ['{"x": 1}']
+        chunks = streamed(thinker, ask)
+        assert joined(chunks, "reasoning") == f"I call {BAD}"
+        assert joined(chunks, "content") == "See:"
+        calls = [
+            call
+            for one in chunks
+            for each in one["choices"]
+            for call in each["delta"].get("tool_calls", ())
+        ]
+        assert [call["function"]["arguments"] for call in calls] == ['{"x": 1}']
+
+
+@pytest.mark.parametrize("thinks", WAYS)
+def test_a_form_is_behind_the_reasoning(thinker: RunningServer, thinks: bool | None) -> None:
+    """The model says what the form forbids, thoughts but for those that the prompt has closed."""
+    before = "<think>\n\n</think>\n\n" if thinks is False else '<think>\n{"x": ?\n</think>\n\n'
+    for said, more in (
+        ('{"x": 5}', {"response_format": JSON}),
+        ('{"y": 5}', {"response_format": JSON}),
+        ("?", {"structured_outputs": {"choice": ["yes", "no"]}}),
+        ("12a", {"structured_outputs": {"regex": "[0-9]{3}"}}),
+        ("x", {"structured_outputs": {"grammar": 'start: "(" /[a-c]{2}/ ")"'}}),
+    ):
+        ask = body(before + said, thinks, **more)
+        [choice] = whole(thinker, ask)["choices"]
+        message = choice["message"]
+        assert message["reasoning"] == (None if thinks is False else '{"x": ?')
+        assert choice["finish_reason"] == "stop"
+        if "response_format" in more:
+            assert isinstance(json.loads(message["content"])["x"], int)
+        elif said == "?":
+            assert message["content"] in ("yes", "no")
+        elif said == "x":
+            assert message["content"][:1] + message["content"][-1:] == "()"
+        else:
+            assert message["content"].isdigit()
+        chunks = streamed(thinker, ask)
+        assert joined(chunks, "content") == message["content"]
+        assert joined(chunks, "reasoning") == (message["reasoning"] or "")
+
+
+def test_a_form_without_reasoning(thinker: RunningServer) -> None:
+    """A model that may think may as well not do so, unless the prompt has begun it."""
+    said = body('{"x": 5}', response_format=JSON)
+    message = whole(thinker, said)["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ('{"x": 5}', None)
+
+
+@pytest.mark.parametrize("thinks", [None, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_forced_calls_are_behind_the_reasoning(
+    thinker: RunningServer, thinks: bool | None, choice: Any
+) -> None:
+    ask = body(f"{THOUGHTS}no call", thinks, tools=[TOOL], tool_choice=choice)
+    [told] = whole(thinker, ask)["choices"]
+    assert told["message"]["reasoning"] == "hm, é"
+    assert told["message"]["content"] is None
+    arguments = told["message"]["tool_calls"][0]["function"]["arguments"]
+    assert isinstance(json.loads(arguments)["x"], int)
+
+
+def test_reasoning_can_be_sent_back(thinker: RunningServer) -> None:
+    """By each of its names, and with its message or alone."""
+
+    def prompt(**message: Any) -> str:
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", **message}]
+        told = httpx.post(
+            f"{thinker.url}/tokenize",
+            json={"model": MODEL, "messages": messages, "add_generation_prompt": False},
+        )
+        assert told.status_code == 200, told.text
+        ids = {"model": MODEL, "tokens": told.json()["tokens"]}
+        text: str = httpx.post(f"{thinker.url}/detokenize", json=ids).json()["prompt"]
+        return text.partition("assistant\n")[2]
+
+    for given in (
+        {"reasoning": "hm"},
+        {"reasoning_content": "hm"},
+        {"reasoning": "hm", "reasoning_content": "hm"},
+    ):
+        assert prompt(content="b", **given) == "<think>hm</think>b<|im_end|>\n"
+        assert prompt(content=None, **given) == "<think>hm</think><|im_end|>\n"
+    messages = [{"role": "assistant", "content": "b", "reasoning": "a", "reasoning_content": "c"}]
+    ask = {"model": MODEL, "messages": messages}
+    response = httpx.post(f"{thinker.url}/v1/chat/completions", json=ask)
+    assert response.status_code == 400
+    assert "other texts" in response.json()["error"]["message"]
+
+
+def test_a_message_that_goes_on_says_where_it_is(thinker: RunningServer) -> None:
+    """A continued thought ends, and what follows a finished one is the answer."""
+    start = f"<|say|>{THOUGHTS}yes<|over|>"
+    for text, reasoning, content in (
+        ("<think>\nh", "m, é", "yes"),
+        (f"{THOUGHTS}y", None, "es"),
+    ):
+        messages = [{"role": "user", "content": start}, {"role": "assistant", "content": text}]
+        ask = {**body(""), "messages": messages, "continue_final_message": True}
+        message = whole(thinker, ask)["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == (reasoning, content)
+
+
+@pytest.mark.parametrize("thinks", [None, True])
+def test_responses(thinker: RunningServer, client: OpenAI, thinks: bool | None) -> None:
+    """Events are openai's types; log probabilities are those of the message alone."""
+    ask: dict[str, Any] = {
+        "model": MODEL,
+        "input": say(f"{THOUGHTS}yes\n{GOOD}"),
+        "tools": [{"type": "function", "name": "add", "parameters": POINT, "strict": False}],
+        "include": ["message.output_text.logprobs"],
+        "chat_template_kwargs": {} if thinks is None else {"enable_thinking": True},
+    }
+    told = httpx.post(f"{thinker.url}/v1/responses", json={**ask, "stream": True})
+    found = response_events(told.text)
+    assert [one["type"].removeprefix("response.") for one in found if "delta" not in one] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "reasoning_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "content_part.added",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "output_item.added",
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    deltas = [one["delta"] for one in found if one["type"] == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "hm, é"
+    last = found[-1]["response"]
+    reasoning, message, call = last["output"]
+    assert reasoning["id"].startswith("rs_")
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm, é"}]
+    assert (reasoning["summary"], reasoning["status"]) == ([], "completed")
+    [part] = message["content"]
+    names = "".join(each["token"] for each in part["logprobs"])
+    assert names.startswith("yes")
+    assert call["arguments"] == '{"x": 1}'
+    assert last["usage"]["output_tokens_details"]["reasoning_tokens"] > len("hm, é")
+    done = httpx.post(f"{thinker.url}/v1/responses", json=ask).json()
+    assert [item["type"] for item in done["output"]] == ["reasoning", "message", "function_call"]
+    assert done["output"][0]["content"] == reasoning["content"]
+
+
+def test_responses_that_end_within_the_reasoning(client: OpenAI) -> None:
+    done = client.responses.create(model=MODEL, input=say(THOUGHTS), max_output_tokens=4)
+    [item] = done.output
+    assert item.type == "reasoning"
+    assert item.status == done.status == "incomplete"
+    assert item.content is not None
+    assert item.content[0].text == "hm"
+    assert done.output_text == ""
+
+
+def test_a_form_of_a_response(client: OpenAI) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "point", "schema": POINT}}
+    done = client.responses.create(
+        model=MODEL, input=say(f'{THOUGHTS}{{"y": 1}}'), text=form, temperature=0
+    )
+    assert isinstance(json.loads(done.output_text)["x"], int)
+    assert done.usage is not None
+    assert done.usage.output_tokens_details.reasoning_tokens > 0
+
+
+def test_reasoning_of_a_response_can_be_sent_back(thinker: RunningServer) -> None:
+    """It is a part of the message that it came with, and nothing where it has no text."""
+    first = {"model": MODEL, "input": say(f"{THOUGHTS}yes")}
+    output = httpx.post(f"{thinker.url}/v1/responses", json=first).json()["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message"]
+    bare = [{"type": "reasoning", "id": "rs_1", "summary": []}, output[1]]
+    user = {"role": "user", "content": "a"}
+    said = {"role": "assistant", "content": "yes"}
+    for items, message in ((output, {**said, "reasoning": "hm, é"}), (bare, said)):
+        ask = {"model": MODEL, "input": [user, *items, user], "max_output_tokens": 1}
+        given = httpx.post(f"{thinker.url}/v1/responses", json=ask)
+        assert given.status_code == 200, given.text
+        messages = [user, message, user]
+        chat = whole(thinker, {"model": MODEL, "messages": messages, "max_tokens": 1})
+        assert given.json()["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    hidden = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
+    ask = {"model": MODEL, "input": [user, hidden, user]}
+    response = httpx.post(f"{thinker.url}/v1/responses", json=ask)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "input.1.encrypted_content"
+
+
+def test_a_server_that_leaves_reasoning_in_the_text(start: StartServer) -> None:
+    server = start(texts=TAGS, reasoning_parser="none")
+    told = whole(server, body(f"{THOUGHTS}yes"))
+    assert told["choices"][0]["message"]["content"] == f"{THOUGHTS}yes"
+    assert "reasoning" not in told["choices"][0]["message"]
+    assert "completion_tokens_details" not in told["usage"]
+
+
+def test_other_models_have_no_reasoning(server: RunningServer) -> None:
+    message = whole(server, body("<think>hm</think>yes"))["choices"][0]["message"]
+    assert message["content"] == "<think>hm</think>yes"
+    assert "reasoning" not in message
+
+
+def test_tags_of_more_than_one_token(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, TEMPLATE)
+    with _servers(tmp_path) as start:
+        server = start()
+        ask = body(f'{THOUGHTS}{{"y": 1}}', response_format=JSON)
+        message = whole(server, ask)["choices"][0]["message"]
+        assert message["reasoning"] == "hm, é"
+        assert isinstance(json.loads(message["content"])["x"], int)
+        chunks = streamed(server, ask)
+        assert joined(chunks, "reasoning") == "hm, é"
+        assert joined(chunks, "content") == message["content"]
