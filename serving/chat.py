@@ -74,6 +74,11 @@ class ChatTemplate:
         """Whether the model has a template at all."""
         return bool(self.sources)
 
+    def knows(self, variable: str) -> bool:
+        """Whether a template speaks of a variable."""
+        name = re.compile(rf"\b{variable}\b")
+        return any(map(name.search, self.sources.values()))
+
     def render(
         self,
         messages: Sequence[Message],

@@ -26,11 +26,13 @@ class Thought:
     Attributes:
         opens, closes: each of them does so.
         is_open: whether it has begun before the text; otherwise the text may begin with it.
+        around: what may begin and end the answer behind it; None: nothing.
     """
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_open: bool = False
+    around: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +40,14 @@ class ReasoningFormat:
     """How a family of models writes its reasoning.
 
     Attributes:
-        opens, closes: see `Thought`.
+        opens, closes, around: see `Thought`.
         is_implied: whether an answer begins with it where the prompt says nothing about it.
     """
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_implied: bool = False
+    around: tuple[str, str] | None = None
 
     def __str__(self) -> str:
         """Say where it is."""
@@ -52,12 +55,13 @@ class ReasoningFormat:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What begins and ends it."""
-        return self.opens + self.closes
+        """What begins and ends it, and the answer behind it."""
+        return self.opens + self.closes + (self.around or ())
 
     def is_in(self, source: str) -> bool:
         """Whether a chat template speaks of it."""
-        return any(tag in source for tag in self.tags)
+        has_answer = self.around is None or self.around[0] in source
+        return has_answer and any(tag in source for tag in self.opens + self.closes)
 
     def thought(self, prompt: str, continued: str | None = None) -> Thought | None:
         """Return what an answer may begin with; None: nothing of it is reasoning.
@@ -66,14 +70,15 @@ class ReasoningFormat:
             prompt: that is answered.
             continued: the text of the message that goes on, where the prompt ends within one.
         """
+        end = prompt.rstrip()
         if continued is not None:
             opened = max(continued.rfind(tag) for tag in self.opens)
-            closed = max(continued.rfind(tag) for tag in self.closes)
-            return Thought(self.opens, self.closes, is_open=True) if opened > closed else None
-        end = prompt.rstrip()
-        if end.endswith(self.closes):
-            return None
-        return Thought(self.opens, self.closes, self.is_implied or end.endswith(self.opens))
+            is_open = opened > max(continued.rfind(tag) for tag in self.closes)
+            is_closed = not is_open
+        else:
+            is_open = self.is_implied or end.endswith(self.opens)
+            is_closed = end.endswith(self.closes)
+        return None if is_closed else Thought(self.opens, self.closes, is_open, self.around)
 
 
 _THINK: Final = ReasoningFormat(("<think>",), ("</think>",))
@@ -82,6 +87,9 @@ _GRANITE: Final = ReasoningFormat(
     ("Here is my thought process:", "Here's my thought process:"),
     ("Here is my response:", "Here's my response:"),
 )
+_RESPONSE: Final = ReasoningFormat(  # ERNIE 4.5's, Granite 3.3's
+    _THINK.opens, _THINK.closes, around=("<response>", "</response>")
+)
 # By vLLM's names. DeepSeek-R1 thinks always: a template that does not open its thoughts leaves the
 # tag to the model, which may leave it out.
 FORMATS: Final[Mapping[str, ReasoningFormat]] = {
@@ -89,11 +97,12 @@ FORMATS: Final[Mapping[str, ReasoningFormat]] = {
     "deepseek_r1": ReasoningFormat(_THINK.opens, _THINK.closes, is_implied=True),
     "deepseek_v3": _THINK,
     "glm45": _THINK,
-    "ernie45": _THINK,
+    "ernie45": _RESPONSE,
     "seed_oss": _SEED,
     "granite": _GRANITE,
 }
-_TRIED: Final = ("seed_oss", "granite", "qwen3")  # where it is to be recognized, in this order
+# Where it is to be recognized, in this order.
+_TRIED: Final = ("seed_oss", "granite", "ernie45", "qwen3")
 
 
 def reasoning_format(name: str, templates: Iterable[str]) -> ReasoningFormat | None:
@@ -131,7 +140,8 @@ class ReasoningSplitter:
     """Split generated text into reasoning and the answer, incrementally.
 
     It loses nothing but the tags, space before an opening one, and ends of lines: those around the
-    reasoning, and up to two behind it. A tag that is not where it may be is text.
+    reasoning, up to two behind it, and those next to tags around the answer. A tag that is not
+    where it may be is text.
 
     Attributes:
         thought: what the text may begin with; None: with nothing.
@@ -143,6 +153,7 @@ class ReasoningSplitter:
     _pending: str = field(default="", init=False)  # text that cannot be told apart yet
     _has_text: bool = field(default=False, init=False)  # whether the reasoning is more than breaks
     _num_breaks: int = field(default=0, init=False)  # behind the closing tag
+    _ends_with: str | None = field(default=None, init=False)  # the tag that may end the answer
 
     def __post_init__(self) -> None:
         self._has_thought = self.thought is not None and self.thought.is_open
@@ -155,8 +166,8 @@ class ReasoningSplitter:
 
     @property
     def is_over(self) -> bool:
-        """Whether all that comes is content."""
-        return self._state == "answer"
+        """Whether all that comes is content, as it is."""
+        return self._state == "answer" and self._ends_with is None
 
     def feed(self, text: str) -> Split:
         """Take the next piece of text."""
@@ -180,10 +191,8 @@ class ReasoningSplitter:
             self._open(final)
         reasoning = self._reason(final) if self._state == "within" else ""
         if self._state == "behind":
-            self._drop_breaks()
-        content = ""
-        if self._state == "answer":
-            content, self._pending = self._pending, ""
+            self._begin_answer(final)
+        content = self._answer(final) if self._state == "answer" else ""
         return Split(reasoning, content)
 
     def _open(self, final: bool) -> None:
@@ -218,13 +227,42 @@ class ReasoningSplitter:
         self._has_text = self._has_text or bool(text)
         return text
 
+    def _begin_answer(self, final: bool) -> None:
+        """Drop the ends of lines that belong to the closing tag, and a tag before the answer."""
+        assert self.thought is not None
+        self._drop_breaks()
+        if self.thought.around is not None and self._ends_with is None:
+            opens, closes = self.thought.around
+            begun = self._pending.lstrip("\n")
+            if begun.startswith(opens):
+                self._pending, self._ends_with, self._num_breaks = begun[len(opens) :], closes, 0
+                self._drop_breaks()
+            elif opens.startswith(begun) and not final:
+                return
+        if self._pending or self._num_breaks == MOST_BREAKS:
+            self._state = "answer"
+
     def _drop_breaks(self) -> None:
-        """Drop the ends of lines that belong to the closing tag."""
         while self._num_breaks < MOST_BREAKS and self._pending.startswith("\n"):
             self._pending = self._pending[1:]
             self._num_breaks += 1
-        if self._pending or self._num_breaks == MOST_BREAKS:
-            self._state = "answer"
+
+    def _answer(self, final: bool) -> str:
+        """Take the answer, without the tag that ends it."""
+        text, self._pending = self._pending, ""
+        tag = self._ends_with
+        if tag is None:
+            return text
+        body, found, behind = text.rpartition(tag)
+        if found and not behind.strip():
+            kept = body.rstrip("\n")
+        elif final:
+            return text
+        else:
+            kept = text[: len(text) - longest_beginning(text, (tag,))].rstrip("\n")
+        if not final:
+            self._pending = text[len(kept) :]
+        return kept
 
 
 def first_of(text: str, tags: Sequence[str]) -> tuple[int, str] | None:

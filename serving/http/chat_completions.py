@@ -55,6 +55,7 @@ class Told:
 async def respond(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer one request, as a whole or as a stream."""
     adapter = service.adapter_of(body.model)
+    body = body.with_effort(service.template)
     params = body.sampling_params(service.defaults)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     tools = body.offered_tools()
@@ -66,9 +67,7 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
         body.named_function is not None,
         params.logprobs,
         bool(body.return_token_ids),
-        Thinking.of(
-            service, encoded.text, encoded.continued, is_told=body.include_reasoning is not False
-        ),
+        Thinking.of(service, encoded.text, encoded.continued, is_told=body.tells_reasoning),
     )
     prompt = body.truncated(encoded.token_ids, longest, params.max_tokens)
     params = told.thinking.before(params)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from onnxport.errors import RequestError
+from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.http.chat_messages import (
     ChatMessage,
     ToolDefinition,
@@ -20,6 +21,8 @@ from onnxport.serving.http.forms import calls
 from onnxport.serving.http.protocol import RequestBody
 from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
 from onnxport.serving.structured.spec import StructuredOutputs
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatRequest(RequestBody):
@@ -39,6 +42,7 @@ class ChatRequest(RequestBody):
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None  # true unless told otherwise
+    reasoning_effort: Effort | None = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> ChatRequest:
@@ -109,6 +113,33 @@ class ChatRequest(RequestBody):
     def offered_tools(self) -> list[dict[str, Any]]:
         """Return the tools the model is told of; none when `tool_choice` is "none"."""
         return [] if self.tool_choice == "none" else told(self.tools)
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Whether the reasoning is wanted; who asks for none does not want it."""
+        return self.include_reasoning is not False and self.reasoning_effort != "none"
+
+    def with_effort(self, template: ChatTemplate) -> ChatRequest:
+        """Return the request with `reasoning_effort` as variables of the template, as vLLM has it.
+
+        Raises:
+            RequestError: the template knows none of them.
+        """
+        effort = self.reasoning_effort
+        if effort is None:
+            return self
+        variables = dict(self.chat_template_kwargs or {})
+        if knows_thinking := template.knows("enable_thinking"):
+            variables.setdefault("enable_thinking", effort != "none")
+        if template.knows("reasoning_effort"):
+            variables["reasoning_effort"] = effort
+        elif not knows_thinking:
+            raise RequestError(
+                f"reasoning_effort is {effort!r}, and the model's chat template has no variable "
+                "for it, nor enable_thinking; leave it out",
+                "reasoning_effort",
+            )
+        return self.model_copy(update={"chat_template_kwargs": variables})
 
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the decoding parameters; up to the context length unless told otherwise."""

@@ -34,7 +34,6 @@ NEUTRAL_CHAT: Mapping[str, Any] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),

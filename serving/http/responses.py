@@ -39,13 +39,14 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
     chat = as_chat(body)
     adapter = service.adapter_of(body.model)
     try:
+        chat = chat.with_effort(service.template)
         params = chat.sampling_params(service.defaults)
         options = chat.options(key_tenant(request), service.request_timeout_s, adapter)
         tools, most = chat.offered_tools(), service.engine.capabilities.max_model_len
         prompt = await asyncio.to_thread(
             chat_completions.encode, service, chat.messages, tools, chat, most
         )
-        thinking = Thinking.of(service, prompt.text)
+        thinking = Thinking.of(service, prompt.text, is_told=chat.tells_reasoning)
         params = thinking.before(params)
     except RequestError as error:
         raise renamed(error) from error
@@ -101,6 +102,7 @@ class Told:
         self._service = service
         self._body = body
         self._parser = ToolCallParser(frozenset(names)) if names else None
+        self._is_told = thinking.is_told
         self._splitter = DeltaSplitter(thinking)
         self._usage = thinking.usage(job, service.tokenizer)
         self._created_s = int(time.time())
@@ -119,7 +121,7 @@ class Told:
             yield self._event("response.created", response=self.response())
             yield self._event("response.in_progress", response=self.response())
         thought, delta = self._splitter.take(delta, num_thought)
-        if thought is not None and thought.text:
+        if thought is not None and thought.text and self._is_told:
             yield from self._think(thought.text)
         yield from self._answer(delta)
 
@@ -175,7 +177,7 @@ class Told:
             "output": list(self._output),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "service_tier": "default",
             "store": False,
             "temperature": params.temperature,

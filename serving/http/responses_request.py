@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
 from onnxport.serving.chat import plain_text
-from onnxport.serving.http.chat_request import ChatRequest
+from onnxport.serving.http.chat_request import ChatRequest, Effort
 from onnxport.serving.http.errors import JSON, validation_error
 from onnxport.serving.http.fields import LABELS, check_json, check_neutral
 from onnxport.serving.http.protocol import Strict
@@ -30,7 +30,6 @@ NEUTRAL: Final[Mapping[str, Any]] = {
     "store": (False,),
     "truncation": ("disabled",),
     "service_tier": ("auto", "default"),
-    "reasoning": ({},),
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
@@ -54,6 +53,7 @@ CALLED: Final[Mapping[str, str]] = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
@@ -267,6 +267,14 @@ class TextOptions(_Given):
     verbosity: Literal["medium"] | None = None
 
 
+class ReasoningOptions(_Given):
+    """How much is thought. There are no summaries."""
+
+    effort: Effort | None = None
+    summary: None = None
+    generate_summary: None = None
+
+
 class ResponsesRequest(Strict):
     """The body of `/v1/responses`."""
 
@@ -278,6 +286,7 @@ class ResponsesRequest(Strict):
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Any = None
     include: list[str] | None = None
@@ -342,6 +351,7 @@ class ResponsesRequest(Strict):
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
             "response_format": asked.plain() if asked else None,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "tools": [_as_chat(tool) for tool in self.tools] if self.tools else None,
             "tool_choice": _choice(self.tool_choice, self.tools or ()),
             "logprobs": self.has_logprobs,

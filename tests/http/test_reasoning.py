@@ -163,6 +163,32 @@ def test_reasoning_that_is_not_wanted(thinker: RunningServer) -> None:
     assert chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
 
 
+@pytest.mark.parametrize(("effort", "told"), [("low", "hm, é"), ("none", None)])
+def test_an_effort_says_whether_the_model_thinks(
+    thinker: RunningServer, effort: str, told: str | None
+) -> None:
+    """In chats and responses; the template has but the variable that vLLM sets for it."""
+    text = f"{THOUGHTS}yes" if told else "<think>\n\n</think>\n\nyes"
+    chat = whole(thinker, body(text, reasoning_effort=effort))
+    message = chat["choices"][0]["message"]
+    assert (message["content"], message["reasoning"]) == ("yes", told)
+    ask = {"model": MODEL, "input": say(text), "reasoning": {"effort": effort}}
+    response = httpx.post(f"{thinker.url}/v1/responses", json=ask).json()
+    assert [item["type"] for item in response["output"]] == ["reasoning"] * bool(told) + ["message"]
+    assert response["reasoning"] == {"effort": effort, "summary": None}
+    assert response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    asked = body(text, told is None, reasoning_effort=effort)  # what the request says itself counts
+    assert whole(thinker, asked)["usage"]["prompt_tokens"] != chat["usage"]["prompt_tokens"]
+
+
+def test_an_effort_that_the_template_does_not_know_is_refused(server: RunningServer) -> None:
+    response = httpx.post(
+        f"{server.url}/v1/chat/completions", json=body("a", reasoning_effort="low")
+    )
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "reasoning_effort"
+
+
 @pytest.mark.parametrize("include", [True, False])
 def test_log_probabilities_are_of_all_tokens_in_their_order(
     thinker: RunningServer, include: bool
@@ -424,3 +450,15 @@ def test_tags_of_more_than_one_token(tmp_path: Path) -> None:
         chunks = streamed(server, ask)
         assert joined(chunks, "reasoning") == "hm, é"
         assert joined(chunks, "content") == message["content"]
+
+
+def test_tags_around_the_answer(tmp_path: Path) -> None:
+    """As Granite 3.3 and ERNIE 4.5 write them; the template says so."""
+    write_tokenizer(tmp_path, TEMPLATE + "{# <response> #}", TAGS)
+    with _servers(tmp_path) as start:
+        server = start(texts=TAGS)
+        for ending in ("\n</response>\n", "\n</response>", ""):
+            ask = body(f"{THOUGHTS}<response>\nyes{ending}", logprobs=True)
+            message = whole(server, ask)["choices"][0]["message"]
+            assert (message["reasoning"], message["content"]) == ("hm, é", "yes")
+            assert joined(streamed(server, ask), "content") == "yes"

@@ -104,6 +104,29 @@ def test_text_comes_as_early_as_it_is_certain() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("hm\n</think>\n\n\n<response>\nyes\n</response>\n", "yes"),
+        ("hm\n</think>\nyes", "yes"),
+        ("hm</think><response>a</response>\nb</response>", "a</response>\nb"),
+        ("hm</think><response>a\n\n</respons", "a\n\n</respons"),
+        ("hm</think>\n\n\n<resp", "\n<resp"),
+        ("hm</think>a <response>", "a <response>"),
+        ("hm</think>a</response>", "a</response>"),
+        ("hm</think>\n", ""),
+        ("hm</think><response></response>", ""),
+    ],
+)
+def test_tags_around_an_answer_are_not_told(text: str, content: str) -> None:
+    thought = FORMATS["ernie45"].thought("<think>\n")
+    assert split(thought, text) == ("hm", content)
+    for size in (1, 2, 3, 5, 7):
+        splitter = ReasoningSplitter(thought)
+        found = [splitter.feed(text[at : at + size]) for at in range(0, len(text), size)]
+        assert "".join(one.content for one in (*found, splitter.finish())) == content
+
+
 def test_granite_says_it_in_words() -> None:
     granite = FORMATS["granite"].thought("")
     text = "Here's my thought process: hm, Here is my\n\nHere is my response: yes"
@@ -139,6 +162,7 @@ def test_deepseek_r1_thinks_always() -> None:
     [
         ("auto", "{{ m.content.split('</think>')[-1] }}", THINK),
         ("auto", "<seed:think> {{ '<think>' }}", FORMATS["seed_oss"]),
+        ("auto", "between <think></think>, between <response></response>", FORMATS["ernie45"]),
         ("auto", "write after 'Here is my response:'", FORMATS["granite"]),
         ("auto", "{{ m.content }}", None),
         ("none", "<think>", None),
