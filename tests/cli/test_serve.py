@@ -27,6 +27,7 @@ def test_an_artifact(artifact: Path) -> None:
     ):
         assert "Serving tiny on" in said[-1]
         assert any("nodes: CPUExecutionProvider" in line for line in said)
+        assert any("reasoning parser auto: no reasoning is told" in line for line in said)
         messages: Any = [{"role": "user", "content": "hello"}]
         ask = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 6}
         whole = client.chat.completions.create(**ask)
