@@ -157,12 +157,18 @@ def slot_layout(
     return places, end
 
 
-def a_rows(product: LoraProduct) -> int:
-    """Rows of A whose numbers in int8 lie together: at 4 bits each is two outputs."""
-    return PRODUCT_PANEL // 2 if product.bits == 4 else PRODUCT_PANEL
+def a_panels(product: LoraProduct, rank: int) -> tuple[int, int]:
+    """Outputs of whole panels, and of half a one, that so many rows of A take in int8.
+
+    At 8 bits each row is an output, at 4 bits two are. Outputs lie in panels of PRODUCT_PANEL, the
+    last ones in half a panel where that has room enough.
+    """
+    outputs = rank * (2 if product.bits == 4 else 1)
+    halves = -(-outputs // (PRODUCT_PANEL // 2))
+    return halves // 2 * PRODUCT_PANEL, halves % 2 * PRODUCT_PANEL // 2
 
 
 def a_bytes(product: LoraProduct, depth: int, rank: int) -> int:
     """Bytes that so many rows of A, of all projections of a product, take in int8."""
     block = product.block_size * product.bits // 8 + np.dtype(np.float32).itemsize
-    return -(-rank // a_rows(product)) * -(-depth // product.block_size) * PRODUCT_PANEL * block
+    return sum(a_panels(product, rank)) * -(-depth // product.block_size) * block

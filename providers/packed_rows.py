@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.graphs.lora import PRODUCT_PANEL, LoraProduct, a_rows
+from onnxport.graphs.lora import PRODUCT_PANEL, LoraProduct, a_panels
 
 LARGEST: Final = 127
 LARGEST_OF_HALVES: Final = 119
@@ -31,19 +31,42 @@ def packed(product: LoraProduct, rows: NDArray[np.float32]) -> NDArray[np.int8]:
     """
     if len(rows) == 0:
         return np.zeros(0, np.int8)
-    panels = -(-len(rows) // a_rows(product))
+    outputs_of_row = 2 if product.bits == 4 else 1
+    whole, half = (count // outputs_of_row for count in a_panels(product, len(rows)))
     blocks = -(-rows.shape[1] // product.block_size)
-    filled = np.zeros((panels * a_rows(product), blocks * product.block_size), np.float32)
+    filled = np.zeros((whole + half, blocks * product.block_size), np.float32)
     filled[: len(rows), : rows.shape[1]] = rows
     numbers, scales = _rounded(
         filled.reshape(len(filled), blocks, product.block_size),
         LARGEST_OF_HALVES if product.bits == 4 else LARGEST,
     )
-    if product.bits == 4:
+    parts = [
+        _in_panels(numbers[:whole], scales[:whole], product.bits, PRODUCT_PANEL),
+        _in_panels(numbers[whole:], scales[whole:], product.bits, PRODUCT_PANEL // 2),
+    ]
+    return np.concatenate(parts)
+
+
+def _in_panels(
+    numbers: NDArray[Any], scales: NDArray[np.float32], bits: int, outputs: int
+) -> NDArray[np.int8]:
+    """The bytes of rows that fill panels of so many outputs.
+
+    Args:
+        numbers: int8 [rows, blocks, block_size].
+        scales: [rows, blocks].
+        bits: of a stored number.
+        outputs: of a panel.
+    """
+    rows, blocks, _ = numbers.shape
+    panels = rows * (2 if bits == 4 else 1) // outputs
+    if panels == 0:
+        return np.zeros(0, np.int8)
+    if bits == 4:
         numbers, scales = _halves(numbers, panels), _of_halves(scales, panels)
-    words = numbers.view(np.uint32).reshape(panels, PRODUCT_PANEL, blocks, -1)
+    words = numbers.view(np.uint32).reshape(panels, outputs, blocks, -1)
     quants = np.ascontiguousarray(words.transpose(0, 2, 3, 1)).view(np.int8)
-    ends = np.ascontiguousarray(scales.reshape(panels, PRODUCT_PANEL, blocks).transpose(0, 2, 1))
+    ends = np.ascontiguousarray(scales.reshape(panels, outputs, blocks).transpose(0, 2, 1))
     joined = [quants.reshape(panels, blocks, -1), ends.view(np.int8).reshape(panels, blocks, -1)]
     return np.concatenate(joined, axis=2).ravel()
 

@@ -41,33 +41,51 @@ def random_a(
     return StoredA(numbers, scales, block_size)
 
 
+def outputs_of_panels(rows: int, bits: int) -> list[int]:
+    """Of rows of A: whole panels, and half a one for what is left if that has room."""
+    left, found = rows * 8 // bits, []
+    while left > 0:
+        found.append(OUTPUTS // 2 if left <= OUTPUTS // 2 else OUTPUTS)
+        left -= found[-1]
+    return found
+
+
 def packed_a(parts: Sequence[StoredA], depth: int, bits: int, block_size: int) -> NDArray[np.int8]:
     """The rows of all projections, as the weights of a product."""
     rows = [(part, r) for part in parts for r in range(len(part.numbers))]
-    of_panel = OUTPUTS * bits // 8
-    panels, blocks = -(-len(rows) // of_panel), -(-depth // block_size)
-    quant_bytes = OUTPUTS * block_size * bits // 8
-    found = np.full((panels, blocks, quant_bytes + 4 * OUTPUTS), NOTHING, np.uint8)
+    panels, next_row = [], 0
+    for outputs in outputs_of_panels(len(rows), bits):
+        of_panel = outputs * bits // 8
+        own = rows[next_row : next_row + of_panel]
+        panels.append(_panel(own, outputs, depth, bits, block_size))
+        next_row += of_panel
+    return np.concatenate([np.zeros(0, np.int8), *panels])
+
+
+def _panel(
+    rows: Sequence[tuple[StoredA, int]], outputs: int, depth: int, bits: int, block_size: int
+) -> NDArray[np.int8]:
+    blocks, quant_bytes = -(-depth // block_size), outputs * block_size * bits // 8
+    found = np.full((blocks, quant_bytes + 4 * outputs), NOTHING, np.uint8)
     block, place = np.divmod(np.arange(depth), block_size)
-    for at, (part, r) in enumerate(rows):
-        panel, output = divmod(at, of_panel)
+    for output, (part, r) in enumerate(rows):
         numbers, scales = part.numbers[r], part.scales[r]
         if bits == 8:
-            where = place // 4 * (4 * OUTPUTS) + output * 4 + place % 4
-            found[panel, block, where] = numbers.astype(np.int8).view(np.uint8)
-            _set_scales(found[panel], quant_bytes, output, scales)
+            where = place // 4 * (4 * outputs) + output * 4 + place % 4
+            found[block, where] = numbers.astype(np.int8).view(np.uint8)
+            _set_scales(found, quant_bytes, output, scales)
             continue
         high = np.floor_divide(numbers + 8, 16)
         low = numbers - 16 * high
         for half, own, scale in ((0, high, 16), (1, low, 1)):
-            lane = output + 16 * half
-            where = place // 8 * (4 * OUTPUTS) + lane * 4 + place % 8 // 2
+            lane = output + outputs // 2 * half
+            where = place // 8 * (4 * outputs) + lane * 4 + place % 8 // 2
             for odd in (0, 1):
                 some = place % 2 == odd
-                kept = found[panel, block[some], where[some]] & (0xF0 if odd == 0 else 0x0F)
+                kept = found[block[some], where[some]] & (0xF0 if odd == 0 else 0x0F)
                 nibble = (own[some] + 8).astype(np.uint8) << (4 * odd)
-                found[panel, block[some], where[some]] = kept | nibble
-            _set_scales(found[panel], quant_bytes, lane, scales * np.float32(scale))
+                found[block[some], where[some]] = kept | nibble
+            _set_scales(found, quant_bytes, lane, scales * np.float32(scale))
     return found.ravel().view(np.int8)
 
 
@@ -81,8 +99,8 @@ def packed_b(rows: NDArray[np.int8]) -> NDArray[np.int8]:
 
 def room_of(depth: int, columns: Sequence[int], max_rank: int, bits: int, block_size: int) -> int:
     """Bytes that a product needs in a slot."""
-    rows = -(-max_rank * len(columns) // (OUTPUTS * bits // 8)) * OUTPUTS
-    a = rows * -(-depth // block_size) * (block_size * bits // 8 + 4)
+    outputs = sum(outputs_of_panels(max_rank * len(columns), bits))
+    a = outputs * -(-depth // block_size) * (block_size * bits // 8 + 4)
     return a + max_rank * sum(in_panels(count) for count in columns)
 
 

@@ -48,12 +48,17 @@ struct Case {
     for (int32_t& token : tokens) token = static_cast<int32_t>(random() % (kSlots + 1));
     place = {0, 0, kDepth, bits, product.block_size, kLoraParts, {70, 33, 20}};
     uint8_t* weights = weight_memory.reserve<uint8_t>(bytes(product));
-    fill(weights, product);
+    fill(weights, product, num_panels(product), kPanel);
     product.weights = weights;
     slot_bytes = lora_numbers(kLoraInt8, place, kMaxRank);
     slots = slot_memory.reserve<uint8_t>(static_cast<size_t>(slot_bytes * kSlots));
     for (int64_t i = 0; i < slot_bytes * kSlots; i++) slots[i] = static_cast<uint8_t>(random());
-    for (int32_t slot = 1; slot <= kSlots; slot++) fill(slot_of(slot), a_of(slot));
+    for (int32_t slot = 1; slot <= kSlots; slot++)
+      for (int64_t row = 0; row < rank_of(slot);) {
+        const Rows panel = panel_of(slot, row);
+        fill(slot_of(slot) + panel.offset, product, 1, panel.outputs);
+        row = panel.begin + panel.count;
+      }
   }
 
   float uniform() { return std::uniform_real_distribution<float>(1e-3f, 1e-2f)(random); }
@@ -62,44 +67,65 @@ struct Case {
     return static_cast<size_t>(num_panels(m) * panel_bytes(m));
   }
 
-  // The product that A of a slot is.
-  MatMul a_of(int32_t slot) const {
-    MatMul a = product;
-    const int64_t rank = kRanks[slot][0] + kRanks[slot][1] + kRanks[slot][2];
-    a.n = ceil_div(rank, lora_panel_rows(place)) * kPanel;
-    return a;
+  static int64_t rank_of(int32_t slot) {
+    return kRanks[slot][0] + kRanks[slot][1] + kRanks[slot][2];
+  }
+
+  // Rows of A that lie together.
+  struct Rows {
+    int64_t begin, count, outputs, offset;
+  };
+
+  // Those that have a row: half a panel if that is enough for the rows from there to the last.
+  Rows panel_of(int32_t slot, int64_t row) const {
+    const int64_t whole = product.bits == 4 ? 16 : 32, begin = row - row % whole;
+    const int64_t offset = begin / whole * panel_bytes(product);
+    if (2 * (rank_of(slot) - begin) <= whole) return {begin, whole / 2, 16, offset};
+    return {begin, whole, 32, offset};
+  }
+
+  // Where A ends.
+  int64_t end_of_a(int32_t slot) const {
+    if (rank_of(slot) == 0) return 0;
+    const Rows last = panel_of(slot, rank_of(slot) - 1);
+    return last.offset + panel_bytes(product, last.outputs);
   }
 
   // Any quants, and scales; at 4 bits those of the first halves are sixteen times the others'.
-  void fill(uint8_t* weights, const MatMul& m) {
-    for (size_t i = 0; i < bytes(m); i++) weights[i] = static_cast<uint8_t>(random());
-    for (int64_t block = 0; block < num_panels(m) * num_blocks(m); block++) {
-      auto* own = reinterpret_cast<float*>(weights + block * block_bytes(m) + quant_bytes(m));
-      for (int i = kPanel - 1; i >= 0; i--)
-        own[i] = m.bits == 4 && i < 16 ? 16 * own[i + 16] : uniform();
+  void fill(uint8_t* weights, const MatMul& m, int64_t panels, int64_t outputs) {
+    for (int64_t i = 0; i < panels * panel_bytes(m, outputs); i++)
+      weights[i] = static_cast<uint8_t>(random());
+    for (int64_t block = 0; block < panels * num_blocks(m); block++) {
+      auto* own = reinterpret_cast<float*>(weights + block * block_bytes(m, outputs) +
+                                           quant_bytes(m, outputs));
+      const int64_t half = outputs / 2;
+      for (int64_t i = outputs - 1; i >= 0; i--)
+        own[i] = m.bits == 4 && i < half ? 16 * own[i + half] : uniform();
     }
   }
 
   // A number of a row of A, as lora.h says.
   double a(int32_t slot, int64_t row, int64_t i) const {
-    const MatMul m = a_of(slot);
-    const int64_t panel = row / lora_panel_rows(place), at = row % lora_panel_rows(place);
-    const uint8_t* block = slot_of(slot) + panel * panel_bytes(m) + i / 32 * block_bytes(m);
-    const auto* own = reinterpret_cast<const float*>(block + quant_bytes(m));
+    const MatMul& m = product;
+    const Rows panel = panel_of(slot, row);
+    const int64_t at = row - panel.begin, outputs = panel.outputs;
+    const uint8_t* block = slot_of(slot) + panel.offset + i / 32 * block_bytes(m, outputs);
+    const auto* own = reinterpret_cast<const float*>(block + quant_bytes(m, outputs));
     const int64_t in = i % 32;
     if (m.bits == 8)
-      return static_cast<int8_t>(block[(in / 4 * kPanel + at) * 4 + in % 4]) * own[at];
+      return static_cast<int8_t>(block[(in / 4 * outputs + at) * 4 + in % 4]) * own[at];
     const auto half = [&](int64_t output) {
-      return (block[(in / 8 * kPanel + output) * 4 + in % 8 / 2] >> in % 2 * 4 & 15) - 8;
+      return (block[(in / 8 * outputs + output) * 4 + in % 8 / 2] >> in % 2 * 4 & 15) - 8;
     };
-    return half(at) * own[at] + half(at + 16) * own[at + 16];
+    const int64_t second = at + outputs / 2;
+    return half(at) * own[at] + half(second) * own[second];
   }
 
   // What adapters add to a row, but for how activations are rounded.
   std::vector<double> added(int64_t row) const {
     std::vector<double> sums(kWidth);
     const int32_t slot = tokens[static_cast<size_t>(row)];
-    const auto* b = reinterpret_cast<const int8_t*>(slot_of(slot)) + (slot ? bytes(a_of(slot)) : 0);
+    const auto* b = reinterpret_cast<const int8_t*>(slot_of(slot)) + (slot ? end_of_a(slot) : 0);
     int64_t first = 0, a_row = 0;
     for (size_t part = 0; slot && part < kLoraParts; first += place.columns[part++]) {
       const int64_t rank = kRanks[slot][part], columns = place.columns[part];

@@ -14,19 +14,33 @@ constexpr size_t kFewChunks = 8;         // whose projections are divided betwee
 
 int64_t item_bytes(LoraType type) { return type == kLoraInt8 ? 1 : type == kLoraHalf ? 2 : 4; }
 
-// The product that A in int8 is, of so many rows.
-MatMul product_of(const LoraPlace& place, int64_t rows) {
+// The product that A in int8 is.
+MatMul product_of(const LoraPlace& place) {
   MatMul product{};
   product.k = place.depth;
-  product.n = ceil_div(rows, lora_panel_rows(place)) * kPanel;
   product.bits = place.bits;
   product.block_size = place.block_size;
   return product;
 }
 
+// The panel that has a row, of so many.
+RowPanel panel_of(const LoraPlace& place, int64_t row, int64_t rows) {
+  const int64_t outputs_of_row = place.bits == 4 ? 2 : 1;
+  const int64_t whole = kPanel / outputs_of_row, half = kHalfPanel / outputs_of_row;
+  const int64_t begin = row / whole * whole, offset = begin / whole * panel_bytes(product_of(place));
+  if (rows - begin <= half) return {begin, half, kHalfPanel, offset};
+  return {begin, whole, kPanel, offset};
+}
+
+// Bytes of a panel.
+int64_t bytes_of(const LoraPlace& place, const RowPanel& panel) {
+  return panel_bytes(product_of(place), panel.outputs);
+}
+
 int64_t product_bytes(const LoraPlace& place, int64_t rows) {
-  const MatMul product = product_of(place, rows);
-  return num_panels(product) * panel_bytes(product);
+  if (rows == 0) return 0;
+  const RowPanel last = panel_of(place, rows - 1, rows);
+  return last.offset + bytes_of(place, last);
 }
 
 }  // namespace
@@ -77,7 +91,7 @@ void LoraSum::set(const float* input, float* factors) {
 
 void LoraSum::set(const MatMulKernels& kernels, const MatMul& product, float* factors) {
   kernels_ = &kernels;
-  product_ = product_of(place_, 0);
+  product_ = product_of(place_);
   product_.rows = product.rows;
   product_.padded_rows = product.padded_rows;
   product_.quants = product.quants;
@@ -211,35 +225,38 @@ void LoraSum::shrink_product(const LoraChunk& chunk, int64_t first, int64_t last
   const int64_t begin = ranks_before(chunk.slot, first), end = ranks_before(chunk.slot, last);
   if (begin == end) return;
   const int64_t unit = kernels_->row_unit ? kernels_->row_unit(rows_) : 1;
-  const int64_t panel_rows = lora_panel_rows(place_);
   const int64_t row = chunk.first / unit * unit;
   const int64_t row_end = std::min(rows_, ceil_div(chunk.first + chunk.count, unit) * unit);
+  const int64_t all = ranks_before(chunk.slot, place_.parts);
   alignas(64) float outputs[(kManyTaskTokens + 2 * kMostRowUnit) * kPanel];
   MatMul product = product_;
-  product.n = ceil_div(end, panel_rows) * kPanel;
-  product.weights = reinterpret_cast<const uint8_t*>(a_of(chunk.slot, 0));
-  for (int64_t panel = begin / panel_rows; panel * panel_rows < end; panel++) {
-    kernels_->multiply(product, {panel, panel + 1, row, row_end, outputs, kPanel});
-    read_factors(chunk, first, last, panel, outputs + (chunk.first - row) * kPanel);
+  for (int64_t next = begin; next < end;) {
+    const RowPanel panel = panel_of(place_, next, all);
+    product.n = panel.outputs;
+    product.weights = reinterpret_cast<const uint8_t*>(a_of(chunk.slot, 0)) + panel.offset;
+    const auto multiply =
+        panel.outputs == kPanel ? kernels_->multiply : kernels_->multiply_half;
+    multiply(product, {0, 1, row, row_end, outputs, panel.outputs});
+    read_factors(chunk, first, last, panel, outputs + (chunk.first - row) * panel.outputs);
+    next = panel.begin + panel.rows;
   }
 }
 
 // What a panel's outputs tell of some projections' factors.
-void LoraSum::read_factors(const LoraChunk& chunk, int64_t first, int64_t last, int64_t panel,
-                           const float* outputs) const {
-  const int64_t panel_rows = lora_panel_rows(place_), panel_begin = panel * panel_rows;
+void LoraSum::read_factors(const LoraChunk& chunk, int64_t first, int64_t last,
+                           const RowPanel& panel, const float* outputs) const {
   for (int64_t part = first, before = ranks_before(chunk.slot, first); part < last; part++) {
     const int64_t rank = rank_of(chunk.slot, part);
-    const int64_t begin = std::max<int64_t>(0, panel_begin - before);
-    const int64_t end = std::min(rank, panel_begin + panel_rows - before);
+    const int64_t begin = std::max<int64_t>(0, panel.begin - before);
+    const int64_t end = std::min(rank, panel.begin + panel.rows - before);
     const float* scales =
         slots_.scales +
         (chunk.slot * slots_.ranks_stride + place_.ranks + part) * slots_.max_rank;
     for (int64_t token = 0; token < chunk.count; token++) {
       float* factors = factors_of(chunk.first + token, part);
       for (int64_t i = begin; i < end; i++) {
-        const float* output = outputs + token * kPanel + (before + i - panel_begin);
-        factors[i] = (place_.bits == 4 ? output[0] + output[panel_rows] : output[0]) * scales[i];
+        const float* output = outputs + token * panel.outputs + (before + i - panel.begin);
+        factors[i] = (place_.bits == 4 ? output[0] + output[panel.rows] : output[0]) * scales[i];
       }
     }
     before += rank;

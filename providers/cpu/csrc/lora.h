@@ -5,9 +5,9 @@
 // in int8, B does, behind A, which is the weights of one more product with the product's inputs, as
 // these were quantized: those of all projections together, packed as matmul.h has it, in the bits and
 // blocks of the product's own weights, with float scales. At 8 bits an output is a row of A. At 4 bits
-// two are: a panel's first 16 outputs are 16 rows' numbers without their last four bits, and the other
-// 16 are these, so that a number is 16 * (first - 8) + (second - 8), with the sixteen in the scale.
-// What fills up the last panel is 0.
+// two are: the first half of a panel's outputs are rows' numbers without their last four bits, and the
+// other half are these, so that a number is 16 * (first - 8) + (second - 8), with the sixteen in the
+// scale. The last panel is half a panel where that has room enough. What fills it up is 0.
 #pragma once
 
 #include <vector>
@@ -57,11 +57,6 @@ static inline int64_t in_lora_panels(int64_t count) {
   return (count + kLoraPanel - 1) / kLoraPanel * kLoraPanel;
 }
 
-// Rows of A, in int8, in a panel of their product.
-static inline int64_t lora_panel_rows(const LoraPlace& place) {
-  return place.bits == 4 ? kPanel / 2 : kPanel;
-}
-
 int64_t lora_rank(const LoraSlots& slots, const LoraPlace& place, int32_t slot, int64_t part);
 
 // Numbers that an adapter takes with this rank in each projection.
@@ -69,6 +64,13 @@ int64_t lora_numbers(LoraType type, const LoraPlace& place, int64_t rank);
 
 // Multiplications that a token takes with an adapter.
 int64_t lora_work(const LoraSlots& slots, const LoraPlace& place, int32_t slot);
+
+// Rows of A in int8, of all projections of a product, that lie together.
+struct RowPanel {
+  int64_t begin, rows;  // of which the last ones may be nobody's
+  int64_t outputs;      // kPanel, or kHalfPanel
+  int64_t offset;       // of its bytes, from those of the first panel
+};
 
 // Outputs of some rows and some of a projection's columns.
 struct LoraBlock {
@@ -117,7 +119,7 @@ class LoraSum {
   void for_rows(const LoraBlock& block, F f) const;
   void shrink_part(const LoraChunk& chunk, int64_t part, const char* end, int64_t jump) const;
   void shrink_product(const LoraChunk& chunk, int64_t first, int64_t last) const;
-  void read_factors(const LoraChunk& chunk, int64_t first, int64_t last, int64_t panel,
+  void read_factors(const LoraChunk& chunk, int64_t first, int64_t last, const RowPanel& panel,
                     const float* outputs) const;
   LoraExpand expansion(const LoraChunk& chunk, int64_t part) const;
   bool has_product() const { return slots_.type == kLoraInt8; }

@@ -24,6 +24,7 @@
 namespace onnxport {
 
 constexpr int64_t kPanel = 32;  // output features that are stored together
+constexpr int64_t kHalfPanel = kPanel / 2;  // or, of adapters, are where there are no more
 constexpr int64_t kLargestBlock = 256;
 
 // What is done to activations before they are quantized: residual = input + skip, and of that
@@ -42,7 +43,7 @@ struct Norm {
 };
 
 // Packed weights: one panel after the other; of each panel one block after the other:
-//   quants [block_size * bits / 32][2][16] of 32 bits, scales [kPanel] of float or float16
+//   quants [block_size * bits / 32][kPanel] of 32 bits, scales [kPanel] of float or float16
 // The 32 bits are what MatMulNBits stores for one output feature: four or, at 4 bits, eight inputs
 // of which the even ones are in the low nibbles. At 8 bits the quants' zero point is subtracted.
 // Panels and scales are filled up with zeros to whole blocks.
@@ -99,6 +100,10 @@ struct MatMulKernels {
 
   void (*multiply)(const MatMul& call, const Part& part);
 
+  // As multiply, of one panel that holds kHalfPanel outputs: `weights` is its place, and n counts its
+  // outputs. There is no bias.
+  void (*multiply_half)(const MatMul& call, const Part& part);
+
   // Up to so many rows a product of few outputs may be computed in two passes, see coarse.h: sums
   // of 4-bit weights begin with the corrections, to which others may have been added.
   int64_t coarse_rows;
@@ -140,11 +145,15 @@ bool set_matmul_isa(const char* name);
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t num_blocks(const MatMul& m) { return ceil_div(m.k, m.block_size); }
 static inline int64_t num_panels(const MatMul& m) { return ceil_div(m.n, kPanel); }
-static inline int64_t quant_bytes(const MatMul& m) { return kPanel * m.block_size * m.bits / 8; }
-static inline int64_t block_bytes(const MatMul& m) {
-  return quant_bytes(m) + kPanel * (m.half_scales ? 2 : 4);
+static inline int64_t quant_bytes(const MatMul& m, int64_t panel = kPanel) {
+  return panel * m.block_size * m.bits / 8;
 }
-static inline int64_t panel_bytes(const MatMul& m) { return num_blocks(m) * block_bytes(m); }
+static inline int64_t block_bytes(const MatMul& m, int64_t panel = kPanel) {
+  return quant_bytes(m, panel) + panel * (m.half_scales ? 2 : 4);
+}
+static inline int64_t panel_bytes(const MatMul& m, int64_t panel = kPanel) {
+  return num_blocks(m) * block_bytes(m, panel);
+}
 
 static inline rows::Summary summary_of(const MatMul& m, int64_t row) {
   return rows::summary_at(m.summaries + row * rows::summary_floats(m.n), m.n);

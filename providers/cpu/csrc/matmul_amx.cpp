@@ -461,8 +461,17 @@ int64_t rows_of_tiles(int64_t rows) {
 int64_t row_unit(int64_t rows) { return rows <= kFewRows ? 1 : kRowTile; }
 
 constexpr MatMulKernels kKernels = {
-    "amx",         kAmxChunkRows, rows_of_tiles,    quantize,      multiply,
-    kCoarseRows,   scale_outputs, summarize_avx512, Vec::kStreams, multiply_and_summarize,
+    "amx",
+    kAmxChunkRows,
+    rows_of_tiles,
+    quantize,
+    multiply,
+    multiply_half<Dot>,  // too few outputs for tiles of their own
+    kCoarseRows,
+    scale_outputs,
+    summarize_avx512,
+    Vec::kStreams,
+    multiply_and_summarize,
     row_unit};
 static_assert(kCoarseRows <= kFewRows, "tiles know no corrections");
 

@@ -15,13 +15,21 @@ constexpr int64_t kMostCoarseRows = 16;
 
 void multiply_for_avx2(const MatMul& m, const Part& part) {
   if (is_for_many(m))
-    multiply_many(m, part);
+    multiply_many<kPanel>(m, part);
   else
     multiply_dots_or_one<Dot>(m, part);
 }
 
+void multiply_half_for_avx2(const MatMul& m, const Part& part) {
+  if (is_for_many(m))
+    multiply_many<kHalfPanel>(m, part);
+  else
+    multiply_half<Dot>(m, part);
+}
+
 constexpr MatMulKernels kKernels = {"avx2", kChunkRows, rows_of_units<1>, quantize_for_avx2,
-                                    multiply_for_avx2, kMostCoarseRows, scale_outputs, summarize_avx2, Vec::kStreams};
+                                    multiply_for_avx2, multiply_half_for_avx2, kMostCoarseRows,
+                                    scale_outputs, summarize_avx2, Vec::kStreams};
 }  // namespace
 
 const MatMulKernels* matmul_avx2() { return &kKernels; }

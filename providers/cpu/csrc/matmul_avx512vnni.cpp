@@ -14,8 +14,8 @@ namespace {
 constexpr int64_t kMostCoarseRows = 12;
 
 constexpr MatMulKernels kKernels = {"avx512vnni", kChunkRows, rows_of_units<1>, quantize,
-                                    multiply_dots_or_one<Dot>, kMostCoarseRows, scale_outputs,
-                                    summarize_avx512, Vec::kStreams};
+                                    multiply_dots_or_one<Dot>, multiply_half<Dot>, kMostCoarseRows,
+                                    scale_outputs, summarize_avx512, Vec::kStreams};
 }  // namespace
 
 const MatMulKernels* matmul_avx512vnni() { return &kKernels; }

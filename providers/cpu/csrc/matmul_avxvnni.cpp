@@ -12,8 +12,8 @@
 namespace onnxport {
 namespace {
 constexpr MatMulKernels kKernels = {"avxvnni", kChunkRows, rows_of_units<1>, quantize,
-                                    multiply_dots_or_one<Dot>, kCoarseRows, scale_outputs, summarize_avx2,
-                                    Vec::kStreams};
+                                    multiply_dots_or_one<Dot>, multiply_half<Dot>, kCoarseRows,
+                                    scale_outputs, summarize_avx2, Vec::kStreams};
 }  // namespace
 
 const MatMulKernels* matmul_avxvnni() { return &kKernels; }

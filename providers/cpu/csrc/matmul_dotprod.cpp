@@ -12,7 +12,8 @@
 namespace onnxport {
 namespace {
 constexpr MatMulKernels kKernels = {"dotprod", kChunkRows, rows_of_units<1>, quantize,
-                                    multiply_dots<Dot>, kCoarseRows, scale_outputs, summarize_portable};
+                                    multiply_dots<Dot>, multiply_half<Dot>, kCoarseRows,
+                                    scale_outputs, summarize_portable};
 }  // namespace
 
 const MatMulKernels* matmul_dotprod() { return &kKernels; }

@@ -19,11 +19,18 @@ void multiply(const MatMul& m, const Part& part) {
     multiply_dots<PairDot>(m, part);
 }
 
+void multiply_half_panel(const MatMul& m, const Part& part) {
+  if (m.rows == 1)
+    multiply_half<Dot>(m, part);
+  else
+    multiply_half<PairDot>(m, part);
+}
+
 int64_t row_unit(int64_t rows) { return rows == 1 ? 1 : PairDot<4>::kRows; }
 
 constexpr MatMulKernels kKernels = {"i8mm", kChunkRows, rows_of_units<PairDot<4>::kRows>,
-                                    quantize, multiply, kCoarseRows, scale_outputs, summarize_portable,
-                                    1, nullptr, row_unit};
+                                    quantize, multiply, multiply_half_panel, kCoarseRows, scale_outputs,
+                                    summarize_portable, 1, nullptr, row_unit};
 
 }  // namespace
 

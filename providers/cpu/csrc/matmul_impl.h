@@ -4,6 +4,7 @@
 // multiplies eight inputs at a time:
 //
 //   kRows        rows that one unit of inputs and sums holds
+//   kOutputs     of a panel
 //   kMostUnits   units whose sums the registers hold, beside columns(units) vectors of outputs
 //   Weights      eight inputs of kLanes outputs; prepare() makes them of twice four inputs
 //   Inputs       eight inputs of kRows rows, block_size apart
@@ -143,7 +144,7 @@ ONNXPORT_INLINE typename Dot::Weights read_weights(const uint8_t* weights, int c
   if (is_line) Vec::prefetch(first + ahead);
   const Vec::Ints low = Vec::load_bytes(first);
   if (Dot::kBits == 4) return Dot::prepare(Vec::low_nibbles(low), Vec::high_nibbles(low));
-  const uint8_t* second = first + kPanel * 4;
+  const uint8_t* second = first + Dot::kOutputs * 4;
   if (is_line) Vec::prefetch(second + ahead);
   return Dot::prepare(low, Vec::load_bytes(second));
 }
@@ -177,7 +178,7 @@ ONNXPORT_INLINE void add_products(const uint8_t* weights, const int8_t* quants, 
       }
     }
     i += 8;
-    weights += kPanel * Dot::kBits;
+    weights += Dot::kOutputs * Dot::kBits;
   } while (i < count);  // not at the top: sums would be copied for the case of no input at all
 }
 
@@ -191,7 +192,7 @@ ONNXPORT_INLINE void add_block(const uint8_t* weights, const int8_t* quants, int
     for (int64_t i = 0; i < block_size; i += group) {
       typename Dot::Partial parts[kUnits][kColumns] = {};
       add_products<Dot>(weights, quants + i, block_size, group, ahead, parts);
-      weights += group / 8 * kPanel * Dot::kBits;
+      weights += group / 8 * Dot::kOutputs * Dot::kBits;
       ONNXPORT_UNROLL
       for (int u = 0; u < kUnits; u++) {
         ONNXPORT_UNROLL
@@ -227,15 +228,17 @@ struct Outputs {
 // of what it finds room to run ahead. Whole blocks, so that no line between two of them is left out. The
 // other groups, who find their weights in the cache, share the next panel among them, so that memory
 // is not idle while they multiply.
-static inline int64_t bytes_ahead(const MatMul& m, const Outputs& out, int64_t block) {
-  if (out.group == 0) return ceil_div(Vec::kAhead, block_bytes(m)) * block_bytes(m);
-  return block % (out.groups - 1) == out.group - 1 ? panel_bytes(m) : 0;
+template <class Dot>
+ONNXPORT_INLINE int64_t bytes_ahead(const MatMul& m, const Outputs& out, int64_t block) {
+  const int64_t bytes = block_bytes(m, Dot::kOutputs);
+  if (out.group == 0) return ceil_div(Vec::kAhead, bytes) * bytes;
+  return block % (out.groups - 1) == out.group - 1 ? panel_bytes(m, Dot::kOutputs) : 0;
 }
 
-// Asks for scales of kPanel outputs.
-ONNXPORT_INLINE void prefetch_scales(const MatMul& m, const uint8_t* packed) {
+// Asks for a panel's scales.
+ONNXPORT_INLINE void prefetch_scales(const MatMul& m, const uint8_t* packed, int64_t outputs = kPanel) {
   Vec::prefetch(packed);
-  if (!m.half_scales) Vec::prefetch(packed + 64);
+  if (outputs == kPanel && !m.half_scales) Vec::prefetch(packed + 64);
 }
 
 // Asks for what rows of outputs will be written to. It is rarely in a cache, and stores that wait
@@ -270,13 +273,13 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
   }
   const int64_t offset = vector * Vec::kLanes, blocks = num_blocks(m);
   if constexpr (kRows > 1) prefetch_outputs<kRows, kColumns>(out, offset, m.rows - out.row);
-  const uint8_t* weights = m.weights + out.panel * panel_bytes(m);
-  for (int64_t block = 0; block < blocks; block++, weights += block_bytes(m)) {
-    const int64_t at = row_block(m, out.row, block), ahead = bytes_ahead(m, out, block);
+  const uint8_t* weights = m.weights + out.panel * panel_bytes(m, Dot::kOutputs);
+  for (int64_t block = 0; block < blocks; block++, weights += block_bytes(m, Dot::kOutputs)) {
+    const int64_t at = row_block(m, out.row, block), ahead = bytes_ahead<Dot>(m, out, block);
     alignas(64) float converted[kColumns * Vec::kLanes];
-    const float* scales =
-        read_scales(m, weights + quant_bytes(m), offset, kColumns * Vec::kLanes, converted);
-    prefetch_scales(m, weights + quant_bytes(m) + ahead);
+    const uint8_t* packed = weights + quant_bytes(m, Dot::kOutputs);
+    const float* scales = read_scales(m, packed, offset, kColumns * Vec::kLanes, converted);
+    prefetch_scales(m, packed + ahead, Dot::kOutputs);
     typename Dot::Sum sums[kUnits][kColumns];
     ONNXPORT_UNROLL
     for (int u = 0; u < kUnits; u++) {
@@ -303,7 +306,7 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
       }
     }
   }
-  const int64_t left = m.n - out.panel * kPanel - offset;
+  const int64_t left = m.n - out.panel * Dot::kOutputs - offset;
   ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++)
     if (out.row + r < m.rows)
@@ -326,7 +329,7 @@ ONNXPORT_INLINE void multiply_group(const MatMul& m, const Outputs& out, int64_t
     if (units < kUnits) return multiply_group<Dot, kUnits - 1>(m, out, units);
   }
   constexpr int kColumns = Dot::columns(kUnits);
-  for (int64_t vector = 0; vector < kPanel / Vec::kLanes; vector += kColumns)
+  for (int64_t vector = 0; vector < Dot::kOutputs / Vec::kLanes; vector += kColumns)
     multiply_units<Dot, kUnits, kColumns>(m, out, vector);
 }
 
@@ -337,7 +340,7 @@ void multiply_panels(const MatMul& m, const Part& part) {
   const int64_t units = ceil_div(part.row_end - part.row_begin, Dot::kRows);
   const int64_t groups = ceil_div(units, Dot::kMostUnits);
   for (int64_t panel = part.panel_begin; panel < part.panel_end; panel++) {
-    float* output = part.output + (panel - part.panel_begin) * kPanel;
+    float* output = part.output + (panel - part.panel_begin) * Dot::kOutputs;
     int64_t row = part.row_begin;
     for (int64_t group = 0; group < groups; group++) {
       const int64_t of_group = units / groups + (group < units % groups);
@@ -348,6 +351,25 @@ void multiply_panels(const MatMul& m, const Part& part) {
       output += rows * part.stride;
     }
   }
+}
+
+// A Dot whose panels have half as many outputs.
+template <class Dot>
+struct Half : Dot {
+  static constexpr int64_t kOutputs = kHalfPanel;
+  static constexpr int columns(int units) {
+    constexpr int kAll = kHalfPanel / Vec::kLanes;
+    return Dot::columns(units) < kAll ? Dot::columns(units) : kAll;
+  }
+};
+
+// See MatMulKernels::multiply_half.
+template <template <int> class Dots>
+void multiply_half(const MatMul& m, const Part& part) {
+  if (m.bits == 4)
+    multiply_panels<Half<Dots<4>>>(m, part);
+  else
+    multiply_panels<Half<Dots<8>>>(m, part);
 }
 
 // See MatMulKernels::scale_outputs.

@@ -20,14 +20,17 @@ namespace {
 
 constexpr int64_t kManyRows = 8;      // with fewer, unpacking costs more than it saves
 constexpr int64_t kSharingRows = 64;  // whose inputs and totals stay in the first cache meanwhile
-constexpr int64_t kFourInputs = kPanel * 4;  // bytes of unpacked weights
 
 // A panel's weights of one block.
+template <int64_t kOutputs>
 struct Unpacked {
-  alignas(64) uint8_t quants[kLargestBlock * kPanel];  // [inputs / 4][kPanel][4], signed
-  alignas(64) uint8_t start[kPanel * 4];               // what an output's sum, of 32 bits, begins with
-  alignas(64) float converted[kPanel];
-  const float* scales;  // [kPanel]
+  static constexpr int kCount = kOutputs / Vec::kLanes;  // vectors
+  static constexpr int64_t kFourInputs = kOutputs * 4;  // bytes
+
+  alignas(64) uint8_t quants[kLargestBlock * kOutputs];  // [inputs / 4][kOutputs][4], signed
+  alignas(64) uint8_t start[kOutputs * 4];               // what an output's sum, of 32 bits, begins with
+  alignas(64) float converted[kOutputs];
+  const float* scales;  // [kOutputs]
 };
 
 // sums += x's unsigned times w's signed bytes, each two together in 16 bits. Around intrinsics GCC
@@ -54,18 +57,22 @@ ONNXPORT_INLINE void store_bytes(uint8_t* p, Vec::Ints a) {
 }
 
 // Unpacks one block, and asks for the next one meanwhile.
-ONNXPORT_ALONE void unpack(const MatMul& m, const uint8_t* weights, Unpacked& out) {
-  const int64_t ahead = block_bytes(m);
-  out.scales = read_scales(m, weights + quant_bytes(m), 0, kPanel, out.converted);
-  prefetch_scales(m, weights + quant_bytes(m) + ahead);
+template <int64_t kOutputs>
+ONNXPORT_ALONE void unpack(const MatMul& m, const uint8_t* weights, Unpacked<kOutputs>& out) {
+  constexpr int kCount = Unpacked<kOutputs>::kCount;
+  constexpr int64_t kFourInputs = Unpacked<kOutputs>::kFourInputs;
+  const int64_t ahead = block_bytes(m, kOutputs);
+  const uint8_t* packed = weights + quant_bytes(m, kOutputs);
+  out.scales = read_scales(m, packed, 0, kOutputs, out.converted);
+  prefetch_scales(m, packed + ahead, kOutputs);
   const Vec::Ints eight = _mm256_set1_epi8(8), ones = _mm256_set1_epi8(1);
-  Vec::Ints sums[kVectors];
+  Vec::Ints sums[kCount];
   ONNXPORT_UNROLL
-  for (int c = 0; c < kVectors; c++) sums[c] = _mm256_setzero_si256();
+  for (int c = 0; c < kCount; c++) sums[c] = _mm256_setzero_si256();
   uint8_t* to = out.quants;
-  for (int64_t i = 0; i < m.block_size; i += 8, weights += kPanel * 4, to += 2 * kFourInputs) {
+  for (int64_t i = 0; i < m.block_size; i += 8, weights += kFourInputs, to += 2 * kFourInputs) {
     ONNXPORT_UNROLL
-    for (int c = 0; c < kVectors; c++) {
+    for (int c = 0; c < kCount; c++) {
       const int64_t at = c * Vec::kLanes * 4;
       if (at % 64 == 0) Vec::prefetch(weights + at + ahead);
       const Vec::Ints both = Vec::load_bytes(weights + at);
@@ -78,20 +85,20 @@ ONNXPORT_ALONE void unpack(const MatMul& m, const uint8_t* weights, Unpacked& ou
     }
   }
   ONNXPORT_UNROLL
-  for (int c = 0; c < kVectors; c++)
+  for (int c = 0; c < kCount; c++)
     store_bytes(out.start + c * Vec::kLanes * 4,
                 _mm256_madd_epi16(sums[c], _mm256_set1_epi16(-128)));
 }
 
 // The products of four inputs of kRows rows. The first ones of a group begin its sums.
-template <int kRows, bool kIsFirst = false>
+template <bool kIsFirst, int kRows, int kCount>
 ONNXPORT_INLINE void add_four(const int8_t* quants, int64_t block_size, const uint8_t* weights,
-                              Vec::Ints (&parts)[kRows][kVectors]) {
+                              Vec::Ints (&parts)[kRows][kCount]) {
   ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++) {
     const Vec::Ints x = four_inputs(quants + r * block_size);
     ONNXPORT_UNROLL
-    for (int c = 0; c < kVectors; c++) {
+    for (int c = 0; c < kCount; c++) {
       const uint8_t* w = weights + c * Vec::kLanes * 4;
       if constexpr (kIsFirst)
         parts[r][c] = _mm256_maddubs_epi16(x, Vec::load_bytes(w));
@@ -102,37 +109,39 @@ ONNXPORT_INLINE void add_four(const int8_t* quants, int64_t block_size, const ui
 }
 
 // Adds the products of a block of kRows rows, the first of which is at `at`, to their totals.
-template <int kRows>
-ONNXPORT_ALONE void multiply_rows(const MatMul& m, const Unpacked& unpacked, int64_t at,
+template <int kRows, int64_t kOutputs>
+ONNXPORT_ALONE void multiply_rows(const MatMul& m, const Unpacked<kOutputs>& unpacked, int64_t at,
                                   float* totals) {
+  constexpr int kCount = Unpacked<kOutputs>::kCount;
+  constexpr int64_t kFourInputs = Unpacked<kOutputs>::kFourInputs;
   const int64_t block_size = m.block_size, group = block_size < 32 ? block_size : 32;
   const int8_t* quants = m.quants + at * block_size;
   const uint8_t* weights = unpacked.quants;
-  Vec::Ints sums[kRows][kVectors];
+  Vec::Ints sums[kRows][kCount];
   ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++) {
     const Vec::Ints correction = _mm256_set1_epi32(m.corrections[at + r]);
     ONNXPORT_UNROLL
-    for (int c = 0; c < kVectors; c++)
+    for (int c = 0; c < kCount; c++)
       sums[r][c] =
           _mm256_add_epi32(correction, Vec::load_bytes(unpacked.start + c * Vec::kLanes * 4));
   }
   for (int64_t begin = 0; begin < block_size; begin += group, quants += group) {
-    Vec::Ints parts[kRows][kVectors];
-    add_four<kRows, true>(quants, block_size, weights, parts);
-    add_four<kRows>(quants + 4, block_size, weights + kFourInputs, parts);
+    Vec::Ints parts[kRows][kCount];
+    add_four<true>(quants, block_size, weights, parts);
+    add_four<false>(quants + 4, block_size, weights + kFourInputs, parts);
     weights += 2 * kFourInputs;
     int64_t i = 8;
     do {
-      add_four<kRows>(quants + i, block_size, weights, parts);
-      add_four<kRows>(quants + i + 4, block_size, weights + kFourInputs, parts);
+      add_four<false>(quants + i, block_size, weights, parts);
+      add_four<false>(quants + i + 4, block_size, weights + kFourInputs, parts);
       weights += 2 * kFourInputs;
       i += 8;
     } while (i < group);
     ONNXPORT_UNROLL
     for (int r = 0; r < kRows; r++) {
       ONNXPORT_UNROLL
-      for (int c = 0; c < kVectors; c++) {
+      for (int c = 0; c < kCount; c++) {
         const Vec::Ints two = _mm256_madd_epi16(parts[r][c], _mm256_set1_epi16(1));
         sums[r][c] = _mm256_add_epi32(sums[r][c], two);
       }
@@ -142,8 +151,8 @@ ONNXPORT_ALONE void multiply_rows(const MatMul& m, const Unpacked& unpacked, int
   for (int r = 0; r < kRows; r++) {
     const Vec::Floats scale = Vec::set1(m.scales[at + r]);
     ONNXPORT_UNROLL
-    for (int c = 0; c < kVectors; c++) {
-      float* total = totals + r * kPanel + c * Vec::kLanes;
+    for (int c = 0; c < kCount; c++) {
+      float* total = totals + r * kOutputs + c * Vec::kLanes;
       Vec::store(total, accumulate(Vec::load(total), sums[r][c], scale,
                                    Vec::load(unpacked.scales + c * Vec::kLanes)));
     }
@@ -151,35 +160,39 @@ ONNXPORT_ALONE void multiply_rows(const MatMul& m, const Unpacked& unpacked, int
 }
 
 // A panel's outputs of `count` rows, at most kSharingRows.
+template <int64_t kOutputs>
 ONNXPORT_ALONE void multiply_panel(const MatMul& m, int64_t panel, int64_t row, int64_t count,
                                    float* totals) {
-  Unpacked unpacked;
-  memset(totals, 0, static_cast<size_t>(count * kPanel) * sizeof(float));
-  const uint8_t* weights = m.weights + panel * panel_bytes(m);
-  for (int64_t block = 0; block < num_blocks(m); block++, weights += block_bytes(m)) {
+  Unpacked<kOutputs> unpacked;
+  memset(totals, 0, static_cast<size_t>(count * kOutputs) * sizeof(float));
+  const uint8_t* weights = m.weights + panel * panel_bytes(m, kOutputs);
+  const int64_t bytes = block_bytes(m, kOutputs);
+  for (int64_t block = 0; block < num_blocks(m); block++, weights += bytes) {
     unpack(m, weights, unpacked);
     const int64_t at = row_block(m, row, block);
     int64_t r = 0;
     // Four are two and two, rather than three and one.
     for (; count - r >= 3 && count - r != 4; r += 3)
-      multiply_rows<3>(m, unpacked, at + r, totals + r * kPanel);
-    for (; count - r >= 2; r += 2) multiply_rows<2>(m, unpacked, at + r, totals + r * kPanel);
-    if (r < count) multiply_rows<1>(m, unpacked, at + r, totals + r * kPanel);
+      multiply_rows<3>(m, unpacked, at + r, totals + r * kOutputs);
+    for (; count - r >= 2; r += 2) multiply_rows<2>(m, unpacked, at + r, totals + r * kOutputs);
+    if (r < count) multiply_rows<1>(m, unpacked, at + r, totals + r * kOutputs);
   }
 }
 
+template <int64_t kOutputs>
 void multiply_many(const MatMul& m, const Part& part) {
-  alignas(64) float totals[kSharingRows * kPanel];
+  constexpr int kCount = Unpacked<kOutputs>::kCount;
+  alignas(64) float totals[kSharingRows * kOutputs];
   for (int64_t panel = part.panel_begin; panel < part.panel_end; panel++) {
-    float* to = part.output + (panel - part.panel_begin) * kPanel;
+    float* to = part.output + (panel - part.panel_begin) * kOutputs;
     for (int64_t row = part.row_begin; row < part.row_end; row += kSharingRows) {
       const int64_t left = part.row_end - row, count = left < kSharingRows ? left : kSharingRows;
-      multiply_panel(m, panel, row, count, totals);
+      multiply_panel<kOutputs>(m, panel, row, count, totals);
       for (int64_t r = 0; r < count; r++) {
-        Vec::Floats outputs[kVectors];
-        for (int c = 0; c < kVectors; c++)
-          outputs[c] = Vec::load(totals + r * kPanel + c * Vec::kLanes);
-        store_outputs<kVectors>(to + r * part.stride, m.n - panel * kPanel, outputs);
+        Vec::Floats outputs[kCount];
+        for (int c = 0; c < kCount; c++)
+          outputs[c] = Vec::load(totals + r * kOutputs + c * Vec::kLanes);
+        store_outputs<kCount>(to + r * part.stride, m.n - panel * kOutputs, outputs);
       }
       if (m.bias) add_bias(m, panel, to, part.stride, count);
       to += count * part.stride;

@@ -86,6 +86,7 @@ struct Vec {
 
 // What all dots have in common: each input is in every lane.
 struct DotBase {
+  static constexpr int64_t kOutputs = kPanel;
   static constexpr int kRows = 1;
   static constexpr int kMostUnits = 4;
   static constexpr int columns(int units) { return units <= 2 ? 4 : 2; }

@@ -72,6 +72,7 @@ struct Vec {
 template <int kBitsOfWeights>
 struct Dot {
   static constexpr int kBits = kBitsOfWeights;
+  static constexpr int64_t kOutputs = kPanel;
   static constexpr int kRows = 1;
   static constexpr int kMostUnits = 8;
   static constexpr int kGroup = 0;

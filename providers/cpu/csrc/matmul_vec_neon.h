@@ -75,6 +75,7 @@ struct Vec {
 template <int kBitsOfWeights>
 struct Dot {
   static constexpr int kBits = kBitsOfWeights;
+  static constexpr int64_t kOutputs = kPanel;
   static constexpr int kRows = 1;
   static constexpr int kMostUnits = 4;
   static constexpr int kGroup = 0;
@@ -104,6 +105,7 @@ struct Dot {
 template <int kBitsOfWeights>
 struct PairDot {
   static constexpr int kBits = kBitsOfWeights;
+  static constexpr int64_t kOutputs = kPanel;
   static constexpr int kRows = 2;
   static constexpr int kMostUnits = 4;
   static constexpr int kGroup = 0;
