@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from onnxport.errors import ArtifactError, RequestError
 
@@ -32,6 +32,19 @@ RESERVED = frozenset(
 )
 _ASKS_FOR_NONE = re.compile(r"""(?<!\w)content['"]?\]?\s+is\s+(?:not\s+)?none""", re.IGNORECASE)
 _MARK = "<|onnxport goes on here|> "  # the space tells whether messages are trimmed
+# A function that no text speaks of, to see whether a template does.
+_PROBE: Final[Mapping[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": "onnxport_probe",
+        "description": "probe",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "description": "a text"}},
+            "required": ["text"],
+        },
+    },
+}
 TOOL_USE = "tool_use"  # the name of the template that checkpoints keep for requests with tools
 
 
@@ -73,6 +86,20 @@ class ChatTemplate:
     def __bool__(self) -> bool:
         """Whether the model has a template at all."""
         return bool(self.sources)
+
+    def source(self, *, with_tools: bool) -> str:
+        """Return the text of the template that requests with tools, or without, are rendered by."""
+        name = TOOL_USE if with_tools and TOOL_USE in self.sources else DEFAULT
+        return self.sources.get(name, "")
+
+    def tells_tools(self) -> bool:
+        """Whether prompts tell the model of the tools that a request offers."""
+        try:
+            return _PROBE["function"]["name"] in self.render(
+                [{"role": "user", "content": "hello"}], [_PROBE]
+            )
+        except RequestError:  # it wants other messages; what it says is all there is to go by
+            return "tools" in self.source(with_tools=True)
 
     def render(
         self,

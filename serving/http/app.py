@@ -25,6 +25,8 @@ from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.generation import DisconnectedError, Engine, Service
 from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from onnxport.serving.http.responses_request import ResponsesRequest
+from onnxport.serving.http.tool_formats.registry import AUTO
+from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.metrics import Metrics
 from onnxport.version import __version__
 
@@ -46,6 +48,8 @@ class AppOptions:
         allow_runtime_lora: whether requests may load LoRA adapters from folders of this machine.
         allowed_origins: web pages of these may use the server, such as https://chat.example, "*" of
             any (CORS); none: no page of another origin.
+        tool_call_parser: the format that the model writes tool calls in; "auto": the one that its
+            chat template asks for.
     """
 
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -54,6 +58,7 @@ class AppOptions:
     max_body_bytes: int = MAX_BODY_BYTES
     allow_runtime_lora: bool = False
     allowed_origins: tuple[str, ...] = ()
+    tool_call_parser: str = AUTO
 
 
 def create_app(
@@ -66,10 +71,15 @@ def create_app(
         model_name: the name that requests have to give, or that of an adapter.
         template: renders chats; an empty one makes chat requests fail with a reason.
         options: see `AppOptions`; None for the defaults.
+
+    Raises:
+        RequestError: there is no format of tool calls of the name that was given.
     """
     options = options or AppOptions()
     app = FastAPI(title="onnxport", version=__version__, docs_url=None, redoc_url=None)
-    service = Service(engine, model_name, template, options.defaults, options.request_timeout_s)
+    tools = ToolSyntax.of(options.tool_call_parser, template, engine.tokenizer)
+    timeout_s = options.request_timeout_s
+    service = Service(engine, model_name, template, options.defaults, timeout_s, tools)
     metrics = Metrics(model_name, engine.stats)
     engine.add_listener(metrics)
     errors.install(app)

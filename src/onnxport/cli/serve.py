@@ -82,6 +82,14 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         default="auto",
         help="sampling defaults: the model's own (auto) or OpenAI's (none)",
     )
+    group.add_argument(
+        "--tool-call-parser",
+        type=tool_call_parser,
+        default="auto",
+        metavar="FORMAT",
+        help="how the model writes tool calls: glm45, granite, hermes, llama3_json, mistral, "
+        "phi4_mini_json, pythonic, qwen3_coder or seed_oss (auto: as its chat template says)",
+    )
     group.add_argument("--access-log", action="store_true", help="log every request")
     add_load_options(parser)
     add_choice_options(parser)
@@ -111,6 +119,17 @@ def origin(text: str) -> str:
             "port if it is not the usual one, or '*'"
         )
     return text.lower()
+
+
+def tool_call_parser(text: str) -> str:
+    """Return the name of a format of tool calls, or "auto"."""
+    from onnxport.serving.http.tool_formats.registry import AUTO, NAMES
+
+    if text not in (AUTO, *NAMES):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no format of tool calls; give {AUTO}, or one of {', '.join(NAMES)}"
+        )
+    return text
 
 
 def run(options: argparse.Namespace) -> int:
@@ -199,6 +218,7 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
             options.request_timeout,
             allow_runtime_lora=options.allow_runtime_lora,
             allowed_origins=tuple(options.allowed_origins),
+            tool_call_parser=options.tool_call_parser,
         )
         app = create_app(engine, name, template, choices)
         limits = EngineConfig()

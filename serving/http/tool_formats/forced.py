@@ -1,0 +1,183 @@
+"""Forms of texts that call tools, as grammars in the model's own format."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from onnxport.errors import RequestError
+from onnxport.serving.http.tool_formats.base import ARGUMENTS, NAME, QUOTED, ToolFormat
+from onnxport.serving.structured.schema import ROOT_ONLY, check_schema
+from onnxport.serving.structured.spec import StructuredOutputs
+
+ANY_TEXT = "(?s:.*)"
+NO_TOKENS: Mapping[str, int] = {}
+
+
+def calls(
+    tools: Sequence[Mapping[str, Any]],
+    syntax: ToolFormat,
+    special: Mapping[str, int] = NO_TOKENS,
+    *,
+    several: bool,
+    forced: bool = True,
+    name: str | None = None,
+) -> StructuredOutputs:
+    """Return the form of a text that calls tools.
+
+    Where calls are forced the text is nothing else, and arguments have the form of their function's
+    parameters, `strict` or not. Otherwise there may be text before, between and after calls, or
+    no call at all; arguments of functions that are not strict are any object then.
+
+    Args:
+        tools: those of the request, in OpenAI's shape.
+        syntax: how the model writes calls.
+        special: those texts of the syntax that are special tokens, and their ids.
+        several: whether there may be more than one call.
+        forced: whether there has to be one.
+        name: of the only function that may be called; None: each may.
+
+    Raises:
+        RequestError: the parameters of a tool cannot be enforced.
+    """
+    functions = {index: tool["function"] for index, tool in enumerate(tools)}
+    if name is not None:
+        functions = {index: each for index, each in functions.items() if each["name"] == name}
+    writer = _Writer(syntax, special)
+    rules = writer.forced(several) if forced else writer.free(several)
+    rules.append("call: " + " | ".join(f"call_{index}" for index in functions))
+    for index, function in functions.items():
+        rules.append(f"call_{index}: {writer.call(function['name'], f'arguments_{index}')}")
+        enforced = forced or function.get("strict")
+        parameters = _parameters(index, function) if enforced else {"type": "object"}
+        rules.append(f"arguments_{index}: %json {json.dumps(parameters)}")
+    return StructuredOutputs(grammar="\n".join(rules), param="tools")
+
+
+def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function's arguments, which are an object.
+
+    Raises:
+        RequestError: it cannot be enforced.
+    """
+    given = function.get("parameters") or {"type": "object"}
+    parameters = {key: each for key, each in given.items() if key not in ROOT_ONLY}
+    param = f"tools.{index}.function.parameters"
+    check_schema(parameters, param)
+    if "object" not in parameters.setdefault("type", "object"):
+        raise RequestError(
+            f"the parameters of {function['name'][:40]!r} have the type "
+            f"{parameters['type']!r}, and arguments are an object; describe that",
+            param,
+        )
+    return {**parameters, "type": "object"}  # other arguments would be no call
+
+
+class _Writer:
+    """Writes the rules of one format."""
+
+    def __init__(self, syntax: ToolFormat, special: Mapping[str, int]) -> None:
+        self._syntax = syntax
+        self._written = syntax.written
+        self._special = special
+
+    def call(self, name: str, arguments: str) -> str:
+        """Return a call of a function; arguments follow another rule."""
+        before, behind = self._written.call.split(ARGUMENTS)
+        quoted = json.dumps(name, ensure_ascii=False)  # as chat templates write it
+        parts = re.split(f"({re.escape(NAME)}|{re.escape(QUOTED)})", before)
+        names = {NAME: name, QUOTED: quoted}
+        told = [_text(names[part]) if part in names else self._spelled(part) for part in parts]
+        return _joined(*told, arguments, self._spelled(behind))
+
+    def forced(self, several: bool) -> list[str]:
+        """Return the rules of a text that is calls and nothing else."""
+        written = self._written
+        optional = written.optional_marker
+        tag = f"({self._spelled(optional)})?" if optional else ""
+        block = _joined(self._spelled(written.opening), self._inner(several))
+        rules = [f"block: {_joined(block, self._spelled(written.closing))}"]
+        if several and written.between_blocks is not None:
+            more = _joined(self._spelled(written.between_blocks), "block")
+            return [f"start: {_joined(tag, 'block')} ({more})*", *rules]
+        return [f"start: {_joined(tag, 'block')}", *rules]
+
+    def free(self, several: bool) -> list[str]:
+        """Return the rules of a text that may hold calls, each as it has to be."""
+        bare, behind = self._syntax.bare, "TEXT" if several else ""
+        inner = _joined(self._inner(several), self._spelled(self._written.closing))
+        rules = [f"TEXT: {self._content()}", *self._marked(inner)]
+        if not bare:
+            return [f"start: marked* {behind}" if several else "start: marked | TEXT", *rules]
+        opening = self._spelled(self._written.opening)
+        return [
+            f"start: FIRST | first {behind}",
+            "first: bare | marked",
+            f"bare: {_joined(opening, inner)}",
+            f"FIRST: {self._content()} & ~/\\s*[{_pattern(bare)}]{ANY_TEXT}/",
+            *rules,
+        ]
+
+    def _content(self) -> str:
+        """Return a lexeme of content: it has no text in it that opens a block."""
+        texts = [each for each in self._syntax.markers if each not in self._special]
+        if not texts:
+            return f"/{ANY_TEXT}/"
+        return f"/{ANY_TEXT}/ & ~/{ANY_TEXT}({'|'.join(map(_pattern, texts))}){ANY_TEXT}/"
+
+    def _marked(self, inner: str) -> list[str]:
+        """Return the rules of content up to a block that a marker opens, and the block."""
+        bare = self._syntax.bare
+        opening = (self._written.optional_marker or "") + self._written.opening
+        first, *_ = self._atoms(opening)
+        if isinstance(first, int):
+            before = "FIRST" if bare else "TEXT"
+            return [f"marked: {_joined(before, self._spelled(opening), inner)}"]
+        before = f"\\s*([^\\s{_pattern(bare)}]{ANY_TEXT})?" if bare else ANY_TEXT
+        behind = self._spelled(opening[len(first) :])
+        return [
+            f"marked: {_joined('opened', behind, inner)}",
+            f"opened[lazy]: /{before}{_pattern(first)}/",
+        ]
+
+    def _inner(self, several: bool) -> str:
+        """Return the calls of a block."""
+        between = self._written.between_calls
+        if not several or between is None:
+            return "call"
+        return f"call ({_joined(self._spelled(between), 'call')})*"
+
+    def _atoms(self, text: str) -> Iterator[str | int]:
+        """Yield the texts and the special tokens that a text of the format is made of."""
+        if not self._special:
+            yield from filter(None, [text])
+            return
+        found = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
+        for part in re.split(f"({found})", text):
+            if part:
+                yield self._special.get(part, part)
+
+    def _spelled(self, text: str) -> str:
+        """Return a text of the format as a grammar has it."""
+        told = [
+            _text(part) if isinstance(part, str) else f"<[{part}]>" for part in self._atoms(text)
+        ]
+        return _joined(*told)
+
+
+def _joined(*parts: str) -> str:
+    return " ".join(filter(None, parts))
+
+
+def _text(text: str) -> str:
+    """Return a text as a grammar has it; JSON's escapes are those of its texts."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _pattern(text: str) -> str:
+    """Return a regular expression of one text, as it may stand between slashes."""
+    return "".join(
+        char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text
+    )
