@@ -46,17 +46,19 @@ def say(text: str) -> str:
     return f"<|say|>{text}<|over|>"
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Write a byte-level tokenizer of single bytes, and a chat template."""
+def write_tokenizer(
+    folder: Path, special: tuple[str, ...] = (), template: str = CHAT_TEMPLATE
+) -> None:
+    """Write a byte-level tokenizer of single bytes, with further special tokens, and a template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: index for index, char in enumerate(alphabet)}
     vocab["hi"] = len(vocab)
     fast = Tokenizer(models.BPE(vocab, [("h", "i")]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    fast.add_special_tokens([AddedToken(text, special=True) for text in (*special, *SPECIAL)])
     fast.save(str(folder / "tokenizer.json"))
-    config = {"chat_template": CHAT_TEMPLATE, "eos_token": "<|im_end|>"}
+    config = {"chat_template": template, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 

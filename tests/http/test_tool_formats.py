@@ -51,6 +51,8 @@ FOUND: list[Case] = [
     (MISTRAL_LIST, f"[TOOL_CALLS] [{J_ADD}, {J_ALL}]", "", [ADD, ALL]),
     (MISTRAL_LIST, f"Hm. [TOOL_CALLS][{J_ADD}] so", "Hm. so", [ADD]),
     (MISTRAL_LIST, f"[TOOL_CALLS]{J_ADD}", "", [ADD]),
+    (MISTRAL_LIST, f'[TOOL_CALLS][{J_ADD}, {J_ALL}, {{"na', ', {"na', [ADD, ALL]),  # cut
+    (MISTRAL_LIST, f"[TOOL_CALLS][{J_ADD}", "", [ADD]),
     (MISTRAL_NAME, '[TOOL_CALLS]add[ARGS]{"a": 1}', "", [ADD]),
     (MISTRAL_NAME, '[TOOL_CALLS]add{"a": 1}', "", [ADD]),
     (MISTRAL_NAME, '[TOOL_CALLS]add[CALL_ID]q1w2e3r4t[ARGS]{"a": 1}', "", [ADD]),
@@ -100,6 +102,14 @@ FOUND: list[Case] = [
         "</parameter>\n<parameter=w>so so</parameter>\n</function>\n</seed:tool_call>",
         "",
         [ParsedCall("add", '{"t": "1\\n2", "f": true, "w": "so so"}')],
+    ),
+    (
+        SEED_OSS,
+        '<seed:tool_call>\n<function=add>\n<parameter=l>[1, "</parameter>"]</parameter>\n'
+        "<parameter=m>[1] says so</parameter>\n<parameter=n>[so</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        "",
+        [ParsedCall("add", '{"l": [1, "</parameter>"], "m": "[1] says so", "n": "[so"}')],
     ),
     (QWEN3_CODER, CODER_ADD, "", [ADD]),
     (QWEN3_CODER, f"<tool_call>\n{J_ADD}\n</tool_call>", "", [ADD]),

@@ -14,10 +14,12 @@ from onnxport.serving.http.tool_calls import ToolCallParser
 from onnxport.serving.http.tool_formats.base import ToolFormat
 from onnxport.serving.http.tool_formats.forced import calls
 from onnxport.serving.http.tool_formats.registry import FORMATS
+from onnxport.serving.http.tool_formats.xml_calls import GLM45, QWEN3_CODER, SEED_OSS
 from onnxport.serving.structured.compiler import CompileLimits, compile_grammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
 from onnxport.serving.tokenizer import Tokenizer
+from tests.serving.structured import accepts as accepts_text
 from tests.serving.structured import assert_valid, compiled, ids_of, write
 from tests.serving.tokenizers_for_tests import EOS, byte_level
 
@@ -73,7 +75,21 @@ def accepts(form: StructuredOutputs, text: str) -> bool:
 def written(syntax: ToolFormat, *arguments: dict[str, Any], name: str = "add") -> str:
     """Return calls as a model writes them in a format."""
     how = syntax.written
+    tagged = syntax.tagged and syntax.tagged(name, {"type": "object"})
     told = [
+        tagged.before
+        + "".join(
+            tagged.arguments[0].before
+            + key
+            + tagged.arguments[0].between
+            + (value if isinstance(value, str) else json.dumps(value))
+            + tagged.arguments[0].after
+            for key, value in each.items()
+        )
+        + tagged.behind
+        for each in arguments
+        if tagged
+    ] or [
         how.call.replace("{arguments}", json.dumps(each))
         .replace("{quoted}", json.dumps(name))
         .replace("{name}", name)
@@ -83,7 +99,7 @@ def written(syntax: ToolFormat, *arguments: dict[str, Any], name: str = "add") -
     return (how.between_blocks or "").join(how.opening + each + how.closing for each in blocks)
 
 
-GOOD, BAD = {"a": 1, "kind": "x"}, {"a": "1", "kind": "x"}
+GOOD, BAD = {"a": 1, "kind": "x"}, {"a": "one", "kind": "x"}
 
 
 @every_format
@@ -134,8 +150,6 @@ def test_strict_calls_where_the_model_may_call(syntax: ToolFormat, in_tokens: bo
     def allowed(text: str, form: StructuredOutputs = form) -> bool:
         if in_tokens:
             return accepts(form, text)
-        from tests.serving.structured import accepts as accepts_text
-
         return accepts_text(compiled(form), text)
 
     assert allowed("")
@@ -159,3 +173,66 @@ def test_strict_calls_where_the_model_may_call(syntax: ToolFormat, in_tokens: bo
     assert not allowed(written(syntax, GOOD, GOOD), once)
     assert not allowed(f"{written(syntax, GOOD)} after", once)
     assert allowed("no call", once)
+
+
+TEXTS = {"t": {"type": "string", "description": "a text"}, "k": {"enum": ["x", "y"]}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "others"),
+    [
+        (
+            {"properties": TEXTS},
+            [{}, {"t": "1\n <b>"}, {"t": "", "k": "y"}],
+            [{"k": "z"}, {"b": 1}],
+        ),
+        ({"properties": TEXTS, "required": ["k"]}, [{"k": "x"}], [{}, {"t": "a"}]),
+        ({"properties": {"n": {"type": "number"}}}, [{"n": 1.5}], [{"n": "x"}]),
+        ({"properties": {"l": {"type": "array"}}}, [{"l": [1, "</parameter>"]}], [{"l": "x"}]),
+        ({"additionalProperties": False}, [{}], [{"a": "x"}]),
+        ({}, [{}, {"a": "x", "b": [1]}], []),
+    ],
+)
+@pytest.mark.parametrize("syntax", [GLM45, SEED_OSS, QWEN3_CODER], ids=lambda each: each.name)
+def test_arguments_in_tags(
+    syntax: ToolFormat,
+    parameters: dict[str, Any],
+    arguments: list[dict[str, Any]],
+    others: list[dict[str, Any]],
+) -> None:
+    function = {"name": "f", "parameters": {"type": "object", **parameters}}
+    form = compiled(calls([{"type": "function", "function": function}], syntax, several=False))
+    for each in arguments:
+        text = written(syntax, each, name="f")
+        assert accepts_text(form, text), text
+        [call] = ToolCallParser({"f": parameters}, syntax).take(text, is_last=True).calls
+        assert json.loads(call.arguments) == each
+    for each in others:
+        assert not accepts_text(form, written(syntax, each, name="f"))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "maxLength": 3},
+        {"type": ["string", "null"]},
+        {"enum": ["1", "x"]},
+        {"type": "string", "enum": ["<"]},
+        {"$ref": "#/$defs/one"},
+        {},
+    ],
+)
+@pytest.mark.parametrize("syntax", [GLM45, SEED_OSS, QWEN3_CODER], ids=lambda each: each.name)
+def test_what_tags_cannot_hold_is_written_in_json(
+    syntax: ToolFormat, schema: dict[str, Any]
+) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": {"one": {"const": "x"}}}
+    function = {"name": "f", "parameters": parameters}
+    form = compiled(calls([{"type": "function", "function": function}], syntax, several=False))
+    value = schema.get("enum", ["x"])[0]
+    told = json.dumps({"name": "f", "arguments": {"a": value}})
+    text = f"{syntax.written.opening}{told}{syntax.written.closing}"
+    assert accepts_text(form, text)
+    assert not accepts_text(form, written(syntax, {"a": value}, name="f"))
+    [call] = ToolCallParser({"f": parameters}, syntax).take(text, is_last=True).calls
+    assert json.loads(call.arguments) == {"a": value}

@@ -74,6 +74,33 @@ class Written:
     optional_marker: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """How an argument is written that stands in tags: `before`, name, `between`, value, `after`.
+
+    Attributes:
+        name: None: any.
+        value: the JSON schema of a value in JSON; or texts, of which it is one; None: any text.
+        times: "" for once, or "?" or "*".
+    """
+
+    before: str
+    between: str
+    after: str
+    name: str | None = None
+    value: Mapping[str, Any] | tuple[str, ...] | None = None
+    times: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedCall:
+    """How a call is written whose arguments stand in tags."""
+
+    before: str
+    arguments: tuple[Tagged, ...]
+    behind: str
+
+
 def long_id() -> str:
     """Return an id of a call as OpenAI's look."""
     return f"call_{uuid.uuid4().hex[:24]}"
@@ -91,6 +118,8 @@ class ToolFormat:
         read: reads a block.
         written: how calls are written where they are forced or strict.
         recognizes: whether a chat template has the model write this.
+        tagged: how a call of a function with such parameters is written, where that is in tags;
+            None: it cannot be, so `written` says how.
         new_id: makes the id of a call, which the template may ask something of.
     """
 
@@ -101,6 +130,7 @@ class ToolFormat:
     recognizes: Callable[[str], bool]
     bare: str = ""
     further: tuple[str, ...] = ()
+    tagged: Callable[[str, Mapping[str, Any]], TaggedCall | None] | None = None
     new_id: Callable[[], str] = long_id
 
     @property

@@ -66,6 +66,10 @@ class Cursor:
         self.at += len(found or "")
         return found
 
+    def since(self, start: int) -> str:
+        """Return what stands between a place and this one."""
+        return self._text[start : self.at]
+
     def until(self, text: str) -> str | None:
         """Go past the next `text`, a tag, and return what stands before; None: it does not come."""
         end = self._text.find(text, self.at)

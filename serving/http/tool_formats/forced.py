@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from onnxport.errors import RequestError
-from onnxport.serving.http.tool_formats.base import ARGUMENTS, NAME, QUOTED, ToolFormat
+from onnxport.serving.http.tool_formats.base import ARGUMENTS, NAME, QUOTED, Tagged, ToolFormat
 from onnxport.serving.structured.schema import ROOT_ONLY, check_schema
 from onnxport.serving.structured.spec import StructuredOutputs
 
@@ -49,10 +49,9 @@ def calls(
     rules = writer.forced(several) if forced else writer.free(several)
     rules.append("call: " + " | ".join(f"call_{index}" for index in functions))
     for index, function in functions.items():
-        rules.append(f"call_{index}: {writer.call(function['name'], f'arguments_{index}')}")
         enforced = forced or function.get("strict")
         parameters = _parameters(index, function) if enforced else {"type": "object"}
-        rules.append(f"arguments_{index}: %json {json.dumps(parameters)}")
+        rules += writer.function(index, function["name"], parameters)
     return StructuredOutputs(grammar="\n".join(rules), param="tools")
 
 
@@ -83,7 +82,38 @@ class _Writer:
         self._written = syntax.written
         self._special = special
 
-    def call(self, name: str, arguments: str) -> str:
+    def function(self, index: int, name: str, parameters: Mapping[str, Any]) -> list[str]:
+        """Return the rules of `call_{index}`, a call of a function."""
+        tagged = self._syntax.tagged and self._syntax.tagged(name, parameters)
+        if not tagged:
+            call = self._call(name, f"arguments_{index}")
+            return [f"call_{index}: {call}", f"arguments_{index}: %json {json.dumps(parameters)}"]
+        told = [f"argument_{index}_{at}{each.times}" for at, each in enumerate(tagged.arguments)]
+        call = _joined(self._spelled(tagged.before), *told, self._spelled(tagged.behind))
+        rules = [f"call_{index}: {call}"]
+        for at, each in enumerate(tagged.arguments):
+            rules += self._argument(f"{index}_{at}", each)
+        return rules
+
+    def _argument(self, place: str, argument: Tagged) -> list[str]:
+        """Return the rules of an argument in its tags."""
+        name = "/[^<>\\s]+/" if argument.name is None else _text(argument.name)
+        opening = _joined(self._spelled(argument.before), name, self._spelled(argument.between))
+        value, rule = f"value_{place}", ""
+        closing = self._spelled(argument.after)
+        if isinstance(argument.value, Mapping):
+            rule = f"{value}: %json {json.dumps(argument.value)}"
+        elif argument.value is not None:
+            rule = f"{value}: {' | '.join(map(_text, argument.value))}"
+        else:
+            first, *_ = self._atoms(argument.after)
+            rule = f"{value}: /{ANY_TEXT}/"
+            if isinstance(first, str):
+                rule = f"{value}[lazy]: /{ANY_TEXT}{_pattern(first)}/"
+                closing = self._spelled(argument.after[len(first) :])
+        return [f"argument_{place}: {_joined(opening, value, closing)}", rule]
+
+    def _call(self, name: str, arguments: str) -> str:
         """Return a call of a function; arguments follow another rule."""
         before, behind = self._written.call.split(ARGUMENTS)
         quoted = json.dumps(name, ensure_ascii=False)  # as chat templates write it

@@ -46,6 +46,21 @@ def calls_of(value: Any, functions: Functions) -> tuple[ParsedCall, ...]:
     return calls if len(calls) == len(found) else ()
 
 
+def _cut(text: str, start: int, functions: Functions) -> Block | None:
+    """Return the calls that are whole in a list that the text ends in; None: there are none."""
+    cursor = Cursor(text, start, final=True)
+    if not cursor.take("["):
+        return None
+    calls: tuple[ParsedCall, ...] = ()
+    end = start
+    while more := calls_of(cursor.json(), functions):
+        calls, end = calls + more, cursor.at
+        cursor.skip_space()
+        cursor.take(",")
+        cursor.skip_space()
+    return Block(end, calls) if calls else None
+
+
 @dataclass(frozen=True, slots=True)
 class JsonReader:
     """Reads calls in JSON behind a marker, or without one at the beginning of a text.
@@ -66,7 +81,10 @@ class JsonReader:
         cursor.take(*self.markers)
         none = Block(max(cursor.at, start + 1))
         cursor.skip_space()
+        begin = cursor.at
         calls = calls_of(cursor.json(), functions)
+        if not calls and final and cursor.at == begin:
+            return _cut(text, begin, functions) or none
         if not calls:
             return none
         end = cursor.at

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.chat import TEMPLATE_FILE, ChatTemplate
 from onnxport.serving.http.tool_calls import ToolCallParser
 from onnxport.serving.http.tool_formats.base import Functions, ToolFormat
 from onnxport.serving.http.tool_formats.forced import calls
@@ -103,7 +103,8 @@ def _chosen(name: str, template: ChatTemplate) -> ToolFormat:
         )
     if template and not template.tells_tools():
         logger.info(
-            "the chat template does not tell the model of tools: requests may offer some, and the "
-            "model does not see them"
+            "the chat template does not tell the model of tools, so it does not see those that "
+            "requests offer; another template, as %s in the model's folder, may tell it",
+            TEMPLATE_FILE,
         )
     return chosen

@@ -8,19 +8,34 @@
 
 Qwen3-Coder's are Seed's, with `<tool_call>` and each value on lines of its own. A value is text
 where the function's parameters say so, and otherwise JSON, or what Python writes for it, or text.
+Where parameters ask for what tags cannot hold, forced calls are JSON in the tags of a block.
 Source: the models' chat templates.
 """
 
 from __future__ import annotations
 
 import ast
+import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-from onnxport.serving.http.tool_formats.base import Block, Functions, ToolFormat, Written
+from onnxport.serving.http.tool_formats.base import (
+    Block,
+    Functions,
+    Tagged,
+    TaggedCall,
+    ToolFormat,
+    Written,
+)
 from onnxport.serving.http.tool_formats.cursor import Cursor, json_value
 from onnxport.serving.http.tool_formats.json_calls import call, call_of
+from onnxport.serving.structured.schema import ANNOTATIONS
+
+_TAG: Final = re.compile(r"</?\w+>")
+_FLAT: Final = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
+_IN_JSON: Final = ("integer", "number", "boolean", "object", "array", "null")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +73,31 @@ class Tags:
         cursor.skip_space()
         return Block(cursor.at, (found,)) if found and cursor.take(closing) else none
 
+    def written(self, name: str, parameters: Mapping[str, Any]) -> TaggedCall | None:
+        """Return how a call of a function is written; None: parameters ask for more than tags can.
+
+        They can hold properties that are there or not, in their order, each in JSON, of some texts,
+        or any text.
+        """
+        if not parameters.keys() <= _FLAT:
+            return None
+        properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
+        additional = parameters.get("additionalProperties", True)
+        before, behind = self.name
+        lines = "\n" if self.own_lines else ""
+        between = self.key[1] + (f"\n{self.value[0]}" if self.value[0] else lines)
+        tags = Tagged(self.key[0], between, f"{lines}{self.value[1]}\n")
+        arguments = [] if properties or additional is False else [replace(tags, times="*")]
+        for key, schema in properties.items():
+            value = _written_value(schema)
+            if value == () or re.search(r"[<>\s]", key):
+                return None
+            times = "" if key in required else "?"
+            arguments.append(replace(tags, name=key, value=value, times=times))
+        if not isinstance(additional, bool) or not set(required) <= properties.keys():
+            return None
+        return TaggedCall(f"{before}{name}{behind}\n", tuple(arguments), self.end)
+
     def _name(self, cursor: Cursor, functions: Functions) -> str | None:
         """Go past the name of an offered function; None: it is none."""
         before, behind = self.name
@@ -86,19 +126,31 @@ class Tags:
                 cursor.skip_space()
                 if not cursor.take(self.value[0]):
                     return None
-            value = cursor.until(self.value[1])
+            value = self._text(cursor, types.get(key))
             if key is None or value is None:
                 return None
-            found[key] = _value(self._trimmed(value), types.get(key))
+            found[key] = _value(value, types.get(key))
 
-    def _trimmed(self, value: str) -> str:
-        return value.removeprefix("\n").removesuffix("\n") if self.own_lines else value
+    def _text(self, cursor: Cursor, schema: Any) -> str | None:
+        """Go past a value and its closing tag, and return it; a tag in a text of JSON is none."""
+        start = cursor.at
+        cursor.skip_space()
+        begin = cursor.at
+        if not _is_text(schema) and cursor.json() is not None:
+            value = cursor.since(begin)
+            cursor.skip_space()
+            if cursor.take(self.value[1]):
+                return value
+        cursor.at = start
+        text = cursor.until(self.value[1])
+        if text is None or not self.own_lines:
+            return text
+        return text.removeprefix("\n").removesuffix("\n")
 
 
 def _value(text: str, schema: Any) -> Any:
     """Return the value of an argument, by the type that its schema names."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    if kind == "string":
+    if _is_text(schema):
         return text
     value = json_value(text.strip())
     if value is not None or text.strip() == "null":
@@ -109,14 +161,44 @@ def _value(text: str, schema: Any) -> Any:
         return text
 
 
+def _is_text(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+
+def _written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
+    """Return what a value may be, as `Tagged` has it; no texts at all: that cannot be said."""
+    if not isinstance(schema, Mapping) or "$ref" in json.dumps(schema):
+        return ()
+    asked = set(schema) - set(ANNOTATIONS)
+    if schema.get("type") in _IN_JSON:
+        return schema
+    if asked == {"type"} and schema["type"] == "string":
+        return None
+    if asked <= {"type", "enum", "const"}:
+        texts = (*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ()))
+        if len(asked & {"enum", "const"}) == 1 and all(_is_kept(each, schema) for each in texts):
+            return texts
+    return ()
+
+
+def _is_kept(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a value is a text that is read as it is written, and has no tag in it."""
+    return isinstance(value, str) and "<" not in value and _value(value, schema) == value
+
+
 def _xml(name: str, tags: Tags, sign: str) -> ToolFormat:
     opening, closing = tags.block
     return ToolFormat(
         name,
         markers=(opening,),
-        further=(closing, *filter(None, (*tags.key, *tags.value))),
+        further=(closing, *(one for one in (*tags.key, *tags.value) if _TAG.fullmatch(one))),
         read=tags,
-        written=Written(f"{opening}\n", f"\n{closing}", between_blocks="\n"),
+        written=Written(
+            opening + ("\n" if tags.end else ""),
+            ("\n" if tags.end else "") + closing,
+            between_blocks="\n",
+        ),
+        tagged=tags.written,
         recognizes=lambda template: sign in template,
     )
 
@@ -132,7 +214,7 @@ GLM45 = _xml(
 )
 SEED_OSS = _xml(
     "seed_oss",
-    Tags(SEED_CALL, FUNCTION, PARAMETER, ("", "</parameter>"), "</function>", own_lines=True),
+    Tags(SEED_CALL, FUNCTION, PARAMETER, ("", "</parameter>"), "</function>"),
     SEED_CALL[0],
 )
 QWEN3_CODER = _xml(
