@@ -91,9 +91,10 @@ class ToolCallParser:
 
     def _opening(self) -> int:
         """Return where the next block may begin; -1: nowhere yet."""
-        blank = len(self._pending) - len(self._pending.lstrip())
-        if not self._begun and self._pending[blank : blank + 1] in tuple(self.format.bare):
-            return blank
+        if not self._begun:
+            rest = self._pending.lstrip()
+            if rest.startswith(self.format.begins(self.functions)):
+                return len(self._pending) - len(rest)
         found = (self._pending.find(marker) for marker in self.format.markers)
         return min((each for each in found if each >= 0), default=-1)
 
@@ -110,6 +111,11 @@ class ToolCallParser:
         if final:
             text = self._pending.rstrip() if self._found else self._pending
             return self._drop(text, keep=len(self._pending))
+        rest = self._pending.lstrip()
+        if not self._begun and any(
+            each.startswith(rest) for each in self.format.begins(self.functions)
+        ):
+            return ""
         held = longest_partial(self._pending, (*self.format.markers, *self.hidden))
         text = self._pending[: len(self._pending) - held].rstrip()
         return self._drop(text, keep=len(text))

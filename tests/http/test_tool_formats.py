@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from onnxport.serving.http.tool_calls import ToolCallParser
 from onnxport.serving.http.tool_formats.base import ParsedCall, ToolFormat
+from onnxport.serving.http.tool_formats.glm4 import GLM4
 from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
 from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
@@ -94,6 +95,10 @@ FOUND: list[Case] = [
         "",
         [ParsedCall("add", '{"t": "1\\n", "l": ["a"]}')],
     ),
+    (GLM4, 'add\n{"a": 1}', "", [ADD]),
+    (GLM4, f"\n add_all\n{ARGS}", "", [ALL]),
+    (GLM4, f'add\n{{"a": 1}}<|assistant|>add_all\n{ARGS}', "", [ADD, ALL]),
+    (GLM4, 'Hm.<|assistant|>add\n{"a": 1}', "Hm.", [ADD]),
     (SEED_OSS, f"{SEED_ADD}</seed:tool_call>", "", [ADD]),
     (SEED_OSS, f"a\n{SEED_ADD}</seed:tool_call>\n{SEED_ADD}</seed:tool_call>", "a", [ADD, ADD]),
     (
@@ -143,6 +148,11 @@ NO_CALLS: list[tuple[ToolFormat, str]] = [
     (PYTHONIC, "[add(**{})]"),
     (PYTHONIC, "[add(a=1"),
     (PYTHONIC, "[add(a=" + "-" * 5000 + "1)]"),
+    (GLM4, "add_"),
+    (GLM4, "add\nnumbers"),
+    (GLM4, 'add {"a": 1}'),
+    (GLM4, 'sub\n{"a": 1}'),
+    (GLM4, 'I say\nadd\n{"a": 1}'),
     (GLM45, "<tool_call>sub\n</tool_call>"),
     (GLM45, "<tool_call>add\n<arg_key>a</arg_key>\n</tool_call>"),
     (GLM45, "<tool_call>add_all"),

@@ -15,6 +15,7 @@ from openai import OpenAI
 from onnxport.errors import RequestError
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.http.tool_formats.base import ToolFormat
+from onnxport.serving.http.tool_formats.glm4 import GLM4
 from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
 from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
@@ -61,6 +62,7 @@ STRICT: Any = {**TOOL, "function": {**TOOL["function"], "strict": True}}
         (templates.GRANITE4, HERMES),
         (templates.PHI4_MINI, PHI4_MINI_TOKEN),
         (templates.PHI4_MINI_WORD, PHI4_MINI_WORD),
+        (templates.GLM4, GLM4),
         (templates.GLM45, GLM45),
         (templates.SEED_OSS, SEED_OSS),
         (templates.QWEN3_CODER, QWEN3_CODER),
@@ -93,7 +95,7 @@ def test_every_format_is_told_on_the_command_line(capsys: pytest.CaptureFixture[
     assert build_parser().parse_args([*given, "mistral"]).tool_call_parser == "mistral"
     with pytest.raises(SystemExit):
         build_parser().parse_args([*given, "llama4"])
-    assert "give auto, or one of glm45," in capsys.readouterr().err
+    assert "give auto, or one of glm4," in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -175,6 +177,12 @@ SERVED = {
         templates.LLAMA31,
         '<|python_tag|>{"name": "add", "parameters": {"a": 1}}',
         '{"name": "add", "parameters": {"a": "x"}}',
+    ),
+    "glm4": (
+        ("<|assistant|>",),
+        templates.GLM4,
+        '<|assistant|>add\n{"a": 1}',
+        'add\n{"a": "x"}',
     ),
     "seed_oss": (
         ("<seed:tool_call>", "</seed:tool_call>"),

@@ -42,6 +42,7 @@ PHI4_MINI = """{% for m in messages %}{% if m.role == 'system' and 'tools' in m 
 {%- endif %}<|end|>{% endfor %}"""
 PHI4_MINI_WORD = f"""{_TOOLS}All function calls should be generated in a single JSON list formatted
 as functools[{{"name": [function name], "arguments": [function arguments as JSON]}}, ...]{_TURNS}"""
+GLM4 = f"""{_TOOLS}在调用上述函数时，请使用 Json 格式表示调用的参数。{_TURNS}"""
 GLM45 = f"""{_TOOLS}<tool_call>{{function-name}}
 <arg_key>{{arg-key-1}}</arg_key>
 <arg_value>{{arg-value-1}}</arg_value>

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -113,7 +113,8 @@ class ToolFormat:
     Attributes:
         name: vLLM's name of it; variants that are read alike share one.
         markers: texts that open a block wherever they stand.
-        bare: characters that may open a block at the beginning of a text, without a marker.
+        begins: what a block may begin with, without a marker, at the beginning of a text, where
+            functions of some names are offered.
         further: other texts of a block that may be special tokens.
         read: reads a block.
         written: how calls are written where they are forced or strict.
@@ -128,7 +129,7 @@ class ToolFormat:
     read: Reader
     written: Written
     recognizes: Callable[[str], bool]
-    bare: str = ""
+    begins: Callable[[Iterable[str]], tuple[str, ...]] = lambda functions: ()
     further: tuple[str, ...] = ()
     tagged: Callable[[str, Mapping[str, Any]], TaggedCall | None] | None = None
     new_id: Callable[[], str] = long_id

@@ -45,7 +45,7 @@ def calls(
     functions = {index: tool["function"] for index, tool in enumerate(tools)}
     if name is not None:
         functions = {index: each for index, each in functions.items() if each["name"] == name}
-    writer = _Writer(syntax, special)
+    writer = _Writer(syntax, special, [each["name"] for each in functions.values()])
     rules = writer.forced(several) if forced else writer.free(several)
     rules.append("call: " + " | ".join(f"call_{index}" for index in functions))
     for index, function in functions.items():
@@ -77,8 +77,11 @@ def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
 class _Writer:
     """Writes the rules of one format."""
 
-    def __init__(self, syntax: ToolFormat, special: Mapping[str, int]) -> None:
+    def __init__(
+        self, syntax: ToolFormat, special: Mapping[str, int], names: Sequence[str]
+    ) -> None:
         self._syntax = syntax
+        self._begins = "|".join(map(_pattern, syntax.begins(names)))
         self._written = syntax.written
         self._special = special
 
@@ -136,17 +139,17 @@ class _Writer:
 
     def free(self, several: bool) -> list[str]:
         """Return the rules of a text that may hold calls, each as it has to be."""
-        bare, behind = self._syntax.bare, "TEXT" if several else ""
         inner = _joined(self._inner(several), self._spelled(self._written.closing))
-        rules = [f"TEXT: {self._content()}", *self._marked(inner)]
-        if not bare:
-            return [f"start: marked* {behind}" if several else "start: marked | TEXT", *rules]
-        opening = self._spelled(self._written.opening)
+        rules = [f"TEXT: {self._content()}", *self._marked("marked", "TEXT", ANY_TEXT, inner)]
+        if not self._begins:
+            return ["start: marked* TEXT" if several else "start: marked | TEXT", *rules]
+        if not several:
+            rules = []
         return [
-            f"start: FIRST | first {behind}",
-            "first: bare | marked",
-            f"bare: {_joined(opening, inner)}",
-            f"FIRST: {self._content()} & ~/\\s*[{_pattern(bare)}]{ANY_TEXT}/",
+            "start: FIRST | first" + (" marked* TEXT" if several else ""),
+            f"first: begun | {_joined(self._spelled(self._written.opening), inner)}",
+            f"FIRST: {self._content()} & ~/\\s*({self._begins}){ANY_TEXT}/",
+            *self._marked("begun", "FIRST", "\\s*", inner),
             *rules,
         ]
 
@@ -157,19 +160,23 @@ class _Writer:
             return f"/{ANY_TEXT}/"
         return f"/{ANY_TEXT}/ & ~/{ANY_TEXT}({'|'.join(map(_pattern, texts))}){ANY_TEXT}/"
 
-    def _marked(self, inner: str) -> list[str]:
-        """Return the rules of content up to a block that a marker opens, and the block."""
-        bare = self._syntax.bare
+    def _marked(self, name: str, lexeme: str, before: str, inner: str) -> list[str]:
+        """Return the rules of content up to a block that a marker opens, and the block.
+
+        Args:
+            name: of the rule.
+            lexeme: the content, where the marker is a special token.
+            before: the content, where the marker is text, as a regular expression.
+            inner: of the block.
+        """
         opening = (self._written.optional_marker or "") + self._written.opening
         first, *_ = self._atoms(opening)
         if isinstance(first, int):
-            before = "FIRST" if bare else "TEXT"
-            return [f"marked: {_joined(before, self._spelled(opening), inner)}"]
-        before = f"\\s*([^\\s{_pattern(bare)}]{ANY_TEXT})?" if bare else ANY_TEXT
+            return [f"{name}: {_joined(lexeme, self._spelled(opening), inner)}"]
         behind = self._spelled(opening[len(first) :])
         return [
-            f"marked: {_joined('opened', behind, inner)}",
-            f"opened[lazy]: /{before}{_pattern(first)}/",
+            f"{name}: {_joined(f'opens_{name}', behind, inner)}",
+            f"opens_{name}[lazy]: /{before}{_pattern(first)}/",
         ]
 
     def _inner(self, several: bool) -> str:

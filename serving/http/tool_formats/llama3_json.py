@@ -14,7 +14,7 @@ TAG = "<|python_tag|>"
 LLAMA3_JSON = ToolFormat(
     "llama3_json",
     markers=(TAG,),
-    bare="{",
+    begins=lambda functions: ("{",),
     read=JsonReader((TAG,), separator=";"),
     written=Written(
         "",

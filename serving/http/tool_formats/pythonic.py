@@ -101,7 +101,7 @@ def _key(node: ast.expr | None) -> str:
 PYTHONIC = ToolFormat(
     "pythonic",
     markers=(START,),
-    bare="[",
+    begins=lambda functions: ("[",),
     further=(END,),
     read=read,
     written=Written("[", "]", between_calls=", ", optional_marker=START),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.tool_formats.base import ToolFormat
+from onnxport.serving.http.tool_formats.glm4 import GLM4
 from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
 from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
@@ -20,6 +21,7 @@ FORMATS: tuple[ToolFormat, ...] = (
     SEED_OSS,
     GLM45,
     QWEN3_CODER,
+    GLM4,
     PHI4_MINI_WORD,
     PHI4_MINI_TOKEN,
     GRANITE_TOKEN,
