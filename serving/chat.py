@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from onnxport.errors import ArtifactError, RequestError
+from onnxport.serving.text import with_halves_escaped
 
 if TYPE_CHECKING:
     import jinja2
@@ -32,6 +33,19 @@ RESERVED = frozenset(
 )
 _ASKS_FOR_NONE = re.compile(r"""(?<!\w)content['"]?\]?\s+is\s+(?:not\s+)?none""", re.IGNORECASE)
 _MARK = "<|onnxport goes on here|> "  # the space tells whether messages are trimmed
+# A function that no text speaks of, to see whether a template does.
+_PROBE: Final[Mapping[str, Any]] = {
+    "type": "function",
+    "function": {
+        "name": "onnxport_probe",
+        "description": "probe",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string", "description": "a text"}},
+            "required": ["text"],
+        },
+    },
+}
 TOOL_USE = "tool_use"  # the name of the template that checkpoints keep for requests with tools
 
 
@@ -79,6 +93,20 @@ class ChatTemplate:
         name = re.compile(rf"\b{variable}\b")
         return any(map(name.search, self.sources.values()))
 
+    def source(self, *, with_tools: bool) -> str:
+        """Return the text of the template that requests with tools, or without, are rendered by."""
+        name = TOOL_USE if with_tools and TOOL_USE in self.sources else DEFAULT
+        return self.sources.get(name, "")
+
+    def tells_tools(self) -> bool:
+        """Whether prompts tell the model of the tools that a request offers."""
+        try:
+            return _PROBE["function"]["name"] in self.render(
+                [{"role": "user", "content": "hello"}], [_PROBE]
+            )
+        except RequestError:  # it wants other messages; what it says is all there is to go by
+            return "tools" in self.source(with_tools=True)
+
     def render(
         self,
         messages: Sequence[Message],
@@ -92,7 +120,8 @@ class ChatTemplate:
 
         Args:
             messages: in OpenAI's shape; lists of text parts are joined, `arguments` of earlier
-                tool calls are given to the template as objects, and a `developer` message is a
+                tool calls are given to the template as objects (as text, where it cannot take
+                those), and a `developer` message is a
                 `system` message unless the template knows that role.
             tools: function declarations, handed to the template as they are.
             add_generation_prompt: end with the start of an assistant message.
@@ -136,7 +165,13 @@ class ChatTemplate:
             if knows.no_content:
                 with suppress(TypeError, jinja2.UndefinedError):  # it takes it for a text as well
                     return rendered(knows)
-            return rendered(replace(knows, no_content=False))
+            knows = replace(knows, no_content=False)
+            try:
+                return rendered(knows)
+            except TypeError:
+                with suppress(Exception):  # where arguments are put beside texts they are text
+                    return rendered(replace(knows, text_arguments=True))
+                raise
         except RequestError:
             raise
         except Exception as error:  # whatever the model's own code raises
@@ -170,6 +205,7 @@ class _Knowledge:
 
     developer: bool
     no_content: bool  # asks whether the content is none, as that of tool calls is in OpenAI's API
+    text_arguments: bool = False  # takes arguments of calls as JSON text, which most do not
 
     @classmethod
     def of(cls, source: str) -> _Knowledge:
@@ -188,6 +224,8 @@ def _plain_message(message: Message, knows: _Knowledge) -> dict[str, Any]:
         plain["role"] = "system"
     if plain.get("tool_calls"):
         plain["tool_calls"] = [_plain_tool_call(call) for call in plain["tool_calls"]]
+        if knows.text_arguments:
+            plain["tool_calls"] = [_with_text(call) for call in plain["tool_calls"]]
     return plain
 
 
@@ -205,6 +243,13 @@ def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
                 "messages",
             ) from error
     return {**call, "function": function}
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plain tool call with its arguments as JSON text."""
+    function = dict(call["function"])
+    text = json.dumps(function.get("arguments"), ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": with_halves_escaped(text)}}
 
 
 def _marked(messages: Sequence[Message]) -> list[Message]:

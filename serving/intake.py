@@ -111,7 +111,9 @@ class Intake:
             pieces = None
             if self._tokenizer is not None:
                 skips = params.skip_special_tokens
-                pieces = self._tokenizer.detokenizer(tokens, skip_special_tokens=skips)
+                pieces = self._tokenizer.detokenizer(
+                    tokens, skip_special_tokens=skips, spelled=params.spelled_token_ids
+                )
             return Request(
                 request_id,
                 tokens[:] if index else tokens,

@@ -64,6 +64,7 @@ class SamplingParams:
         include_stop_str_in_output: keep the stop string, or the text of the stop token.
         skip_special_tokens: leave special tokens out of the text; false spells them out, but for
             the one that ends it.
+        spelled_token_ids: special tokens that are spelled out all the same.
         structured_outputs: the form that the text has to have; None: any. The text ends where the
             form is complete, whatever `ignore_eos` says.
 
@@ -91,6 +92,7 @@ class SamplingParams:
     min_tokens: int = 0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spelled_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     best_of: int | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -100,6 +102,9 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
         object.__setattr__(
             self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids or ())
+        )
+        object.__setattr__(
+            self, "spelled_token_ids", _ids("spelled_token_ids", self.spelled_token_ids)
         )
         if self.allowed_token_ids is not None:
             allowed = _ids("allowed_token_ids", self.allowed_token_ids)

@@ -172,14 +172,38 @@ class Tokenizer:
         token_id: int | None = self._fast.token_to_id(token)
         return token_id
 
-    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Pieces:
-        """Return a detokenizer for what follows `prompt`."""
+    def detokenizer(
+        self,
+        prompt: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spelled: Collection[int] = (),
+    ) -> Pieces:
+        """Return a detokenizer for what follows `prompt`.
+
+        Args:
+            prompt: token ids.
+            skip_special_tokens: whether special tokens are left out of the text.
+            spelled: special tokens that are in it all the same.
+        """
         pending = self._pending(prompt)
         if self._is_byte_level:
             bytes_of = self._bytes_of if skip_special_tokens else self._spelled_bytes
+            if skip_special_tokens and spelled:
+                bytes_of = partial(self._bytes_with, frozenset(spelled))
             return ByteDetokenizer(bytes_of, pending)
         decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
+        if skip_special_tokens and spelled:
+            decode = partial(self._decode_with, frozenset(spelled))
         return WindowDetokenizer(decode, prompt, len(pending))
+
+    def _bytes_with(self, spelled: Collection[int], token_id: int) -> bytes:
+        return (self._spelled_bytes if token_id in spelled else self._bytes_of)(token_id)
+
+    def _decode_with(self, spelled: Collection[int], token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, of the special ones with those that are spelled out alone."""
+        kept = [one for one in token_ids if one in spelled or not self.is_special(one)]
+        return self.decode(kept, skip_special_tokens=False)
 
     def decode_prompt(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a prompt as `detokenizer` goes on with it.

@@ -25,6 +25,7 @@ from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.generation import DisconnectedError, Engine, Service
 from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from onnxport.serving.http.responses_request import ResponsesRequest
+from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.metrics import Metrics
 from onnxport.serving.reasoning import AUTO, reasoning_format
 from onnxport.version import __version__
@@ -49,6 +50,8 @@ class AppOptions:
             any (CORS); none: no page of another origin.
         reasoning_parser: how reasoning is told from the answer: a name that
             `serving/reasoning.py` knows, "none", or "auto", as the chat template has it.
+        tool_call_parser: the format that the model writes tool calls in; "auto": the one that its
+            chat template asks for.
     """
 
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -58,6 +61,7 @@ class AppOptions:
     allow_runtime_lora: bool = False
     allowed_origins: tuple[str, ...] = ()
     reasoning_parser: str = AUTO
+    tool_call_parser: str = AUTO
 
 
 def create_app(
@@ -70,15 +74,20 @@ def create_app(
         model_name: the name that requests have to give, or that of an adapter.
         template: renders chats; an empty one makes chat requests fail with a reason.
         options: see `AppOptions`; None for the defaults.
+
+    Raises:
+        RequestError: there is no format of tool calls of the name that was given.
     """
     options = options or AppOptions()
     app = FastAPI(title="onnxport", version=__version__, docs_url=None, redoc_url=None)
+    tools = ToolSyntax.of(options.tool_call_parser, template, engine.tokenizer)
     service = Service(
         engine,
         model_name,
         template,
         options.defaults,
         options.request_timeout_s,
+        tools,
         reasoning_format(options.reasoning_parser, template.sources.values()),
     )
     metrics = Metrics(model_name, engine.stats)

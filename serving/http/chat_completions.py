@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -29,7 +28,8 @@ from onnxport.serving.http.generation import (
 from onnxport.serving.http.logprobs import chat_logprobs, prompt_entries
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
-from onnxport.serving.http.tool_calls import Parsed, ParsedCall, ToolCallParser
+from onnxport.serving.http.tool_calls import Parsed, ToolCallParser
+from onnxport.serving.http.tool_formats.base import Functions, ParsedCall
 from onnxport.serving.outputs import CompletionDelta
 
 
@@ -37,10 +37,11 @@ from onnxport.serving.outputs import CompletionDelta
 class Told:
     """What a request decides about how its answer is told."""
 
-    names: frozenset[str]  # of the functions that were offered
+    functions: Functions  # that were offered
     named: bool  # whether `tool_choice` has the name of one
     top: int | None  # log probabilities of each position; None: none are told
     ids: bool  # whether token ids are told
+    skips: bool  # whether special tokens are left out of the content
     thinking: Thinking
 
     def finish_reason(self, reason: str | None, called: bool) -> str | None:
@@ -56,17 +57,18 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
     """Answer one request, as a whole or as a stream."""
     adapter = service.adapter_of(body.model)
     body = body.with_effort(service.template)
-    params = body.sampling_params(service.defaults)
+    params = body.sampling_params(service.defaults, service.tools)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     tools = body.offered_tools()
     longest = service.engine.capabilities.max_model_len
     most = body.most_prompt_tokens or longest
     encoded = await asyncio.to_thread(encode, service, body.messages, tools, body, most)
     told = Told(
-        frozenset(tool["function"]["name"] for tool in tools),
+        body.functions(),
         body.named_function is not None,
         params.logprobs,
         bool(body.return_token_ids),
+        params.skip_special_tokens,
         Thinking.of(service, encoded.text, encoded.continued, is_told=body.tells_reasoning),
     )
     prompt = body.truncated(encoded.token_ids, longest, params.max_tokens)
@@ -125,7 +127,7 @@ def encode(
 
 def _whole(service: Service, index: int, result: Collected, told: Told) -> dict[str, Any]:
     """Return a choice that has ended."""
-    message, called = _message(result.text, told)
+    message, called = _message(service, result.text, told)
     logprobs = None
     if told.top is not None:
         logprobs = chat_logprobs(service.tokenizer, result.logprobs, told.top)
@@ -139,7 +141,7 @@ def _whole(service: Service, index: int, result: Collected, told: Told) -> dict[
     }
 
 
-def _message(text: str, told: Told) -> tuple[dict[str, Any], bool]:
+def _message(service: Service, text: str, told: Told) -> tuple[dict[str, Any], bool]:
     """Return the assistant's message, and whether it calls tools."""
     reasoning, text = told.thinking.parted(text)
     message: dict[str, Any] = {
@@ -148,13 +150,15 @@ def _message(text: str, told: Told) -> tuple[dict[str, Any], bool]:
         "refusal": None,
         **told.thinking.fields(reasoning),
     }
-    if not told.names:
+    if not told.functions:
         return message, False
-    parsed = ToolCallParser(told.names).take(text, is_last=True)
+    parser = service.tools.parser(told.functions, skip_special_tokens=told.skips)
+    parsed = parser.take(text, is_last=True)
     if not parsed.calls:
+        message["content"] = parsed.content or (None if reasoning else "")
         return message, False
     message["content"] = parsed.content or None
-    message["tool_calls"] = [_tool_call(call) for call in parsed.calls]
+    message["tool_calls"] = [_tool_call(service, call) for call in parsed.calls]
     return message, True
 
 
@@ -184,7 +188,10 @@ class _Streamed:
         self._index = index
         self._told = told
         self._splitter = DeltaSplitter(told.thinking)
-        self._parser = ToolCallParser(told.names) if told.names else None
+        self._parser: ToolCallParser | None = None
+        if told.functions:
+            skips = told.skips
+            self._parser = service.tools.parser(told.functions, skip_special_tokens=skips)
         self._num_calls = 0
         self._started = False
 
@@ -200,7 +207,7 @@ class _Streamed:
         parsed = self._parse(delta)
         yield from self._piece({"content": parsed.content} if parsed.content else {}, delta)
         for call in parsed.calls:
-            numbered = {"index": self._num_calls, **_tool_call(call)}
+            numbered = {"index": self._num_calls, **_tool_call(self._service, call)}
             self._num_calls += 1
             yield self._choice({"tool_calls": [numbered]})
         if delta.finish_reason:
@@ -236,9 +243,9 @@ class _Streamed:
         }
 
 
-def _tool_call(call: ParsedCall) -> dict[str, Any]:
+def _tool_call(service: Service, call: ParsedCall) -> dict[str, Any]:
     return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "id": service.tools.format.new_id(),
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }

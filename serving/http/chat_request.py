@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -17,10 +18,9 @@ from onnxport.serving.http.chat_messages import (
 )
 from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.fields import NEUTRAL_CHAT
-from onnxport.serving.http.forms import calls
 from onnxport.serving.http.protocol import RequestBody
+from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
-from onnxport.serving.structured.spec import StructuredOutputs
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -63,7 +63,7 @@ class ChatRequest(RequestBody):
 
     def _check_tool_choice(self) -> None:
         choice = self.tool_choice
-        if self._shapes_calls and super().form() is not None:
+        if self._shapes_calls and self.form() is not None:
             raise RequestError(
                 "functions that are strict, parallel_tool_calls false, and a tool_choice that "
                 "forces a call give the text a form, and another field asks for another one; send "
@@ -100,15 +100,20 @@ class ChatRequest(RequestBody):
                 return name
         return None
 
-    def form(self) -> StructuredOutputs | None:
-        """Return the form of the text; that of calls where something is said about them."""
+    def _with_calls(self, params: SamplingParams, syntax: ToolSyntax) -> SamplingParams:
+        """Return parameters with what finding calls takes, and with their form if they have one."""
+        if not self.offered_tools():
+            return params
         if not self._shapes_calls:
-            return super().form()
+            return replace(params, spelled_token_ids=syntax.spelled)
         name = self.named_function
-        tools = [tool.model_dump() for tool in self.tools or ()]
-        several = name is None and self.parallel_tool_calls is not False
-        forced = self.tool_choice not in (None, "auto")
-        return calls(tools, several=several, forced=forced, name=name)
+        form = syntax.form(
+            [tool.model_dump() for tool in self.tools or ()],
+            several=name is None and self.parallel_tool_calls is not False,
+            forced=self.tool_choice not in (None, "auto"),
+            name=name,
+        )
+        return replace(params, spelled_token_ids=syntax.spelled, structured_outputs=form)
 
     def offered_tools(self) -> list[dict[str, Any]]:
         """Return the tools the model is told of; none when `tool_choice` is "none"."""
@@ -141,13 +146,23 @@ class ChatRequest(RequestBody):
             )
         return self.model_copy(update={"chat_template_kwargs": variables})
 
-    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
-        """Return the decoding parameters; up to the context length unless told otherwise."""
+    def functions(self) -> dict[str, dict[str, Any]]:
+        """Return the parameters of the offered functions, by their names."""
+        offered = (tool["function"] for tool in self.offered_tools())
+        return {each["name"]: each.get("parameters") or {} for each in offered}
+
+    def sampling_params(self, defaults: SamplingDefaults, syntax: ToolSyntax) -> SamplingParams:
+        """Return the decoding parameters; up to the context length unless told otherwise.
+
+        Args:
+            defaults: where the request does not say.
+            syntax: how the model calls tools.
+        """
         given = self.max_completion_tokens
         limit = self.max_tokens if given is None else given
         top = (self.top_logprobs or 0) if self.logprobs else None
         try:
-            return self.sampling(defaults, limit, top)
+            return self._with_calls(self.sampling(defaults, limit, top), syntax)
         except RequestError as error:
             if given is None or error.param != "max_tokens":
                 raise

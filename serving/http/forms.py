@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from onnxport.errors import RequestError
-from onnxport.serving.http.tool_calls import CLOSE, OPEN
-from onnxport.serving.structured.schema import ROOT_ONLY, check_schema
 from onnxport.serving.structured.spec import StructuredOutputs
 
 STRUCTURED = "structured_outputs"
@@ -98,58 +94,3 @@ class FormFields(_Part):
             return StructuredOutputs(json_object=True, param=name)
         param = "response_format.json_schema.schema"
         return StructuredOutputs(json=asked.json_schema.content, param=param)
-
-
-def calls(
-    tools: Sequence[Mapping[str, Any]],
-    *,
-    several: bool,
-    forced: bool = True,
-    name: str | None = None,
-) -> StructuredOutputs:
-    """Return the form of a text that calls tools.
-
-    Where calls are forced the text is nothing else, and arguments have the form of their function's
-    parameters, `strict` or not. Otherwise there may be text before, between and after calls, or
-    no call at all; arguments of functions that are not strict are any object then.
-
-    Args:
-        tools: those of the request, in OpenAI's shape.
-        several: whether there may be more than one call.
-        forced: whether there has to be one.
-        name: of the only function that may be called; None: each may.
-
-    Raises:
-        RequestError: the parameters of a tool cannot be enforced.
-    """
-    if forced:
-        rules = ['start: call ("\\n" call)*' if several else "start: call", f'opened: "{OPEN}\\n"']
-    else:
-        rules = [
-            "start: call* TEXT" if several else "start: call | TEXT",
-            f"opened[lazy]: /(?s:.*){OPEN}\\n/",
-            f"TEXT: /(?s:.*)/ & ~/(?s:.*){OPEN}(?s:.*)/",
-        ]
-    functions = {index: tool["function"] for index, tool in enumerate(tools)}
-    if name is not None:
-        functions = {index: each for index, each in functions.items() if each["name"] == name}
-    shapes = " | ".join(f"shape_{index}" for index in functions)
-    rules.append(f'call: opened ({shapes}) "\\n{CLOSE}"')
-    for index, function in functions.items():
-        enforced = forced or function.get("strict")
-        given = (enforced and function.get("parameters")) or {"type": "object"}
-        parameters = {key: each for key, each in given.items() if key not in ROOT_ONLY}
-        param = f"tools.{index}.function.parameters"
-        check_schema(parameters, param)
-        if "object" not in parameters.setdefault("type", "object"):
-            raise RequestError(
-                f"the parameters of {function['name'][:40]!r} have the type "
-                f"{parameters['type']!r}, and arguments are an object; describe that",
-                param,
-            )
-        parameters["type"] = "object"  # other arguments would be no call
-        quoted = json.dumps(function["name"], ensure_ascii=False)  # as chat templates write it
-        before = f'{{"name": {quoted}, "arguments": '
-        rules.append(f'shape_{index}: {json.dumps(before)} arguments_{index} "}}"')
-        rules.append(f"arguments_{index}: %json {json.dumps(parameters)}")
-    return StructuredOutputs(grammar="\n".join(rules), param="tools")

@@ -22,6 +22,7 @@ from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
 from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.errors import FINAL, SERVER_ERROR, STOPPED, ApiError, shortened
+from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.reasoning import ReasoningFormat
@@ -71,6 +72,14 @@ class Tokenizer(Protocol):
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Pieces:
         """Return what gives the text of the tokens that follow `prompt`."""
+        ...
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it."""
+        ...
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is no text."""
         ...
 
 
@@ -155,6 +164,7 @@ class Service:
     template: ChatTemplate
     defaults: SamplingDefaults
     request_timeout_s: float | None = None  # of requests that give none
+    tools: ToolSyntax = field(default_factory=ToolSyntax)  # how the model calls tools
     reasoning: ReasoningFormat | None = None  # None: it is not told from the answer
     started_s: int = field(default_factory=lambda: int(time.time()))
 

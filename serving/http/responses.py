@@ -27,7 +27,8 @@ from onnxport.serving.http.logprobs import chat_logprobs
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
 from onnxport.serving.http.responses_request import ResponsesRequest, as_chat, renamed
-from onnxport.serving.http.tool_calls import Parsed, ParsedCall, ToolCallParser
+from onnxport.serving.http.tool_calls import Parsed, ToolCallParser
+from onnxport.serving.http.tool_formats.base import ParsedCall
 from onnxport.serving.outputs import CompletionDelta
 
 Event = dict[str, Any]
@@ -40,7 +41,7 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
     adapter = service.adapter_of(body.model)
     try:
         chat = chat.with_effort(service.template)
-        params = chat.sampling_params(service.defaults)
+        params = chat.sampling_params(service.defaults, service.tools)
         options = chat.options(key_tenant(request), service.request_timeout_s, adapter)
         tools, most = chat.offered_tools(), service.engine.capabilities.max_model_len
         prompt = await asyncio.to_thread(
@@ -95,13 +96,15 @@ class Told:
         job: Job,
         thinking: Thinking,
     ) -> None:
-        names = {tool["function"]["name"] for tool in chat.offered_tools()}
+        functions, skips = chat.functions(), job.params.skip_special_tokens
         self.job = job
         self.has_begun = False
         self.failure: ApiError | None = None
         self._service = service
         self._body = body
-        self._parser = ToolCallParser(frozenset(names)) if names else None
+        self._parser: ToolCallParser | None = None
+        if functions:
+            self._parser = service.tools.parser(functions, skip_special_tokens=skips)
         self._is_told = thinking.is_told
         self._splitter = DeltaSplitter(thinking)
         self._usage = thinking.usage(job, service.tokenizer)
@@ -262,7 +265,7 @@ class Told:
         item = {
             "id": f"fc_{uuid.uuid4().hex}",
             "type": "function_call",
-            "call_id": f"call_{uuid.uuid4().hex[:24]}",
+            "call_id": self._service.tools.format.new_id(),
             "name": call.name,
         }
         place = {"item_id": item["id"], "output_index": len(self._output)}

@@ -9,7 +9,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from onnxport.serving.http.forms import calls
+from onnxport.serving.http.tool_formats.forced import calls
+from onnxport.serving.http.tool_formats.hermes import HERMES
 from tests.serving.structured import accepts, compiled
 
 from .conftest import RunningServer
@@ -72,7 +73,7 @@ def test_what_may_be_written(
     text: str, free: bool, free_once: bool, forced: bool, forced_once: bool
 ) -> None:
     found = [
-        accepts(compiled(calls(TOOLS, several=several, forced=must)), text)
+        accepts(compiled(calls(TOOLS, HERMES, several=several, forced=must)), text)
         for must in (False, True)
         for several in (True, False)
     ]
@@ -90,7 +91,7 @@ def test_what_may_be_written(
 )
 def test_arguments_are_an_object_whatever_parameters_allow(parameters: dict[str, Any]) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
-    form = compiled(calls([tool], several=False))
+    form = compiled(calls([tool], HERMES, several=False))
     assert accepts(form, GOOD)
     for other in ("5", "null", '"a"', "[]"):
         assert not accepts(form, GOOD.replace('{"a": 1}', other))
@@ -98,7 +99,7 @@ def test_arguments_are_an_object_whatever_parameters_allow(parameters: dict[str,
 
 def test_names_are_written_as_the_model_reads_them() -> None:
     tools = [function("größe🙂", True, über={"type": "string"})]
-    assert accepts(compiled(calls(tools, several=False)), call("größe🙂", über="é"))
+    assert accepts(compiled(calls(tools, HERMES, several=False)), call("größe🙂", über="é"))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onnxport.serving.http.tool_calls import ParsedCall, ToolCallParser
+from onnxport.serving.http.tool_calls import ToolCallParser
+from onnxport.serving.http.tool_formats.base import ParsedCall
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 ADD = ParsedCall("add", '{"a": 1, "b": 2}')
 
 
 def parse(*pieces: str) -> tuple[str, list[ParsedCall]]:
-    parser = ToolCallParser({"add"})
+    parser = ToolCallParser({"add": {}})
     content, calls = "", []
     for parsed in [*(parser.feed(piece) for piece in pieces), parser.finish()]:
         content += parsed.content
@@ -24,7 +25,7 @@ def parse(*pieces: str) -> tuple[str, list[ParsedCall]]:
 
 
 def test_content_and_calls_keep_their_order() -> None:
-    parsed = ToolCallParser({"add"}).take(f"a\n{CALL}b{CALL}", is_last=True)
+    parsed = ToolCallParser({"add": {}}).take(f"a\n{CALL}b{CALL}", is_last=True)
     assert parsed.parts == ("a", ADD, "b", ADD)
     assert (parsed.content, parsed.calls) == ("ab", (ADD, ADD))
 
@@ -101,7 +102,7 @@ def test_what_is_no_call_stays_content(text: str) -> None:
 
 
 def test_content_is_given_as_early_as_it_can() -> None:
-    parser = ToolCallParser({"add"})
+    parser = ToolCallParser({"add": {}})
     assert parser.feed("Hello").content == "Hello"
     assert parser.feed(" wor<").content == " wor"
     assert parser.feed("b>").content == "<b>"

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from onnxport.errors import RequestError
-from onnxport.serving.http.forms import calls
 from onnxport.serving.http.reasoning import ReasoningCounter
+from onnxport.serving.http.tool_formats.forced import calls
+from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.reasoning import (
     FORMATS,
     ReasoningFormat,
@@ -247,9 +248,9 @@ FORMS = {
     "choice": (StructuredOutputs(choice=("yes", "no")), "no", "ye"),
     "lark": (StructuredOutputs(grammar='start: "x" y\ny: /a|}b/'), "x}b", "x"),
     "gbnf": (StructuredOutputs(grammar='root ::= "x" [ab]+'), "xab", "y"),
-    "forced": (calls([TOOL], several=True), GOOD, f"See: {GOOD}"),
-    "free": (calls([TOOL], several=True, forced=False), f"See: {GOOD}", BAD),
-    "once": (calls([TOOL], several=False, forced=False), f"See: {GOOD}", BAD),
+    "forced": (calls([TOOL], HERMES, several=True), GOOD, f"See: {GOOD}"),
+    "free": (calls([TOOL], HERMES, several=True, forced=False), f"See: {GOOD}", BAD),
+    "once": (calls([TOOL], HERMES, several=False, forced=False), f"See: {GOOD}", BAD),
 }
 
 

@@ -78,6 +78,20 @@ def test_special_tokens_are_spelled_out_where_that_is_asked_for(texts: list[str]
         assert "".join(found) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
+@settings(max_examples=examples(50), deadline=None)
+@given(st.lists(st.sampled_from(["a", " b", "é", "🙂", EOS, "<|call|>", "</s>"]), max_size=12))
+def test_some_special_tokens_are_spelled_out(texts: list[str]) -> None:
+    for fast in (byte_level(), byte_fallback()):
+        fast.add_special_tokens([AddedToken("<|call|>"), AddedToken("</s>")])
+        tokenizer = Tokenizer(fast)
+        ids = tokenizer.encode("".join(texts), add_special_tokens=False)
+        spelled = {tokenizer.token_to_id("<|call|>")}
+        kept = [one for one in ids if one in spelled or not tokenizer.is_special(one)]
+        detokenizer = tokenizer.detokenizer([], spelled=spelled)
+        found = [*(detokenizer.add(token_id) for token_id in ids), detokenizer.finish()]
+        assert "".join(found) == tokenizer.decode(kept, skip_special_tokens=False)
+
+
 @settings(max_examples=examples(200), deadline=None)
 @given(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=40).filter(lambda s: EOS not in s)

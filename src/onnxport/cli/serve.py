@@ -90,6 +90,14 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="how reasoning is told from the answer: auto (as the chat template has it), none, or "
         "one of vLLM's names, such as qwen3, deepseek_r1, seed_oss, granite (auto)",
     )
+    group.add_argument(
+        "--tool-call-parser",
+        type=tool_call_parser,
+        default="auto",
+        metavar="FORMAT",
+        help="how the model writes tool calls: glm4, glm45, granite, hermes, llama3_json, mistral, "
+        "phi4_mini_json, pythonic, qwen3_coder or seed_oss (auto: as its chat template says)",
+    )
     group.add_argument("--access-log", action="store_true", help="log every request")
     add_load_options(parser)
     add_choice_options(parser)
@@ -129,6 +137,17 @@ def reasoning_parser(text: str) -> str:
         reasoning_format(text, ())
     except RequestError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def tool_call_parser(text: str) -> str:
+    """Return the name of a format of tool calls, or "auto"."""
+    from onnxport.serving.http.tool_formats.registry import AUTO, NAMES
+
+    if text not in (AUTO, *NAMES):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no format of tool calls; give {AUTO}, or one of {', '.join(NAMES)}"
+        )
     return text
 
 
@@ -226,6 +245,7 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
             allow_runtime_lora=options.allow_runtime_lora,
             allowed_origins=tuple(options.allowed_origins),
             reasoning_parser=options.reasoning_parser,
+            tool_call_parser=options.tool_call_parser,
         )
         app = create_app(engine, name, template, choices)
         limits = EngineConfig()

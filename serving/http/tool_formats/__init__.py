@@ -1,0 +1,1 @@
+"""How models write calls of tools: one format a file."""

@@ -1,0 +1,140 @@
+"""What a format of tool calls is: how it is read, how it is written, and how it is recognized."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+NAME, QUOTED, ARGUMENTS = "{name}", "{quoted}", "{arguments}"  # places in `Written.call`
+JSON_CALL = f'{{"name": {QUOTED}, "arguments": {ARGUMENTS}}}'
+
+Functions = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """One call of a function."""
+
+    name: str
+    arguments: str  # JSON text
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What a part of a text was found to be.
+
+    Attributes:
+        end: where it ends in the text.
+        calls: in it; none: it is content like any other, and what is behind it is looked at anew.
+    """
+
+    end: int
+    calls: tuple[ParsedCall, ...] = ()
+
+
+class Reader(Protocol):
+    """Reads a block; what it says of a text it says of every longer one that begins so."""
+
+    def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
+        """Return the block that may begin at `start`.
+
+        Args:
+            text: what was generated so far.
+            start: where a marker stands, or a character that a block may begin with.
+            final: whether nothing follows `text`.
+            functions: that were offered; a block with a call of another one has none.
+
+        Raises:
+            Incomplete: what follows `text` decides.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How calls are written where their form is enforced.
+
+    A text is one block or several of them, a block one call or several.
+
+    Attributes:
+        opening, closing: of a block.
+        call: with the places NAME, or QUOTED for a name in quotes, and ARGUMENTS.
+        between_calls: in one block; None: a block has one.
+        between_blocks: None: a text has one.
+        optional_marker: that a model may write before the first block.
+    """
+
+    opening: str
+    closing: str
+    call: str = JSON_CALL
+    between_calls: str | None = None
+    between_blocks: str | None = None
+    optional_marker: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """How an argument is written that stands in tags: `before`, name, `between`, value, `after`.
+
+    Attributes:
+        name: None: any.
+        value: the JSON schema of a value in JSON; or texts, of which it is one; None: any text.
+        times: "" for once, or "?" or "*".
+    """
+
+    before: str
+    between: str
+    after: str
+    name: str | None = None
+    value: Mapping[str, Any] | tuple[str, ...] | None = None
+    times: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedCall:
+    """How a call is written whose arguments stand in tags."""
+
+    before: str
+    arguments: tuple[Tagged, ...]
+    behind: str
+
+
+def long_id() -> str:
+    """Return an id of a call as OpenAI's look."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One syntax of tool calls.
+
+    Attributes:
+        name: vLLM's name of it; variants that are read alike share one.
+        markers: texts that open a block wherever they stand.
+        begins: what a block may begin with, without a marker, at the beginning of a text, where
+            functions of some names are offered.
+        further: other texts of a block that may be special tokens.
+        read: reads a block.
+        written: how calls are written where they are forced or strict.
+        recognizes: whether a chat template has the model write this.
+        tagged: how a call of a function with such parameters is written, where that is in tags;
+            None: it cannot be, so `written` says how.
+        new_id: makes the id of a call, which the template may ask something of.
+    """
+
+    name: str
+    markers: tuple[str, ...]
+    read: Reader
+    written: Written
+    recognizes: Callable[[str], bool]
+    begins: Callable[[Iterable[str]], tuple[str, ...]] = lambda functions: ()
+    further: tuple[str, ...] = ()
+    tagged: Callable[[str, Mapping[str, Any]], TaggedCall | None] | None = None
+    new_id: Callable[[], str] = long_id
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Every text of the syntax that may be a special token."""
+        return self.markers + self.further

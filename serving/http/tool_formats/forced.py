@@ -1,0 +1,220 @@
+"""Forms of texts that call tools, as grammars in the model's own format."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from onnxport.errors import RequestError
+from onnxport.serving.http.tool_formats.base import ARGUMENTS, NAME, QUOTED, Tagged, ToolFormat
+from onnxport.serving.structured.schema import ROOT_ONLY, check_schema
+from onnxport.serving.structured.spec import StructuredOutputs
+
+ANY_TEXT = "(?s:.*)"
+NO_TOKENS: Mapping[str, int] = {}
+
+
+def calls(
+    tools: Sequence[Mapping[str, Any]],
+    syntax: ToolFormat,
+    special: Mapping[str, int] = NO_TOKENS,
+    *,
+    several: bool,
+    forced: bool = True,
+    name: str | None = None,
+) -> StructuredOutputs:
+    """Return the form of a text that calls tools.
+
+    Where calls are forced the text is nothing else, and arguments have the form of their function's
+    parameters, `strict` or not. Otherwise there may be text before, between and after calls, or
+    no call at all; arguments of functions that are not strict are any object then.
+
+    Args:
+        tools: those of the request, in OpenAI's shape.
+        syntax: how the model writes calls.
+        special: those texts of the syntax that are special tokens, and their ids.
+        several: whether there may be more than one call.
+        forced: whether there has to be one.
+        name: of the only function that may be called; None: each may.
+
+    Raises:
+        RequestError: the parameters of a tool cannot be enforced.
+    """
+    functions = {index: tool["function"] for index, tool in enumerate(tools)}
+    if name is not None:
+        functions = {index: each for index, each in functions.items() if each["name"] == name}
+    writer = _Writer(syntax, special, [each["name"] for each in functions.values()])
+    rules = writer.forced(several) if forced else writer.free(several)
+    rules.append("call: " + " | ".join(f"call_{index}" for index in functions))
+    for index, function in functions.items():
+        enforced = forced or function.get("strict")
+        parameters = _parameters(index, function) if enforced else {"type": "object"}
+        rules += writer.function(index, function["name"], parameters)
+    return StructuredOutputs(grammar="\n".join(rules), param="tools")
+
+
+def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a function's arguments, which are an object.
+
+    Raises:
+        RequestError: it cannot be enforced.
+    """
+    given = function.get("parameters") or {"type": "object"}
+    parameters = {key: each for key, each in given.items() if key not in ROOT_ONLY}
+    param = f"tools.{index}.function.parameters"
+    check_schema(parameters, param)
+    if "object" not in parameters.setdefault("type", "object"):
+        raise RequestError(
+            f"the parameters of {function['name'][:40]!r} have the type "
+            f"{parameters['type']!r}, and arguments are an object; describe that",
+            param,
+        )
+    return {**parameters, "type": "object"}  # other arguments would be no call
+
+
+class _Writer:
+    """Writes the rules of one format."""
+
+    def __init__(
+        self, syntax: ToolFormat, special: Mapping[str, int], names: Sequence[str]
+    ) -> None:
+        self._syntax = syntax
+        self._begins = "|".join(map(_pattern, syntax.begins(names)))
+        self._written = syntax.written
+        self._special = special
+
+    def function(self, index: int, name: str, parameters: Mapping[str, Any]) -> list[str]:
+        """Return the rules of `call_{index}`, a call of a function."""
+        tagged = self._syntax.tagged and self._syntax.tagged(name, parameters)
+        if not tagged:
+            call = self._call(name, f"arguments_{index}")
+            return [f"call_{index}: {call}", f"arguments_{index}: %json {json.dumps(parameters)}"]
+        told = [f"argument_{index}_{at}{each.times}" for at, each in enumerate(tagged.arguments)]
+        call = _joined(self._spelled(tagged.before), *told, self._spelled(tagged.behind))
+        rules = [f"call_{index}: {call}"]
+        for at, each in enumerate(tagged.arguments):
+            rules += self._argument(f"{index}_{at}", each)
+        return rules
+
+    def _argument(self, place: str, argument: Tagged) -> list[str]:
+        """Return the rules of an argument in its tags."""
+        name = "/[^<>\\s]+/" if argument.name is None else _text(argument.name)
+        opening = _joined(self._spelled(argument.before), name, self._spelled(argument.between))
+        value, rule = f"value_{place}", ""
+        closing = self._spelled(argument.after)
+        if isinstance(argument.value, Mapping):
+            rule = f"{value}: %json {json.dumps(argument.value)}"
+        elif argument.value is not None:
+            rule = f"{value}: {' | '.join(map(_text, argument.value))}"
+        else:
+            first, *_ = self._atoms(argument.after)
+            rule = f"{value}: /{ANY_TEXT}/"
+            if isinstance(first, str):
+                rule = f"{value}[lazy]: /{ANY_TEXT}{_pattern(first)}/"
+                closing = self._spelled(argument.after[len(first) :])
+        return [f"argument_{place}: {_joined(opening, value, closing)}", rule]
+
+    def _call(self, name: str, arguments: str) -> str:
+        """Return a call of a function; arguments follow another rule."""
+        before, behind = self._written.call.split(ARGUMENTS)
+        quoted = json.dumps(name, ensure_ascii=False)  # as chat templates write it
+        parts = re.split(f"({re.escape(NAME)}|{re.escape(QUOTED)})", before)
+        names = {NAME: name, QUOTED: quoted}
+        told = [_text(names[part]) if part in names else self._spelled(part) for part in parts]
+        return _joined(*told, arguments, self._spelled(behind))
+
+    def forced(self, several: bool) -> list[str]:
+        """Return the rules of a text that is calls and nothing else."""
+        written = self._written
+        optional = written.optional_marker
+        tag = f"({self._spelled(optional)})?" if optional else ""
+        block = _joined(self._spelled(written.opening), self._inner(several))
+        rules = [f"block: {_joined(block, self._spelled(written.closing))}"]
+        if several and written.between_blocks is not None:
+            more = _joined(self._spelled(written.between_blocks), "block")
+            return [f"start: {_joined(tag, 'block')} ({more})*", *rules]
+        return [f"start: {_joined(tag, 'block')}", *rules]
+
+    def free(self, several: bool) -> list[str]:
+        """Return the rules of a text that may hold calls, each as it has to be."""
+        inner = _joined(self._inner(several), self._spelled(self._written.closing))
+        rules = [f"TEXT: {self._content()}", *self._marked("marked", "TEXT", ANY_TEXT, inner)]
+        if not self._begins:
+            return ["start: marked* TEXT" if several else "start: marked | TEXT", *rules]
+        if not several:
+            rules = []
+        return [
+            "start: FIRST | first" + (" marked* TEXT" if several else ""),
+            f"first: begun | {_joined(self._spelled(self._written.opening), inner)}",
+            f"FIRST: {self._content()} & ~/\\s*({self._begins}){ANY_TEXT}/",
+            *self._marked("begun", "FIRST", "\\s*", inner),
+            *rules,
+        ]
+
+    def _content(self) -> str:
+        """Return a lexeme of content: it has no text in it that opens a block."""
+        texts = [each for each in self._syntax.markers if each not in self._special]
+        if not texts:
+            return f"/{ANY_TEXT}/"
+        return f"/{ANY_TEXT}/ & ~/{ANY_TEXT}({'|'.join(map(_pattern, texts))}){ANY_TEXT}/"
+
+    def _marked(self, name: str, lexeme: str, before: str, inner: str) -> list[str]:
+        """Return the rules of content up to a block that a marker opens, and the block.
+
+        Args:
+            name: of the rule.
+            lexeme: the content, where the marker is a special token.
+            before: the content, where the marker is text, as a regular expression.
+            inner: of the block.
+        """
+        opening = (self._written.optional_marker or "") + self._written.opening
+        first, *_ = self._atoms(opening)
+        if isinstance(first, int):
+            return [f"{name}: {_joined(lexeme, self._spelled(opening), inner)}"]
+        behind = self._spelled(opening[len(first) :])
+        return [
+            f"{name}: {_joined(f'opens_{name}', behind, inner)}",
+            f"opens_{name}[lazy]: /{before}{_pattern(first)}/",
+        ]
+
+    def _inner(self, several: bool) -> str:
+        """Return the calls of a block."""
+        between = self._written.between_calls
+        if not several or between is None:
+            return "call"
+        return f"call ({_joined(self._spelled(between), 'call')})*"
+
+    def _atoms(self, text: str) -> Iterator[str | int]:
+        """Yield the texts and the special tokens that a text of the format is made of."""
+        if not self._special:
+            yield from filter(None, [text])
+            return
+        found = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
+        for part in re.split(f"({found})", text):
+            if part:
+                yield self._special.get(part, part)
+
+    def _spelled(self, text: str) -> str:
+        """Return a text of the format as a grammar has it."""
+        told = [
+            _text(part) if isinstance(part, str) else f"<[{part}]>" for part in self._atoms(text)
+        ]
+        return _joined(*told)
+
+
+def _joined(*parts: str) -> str:
+    return " ".join(filter(None, parts))
+
+
+def _text(text: str) -> str:
+    """Return a text as a grammar has it; JSON's escapes are those of its texts."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _pattern(text: str) -> str:
+    """Return a regular expression of one text, as it may stand between slashes."""
+    return "".join(
+        char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text
+    )

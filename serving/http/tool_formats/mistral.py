@@ -1,0 +1,75 @@
+"""`[TOOL_CALLS][{"name": …, "arguments": {…}}]`, and newer `[TOOL_CALLS]name[ARGS]{…}`: Mistral.
+
+The first is of tokenizers up to version 7, the second, once for each call, of 11 and later; some
+put `[CALL_ID]` and an id between. Where special tokens were dropped the object follows the name at
+once. Source: mistral-common and the models' chat templates, which ask for ids of nine letters and
+digits.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+from onnxport.serving.http.tool_formats.base import (
+    ARGUMENTS,
+    NAME,
+    Block,
+    Functions,
+    ToolFormat,
+    Written,
+)
+from onnxport.serving.http.tool_formats.cursor import Cursor
+from onnxport.serving.http.tool_formats.json_calls import JsonReader, call
+
+OPEN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+ID_LENGTH = 9
+_read_list = JsonReader((OPEN,))
+
+
+def read(text: str, start: int, final: bool, functions: Functions) -> Block:
+    """Return the block that begins at `start`; see `Reader`."""
+    cursor = Cursor(text, start + len(OPEN), final)
+    none = Block(cursor.at)
+    cursor.skip_space()
+    if cursor.next() in ("[", "{"):
+        return _read_list(text, start, final, functions)
+    name = cursor.take(*functions)
+    if name is None:
+        return none
+    cursor.skip_space()
+    if cursor.take(ID):
+        _take_id(cursor)
+    cursor.take(ARGS)
+    cursor.skip_space()
+    found = call(name, cursor.json(), functions)
+    return Block(cursor.at, (found,)) if found else none
+
+
+def _take_id(cursor: Cursor) -> None:
+    """Go past an id; the call gets one of ours."""
+    while cursor.next().isalnum():
+        cursor.at += 1
+
+
+def new_id() -> str:
+    """Return an id that the templates let pass."""
+    return uuid.uuid4().hex[:ID_LENGTH]
+
+
+def _mistral(written: Written, signs: tuple[str, ...]) -> ToolFormat:
+    """Return the format of templates with these signs; all ways are read."""
+    return ToolFormat(
+        "mistral",
+        markers=(OPEN,),
+        further=(ID, ARGS),
+        read=read,
+        written=written,
+        recognizes=lambda template: all(sign in template for sign in signs),
+        new_id=new_id,
+    )
+
+
+MISTRAL_NAME = _mistral(
+    Written(OPEN, "", f"{NAME}{ARGS}{ARGUMENTS}", between_blocks=""), (OPEN, ARGS)
+)
+MISTRAL_LIST = _mistral(Written(f"{OPEN}[", "]", between_calls=", "), (OPEN,))

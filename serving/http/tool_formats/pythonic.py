@@ -1,0 +1,109 @@
+"""`[f(a=1), g(b="x")]`: Llama 3.2 and 4 with templates that ask for it, ToolACE.
+
+The text is a list of calls as Python has them, with literals as arguments. Where calls are forced
+or strict they are written in JSON, which is read as well: a grammar holds arguments to their schema
+there, and the models know that form, too. Source: the models' chat templates.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from typing import Any
+
+from onnxport.serving.http.tool_formats.base import (
+    Block,
+    Functions,
+    ParsedCall,
+    ToolFormat,
+    Written,
+)
+from onnxport.serving.http.tool_formats.cursor import Cursor
+from onnxport.serving.http.tool_formats.json_calls import JsonReader, call
+
+START, END = "<|python_start|>", "<|python_end|>"
+_WORDS = {"true": True, "false": False, "null": None}  # JSON's, which models mix in
+_read_json = JsonReader((START,), closing=END)
+
+
+def read(text: str, start: int, final: bool, functions: Functions) -> Block:
+    """Return the block that begins at `start`; see `Reader`."""
+    cursor = Cursor(text, start, final)
+    cursor.take(START)
+    none = Block(max(cursor.at, start + 1))
+    cursor.skip_space()
+    begin = cursor.at
+    if not cursor.take("["):
+        return none
+    cursor.skip_space()
+    if cursor.next() == "{":
+        return _read_json(text, start, final, functions)
+    if cursor.take(*functions) is None:
+        return none
+    cursor.at = begin
+    calls = _calls(cursor.brackets(python=True), functions)
+    if not calls:
+        return none
+    end = cursor.at
+    cursor.skip_space()
+    return Block(cursor.at if cursor.take(END) else end, calls)
+
+
+def _calls(text: str | None, functions: Functions) -> tuple[ParsedCall, ...]:
+    """Return the calls of a list; none unless all are calls of offered functions."""
+    if text is None:
+        return ()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of escapes that Python lacks
+            found = ast.parse(text, mode="eval").body
+        calls = [_call(each, functions) for each in getattr(found, "elts", ())]
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return ()
+    whole = tuple(each for each in calls if each is not None)
+    return whole if len(whole) == len(calls) else ()
+
+
+def _call(node: ast.expr, functions: Functions) -> ParsedCall | None:
+    """Return the call that an expression is; arguments without a name are none."""
+    if not isinstance(node, ast.Call) or node.args:
+        return None
+    arguments = {}
+    for each in node.keywords:
+        if each.arg is None:
+            return None
+        arguments[each.arg] = _value(each.value)
+    return call(ast.unparse(node.func), arguments, functions)
+
+
+def _value(node: ast.expr) -> Any:
+    """Return the value of a literal.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match node:
+        case ast.Name(id=word) if word in _WORDS:
+            return _WORDS[word]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value(each) for each in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(key): _value(each) for key, each in zip(keys, values, strict=True)}
+    return ast.literal_eval(node)
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise ValueError("a name of a member is no text")
+
+
+PYTHONIC = ToolFormat(
+    "pythonic",
+    markers=(START,),
+    begins=lambda functions: ("[",),
+    further=(END,),
+    read=read,
+    written=Written("[", "]", between_calls=", ", optional_marker=START),
+    recognizes=lambda template: "[func_name1(" in template,
+)

@@ -1,0 +1,60 @@
+"""Every format, and which one a model's chat template has it write."""
+
+from __future__ import annotations
+
+from onnxport.errors import RequestError
+from onnxport.serving.http.tool_formats.base import ToolFormat
+from onnxport.serving.http.tool_formats.glm4 import GLM4
+from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
+from onnxport.serving.http.tool_formats.hermes import HERMES
+from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
+from onnxport.serving.http.tool_formats.mistral import MISTRAL_LIST, MISTRAL_NAME
+from onnxport.serving.http.tool_formats.phi4_mini import PHI4_MINI_TOKEN, PHI4_MINI_WORD
+from onnxport.serving.http.tool_formats.pythonic import PYTHONIC
+from onnxport.serving.http.tool_formats.xml_calls import GLM45, QWEN3_CODER, SEED_OSS
+
+AUTO = "auto"
+# The first one that recognizes a template is taken: what is particular comes before what is common.
+FORMATS: tuple[ToolFormat, ...] = (
+    MISTRAL_NAME,
+    MISTRAL_LIST,
+    SEED_OSS,
+    GLM45,
+    QWEN3_CODER,
+    GLM4,
+    PHI4_MINI_WORD,
+    PHI4_MINI_TOKEN,
+    GRANITE_TOKEN,
+    GRANITE_TEXT,
+    HERMES,
+    PYTHONIC,
+    LLAMA3_JSON,
+)
+NAMES = tuple(sorted({each.name for each in FORMATS}))
+
+
+def recognized(template: str, name: str = AUTO) -> ToolFormat | None:
+    """Return the format that a chat template asks for; None: it asks for none of them.
+
+    Args:
+        template: its text.
+        name: among the variants of one format alone; AUTO: among all.
+    """
+    among = (each for each in FORMATS if name in (AUTO, each.name))
+    return next((each for each in among if each.recognizes(template)), None)
+
+
+def named(name: str, template: str) -> ToolFormat:
+    """Return the format of a name, of its variants the one that the template asks for.
+
+    Raises:
+        RequestError: there is none.
+    """
+    if name not in NAMES:
+        raise RequestError(
+            f"no format of tool calls is called {name!r}; give {AUTO}, or one of "
+            f"{', '.join(NAMES)}",
+            "tool_call_parser",
+        )
+    first = next(each for each in FORMATS if each.name == name)
+    return recognized(template, name) or first

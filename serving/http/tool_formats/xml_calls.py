@@ -1,0 +1,224 @@
+"""Calls in tags, an argument a tag: GLM 4.5, Seed-OSS, Qwen3-Coder.
+
+    <tool_call>f                                   <seed:tool_call>
+    <arg_key>a</arg_key>                           <function=f>
+    <arg_value>1</arg_value>                       <parameter=a>1</parameter>
+    </tool_call>                                   </function>
+                                                   </seed:tool_call>
+
+Qwen3-Coder's are Seed's, with `<tool_call>` and each value on lines of its own. A value is text
+where the function's parameters say so, and otherwise JSON, or what Python writes for it, or text.
+Where parameters ask for what tags cannot hold, forced calls are JSON in the tags of a block.
+Source: the models' chat templates.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from onnxport.serving.http.tool_formats.base import (
+    Block,
+    Functions,
+    Tagged,
+    TaggedCall,
+    ToolFormat,
+    Written,
+)
+from onnxport.serving.http.tool_formats.cursor import Cursor, json_value
+from onnxport.serving.http.tool_formats.json_calls import call, call_of
+from onnxport.serving.structured.schema import ANNOTATIONS
+
+_TAG: Final = re.compile(r"</?\w+>")
+_FLAT: Final = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
+_IN_JSON: Final = ("integer", "number", "boolean", "object", "array", "null")
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The tags of one format.
+
+    Attributes:
+        block: around a call.
+        name: before the function's name and behind it; the second may be a space.
+        key: around the name of an argument.
+        value: around its value; the first may be empty.
+        end: of the function; empty: that of the block is.
+        own_lines: whether a value stands on lines of its own.
+    """
+
+    block: tuple[str, str]
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value: tuple[str, str]
+    end: str = ""
+    own_lines: bool = False
+
+    def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
+        """Return the block that begins at `start`; see `Reader`."""
+        opening, closing = self.block
+        cursor = Cursor(text, start + len(opening), final)
+        none = Block(cursor.at)
+        cursor.skip_space()
+        if cursor.next() == "{":
+            found = call_of(cursor.json(), functions)
+        else:
+            name = self._name(cursor, functions)
+            arguments = None if name is None else self._arguments(cursor, functions[name])
+            found = None if name is None else call(name, arguments, functions)
+        cursor.skip_space()
+        return Block(cursor.at, (found,)) if found and cursor.take(closing) else none
+
+    def written(self, name: str, parameters: Mapping[str, Any]) -> TaggedCall | None:
+        """Return how a call of a function is written; None: parameters ask for more than tags can.
+
+        They can hold properties that are there or not, in their order, each in JSON, of some texts,
+        or any text.
+        """
+        if not parameters.keys() <= _FLAT:
+            return None
+        properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
+        additional = parameters.get("additionalProperties", True)
+        before, behind = self.name
+        lines = "\n" if self.own_lines else ""
+        between = self.key[1] + (f"\n{self.value[0]}" if self.value[0] else lines)
+        tags = Tagged(self.key[0], between, f"{lines}{self.value[1]}\n")
+        arguments = [] if properties or additional is False else [replace(tags, times="*")]
+        for key, schema in properties.items():
+            value = _written_value(schema)
+            if value == () or re.search(r"[<>\s]", key):
+                return None
+            times = "" if key in required else "?"
+            arguments.append(replace(tags, name=key, value=value, times=times))
+        if not isinstance(additional, bool) or not set(required) <= properties.keys():
+            return None
+        return TaggedCall(f"{before}{name}{behind}\n", tuple(arguments), self.end)
+
+    def _name(self, cursor: Cursor, functions: Functions) -> str | None:
+        """Go past the name of an offered function; None: it is none."""
+        before, behind = self.name
+        if before and not cursor.take(before):
+            return None
+        name = cursor.take(*functions)
+        if behind and not cursor.take(behind):
+            return None
+        return name
+
+    def _arguments(self, cursor: Cursor, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Go past the arguments, and the end of the function; None: they are none."""
+        properties = parameters.get("properties")
+        types = properties if isinstance(properties, Mapping) else {}
+        found: dict[str, Any] = {}
+        while True:
+            cursor.skip_space()
+            ended = cursor.take(self.end or self.block[1], self.key[0])
+            if ended is None:
+                return None
+            if ended != self.key[0]:
+                cursor.at -= 0 if self.end else len(ended)
+                return found
+            key = cursor.until(self.key[1])
+            if self.value[0]:
+                cursor.skip_space()
+                if not cursor.take(self.value[0]):
+                    return None
+            value = self._text(cursor, types.get(key))
+            if key is None or value is None:
+                return None
+            found[key] = _value(value, types.get(key))
+
+    def _text(self, cursor: Cursor, schema: Any) -> str | None:
+        """Go past a value and its closing tag, and return it; a tag in a text of JSON is none."""
+        start = cursor.at
+        cursor.skip_space()
+        begin = cursor.at
+        if not _is_text(schema) and cursor.json() is not None:
+            value = cursor.since(begin)
+            cursor.skip_space()
+            if cursor.take(self.value[1]):
+                return value
+        cursor.at = start
+        text = cursor.until(self.value[1])
+        if text is None or not self.own_lines:
+            return text
+        return text.removeprefix("\n").removesuffix("\n")
+
+
+def _value(text: str, schema: Any) -> Any:
+    """Return the value of an argument, by the type that its schema names."""
+    if _is_text(schema):
+        return text
+    value = json_value(text.strip())
+    if value is not None or text.strip() == "null":
+        return value
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return text
+
+
+def _is_text(schema: Any) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+
+def _written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
+    """Return what a value may be, as `Tagged` has it; no texts at all: that cannot be said."""
+    if not isinstance(schema, Mapping) or "$ref" in json.dumps(schema):
+        return ()
+    asked = set(schema) - set(ANNOTATIONS)
+    if schema.get("type") in _IN_JSON:
+        return schema
+    if asked == {"type"} and schema["type"] == "string":
+        return None
+    if asked <= {"type", "enum", "const"}:
+        texts = (*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ()))
+        if len(asked & {"enum", "const"}) == 1 and all(_is_kept(each, schema) for each in texts):
+            return texts
+    return ()
+
+
+def _is_kept(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a value is a text that is read as it is written, and has no tag in it."""
+    return isinstance(value, str) and "<" not in value and _value(value, schema) == value
+
+
+def _xml(name: str, tags: Tags, sign: str) -> ToolFormat:
+    opening, closing = tags.block
+    return ToolFormat(
+        name,
+        markers=(opening,),
+        further=(closing, *(one for one in (*tags.key, *tags.value) if _TAG.fullmatch(one))),
+        read=tags,
+        written=Written(
+            opening + ("\n" if tags.end else ""),
+            ("\n" if tags.end else "") + closing,
+            between_blocks="\n",
+        ),
+        tagged=tags.written,
+        recognizes=lambda template: sign in template,
+    )
+
+
+TOOL_CALL = ("<tool_call>", "</tool_call>")
+SEED_CALL = ("<seed:tool_call>", "</seed:tool_call>")
+FUNCTION, PARAMETER = ("<function=", ">"), ("<parameter=", ">")
+
+GLM45 = _xml(
+    "glm45",
+    Tags(TOOL_CALL, ("", ""), ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")),
+    "<arg_key>",
+)
+SEED_OSS = _xml(
+    "seed_oss",
+    Tags(SEED_CALL, FUNCTION, PARAMETER, ("", "</parameter>"), "</function>"),
+    SEED_CALL[0],
+)
+QWEN3_CODER = _xml(
+    "qwen3_coder",
+    Tags(TOOL_CALL, FUNCTION, PARAMETER, ("", "</parameter>"), "</function>", own_lines=True),
+    "<function=",
+)

@@ -1,0 +1,249 @@
+"""Calls are found in every format, however a text is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onnxport.serving.http.tool_calls import ToolCallParser
+from onnxport.serving.http.tool_formats.base import ParsedCall, ToolFormat
+from onnxport.serving.http.tool_formats.glm4 import GLM4
+from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
+from onnxport.serving.http.tool_formats.hermes import HERMES
+from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
+from onnxport.serving.http.tool_formats.mistral import MISTRAL_LIST, MISTRAL_NAME
+from onnxport.serving.http.tool_formats.phi4_mini import PHI4_MINI_TOKEN, PHI4_MINI_WORD
+from onnxport.serving.http.tool_formats.pythonic import PYTHONIC
+from onnxport.serving.http.tool_formats.registry import FORMATS
+from onnxport.serving.http.tool_formats.xml_calls import GLM45, QWEN3_CODER, SEED_OSS
+
+FUNCTIONS = {
+    "add": {"type": "object", "properties": {"a": {"type": "integer"}, "t": {"type": "string"}}},
+    "add_all": {"type": "object"},
+}
+ADD = ParsedCall("add", '{"a": 1}')
+ALL = ParsedCall("add_all", '{"x": [1, "y]};<|"]}')
+J_ADD = '{"name": "add", "arguments": {"a": 1}}'
+J_ALL = '{"name": "add_all", "arguments": {"x": [1, "y]};<|"]}}'
+L_ADD, L_ALL = (each.replace("arguments", "parameters") for each in (J_ADD, J_ALL))
+OTHER = '{"name": "sub", "arguments": {}}'
+ARGS = '{"x": [1, "y]};<|"]}'
+SEED_ADD = "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n</function>\n"
+CODER_ADD = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+
+Case = tuple[ToolFormat, str, str, list[ParsedCall]]
+
+FOUND: list[Case] = [
+    (LLAMA3_JSON, L_ADD, "", [ADD]),
+    (LLAMA3_JSON, f" \n{L_ADD}\n", "", [ADD]),
+    (LLAMA3_JSON, J_ADD, "", [ADD]),
+    (LLAMA3_JSON, f"<|python_tag|>{L_ADD}", "", [ADD]),
+    (LLAMA3_JSON, f"See.\n<|python_tag|>{L_ADD}", "See.", [ADD]),
+    (LLAMA3_JSON, f"{L_ADD}; {L_ALL};{L_ADD}", "", [ADD, ALL, ADD]),
+    (LLAMA3_JSON, f"{L_ADD}\n{L_ALL}", "", [ADD, ALL]),
+    (LLAMA3_JSON, f"{L_ADD}; done", "; done", [ADD]),
+    (LLAMA3_JSON, f"{L_ADD}; {OTHER}", f"; {OTHER}", [ADD]),
+    (LLAMA3_JSON, '{"type": "function", "name": "add"}', "", [ParsedCall("add", "{}")]),
+    (MISTRAL_LIST, f"[TOOL_CALLS][{J_ADD}]", "", [ADD]),
+    (MISTRAL_LIST, f"[TOOL_CALLS] [{J_ADD}, {J_ALL}]", "", [ADD, ALL]),
+    (MISTRAL_LIST, f"Hm. [TOOL_CALLS][{J_ADD}] so", "Hm. so", [ADD]),
+    (MISTRAL_LIST, f"[TOOL_CALLS]{J_ADD}", "", [ADD]),
+    (MISTRAL_LIST, f'[TOOL_CALLS][{J_ADD}, {J_ALL}, {{"na', ', {"na', [ADD, ALL]),  # cut
+    (MISTRAL_LIST, f"[TOOL_CALLS][{J_ADD}", "", [ADD]),
+    (MISTRAL_NAME, '[TOOL_CALLS]add[ARGS]{"a": 1}', "", [ADD]),
+    (MISTRAL_NAME, '[TOOL_CALLS]add{"a": 1}', "", [ADD]),
+    (MISTRAL_NAME, '[TOOL_CALLS]add[CALL_ID]q1w2e3r4t[ARGS]{"a": 1}', "", [ADD]),
+    (MISTRAL_NAME, f'[TOOL_CALLS]add{{"a": 1}}[TOOL_CALLS]add_all{ARGS}', "", [ADD, ALL]),
+    (GRANITE_TOKEN, f"<|tool_call|>[{J_ADD}, {J_ALL}]", "", [ADD, ALL]),
+    (GRANITE_TEXT, f"<tool_call> [{J_ADD}]\n", "", [ADD]),
+    (GRANITE_TEXT, f"<|tool_call|>{J_ADD}", "", [ADD]),
+    (PHI4_MINI_WORD, f"functools[{J_ADD}, {J_ALL}]", "", [ADD, ALL]),
+    (PHI4_MINI_TOKEN, f"<|tool_call|>[{J_ADD}]<|/tool_call|>", "", [ADD]),
+    (PHI4_MINI_TOKEN, f"a <|tool_call|>{L_ADD}\n<|/tool_call|> b", "a b", [ADD]),
+    (PHI4_MINI_TOKEN, f"<|tool_call|>[{J_ADD}]", "", [ADD]),
+    (PYTHONIC, "[add(a=1)]", "", [ADD]),
+    (PYTHONIC, '[add(a=1), add_all(x=[1, "y]};<|"])]', "", [ADD, ALL]),
+    (PYTHONIC, "<|python_start|>[add(a=1)]<|python_end|>", "", [ADD]),
+    (
+        PYTHONIC,
+        "[add(a=-1.5, t='it\\'s (b)', c={'k': True, 'l': null}, d=(1,), e=None)]",
+        "",
+        [
+            ParsedCall(
+                "add",
+                '{"a": -1.5, "t": "it\'s (b)", "c": {"k": true, "l": null}, "d": [1], "e": null}',
+            )
+        ],
+    ),
+    (PYTHONIC, f"[{J_ADD}, {J_ALL}]", "", [ADD, ALL]),
+    (
+        GLM45,
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+        "",
+        [ADD],
+    ),
+    (GLM45, "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "", [ADD]),
+    (GLM45, "Hm.\n<tool_call>add_all\n</tool_call>", "Hm.", [ParsedCall("add_all", "{}")]),
+    (
+        GLM45,
+        "<tool_call>add\n<arg_key>t</arg_key>\n<arg_value>1\n</arg_value>\n"
+        '<arg_key>l</arg_key>\n<arg_value>["a"]</arg_value>\n</tool_call>',
+        "",
+        [ParsedCall("add", '{"t": "1\\n", "l": ["a"]}')],
+    ),
+    (GLM4, 'add\n{"a": 1}', "", [ADD]),
+    (GLM4, f"\n add_all\n{ARGS}", "", [ALL]),
+    (GLM4, f'add\n{{"a": 1}}<|assistant|>add_all\n{ARGS}', "", [ADD, ALL]),
+    (GLM4, 'Hm.<|assistant|>add\n{"a": 1}', "Hm.", [ADD]),
+    (SEED_OSS, f"{SEED_ADD}</seed:tool_call>", "", [ADD]),
+    (SEED_OSS, f"a\n{SEED_ADD}</seed:tool_call>\n{SEED_ADD}</seed:tool_call>", "a", [ADD, ADD]),
+    (
+        SEED_OSS,
+        "<seed:tool_call>\n<function=add>\n<parameter=t>1\n2</parameter>\n<parameter=f>True"
+        "</parameter>\n<parameter=w>so so</parameter>\n</function>\n</seed:tool_call>",
+        "",
+        [ParsedCall("add", '{"t": "1\\n2", "f": true, "w": "so so"}')],
+    ),
+    (
+        SEED_OSS,
+        '<seed:tool_call>\n<function=add>\n<parameter=l>[1, "</parameter>"]</parameter>\n'
+        "<parameter=m>[1] says so</parameter>\n<parameter=n>[so</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        "",
+        [ParsedCall("add", '{"l": [1, "</parameter>"], "m": "[1] says so", "n": "[so"}')],
+    ),
+    (QWEN3_CODER, CODER_ADD, "", [ADD]),
+    (QWEN3_CODER, f"<tool_call>\n{J_ADD}\n</tool_call>", "", [ADD]),
+]
+
+NO_CALLS: list[tuple[ToolFormat, str]] = [
+    (LLAMA3_JSON, '{"a": 1}'),
+    (LLAMA3_JSON, OTHER),
+    (LLAMA3_JSON, L_ADD[:-1]),
+    (LLAMA3_JSON, f"Here: {L_ADD}"),
+    (LLAMA3_JSON, "<|python_tag|>print(1)"),
+    (LLAMA3_JSON, "{ not JSON }"),
+    (LLAMA3_JSON, "[1]"),
+    (MISTRAL_LIST, f"[TOOL_CALLS][{J_ADD}, {OTHER}]"),
+    (MISTRAL_LIST, f"[{J_ADD}]"),
+    (MISTRAL_LIST, "[TOOL_CALLS]add and more"),
+    (MISTRAL_NAME, "[TOOL_CALLS]add_al[ARGS]{}"),
+    (MISTRAL_NAME, "[TOOL_CALLS]add[ARGS][1]"),
+    (MISTRAL_NAME, "[TOOL_CALLS]"),
+    (GRANITE_TOKEN, f"[{J_ADD}]"),
+    (GRANITE_TOKEN, "<|tool_call|>[]"),
+    (PHI4_MINI_WORD, "import functools"),
+    (PHI4_MINI_WORD, "functools[1]"),
+    (PYTHONIC, "[1] says so"),
+    (PYTHONIC, "[add(1)]"),
+    (PYTHONIC, "[add(a=b)]"),
+    (PYTHONIC, "[add(a=1), sub(a=1)]"),
+    (PYTHONIC, "[add(a=1e400)]"),
+    (PYTHONIC, "[add(a=b'1')]"),
+    (PYTHONIC, "[add(a=1) for a in b]"),
+    (PYTHONIC, "[add(**{})]"),
+    (PYTHONIC, "[add(a=1"),
+    (PYTHONIC, "[add(a=" + "-" * 5000 + "1)]"),
+    (GLM4, "add_"),
+    (GLM4, "add\nnumbers"),
+    (GLM4, 'add {"a": 1}'),
+    (GLM4, 'sub\n{"a": 1}'),
+    (GLM4, 'I say\nadd\n{"a": 1}'),
+    (GLM45, "<tool_call>sub\n</tool_call>"),
+    (GLM45, "<tool_call>add\n<arg_key>a</arg_key>\n</tool_call>"),
+    (GLM45, "<tool_call>add_all"),
+    (SEED_OSS, SEED_ADD),
+    (SEED_OSS, "<seed:tool_call>\nadd\n</seed:tool_call>"),
+    (QWEN3_CODER, "<tool_call>\n<function=add\n</tool_call>"),
+]
+
+
+def parse(syntax: ToolFormat, *pieces: str) -> tuple[str, list[ParsedCall]]:
+    parser = ToolCallParser(FUNCTIONS, syntax)
+    content, calls = "", []
+    for parsed in [*(parser.feed(piece) for piece in pieces), parser.finish()]:
+        content += parsed.content
+        calls += parsed.calls
+    return content, calls
+
+
+@pytest.mark.parametrize(("syntax", "text", "content", "calls"), FOUND)
+def test_calls(syntax: ToolFormat, text: str, content: str, calls: list[ParsedCall]) -> None:
+    assert parse(syntax, text) == (content, calls)
+    assert parse(syntax, *text) == (content, calls)
+
+
+@pytest.mark.parametrize(("syntax", "text"), NO_CALLS)
+def test_what_is_no_call_stays_content(syntax: ToolFormat, text: str) -> None:
+    assert parse(syntax, text) == (text, [])
+    assert parse(syntax, *text) == (text, [])
+
+
+@pytest.mark.parametrize("syntax", FORMATS, ids=lambda each: each.name)
+def test_text_is_given_as_early_as_it_can(syntax: ToolFormat) -> None:
+    parser = ToolCallParser(FUNCTIONS, syntax)
+    assert parser.feed("Hello").content == "Hello"
+    assert parser.feed(" wor").content == " wor"
+    opening = syntax.markers[0]
+    assert parser.feed(f"ld{opening[:-1]}").content == "ld"
+    assert parser.feed("?").content == f"{opening[:-1]}?"
+
+
+def test_content_behind_what_turned_out_to_be_no_call_is_not_kept_back() -> None:
+    parser = ToolCallParser(FUNCTIONS, PYTHONIC)
+    assert parser.feed("[1").content == "[1"
+    parser = ToolCallParser(FUNCTIONS, MISTRAL_NAME)
+    assert parser.feed("[TOOL_CALLS]ad").content == ""
+    assert parser.feed("just").content == "[TOOL_CALLS]adjust"
+
+
+def test_hidden_tokens_are_not_in_content() -> None:
+    for text, content in (
+        ("a[TOOL_CALLS]b", "ab"),
+        ("[ARGS]b[CALL", "b[CALL"),
+        ("x [TOOL_CALLS][ARGS] y", "x  y"),
+    ):
+        for pieces in ([text], list(text)):
+            hidden = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+            parser = ToolCallParser(FUNCTIONS, MISTRAL_NAME, hidden)
+            parsed = [*map(parser.feed, pieces), parser.finish()]
+            assert "".join(each.content for each in parsed) == content
+
+
+def _pieces(syntax: ToolFormat) -> list[str]:
+    """Return what texts are made of that are nearly calls of a format."""
+    whole = [text for each, text, *_ in FOUND if each.name == syntax.name]
+    parts = [text[: len(text) // 2] for text in whole] + [text[len(text) // 2 :] for text in whole]
+    return [
+        *whole,
+        *parts,
+        *syntax.tokens,
+        *(J_ADD, L_ALL, OTHER, json.dumps([1]), "add", "add_", "(", ")", "{", "}", "[", "]"),
+        *(";", ",", '"', "'", "\\", " ", "\n", "x", "<", "=", ">"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "syntax", FORMATS, ids=[f"{n}-{each.name}" for n, each in enumerate(FORMATS)]
+)
+@given(data=st.data())
+def test_pieces_make_no_difference(syntax: ToolFormat, data: st.DataObject) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(_pieces(syntax)), max_size=7)))
+    whole = parse(syntax, text)
+    assert parse(syntax, *text) == whole
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
+    bounds = [0, *cuts, len(text)]
+    assert parse(syntax, *(text[a:b] for a, b in pairwise(bounds))) == whole
+    if not whole[1]:
+        assert whole[0] == text
+
+
+@given(st.text(alphabet=list("[]{}()<>;,=|\"'\\ \nadx_TOLCAS")))
+def test_any_text_without_calls_is_content(text: str) -> None:
+    for syntax in (HERMES, LLAMA3_JSON, MISTRAL_LIST, PYTHONIC):
+        content, calls = parse(syntax, *text)
+        assert calls or content == text

@@ -1,0 +1,241 @@
+"""Calls that are forced or strict have the model's own format, whatever the model would write."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from functools import cache
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from onnxport.serving.http.tool_calls import ToolCallParser
+from onnxport.serving.http.tool_formats.base import ToolFormat
+from onnxport.serving.http.tool_formats.forced import calls
+from onnxport.serving.http.tool_formats.glm4 import GLM4
+from onnxport.serving.http.tool_formats.registry import FORMATS
+from onnxport.serving.http.tool_formats.xml_calls import GLM45, QWEN3_CODER, SEED_OSS
+from onnxport.serving.structured.compiler import CompileLimits, compile_grammar
+from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.structured.vocabulary import Vocabulary
+from onnxport.serving.tokenizer import Tokenizer
+from tests.serving.structured import accepts as accepts_text
+from tests.serving.structured import assert_valid, compiled, ids_of, write
+from tests.serving.tokenizers_for_tests import EOS, byte_level
+
+pytestmark = pytest.mark.timeout(60)
+
+NAMES = [f"{number}-{each.name}" for number, each in enumerate(FORMATS)]
+every_format = pytest.mark.parametrize("syntax", FORMATS, ids=NAMES)
+
+
+def tool(name: str, strict: bool | None = None, **properties: Any) -> dict[str, Any]:
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    told = {"name": name, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": told}
+
+
+ADD = tool("add", True, a={"type": "integer"}, kind={"enum": ["x", "y"]})
+FIND = tool("find it! (größe) [ARGS] {1}", True, text={"type": "string", "maxLength": 12})
+TOOLS = [ADD, FIND]
+SCHEMAS = {each["function"]["name"]: each["function"]["parameters"] for each in TOOLS}
+
+
+@cache
+def special_vocabulary() -> tuple[Tokenizer, Vocabulary]:
+    """Return a tokenizer where every marker is a special token."""
+    fast = byte_level()
+    texts = sorted({text for each in FORMATS for text in each.tokens})
+    fast.add_special_tokens([AddedToken(text, special=True) for text in texts])
+    words = Tokenizer(fast, frozenset([fast.token_to_id(EOS)]))
+    return words, Vocabulary.build(words, words.vocab_size, words.eos_token_ids)
+
+
+def special_of(syntax: ToolFormat) -> dict[str, int]:
+    words, _ = special_vocabulary()
+    found = {text: words.token_to_id(text) for text in syntax.tokens}
+    return {text: one for text, one in found.items() if one is not None}
+
+
+def accepts(form: StructuredOutputs, text: str) -> bool:
+    """Whether a form allows a text in which markers are special tokens."""
+    words, vocabulary = special_vocabulary()
+    sequence = compile_grammar(form, vocabulary, CompileLimits()).sequence(0)
+    tokens = array("q", words.encode(text, add_special_tokens=False))
+    if sequence.num_possible(array("q"), tokens) < len(tokens):
+        return False
+    return words.eos_token_ids <= set(ids_of(sequence.masks(tokens)[0]))
+
+
+def written(syntax: ToolFormat, *arguments: dict[str, Any], name: str = "add") -> str:
+    """Return calls as a model writes them in a format."""
+    how = syntax.written
+    tagged = syntax.tagged and syntax.tagged(name, {"type": "object"})
+    told = [
+        tagged.before
+        + "".join(
+            tagged.arguments[0].before
+            + key
+            + tagged.arguments[0].between
+            + (value if isinstance(value, str) else json.dumps(value))
+            + tagged.arguments[0].after
+            for key, value in each.items()
+        )
+        + tagged.behind
+        for each in arguments
+        if tagged
+    ] or [
+        how.call.replace("{arguments}", json.dumps(each))
+        .replace("{quoted}", json.dumps(name))
+        .replace("{name}", name)
+        for each in arguments
+    ]
+    blocks = told if how.between_calls is None else [how.between_calls.join(told)]
+    return (how.between_blocks or "").join(how.opening + each + how.closing for each in blocks)
+
+
+GOOD, BAD = {"a": 1, "kind": "x"}, {"a": "one", "kind": "x"}
+
+
+@every_format
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_random_model_is_forced_to_write_is_a_call(
+    syntax: ToolFormat, several: bool, seed: int
+) -> None:
+    grammar = compiled(calls(TOOLS, syntax, several=several)).sequence(3)
+    text = write(grammar, seed)
+    if text is None:  # it found no end
+        return
+    parsed = ToolCallParser(SCHEMAS, syntax).take(text, is_last=True)
+    assert parsed.content == ""
+    assert len(parsed.calls) >= 1
+    assert several or len(parsed.calls) == 1
+    for call in parsed.calls:
+        assert_valid(SCHEMAS[call.name], call.arguments)
+
+
+@every_format
+def test_forced_calls_in_special_tokens(syntax: ToolFormat) -> None:
+    special = special_of(syntax)
+    several = calls(TOOLS, syntax, special, several=True)
+    one = calls(TOOLS, syntax, special, several=False, name="add")
+    assert accepts(one, written(syntax, GOOD))
+    assert accepts(several, written(syntax, GOOD, GOOD))
+    for form, text in (
+        (one, written(syntax, GOOD, GOOD)),
+        (one, written(syntax, {"text": "a"}, name=FIND["function"]["name"])),
+        (one, written(syntax, BAD)),
+        (one, f"See: {written(syntax, GOOD)}"),
+        (several, ""),
+        (several, "text"),
+        (several, written(syntax, GOOD, BAD)),
+        (several, written(syntax, GOOD, name="sub")),
+    ):
+        assert not accepts(form, text), text
+
+
+@every_format
+@pytest.mark.parametrize("in_tokens", [True, False])
+def test_strict_calls_where_the_model_may_call(syntax: ToolFormat, in_tokens: bool) -> None:
+    special = special_of(syntax) if in_tokens else {}
+    tools = [ADD, tool("loose", None, a={"type": "integer"})]
+    form = calls(tools, syntax, special, several=True, forced=False)
+
+    def allowed(text: str, form: StructuredOutputs = form) -> bool:
+        if in_tokens:
+            return accepts(form, text)
+        return accepts_text(compiled(form), text)
+
+    assert allowed("")
+    assert allowed("no call [1] {2} here")
+    assert allowed(written(syntax, GOOD))
+    assert allowed(f"{written(syntax, GOOD, GOOD)} after")
+    assert allowed(written(syntax, {"b": "1"}, name="loose"))
+    assert not allowed(written(syntax, BAD))
+    # Where nothing but a name opens a call, that of another function is text like any other.
+    assert allowed(written(syntax, GOOD, name="sub")) == (syntax is GLM4)
+    for marker in syntax.markers:
+        assert not allowed(f"text {marker} text")
+    if not syntax.begins(["add"]):
+        assert allowed(f"See: {written(syntax, GOOD)}")
+    elif syntax.written.optional_marker:
+        marked = syntax.written.optional_marker + written(syntax, GOOD)
+        assert allowed(marked)
+        assert allowed(f"See: {marked}") == in_tokens
+        assert not allowed(f" {written(syntax, BAD)}")
+        assert allowed(f"{written(syntax, GOOD)} and {marked} after")
+    once = calls(tools, syntax, special, several=False, forced=False)
+    assert allowed(written(syntax, GOOD), once)
+    assert not allowed(written(syntax, GOOD, GOOD), once)
+    assert not allowed(f"{written(syntax, GOOD)} after", once)
+    assert allowed("no call", once)
+
+
+TEXTS = {"t": {"type": "string", "description": "a text"}, "k": {"enum": ["x", "y"]}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments", "others"),
+    [
+        (
+            {"properties": TEXTS},
+            [{}, {"t": "1\n <b>"}, {"t": "", "k": "y"}],
+            [{"k": "z"}, {"b": 1}],
+        ),
+        ({"properties": TEXTS, "required": ["k"]}, [{"k": "x"}], [{}, {"t": "a"}]),
+        ({"properties": {"n": {"type": "number"}}}, [{"n": 1.5}], [{"n": "x"}]),
+        ({"properties": {"l": {"type": "array"}}}, [{"l": [1, "</parameter>"]}], [{"l": "x"}]),
+        ({"additionalProperties": False}, [{}], [{"a": "x"}]),
+        ({}, [{}, {"a": "x", "b": [1]}], []),
+    ],
+)
+@pytest.mark.parametrize("syntax", [GLM45, SEED_OSS, QWEN3_CODER], ids=lambda each: each.name)
+def test_arguments_in_tags(
+    syntax: ToolFormat,
+    parameters: dict[str, Any],
+    arguments: list[dict[str, Any]],
+    others: list[dict[str, Any]],
+) -> None:
+    function = {"name": "f", "parameters": {"type": "object", **parameters}}
+    form = compiled(calls([{"type": "function", "function": function}], syntax, several=False))
+    for each in arguments:
+        text = written(syntax, each, name="f")
+        assert accepts_text(form, text), text
+        [call] = ToolCallParser({"f": parameters}, syntax).take(text, is_last=True).calls
+        assert json.loads(call.arguments) == each
+    for each in others:
+        assert not accepts_text(form, written(syntax, each, name="f"))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "maxLength": 3},
+        {"type": ["string", "null"]},
+        {"enum": ["1", "x"]},
+        {"type": "string", "enum": ["<"]},
+        {"$ref": "#/$defs/one"},
+        {},
+    ],
+)
+@pytest.mark.parametrize("syntax", [GLM45, SEED_OSS, QWEN3_CODER], ids=lambda each: each.name)
+def test_what_tags_cannot_hold_is_written_in_json(
+    syntax: ToolFormat, schema: dict[str, Any]
+) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": {"one": {"const": "x"}}}
+    function = {"name": "f", "parameters": parameters}
+    form = compiled(calls([{"type": "function", "function": function}], syntax, several=False))
+    value = schema.get("enum", ["x"])[0]
+    told = json.dumps({"name": "f", "arguments": {"a": value}})
+    text = f"{syntax.written.opening}{told}{syntax.written.closing}"
+    assert accepts_text(form, text)
+    assert not accepts_text(form, written(syntax, {"a": value}, name="f"))
+    [call] = ToolCallParser({"f": parameters}, syntax).take(text, is_last=True).calls
+    assert json.loads(call.arguments) == {"a": value}
