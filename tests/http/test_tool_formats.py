@@ -196,6 +196,9 @@ def test_text_is_given_as_early_as_it_can(syntax: ToolFormat) -> None:
 def test_content_behind_what_turned_out_to_be_no_call_is_not_kept_back() -> None:
     parser = ToolCallParser(FUNCTIONS, PYTHONIC)
     assert parser.feed("[1").content == "[1"
+    parser = ToolCallParser(FUNCTIONS, LLAMA3_JSON)
+    assert parser.feed('{"na').content == ""
+    assert parser.feed('t": ').content == '{"nat":'
     parser = ToolCallParser(FUNCTIONS, MISTRAL_NAME)
     assert parser.feed("[TOOL_CALLS]ad").content == ""
     assert parser.feed("just").content == "[TOOL_CALLS]adjust"

@@ -10,6 +10,7 @@ from typing import Any
 from onnxport.serving.http.tool_formats.base import Block, Functions, ParsedCall
 from onnxport.serving.http.tool_formats.cursor import Cursor, json_value
 
+KEYS = ('"name"', '"type"', '"id"', '"arguments"', '"parameters"')  # a call's first one
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -46,6 +47,16 @@ def calls_of(value: Any, functions: Functions) -> tuple[ParsedCall, ...]:
     return calls if len(calls) == len(found) else ()
 
 
+def _may_be_call(cursor: Cursor) -> bool:
+    """Whether a list or an object begins as calls do; other JSON is not kept back to its end."""
+    if cursor.take("["):
+        cursor.skip_space()
+    if not cursor.take("{"):
+        return False
+    cursor.skip_space()
+    return cursor.take(*KEYS) is not None
+
+
 def _cut(text: str, start: int, functions: Functions) -> Block | None:
     """Return the calls that are whole in a list that the text ends in; None: there are none."""
     cursor = Cursor(text, start, final=True)
@@ -78,10 +89,13 @@ class JsonReader:
     def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
         """Return the block that may begin at `start`; see `Reader`."""
         cursor = Cursor(text, start, final)
-        cursor.take(*self.markers)
+        marked = cursor.take(*self.markers)
         none = Block(max(cursor.at, start + 1))
         cursor.skip_space()
         begin = cursor.at
+        if not marked and not _may_be_call(cursor):
+            return none
+        cursor.at = begin
         calls = calls_of(cursor.json(), functions)
         if not calls and final and cursor.at == begin:
             return _cut(text, begin, functions) or none
