@@ -51,7 +51,10 @@ def changed(
 def probabilities(
     logits: Sequence[float], params: SamplingParams, off: float = -1e-9
 ) -> dict[int, float]:
-    """The probability of each token that can be drawn, in the order of drawing; `min_p` is off."""
+    """The probability of each token that can be drawn, in the order of drawing.
+
+    `off` is added to `min_p`.
+    """
     ranked = sorted(range(len(logits)), key=lambda token_id: (-logits[token_id], token_id))
     ranked = [token_id for token_id in ranked if logits[token_id] > -math.inf]
     if params.greedy:
