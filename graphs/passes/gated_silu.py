@@ -6,6 +6,7 @@ joined projection; `onnxport.GatedSilu` is one. For devices whose operator libra
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,11 +21,38 @@ OPSET: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Gate:
-    split: onnx.NodeProto
-    sigmoid: onnx.NodeProto
-    silu: onnx.NodeProto
-    product: onnx.NodeProto
+class Gate:
+    """The nodes of a gate; nothing else reads what is between them, nor is it a graph output."""
+
+    split: onnx.NodeProto  # into gate and up
+    activation: tuple[onnx.NodeProto, ...]  # of the gate
+    product: onnx.NodeProto  # of that and up
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Who reads the values of a graph.
+
+    Attributes:
+        readers: nodes by the value that they read.
+        outputs: of the graph.
+    """
+
+    readers: Mapping[str, Sequence[onnx.NodeProto]]
+    outputs: frozenset[str]
+
+    def inner_readers(self, value: str) -> Sequence[onnx.NodeProto]:
+        """Nodes that read a value; none where the graph gives it out as well."""
+        return () if value in self.outputs else self.readers.get(value, ())
+
+    def product(self, activated: str, up: str) -> onnx.NodeProto | None:
+        """The product of two values that nothing else reads."""
+        of_activated, of_up = self.inner_readers(activated), self.inner_readers(up)
+        if len(of_activated) != 1 or len(of_up) != 1:
+            return None
+        found = of_up[0]
+        is_product = found.op_type == "Mul" and set(found.input) == {activated, up}
+        return found if is_product else None
 
 
 def fuse_gated_silu(model: onnx.ModelProto) -> PassResult:
@@ -34,72 +62,72 @@ def fuse_gated_silu(model: onnx.ModelProto) -> PassResult:
     leaves out: the halves, the sigmoid and the activated gate are neither graph outputs nor
     inputs of other nodes.
     """
+    copy, found = fuse_gates(model, GATED_SILU, _match)
+    return PassResult("gated_silu", copy, {"gated SiLUs fused": found} if found else {})
+
+
+def fuse_gates(
+    model: onnx.ModelProto,
+    operator: str,
+    match: Callable[[onnx.NodeProto, Values], Gate | None],
+) -> tuple[onnx.ModelProto, int]:
+    """Replace gates by one operator of our own.
+
+    Args:
+        model: left as it is.
+        operator: [..., 2 * inner] to [..., inner], gates first.
+        match: the gate that starts at a Split into two halves of the last axis, if one does.
+
+    Returns:
+        The new model, and how many gates were replaced.
+    """
     readers = {name: [node for node, _ in nodes] for name, nodes in consumers(model).items()}
-    outputs = {info.name for info in model.graph.output}
-    gates = [
-        gate for node in model.graph.node if (gate := _match(node, readers, outputs)) is not None
-    ]
+    values = Values(readers, frozenset(info.name for info in model.graph.output))
+    splits = [node for node in model.graph.node if _halves(node)]
+    found = [gate for split in splits if (gate := match(split, values)) is not None]
     copy = copy_model(model)
-    if not gates:
-        return PassResult("gated_silu", copy, {})
-    fused = {_key(gate.product): gate for gate in gates}
-    dropped = {_key(node) for gate in gates for node in (gate.split, gate.sigmoid, gate.silu)}
-    nodes = []
-    for node in copy.graph.node:
-        if _key(node) in fused:
-            gate = fused[_key(node)]
-            nodes.append(
-                onnx.helper.make_node(
-                    GATED_SILU,
-                    [gate.split.input[0]],
-                    list(node.output),
-                    name=node.name,
-                    domain=DOMAIN,
-                )
-            )
-        elif _key(node) not in dropped:
-            nodes.append(node)
-    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    if not found:
+        return copy, 0
+    fused = {gate.product.output[0]: gate for gate in found}
+    dropped = {node.output[0] for gate in found for node in (gate.split, *gate.activation)}
     del copy.graph.node[:]
-    copy.graph.node.extend(kept)
+    for node in model.graph.node:
+        if node.output[0] in fused:
+            joined = fused[node.output[0]].split.input[0]
+            outputs = list(node.output)
+            copy.graph.node.append(
+                onnx.helper.make_node(operator, [joined], outputs, name=node.name, domain=DOMAIN)
+            )
+        elif node.output[0] not in dropped:
+            copy.graph.node.append(node)
     if DOMAIN not in {opset.domain for opset in copy.opset_import}:
         copy.opset_import.append(onnx.helper.make_opsetid(DOMAIN, OPSET))
-    return PassResult("gated_silu", copy, {"gated SiLUs fused": len(gates)})
+    return copy, len(found)
 
 
-def _match(
-    split: onnx.NodeProto, readers: dict[str, list[onnx.NodeProto]], outputs: set[str]
-) -> _Gate | None:
-    """The gated SiLU that starts at `split`, if one does."""
-    halves = (
-        split.op_type == "Split"
-        and split.domain == ""
-        and len(split.input) == 1
-        and len(split.output) == 2
-        and attribute_int(split, "axis", 0) == -1
+def _halves(node: onnx.NodeProto) -> bool:
+    """Whether a node splits its last axis into two halves."""
+    return bool(
+        node.op_type == "Split"
+        and node.domain == ""
+        and len(node.input) == 1
+        and len(node.output) == 2
+        and attribute_int(node, "axis", 0) == -1
     )
-    if not halves or outputs & set(split.output):
-        return None
+
+
+def _match(split: onnx.NodeProto, values: Values) -> Gate | None:
+    """The gated SiLU that starts at `split`, if one does."""
     gate, up = split.output
-    gate_readers = readers.get(gate, [])
-    sigmoids = [node for node in gate_readers if node.op_type == "Sigmoid"]
-    silus = [node for node in gate_readers if node.op_type == "Mul"]
-    if len(gate_readers) != 2 or len(sigmoids) != 1 or len(silus) != 1:
+    of_gate = values.inner_readers(gate)
+    sigmoids = [node for node in of_gate if node.op_type == "Sigmoid"]
+    silus = [node for node in of_gate if node.op_type == "Mul"]
+    if len(of_gate) != 2 or len(sigmoids) != 1 or len(silus) != 1:
         return None
     sigmoid, silu = sigmoids[0], silus[0]
-    if set(silu.input) != {gate, sigmoid.output[0]} or outputs & {sigmoid.output[0]}:
+    if set(silu.input) != {gate, sigmoid.output[0]}:
         return None
-    if len(readers[sigmoid.output[0]]) != 1 or outputs & {silu.output[0]}:
+    if len(values.inner_readers(sigmoid.output[0])) != 1:
         return None
-    products = readers.get(silu.output[0], [])
-    is_product = len(products) == 1 and products[0].op_type == "Mul"
-    if not is_product or set(products[0].input) != {silu.output[0], up}:
-        return None
-    if len(readers.get(up, [])) != 1:
-        return None
-    return _Gate(split, sigmoid, silu, products[0])
-
-
-def _key(node: onnx.NodeProto) -> str:
-    """What tells a node from all others: the first value that it makes."""
-    return str(node.output[0])
+    product = values.product(silu.output[0], up)
+    return None if product is None else Gate(split, (sigmoid, silu), product)

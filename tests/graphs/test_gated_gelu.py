@@ -10,9 +10,8 @@ from onnx import helper
 
 from onnxport.graphs.passes.gated_gelu import fuse_gated_gelu
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
-from onnxport.providers.cpu.library import find_library, load_library
 from tests.graphs import test_gated_silu
-from tests.graphs.test_gated_silu import INNER, Nodes, model, run
+from tests.graphs.test_gated_silu import INNER, ISAS, Nodes, check_extremes, model, run, run_with
 
 
 def nodes(axis: int = -1, approximate: str = "tanh") -> Nodes:
@@ -42,37 +41,20 @@ def test_it_becomes_one_node_of_the_same_name_and_result() -> None:
     np.testing.assert_allclose(run(before, x), reference(x), rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "neon", "portable"])
+@ISAS
 @pytest.mark.parametrize("shape", [(1, 1), (3, 16), (700, 130), (0, 24)])
 def test_every_instruction_set_computes_it(isa: str, shape: tuple[int, int]) -> None:
-    path = find_library()
-    library = None if path is None else load_library(path)
-    if library is None or not library.onnxport_cpu_set_isa(isa.encode()):
-        pytest.skip(f"this processor or build has no {isa}")
-    try:
-        rows, inner = shape
-        random = np.random.default_rng(inner)
-        x = (random.standard_normal((rows, 2 * inner)) * 4).astype(np.float32)
-        found = run(fuse_gated_gelu(model(nodes(), inner=inner)).model, x)
-        assert found.shape == (rows, inner)
-        # 2^power is as exact as power, which is near 126 at most where the result is no zero
-        np.testing.assert_allclose(found, reference(x), rtol=3e-5, atol=1e-30)
-    finally:
-        library.onnxport_cpu_set_isa(None)
+    rows, inner = shape
+    random = np.random.default_rng(inner)
+    x = (random.standard_normal((rows, 2 * inner)) * 4).astype(np.float32)
+    found = run_with(isa, fuse_gated_gelu(model(nodes(), inner=inner)).model, x)
+    assert found.shape == (rows, inner)
+    # 2^power is as exact as power, which is near 126 at most where the result is no zero
+    np.testing.assert_allclose(found, reference(x), rtol=3e-5, atol=1e-30)
 
 
 def test_extremes_stay_what_they_are() -> None:
-    gates = np.array([0, -0.0, 10, -20, 127, -127, 1e30, -1e30, np.inf, np.nan], np.float32)
-    x = np.concatenate([gates, np.ones_like(gates)])[None]
-    found = run(fuse_gated_gelu(model(nodes(), inner=len(gates))).model, x)[0]
-    np.testing.assert_allclose(found[:3], [0, 0, 10])
-    assert abs(found[3]) < 1e-35
-    assert found[4] == 127
-    assert abs(found[5]) < 1e-35
-    assert found[6] == np.float32(1e30)
-    assert abs(found[7]) < 1e-5
-    assert found[8] == np.inf
-    assert np.isnan(found[9])
+    check_extremes(fuse_gated_gelu, nodes, 10, -20)
 
 
 def _other_axis(_: Nodes) -> Nodes:

@@ -11,11 +11,13 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
+from onnxport.graphs.passes.result import PassResult
 from onnxport.providers.cpu.library import find_library, load_library
 
 INNER = 37  # no multiple of any register's width
 
 Nodes = list[onnx.NodeProto]
+Fuse = Callable[[onnx.ModelProto], PassResult]
 
 
 def nodes(axis: int = -1) -> Nodes:
@@ -73,30 +75,27 @@ def test_it_becomes_one_node_of_the_same_name_and_result() -> None:
     np.testing.assert_allclose(run(before, x), reference(x), rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("isa", ["avx512", "avx2", "neon", "portable"])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4864), (3, 16), (700, 130), (0, 24)])
-def test_every_instruction_set_computes_it(isa: str, shape: tuple[int, int]) -> None:
+ISAS = pytest.mark.parametrize("isa", ["avx512", "avx2", "neon", "portable"])
+
+
+def run_with(isa: str, of: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
+    """What the operators of one instruction set compute."""
     path = find_library()
     library = None if path is None else load_library(path)
     if library is None or not library.onnxport_cpu_set_isa(isa.encode()):
         pytest.skip(f"this processor or build has no {isa}")
     try:
-        rows, inner = shape
-        random = np.random.default_rng(inner)
-        x = (random.standard_normal((rows, 2 * inner)) * 20).astype(np.float32)
-        fused = fuse_gated_silu(model(nodes(), inner=inner)).model
-        found = run(fused, x)
-        assert found.shape == (rows, inner)
-        np.testing.assert_allclose(found, reference(x), rtol=1e-5, atol=1e-30)
+        return run(of, x)
     finally:
         library.onnxport_cpu_set_isa(None)
 
 
-def test_extremes_stay_what_they_are() -> None:
-    gates = np.array([0, -0.0, 88, -88, 127, -127, 1e30, -1e30, np.inf, np.nan], np.float32)
+def check_extremes(fuse: Fuse, of: Callable[..., Nodes], most: float, least: float) -> None:
+    """Gates of 0, of which the activation is `most` and 0 to every digit, and far from them."""
+    gates = np.array([0, -0.0, most, least, 127, -127, 1e30, -1e30, np.inf, np.nan], np.float32)
     x = np.concatenate([gates, np.ones_like(gates)])[None]
-    found = run(fuse_gated_silu(model(nodes(), inner=len(gates))).model, x)[0]
-    np.testing.assert_allclose(found[:3], [0, 0, 88])
+    found = run(fuse(model(of(), inner=len(gates))).model, x)[0]
+    np.testing.assert_allclose(found[:3], [0, 0, most])
     assert abs(found[3]) < 1e-35
     assert found[4] == 127
     assert abs(found[5]) < 1e-35
@@ -104,6 +103,21 @@ def test_extremes_stay_what_they_are() -> None:
     assert abs(found[7]) < 1e-5
     assert found[8] == np.inf
     assert np.isnan(found[9])
+
+
+@ISAS
+@pytest.mark.parametrize("shape", [(1, 1), (1, 4864), (3, 16), (700, 130), (0, 24)])
+def test_every_instruction_set_computes_it(isa: str, shape: tuple[int, int]) -> None:
+    rows, inner = shape
+    random = np.random.default_rng(inner)
+    x = (random.standard_normal((rows, 2 * inner)) * 20).astype(np.float32)
+    found = run_with(isa, fuse_gated_silu(model(nodes(), inner=inner)).model, x)
+    assert found.shape == (rows, inner)
+    np.testing.assert_allclose(found, reference(x), rtol=1e-5, atol=1e-30)
+
+
+def test_extremes_stay_what_they_are() -> None:
+    check_extremes(fuse_gated_silu, nodes, 88, -88)
 
 
 def test_an_odd_width_is_refused() -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from onnxport.serving.params import SamplingParams
 
 SLACK = 1e-5  # how far rounding may move a border between two tokens
+ROUNDING = 2e-6  # of a weight beside the largest one, 1, in float32
 
 
 def changed(
@@ -47,15 +48,20 @@ def changed(
     return [float(value) for value in values]
 
 
-def probabilities(logits: Sequence[float], params: SamplingParams) -> dict[int, float]:
-    """The probability of each token that can be drawn, in the order of drawing."""
+def probabilities(
+    logits: Sequence[float], params: SamplingParams, off: float = -1e-9
+) -> dict[int, float]:
+    """The probability of each token that can be drawn, in the order of drawing.
+
+    `off` is added to `min_p`.
+    """
     ranked = sorted(range(len(logits)), key=lambda token_id: (-logits[token_id], token_id))
     ranked = [token_id for token_id in ranked if logits[token_id] > -math.inf]
     if params.greedy:
         return {ranked[0]: 1.0}
     best = logits[ranked[0]]
     weights = {t: math.exp((logits[t] - best) / params.temperature) for t in ranked}
-    kept = [t for t in ranked if weights[t] >= params.min_p - 1e-9][: params.top_k]
+    kept = [t for t in ranked if weights[t] >= params.min_p + off][: params.top_k]
     total = sum(weights[t] for t in kept)
     nucleus, before = [], 0.0
     for token_id in kept:
@@ -68,14 +74,19 @@ def probabilities(logits: Sequence[float], params: SamplingParams) -> dict[int, 
 
 
 def possible(logits: Sequence[float], params: SamplingParams, number: float) -> set[int]:
-    """The tokens that `number`, in [0, 1), may draw: one, or two where it is near a border."""
+    """The tokens that `number`, in [0, 1), may draw: one, or two where it is near a border.
+
+    Likewise where a weight is as far from `min_p` as float32 rounds it.
+    """
     if not params.greedy and params.top_k is None and params.top_p == 1.0 and params.min_p == 0.0:
         return race(logits, params.temperature, number)
-    found, end = set(), 0.0
-    for token_id, probability in probabilities(logits, params).items():
-        start, end = end, end + probability
-        if start - SLACK <= number < end + SLACK:
-            found.add(token_id)
+    found = set()
+    for off in (-ROUNDING, ROUNDING):
+        end = 0.0
+        for token_id, probability in probabilities(logits, params, off).items():
+            start, end = end, end + probability
+            if start - SLACK <= number < end + SLACK:
+                found.add(token_id)
     return found
 
 
