@@ -1,6 +1,6 @@
 """Time decoding steps with LoRA adapters beside steps of the same artifact without.
 
-    python -m benchmarks.adapters --artifact DIR [--provider cpu] [--rows 8]
+    python -m benchmarks.adapters --artifact DIR [--provider cpu] [--rows 8] [--adapter-dtype int4]
 
 Two models take turns: one loaded without slots for adapters, one with as many as there are rows.
 A turn is several steps of one case, as a server runs them, of which the first do not count: what
@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("--past", type=int, default=128, help="tokens in the cache, a row")
     parser.add_argument("--rounds", type=int, default=20, help="turns of each case")
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--adapter-dtype", default="auto", help="what adapters are kept in")
     arguments = parser.parse_args()
     spec = Artifact.read(arguments.artifact).manifest.model
     room = arguments.rows * (arguments.past + arguments.new_tokens + 256)
@@ -132,6 +133,7 @@ def main() -> None:
             kv_cache_tokens=room,
             max_adapters=max_adapters,
             max_adapter_rank=rank,
+            adapter_dtype=arguments.adapter_dtype,
         )
         return open_model(arguments.artifact, arguments.provider, options)
 
@@ -140,7 +142,10 @@ def main() -> None:
         arguments.rows, arguments.past, arguments.new_tokens, plain.capabilities.block_size
     )
     device = platform.processor() or platform.machine()
-    print(f"{device}: {arguments.provider}, {arguments.rows} rows, {len(inputs.input_ids)} tokens")
+    print(
+        f"{device}: {arguments.provider}, {arguments.rows} rows, {len(inputs.input_ids)} tokens, "
+        f"adapters in {arguments.adapter_dtype}"
+    )
     for name, (rank, projections) in SHAPES.items():
         for slot in range(1, arguments.rows + 1):
             adapted.set_adapter(slot, random_adapter(spec, slot, rank, projections))

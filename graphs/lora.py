@@ -33,11 +33,17 @@ KINDS: Final[Mapping[Kind, tuple[Projection, ...]]] = {
 TOKEN_SLOTS: Final = "lora.token_slots"  # int32 [num_tokens], adapter slots; 0: none
 RANKS: Final = "lora.ranks"  # int32 [max_adapters + 1, num_layers, len(PROJECTIONS)]
 WEIGHTS: Final = "lora.weights"  # [max_adapters, numbers of a slot], see `slot_layout`
-# float32, the shape of RANKS and max_rank behind it: what each row of B is multiplied with; of int8
+# float32, the shape of RANKS and max_rank behind it: of integers what each row of B is times
 SCALES: Final = "lora.scales"
 
+# What adapters are kept in, in slots. Numbers of int4 lie two in a byte.
+SlotDtype = Literal["float32", "float16", "int8", "int4"]
+INTEGERS: Final[tuple[SlotDtype, ...]] = ("int8", "int4")
+
 PANEL: Final = 64  # numbers of a row that lie side by side in a slot; kLoraPanel in C++
+INT4_ROWS: Final = 8  # rows of B in int4 whose numbers lie together; kLoraInt4Rows in C++
 PRODUCT_PANEL: Final = 32  # outputs whose weights lie together; kPanel in C++
+LINE: Final = 64  # bytes of a cache line
 
 
 def owners_name(kind: Kind) -> str:
@@ -133,42 +139,56 @@ def in_panels(features: int) -> int:
 
 
 def slot_layout(
-    products: Iterable[LoraProduct], spec: ArchSpec, max_rank: int, dtype: str
+    products: Iterable[LoraProduct], spec: ArchSpec, max_rank: int, dtype: SlotDtype
 ) -> tuple[dict[LoraProduct, int], int]:
     """Return where AddLora finds each product of an adapter, and the numbers of a slot.
 
-    The place is counted in numbers from the slot's start. From there on lie A and B of its first
-    projection, of its second, and so on, without a gap, at the rank that each has. Both are cut
-    into panels, so that they are read from one end to the other: A is
+    The place is counted in numbers, those of int4 in bytes, from the slot's start. From there on
+    lie A and B of its first projection, of its second, and so on, without a gap, at the rank that
+    each has. Both are cut into panels, so that they are read from one end to the other: A is
     [panels of in_features, rank, PANEL], B is [panels of out_features, rank, PANEL].
 
-    In int8 B is the same, and A is that of all projections together, ahead of the first B, as
-    `a_bytes` many bytes that say what the weights of a product do (csrc/lora.h).
+    In integers A is that of all projections together, ahead of the first B, as `a_bytes` many bytes
+    that say what the weights of a product do (csrc/lora.h). B is the same in int8; a panel in int4
+    is what csrc/kernels.h says of LoraExpand.
     """
     places, end = {}, 0
     for product in products:
         places[product] = end
         depth, columns = product.in_features(spec), product.out_features(spec)
-        end += sum(max_rank * in_panels(count) for count in columns)
-        if dtype == "int8":
-            end += a_bytes(product, depth, len(columns) * max_rank)
+        end += sum(b_numbers(count, max_rank, dtype) for count in columns)
+        if dtype in INTEGERS:
+            end += a_bytes(product, depth, len(columns) * max_rank, dtype)
         else:
             end += len(columns) * max_rank * in_panels(depth)
+        end = -(-end // LINE) * LINE
     return places, end
 
 
-def a_panels(product: LoraProduct, rank: int) -> tuple[int, int]:
-    """Outputs of whole panels, and of half a one, that so many rows of A take in int8.
+def has_halves(product: LoraProduct, dtype: SlotDtype) -> bool:
+    """Whether a row of A is two outputs: of int8 beside weights of 4 bits."""
+    return dtype == "int8" and product.bits == 4
 
-    At 8 bits each row is an output, at 4 bits two are. Outputs lie in panels of PRODUCT_PANEL, the
-    last ones in half a panel where that has room enough.
+
+def a_panels(product: LoraProduct, rank: int, dtype: SlotDtype) -> tuple[int, int]:
+    """Outputs of whole panels, and of half a one, that so many rows of A take in integers.
+
+    Outputs lie in panels of PRODUCT_PANEL, the last ones in half a panel where that has room
+    enough.
     """
-    outputs = rank * (2 if product.bits == 4 else 1)
+    outputs = rank * (2 if has_halves(product, dtype) else 1)
     halves = -(-outputs // (PRODUCT_PANEL // 2))
     return halves // 2 * PRODUCT_PANEL, halves % 2 * PRODUCT_PANEL // 2
 
 
-def a_bytes(product: LoraProduct, depth: int, rank: int) -> int:
-    """Bytes that so many rows of A, of all projections of a product, take in int8."""
+def a_bytes(product: LoraProduct, depth: int, rank: int, dtype: SlotDtype) -> int:
+    """Bytes that so many rows of A, of all projections of a product, take in integers."""
     block = product.block_size * product.bits // 8 + np.dtype(np.float32).itemsize
-    return sum(a_panels(product, rank)) * -(-depth // product.block_size) * block
+    return sum(a_panels(product, rank, dtype)) * -(-depth // product.block_size) * block
+
+
+def b_numbers(columns: int, rank: int, dtype: SlotDtype) -> int:
+    """Numbers that so many rows of a projection's B take; in int4 bytes, scales among them."""
+    if dtype != "int4":
+        return rank * in_panels(columns)
+    return in_panels(columns) * (1 + -(-rank // INT4_ROWS) * INT4_ROWS // 2)

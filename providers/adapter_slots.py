@@ -1,8 +1,7 @@
 """What the operator AddLora reads: memory of its own for each adapter, filled once.
 
-Adapters are kept as floats, or in int8: each rank's row of B over a projection's outputs is divided
-by a scale, its largest magnitude over 127, and A is what packed_rows.py says. No number is further
-from the float it stands for than half a scale.
+Adapters are kept as floats, or in integers, of which A is what packed_rows.py says, and B what
+packed_columns.py does.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from numpy.typing import NDArray
 
 from onnxport.errors import AdapterError
 from onnxport.graphs.lora import (
+    INTEGERS,
     KINDS,
-    PANEL,
     PROJECTIONS,
     RANKS,
     SCALES,
@@ -25,38 +24,33 @@ from onnxport.graphs.lora import (
     LoraAdapter,
     LoraDelta,
     LoraProduct,
-    in_panels,
+    SlotDtype,
     slot_layout,
 )
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import memory
 from onnxport.providers.adapters import Key, Place, Values, converted
 from onnxport.providers.base import LoadOptions
-from onnxport.providers.packed_rows import LARGEST, packed
+from onnxport.providers.packed_columns import PackedColumns, in_floats, in_int4, in_int8
+from onnxport.providers.packed_rows import packed
 
-INT8: Final = np.dtype(np.int8)
+# What numbers of a slot are in NumPy. Those of int4 are bytes.
+_TYPES: Final[Mapping[SlotDtype, np.dtype[Any]]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "int8": np.dtype(np.int8),
+    "int4": np.dtype(np.int8),
+}
 
 
 def slots_bytes(
-    products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOptions, dtype: np.dtype[Any]
+    products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOptions, dtype: SlotDtype
 ) -> int:
     """Memory of the slots that AddLora reads, all filled, and of their ranks and scales."""
-    _, numbers = slot_layout(products, spec, options.max_adapter_rank, dtype.name)
+    _, numbers = slot_layout(products, spec, options.max_adapter_rank, dtype)
     ranks = (options.max_adapters + 1) * spec.num_layers * len(PROJECTIONS)
-    scales = ranks * options.max_adapter_rank if dtype == INT8 else 0
-    return dtype.itemsize * numbers * options.max_adapters + 4 * (ranks + scales)
-
-
-def quantized(name: str, rows: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float64]]:
-    """Rows in int8, and the scale of each, float64 [len(rows)]; 0 where a row is 0.
-
-    Raises:
-        AdapterError: a number is not finite.
-    """
-    _check_finite(name, rows)
-    largest = np.abs(rows).max(axis=1, initial=0).astype(np.float64)
-    inverse = np.divide(LARGEST, largest, out=np.zeros_like(largest), where=largest > 0)
-    return np.rint(rows * inverse[:, None]).astype(np.int8), largest / LARGEST
+    scales = ranks * options.max_adapter_rank if dtype in INTEGERS else 0
+    return _TYPES[dtype].itemsize * numbers * options.max_adapters + 4 * (ranks + scales)
 
 
 class AdapterSlots:
@@ -67,7 +61,7 @@ class AdapterSlots:
         products: Sequence[LoraProduct],
         spec: ArchSpec,
         options: LoadOptions,
-        dtype: np.dtype[Any],
+        dtype: SlotDtype,
         place: Place,
     ) -> None:
         """Take address space for all slots; memory is taken by those that are filled.
@@ -76,18 +70,18 @@ class AdapterSlots:
             products: of the graph, see `graphs.passes.lora.lora_products`.
             spec: the model.
             options: `max_adapters` and `max_adapter_rank` are used.
-            dtype: that adapters are kept in, float32, float16 or int8.
+            dtype: that adapters are kept in.
             place: lets a session read arrays where they are.
         """
         self._spec = spec
-        self._is_int8 = dtype == INT8
-        self._places, numbers = slot_layout(products, spec, options.max_adapter_rank, dtype.name)
-        self._weights = memory.huge_page_zeros((options.max_adapters, numbers), dtype)
+        self._dtype = dtype
+        self._places, numbers = slot_layout(products, spec, options.max_adapter_rank, dtype)
+        self._weights = memory.huge_page_zeros((options.max_adapters, numbers), _TYPES[dtype])
         ranks = (options.max_adapters + 1, spec.num_layers, len(PROJECTIONS))
         self._ranks = np.zeros(ranks, np.int32)
         self._scales = np.zeros((*ranks, options.max_adapter_rank), np.float32)
         values: dict[str, NDArray[Any]] = {RANKS: self._ranks, WEIGHTS: self._weights}
-        if self._is_int8:
+        if dtype in INTEGERS:
             values[SCALES] = self._scales
         self._place = place  # may hold what the session reads
         self._values = place(values)
@@ -97,9 +91,9 @@ class AdapterSlots:
         rows = self._rows(adapter)
         of_products = {product: self._of(product, rows) for product in self._places}
         joined = {
-            product: packed(product, np.concatenate([own.a for own in found.values()]))
+            product: packed(product, np.concatenate([one.a for one in found.values()]), self._dtype)
             for product, found in of_products.items()
-            if self._is_int8 and found
+            if self._dtype in INTEGERS and found
         }
         self.remove(slot)
         at = self._weights[slot - 1]
@@ -109,10 +103,10 @@ class AdapterSlots:
             for (layer, projection), own in of_products[product].items():
                 key = (slot, layer, PROJECTIONS.index(projection))
                 self._ranks[key] = len(own.a)
-                self._scales[key][: len(own.a)] = own.scales
-                if not self._is_int8:
-                    begin = _fill(at, begin, own.a)
-                begin = _fill(at, begin, own.b)
+                self._scales[key][: len(own.a)] = own.b.scales
+                if product not in joined:
+                    begin = _write(at, begin, in_floats(own.a).stored)
+                begin = _write(at, begin, own.b.stored)
 
     def remove(self, slot: int) -> None:
         """See `Storage`."""
@@ -131,50 +125,47 @@ class AdapterSlots:
 
     def _rows(self, adapter: LoraAdapter) -> dict[Key, _Rows]:
         """All of an adapter as it is kept, so that nothing is written if it cannot be."""
-        if self._is_int8:
-            return {key: _quantize(key, delta) for key, delta in adapter.deltas.items()}
+        if self._dtype in INTEGERS:
+            for key, delta in adapter.deltas.items():
+                _check_finite(key, delta, self._dtype)
+            return {key: self._integers(key, delta) for key, delta in adapter.deltas.items()}
         deltas = converted(adapter, self._weights.dtype)
-        return {key: _Rows(delta.a, delta.b.T, 1) for key, delta in deltas.items()}
+        return {key: _Rows(delta.a, in_floats(delta.b.T)) for key, delta in deltas.items()}
+
+    def _integers(self, key: Key, delta: LoraDelta) -> _Rows:
+        if self._dtype == "int8":
+            return _Rows(delta.a, in_int8(delta.b.T))
+        try:
+            return _Rows(delta.a, in_int4(delta.b.T, delta.a))
+        except OverflowError:
+            layer, projection = key
+            raise AdapterError(
+                f"the LoRA adapter does not fit: A and B of {projection} of layer {layer} are too "
+                "large, or too far apart, for int4; keep adapters in another type"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """One projection of an adapter, as it is kept."""
 
-    a: NDArray[Any]  # [rank, in_features]; of int8 as it was given
-    b: NDArray[Any]  # [rank, out_features]
-    scales: NDArray[np.float32] | float  # [rank], of B
+    a: NDArray[Any]  # [rank, in_features]; of integers as it was given
+    b: PackedColumns
 
 
-def _quantize(key: Key, delta: LoraDelta) -> _Rows:
+def _check_finite(key: Key, delta: LoraDelta, dtype: SlotDtype) -> None:
     layer, projection = key
-    _check_finite(f"A of {projection} of layer {layer}", delta.a)
-    b, scales = quantized(f"B of {projection} of layer {layer}", delta.b.T)
-    return _Rows(delta.a, b, scales.astype(np.float32))
-
-
-def _check_finite(name: str, rows: NDArray[np.float32]) -> None:
-    if not np.isfinite(rows).all():
-        raise AdapterError(
-            f"the LoRA adapter does not fit: {name} holds numbers that are not finite, and it is "
-            "to be kept in int8; its file is damaged, or its training went wrong"
-        )
+    for name, numbers in (("A", delta.a), ("B", delta.b)):
+        if not np.isfinite(numbers).all():
+            raise AdapterError(
+                f"the LoRA adapter does not fit: {name} of {projection} of layer {layer} holds "
+                f"numbers that are not finite, and it is to be kept in {dtype}; its file is "
+                "damaged, or its training went wrong"
+            )
 
 
 def _write(slot: NDArray[Any], begin: int, stored: NDArray[Any]) -> int:
-    """Write bytes from a place on; returns the place behind them."""
+    """Write numbers from a place on; returns the place behind them."""
     end: int = begin + len(stored)
     slot[begin:end] = stored
-    return end
-
-
-def _fill(slot: NDArray[Any], begin: int, rows: NDArray[Any]) -> int:
-    """Write rows in panels from a place on; returns the place behind them."""
-    rank, features = rows.shape
-    end: int = begin + rank * in_panels(features)
-    panels = slot[begin:end].reshape(-1, rank, PANEL)
-    whole = features // PANEL
-    cut = rows[:, : whole * PANEL].reshape(rank, whole, PANEL)
-    panels[:whole] = cut.swapaxes(0, 1)
-    panels[whole:, :, : features % PANEL] = rows[:, whole * PANEL :]
     return end

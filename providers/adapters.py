@@ -167,6 +167,24 @@ def stack_bytes(
     )
 
 
+def check_stack_dtype(options: LoadOptions, dtype: str) -> None:
+    """Refuse an `adapter_dtype` that standard operators do not read.
+
+    Args:
+        options: of the load.
+        dtype: of the activations, which adapters have there.
+
+    Raises:
+        ProviderError: it is another one.
+    """
+    if options.adapter_dtype not in ("auto", dtype):
+        raise ProviderError(
+            f"adapter_dtype is {options.adapter_dtype!r}; here standard operators compute with "
+            f"adapters, which are kept in the type of the activations, {dtype}: ask for that, or "
+            "for auto"
+        )
+
+
 def converted(adapter: LoraAdapter, dtype: np.dtype[Any]) -> Mapping[Key, LoraDelta]:
     """An adapter in another type. Raises AdapterError where a number is too large for it."""
     try:

@@ -24,6 +24,7 @@ Attention = Literal["native", "custom", "decomposed"]
 DeviceKind = Literal["cpu", "gpu", "npu"]
 MOST_THREADS = 1024
 SPELLINGS: Mapping[str, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+ADAPTER_DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ class LoadOptions:
     capture_graphs: bool = False  # record decode steps and replay them (CUDA graphs)
     max_adapters: int = 0  # LoRA adapters that can be loaded at once; 0: a graph without any
     max_adapter_rank: int = 16  # largest rank of an adapter
+    adapter_dtype: str = "auto"  # what adapters are kept in: auto, or one of ADAPTER_DTYPES
     graph_cache: Path | None = None  # folder that keeps lowered graphs; None: none is kept
     # Whether a provider may keep half a byte more for each of the output head's weights, and so
     # read less where `StepInputs.exact_logits` allows it. Tokens are the same, but for the chance
@@ -108,9 +110,14 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         """Spell types in one way, and refuse what no provider could mean."""
-        for name in ("dtype", "kv_cache_dtype"):
+        for name in ("dtype", "kv_cache_dtype", "adapter_dtype"):
             value = getattr(self, name)
             object.__setattr__(self, name, SPELLINGS.get(value, value))
+        if self.adapter_dtype not in ("auto", *ADAPTER_DTYPES):
+            raise ProviderError(
+                f"adapter_dtype is {self.adapter_dtype!r}; it must be auto or one of "
+                f"{', '.join(ADAPTER_DTYPES)}"
+            )
         numbers = ("threads", "kv_cache_tokens", "block_size", "max_model_len")
         for name in (*numbers, "max_adapters", "max_adapter_rank", "matmul_accuracy_level"):
             value = getattr(self, name)

@@ -32,7 +32,7 @@ from onnxport.graphs.passes.write_gelu import write_gelu
 from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers import memory
-from onnxport.providers.adapters import Adapters, AdapterStacks, stack_bytes
+from onnxport.providers.adapters import Adapters, AdapterStacks, check_stack_dtype, stack_bytes
 from onnxport.providers.base import Attention, Capabilities, KVFormat, LoadOptions
 from onnxport.providers.buckets import Buckets
 from onnxport.providers.cpu.library import find_library
@@ -201,6 +201,7 @@ class _Lowering:
             step = write_gelu(step.model)
             yield step
         if options.max_adapters:
+            check_stack_dtype(options, self.dtype)
             step = add_lora(step.model, self._artifact.manifest.model)
             yield step
         if self.attention == "decomposed":

@@ -87,6 +87,7 @@ class LLM:
         fallback: Sequence[str] = (),
         max_adapters: int = 0,
         max_adapter_rank: int = 16,
+        adapter_dtype: str = "auto",
         graph_cache: str | Path | None = None,
         coarse_head: bool = True,
         **limits: Unpack[EngineOptions],
@@ -118,6 +119,8 @@ class LLM:
             max_adapters: LoRA adapters that can be loaded at once, see `load_adapter`; memory for
                 all of them is set aside now.
             max_adapter_rank: the largest rank of an adapter.
+            adapter_dtype: what adapters are kept in: "auto", or "float32", "float16", "int8" or
+                "int4" where the provider can; docs/adapters.md tells what each costs.
             graph_cache: a folder of your own that keeps lowered graphs: the next start of the same
                 artifact takes less time. None: none is kept.
             coarse_head: let the provider keep half a byte more for each of the output head's
@@ -143,6 +146,7 @@ class LLM:
             capture_graphs=capture_graphs,
             max_adapters=max_adapters,
             max_adapter_rank=max_adapter_rank,
+            adapter_dtype=adapter_dtype,
             graph_cache=None if graph_cache is None else Path(graph_cache),
             coarse_head=coarse_head,
         )

@@ -161,6 +161,7 @@ def _fallback(path: Path, name: str, provider: str, options: LoadOptions) -> Fal
             dtype="auto",
             kv_cache_dtype="auto",
             matmul_accuracy_level=None,
+            adapter_dtype="auto",
             allowed_on_host=(),
             capture_graphs=False,
         )

@@ -5,7 +5,7 @@ them to memory: for a few hundred tokens more than the layer's weights. `onnxpor
 the same bits and keeps it in the cache. For devices whose operator library has it, after
 `fuse_gated_silu`, `fuse_gated_gelu` and `use_int8_matmul`.
 
-It takes in the `AddLora` behind both products, too, where adapters are int8.
+It takes in the `AddLora` behind both products, too, where adapters are integers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onnxport.graphs.passes.result import PassResult, copy_model
 
 GATED_MLP: Final = "GatedMlp"  # [..., K] -> inner features, gated -> [..., N]
 NORM_INPUT: Final = 5  # skip and gamma, see graphs.passes.input_norm; adapters come behind them
-_INT8_LORA_INPUTS: Final = 6  # of AddLora, with scales
+_INTEGER_LORA_INPUTS: Final = 6  # of AddLora, with scales
 _GATES: Final = (GATED_SILU, GATED_GELU)
 
 
@@ -44,7 +44,8 @@ class _Mlp:
 def fuse_gated_mlp(model: onnx.ModelProto) -> PassResult:
     """Replace every `MatMulNBits, GatedSilu or GatedGelu, MatMulNBits` of our own domain.
 
-    Either both products have an `AddLora` behind them, with the same adapters in int8, or none has.
+    Either both products have an `AddLora` behind them, with the same adapters in integers, or none
+    has.
     A pattern fires only where nothing else reads what is between its nodes: neither is a graph
     output or an input of another node, such as one that adds to a projection.
     """
@@ -92,7 +93,7 @@ def _match(gate_up: onnx.NodeProto, graph: _Graph) -> _Mlp | None:
     if not _is_ours(gate_up, MATMUL_NBITS):
         return None
     follower = graph.only_reader(gate_up)
-    first = follower if follower is not None and adds_int8_adapters(follower, gate_up) else None
+    first = follower if follower is not None and adds_integer_adapters(follower, gate_up) else None
     gate = graph.only_reader(first) if first is not None else follower
     if gate is None or not _is_ours(gate, *_GATES) or not graph.readers(gate):
         return None
@@ -104,23 +105,25 @@ def _match(gate_up: onnx.NodeProto, graph: _Graph) -> _Mlp | None:
     if first is None:
         return None if others else _Mlp(gate_up, gate, down, None)
     second = graph.only_reader(down)
-    if second is None or others != [(second, 1)] or not adds_int8_adapters(second, down):
+    if second is None or others != [(second, 1)] or not adds_integer_adapters(second, down):
         return None
-    are_alike = first.input[2:] == second.input[2:] and _max_rank(first) == _max_rank(second)
+    are_alike = first.input[2:] == second.input[2:] and (
+        adapter_attributes(first) == adapter_attributes(second)
+    )
     columns = (_columns(first), _columns(second))
     if not are_alike or columns != ([inner, inner, 0], [attribute_int(down, "N", 0), 0, 0]):
         return None
     return _Mlp(gate_up, gate, down, (first, second))
 
 
-def adds_int8_adapters(node: onnx.NodeProto, product: onnx.NodeProto) -> bool:
-    """Whether a node is an `AddLora` of what int8 adapters make of a product's own input.
+def adds_integer_adapters(node: onnx.NodeProto, product: onnx.NodeProto) -> bool:
+    """Whether a node is an `AddLora` of what adapters in integers make of a product's own input.
 
     They read it as the product does, rounded in the same way.
     """
     return (
         _is_ours(node, ADD_LORA)
-        and len(node.input) == _INT8_LORA_INPUTS
+        and len(node.input) == _INTEGER_LORA_INPUTS
         and node.input[1] == product.input[0]
         and all(
             attribute_int(node, name, 0) == attribute_int(product, name, 0)
@@ -129,8 +132,12 @@ def adds_int8_adapters(node: onnx.NodeProto, product: onnx.NodeProto) -> bool:
     )
 
 
-def _max_rank(adding: onnx.NodeProto) -> int:
-    return attribute_int(adding, "max_rank", 0)
+def adapter_attributes(adding: onnx.NodeProto) -> dict[str, int]:
+    """The attributes of an `AddLora` that say what adapters in integers are."""
+    return {
+        "max_rank": attribute_int(adding, "max_rank", 0),
+        "adapter_bits": attribute_int(adding, "adapter_bits", 8),
+    }
 
 
 def _columns(adding: onnx.NodeProto) -> list[int]:
@@ -147,7 +154,7 @@ def _node(mlp: _Mlp) -> onnx.NodeProto:
     if mlp.adapters:
         first, second = mlp.adapters
         inputs += ["", "", *first.input[2:]]
-        attributes["max_rank"] = _max_rank(first)
+        attributes |= adapter_attributes(first)
         for name, adding in (("gate_up", first), ("down", second)):
             attributes[f"{name}_offset"] = attribute_int(adding, "offset", 0)
             attributes[f"{name}_ranks"] = attribute_int(adding, "ranks", 0)

@@ -34,6 +34,7 @@ from onnxport.graphs import contract
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.inspect import attribute_int, element_types, initializers, names
 from onnxport.graphs.lora import (
+    INTEGERS,
     KINDS,
     PROJECTIONS,
     RANKS,
@@ -42,6 +43,7 @@ from onnxport.graphs.lora import (
     WEIGHTS,
     Kind,
     LoraProduct,
+    SlotDtype,
     owners_name,
     slot_layout,
 )
@@ -52,10 +54,11 @@ from onnxport.graphs.passes.result import PassResult, copy_model
 from onnxport.graphs.spec import ArchSpec
 
 ADD_LORA: Final = "AddLora"
-SLOT_DTYPES: Final = {
+SLOT_TYPES: Final[Mapping[SlotDtype, int]] = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
     "int8": TensorProto.INT8,
+    "int4": TensorProto.INT8,
 }
 PRODUCTS: Final = ("MatMul", "MatMulNBits")
 _WEIGHT: Final = re.compile(r"layers\.(\d+)\.(qkv|o|gate_up|down)\.weight(?:\.(\d+)_*)?")
@@ -106,25 +109,22 @@ def add_lora(model: onnx.ModelProto, spec: ArchSpec) -> PassResult:
 
 
 def add_lora_operator(
-    model: onnx.ModelProto, spec: ArchSpec, max_rank: int, dtype: str = "float32"
+    model: onnx.ModelProto, spec: ArchSpec, max_rank: int, dtype: SlotDtype = "float32"
 ) -> PassResult:
     """Add the operator `onnxport.AddLora` to each projection of a graph in float32.
 
     New inputs of the graph, with the names of graphs.lora: TOKEN_SLOTS, RANKS, WEIGHTS, and for
-    adapters in int8 SCALES.
+    adapters in integers SCALES.
 
     Args:
         model: A paged graph with float32 activations.
         spec: The model it is of.
         max_rank: The largest rank of an adapter, which sizes the slots.
-        dtype: Of the adapters in their slots, one of SLOT_DTYPES.
+        dtype: Of the adapters in their slots.
 
     Raises:
-        ValueError: Another dtype.
         ArtifactError: The graph does not compute the projections of `spec`.
     """
-    if dtype not in SLOT_DTYPES:
-        raise ValueError(f"adapters in {dtype!r}: AddLora takes {', '.join(SLOT_DTYPES)}")
     copy = copy_model(model)
     found = _find(copy, spec)
     layout, numbers = slot_layout([one.product for one in found], spec, max_rank, dtype)
@@ -133,9 +133,9 @@ def add_lora_operator(
     ranks: list[int | str] = ["lora.ranks_rows", spec.num_layers, len(PROJECTIONS)]
     stored = [
         g.input(RANKS, TensorProto.INT32, ranks),
-        g.input(WEIGHTS, SLOT_DTYPES[dtype], ["lora.slots", numbers]),
+        g.input(WEIGHTS, SLOT_TYPES[dtype], ["lora.slots", numbers]),
     ]
-    if dtype == "int8":
+    if dtype in INTEGERS:
         stored.append(g.input(SCALES, TensorProto.FLOAT, [*ranks, max_rank]))
     selected = ""
     if any(one.is_selected for one in found):
@@ -148,7 +148,11 @@ def add_lora_operator(
         result, base = _rename_output(one.node)
         parts = product.out_features(spec)
         slots = selected if one.is_selected else TOKEN_SLOTS
-        rounding = {"bits": product.bits, "block_size": product.block_size}
+        rounding = {
+            "bits": product.bits,
+            "block_size": product.block_size,
+            "adapter_bits": 4 if dtype == "int4" else 8,
+        }
         g.node(
             ADD_LORA,
             [base, one.node.input[0], slots, *stored],
@@ -159,7 +163,7 @@ def add_lora_operator(
             max_rank=max_rank,
             ranks=product.layer * len(PROJECTIONS) + PROJECTIONS.index(KINDS[product.kind][0]),
             **{f"columns{number}": part for number, part in enumerate((*parts, 0, 0)[:3])},
-            **(rounding if dtype == "int8" else {}),
+            **(rounding if dtype in INTEGERS else {}),
         )
         added[base] = g.take_nodes()
     _splice(copy, g, first, added)

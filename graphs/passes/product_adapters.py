@@ -16,7 +16,7 @@ import onnx
 
 from onnxport.graphs.inspect import attribute_int, consumers
 from onnxport.graphs.passes.followers import take_in
-from onnxport.graphs.passes.gated_mlp import adds_int8_adapters
+from onnxport.graphs.passes.gated_mlp import adapter_attributes, adds_integer_adapters
 from onnxport.graphs.passes.gated_silu import DOMAIN
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.result import PassResult
@@ -27,7 +27,7 @@ ADAPTERS_INPUT: Final = 8  # of MatMulNBits, behind those of norm, bias and logi
 def fuse_product_adapters(model: onnx.ModelProto) -> PassResult:
     """Give each product the inputs and attributes of the `AddLora` that follows it.
 
-    That is done where adapters are int8, and nobody else reads the product.
+    That is done where adapters are integers, and nobody else reads the product.
     """
     found = _find(model)
     changes = {"adapters added by their products": len(found)} if found else {}
@@ -49,7 +49,7 @@ def _find(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
         adding = reading[0][0]
         # what the product reads now must be there when it runs
         is_ready = all(places.get(name, -1) < at for name in adding.input[2:])
-        if is_ready and adds_int8_adapters(adding, node):
+        if is_ready and adds_integer_adapters(adding, node):
             found[product] = adding
     return found
 
@@ -59,7 +59,8 @@ def _fused(node: onnx.NodeProto, adding: onnx.NodeProto) -> onnx.NodeProto:
     fused.CopyFrom(node)
     fused.input.extend([""] * (ADAPTERS_INPUT - len(fused.input)) + list(adding.input[2:]))
     fused.output[0] = adding.output[0]
-    for name in ("max_rank", "offset", "ranks", "columns0", "columns1", "columns2"):
-        value = attribute_int(adding, name, 0)
+    places = ("offset", "ranks", "columns0", "columns1", "columns2")
+    copied = {name: attribute_int(adding, name, 0) for name in places}
+    for name, value in (adapter_attributes(adding) | copied).items():
         fused.attribute.append(onnx.helper.make_attribute(name, value))
     return fused

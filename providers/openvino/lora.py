@@ -12,7 +12,7 @@ from onnxport.providers.openvino.model import tensors_of
 
 ATTRIBUTES: Final = (  # of AddLora
     *("offset", "ranks", "max_rank", "columns0", "columns1", "columns2"),
-    *("bits", "block_size"),  # of adapters in int8
+    *("bits", "block_size", "adapter_bits"),  # of adapters in integers
 )
 
 

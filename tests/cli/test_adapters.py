@@ -65,6 +65,7 @@ def test_slots(arguments: str, ranks: tuple[int, ...], expected: tuple[int, int]
     ("arguments", "words"),
     [
         ("--max-lora-rank 8", "--max-lora-rank 8 was given without adapters"),
+        ("--lora-dtype int4", "--lora-dtype int4 was given without adapters; add --enable-lora or"),
         ("--lora-modules a=x b=y --max-loras 1", "--max-loras is 1, and --lora-modules names 2"),
         ("--lora-modules a=x --max-lora-rank 8", "is 8, and the adapter 0 has rank 9"),
     ],
@@ -74,6 +75,19 @@ def test_contradictions(arguments: str, words: str) -> None:
     found = [(str(index), content(0, 9)) for index in range(len(options.lora_modules))]
     with pytest.raises(CapacityError, match=words):
         cli.with_slots(LoadOptions(), options, found)
+
+
+def test_what_adapters_are_kept_in() -> None:
+    for arguments, dtype in (
+        ("", "auto"),
+        ("--lora-dtype int4", "int4"),
+        ("--lora-dtype fp16", "float16"),
+    ):
+        options = parse("--enable-lora", *arguments.split())
+        assert cli.with_slots(LoadOptions(), options, []).adapter_dtype == dtype
+    alone = build_parser().parse_args(["generate", "m", "x", "--lora-dtype", "int4"])
+    with pytest.raises(CapacityError, match="int4 was given without adapters; add --lora, or"):
+        cli.with_slots(LoadOptions(), alone, [])
 
 
 def test_names_and_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

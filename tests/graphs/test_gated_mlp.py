@@ -11,6 +11,7 @@ from onnx import TensorProto, helper
 
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import attribute_int
+from onnxport.graphs.lora import SlotDtype
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
@@ -94,9 +95,12 @@ def test_every_layer_of_a_decoder_is_fused(int4: Artifact) -> None:
     assert len(before.graph.node) - len(kinds) == 2 * layers
 
 
-def test_every_layer_with_adapters_in_int8_is_fused(int4: Artifact) -> None:
+@pytest.mark.parametrize(("dtype", "bits"), [("int8", 8), ("int4", 4)])
+def test_every_layer_with_adapters_in_integers_is_fused(
+    int4: Artifact, dtype: SlotDtype, bits: int
+) -> None:
     spec = int4.manifest.model
-    before = prepared(add_lora_operator(lowered(int4), spec, 8, "int8").model)
+    before = prepared(add_lora_operator(lowered(int4), spec, 8, dtype).model)
     result = fuse_gated_mlp(before)
     assert result.changes == {"gated feed-forward layers fused": spec.num_layers}
     kinds = [node.op_type for node in result.model.graph.node]
@@ -110,13 +114,15 @@ def test_every_layer_with_adapters_in_int8_is_fused(int4: Artifact) -> None:
         for what in ("offset", "ranks"):
             assert attribute_int(last, f"{name}_{what}", -1) == attribute_int(node, what, -2)
     assert attribute_int(last, "max_rank", -1) == 8
+    assert attribute_int(last, "adapter_bits", -1) == bits
 
 
 def test_layers_with_adapters_in_floats_are_left_alone(int4: Artifact) -> None:
     spec = int4.manifest.model
+    floats: tuple[SlotDtype, ...] = ("float32", "float16")
     for adapted in (
         add_lora(lowered(int4), spec),
-        *(add_lora_operator(lowered(int4), spec, 8, dtype) for dtype in ("float32", "float16")),
+        *(add_lora_operator(lowered(int4), spec, 8, dtype) for dtype in floats),
     ):
         before = prepared(adapted.model)
         assert any(node.op_type == "GatedSilu" for node in before.graph.node)
@@ -274,6 +280,7 @@ def _without(index: int) -> Change:
         pytest.param(_reads(4, 4, "other"), id="other weights"),
         pytest.param(_without_scales, id="no scales"),
         pytest.param(_attribute(4, "max_rank", 21), id="another largest rank"),
+        pytest.param(_attribute(4, "adapter_bits", 4), id="another type"),
         pytest.param(_attribute(1, "columns0", 331), id="other columns"),
         pytest.param(_attribute(4, "columns0", 89), id="other columns of the second product"),
         pytest.param(_domain(1), id="sum is not ours"),

@@ -21,6 +21,7 @@ from onnxport.graphs.lora import (
     TOKEN_SLOTS,
     WEIGHTS,
     LoraProduct,
+    SlotDtype,
     owners_name,
     projection_shapes,
     slot_layout,
@@ -31,7 +32,7 @@ from onnxport.graphs.passes.lora import add_lora, add_lora_operator, lora_produc
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_matmul import split_matmul
 from tests.conformance.make import make_artifact
-from tests.kernels.int8_adapters import room_of
+from tests.kernels.integer_adapters import room_of
 
 Edit = Callable[[onnx.ModelProto], None]
 WHOLE = ("qkv", "o", "gate_up", "down")
@@ -124,11 +125,12 @@ def test_other_passes_still_find_what_they_fuse(int4: Artifact) -> None:
         assert len(lora_products(after.model, spec)) == 4 * spec.num_layers
 
 
-def test_the_operator_knows_where_its_product_lies(int4: Artifact) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_the_operator_knows_where_its_product_lies(int4: Artifact, dtype: SlotDtype) -> None:
     model, spec = lowered(int4), int4.manifest.model
-    result = add_lora_operator(model, spec, 8, "int8")
+    result = add_lora_operator(model, spec, 8, dtype)
     products = lora_products(model, spec)
-    layout, numbers = slot_layout(products, spec, 8, "int8")
+    layout, numbers = slot_layout(products, spec, 8, dtype)
     assert {product.bits for product in products} == {4}
     found = inputs(result.model)
     assert found[WEIGHTS] == ["lora.slots", numbers]
@@ -149,25 +151,22 @@ def test_the_operator_knows_where_its_product_lies(int4: Artifact) -> None:
         assert attribute_int(node, "offset", -1) == layout[product]
         assert attribute_int(node, "bits", -1) == product.bits
         assert attribute_int(node, "block_size", -1) == product.block_size
+        assert attribute_int(node, "adapter_bits", -1) == int(dtype.removeprefix("int"))
         parts = product.out_features(spec)
-        room = room_of(product.in_features(spec), parts, 8, product.bits, product.block_size)
+        depth, format_of = product.in_features(spec), (product.bits, product.block_size)
+        room = room_of(depth, parts, 8, *format_of, dtype)
         taken[layout[product] : layout[product] + room] += 1
     assert (taken == 1).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_floats_have_no_scales(int4: Artifact, dtype: str) -> None:
+def test_floats_have_no_scales(int4: Artifact, dtype: SlotDtype) -> None:
     model = add_lora_operator(lowered(int4), int4.manifest.model, 8, dtype).model
     kinds = {i.name: i.type.tensor_type.elem_type for i in model.graph.input}
     assert SCALES not in kinds
     assert kinds[WEIGHTS] == getattr(TensorProto, dtype.upper().replace("32", ""))
     adding = [node for node in model.graph.node if node.op_type == "AddLora"]
     assert {tuple(node.input)[3:] for node in adding} == {(RANKS, WEIGHTS)}
-
-
-def test_a_type_that_the_operator_has_not(int4: Artifact) -> None:
-    with pytest.raises(ValueError, match="'bfloat16': AddLora takes float32, float16, int8"):
-        add_lora_operator(lowered(int4), int4.manifest.model, 8, "bfloat16")
 
 
 def other_name(model: onnx.ModelProto) -> None:

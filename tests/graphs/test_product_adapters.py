@@ -10,6 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.inspect import attribute_int
+from onnxport.graphs.lora import WEIGHTS, SlotDtype
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.input_norm import fuse_input_norm
@@ -66,17 +68,22 @@ def int4(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return Artifact.read(make_artifact(tmp_path_factory.mktemp("adapted"), "qwen2", "int4"))
 
 
-def prepared(artifact: Artifact, dtype: str) -> onnx.ModelProto:
+def prepared(artifact: Artifact, dtype: SlotDtype) -> onnx.ModelProto:
     """As the cpu provider has it before the pass."""
     graph = retype(artifact.load_graph("paged"), artifact.read_tensor).model
     adapted = add_lora_operator(graph, artifact.manifest.model, 8, dtype).model
     return fuse_gated_mlp(use_int8_matmul(fuse_gated_silu(adapted).model).model).model
 
 
-def test_a_decoder_is_left_without_an_operator_of_adapters(int4: Artifact) -> None:
+@pytest.mark.parametrize(("dtype", "bits"), [("int8", 8), ("int4", 4)])
+def test_a_decoder_is_left_without_an_operator_of_adapters(
+    int4: Artifact, dtype: SlotDtype, bits: int
+) -> None:
     layers = int4.manifest.model.num_layers
-    before = prepared(int4, "int8")
+    before = prepared(int4, dtype)
     result = fuse_product_adapters(before)
+    adding = [node for node in result.model.graph.node if WEIGHTS in node.input]
+    assert {attribute_int(node, "adapter_bits", -1) for node in adding} == {bits}
     assert result.changes == {"adapters added by their products": 2 * layers}
     normed = fuse_input_norm(result.model)
     assert normed.changes == {"norms fused into what reads them": 2 * layers}
@@ -88,7 +95,8 @@ def test_a_decoder_is_left_without_an_operator_of_adapters(int4: Artifact) -> No
 
 
 def test_adapters_in_floats_are_left_alone(int4: Artifact) -> None:
-    for dtype in ("float32", "float16"):
+    floats: tuple[SlotDtype, ...] = ("float32", "float16")
+    for dtype in floats:
         assert not fuse_product_adapters(prepared(int4, dtype)).changes
 
 

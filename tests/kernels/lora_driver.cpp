@@ -1,6 +1,6 @@
-// Runs products with random adapters in int8 without ONNX Runtime or Python, for processors that
-// have neither here. Prints a line for each case: rows, bits, a hash of the outputs, how many rows have
-// other bits alone, and how far what adapters add is off, as a share of it.
+// Runs products with random adapters in int8 and int4 without ONNX Runtime or Python, for processors
+// that have neither here. Prints a line for each case: rows, bits, those of adapters, a hash of the
+// outputs, how many rows have other bits alone, and how far what adapters add is off, as a share of it.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -24,6 +24,7 @@ int one_by_one(void*, size_t count, Task task, void* argument) {
 }
 
 struct Case {
+  LoraType type;
   std::mt19937 random;
   Buffer weight_memory, slot_memory;
   MatMul product{};
@@ -33,7 +34,8 @@ struct Case {
   uint8_t* slots;
   int64_t slot_bytes;
 
-  Case(int64_t rows, int64_t bits) : random(static_cast<unsigned>(rows * 10 + bits)) {
+  Case(int64_t rows, int64_t bits, LoraType of)
+      : type(of), random(static_cast<unsigned>(rows * 10 + bits)) {
     product.k = kDepth;
     product.n = kWidth;
     product.bits = bits;
@@ -50,7 +52,7 @@ struct Case {
     uint8_t* weights = weight_memory.reserve<uint8_t>(bytes(product));
     fill(weights, product, num_panels(product), kPanel);
     product.weights = weights;
-    slot_bytes = lora_numbers(kLoraInt8, place, kMaxRank);
+    slot_bytes = (lora_numbers(type, place, kMaxRank) + 63) / 64 * 64;
     slots = slot_memory.reserve<uint8_t>(static_cast<size_t>(slot_bytes * kSlots));
     for (int64_t i = 0; i < slot_bytes * kSlots; i++) slots[i] = static_cast<uint8_t>(random());
     for (int32_t slot = 1; slot <= kSlots; slot++)
@@ -78,11 +80,13 @@ struct Case {
 
   // Those that have a row: half a panel if that is enough for the rows from there to the last.
   Rows panel_of(int32_t slot, int64_t row) const {
-    const int64_t whole = product.bits == 4 ? 16 : 32, begin = row - row % whole;
+    const int64_t whole = has_halves() ? 16 : 32, begin = row - row % whole;
     const int64_t offset = begin / whole * panel_bytes(product);
     if (2 * (rank_of(slot) - begin) <= whole) return {begin, whole / 2, 16, offset};
     return {begin, whole, 32, offset};
   }
+
+  bool has_halves() const { return type == kLoraInt8 && product.bits == 4; }
 
   // Where A ends.
   int64_t end_of_a(int32_t slot) const {
@@ -100,7 +104,7 @@ struct Case {
                                            quant_bytes(m, outputs));
       const int64_t half = outputs / 2;
       for (int64_t i = outputs - 1; i >= 0; i--)
-        own[i] = m.bits == 4 && i < half ? 16 * own[i + half] : uniform();
+        own[i] = has_halves() && i < half ? 16 * own[i + half] : uniform();
     }
   }
 
@@ -117,15 +121,32 @@ struct Case {
     const auto half = [&](int64_t output) {
       return (block[(in / 8 * outputs + output) * 4 + in % 8 / 2] >> in % 2 * 4 & 15) - 8;
     };
+    if (!has_halves()) return half(at) * own[at];
     const int64_t second = at + outputs / 2;
     return half(at) * own[at] + half(second) * own[second];
   }
 
-  // What adapters add to a row, but for how activations are rounded.
+  // A number of a projection's B, times its column's scale in int4, as kernels.h says.
+  double b(const int8_t* stored, int64_t rank, int64_t r, int64_t c) const {
+    const int64_t panel = c / kLoraPanel, in = c % kLoraPanel;
+    if (type == kLoraInt8) return stored[(panel * rank + r) * kLoraPanel + in];
+    const int64_t groups = (rank + 7) / 8;
+    const int8_t* own = stored + panel * (64 + groups * 256);
+    const auto byte = static_cast<uint8_t>(own[64 + r / 8 * 256 + in * 4 + r % 4]);
+    return ((r % 8 < 4 ? byte & 15 : byte >> 4) - 8) * static_cast<double>(own[in]);
+  }
+
+  int64_t b_bytes(int64_t rank, int64_t columns) const {
+    if (type == kLoraInt8 || rank == 0) return rank * in_lora_panels(columns);
+    return in_lora_panels(columns) * (1 + (rank + 7) / 8 * 4);
+  }
+
+  // What adapters add to a row, but for how activations and factors are rounded.
   std::vector<double> added(int64_t row) const {
     std::vector<double> sums(kWidth);
     const int32_t slot = tokens[static_cast<size_t>(row)];
-    const auto* b = reinterpret_cast<const int8_t*>(slot_of(slot)) + (slot ? end_of_a(slot) : 0);
+    const auto* stored =
+        reinterpret_cast<const int8_t*>(slot_of(slot)) + (slot ? end_of_a(slot) : 0);
     int64_t first = 0, a_row = 0;
     for (size_t part = 0; slot && part < kLoraParts; first += place.columns[part++]) {
       const int64_t rank = kRanks[slot][part], columns = place.columns[part];
@@ -136,10 +157,9 @@ struct Case {
         const size_t at = (static_cast<size_t>(slot) * kLoraParts + part) * kMaxRank;
         factor *= scales[at + static_cast<size_t>(r)];
         for (int64_t c = 0; c < columns; c++)
-          sums[static_cast<size_t>(first + c)] +=
-              factor * b[c / kLoraPanel * rank * kLoraPanel + r * kLoraPanel + c % kLoraPanel];
+          sums[static_cast<size_t>(first + c)] += factor * b(stored, rank, r, c);
       }
-      b += rank * in_lora_panels(columns);
+      stored += b_bytes(rank, columns);
     }
     return sums;
   }
@@ -150,7 +170,7 @@ struct Case {
     call.rows = rows;
     call.input = input.data() + first * kDepth;
     call.output = output.data();
-    const ProductLora lora{{kLoraInt8, tokens.data() + first, &kRanks[0][0],
+    const ProductLora lora{{type, tokens.data() + first, &kRanks[0][0],
                             reinterpret_cast<const char*>(slots), scales.data(), kLoraParts,
                             slot_bytes, kMaxRank},
                            place};
@@ -159,8 +179,8 @@ struct Case {
   }
 };
 
-void check(int64_t rows, int64_t bits) {
-  const Case of(rows, bits);
+void check(int64_t rows, int64_t bits, LoraType type) {
+  const Case of(rows, bits, type);
   const std::vector<float> found = of.run(0, rows, true), plain = of.run(0, rows, false);
   uint64_t hash = 14695981039346656037u;  // FNV-1a
   for (size_t i = 0; i < found.size() * sizeof(float); i++)
@@ -179,8 +199,8 @@ void check(int64_t rows, int64_t bits) {
       off += (change - added) * (change - added);
     }
   }
-  std::printf("%d %d %016llx %d %.6f\n", static_cast<int>(rows), static_cast<int>(bits),
-              static_cast<unsigned long long>(hash), changed,
+  std::printf("%d %d %d %016llx %d %.6f\n", static_cast<int>(rows), static_cast<int>(bits),
+              type == kLoraInt4 ? 4 : 8, static_cast<unsigned long long>(hash), changed,
               square > 0 ? std::sqrt(off / square) : 0.0);
 }
 
@@ -189,5 +209,6 @@ void check(int64_t rows, int64_t bits) {
 int main(int, char** arguments) {
   if (!set_matmul_isa(arguments[1])) return 2;
   for (const int64_t rows : {1, 2, 3, 8, 9, 16, 17, 37, 64, 101, 300})
-    for (const int64_t bits : {4, 8}) check(rows, bits);
+    for (const int64_t bits : {4, 8})
+      for (const LoraType type : {kLoraInt8, kLoraInt4}) check(rows, bits, type);
 }

@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from tests.kernels import matmul_cases, mlp_cases
-from tests.kernels.int8_adapters import (
+from tests.kernels.integer_adapters import (
     StoredA,
+    StoredB,
     packed_a,
     packed_b,
     random_a,
+    random_b,
     room_of,
     rounded,
     slots_of,
@@ -41,6 +43,7 @@ class AdaptedMlp:
     layer: MlpCase
     slots: NDArray[np.int32]  # of each row
     ranks: tuple[tuple[int, int, int], ...] = RANKS
+    dtype: str = "int8"  # of adapters
 
     @property
     def widths(self) -> tuple[tuple[int, int], ...]:
@@ -59,13 +62,12 @@ class AdaptedMlp:
         product = self.layer.down if part == 2 else self.layer.gate_up
         return product.bits, product.block_size
 
-    def stored(self, slot: int, part: int) -> tuple[StoredA, NDArray[Any], Floats]:
-        """A, B [rank, outputs] in int8, and its scales [rank]."""
+    def stored(self, slot: int, part: int) -> tuple[StoredA, StoredB]:
+        """A and B."""
         random = np.random.default_rng([slot, part])
         rank, (depth, columns) = self.ranks[slot][part], self.widths[part]
-        a = random_a(random, rank, depth, *self.format_of(part))
-        b = random.integers(-127, 128, (rank, columns)).astype(np.int8)
-        return a, b, random.uniform(1e-3, 1e-2, rank).astype(np.float32)
+        a = random_a(random, rank, depth, *self.format_of(part), self.dtype)
+        return a, random_b(random, rank, columns, self.dtype)
 
     def feeds(self) -> dict[str, NDArray[Any]]:
         """The inputs of the model; where nothing is to be read there is what stands out."""
@@ -77,14 +79,14 @@ class AdaptedMlp:
         for slot in range(1, count):
             for begin, parts in ((GATE_UP, (0, 1)), (GATE_UP + first + DOWN, (2,))):
                 stored = {part: self.stored(slot, part) for part in parts}
-                rows = [a for a, _, _ in stored.values()]
+                rows = [a for a, _ in stored.values()]
                 depth = self.widths[parts[0]][0]
-                packed = [packed_a(rows, depth, *self.format_of(parts[0]))]
-                for part, (_, b, own) in stored.items():
+                packed = [packed_a(rows, depth, *self.format_of(parts[0]), self.dtype)]
+                for part, (_, b) in stored.items():
                     at = RANKS_AT[part == 2] + (part == 1)
-                    ranks[slot, 0, at] = len(b)
-                    scales[slot, 0, at, : len(b)] = own
-                    packed.append(packed_b(b))
+                    ranks[slot, 0, at] = len(b.scales)
+                    scales[slot, 0, at, : len(b.scales)] = b.scales
+                    packed.append(packed_b(b, self.dtype))
                 found = np.concatenate(packed)
                 weights[slot - 1, begin : begin + len(found)] = found
         given = (self.slots, ranks, weights, scales)
@@ -93,14 +95,15 @@ class AdaptedMlp:
     def rooms(self) -> tuple[int, int]:
         """Bytes of both products in a slot."""
         (k, inner), _, (_, n) = self.widths
-        first = room_of(k, (inner, inner), MAX_RANK, *self.format_of(0))
-        return first, room_of(inner, (n,), MAX_RANK, *self.format_of(2))
+        first = room_of(k, (inner, inner), MAX_RANK, *self.format_of(0), self.dtype)
+        return first, room_of(inner, (n,), MAX_RANK, *self.format_of(2), self.dtype)
 
     def places(self) -> dict[str, int]:
         """The attributes of the operator."""
         first, _ = self.rooms()
         return {
             "max_rank": MAX_RANK,
+            "adapter_bits": 4 if self.dtype == "int4" else 8,
             "gate_up_offset": GATE_UP,
             "gate_up_ranks": RANKS_AT[0],
             "down_offset": GATE_UP + first + DOWN,
@@ -108,11 +111,11 @@ class AdaptedMlp:
         }
 
 
-def make_case(seed: int, rows: int) -> AdaptedMlp:
+def make_case(seed: int, rows: int, dtype: str = "int8") -> AdaptedMlp:
     """A layer with several groups of features, none of whose widths is one of whole panels."""
     layer = mlp_cases.make_case(seed, (4, 32), (8, 64), (100, 330, 90), rows)
     slots = np.random.default_rng(seed).integers(0, len(RANKS), rows, np.int32)
-    return AdaptedMlp(layer, slots)
+    return AdaptedMlp(layer, slots, dtype=dtype)
 
 
 def fused(case: AdaptedMlp, **changed: int | None) -> bytes:
@@ -162,6 +165,7 @@ def _adding(
         offset=attributes[f"{name}_offset"],
         ranks=attributes[f"{name}_ranks"],
         max_rank=attributes["max_rank"],
+        adapter_bits=attributes["adapter_bits"],
         bits=bits,
         block_size=block_size,
         **{f"columns{part}": n for part, n in enumerate((*columns, 0, 0)[:3])},
@@ -218,6 +222,6 @@ def _added(case: AdaptedMlp, part: int, x: NDArray[Any]) -> NDArray[np.float64]:
     added = np.zeros((len(x), case.widths[part][1]))
     read = rounded(x, case.format_of(part)[1])
     for row, slot in enumerate(case.slots):
-        a, b, scales = case.stored(int(slot), part)
-        added[row] = (a.values @ read[row] * scales) @ b
+        a, b = case.stored(int(slot), part)
+        added[row] = b.added(a.values @ read[row])
     return added

@@ -54,8 +54,9 @@ def main() -> None:
             _, residual = norm_cases.run(path, serialized, layer.x, norm)
             assert residual.tobytes() == (layer.x + norm.skip).tobytes(), (seed, isa)
     for seed in range(FIRST_SEED, FIRST_SEED + num_cases // 10):
-        adapted = mlp_lora_cases.make_case(seed, 1 + seed % 40)
-        alone = matmul_lora_cases.make_case(seed, 1 + seed % 40, bits=(4, 8)[seed % 2])
+        dtype = ("int8", "int4")[seed // 2 % 2]
+        adapted = mlp_lora_cases.make_case(seed, 1 + seed % 40, dtype)
+        alone = matmul_lora_cases.make_case(seed, 1 + seed % 40, (4, 8)[seed % 2], dtype)
         for isa in isas:
             library.onnxport_cpu_set_isa(isa.encode())
             found = mlp_lora_cases.run(path, adapted, mlp_lora_cases.fused(adapted))

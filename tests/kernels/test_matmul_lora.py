@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = ["available_sets"]  # a fixture
 
 # Both sides of what few rows are, of chunks of rows, and so few that projections are divided.
 ROWS = (1, 2, 9, 16, 17, 40, 130, 300)
+INTEGERS = ("int8", "int4")
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -36,18 +38,21 @@ def test_every_row_gets_its_own_adapter(
     library_path: Path, library: ctypes.CDLL, available_sets: Sets, rows: int
 ) -> None:
     """As AddLora behind the product, to the bit."""
-    case = make_case(rows, rows, bits=(4, 8)[rows % 2])
-    for sets in available_sets:
-        use(library, sets)
-        found = run(library_path, case)
-        check(case, found)
-        assert found.tobytes() == run(library_path, case, separate(case)).tobytes(), sets
+    for dtype in INTEGERS:
+        case = make_case(rows, rows, bits=(4, 8)[rows % 2], dtype=dtype)
+        for sets in available_sets:
+            use(library, sets)
+            found = run(library_path, case)
+            check(case, found)
+            assert found.tobytes() == run(library_path, case, separate(case)).tobytes(), sets
 
 
+@pytest.mark.parametrize("dtype", INTEGERS)
 def test_a_row_is_the_same_alone_and_in_any_batch(
-    library_path: Path, library: ctypes.CDLL, available_sets: Sets
+    library_path: Path, library: ctypes.CDLL, available_sets: Sets, dtype: str
 ) -> None:
-    case, serialized = make_case(1, 300), fused(make_case(1, 1))
+    case = make_case(1, 300, dtype=dtype)
+    serialized = fused(make_case(1, 1, dtype=dtype))
     random = np.random.default_rng(1)
     for sets in available_sets:
         use(library, sets)
@@ -62,18 +67,26 @@ def test_a_row_is_the_same_alone_and_in_any_batch(
 
 @pytest.mark.parametrize("rows", [5, 40])
 @pytest.mark.parametrize("slot", range(len(RANKS)))
+@pytest.mark.parametrize("dtype", INTEGERS)
 def test_one_adapter_for_all(
-    library_path: Path, available_sets: Sets, slot: int, rows: int
+    library_path: Path, available_sets: Sets, dtype: str, slot: int, rows: int
 ) -> None:
     assert available_sets
-    case = make_case(2, rows)
-    case = AdaptedProduct(case.product, case.bias, np.full(rows, slot, np.int32))
+    case = make_case(2, rows, dtype=dtype)
+    case = replace(case, slots=np.full(rows, slot, np.int32))
     found = run(library_path, case)
     check(case, found)
     if slot == 0:
         plain = onnx.load_from_string(fused(case, **dict.fromkeys(matmul_lora_cases.attributes())))
         del plain.graph.node[0].input[matmul_lora_cases.ADAPTERS_INPUT :]
         assert found.tobytes() == run(library_path, case, plain.SerializeToString()).tobytes()
+
+
+def test_they_are_int8_unless_told_otherwise(library_path: Path, available_sets: Sets) -> None:
+    assert available_sets
+    case = make_case(2, 5)
+    unsaid = fused(case, adapter_bits=None)
+    assert run(library_path, case, unsaid).tobytes() == run(library_path, case).tobytes()
 
 
 @pytest.mark.parametrize("rows", [7, 40])
@@ -176,6 +189,7 @@ def test_what_would_read_elsewhere_is_refused(
     [
         ({"offset": -1}, "an attribute is negative, or there are no"),
         ({"max_rank": 0}, "an attribute is negative, or there are no"),
+        ({"adapter_bits": 3}, "adapter_bits must be 4 or 8, found 3"),
         ({"columns2": 21}, "adapters must add to N, 123, columns, found 124"),
     ],
 )

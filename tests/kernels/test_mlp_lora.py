@@ -21,10 +21,11 @@ __all__ = ["available_sets"]  # a fixture
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9, 40, 300])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_every_row_gets_its_own_adapter(
-    library_path: Path, library: ctypes.CDLL, available_sets: Sets, rows: int
+    library_path: Path, library: ctypes.CDLL, available_sets: Sets, dtype: str, rows: int
 ) -> None:
-    case = make_case(rows, rows)
+    case = make_case(rows, rows, dtype)
     adapted = case.slots > 0
     for sets in available_sets:
         use(library, sets)
@@ -37,10 +38,11 @@ def test_every_row_gets_its_own_adapter(
 
 
 @pytest.mark.parametrize("rows", [1, 9, 16, 17, 300])
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_it_is_what_it_is_made_of(
-    library_path: Path, library: ctypes.CDLL, available_sets: Sets, rows: int
+    library_path: Path, library: ctypes.CDLL, available_sets: Sets, dtype: str, rows: int
 ) -> None:
-    case = make_case(7, rows)
+    case = make_case(7, rows, dtype)
     case = replace(case, layer=replace(case.layer, is_gelu=rows % 2 == 0))
     for sets in available_sets:
         use(library, sets)
@@ -51,10 +53,11 @@ def test_it_is_what_it_is_made_of(
         assert together.tobytes() == apart.tobytes(), sets
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_a_row_is_the_same_alone_and_in_any_batch(
-    library_path: Path, library: ctypes.CDLL, available_sets: Sets
+    library_path: Path, library: ctypes.CDLL, available_sets: Sets, dtype: str
 ) -> None:
-    case = make_case(1, 300)
+    case = make_case(1, 300, dtype)
     random = np.random.default_rng(1)
     serialized = mlp_lora_cases.fused(case)
     for sets in available_sets:

@@ -151,18 +151,23 @@ def to_int8(largest: int, off: float) -> Callable[[NDArray[np.float32]], NDArray
 
 @KERNEL
 @pytest.mark.parametrize(
-    ("precision", "level", "kept"),
+    ("precision", "level", "asked", "kept"),
     [
-        ("int4", None, "int8"),
-        ("int8", 4, "int8"),
-        ("int4", 1, "float32"),
-        ("int4", 2, "float16"),
-        ("fp16", None, "float16"),
-        ("fp32", None, "float32"),
+        ("int4", None, "auto", "int8"),
+        ("int8", 4, "auto", "int8"),
+        ("int4", 1, "auto", "float32"),
+        ("int4", 2, "auto", "float16"),
+        ("fp16", None, "auto", "float16"),
+        ("fp32", None, "auto", "float32"),
+        ("int4", None, "fp32", "float32"),
+        ("int4", None, "fp16", "float16"),
+        ("fp32", None, "fp16", "float16"),
+        ("fp16", None, "fp32", "float32"),
+        ("int4", 4, "int8", "int8"),
     ],
 )
 def test_what_adapters_are_kept_in(
-    tiny_artifact: ArtifactMaker, precision: str, level: int | None, kept: str
+    tiny_artifact: ArtifactMaker, precision: str, level: int | None, asked: str, kept: str
 ) -> None:
     """An adapter that was rounded to that type before does the same, to coarser ones it does not.
 
@@ -171,7 +176,8 @@ def test_what_adapters_are_kept_in(
     """
     path = tiny_artifact("qwen3", precision)
     adapter = make_adapter(Artifact.read(path).manifest.model, 2)
-    with opened(path, "custom", max_adapters=1, matmul_accuracy_level=level) as model:
+    options = {"matmul_accuracy_level": level, "adapter_dtype": asked}
+    with opened(path, "custom", max_adapters=1, **options) as model:
 
         def of(one: LoraAdapter) -> NDArray[np.float32]:
             model.set_adapter(1, one)
@@ -185,6 +191,53 @@ def test_what_adapters_are_kept_in(
         )
     assert np.array_equal(whole, half) == (kept == "float16")
     assert (np.abs(byte - aside).max() < 1e-3) == (kept == "int8")
+
+
+@KERNEL
+@pytest.mark.parametrize(
+    ("precision", "level", "asked"),
+    [("int4", 1, "int4"), ("fp16", None, "int8"), ("fp32", None, "int4")],
+)
+def test_integers_where_products_are_of_floats(
+    tiny_artifact: ArtifactMaker, precision: str, level: int | None, asked: str
+) -> None:
+    path = tiny_artifact("qwen3", precision)
+    options = {"matmul_accuracy_level": level, "adapter_dtype": asked}
+    with (
+        pytest.raises(ProviderError, match=f"adapter_dtype is '{asked}'; adapters are kept in flo"),
+        opened(path, "custom", max_adapters=1, **options),
+    ):
+        pass
+
+
+def test_standard_operators_read_adapters_in_the_type_of_activations(
+    tiny_artifact: ArtifactMaker,
+) -> None:
+    path = tiny_artifact("qwen3", "int4")
+    with (
+        pytest.raises(ProviderError, match="here standard operators compute with adapters, which"),
+        opened(path, "decomposed", max_adapters=1, adapter_dtype="int4"),
+    ):
+        pass
+    with opened(path, "decomposed", max_adapters=1, adapter_dtype="fp32") as model:
+        model.set_adapter(1, make_adapter(Artifact.read(path).manifest.model, 2))
+        assert not np.array_equal(logits(model, 1), logits(model, 0))
+
+
+@KERNEL
+def test_int4_is_coarser_than_int8_and_stays_the_adapter(tiny_artifact: ArtifactMaker) -> None:
+    """A is off by a tenth of itself, and B by less; both are random."""
+    path = tiny_artifact("qwen3", "int4")
+    adapter = make_adapter(Artifact.read(path).manifest.model, 2)
+    found = {}
+    for dtype in ("float32", "int8", "int4"):
+        with opened(path, "custom", max_adapters=1, adapter_dtype=dtype) as model:
+            model.set_adapter(1, adapter)
+            found[dtype] = logits(model, 1)
+            without = logits(model, 0)
+    added = np.linalg.norm(found["float32"] - without)
+    off = {name: np.linalg.norm(own - found["float32"]) / added for name, own in found.items()}
+    assert 2 * off["int8"] < off["int4"] < 0.3, off
 
 
 @KERNEL
@@ -366,7 +419,7 @@ def test_memory_for_adapters_is_set_aside(
     products = [LoraProduct(n, k) for n in (0, 1) for k in ("qkv", "o", "gate_up", "down")]  # type: ignore[arg-type]
     asked = LoadOptions(max_adapters=8)
     taken = (
-        slots_bytes(products, spec, asked, np.dtype(np.float32))
+        slots_bytes(products, spec, asked, "float32")
         if find_library()
         else stack_bytes(products, spec, asked, 4)
     )

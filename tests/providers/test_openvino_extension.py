@@ -75,6 +75,16 @@ def test_adapters_in_int8_are_near_those_in_float(tiny_artifact: ArtifactMaker) 
     assert 0 < np.abs(rounded - exact).max() < 0.3 * exact.std()
 
 
+def test_adapters_in_int4_are_those_of_the_cpu_provider(tiny_artifact: ArtifactMaker) -> None:
+    path = tiny_artifact("llama", "int4")
+    exact, _ = logits(path, matmul_accuracy_level=4, adapter_dtype="float32")
+    found = {
+        dtype: np.linalg.norm(logits(path, matmul_accuracy_level=4, adapter_dtype=dtype)[0] - exact)
+        for dtype in ("int8", "int4")
+    }
+    assert 0 < 2 * found["int8"] < found["int4"] < 0.5 * np.linalg.norm(exact)
+
+
 def test_bfloat16_goes_through_it(tiny_artifact: ArtifactMaker) -> None:
     path = tiny_artifact("llama", "fp32")
     exact, _ = logits(path, matmul_accuracy_level=1, kv_cache_dtype="float32")

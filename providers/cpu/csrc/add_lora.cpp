@@ -21,12 +21,12 @@ void expect_equal(const char* op, const char* what, int64_t found, int64_t wante
   expect(op, found == wanted, what, found, wanted);
 }
 
-// Int8 means nothing without scales, and scales would be passed over without int8.
+// Integers mean nothing without scales, and scales would be passed over without integers.
 void check_scales(const char* op, const AdapterInputs& in, LoraType type, int64_t max_rank) {
   const Tensor& scales = in.scales;
-  if (bool(scales) != (type == kLoraInt8))
-    refuse("%s: adapters in int8 %s, found %s", op, scales ? "alone have scales" : "need scales",
-           scales ? "others" : "none");
+  if (bool(scales) != is_integer(type))
+    refuse("%s: adapters in int8 and int4 %s, found %s", op,
+           scales ? "alone have scales" : "need scales", scales ? "others" : "none");
   if (!scales) return;
   if (scales.rank != 4) refuse("%s: scales have 4 dimensions, found %zu", op, scales.rank);
   for (size_t axis = 0; axis < 3; axis++)
@@ -52,12 +52,12 @@ void check_room(const char* op, const AdapterInputs& in, LoraType type, const Lo
          place.ranks + place.parts);
 }
 
-// A in int8 is read like a product's weights.
+// A in integers is read like a product's weights.
 void check_lines(const char* op, const Tensor& weights, const LoraPlace& place) {
   const bool is_line = reinterpret_cast<uintptr_t>(weights.data) % kLine == 0;
   if (!is_line || weights.dims[1] % kLine || place.offset % kLine)
-    refuse("%s: adapters in int8 must lie at multiples of %lld bytes; the slots are %s, of %lld "
-           "bytes each, and the place in a slot is %lld",
+    refuse("%s: adapters in int8 and int4 must lie at multiples of %lld bytes; the slots are %s, of "
+           "%lld bytes each, and the place in a slot is %lld",
            op, number(kLine), is_line ? "so" : "not", number(weights.dims[1]),
            number(place.offset));
 }
@@ -79,7 +79,7 @@ void check_rows(const Tensor& product, const Tensor& activations, int64_t width)
   expect_equal(kName, "the activations' rows", activations.dims[0], product.dims[0]);
 }
 
-// A product that adapters in int8 add to, whose weights nobody needs.
+// A product that adapters in integers add to, whose weights nobody needs.
 MatMul product_of(const LoraPlace& place, int64_t depth, int64_t rows) {
   MatMul product{};
   product.k = depth;
@@ -124,7 +124,7 @@ LoraSlots check_adapters(const char* op, const AdapterInputs& in, LoraType type,
   check_shapes(op, in, rows);
   for (const LoraPlace& place : places) {
     check_room(op, in, type, place, max_rank);
-    if (type == kLoraInt8) check_lines(op, in.weights, place);
+    if (is_integer(type)) check_lines(op, in.weights, place);
   }
   check_scales(op, in, type, max_rank);
   const LoraSlots all{type,
@@ -149,7 +149,7 @@ LoraSlots check_adapters(const char* op, const AdapterInputs& in, LoraType type,
 
 void check_node(const AddLora& node) {
   check_place(kName, node.place, node.max_rank);
-  if (node.type == kLoraInt8) check_product(kName, product_of(node.place, 1, 0));
+  if (is_integer(node.type)) check_product(kName, product_of(node.place, 1, 0));
 }
 
 int add_lora(const AddLoraCall& call) {
@@ -168,9 +168,10 @@ int add_lora(const AddLoraCall& call) {
   if (run.sum.is_empty()) return 0;
   const float* input = call.activations.as<const float>();
   float* factors = space.factors.reserve<float>(static_cast<size_t>(run.sum.num_factors()));
-  if (node.type == kLoraInt8) {
+  if (is_integer(node.type)) {
     if (place.depth < 1)
-      refuse("%s: adapters in int8 need activations of a number or more, found none", kName);
+      refuse("%s: adapters in int8 and int4 need activations of a number or more, found none",
+             kName);
     const MatMulKernels& kernels = *active_matmul();
     MatMul product = product_of(place, place.depth, rows);
     product.input = input;

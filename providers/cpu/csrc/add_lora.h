@@ -1,5 +1,5 @@
 // AddLora: what LoRA adapters add to a product's outputs, or that alone. Each token has the slot of its
-// own adapter, or 0; where all have 0 nothing is added. Adapters in int8 come with scales, others
+// own adapter, or 0; where all have 0 nothing is added. Adapters in integers come with scales, others
 // without; activations are quantized for these, as for weights of `bits` bits in blocks of `block_size`
 // inputs. Free of any runtime: ONNX Runtime's operator and OpenVINO's both call this.
 #pragma once
@@ -12,10 +12,10 @@
 
 namespace onnxport {
 
-constexpr size_t kAdapterInputs = 4;  // slots of tokens, ranks, weights, and scales of int8
+constexpr size_t kAdapterInputs = 4;  // slots of tokens, ranks, weights, and scales of integers
 
 // How adapters come: int32 [rows], int32 [slots + 1][layers][projections], [slots][numbers], and
-// float [slots + 1][layers][projections][max_rank], which only int8 has.
+// float [slots + 1][layers][projections][max_rank], which only integers have.
 struct AdapterInputs {
   Tensor slots, ranks, weights, scales;
 };

@@ -48,7 +48,10 @@ struct State {
 
 constexpr int64_t kLoraPanel = 64;  // numbers of a row side by side; PANEL in graphs/lora.py
 
-enum LoraType { kLoraFloat, kLoraHalf, kLoraInt8 };
+enum LoraType { kLoraFloat, kLoraHalf, kLoraInt8, kLoraInt4 };
+
+// Integers come with scales, and A is a product's weights: see lora.h.
+static inline bool is_integer(LoraType type) { return type == kLoraInt8 || type == kLoraInt4; }
 
 // An adapter's rows of A and of B lie in panels: kLoraPanel numbers of the first row, as many of the
 // second, and so on to the last, then the next numbers of the first. So all is read from one end to
@@ -56,7 +59,7 @@ enum LoraType { kLoraFloat, kLoraHalf, kLoraInt8 };
 // bytes further on; null: nothing is.
 
 // The first half of what one LoRA adapter adds to one projection: factors = input a^T. Not of
-// adapters in int8, whose A is a product's weights: see lora.h.
+// adapters in integers.
 struct LoraShrink {
   LoraType type;
   const void* a;        // [panels of depth][rank][kLoraPanel]
@@ -68,16 +71,35 @@ struct LoraShrink {
 };
 
 // The second half, for some columns of the projection: output = (output or 0) + factors b.
+//
+// B in int4 is multiplied in integers, and factors are as round_lora_factors leaves them. A panel is
+// int8 scales of its columns, [kLoraPanel], and for each eight rows [kLoraPanel / 16][16][4] bytes: the
+// low four bits of byte i of a column are the number of row i and 8 more than that, the high ones row
+// 4 + i's.
 struct LoraExpand {
   LoraType type;
-  const void* b;         // [panels of columns][rank][kLoraPanel]
-  const float* factors;  // [tokens][factor_stride]
+  const void* b;         // [panels of columns][rank][kLoraPanel]; of int4 [panels][lora_int4_panel()]
+  const float* factors;  // [tokens][factor_stride], of int4 lora_int4_factors() of each token
   float* output;         // [tokens][stride], from column_begin on
   int64_t rank, column_begin, column_end, tokens, factor_stride, stride;
   bool is_added;  // else the output is set
   const char* end;
   int64_t jump;
 };
+
+constexpr int64_t kLoraInt4Rows = 8;  // of B, whose numbers lie together
+
+// Bytes of a panel of B in int4.
+static inline int64_t lora_int4_panel(int64_t rank) {
+  const int64_t groups = (rank + kLoraInt4Rows - 1) / kLoraInt4Rows;
+  return kLoraPanel + groups * (kLoraInt4Rows / 2 * kLoraPanel);
+}
+
+// Factors of a token that B in int4 is multiplied with, in floats' places: int8 quads, zeros for rows
+// behind the last, then their scale, and minus eight times their sum as an integer.
+static inline int64_t lora_int4_factors(int64_t rank) {
+  return (rank + kLoraInt4Rows - 1) / kLoraInt4Rows * (kLoraInt4Rows / 4) + 2;
+}
 
 // The gate of a feed-forward layer: output[i] = activation(gate[i]) * up[i].
 struct Gate {

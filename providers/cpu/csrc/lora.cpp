@@ -2,6 +2,9 @@
 #include "lora.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
 
 namespace onnxport {
 namespace {
@@ -12,9 +15,10 @@ constexpr int64_t kMostRowUnit = 16;
 constexpr int64_t kAloneWork = 1 << 16;  // multiplications that are not worth waking a thread for
 constexpr size_t kFewChunks = 8;         // whose projections are divided between threads too
 
-int64_t item_bytes(LoraType type) { return type == kLoraInt8 ? 1 : type == kLoraHalf ? 2 : 4; }
+// Of what the numbers of a slot are counted in: those of integers in bytes.
+int64_t item_bytes(LoraType type) { return is_integer(type) ? 1 : type == kLoraHalf ? 2 : 4; }
 
-// The product that A in int8 is.
+// The product that A in integers is.
 MatMul product_of(const LoraPlace& place) {
   MatMul product{};
   product.k = place.depth;
@@ -23,9 +27,14 @@ MatMul product_of(const LoraPlace& place) {
   return product;
 }
 
+// Whether a row of A is two outputs.
+bool has_halves(LoraType type, const LoraPlace& place) {
+  return type == kLoraInt8 && place.bits == 4;
+}
+
 // The panel that has a row, of so many.
-RowPanel panel_of(const LoraPlace& place, int64_t row, int64_t rows) {
-  const int64_t outputs_of_row = place.bits == 4 ? 2 : 1;
+RowPanel panel_of(LoraType type, const LoraPlace& place, int64_t row, int64_t rows) {
+  const int64_t outputs_of_row = has_halves(type, place) ? 2 : 1;
   const int64_t whole = kPanel / outputs_of_row, half = kHalfPanel / outputs_of_row;
   const int64_t begin = row / whole * whole, offset = begin / whole * panel_bytes(product_of(place));
   if (rows - begin <= half) return {begin, half, kHalfPanel, offset};
@@ -37,10 +46,42 @@ int64_t bytes_of(const LoraPlace& place, const RowPanel& panel) {
   return panel_bytes(product_of(place), panel.outputs);
 }
 
-int64_t product_bytes(const LoraPlace& place, int64_t rows) {
+int64_t product_bytes(LoraType type, const LoraPlace& place, int64_t rows) {
   if (rows == 0) return 0;
-  const RowPanel last = panel_of(place, rows - 1, rows);
+  const RowPanel last = panel_of(type, place, rows - 1, rows);
   return last.offset + bytes_of(place, last);
+}
+
+// Numbers of B of a projection with so many columns.
+int64_t numbers_of_b(LoraType type, int64_t columns, int64_t rank) {
+  const int64_t numbers = in_lora_panels(columns);
+  if (type != kLoraInt4) return rank * numbers;
+  return rank == 0 ? 0 : numbers / kLoraPanel * lora_int4_panel(rank);
+}
+
+// Rounds a token's factors to int8 in their place, see lora_int4_factors.
+void round_lora_factors(float* factors, int64_t rank) {
+  constexpr float kMost = 127.f, kSmallest = 1e-36f;  // 127 over less is no float
+  float largest = 0.f;
+  bool is_finite = true;
+  for (int64_t i = 0; i < rank; i++) {
+    largest = std::max(largest, std::fabs(factors[i]));
+    is_finite &= std::isfinite(factors[i]);
+  }
+  const float inverse = is_finite && largest >= kSmallest ? kMost / largest : 0.f;
+  const int64_t quads = lora_int4_factors(rank) - 2;
+  auto* bytes = reinterpret_cast<char*>(factors);
+  int32_t sum = 0;
+  for (int64_t i = 0; i < 4 * quads; i++) {
+    // what is not finite must not be converted
+    const float number = inverse > 0.f && i < rank ? std::nearbyint(factors[i] * inverse) : 0.f;
+    const auto rounded = static_cast<int8_t>(number);
+    std::memcpy(bytes + i, &rounded, 1);  // a factor's place is behind it
+    sum += rounded;
+  }
+  const int32_t correction = -8 * sum;
+  factors[quads] = !is_finite ? std::numeric_limits<float>::quiet_NaN() : largest / kMost;
+  std::memcpy(factors + quads + 1, &correction, sizeof correction);
 }
 
 }  // namespace
@@ -50,10 +91,10 @@ int64_t lora_rank(const LoraSlots& slots, const LoraPlace& place, int32_t slot, 
 }
 
 int64_t lora_numbers(LoraType type, const LoraPlace& place, int64_t rank) {
-  const int64_t depth = type == kLoraInt8 ? 0 : in_lora_panels(place.depth);
-  int64_t numbers = type == kLoraInt8 ? product_bytes(place, place.parts * rank) : 0;
+  const int64_t depth = is_integer(type) ? 0 : in_lora_panels(place.depth);
+  int64_t numbers = is_integer(type) ? product_bytes(type, place, place.parts * rank) : 0;
   for (int64_t part = 0; part < place.parts; part++)
-    numbers += rank * (depth + in_lora_panels(place.columns[part]));
+    numbers += rank * depth + numbers_of_b(type, place.columns[part], rank);
   return numbers;
 }
 
@@ -77,12 +118,16 @@ LoraSum::LoraSum(const LoraSlots& slots, const LoraPlace& place, int64_t rows)
     if (work == 0) continue;
     chunks_.push_back({first, end - first, slot});
     work_ += work * (end - first);
-    for (int64_t part = 0; part < place.parts; part++)
-      largest_rank_ = std::max(largest_rank_, lora_rank(slots, place, slot, part));
+    for (int64_t part = 0; part < place.parts; part++) {
+      const int64_t rank = lora_rank(slots, place, slot, part);
+      factor_stride_ = std::max(factor_stride_, rank);
+      if (slots.type == kLoraInt4)
+        factor_stride_ = std::max(factor_stride_, lora_int4_factors(rank));
+    }
   }
 }
 
-int64_t LoraSum::num_factors() const { return rows_ * place_.parts * largest_rank_; }
+int64_t LoraSum::num_factors() const { return rows_ * place_.parts * factor_stride_; }
 
 void LoraSum::set(const float* input, float* factors) {
   input_ = input;
@@ -136,7 +181,7 @@ void LoraSum::shrink(int64_t index) const {
   });
 }
 
-// All of a projection is read from one end to the other, and then the next one; of int8 A of all
+// All of a projection is read from one end to the other, and then the next one; of integers A of all
 // comes first.
 void LoraSum::run(int64_t index, float* output, bool is_added) const {
   for_chunks(index, [&](size_t at, int64_t first, int64_t last) {
@@ -180,27 +225,31 @@ const char* LoraSum::begin_of(int32_t slot) const {
   return slots_.weights + ((slot - 1) * slots_.numbers + place_.offset) * item_bytes(slots_.type);
 }
 
-// Where A of a projection begins. Of int8 it is that of all.
+// Where A of a projection begins. Of integers it is that of all.
 const char* LoraSum::a_of(int32_t slot, int64_t part) const {
   return has_product() || part == 0 ? begin_of(slot) : end_of(slot, part - 1);
 }
 
 const char* LoraSum::b_of(int32_t slot, int64_t part) const {
-  const int64_t numbers = rank_of(slot, part) * in_lora_panels(place_.columns[part]);
+  const int64_t numbers = numbers_of_b(slots_.type, place_.columns[part], rank_of(slot, part));
   return end_of(slot, part) - numbers * item_bytes(slots_.type);
 }
 
 // Where B of a projection ends.
 const char* LoraSum::end_of(int32_t slot, int64_t part) const {
   const int64_t depth = has_product() ? 0 : in_lora_panels(place_.depth);
-  int64_t numbers = has_product() ? product_bytes(place_, ranks_before(slot, place_.parts)) : 0;
-  for (int64_t i = 0; i <= part; i++)
-    numbers += rank_of(slot, i) * (depth + in_lora_panels(place_.columns[i]));
+  int64_t numbers = 0;
+  if (has_product())
+    numbers = product_bytes(slots_.type, place_, ranks_before(slot, place_.parts));
+  for (int64_t i = 0; i <= part; i++) {
+    const int64_t rank = rank_of(slot, i);
+    numbers += rank * depth + numbers_of_b(slots_.type, place_.columns[i], rank);
+  }
   return begin_of(slot) + numbers * item_bytes(slots_.type);
 }
 
 float* LoraSum::factors_of(int64_t row, int64_t part) const {
-  return factors_ + (row * place_.parts + part) * largest_rank_;
+  return factors_ + (row * place_.parts + part) * factor_stride_;
 }
 
 void LoraSum::shrink_part(const LoraChunk& chunk, int64_t part, const char* end,
@@ -213,7 +262,7 @@ void LoraSum::shrink_part(const LoraChunk& chunk, int64_t part, const char* end,
   call.rank = rank_of(chunk.slot, part);
   call.depth = place_.depth;
   call.tokens = chunk.count;
-  call.stride = place_.parts * largest_rank_;
+  call.stride = place_.parts * factor_stride_;
   call.end = end;
   call.jump = jump;
   active_kernels()->lora_shrink(call);
@@ -231,7 +280,7 @@ void LoraSum::shrink_product(const LoraChunk& chunk, int64_t first, int64_t last
   alignas(64) float outputs[(kManyTaskTokens + 2 * kMostRowUnit) * kPanel];
   MatMul product = product_;
   for (int64_t next = begin; next < end;) {
-    const RowPanel panel = panel_of(place_, next, all);
+    const RowPanel panel = panel_of(slots_.type, place_, next, all);
     product.n = panel.outputs;
     product.weights = reinterpret_cast<const uint8_t*>(a_of(chunk.slot, 0)) + panel.offset;
     const auto multiply =
@@ -240,11 +289,21 @@ void LoraSum::shrink_product(const LoraChunk& chunk, int64_t first, int64_t last
     read_factors(chunk, first, last, panel, outputs + (chunk.first - row) * panel.outputs);
     next = panel.begin + panel.rows;
   }
+  if (slots_.type == kLoraInt4) round_factors(chunk, first, last);
+}
+
+void LoraSum::round_factors(const LoraChunk& chunk, int64_t first, int64_t last) const {
+  for (int64_t part = first; part < last; part++) {
+    const int64_t rank = rank_of(chunk.slot, part);
+    for (int64_t token = 0; rank && token < chunk.count; token++)
+      round_lora_factors(factors_of(chunk.first + token, part), rank);
+  }
 }
 
 // What a panel's outputs tell of some projections' factors.
 void LoraSum::read_factors(const LoraChunk& chunk, int64_t first, int64_t last,
                            const RowPanel& panel, const float* outputs) const {
+  const bool adds_halves = has_halves(slots_.type, place_);
   for (int64_t part = first, before = ranks_before(chunk.slot, first); part < last; part++) {
     const int64_t rank = rank_of(chunk.slot, part);
     const int64_t begin = std::max<int64_t>(0, panel.begin - before);
@@ -256,7 +315,7 @@ void LoraSum::read_factors(const LoraChunk& chunk, int64_t first, int64_t last,
       float* factors = factors_of(chunk.first + token, part);
       for (int64_t i = begin; i < end; i++) {
         const float* output = outputs + token * panel.outputs + (before + i - panel.begin);
-        factors[i] = (place_.bits == 4 ? output[0] + output[panel.rows] : output[0]) * scales[i];
+        factors[i] = (adds_halves ? output[0] + output[panel.rows] : output[0]) * scales[i];
       }
     }
     before += rank;
@@ -271,7 +330,7 @@ LoraExpand LoraSum::expansion(const LoraChunk& chunk, int64_t part) const {
   call.factors = factors_of(chunk.first, part);
   call.rank = rank_of(chunk.slot, part);
   call.tokens = chunk.count;
-  call.factor_stride = place_.parts * largest_rank_;
+  call.factor_stride = place_.parts * factor_stride_;
   return call;
 }
 

@@ -8,6 +8,9 @@
 // two are: the first half of a panel's outputs are rows' numbers without their last four bits, and the
 // other half are these, so that a number is 16 * (first - 8) + (second - 8), with the sixteen in the
 // scale. The last panel is half a panel where that has room enough. What fills it up is 0.
+//
+// Of an adapter in int4 an output is a row of A at 4 bits, too. B is multiplied in integers, in a layout
+// of its own: see LoraExpand.
 #pragma once
 
 #include <vector>
@@ -26,7 +29,7 @@ struct LoraSlots {
   const int32_t* tokens;  // the slot of each; 0: none
   const int32_t* ranks;   // [slots + 1][ranks_stride]
   const char* weights;    // [slots][numbers]
-  const float* scales;    // of int8: [slots + 1][ranks_stride][max_rank], of the rows of B
+  const float* scales;    // of integers: [slots + 1][ranks_stride][max_rank], of the rows of B
   int64_t ranks_stride, numbers, max_rank;
 };
 
@@ -35,7 +38,7 @@ struct LoraPlace {
   int64_t offset;               // of its first projection, in numbers
   int64_t ranks;                // of its first projection, from the start of a slot's ranks
   int64_t depth;                // input features
-  int64_t bits, block_size;     // of the product's weights, and of A in int8
+  int64_t bits, block_size;     // of the product's weights, and of A in integers
   int64_t parts;                // projections
   int64_t columns[kLoraParts];  // of each
 };
@@ -65,7 +68,7 @@ int64_t lora_numbers(LoraType type, const LoraPlace& place, int64_t rank);
 // Multiplications that a token takes with an adapter.
 int64_t lora_work(const LoraSlots& slots, const LoraPlace& place, int32_t slot);
 
-// Rows of A in int8, of all projections of a product, that lie together.
+// Rows of A in integers, of all projections of a product, that lie together.
 struct RowPanel {
   int64_t begin, rows;  // of which the last ones may be nobody's
   int64_t outputs;      // kPanel, or kHalfPanel
@@ -99,7 +102,7 @@ class LoraSum {
   // Of adapters in floats: the input, [rows][depth].
   void set(const float* input, float* factors);
 
-  // Of adapters in int8: the product whose quantized activations are read.
+  // Of adapters in integers: the product whose quantized activations are read.
   void set(const MatMulKernels& kernels, const MatMul& product, float* factors);
 
   // Few chunks are divided further, so that each thread has something to do; little work is not.
@@ -119,10 +122,11 @@ class LoraSum {
   void for_rows(const LoraBlock& block, F f) const;
   void shrink_part(const LoraChunk& chunk, int64_t part, const char* end, int64_t jump) const;
   void shrink_product(const LoraChunk& chunk, int64_t first, int64_t last) const;
+  void round_factors(const LoraChunk& chunk, int64_t first, int64_t last) const;
   void read_factors(const LoraChunk& chunk, int64_t first, int64_t last, const RowPanel& panel,
                     const float* outputs) const;
   LoraExpand expansion(const LoraChunk& chunk, int64_t part) const;
-  bool has_product() const { return slots_.type == kLoraInt8; }
+  bool has_product() const { return is_integer(slots_.type); }
   float* factors_of(int64_t row, int64_t part) const;
   int64_t column_of(int64_t part) const;
   int64_t rank_of(int32_t slot, int64_t part) const;
@@ -137,8 +141,9 @@ class LoraSum {
   const MatMulKernels* kernels_ = nullptr;
   MatMul product_{};
   const float* input_ = nullptr;
-  float* factors_ = nullptr;  // [rows][parts][largest_rank_]
-  int64_t rows_ = 0, width_ = 0, work_ = 0, largest_rank_ = 0;
+  float* factors_ = nullptr;  // [rows][parts][factor_stride_]
+  int64_t rows_ = 0, width_ = 0, work_ = 0;
+  int64_t factor_stride_ = 0;  // floats of a row's factors of one projection
   std::vector<LoraChunk> chunks_;
 };
 

@@ -38,6 +38,10 @@ struct LoraInt8 {
   static inline Vec::T load(const int8_t* p) { return Vec::load_int8(p); }
 };
 
+// Of a row's part of a panel.
+template <class Type>
+constexpr int64_t kRowBytes = kLoraPanel * static_cast<int64_t>(sizeof(typename Type::Value));
+
 // The first `count` of a vector, and zeros.
 template <class Type>
 static inline Vec::T load_some(const typename Type::Value* from, int64_t count) {
@@ -52,14 +56,13 @@ static inline void store_some(float* to, Vec::T x, int64_t count) {
   memcpy(to, values, static_cast<size_t>(count) * sizeof(float));
 }
 
-// Asks for what is read kLoraAhead bytes after one row's part of a panel, be it of another adapter.
-template <class Call, class Value>
-static inline void ask_ahead(const Call& l, const Value* row) {
+// Asks for kBytes that are read kLoraAhead bytes after others, be they of another adapter.
+template <int64_t kBytes, class Call>
+static inline void ask_ahead(const Call& l, const void* others) {
   if (!l.end) return;
-  const char* ahead = reinterpret_cast<const char*>(row) + kLoraAhead;
+  const char* ahead = static_cast<const char*>(others) + kLoraAhead;
   ahead += ahead < l.end ? 0 : l.jump;
-  constexpr int kBytes = static_cast<int>(kLoraPanel * sizeof(Value));
-  for (int i = 0; i < kBytes; i += kLineBytes) prefetch(ahead + i);
+  for (int64_t i = 0; i < kBytes; i += kLineBytes) prefetch(ahead + i);
 }
 
 // Where a column of the first row of B lies; the row behind is kLoraPanel on.
@@ -83,7 +86,7 @@ static inline void lora_factors(const LoraShrink& l, int64_t token, int64_t row)
   const int64_t whole = l.depth / Vec::kWidth * Vec::kWidth;
   for (int64_t d = 0; d < whole; d += kLoraPanel, a += l.rank * kLoraPanel) {
     if (kTokens == 1)
-      for (int r = 0; r < kRows; r++) ask_ahead(l, a + r * kLoraPanel);
+      for (int r = 0; r < kRows; r++) ask_ahead<kRowBytes<Type>>(l, a + r * kLoraPanel);
     const int64_t count = whole - d < kLoraPanel ? whole - d : kLoraPanel;
     for (int64_t i = 0; i < count; i += Vec::kWidth) {
       Vec::T x[kTokens];
@@ -141,7 +144,8 @@ static inline void lora_columns(const LoraExpand& l, int64_t token, int64_t colu
     Vec::T w[kAll];
     ONNXPORT_UNROLL
     for (int p = 0; p < kPanels; p++) {
-      if (kTokens == 1 && kCols == kPanelVectors) ask_ahead(l, b + p * l.rank * kLoraPanel);
+      if (kTokens == 1 && kCols == kPanelVectors)
+        ask_ahead<kRowBytes<Type>>(l, b + p * l.rank * kLoraPanel);
       ONNXPORT_UNROLL
       for (int c = 0; c < kCols; c++)
         w[p * kCols + c] = Type::load(b + p * l.rank * kLoraPanel + c * Vec::kWidth);
@@ -221,11 +225,115 @@ static void expand_of(const LoraExpand& l) {
   for (; token < l.tokens; token++) expand_tokens<Type, 1>(l, token);
 }
 
+// Tokens' products with kVectors vectors of B in int4, from a column on: all of one panel.
+template <int kTokens, int kVectors>
+static inline void int4_products(const LoraExpand& l, int64_t token, int64_t column,
+                                 Vec::T (&product)[kTokens][kVectors]) {
+  constexpr int64_t kQuad = 4;
+  const int64_t quads = lora_int4_factors(l.rank) - 2, in_panel = column % kLoraPanel;
+  const auto* panel =
+      static_cast<const int8_t*>(l.b) + column / kLoraPanel * lora_int4_panel(l.rank);
+  const int8_t* b = panel + kLoraPanel + in_panel * kQuad;
+  const float* factors = l.factors + token * l.factor_stride;
+  Vec::Ints sum[kTokens][kVectors];
+  ONNXPORT_UNROLL
+  for (int t = 0; t < kTokens; t++) {
+    const Vec::Ints correction = Vec::set1_int(factors + t * l.factor_stride + quads + 1);
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kVectors; c++) sum[t][c] = correction;
+  }
+  if (kTokens == 1) ask_ahead<kLoraPanel>(l, panel);
+  for (int64_t q = 0; q < quads; q += 2, b += kQuad * kLoraPanel) {
+    if (kTokens == 1) ask_ahead<kQuad * kLoraPanel>(l, b);
+    Vec::Quads low[kVectors], high[kVectors];
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kVectors; c++) {
+      const Vec::Quads both = Vec::load_quads(b + c * kQuad * Vec::kWidth);
+      low[c] = Vec::low_halves(both);
+      high[c] = Vec::high_halves(both);
+    }
+    ONNXPORT_UNROLL
+    for (int t = 0; t < kTokens; t++) {
+      const float* own = factors + t * l.factor_stride + q;
+      const Vec::Quads first = Vec::set1_quad(own), second = Vec::set1_quad(own + 1);
+      ONNXPORT_UNROLL
+      for (int c = 0; c < kVectors; c++) {
+        sum[t][c] = Vec::add_quads(low[c], first, sum[t][c]);
+        sum[t][c] = Vec::add_quads(high[c], second, sum[t][c]);
+      }
+    }
+  }
+  ONNXPORT_UNROLL
+  for (int c = 0; c < kVectors; c++) {
+    const Vec::T scales = Vec::load_int8(panel + in_panel + c * Vec::kWidth);
+    ONNXPORT_UNROLL
+    for (int t = 0; t < kTokens; t++) {
+      const Vec::T scale = Vec::set1(factors[t * l.factor_stride + quads]);
+      product[t][c] = Vec::mul(Vec::to_floats(sum[t][c]), Vec::mul(scales, scale));
+    }
+  }
+}
+
+template <int kTokens, int kVectors>
+static inline void int4_columns(const LoraExpand& l, int64_t token, int64_t column) {
+  Vec::T product[kTokens][kVectors];
+  int4_products<kTokens, kVectors>(l, token, column, product);
+  float* output = l.output + token * l.stride + column - l.column_begin;
+  ONNXPORT_UNROLL
+  for (int t = 0; t < kTokens; t++) {
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kVectors; c++) {
+      float* to = output + t * l.stride + c * Vec::kWidth;
+      Vec::store(to, l.is_added ? Vec::add(Vec::load(to), product[t][c]) : product[t][c]);
+    }
+  }
+}
+
+// Columns [column, end) of one vector.
+static inline void int4_rest(const LoraExpand& l, int64_t token, int64_t column, int64_t end) {
+  const int64_t first = column / Vec::kWidth * Vec::kWidth;
+  Vec::T product[1][1];
+  int4_products<1, 1>(l, token, first, product);
+  float lanes[16];
+  Vec::store(lanes, product[0][0]);
+  float* output = l.output + token * l.stride + column - l.column_begin;
+  for (int64_t i = 0; i < end - column; i++)
+    output[i] = (l.is_added ? output[i] : 0.f) + lanes[column - first + i];
+}
+
+template <int kTokens>
+static inline void int4_tokens(const LoraExpand& l, int64_t token) {
+  constexpr int W = Vec::kWidth;
+  constexpr int kMost = kPanelVectors < 8 ? kPanelVectors : 8;
+  constexpr int kVectors = kTokens == 1 ? kMost : kLoraColumns;
+  for (int64_t column = l.column_begin; column < l.column_end;) {
+    if (column % (kVectors * W) == 0 && column + kVectors * W <= l.column_end) {
+      int4_columns<kTokens, kVectors>(l, token, column);
+      column += kVectors * W;
+    } else if (column % W == 0 && column + W <= l.column_end) {
+      int4_columns<kTokens, 1>(l, token, column);
+      column += W;
+    } else {
+      const int64_t next = (column / W + 1) * W, end = next < l.column_end ? next : l.column_end;
+      for (int t = 0; t < kTokens; t++) int4_rest(l, token + t, column, end);
+      column = end;
+    }
+  }
+}
+
+static void expand_int4(const LoraExpand& l) {
+  if (l.rank == 0) return expand_of<LoraInt8>(l);  // nobody's factors: zeros are set
+  int64_t token = 0;
+  for (; token + kLoraTokens <= l.tokens; token += kLoraTokens) int4_tokens<kLoraTokens>(l, token);
+  for (; token < l.tokens; token++) int4_tokens<1>(l, token);
+}
+
 static void lora_shrink(const LoraShrink& l) {
   switch (l.type) {
     case kLoraFloat: return shrink_of<LoraFloat>(l);
     case kLoraHalf: return shrink_of<LoraHalf>(l);
-    case kLoraInt8: return;  // nobody asks: lora.cpp multiplies these as products
+    case kLoraInt8:
+    case kLoraInt4: return;  // nobody asks: lora.cpp multiplies these as products
   }
 }
 
@@ -234,6 +342,7 @@ static void lora_expand(const LoraExpand& l) {
     case kLoraFloat: return expand_of<LoraFloat>(l);
     case kLoraHalf: return expand_of<LoraHalf>(l);
     case kLoraInt8: return expand_of<LoraInt8>(l);
+    case kLoraInt4: return expand_int4(l);
   }
 }
 

@@ -83,7 +83,7 @@ ort::CustomOp gated_silu_operator();
 ort::CustomOp gated_gelu_operator();
 ort::CustomOp lora_operator();       // adapters in float32
 ort::CustomOp lora_half_operator();  // adapters in float16
-ort::CustomOp lora_int8_operator();  // adapters in int8
+ort::CustomOp lora_int8_operator();  // adapters in int8 and int4
 ort::CustomOp matmul_operator();       // scales in float32
 ort::CustomOp matmul_half_operator();  // scales in float16
 ort::CustomOp mlp_operator();

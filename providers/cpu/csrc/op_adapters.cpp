@@ -2,6 +2,16 @@
 #include "op_adapters.h"
 
 namespace onnxport::op {
+namespace {
+
+// Whether there is such an attribute, whose value is read then.
+bool read_optional(const Api& api, const ort::KernelInfo* info, const char* name, int64_t* value) {
+  Status* status = api.attribute(info, name, value);
+  if (status) api.release(status);
+  return !status;
+}
+
+}  // namespace
 
 AdapterInputs read_adapters(const Api& api, const ort::KernelContext* context, size_t first) {
   AdapterInputs in;
@@ -15,9 +25,9 @@ AdapterInputs read_adapters(const Api& api, const ort::KernelContext* context, s
 }
 
 bool read_optional_adapters(const Api& api, const ort::KernelContext* context, const char* op,
-                            size_t first, int64_t max_rank, int64_t rows,
-                            std::initializer_list<LoraPlace> places, LoraSlots* slots) {
-  const bool has_rank = max_rank > 0;
+                            size_t first, int64_t rows, std::initializer_list<LoraPlace> places,
+                            LoraSlots* slots) {
+  const bool has_rank = slots->max_rank > 0;
   size_t count = 0;
   check(api.input_count(context, &count));
   if (count <= first && !has_rank) return false;
@@ -34,7 +44,8 @@ bool read_optional_adapters(const Api& api, const ort::KernelContext* context, c
     fail(api, ort::kInvalidArgument,
          "%s: adapters need slots, ranks, weights, scales and max_rank; there is no %s", op,
          missing);
-  *slots = check_adapters(op, read_adapters(api, context, first), kLoraInt8, max_rank, rows, places);
+  *slots = check_adapters(op, read_adapters(api, context, first), slots->type, slots->max_rank, rows,
+                          places);
   return true;
 }
 
@@ -50,9 +61,16 @@ LoraPlace read_place(const Api& api, const ort::KernelInfo* info) {
 }
 
 bool read_max_rank(const Api& api, const ort::KernelInfo* info, int64_t* max_rank) {
-  Status* status = api.attribute(info, "max_rank", max_rank);
-  if (status) api.release(status);
-  return !status;
+  return read_optional(api, info, "max_rank", max_rank);
+}
+
+LoraType read_integer_type(const Api& api, const ort::KernelInfo* info, const char* op) {
+  int64_t bits = 8;
+  read_optional(api, info, "adapter_bits", &bits);
+  if (bits != 4 && bits != 8)
+    fail(api, ort::kInvalidArgument, "%s: adapter_bits must be 4 or 8, found %lld", op,
+         static_cast<long long>(bits));
+  return bits == 4 ? kLoraInt4 : kLoraInt8;
 }
 
 }  // namespace onnxport::op

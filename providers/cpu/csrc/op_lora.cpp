@@ -20,6 +20,7 @@ template <LoraType kType>
 std::unique_ptr<LoraKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
   AddLora node{kType, read_place(api, info), read_attribute(api, info, "max_rank")};
   if (kType == kLoraInt8) {
+    node.type = read_integer_type(api, info, "AddLora");
     node.place.bits = read_attribute(api, info, "bits");
     node.place.block_size = read_attribute(api, info, "block_size");
   }

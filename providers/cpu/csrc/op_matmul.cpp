@@ -5,7 +5,7 @@
 // and all others are less; zero: all are (see coarse.h). With the input summary_scales, float and one
 // for each row, the output 3 is what summaries.h says of the rows, [rows, summary_floats(N)]; of a
 // row whose outputs are not all exact there is nothing in it but that. With the inputs of adapters,
-// which are int8, and the attributes of AddLora it is an AddLora, too, behind the bias and to the bit;
+// which are integers, and the attributes of AddLora it is an AddLora, too, behind the bias and to the bit;
 // all outputs are exact then, and there are no summaries. With the input allowed, which is exact's,
 // int32 and [rows, N / 32 rounded up] or [0, ...] for all, bits say which of a row's outputs count,
 // see coarse.h. Both may be written while the model runs, what is allowed first; exact is read once,
@@ -60,6 +60,7 @@ struct MatMulKernel {
 
 void read_lora(const Api& api, const ort::KernelInfo* info, const MatMul& m, ProductLora& lora) {
   if (!read_max_rank(api, info, &lora.slots.max_rank)) return;
+  lora.slots.type = read_integer_type(api, info, kName);
   lora.place = read_place(api, info);
   lora.place.depth = m.k;
   lora.place.bits = m.bits;
@@ -183,8 +184,8 @@ void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
   const MatMulKernels& kernels = *active_matmul();
   const Asked asked = read_asked(kernel, context, call.rows);
   ProductLora lora = kernel.lora;
-  const bool has_lora = read_optional_adapters(api, context, kName, kAdapters, lora.slots.max_rank,
-                                               call.rows, {lora.place}, &lora.slots);
+  const bool has_lora = read_optional_adapters(api, context, kName, kAdapters, call.rows,
+                                               {lora.place}, &lora.slots);
   if (has_lora && call.summaries)
     fail(api, ort::kInvalidArgument, "%s: summaries of outputs that adapters add to are not made",
          kName);

@@ -1,5 +1,5 @@
 // onnxport.GatedMlp: MatMulNBits, with its norm if it has one, GatedSilu or GatedGelu, and
-// MatMulNBits in one, to the bit. With the inputs of adapters, which are int8, and an AddLora behind
+// MatMulNBits in one, to the bit. With the inputs of adapters, which are integers, and an AddLora behind
 // both products.
 #include <memory>
 #include <string>
@@ -65,6 +65,7 @@ LoraPlace place_of(const Api& api, const ort::KernelInfo* info, const std::strin
 
 void read_lora(const Api& api, const ort::KernelInfo* info, const GatedMlp& mlp, MlpLora& lora) {
   if (!read_max_rank(api, info, &lora.slots.max_rank)) return;
+  lora.slots.type = read_integer_type(api, info, kName);
   lora.gate_up = place_of(api, info, "gate_up", mlp.gate_up);
   lora.gate_up.parts = 2;
   lora.gate_up.columns[0] = lora.gate_up.columns[1] = mlp.inner;
@@ -117,8 +118,8 @@ void compute(const MlpKernel& kernel, ort::KernelContext* context) {
   call.gate_up.input = input.as<const float>();
   read_norm(api, context, kName, input, kSkip, call.gate_up);
   MlpLora lora = kernel.lora;
-  if (read_optional_adapters(api, context, kName, kAdapters, lora.slots.max_rank,
-                             call.gate_up.rows, {lora.gate_up, lora.down}, &lora.slots))
+  if (read_optional_adapters(api, context, kName, kAdapters, call.gate_up.rows,
+                             {lora.gate_up, lora.down}, &lora.slots))
     call.lora = &lora;
   input.dims[input.rank - 1] = call.down.n;
   call.down.output = static_cast<float*>(open_output(api, context, input));

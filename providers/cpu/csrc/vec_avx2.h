@@ -123,6 +123,10 @@ struct Vec {
     const __m256i twos = _mm256_maddubs_epi16(a, b);
     return _mm256_add_epi32(c, _mm256_madd_epi16(twos, _mm256_set1_epi16(1)));
   }
+  static inline Quads low_halves(Quads a) {
+    return _mm256_and_si256(a, _mm256_set1_epi8(0x0f));
+  }
+  static inline Quads high_halves(Quads a) { return low_halves(_mm256_srli_epi16(a, 4)); }
   static inline T to_floats(Ints a) { return _mm256_cvtepi32_ps(a); }
   static inline void store_bytes(uint8_t* p, T a) {
     const __m256i x = _mm256_cvtps_epi32(a);

@@ -136,6 +136,10 @@ struct Vec {
     return _mm512_add_epi32(c, _mm512_madd_epi16(twos, _mm512_set1_epi16(1)));
 #endif
   }
+  static inline Quads low_halves(Quads a) {
+    return _mm512_and_si512(a, _mm512_set1_epi8(0x0f));
+  }
+  static inline Quads high_halves(Quads a) { return low_halves(_mm512_srli_epi16(a, 4)); }
   static inline T to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
   static inline void store_bytes(uint8_t* p, T a) {
     const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a));

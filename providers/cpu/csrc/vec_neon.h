@@ -111,6 +111,10 @@ struct Vec {
     const int16x8_t high = vmulq_s16(a1, vmovl_high_s8(b));
     return vpadalq_s16(c, vpaddq_s16(low, high));
   }
+  static inline Quads low_halves(Quads a) { return vandq_s8(a, vdupq_n_s8(0x0f)); }
+  static inline Quads high_halves(Quads a) {
+    return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(a), 4));
+  }
   static inline T to_floats(Ints a) { return vcvtq_f32_s32(a); }
   static inline void store_bytes(uint8_t* p, T a) {
     const uint16x4_t words = vmovn_u32(vcvtnq_u32_f32(a));

@@ -16,6 +16,7 @@
 //   add_128   makes uint8 of int8
 //   add_quads c and the four products of each quad, a's bytes unsigned and b's signed; the first two
 //             together, and the last two, are no more than 16 bits hold
+//   low_halves, high_halves  four bits of each byte, as a byte
 //   kQuadRows query rows whose sums of quads are held in registers at once; kQuadSums vectors of them
 //   store_bytes  rounds numbers from 0 to 255 to the nearest, ties to even; anything for a NaN
 //   swap_neighbours  lanes 0 and 1, 2 and 3, and so on
@@ -169,6 +170,14 @@ struct Vec {
   static inline Ints add_quads(Quads a, Quads b, Ints c) {
     for (int i = 0; i < 16; i++) c.v[i / 4] += a.v[i] * static_cast<int8_t>(b.v[i]);
     return c;
+  }
+  static inline Quads low_halves(Quads a) {
+    for (uint8_t& byte : a.v) byte &= 15u;
+    return a;
+  }
+  static inline Quads high_halves(Quads a) {
+    for (uint8_t& byte : a.v) byte = static_cast<uint8_t>(byte >> 4);
+    return a;
   }
   static inline T to_floats(Ints a) {
     return each([&](int i) { return static_cast<float>(a.v[i]); });

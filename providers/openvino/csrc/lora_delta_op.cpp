@@ -123,6 +123,7 @@ class LoraDelta : public ov::op::Op {
     copy->columns_ = columns_;
     copy->bits_ = bits_;
     copy->block_size_ = block_size_;
+    copy->adapter_bits_ = adapter_bits_;
     copy->set_arguments(inputs);
     copy->constructor_validate_and_infer_types();
     return copy;
@@ -138,6 +139,7 @@ class LoraDelta : public ov::op::Op {
     visitor.on_attribute("columns2", columns_[2]);
     visitor.on_attribute("bits", bits_);
     visitor.on_attribute("block_size", block_size_);
+    visitor.on_attribute("adapter_bits", adapter_bits_);
     return true;
   }
 
@@ -151,6 +153,7 @@ class LoraDelta : public ov::op::Op {
     outputs[0].set_shape({activations.get_shape()[0], static_cast<size_t>(width())});
     const Adapters adapters = Given::the().find(model_);
     AddLora node{static_cast<LoraType>(adapters.type), {}, max_rank_};
+    if (adapter_bits_ == 4) node.type = kLoraInt4;
     node.place.offset = offset_;
     node.place.ranks = ranks_;
     node.place.bits = bits_;
@@ -174,6 +177,7 @@ class LoraDelta : public ov::op::Op {
   int64_t width() const { return columns_[0] + columns_[1] + columns_[2]; }
 
   int64_t model_ = 0, offset_ = 0, ranks_ = 0, max_rank_ = 0, bits_ = 0, block_size_ = 0;
+  int64_t adapter_bits_ = 0;
   std::array<int64_t, kLoraParts> columns_{};
 };
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DEFAULT_LORAS = 8
 DEFAULT_LORA_RANK = 16
 LORA = "lora"  # what the only adapter of a command is called
+DTYPES = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
 
 
 def lora_module(text: str) -> tuple[str, Path]:
@@ -56,6 +57,7 @@ def add_adapter_options(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help=f"largest rank of an adapter ({DEFAULT_LORA_RANK}, or that of --lora-modules)",
     )
+    _add_dtype(group)
     group.add_argument(
         "--allow-runtime-lora",
         action="store_true",
@@ -68,6 +70,17 @@ def add_adapter_option(parser: argparse.ArgumentParser) -> None:
     """Add the one LoRA adapter of a command that answers by itself."""
     parser.add_argument(
         "--lora", type=Path, metavar="DIR", help="answer with this LoRA adapter, a folder of PEFT"
+    )
+    _add_dtype(parser)
+
+
+def _add_dtype(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--lora-dtype",
+        choices=DTYPES,
+        metavar="TYPE",
+        help="what adapters are kept in: fp32, fp16, int8, or int4, which is least to read and "
+        "least exact (auto)",
     )
 
 
@@ -109,12 +122,14 @@ def with_slots(
     """
     most, rank = getattr(options, "max_loras", None), getattr(options, "max_lora_rank", None)
     later = any(getattr(options, name, False) for name in ("enable_lora", "allow_runtime_lora"))
+    dtype = getattr(options, "lora_dtype", None)
     if not (adapters or later or most):
-        if rank is not None:
-            raise CapacityError(
-                f"--max-lora-rank {rank} was given without adapters; add --enable-lora or "
-                "--lora-modules, or leave it out"
-            )
+        for name, value in (("--max-lora-rank", rank), ("--lora-dtype", dtype)):
+            if value is not None:
+                raise CapacityError(
+                    f"{name} {value} was given without adapters; add {_giving_adapters(options)}, "
+                    "or leave it out"
+                )
         return load
     if most is not None and most < len(adapters):
         raise CapacityError(
@@ -135,4 +150,10 @@ def with_slots(
         load,
         max_adapters=most or max(fewest, len(adapters)),
         max_adapter_rank=rank or max(ranks),
+        adapter_dtype=dtype or "auto",
     )
+
+
+def _giving_adapters(options: argparse.Namespace) -> str:
+    """The options of a command that give it adapters."""
+    return "--enable-lora or --lora-modules" if hasattr(options, "lora_modules") else "--lora"
