@@ -102,13 +102,17 @@ def _layer_matrices(
 def unused_tensors(
     found: frozenset[str], plan: WeightPlan, names: TensorNames, *, tied: bool
 ) -> list[str]:
-    """Tensors of the checkpoint that nothing uses; known buffers and a tied head left out."""
+    """Tensors of the checkpoint that nothing uses, but for what is known.
+
+    That is buffers, a tied head, and the part that reads images.
+    """
     wanted = plan.shapes()
     return sorted(
         name
         for name in found
         if name not in wanted
         and not name.endswith(names.ignored)
+        and not name.startswith(names.left_out)
         and not (tied and name == names.head)
     )
 

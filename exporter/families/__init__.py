@@ -25,11 +25,13 @@ from onnxport.exporter.families.base import Family
 FAMILIES: Final[tuple[Family, ...]] = (
     ernie4_5.FAMILY,
     gemma3.FAMILY,
+    gemma3.WITH_IMAGES,
     glm.FAMILY,
     granite.FAMILY,
     helium.FAMILY,
     llama.FAMILY,
     mistral.FAMILY,
+    mistral.WITH_IMAGES,
     phi3.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,

@@ -16,6 +16,7 @@ from typing import Any, Final
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.exporter.families.wrapped import wrapped
 from onnxport.exporter.ropeconfig import rope_by_layer_type, rope_from
 from onnxport.graphs.spec import ArchSpec, RopeSpec
 
@@ -139,4 +140,19 @@ FAMILY: Final = Family(
         down_norm="post_feedforward_layernorm.weight",
         norm_offset=1.0,
     ),
+)
+WITH_IMAGES: Final = wrapped(
+    FAMILY,
+    name="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    image_keys=(
+        *("boi_token_index", "eoi_token_index", "image_token_index"),
+        *("mm_tokens_per_image", "vision_config"),
+    ),
+    defaults={  # transformers' Gemma3TextConfig, which published files count on
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 262_208,
+    },
 )
