@@ -110,7 +110,7 @@ class ArchSpec:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool  # RMSNorm over head_size on each query and key head, before RoPE
+    qk_norm: bool  # RMSNorm on queries and keys, before RoPE: see `whole_qk_norm`
     tie_word_embeddings: bool
     context_length: int  # longest sequence, rows of the cos and sin tables
     sliding_window: tuple[int | None, ...]  # per layer: visible tokens with the query's own, or all
@@ -122,6 +122,8 @@ class ArchSpec:
     output_norms: bool | None = None  # RMSNorm on what attention and MLP add; None: without
     inner_norm_eps: float | None = None  # of norms on heads and on outputs; None: rms_norm_eps
     local_rope: RopeSpec | None = None  # of layers with a sliding window; None: rope
+    raw_inputs: bool | None = None  # attention and MLP read the residual stream; None: norms of it
+    whole_qk_norm: bool | None = None  # over all heads of a token at once; None: over each head
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -154,6 +156,10 @@ class ArchSpec:
         _require(
             self.inner_norm_eps is None or self.inner_norm_eps > 0,
             f"inner_norm_eps must be positive, is {self.inner_norm_eps}",
+        )
+        _require(
+            not self.raw_inputs or self.residual_scale is None,
+            "residual_scale needs norms on what layers read, and raw_inputs says there are none",
         )
         if self.hidden_act not in HIDDEN_ACTS:
             raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {HIDDEN_ACTS}")
@@ -276,11 +282,14 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "output_norms": (bool, _NONE),
     "inner_norm_eps": (float, _NONE),
     "local_rope": (dict, _NONE),
+    "raw_inputs": (bool, _NONE),
+    "whole_qk_norm": (bool, _NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
     *("residual_scale", "logits_scale", "rotated_layers"),
     *("output_norms", "inner_norm_eps", "local_rope"),
+    *("raw_inputs", "whole_qk_norm"),
 )
 _LATER_OF_ROPE: Final = ("factors",)
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config, decoder_spec
+from onnxport.exporter.config import Config, decoder_spec, windows_by_type
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.exporter.families.wrapped import wrapped
 from onnxport.exporter.ropeconfig import rope_by_layer_type, rope_from
@@ -98,23 +98,15 @@ def _windows(config: Config) -> tuple[int | None, ...]:
     window = config.get("sliding_window", int, None if config.is_null("sliding_window") else 4096)
     pattern = config.get("sliding_window_pattern", int, 6)
     noted = config.get("_sliding_window_pattern", int, pattern)  # by transformers, which ignores it
-    types = config.get("layer_types", list, None)
-    if types is None:
-        if pattern < 1 or noted != pattern:
-            raise CheckpointError(
-                f"{config.path}: sliding_window_pattern is {pattern} and _sliding_window_pattern "
-                f"{noted}; without layer_types they must be the same, and above 0."
-            )
-        types = [_SLIDING if (i + 1) % pattern else _FULL for i in range(num_layers)]
-    known = {_FULL: None, _SLIDING: window}
-    unknown = len(types) != num_layers or not all(str(kind) in known for kind in types)
-    if unknown or (window is None and _SLIDING in types):
-        raise UnsupportedModelError(
-            f"{config.path}: layer_types is {types} and sliding_window {window}; supported are "
-            f"{num_layers} entries (one a layer) from {sorted(known)}, and {_SLIDING} only with a "
-            "window."
+    if config.has("layer_types"):
+        return windows_by_type(config, window, [_FULL] * num_layers)
+    if pattern < 1 or noted != pattern:
+        raise CheckpointError(
+            f"{config.path}: sliding_window_pattern is {pattern} and _sliding_window_pattern "
+            f"{noted}; without layer_types they must be the same, and above 0."
         )
-    return tuple(known[kind] for kind in types)
+    types = [_SLIDING if (i + 1) % pattern else _FULL for i in range(num_layers)]
+    return windows_by_type(config, window, types)
 
 
 def _local_rope(config: Config, values: dict[str, Any], spec: ArchSpec) -> RopeSpec | None:

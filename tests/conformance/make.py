@@ -32,6 +32,8 @@ ONCE: Final = (
     ("glm", "int4"),
     ("granite", "int8"),
     ("helium", "fp16"),
+    ("olmo2", "int4"),
+    ("olmo3", "fp32"),
     ("phi3-longrope", "int4"),
     ("seed-oss", "fp16"),
     ("smollm3-window", "fp32"),

@@ -168,6 +168,29 @@ CASES: Mapping[str, Case] = {
         shards=True,
         inside="mistral3",
     ),
+    "olmo2": Case("olmo2", {"rms_norm_eps": 0.05}, torch.bfloat16),
+    "olmo2-biases": Case(
+        "olmo2",
+        {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
+        shards=True,
+    ),
+    "olmo3": Case(
+        "olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 6,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        torch.bfloat16,
+    ),
     "phi3": Case("phi3", {"sliding_window": None, "pad_token_id": 0}, torch.bfloat16, shards=True),
     "phi3-window": Case("phi3", {"sliding_window": 6, "num_key_value_heads": 4, "pad_token_id": 0}),
     "phi3-longrope": _longrope(),

@@ -20,7 +20,7 @@ from onnxport.providers.ort import ort_value, start_session
 from tests.exporter import checkpoints
 from tests.providers.conftest import ArtifactMaker
 
-FAMILIES = ("gemma3", "llama", "mistral-window", "phi3-longrope", "qwen2", "qwen3")
+FAMILIES = ("gemma3", "llama", "mistral-window", "olmo3", "phi3-longrope", "qwen2", "qwen3")
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
 NUM_BLOCKS, BLOCK_SIZE = 8, 16
 
