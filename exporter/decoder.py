@@ -168,7 +168,11 @@ class _Decoder:
             values = self.tied_head(matrix, normed)
         else:
             values = self.linear(HEAD, normed)
-        g.node("Cast", [values], outputs=[names.LOGITS], name="head.cast", to=TensorProto.FLOAT)
+        cap, name = self.spec.logits_softcap, "head.cast"
+        if cap is not None:
+            values = ops.softcap(g, ops.cast(g, values, TensorProto.FLOAT, name), cap, "head.cap")
+            name = "head.capped"
+        g.node("Cast", [values], outputs=[names.LOGITS], name=name, to=TensorProto.FLOAT)
 
     def tied_head(self, matrix: StoredMatrix, normed: str) -> str:
         """A dense table [vocab, hidden] serves the embedding and, transposed, the head."""
@@ -268,6 +272,7 @@ def _attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
         num_heads=spec.num_heads,
         kv_num_heads=spec.num_kv_heads,
         scale=spec.attention_scale,
+        softcap=spec.attention_softcap,
         local_window_size=spec.sliding_window[layer],
         do_rotary=spec.rotates(layer),
         rotary_interleaved=spec.rope_of(layer).interleaved,

@@ -68,7 +68,8 @@ def forward(
         gate, up = np.split(weights.linear(f"layers.{layer}.gate_up", read), 2, axis=-1)
         gated = _ACTIVATIONS[spec.hidden_act](gate) * up
         hidden = hidden + _output(spec, weights, f"layers.{layer}.down", gated)
-    return weights.head(_rms_norm(hidden, weights.vector("final_norm"), spec.rms_norm_eps))
+    logits = weights.head(_rms_norm(hidden, weights.vector("final_norm"), spec.rms_norm_eps))
+    return _softcap(logits, spec.logits_softcap)
 
 
 def _read(spec: ArchSpec, weights: WeightSource, role: str, hidden: Array) -> Array:
@@ -107,6 +108,7 @@ def _attend(
     shared = spec.num_heads // spec.num_kv_heads
     k, v = np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k) * np.float32(spec.scale)
+    scores = _softcap(scores, spec.attention_softcap)
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
     window = spec.sliding_window[layer]
     visible = (distance >= 0) & (distance < (window or tokens))
@@ -115,6 +117,11 @@ def _attend(
     scores /= scores.sum(-1, keepdims=True)
     result: Array = np.einsum("hqk,khd->qhd", scores, v).reshape(tokens, spec.q_size)
     return result
+
+
+def _softcap(x: Array, cap: float | None) -> Array:
+    """`cap * tanh(x / cap)`, or x itself."""
+    return x if cap is None else np.float32(cap) * np.tanh(x / np.float32(cap))
 
 
 def _rotate(x: Array, tables: tuple[Array, Array], embedding: RopeSpec) -> Array:

@@ -8,6 +8,7 @@ from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import (
     ernie4_5,
+    gemma2,
     gemma3,
     glm,
     granite,
@@ -26,6 +27,7 @@ from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
     ernie4_5.FAMILY,
+    gemma2.FAMILY,
     gemma3.FAMILY,
     gemma3.WITH_IMAGES,
     glm.FAMILY,

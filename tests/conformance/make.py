@@ -28,6 +28,7 @@ DIAGONAL: Final = (
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
     ("ernie-biases", "int8"),
+    ("gemma2", "int8"),
     ("gemma3", "int8"),
     ("glm", "int4"),
     ("granite", "int8"),

@@ -21,7 +21,7 @@ from transformers import (
 
 VOCAB = 160
 TOKENS = 32
-OFFSET_NORMS = ("gemma3_text",)  # families whose norms' weights are stored minus one
+OFFSET_NORMS = ("gemma2", "gemma3_text")  # families whose norms' weights are stored minus one
 
 VISION: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"model_type": "siglip_vision_model"},
@@ -80,6 +80,31 @@ def _longrope() -> Case:
 CASES: Mapping[str, Case] = {
     "glm": Case("glm", {"head_dim": 32, "pad_token_id": 0}, torch.bfloat16),
     "helium": Case("helium", {"head_dim": 16, "pad_token_id": 0}),
+    "gemma2": Case(  # caps that scores and logits reach
+        "gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 6,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "rms_norm_eps": 0.05,
+            "tie_word_embeddings": True,
+        },
+        torch.bfloat16,
+    ),
+    "gemma2-uncapped": Case(
+        "gemma2",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
     "gemma3": Case(
         "gemma3_text",
         {

@@ -35,7 +35,7 @@ def generate(folder: Path, prompt: NDArray[np.int64], count: int) -> list[int]:
     [
         *("llama", "llama-tied", "mistral-window", "qwen2", "qwen2-window", "qwen3"),
         *("phi3", "granite", "smollm3", "ernie", "glm", "helium", "seed-oss"),
-        *("gemma3", "gemma3-linear", "gemma3-images", "olmo2", "olmo3"),
+        *("gemma2", "gemma3", "gemma3-linear", "gemma3-images", "olmo2", "olmo3"),
     ],
 )
 def test_generates_transformers_tokens(name: str, tmp_path: Path) -> None:

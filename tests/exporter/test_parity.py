@@ -22,6 +22,7 @@ Exported = tuple[PreTrainedModel, Artifact]
 
 
 FAST = {
+    "gemma2",
     "gemma3",
     "gemma3-images",
     "granite",

@@ -40,6 +40,7 @@ def test_every_rope_type_survives_json(kind: str) -> None:
 def test_what_artifacts_of_before_lack_is_written_where_it_is_something() -> None:
     new = {"output_norms": True, "inner_norm_eps": 1e-6, "hidden_act": "gelu_tanh"}
     newest = {"raw_inputs": True, "whole_qk_norm": True}
+    newest |= {"attention_softcap": 50.0, "logits_softcap": 30.0}
     spec = replace(SPEC, local_rope=rope("linear"), **new, **newest)
     stored = json.loads(json.dumps(spec.to_json()))
     assert ArchSpec.from_json(stored) == spec
@@ -135,6 +136,8 @@ def test_wrong_types_are_refused(key: str, value: Any) -> None:
         ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
         ({"inner_norm_eps": 0.0}, "inner_norm_eps"),
         ({"rotated_layers": (True,)}, "for 2 layers"),
+        ({"attention_softcap": 0.0}, "attention_softcap"),
+        ({"logits_softcap": -30.0}, "logits_softcap"),
         ({"raw_inputs": True, "residual_scale": 0.5}, "residual_scale needs norms"),
     ],
 )
