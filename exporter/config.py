@@ -325,6 +325,26 @@ def layer_windows(config: Config) -> tuple[int | None, ...]:
     return tuple(windows[kind] for kind in types)
 
 
+def windows_by_type(
+    config: Config, window: int | None, defaults: list[str]
+) -> tuple[int | None, ...]:
+    """The sliding window of each layer, as `layer_types` says, or `defaults` where absent.
+
+    Raises UnsupportedModelError for types that are not known, and layers that slide without
+    a window.
+    """
+    types = config.get("layer_types", list, defaults)
+    known = {"full_attention": None, "sliding_attention": window}
+    unknown = len(types) != len(defaults) or not all(str(kind) in known for kind in types)
+    if unknown or (window is None and "sliding_attention" in types):
+        raise UnsupportedModelError(
+            f"{config.path}: layer_types is {_short(types)} and sliding_window {window}; supported "
+            f"are {len(defaults)} entries (one a layer) from {sorted(known)}, and "
+            "sliding_attention only with a window."
+        )
+    return tuple(known[kind] for kind in types)
+
+
 def _short(value: Any, limit: int = 120) -> str:
     text = json.dumps(value)
     return text if len(text) <= limit else f"{text[:limit]}…"

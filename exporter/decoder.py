@@ -47,13 +47,13 @@ class _Decoder:
         delta = ""
         for layer in range(spec.num_layers):
             with g.scope(f"layers.{layer}"):
-                normed, hidden = self.norm(hidden, delta, f"layers.{layer}.input_norm")
-                attended = self.attention(layer, normed)
+                read, hidden = self.read(hidden, delta, f"layers.{layer}.input_norm")
+                attended = self.attention(layer, read)
                 if layer == spec.num_layers - 1 and select is not None:
                     attended, hidden = select(attended), select(hidden)
                 delta = self.output(f"layers.{layer}.o", attended)
-                normed, hidden = self.norm(hidden, delta, f"layers.{layer}.post_norm")
-                delta = self.mlp(layer, normed)
+                read, hidden = self.read(hidden, delta, f"layers.{layer}.post_norm")
+                delta = self.mlp(layer, read)
         normed, _ = self.norm(hidden, delta, FINAL_NORM)
         return normed
 
@@ -81,6 +81,14 @@ class _Decoder:
         )
         return g.node("Slice", [rows, start, stop, axis], name="embed.unpad")
 
+    def read(self, hidden: str, delta: str, role: str) -> tuple[str, str]:
+        """Add `delta` if there is one; returns (what attention or MLP reads, hidden)."""
+        if not self.spec.raw_inputs:
+            return self.norm(hidden, delta, role)
+        if delta:
+            hidden = self.g.node("Add", [hidden, delta], name="residual")
+        return hidden, hidden
+
     def norm(self, hidden: str, delta: str, role: str) -> tuple[str, str]:
         """Add `delta` if there is one, and normalize; returns (normed, hidden)."""
         weight = self.g.weight(self.weights.vectors[role])
@@ -90,10 +98,10 @@ class _Decoder:
             return ops.rms_norm(self.g, hidden, weight, epsilon, name), hidden
         return ops.skip_rms_norm(self.g, hidden, delta, weight, epsilon, name)
 
-    def attention(self, layer: int, normed: str) -> str:
+    def attention(self, layer: int, x: str) -> str:
         """Packed projection and attention; with QK-norm the heads are normalized between."""
         g, spec = self.g, self.spec
-        qkv = self.linear(f"layers.{layer}.qkv", normed)
+        qkv = self.linear(f"layers.{layer}.qkv", x)
         if not spec.qk_norm:
             return self.attend(layer, qkv)
         sizes = g.constant(np.array([spec.q_size, spec.kv_size, spec.kv_size], np.int64), "sizes")
@@ -103,17 +111,19 @@ class _Decoder:
         return self.attend(layer, (q, k, v))
 
     def head_norm(self, x: str, role: str, size: int) -> str:
-        """RMSNorm over each head of x [..., size]."""
+        """RMSNorm over each head of x [..., size], or over all of it."""
         g, name = self.g, role.rpartition(".")[2]
         weight = g.weight(self.weights.vectors[role])
+        if self.spec.whole_qk_norm:
+            return ops.rms_norm(g, x, weight, self.spec.inner_eps, name)
         heads = ops.reshape(g, x, (*self.leading, -1, self.spec.head_size), f"{name}.heads")
         normed = ops.rms_norm(g, heads, weight, self.spec.inner_eps, name)
         return ops.reshape(g, normed, (*self.leading, size), f"{name}.join")
 
-    def mlp(self, layer: int, normed: str) -> str:
+    def mlp(self, layer: int, x: str) -> str:
         """`down(act(gate) * up)`."""
         g = self.g
-        gate_up = self.linear(f"layers.{layer}.gate_up", normed)
+        gate_up = self.linear(f"layers.{layer}.gate_up", x)
         gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)
         activate = ops.silu if self.spec.hidden_act == "silu" else ops.gelu_tanh
         gated = g.node("Mul", [activate(g, gate), up], name="gated")
@@ -158,7 +168,11 @@ class _Decoder:
             values = self.tied_head(matrix, normed)
         else:
             values = self.linear(HEAD, normed)
-        g.node("Cast", [values], outputs=[names.LOGITS], name="head.cast", to=TensorProto.FLOAT)
+        cap, name = self.spec.logits_softcap, "head.cast"
+        if cap is not None:
+            values = ops.softcap(g, ops.cast(g, values, TensorProto.FLOAT, name), cap, "head.cap")
+            name = "head.capped"
+        g.node("Cast", [values], outputs=[names.LOGITS], name=name, to=TensorProto.FLOAT)
 
     def tied_head(self, matrix: StoredMatrix, normed: str) -> str:
         """A dense table [vocab, hidden] serves the embedding and, transposed, the head."""
@@ -258,6 +272,7 @@ def _attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
         num_heads=spec.num_heads,
         kv_num_heads=spec.num_kv_heads,
         scale=spec.attention_scale,
+        softcap=spec.attention_softcap,
         local_window_size=spec.sliding_window[layer],
         do_rotary=spec.rotates(layer),
         rotary_interleaved=spec.rope_of(layer).interleaved,

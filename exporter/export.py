@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from onnxport.errors import CheckpointError
@@ -85,9 +86,12 @@ def export_model(
             "onnxport itself serves the paged graph",
             *(GRAPH_FILES["gqa"], ROTARY_MULTIPLE, spec.head_size, spec.rope.rotary_dim),
         )
-    plan = plan_weights(spec, family.tensors)
     with Checkpoint.open(folder.path) as checkpoint:
-        _check_tensors(checkpoint, plan, spec, family.tensors)
+        names = family.names_in(checkpoint.names)
+        if family.head_tells and not config.has("tie_word_embeddings"):
+            spec = replace(spec, tie_word_embeddings=names.head not in checkpoint.names)
+        plan = plan_weights(spec, names)
+        _check_tensors(checkpoint, plan, spec, names)
         with ArtifactWriter(
             destination,
             overwrite=options.overwrite,
@@ -108,6 +112,12 @@ def _check_tensors(
     checkpoint.require(plan.shapes())
     unused = unused_tensors(checkpoint.names, plan, names, tied=spec.tie_word_embeddings)
     check_unused(unused, spec.family)
+    if left := sorted(name for name in checkpoint.names if name.startswith(names.left_out)):
+        logger.warning(
+            "%d tensors of the part that reads images are left out (%.2f GB, such as %s): the "
+            "artifact takes text alone",
+            *(len(left), sum(map(checkpoint.size_bytes, left)) / 1e9, left[0]),
+        )
     if spec.tie_word_embeddings and names.head in checkpoint.names:
         _check_same(checkpoint, names.embedding, names.head, spec)
 

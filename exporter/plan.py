@@ -62,11 +62,13 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
     scales = {} if spec.logits_scale is None else {FINAL_NORM: spec.logits_scale}
     for layer in range(spec.num_layers):
         role, prefix = f"layers.{layer}.", names.layer.format(layer)
-        vectors[role + "input_norm"] = (prefix + names.input_norm, spec.hidden_size)
-        vectors[role + "post_norm"] = (prefix + names.post_norm, spec.hidden_size)
+        if not spec.raw_inputs:
+            vectors[role + "input_norm"] = (prefix + names.input_norm, spec.hidden_size)
+            vectors[role + "post_norm"] = (prefix + names.post_norm, spec.hidden_size)
         if spec.qk_norm:
-            vectors[role + "q_norm"] = (prefix + names.q_norm, spec.head_size)
-            vectors[role + "k_norm"] = (prefix + names.k_norm, spec.head_size)
+            sizes = (spec.q_size, spec.kv_size) if spec.whole_qk_norm else (spec.head_size,) * 2
+            vectors[role + "q_norm"] = (prefix + names.q_norm, sizes[0])
+            vectors[role + "k_norm"] = (prefix + names.k_norm, sizes[1])
         if spec.output_norms:
             for name, tensor in (("o_norm", names.o_norm), ("down_norm", names.down_norm)):
                 vectors[role + name] = (prefix + tensor, spec.hidden_size)
@@ -102,13 +104,17 @@ def _layer_matrices(
 def unused_tensors(
     found: frozenset[str], plan: WeightPlan, names: TensorNames, *, tied: bool
 ) -> list[str]:
-    """Tensors of the checkpoint that nothing uses; known buffers and a tied head left out."""
+    """Tensors of the checkpoint that nothing uses, but for what is known.
+
+    That is buffers, a tied head, and the part that reads images.
+    """
     wanted = plan.shapes()
     return sorted(
         name
         for name in found
         if name not in wanted
         and not name.endswith(names.ignored)
+        and not name.startswith(names.left_out)
         and not (tied and name == names.head)
     )
 

@@ -59,16 +59,24 @@ def forward(
     tables = {one: rope.tables(one, spec.context_length, len(token_ids)) for one in spec.ropes}
     hidden = weights.embed(token_ids)
     for layer in range(spec.num_layers):
-        normed = _rms_norm(hidden, weights.vector(f"layers.{layer}.input_norm"), spec.rms_norm_eps)
-        attended = _attend(spec, layer, weights, normed, tables[spec.rope_of(layer)])
+        read = _read(spec, weights, f"layers.{layer}.input_norm", hidden)
+        attended = _attend(spec, layer, weights, read, tables[spec.rope_of(layer)])
         if layer == spec.num_layers - 1:  # what follows mixes no positions
             hidden, attended = hidden[logits_indices], attended[logits_indices]
         hidden = hidden + _output(spec, weights, f"layers.{layer}.o", attended)
-        normed = _rms_norm(hidden, weights.vector(f"layers.{layer}.post_norm"), spec.rms_norm_eps)
-        gate, up = np.split(weights.linear(f"layers.{layer}.gate_up", normed), 2, axis=-1)
+        read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
+        gate, up = np.split(weights.linear(f"layers.{layer}.gate_up", read), 2, axis=-1)
         gated = _ACTIVATIONS[spec.hidden_act](gate) * up
         hidden = hidden + _output(spec, weights, f"layers.{layer}.down", gated)
-    return weights.head(_rms_norm(hidden, weights.vector("final_norm"), spec.rms_norm_eps))
+    logits = weights.head(_rms_norm(hidden, weights.vector("final_norm"), spec.rms_norm_eps))
+    return _softcap(logits, spec.logits_softcap)
+
+
+def _read(spec: ArchSpec, weights: WeightSource, role: str, hidden: Array) -> Array:
+    """What attention or the feed-forward layer reads; [num_tokens, hidden]."""
+    if spec.raw_inputs:
+        return hidden
+    return _rms_norm(hidden, weights.vector(role), spec.rms_norm_eps)
 
 
 def _output(spec: ArchSpec, weights: WeightSource, role: str, x: Array) -> Array:
@@ -80,22 +88,27 @@ def _output(spec: ArchSpec, weights: WeightSource, role: str, x: Array) -> Array
 
 
 def _attend(
-    spec: ArchSpec, layer: int, weights: WeightSource, normed: Array, tables: tuple[Array, Array]
+    spec: ArchSpec, layer: int, weights: WeightSource, x: Array, tables: tuple[Array, Array]
 ) -> Array:
     """Causal self-attention; [num_tokens, hidden] to [num_tokens, q_size]."""
-    tokens = len(normed)
-    qkv = weights.linear(f"layers.{layer}.qkv", normed)
+    tokens = len(x)
+    qkv = weights.linear(f"layers.{layer}.qkv", x)
     edges = [spec.q_size, spec.q_size + spec.kv_size]
-    q, k, v = (part.reshape(tokens, -1, spec.head_size) for part in np.split(qkv, edges, axis=-1))
+    whole = np.split(qkv, edges, axis=-1)
+    heads = [part.reshape(tokens, -1, spec.head_size) for part in whole]
     if spec.qk_norm:
-        q = _rms_norm(q, weights.vector(f"layers.{layer}.q_norm"), spec.inner_eps)
-        k = _rms_norm(k, weights.vector(f"layers.{layer}.k_norm"), spec.inner_eps)
+        for at, name in enumerate(("q_norm", "k_norm")):
+            normed = whole[at] if spec.whole_qk_norm else heads[at]
+            normed = _rms_norm(normed, weights.vector(f"layers.{layer}.{name}"), spec.inner_eps)
+            heads[at] = normed.reshape(heads[at].shape)
+    q, k, v = heads
     if spec.rotates(layer):
         embedding = spec.rope_of(layer)
         q, k = _rotate(q, tables, embedding), _rotate(k, tables, embedding)
     shared = spec.num_heads // spec.num_kv_heads
     k, v = np.repeat(k, shared, axis=1), np.repeat(v, shared, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k) * np.float32(spec.scale)
+    scores = _softcap(scores, spec.attention_softcap)
     distance = np.arange(tokens)[:, None] - np.arange(tokens)
     window = spec.sliding_window[layer]
     visible = (distance >= 0) & (distance < (window or tokens))
@@ -104,6 +117,11 @@ def _attend(
     scores /= scores.sum(-1, keepdims=True)
     result: Array = np.einsum("hqk,khd->qhd", scores, v).reshape(tokens, spec.q_size)
     return result
+
+
+def _softcap(x: Array, cap: float | None) -> Array:
+    """`cap * tanh(x / cap)`, or x itself."""
+    return x if cap is None else np.float32(cap) * np.tanh(x / np.float32(cap))
 
 
 def _rotate(x: Array, tables: tuple[Array, Array], embedding: RopeSpec) -> Array:

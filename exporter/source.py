@@ -73,9 +73,13 @@ def check_tokenizer(folder: Path) -> None:
 def special_tokens(folder: Path) -> SpecialTokens:
     """Special token ids; `generation_config.json` goes before `config.json`, as in transformers.
 
+    The last to be asked is the `text_config` of a model that reads images, too.
+
     Raises CheckpointError for an id that is not an integer.
     """
     sources = [read_json(folder / name) for name in ("generation_config.json", "config.json")]
+    if isinstance(text := sources[-1].get("text_config"), dict):
+        sources.append(text)
 
     def find(key: str) -> tuple[int, ...]:
         for values in sources:

@@ -85,6 +85,13 @@ def gelu_tanh(g: GraphBuilder, x: str) -> str:
     return g.node("Gelu", [x], name="gelu", approximate="tanh")
 
 
+def softcap(g: GraphBuilder, x: str, cap: float, name: str = "softcap") -> str:
+    """`cap * tanh(x / cap)` of float32 x: what is small stays, and nothing exceeds the cap."""
+    over = g.node("Mul", [x, g.constant(np.array(1 / cap, np.float32), "over")], name=f"{name}.in")
+    bounded = g.node("Tanh", [over], name=f"{name}.tanh")
+    return g.node("Mul", [bounded, g.constant(np.array(cap, np.float32), "cap")], name=name)
+
+
 def cast(g: GraphBuilder, x: str, dtype: int, name: str = "cast") -> str:
     """Convert the elements of `x` to an ONNX element type."""
     return g.node("Cast", [x], name=name, to=dtype)

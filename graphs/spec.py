@@ -110,7 +110,7 @@ class ArchSpec:
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool  # RMSNorm over head_size on each query and key head, before RoPE
+    qk_norm: bool  # RMSNorm on queries and keys, before RoPE: see `whole_qk_norm`
     tie_word_embeddings: bool
     context_length: int  # longest sequence, rows of the cos and sin tables
     sliding_window: tuple[int | None, ...]  # per layer: visible tokens with the query's own, or all
@@ -122,6 +122,10 @@ class ArchSpec:
     output_norms: bool | None = None  # RMSNorm on what attention and MLP add; None: without
     inner_norm_eps: float | None = None  # of norms on heads and on outputs; None: rms_norm_eps
     local_rope: RopeSpec | None = None  # of layers with a sliding window; None: rope
+    raw_inputs: bool | None = None  # attention and MLP read the residual stream; None: norms of it
+    whole_qk_norm: bool | None = None  # over all heads of a token at once; None: over each head
+    attention_softcap: float | None = None  # c: QK^T, scaled, is c * tanh(it / c); None: as it is
+    logits_softcap: float | None = None  # likewise the logits
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -151,9 +155,12 @@ class ArchSpec:
             self.rotated_layers is None or len(self.rotated_layers) == self.num_layers,
             f"rotated_layers are {self.rotated_layers} for {self.num_layers} layers",
         )
+        for name in ("inner_norm_eps", "attention_softcap", "logits_softcap"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"{name} must be positive, is {value}")
         _require(
-            self.inner_norm_eps is None or self.inner_norm_eps > 0,
-            f"inner_norm_eps must be positive, is {self.inner_norm_eps}",
+            not self.raw_inputs or self.residual_scale is None,
+            "residual_scale needs norms on what layers read, and raw_inputs says there are none",
         )
         if self.hidden_act not in HIDDEN_ACTS:
             raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {HIDDEN_ACTS}")
@@ -276,11 +283,16 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "output_norms": (bool, _NONE),
     "inner_norm_eps": (float, _NONE),
     "local_rope": (dict, _NONE),
+    "raw_inputs": (bool, _NONE),
+    "whole_qk_norm": (bool, _NONE),
+    "attention_softcap": (float, _NONE),
+    "logits_softcap": (float, _NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
     *("residual_scale", "logits_scale", "rotated_layers"),
     *("output_norms", "inner_norm_eps", "local_rope"),
+    *("raw_inputs", "whole_qk_norm", "attention_softcap", "logits_softcap"),
 )
 _LATER_OF_ROPE: Final = ("factors",)
 

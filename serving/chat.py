@@ -32,6 +32,8 @@ RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 )
 _ASKS_FOR_NONE = re.compile(r"""(?<!\w)content['"]?\]?\s+is\s+(?:not\s+)?none""", re.IGNORECASE)
+_PARTS_OF_CONTENT = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(?:\.content\b|\[['"]content['"]\])""")
+_ASKS_FOR_TEXT = re.compile(r"\bis\s+(?:not\s+)?string\b")
 _MARK = "<|onnxport goes on here|> "  # the space tells whether messages are trimmed
 # A function that no text speaks of, to see whether a template does.
 _PROBE: Final[Mapping[str, Any]] = {
@@ -119,7 +121,8 @@ class ChatTemplate:
         """Return the prompt for a conversation.
 
         Args:
-            messages: in OpenAI's shape; lists of text parts are joined, `arguments` of earlier
+            messages: in OpenAI's shape; lists of text parts are joined (and given as one part to a
+                template that goes through parts and knows no plain text), `arguments` of earlier
                 tool calls are given to the template as objects (as text, where it cannot take
                 those), and a `developer` message is a
                 `system` message unless the template knows that role.
@@ -205,11 +208,13 @@ class _Knowledge:
 
     developer: bool
     no_content: bool  # asks whether the content is none, as that of tool calls is in OpenAI's API
+    parts_alone: bool  # goes through the parts of a content, and does not ask whether it is a text
     text_arguments: bool = False  # takes arguments of calls as JSON text, which most do not
 
     @classmethod
     def of(cls, source: str) -> _Knowledge:
-        return cls("developer" in source, bool(_ASKS_FOR_NONE.search(source)))
+        parts_alone = _PARTS_OF_CONTENT.search(source) and not _ASKS_FOR_TEXT.search(source)
+        return cls("developer" in source, bool(_ASKS_FOR_NONE.search(source)), bool(parts_alone))
 
 
 def _plain_message(message: Message, knows: _Knowledge) -> dict[str, Any]:
@@ -220,6 +225,8 @@ def _plain_message(message: Message, knows: _Knowledge) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if value is not None}
     no_content = knows.no_content and "content" not in plain and bool(plain.get("tool_calls"))
     plain["content"] = None if no_content else plain_text(plain.get("content", ""))
+    if knows.parts_alone and plain["content"]:
+        plain["content"] = [{"type": "text", "text": plain["content"]}]
     if plain.get("role") == "developer" and not knows.developer:
         plain["role"] = "system"
     if plain.get("tool_calls"):

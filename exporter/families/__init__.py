@@ -8,12 +8,15 @@ from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import (
     ernie4_5,
+    gemma2,
     gemma3,
     glm,
     granite,
     helium,
     llama,
     mistral,
+    olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen3,
@@ -24,12 +27,17 @@ from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
     ernie4_5.FAMILY,
+    gemma2.FAMILY,
     gemma3.FAMILY,
+    gemma3.WITH_IMAGES,
     glm.FAMILY,
     granite.FAMILY,
     helium.FAMILY,
     llama.FAMILY,
     mistral.FAMILY,
+    mistral.WITH_IMAGES,
+    olmo2.FAMILY,
+    olmo3.FAMILY,
     phi3.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,

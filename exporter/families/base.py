@@ -32,6 +32,7 @@ class TensorNames:
     down_norm: str = "post_feedforward_layernorm.weight"  # likewise
     norm_offset: float = 0.0  # what the weights of all norms lack
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # suffixes of buffers that we recompute
+    left_out: tuple[str, ...] = ()  # prefixes of the part that reads images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,3 +43,10 @@ class Family:
     architecture: str  # transformers' class
     spec: Callable[[Config, int | None], ArchSpec]  # (config, context length or None)
     tensors: TensorNames = TensorNames()
+    other_layouts: tuple[TensorNames, ...] = ()  # that its checkpoints may have instead
+    head_tells: bool = False  # without `tie_word_embeddings` a head is tied that is not stored
+
+    def names_in(self, found: frozenset[str]) -> TensorNames:
+        """The names that a checkpoint with the tensors `found` gives them."""
+        layouts = (self.tensors, *self.other_layouts)
+        return next((one for one in layouts if one.embedding in found), self.tensors)

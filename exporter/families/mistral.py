@@ -1,4 +1,4 @@
-"""Mistral 7B and its kin: Llama with one sliding window for every layer."""
+"""Mistral 7B and its kin: Llama with one sliding window for every layer; Mistral Small 3.1."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Final
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec
 from onnxport.exporter.families.base import Family
+from onnxport.exporter.families.wrapped import wrapped
 from onnxport.graphs.spec import ArchSpec
 
 
@@ -31,3 +32,12 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
 
 
 FAMILY: Final = Family(name="mistral", architecture="MistralForCausalLM", spec=read_spec)
+WITH_IMAGES: Final = wrapped(
+    FAMILY,
+    name="mistral3",
+    architecture="Mistral3ForConditionalGeneration",
+    image_keys=(
+        *("image_token_index", "multimodal_projector_bias", "projector_hidden_act"),
+        *("spatial_merge_size", "vision_config", "vision_feature_layer"),
+    ),
+)

@@ -90,7 +90,9 @@ def combinations(lane: Lane) -> Iterator[Combination]:
     is_copy = lane.emulated and lane.provider != WHOLE_EMULATION
     for family, precision in CASES:
         pair = (family, precision)
-        if precision not in lane.precisions or (is_copy and pair in ONCE):
+        if precision not in lane.precisions or family in lane.refused:
+            continue
+        if is_copy and pair in ONCE:
             continue
         if not found.is_software or pair in DIAGONAL:
             yield Combination(lane, family, precision)

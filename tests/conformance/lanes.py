@@ -50,6 +50,7 @@ class Lane:
     rule: Rule | None = None  # None: by the types that the model computes and stores
     emulated: bool = False
     precisions: tuple[str, ...] = PRECISIONS
+    refused: tuple[str, ...] = ()  # families that the device's attention does not take
 
     def look(self) -> Found:
         """What this machine has for it. This may start a device."""
@@ -95,9 +96,10 @@ def _cpu_lanes() -> list[Lane]:
 
 def _openvino_lanes() -> list[Lane]:
     exact = {"kv_cache_dtype": "float32", **FLOAT32_PRODUCTS}
+    refused = ("gemma2",)  # its attention caps no scores
     return [
-        Lane("openvino", "openvino", exact),
-        Lane("openvino-served", "openvino", {}, OPENVINO_COARSE),
+        Lane("openvino", "openvino", exact, refused=refused),
+        Lane("openvino-served", "openvino", {}, OPENVINO_COARSE, refused=refused),
     ]
 
 

@@ -28,9 +28,13 @@ DIAGONAL: Final = (
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
     ("ernie-biases", "int8"),
+    ("gemma2", "int8"),
+    ("gemma3", "int8"),
     ("glm", "int4"),
     ("granite", "int8"),
     ("helium", "fp16"),
+    ("olmo2", "int4"),
+    ("olmo3", "fp32"),
     ("phi3-longrope", "int4"),
     ("seed-oss", "fp16"),
     ("smollm3-window", "fp32"),

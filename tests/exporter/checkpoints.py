@@ -11,12 +11,22 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 VOCAB = 160
 TOKENS = 32
-OFFSET_NORMS = ("gemma3_text",)  # families whose norms' weights are stored minus one
+OFFSET_NORMS = ("gemma2", "gemma3_text")  # families whose norms' weights are stored minus one
 
+VISION: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {"model_type": "siglip_vision_model"},
+    "mistral3": {"model_type": "pixtral", "head_dim": 8},
+}
 BASE: Mapping[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -40,6 +50,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     shards: bool = False
     context_length: int | None = None  # of the export
+    inside: str | None = None  # a model that reads images, too
 
 
 def _rope(kind: str, **values: Any) -> Case:
@@ -69,6 +80,31 @@ def _longrope() -> Case:
 CASES: Mapping[str, Case] = {
     "glm": Case("glm", {"head_dim": 32, "pad_token_id": 0}, torch.bfloat16),
     "helium": Case("helium", {"head_dim": 16, "pad_token_id": 0}),
+    "gemma2": Case(  # caps that scores and logits reach
+        "gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 6,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "rms_norm_eps": 0.05,
+            "tie_word_embeddings": True,
+        },
+        torch.bfloat16,
+    ),
+    "gemma2-uncapped": Case(
+        "gemma2",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
     "gemma3": Case(
         "gemma3_text",
         {
@@ -94,6 +130,18 @@ CASES: Mapping[str, Case] = {
             "rope_theta": 500.0,
             "rope_local_base_freq": 40.0,
         },
+    ),
+    "gemma3-images": Case(
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "tie_word_embeddings": True,
+        },
+        torch.bfloat16,
+        inside="gemma3",
     ),
     "granite": Case(
         "granite",
@@ -138,6 +186,36 @@ CASES: Mapping[str, Case] = {
     "llama-yarn-given": _yarn(attention_factor=0.9, beta_fast=16.0, beta_slow=2.0),
     "mistral": Case("mistral", {"sliding_window": None}, torch.float16, shards=True),
     "mistral-window": Case("mistral", {"sliding_window": 7, "head_dim": 32}),
+    "mistral3": Case(
+        "mistral",
+        {"sliding_window": None, "head_dim": 32, "rms_norm_eps": 1e-5},
+        torch.bfloat16,
+        shards=True,
+        inside="mistral3",
+    ),
+    "olmo2": Case("olmo2", {"rms_norm_eps": 0.05}, torch.bfloat16),
+    "olmo2-biases": Case(
+        "olmo2",
+        {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
+        shards=True,
+    ),
+    "olmo3": Case(
+        "olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 6,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+        torch.bfloat16,
+    ),
     "phi3": Case("phi3", {"sliding_window": None, "pad_token_id": 0}, torch.bfloat16, shards=True),
     "phi3-window": Case("phi3", {"sliding_window": 6, "num_key_value_heads": 4, "pad_token_id": 0}),
     "phi3-longrope": _longrope(),
@@ -181,22 +259,40 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def make(case: Case, folder: Path, seed: int = 0) -> PreTrainedModel:
-    """Write the checkpoint; returns the model in float32, with the weights as written."""
-    config = AutoConfig.for_model(case.family, **{**BASE, **case.config})
+def configuration(case: Case) -> PreTrainedConfig:
+    """Transformers' configuration of a case."""
+    values = {**BASE, **case.config}
+    if case.inside is None:
+        return AutoConfig.for_model(case.family, **values)
+    vision = {
+        **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    }
+    return AutoConfig.for_model(
+        case.inside,
+        text_config={**values, "model_type": case.family},
+        vision_config=vision | VISION[case.inside],
+        tie_word_embeddings=values["tie_word_embeddings"],
+    )
+
+
+def make(case: Case, folder: Path, seed: int = 0, **saving: Any) -> PreTrainedModel:
+    """Write the checkpoint; returns the model in float32, with the weights as written.
+
+    `saving` is what `save_pretrained` is told besides.
+    """
+    models = AutoModelForCausalLM if case.inside is None else AutoModelForImageTextToText
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    model = models.from_config(configuration(case))
     for name, parameter in model.named_parameters():
         centre = 1.0 if "norm" in name and case.family not in OFFSET_NORMS else 0.0
         spread = 0.2 if parameter.ndim == 1 else 2 / parameter.shape[-1] ** 0.5
         parameter.data = torch.randn_like(parameter) * spread + centre
     model.to(case.dtype)
-    model.save_pretrained(folder, max_shard_size="20KB" if case.shards else "5GB")
+    model.save_pretrained(folder, max_shard_size="20KB" if case.shards else "5GB", **saving)
     model.generation_config.save_pretrained(folder)
     # loaded anew: `model.float()` would not bring back the RoPE buffers, which `to` rounded
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    return models.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def edit_config(folder: Path, **values: Any) -> None:

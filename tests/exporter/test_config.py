@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import FAMILIES, find_family
 from onnxport.graphs.spec import ArchSpec
-from tests.exporter.checkpoints import BASE, CASES
+from tests.exporter.checkpoints import CASES, configuration
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -77,14 +76,16 @@ def test_defaults() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_transformers_own_files_are_understood(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    peer = AutoConfig.for_model(case.family, **{**BASE, **case.config})
-    peer.architectures = [one.architecture for one in FAMILIES if one.name == case.family]
+    peer = configuration(case)
+    name = case.inside or case.family
+    peer.architectures = [one.architecture for one in FAMILIES if one.name == name]
     peer.save_pretrained(tmp_path)
     config = Config.read(tmp_path)
     family = find_family(config)
     spec = family.spec(config, None)
     config.check_all_used(family.name)
     assert spec.family == case.family
+    peer = peer.get_text_config()
     assert spec.num_kv_heads == peer.num_key_value_heads
     assert spec.head_size == getattr(peer, "head_dim", None) or 16
 

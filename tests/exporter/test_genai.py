@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,13 +35,13 @@ def generate(folder: Path, prompt: NDArray[np.int64], count: int) -> list[int]:
     [
         *("llama", "llama-tied", "mistral-window", "qwen2", "qwen2-window", "qwen3"),
         *("phi3", "granite", "smollm3", "ernie", "glm", "helium", "seed-oss"),
-        *("gemma3", "gemma3-linear"),
+        *("gemma2", "gemma3", "gemma3-linear", "gemma3-images", "olmo2", "olmo3"),
     ],
 )
 def test_generates_transformers_tokens(name: str, tmp_path: Path) -> None:
     case = checkpoints.CASES[name]
-    quiet = checkpoints.Case(  # no end token, so that the length is known
-        case.family, {**case.config, "eos_token_id": checkpoints.VOCAB - 1}, case.dtype, case.shards
+    quiet = replace(  # no end token, so that the length is known
+        case, config={**case.config, "eos_token_id": checkpoints.VOCAB - 1}
     )
     model = checkpoints.make(quiet, tmp_path / "checkpoint")
     path = export_model(

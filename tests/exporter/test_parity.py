@@ -22,11 +22,15 @@ Exported = tuple[PreTrainedModel, Artifact]
 
 
 FAST = {
+    "gemma2",
     "gemma3",
+    "gemma3-images",
     "granite",
     "llama",
     "llama-mqa-biases",
     "mistral-window",
+    "olmo2",
+    "olmo3",
     "phi3-longrope",
     "qwen2",
     "qwen3",

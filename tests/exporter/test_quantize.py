@@ -161,9 +161,12 @@ VARIANTS = [
     ("gemma3", ExportOptions(precision="int4", group_size=32)),
     ("gemma3", ExportOptions(precision="fp16")),
     ("gemma3-linear", ExportOptions(precision="int8", group_size=64)),
+    ("olmo2", ExportOptions(precision="int8", group_size=32)),
+    ("olmo3", ExportOptions(precision="fp16")),
+    ("gemma2", ExportOptions(precision="int4", group_size=32)),
 ]
-# Each precision; each checkpoint but for qwen3-biases and gemma3-linear.
-FAST = (0, 1, 2, 6, 7, 8, 9, 11, 12, 14, 15)
+# Each precision; each checkpoint but for qwen3-biases, gemma3-linear and olmo3.
+FAST = (0, 1, 2, 6, 7, 8, 9, 11, 12, 14, 15, 17, 19)
 
 
 @pytest.mark.parametrize(

@@ -39,15 +39,18 @@ def test_every_rope_type_survives_json(kind: str) -> None:
 
 def test_what_artifacts_of_before_lack_is_written_where_it_is_something() -> None:
     new = {"output_norms": True, "inner_norm_eps": 1e-6, "hidden_act": "gelu_tanh"}
-    spec = replace(SPEC, local_rope=rope("linear"), **new)
+    newest = {"raw_inputs": True, "whole_qk_norm": True}
+    newest |= {"attention_softcap": 50.0, "logits_softcap": 30.0}
+    spec = replace(SPEC, local_rope=rope("linear"), **new, **newest)
     stored = json.loads(json.dumps(spec.to_json()))
     assert ArchSpec.from_json(stored) == spec
-    later = {"output_norms", "inner_norm_eps", "local_rope"}
+    later = {"output_norms", "inner_norm_eps", "local_rope", *newest}
     assert stored.keys() - SPEC.to_json().keys() == later
     for key in later:
         del stored[key]
     assert ArchSpec.from_json(stored) == replace(SPEC, hidden_act="gelu_tanh")
-    for key, wrong in (("local_rope", []), ("output_norms", 1), ("inner_norm_eps", "1")):
+    wrongs = {"local_rope": [], "output_norms": 1, "inner_norm_eps": "1", "raw_inputs": 1}
+    for key, wrong in wrongs.items():
         with pytest.raises(ArtifactError, match=key):
             ArchSpec.from_json(SPEC.to_json() | {key: wrong})
 
@@ -133,6 +136,9 @@ def test_wrong_types_are_refused(key: str, value: Any) -> None:
         ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
         ({"inner_norm_eps": 0.0}, "inner_norm_eps"),
         ({"rotated_layers": (True,)}, "for 2 layers"),
+        ({"attention_softcap": 0.0}, "attention_softcap"),
+        ({"logits_softcap": -30.0}, "logits_softcap"),
+        ({"raw_inputs": True, "residual_scale": 0.5}, "residual_scale needs norms"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -128,6 +128,92 @@ def test_content_parts_are_joined_and_others_refused() -> None:
         template.render([{"role": "user", "content": image}])
 
 
+# Of models that read images, shortened: contents are texts, or parts of them.
+GEMMA = """{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- if messages[0]['content'] is string -%}
+        {%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}
+    {%- else -%}
+        {%- set first_user_prefix = messages[0]['content'][0]['text'] + '\n\n' -%}
+    {%- endif -%}
+    {%- set loop_messages = messages[1:] -%}
+{%- else -%}
+    {%- set first_user_prefix = "" -%}
+    {%- set loop_messages = messages -%}
+{%- endif -%}
+{%- for message in loop_messages -%}
+    {%- set role = "model" if message['role'] == 'assistant' else message['role'] -%}
+    {{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else "") }}
+    {%- if message['content'] is string -%}
+        {{ message['content'] | trim }}
+    {%- elif message['content'] is iterable -%}
+        {%- for item in message['content'] -%}
+            {%- if item['type'] == 'image' -%}
+                {{ '<start_of_image>' }}
+            {%- elif item['type'] == 'text' -%}
+                {{ item['text'] | trim }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{ raise_exception("Invalid content type") }}
+    {%- endif -%}
+    {{ '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}"""
+MISTRAL = """{{- bos_token }}
+{%- for message in messages %}
+    {%- if message['role'] == 'system' %}
+        {%- if message['content'] is string %}
+            {{- '[SYSTEM_PROMPT]' + message['content'] + '[/SYSTEM_PROMPT]' }}
+        {%- else %}
+            {{- '[SYSTEM_PROMPT]' + message['content'][0]['text'] + '[/SYSTEM_PROMPT]' }}
+        {%- endif %}
+    {%- elif message['role'] == 'user' %}
+        {%- if message['content'] is string %}
+            {{- '[INST]' + message['content'] + '[/INST]' }}
+        {%- else %}
+            {{- '[INST]' }}
+            {%- for block in message['content'] %}
+                {%- if block['type'] == 'text' %}
+                    {{- block['text'] }}
+                {%- elif block['type'] in ['image', 'image_url'] %}
+                    {{- '[IMG]' }}
+                {%- else %}
+                    {{- raise_exception('Only text and image blocks are supported!') }}
+                {%- endif %}
+            {%- endfor %}
+            {{- '[/INST]' }}
+        {%- endif %}
+    {%- else %}
+        {{- message['content'] + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+PARTS_ALONE = """{% for message in messages %}<{{ message.role }}>
+{%- for part in message.content %}{% if part['type'] == 'text' %}{{ part.text }}{% endif %}
+{%- endfor %}</s>{% endfor %}"""
+
+
+@pytest.mark.parametrize("source", [GEMMA, MISTRAL, PARTS_ALONE])
+def test_templates_of_models_that_read_images_take_texts_and_parts(
+    reference: Any, source: str
+) -> None:
+    in_parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in TURNS]
+    expected = reference.apply_chat_template(
+        in_parts if source == PARTS_ALONE else TURNS,
+        chat_template=source,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert all(one["content"].strip() in expected for one in TURNS)
+    template = ChatTemplate({"default": source}, TOKENS)
+    assert template.render(TURNS) == template.render(in_parts) == expected
+    goes_on = template.render(TURNS, None, False, continue_final_message=True)
+    assert goes_on.endswith("Why?")
+    image = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "x"}}]
+    with pytest.raises(RequestError, match="this model reads text alone"):
+        template.render([{"role": "user", "content": image}])
+
+
 def test_null_content_is_empty_text() -> None:
     template = ChatTemplate({"default": CHATML})
     text = template.render([USER, {"role": "assistant", "content": None}])

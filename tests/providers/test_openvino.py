@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from onnxport.errors import CapacityError, DeviceLostError, ProviderError
+from onnxport.errors import ArtifactError, CapacityError, DeviceLostError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.openvino import convert
@@ -65,7 +65,7 @@ def logits(model: Model) -> NDArray[np.float32]:
     "case",
     [
         *("qwen2-ragged", "llama-yarn", "qwen3-window", "phi3-longrope"),
-        *("ernie", "gemma3", "gemma3-linear", "granite", "smollm3-window"),
+        *("ernie", "gemma3", "gemma3-linear", "granite", "olmo2-biases", "olmo3", "smollm3-window"),
     ],
 )
 def test_odd_shapes_are_exact_too(tiny_artifact: ArtifactMaker, case: str) -> None:
@@ -74,6 +74,14 @@ def test_odd_shapes_are_exact_too(tiny_artifact: ArtifactMaker, case: str) -> No
         expected = logits(cpu)
     with opened(path, **EXACT) as model:
         np.testing.assert_allclose(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_scores_that_are_capped_are_refused(tiny_artifact: ArtifactMaker) -> None:
+    with (
+        pytest.raises(ArtifactError, match=r"softcap.*use another provider"),
+        opened(tiny_artifact("gemma2", "int4")),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("options", [EXACT, {}])

@@ -1,0 +1,96 @@
+"""Models that read images around a text model, which is the part of them that is exported.
+
+Their `config.json` holds that of the text model in `text_config`. Its tensors have one of two
+layouts: transformers writes `language_model.model.…` and `language_model.lm_head.weight`, and its
+own modules, in which some checkpoints were saved, have `model.language_model.…` and
+`lm_head.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from onnxport.errors import UnsupportedModelError
+from onnxport.exporter.config import Config
+from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.graphs.spec import ArchSpec
+
+TEXT_CONFIG: Final = "text_config"
+_OF_IMAGES: Final = ("vision_tower.", "multi_modal_projector.")
+
+
+def wrapped(
+    text: Family,
+    *,
+    name: str,
+    architecture: str,
+    image_keys: Collection[str],
+    defaults: Mapping[str, Any] | None = None,
+) -> Family:
+    """The family of a model around one of the family `text`.
+
+    Args:
+        text: The text model's family.
+        name: transformers' model_type.
+        architecture: transformers' class.
+        image_keys: Keys of its configuration that are about images alone.
+        defaults: Keys of `text_config` that checkpoints leave out, with what they then are.
+    """
+
+    def read_spec(config: Config, context_length: int | None) -> ArchSpec:
+        for key in image_keys:
+            config.get(key, object, None)
+        inner = Config(
+            {
+                **(defaults or {}),
+                **config.require(TEXT_CONFIG, dict),
+                # transformers reads that of the whole model; where it is absent the head tells
+                "tie_word_embeddings": config.get("tie_word_embeddings", bool, True),
+            },
+            config.path / TEXT_CONFIG,
+        )
+        model_type = inner.get("model_type", str, text.name)
+        if model_type != text.name:
+            raise UnsupportedModelError(
+                f"{inner.path} is of the model_type {model_type!r}; supported in a {architecture} "
+                f"is {text.name!r}."
+            )
+        spec = text.spec(inner, context_length)
+        inner.check_all_used(text.name)
+        return spec
+
+    return Family(
+        name=name,
+        architecture=architecture,
+        spec=read_spec,
+        tensors=_older(text.tensors),
+        other_layouts=(_newer(text.tensors),),
+        head_tells=True,
+    )
+
+
+def _older(names: TensorNames) -> TensorNames:
+    prefix = "language_model."
+    return replace(
+        names,
+        embedding=prefix + names.embedding,
+        final_norm=prefix + names.final_norm,
+        head=prefix + names.head,
+        layer=prefix + names.layer,
+        left_out=_OF_IMAGES,
+    )
+
+
+def _newer(names: TensorNames) -> TensorNames:
+    def moved(name: str) -> str:
+        return f"model.language_model.{name.removeprefix('model.')}"
+
+    return replace(
+        names,
+        embedding=moved(names.embedding),
+        final_norm=moved(names.final_norm),
+        layer=moved(names.layer),
+        left_out=tuple(f"model.{prefix}" for prefix in _OF_IMAGES),
+    )
