@@ -74,6 +74,7 @@ def test_every_feature_can_be_loaded(tiny_artifact: ArtifactMaker, name: str) ->
             assert model.capabilities.attention == attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTS)
 def test_what_goes_together_is_what_loads(tiny_artifact: ArtifactMaker, name: str) -> None:
     path, found = tiny_artifact("llama", "fp32"), features(name)

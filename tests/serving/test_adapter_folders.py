@@ -215,7 +215,7 @@ def test_the_fingerprint_is_of_what_is_computed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config",
     every(
-        2,
+        4,
         [
             {"target_modules": r"(.*)*X"},
             {"exclude_modules": r"((.*\.?)*q_proj)*X"},
