@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from onnxport.errors import AdapterError, CapacityError
 from onnxport.serving.http.errors import ApiError
-from onnxport.serving.http.generation import Service
+from onnxport.serving.http.service import Service
 
 Text = Annotated[str, Field(min_length=1)]
 

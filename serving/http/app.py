@@ -22,9 +22,10 @@ from onnxport.serving.http import (
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.completion_request import CompletionRequest
 from onnxport.serving.http.defaults import SamplingDefaults
-from onnxport.serving.http.generation import DisconnectedError, Engine, Service
+from onnxport.serving.http.generation import DisconnectedError
 from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from onnxport.serving.http.responses_request import ResponsesRequest
+from onnxport.serving.http.service import Engine, Service
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.metrics import Metrics
 from onnxport.serving.reasoning import AUTO, reasoning_format

@@ -19,7 +19,6 @@ from onnxport.serving.http.generation import (
     Collected,
     Header,
     Job,
-    Service,
     collect,
     generate,
     token_logprobs,
@@ -28,6 +27,7 @@ from onnxport.serving.http.generation import (
 from onnxport.serving.http.logprobs import chat_logprobs, prompt_entries
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
+from onnxport.serving.http.service import Service
 from onnxport.serving.http.tool_calls import Parsed, ToolCallParser
 from onnxport.serving.http.tool_formats.base import Functions, ParsedCall
 from onnxport.serving.outputs import CompletionDelta

@@ -18,7 +18,6 @@ from onnxport.serving.http.generation import (
     Collected,
     Header,
     Job,
-    Service,
     Usage,
     collect,
     generate,
@@ -32,6 +31,7 @@ from onnxport.serving.http.logprobs import (
     prompt_entries,
 )
 from onnxport.serving.http.middleware import key_tenant
+from onnxport.serving.http.service import Service
 from onnxport.serving.outputs import TokenLogprobs
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onnxport.serving.detokenizer import REPLACEMENT
-from onnxport.serving.http.generation import Tokenizer
+from onnxport.serving.http.service import Tokenizer
 from onnxport.serving.outputs import Logprob, TokenLogprobs
 
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # OpenAI's, of completions

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from onnxport.serving.http.chat_messages import REASONING_NAMES
-from onnxport.serving.http.generation import Job, Service, Tokenizer, Usage
+from onnxport.serving.http.generation import Job, Usage
+from onnxport.serving.http.service import Service, Tokenizer
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.reasoning import ReasoningSplitter, Thought

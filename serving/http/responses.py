@@ -16,17 +16,12 @@ from onnxport.errors import RequestError
 from onnxport.serving.http import chat_completions, sse
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.errors import ApiError, to_api_error
-from onnxport.serving.http.generation import (
-    Job,
-    Service,
-    generate,
-    token_logprobs,
-    unless_disconnected,
-)
+from onnxport.serving.http.generation import Job, generate, token_logprobs, unless_disconnected
 from onnxport.serving.http.logprobs import chat_logprobs
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
 from onnxport.serving.http.responses_request import ResponsesRequest, as_chat, renamed
+from onnxport.serving.http.service import Service
 from onnxport.serving.http.tool_calls import Parsed, ToolCallParser
 from onnxport.serving.http.tool_formats.base import ParsedCall
 from onnxport.serving.outputs import CompletionDelta

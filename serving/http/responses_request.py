@@ -10,8 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, PlainValidator, TypeAdapter, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationError, model_validator
 
 from onnxport.errors import RequestError
 from onnxport.serving.chat import plain_text
@@ -19,6 +18,15 @@ from onnxport.serving.http.chat_request import ChatRequest, Effort
 from onnxport.serving.http.errors import JSON, validation_error
 from onnxport.serving.http.fields import LABELS, check_json, check_neutral
 from onnxport.serving.http.protocol import Strict
+from onnxport.serving.http.responses_items import (
+    CallItem,
+    Given,
+    Item,
+    MessageItem,
+    ReasoningItem,
+    ResultItem,
+    text_or,
+)
 from onnxport.serving.params import MAX_LOGPROBS
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -61,167 +69,7 @@ CALLED: Final[Mapping[str, str]] = {
 _OF_FUNCTION: Final = re.compile(r"^(tools\.[0-9]+)\.function")  # a level that tools lack here
 
 
-class _Given(Strict):
-    """What clients send back of what they got: nulls say nothing."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        return {name: value for name, value in body.items() if value is not None}
-
-
-class TextPart(_Given):
-    """A text of a message. Annotations there are none here, and log probabilities say nothing."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: list[Any] = Field(default=[], max_length=0)
-    logprobs: Any = None
-
-    def plain(self) -> dict[str, Any]:
-        """Return it as a chat has it."""
-        return {"type": "text", "text": self.text}
-
-
-class RefusalPart(_Given):
-    """What an assistant said in place of an answer."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    def plain(self) -> dict[str, Any]:
-        """Return it as a chat has it."""
-        return {"type": "refusal", "refusal": self.refusal}
-
-
-def _by_type(kinds: Mapping[str | None, type[_Given]], what: str, advice: str) -> PlainValidator:
-    """Return a validator of objects that their type says the model of.
-
-    Args:
-        kinds: the model of each type; that of None is of objects without one.
-        what: they are, for errors.
-        advice: what to send in place of one of another type.
-    """
-
-    def validate(value: Any) -> _Given:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind not in kinds:
-            found = repr(kind[:40])
-            raise RequestError(f"{what} of type {found} was given; {advice}", "input")
-        if not isinstance(value, dict) or not isinstance(kind, str | None) or kind not in kinds:
-            raise PydanticCustomError("object", "should be an object with a type")
-        return kinds[kind].model_validate(value)
-
-    return PlainValidator(validate)
-
-
-def _text_or(several: Any, what: str) -> PlainValidator:
-    """Return a validator of texts and of lists; what is wrong in a list is told by its place.
-
-    Args:
-        several: the type of the lists.
-        what: is expected, for errors.
-    """
-    lists: TypeAdapter[Any] = TypeAdapter(several)
-
-    def validate(value: Any) -> Any:
-        if isinstance(value, str):
-            return value
-        if isinstance(value, list):
-            return lists.validate_python(value)
-        raise PydanticCustomError("union", "should be {what}", {"what": what})
-
-    return PlainValidator(validate)
-
-
-Part = Annotated[
-    TextPart | RefusalPart,
-    _by_type(
-        {**dict.fromkeys(("input_text", "output_text", "text"), TextPart), "refusal": RefusalPart},
-        "a part",
-        'models here read text alone. Send parts of type "input_text"',
-    ),
-]
-Content = Annotated[str | list[Part], _text_or(list[Part], "a text or a list of parts")]
-
-
-class MessageItem(_Given):
-    """A message, of the client or of an earlier response."""
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Content
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-
-
-class ReasoningPart(_Given):
-    """A text of reasoning."""
-
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class ReasoningItem(_Given):
-    """The reasoning of an earlier response, which is given to the model; summaries are not.
-
-    What another server has encrypted cannot be read here.
-    """
-
-    type: Literal["reasoning"]
-    content: list[ReasoningPart] = Field(default=[])
-    summary: list[Any] = Field(default=[])
-    encrypted_content: None = None
-    id: str | None = None
-    status: str | None = None
-
-    @property
-    def text(self) -> str:
-        """What was thought."""
-        return "\n".join(part.text for part in self.content)
-
-
-class CallItem(_Given):
-    """A function that an earlier response called."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-    id: str | None = None
-    status: str | None = None
-
-
-class ResultItem(_Given):
-    """What a called function gave."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Content
-    id: str | None = None
-    status: str | None = None
-
-
-Item = Annotated[
-    MessageItem | ReasoningItem | CallItem | ResultItem,
-    _by_type(
-        {
-            **dict.fromkeys((None, "message"), MessageItem),
-            "reasoning": ReasoningItem,
-            "function_call": CallItem,
-            "function_call_output": ResultItem,
-        },
-        "an item",
-        "send items of the types message, reasoning, function_call and function_call_output. This "
-        "server keeps no items, and has no tools of its own",
-    ),
-]
-
-
-class FunctionTool(_Given):
+class FunctionTool(Given):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -231,7 +79,7 @@ class FunctionTool(_Given):
     strict: bool | None = None
 
 
-class TextFormat(_Given):
+class TextFormat(Given):
     """The form of the text; that of a schema is enforced whatever `strict` says."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -260,14 +108,14 @@ class TextFormat(_Given):
         return {"type": self.type, "json_schema": named}
 
 
-class TextOptions(_Given):
+class TextOptions(Given):
     """How the text is to be."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(_Given):
+class ReasoningOptions(Given):
     """How much is thought. There are no summaries."""
 
     effort: Effort | None = None
@@ -281,7 +129,7 @@ class ResponsesRequest(Strict):
     model: str
     input: Annotated[
         str | list[Item],
-        _text_or(Annotated[list[Item], Field(min_length=1)], "a text or a list of items"),
+        text_or(Annotated[list[Item], Field(min_length=1)], "a text or a list of items"),
     ]
     instructions: str | None = None
     max_output_tokens: int | None = None

@@ -18,8 +18,8 @@ from onnxport.serving.http.chat_messages import (
     told,
 )
 from onnxport.serving.http.fields import are_ids, check_json
-from onnxport.serving.http.generation import Service
 from onnxport.serving.http.protocol import Strict
+from onnxport.serving.http.service import Service
 
 MOST_TOKENS: Final = 1 << 20  # that are encoded: more than a context, for whoever counts a document
 

@@ -1,0 +1,184 @@
+"""What every endpoint is given: the engine, what it serves, and how that reads and writes text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from onnxport.providers.base import Capabilities
+from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.events import Listener
+from onnxport.serving.fallback import Loss
+from onnxport.serving.http.defaults import SamplingDefaults
+from onnxport.serving.http.errors import ApiError, shortened
+from onnxport.serving.http.tool_formats.syntax import ToolSyntax
+from onnxport.serving.outputs import CompletionDelta
+from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.reasoning import ReasoningFormat
+from onnxport.serving.stats import EngineStats
+from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.text import Pieces
+
+
+class Tokenizer(Protocol):
+    """What the server asks of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        ...
+
+    def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Return the token ids of each text."""
+        ...
+
+    def check_length(self, text: str, most_tokens: int) -> None:
+        """Refuse a text that so many tokens cannot hold."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+        ...
+
+    def decode_prompt(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of a prompt, without a part of a character at its end."""
+        ...
+
+    def token_spelling(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary spells it."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, as log probabilities name it."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character."""
+        ...
+
+    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Pieces:
+        """Return what gives the text of the tokens that follow `prompt`."""
+        ...
+
+    def token_to_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it."""
+        ...
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is no text."""
+        ...
+
+
+class Engine(Protocol):
+    """What the server asks of the engine."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What was loaded."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None for a model without."""
+        ...
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are accepted."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine can do nothing more; None while it can."""
+        ...
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        """The providers that were lost, or never loaded, the latest last."""
+        ...
+
+    @property
+    def most_prompts(self) -> int:
+        """Most requests that one client can have waiting, when nobody else has any."""
+        ...
+
+    @property
+    def adapters(self) -> Sequence[Adapter]:
+        """The LoRA adapters that requests may pick."""
+        ...
+
+    async def load_adapter(self, name: str, path: Path, *, in_place: bool = False) -> Adapter:
+        """Load an adapter from a folder of this machine."""
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Let no more requests find an adapter."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return the engine's counters."""
+        ...
+
+    async def compile(self, form: StructuredOutputs) -> None:
+        """Have the grammar of requests compiled, so that `stream` need not wait for it."""
+        ...
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """Check a request now; yield the deltas of all its completions.
+
+        Closing the generator aborts the request.
+        """
+        ...
+
+    def add_listener(self, listener: Listener) -> None:
+        """Tell `listener` from now on what happens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What every endpoint needs."""
+
+    engine: Engine
+    model_name: str
+    template: ChatTemplate
+    defaults: SamplingDefaults
+    request_timeout_s: float | None = None  # of requests that give none
+    tools: ToolSyntax = field(default_factory=ToolSyntax)  # how the model calls tools
+    reasoning: ReasoningFormat | None = None  # None: it is not told from the answer
+    started_s: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of a model that serves text."""
+        tokenizer = self.engine.tokenizer
+        assert tokenizer is not None, "a server needs a model with a tokenizer"
+        return tokenizer
+
+    def adapter_of(self, model: str) -> str | None:
+        """Return the adapter that a request picks by its model; None for the model itself.
+
+        Raises:
+            ApiError: a 404, neither has this name.
+        """
+        names = [adapter.name for adapter in self.engine.adapters]
+        if model != self.model_name and model not in names:
+            served = ", ".join(repr(name) for name in (self.model_name, *names))
+            raise ApiError(
+                404,
+                f"the model {shortened(model)!r} is not served here; this server has {served}",
+                "model",
+                "model_not_found",
+            )
+        return None if model == self.model_name else model
