@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from onnxport.graphs.lora import PROJECTIONS, LoraAdapter, LoraDelta, Projection
 from onnxport.graphs.spec import ArchSpec
 from onnxport.serving.adapters.patterns import check_time
 from onnxport.serving.adapters.peft_config import PeftConfig, read_config, read_file
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE: Final = "adapter_model.safetensors"
 
@@ -41,7 +44,11 @@ _JOINED: Final[Mapping[str, _Modules]] = {  # of families whose modules are not 
         "mlp.down_proj": ("down_proj",),
     },
 }
-_OTHERS: Final = ("model.embed_tokens", "lm_head")  # linear too, and not to be adapted here
+# Where the decoder is in the model that was trained: a text model, and one that reads images, as
+# its modules are called and as older releases of transformers called them.
+_PARENTS: Final = ("model", "model.language_model", "language_model.model")
+_HEADS: Final[Mapping[str, str]] = {"language_model.model": "language_model.lm_head"}
+_OF_IMAGES: Final = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
 _DTYPES: Final[Mapping[str, Any]] = {
     "F32": np.float32,
     "F16": np.float16,
@@ -73,15 +80,22 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
             fit the model; says what was found and what fits.
     """
     config = read_config(folder)
-    pairs = _pairs(folder, _read_tensors(folder))
+    pairs = _of_text(folder, _pairs(folder, _read_tensors(folder)))
     of_layer = _JOINED.get(base.family, _APART)
+    parent = next(
+        (one for one in _PARENTS if any(name.startswith(f"{one}.layers.") for name in pairs)),
+        _PARENTS[0],
+    )
     modules = {
-        f"model.layers.{layer}.{module}": (layer, names)
+        f"{parent}.layers.{layer}.{module}": (layer, names)
         for layer in range(base.num_layers)
         for module, names in of_layer.items()
     }
-    check_time(config.path, config.expressions, [*modules, *_OTHERS])
+    # linear too, and not to be adapted here
+    others = (f"{parent}.embed_tokens", _HEADS.get(parent, "lm_head"))
+    check_time(config.path, config.expressions, [*modules, *others])
     shapes = projection_shapes(base)
+    _check_others(config, others, base)
     _check_modules(folder, config, pairs, set(modules), base)
     _check_shapes(
         folder, config, pairs, {each: _joined(shapes, modules[each][1]) for each in pairs}
@@ -173,6 +187,34 @@ def _pairs(folder: Path, tensors: Mapping[str, Array]) -> dict[str, tuple[Array,
     return {name: (parts["A"], parts["B"]) for name, parts in found.items()}
 
 
+def _of_text(
+    folder: Path, pairs: Mapping[str, tuple[Array, Array]]
+) -> Mapping[str, tuple[Array, Array]]:
+    """The modules but for those that read images, which is not done here."""
+    kept = {name: pair for name, pair in pairs.items() if not _OF_IMAGES.match(name)}
+    if left_out := len(pairs) - len(kept):
+        logger.warning(
+            "%s adapts %d modules that read images too; they are left out, for text alone is read",
+            folder,
+            left_out,
+        )
+    if not kept:
+        raise AdapterError(
+            f"{folder} adapts nothing but modules that read images; only text is read here"
+        )
+    return kept
+
+
+def _check_others(config: PeftConfig, others: Iterable[str], base: ArchSpec) -> None:
+    """Refuse a config that calls for modules that no provider adapts."""
+    if targets := [name for name in others if config.is_target(name)]:
+        adapted = [name.rpartition(".")[2] for name in _JOINED.get(base.family, _APART)]
+        raise AdapterError(
+            f"{config.path} targets {', '.join(targets)}; only {', '.join(adapted)} can be "
+            "adapted: merge the adapter into its model, and export that"
+        )
+
+
 def _check_modules(
     folder: Path,
     config: PeftConfig,
@@ -181,12 +223,6 @@ def _check_modules(
     base: ArchSpec,
 ) -> None:
     """Refuse tensors of modules that are not the model's, or not those the config calls for."""
-    if others := [name for name in _OTHERS if config.is_target(name)]:
-        adapted = [name.rpartition(".")[2] for name in _JOINED.get(base.family, _APART)]
-        raise AdapterError(
-            f"{config.path} targets {', '.join(others)}; only {', '.join(adapted)} can be adapted: "
-            "merge the adapter into its model, and export that"
-        )
     wanted = {name for name in known if config.is_target(name)}
     layers = f"this model is a {base.family} with layers 0 to {base.num_layers - 1}"
     for names, what in (

@@ -107,6 +107,59 @@ def test_modules_that_compute_several_projections(tmp_path: Path, family: str, c
         read_adapter(tmp_path, WIDER)
 
 
+PARENTS = ("model.language_model", "language_model.model")
+
+
+def of_model_that_reads_images(tensors: Tensors, parent: str) -> Tensors:
+    """As PEFT saves adapters of such a model."""
+    old = "base_model.model.model."
+    return {
+        f"base_model.model.{parent}.{name.removeprefix(old)}": one for name, one in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("parent", PARENTS)
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "v_proj"], r".*language_model.*\.(q_proj|v_proj)", "all-linear"]
+)
+def test_adapters_of_models_that_read_images(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, parent: str, targets: Any
+) -> None:
+    names = PROJECTIONS if targets == "all-linear" else ("q_proj", "v_proj")
+    tensors = random_tensors(WIDER, targets=names)
+    plain = write_adapter(tmp_path / "text", tensors, target_modules=list(names))
+    moved = of_model_that_reads_images(tensors, parent)
+    folder = write_adapter(tmp_path / "whole", moved, target_modules=targets)
+    found = read_adapter(folder, WIDER)
+    assert found.fingerprint == read_adapter(plain, WIDER).fingerprint
+    assert not caplog.messages
+    seen = "model." if parent.startswith("model.") else ""
+    for part, shape in (("A", (4, 24)), ("B", (24, 4))):
+        name = f"{seen}vision_tower.encoder.layers.0.self_attn.q_proj.lora_{part}.weight"
+        moved[f"base_model.model.{name}"] = np.ones(shape, np.float32)
+    write_adapter(folder, moved, target_modules=targets)
+    assert read_adapter(folder, WIDER).fingerprint == found.fingerprint
+    assert "adapts 1 modules that read images too; they are left out" in caplog.text
+
+
+@pytest.mark.parametrize("parent", PARENTS)
+def test_what_is_refused_of_models_that_read_images(tmp_path: Path, parent: str) -> None:
+    moved = of_model_that_reads_images(random_tensors(WIDER), parent)
+    head = "language_model.lm_head" if parent == PARENTS[1] else "lm_head"
+    write_adapter(tmp_path, moved, target_modules=["q_proj", "v_proj", "lm_head"])
+    with pytest.raises(AdapterError, match=f"targets {head}; only q_proj"):
+        read_adapter(tmp_path, WIDER)
+    write_adapter(tmp_path, moved | random_tensors(WIDER))
+    with pytest.raises(AdapterError, match="modules that the model does not have"):
+        read_adapter(tmp_path, WIDER)
+    of_images = {
+        name.replace(f"{parent}.layers", "vision_tower.layers"): one for name, one in moved.items()
+    }
+    write_adapter(tmp_path, of_images)
+    with pytest.raises(AdapterError, match="nothing but modules that read images"):
+        read_adapter(tmp_path, WIDER)
+
+
 @pytest.mark.parametrize("rslora", [False, True])
 def test_patterns_of_ranks_and_alphas(tmp_path: Path, rslora: bool) -> None:
     # Of layer 1 alone, not of 11; the first pattern that fits counts.
