@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onnxport.serving.http.tool_calls import ToolCallParser
-from onnxport.serving.http.tool_formats.base import ParsedCall, ToolFormat
+from onnxport.serving.http.tool_formats.base import Block, ParsedCall, ToolFormat
 from onnxport.serving.http.tool_formats.glm4 import GLM4
 from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
 from onnxport.serving.http.tool_formats.hermes import HERMES
@@ -47,6 +49,8 @@ FOUND: list[Case] = [
     (LLAMA3_JSON, f"{L_ADD}\n{L_ALL}", "", [ADD, ALL]),
     (LLAMA3_JSON, f"{L_ADD}; done", "; done", [ADD]),
     (LLAMA3_JSON, f"{L_ADD}; {OTHER}", f"; {OTHER}", [ADD]),
+    (LLAMA3_JSON, f"{L_ADD}; done; {L_ADD}", f"; done; {L_ADD}", [ADD]),
+    (LLAMA3_JSON, f"{L_ADD};;{L_ADD}", f";;{L_ADD}", [ADD]),
     (LLAMA3_JSON, '{"type": "function", "name": "add"}', "", [ParsedCall("add", "{}")]),
     (MISTRAL_LIST, f"[TOOL_CALLS][{J_ADD}]", "", [ADD]),
     (MISTRAL_LIST, f"[TOOL_CALLS] [{J_ADD}, {J_ALL}]", "", [ADD, ALL]),
@@ -215,6 +219,68 @@ def test_hidden_tokens_are_not_in_content() -> None:
             parser = ToolCallParser(FUNCTIONS, MISTRAL_NAME, hidden)
             parsed = [*map(parser.feed, pieces), parser.finish()]
             assert "".join(each.content for each in parsed) == content
+
+
+CODE = 'if a[i] > b(c): {"k": (1, [2])}  # ]})>\n' * 100
+J_CODE = json.dumps({"name": "add", "arguments": {"t": CODE, "l": [[1], {"k": [2]}] * 100}})
+LONG = [
+    (HERMES, f"<tool_call>\n{J_CODE}\n</tool_call>"),
+    (LLAMA3_JSON, J_CODE),
+    (MISTRAL_LIST, f"[TOOL_CALLS][{J_CODE}]"),
+    (MISTRAL_NAME, f'[TOOL_CALLS]add[ARGS]{{"t": {json.dumps(CODE)}}}'),
+    (GRANITE_TOKEN, f"<|tool_call|>[{J_CODE}]"),
+    (PHI4_MINI_WORD, f"functools[{J_CODE}]"),
+    (PYTHONIC, f"[add(t={CODE!r}, l={[[1], [2]] * 100})]"),
+    (GLM4, f'add\n{{"t": {json.dumps(CODE)}}}'),
+    (SEED_OSS, f"{SEED_ADD[:-12]}<parameter=t>{CODE}</parameter></function></seed:tool_call>"),
+    (QWEN3_CODER, CODER_ADD.replace("<parameter=a>", f"<parameter=t>{CODE}</parameter>" * 9 + "<parameter=a>")),
+    (
+        GLM45,
+        "<tool_call>add"
+        + f"<arg_key>t</arg_key><arg_value>{CODE}</arg_value>" * 9
+        + "<arg_key>l</arg_key><arg_value>[[1], [2]]</arg_value></tool_call>",
+    ),
+]
+
+
+@pytest.mark.parametrize(("syntax", "text"), LONG, ids=[each.name for each, _ in LONG])
+def test_a_long_call_is_not_read_anew_with_every_piece(syntax: ToolFormat, text: str) -> None:
+    reads = []
+
+    def read(*given: Any) -> Block:
+        reads.append(given)
+        return syntax.read(*given)
+
+    _, calls = parse(replace(syntax, read=read), *text)
+    assert len(calls) == 1
+    assert len(text) > 3000
+    assert len(reads) < 50
+
+
+def test_many_calls_are_each_read_once() -> None:
+    seen = 0
+
+    def read(text: str, start: int, *given: Any) -> Block:
+        nonlocal seen
+        seen += len(text) - start
+        return LLAMA3_JSON.read(text, start, *given)
+
+    text = "; ".join([L_ADD] * 100)
+    _, calls = parse(replace(LLAMA3_JSON, read=read), *text)
+    assert len(calls) == 100
+    assert seen < 50 * len(text)
+
+
+def test_what_opens_many_blocks_and_ends_none_is_content_soon() -> None:
+    reads = []
+
+    def read(*given: Any) -> Block:
+        reads.append(given)
+        return MISTRAL_LIST.read(*given)
+
+    text = '[TOOL_CALLS][{"name": "' * 1000
+    assert parse(replace(MISTRAL_LIST, read=read), text) == (text, [])
+    assert len(reads) < 50
 
 
 def _pieces(syntax: ToolFormat) -> list[str]:

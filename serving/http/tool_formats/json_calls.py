@@ -79,7 +79,7 @@ class JsonReader:
     Attributes:
         markers: that a block may begin with.
         closing: that it may end with.
-        separator: of several calls in a row, each an object or a list; None: there is one.
+        separator: that a block may begin with behind another one; None: nothing.
     """
 
     markers: tuple[str, ...]
@@ -89,11 +89,11 @@ class JsonReader:
     def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
         """Return the block that may begin at `start`; see `Reader`."""
         cursor = Cursor(text, start, final)
-        marked = cursor.take(*self.markers)
+        marked = cursor.take(*self.markers, *filter(None, [self.separator]))
         none = Block(max(cursor.at, start + 1))
         cursor.skip_space()
         begin = cursor.at
-        if not marked and not _may_be_call(cursor):
+        if marked not in self.markers and not _may_be_call(cursor):
             return none
         cursor.at = begin
         calls = calls_of(cursor.json(), functions)
@@ -102,14 +102,6 @@ class JsonReader:
         if not calls:
             return none
         end = cursor.at
-        while self.separator is not None:
-            cursor.skip_space()
-            cursor.take(self.separator)
-            cursor.skip_space()
-            more = calls_of(cursor.json(), functions)
-            if not more:
-                break
-            calls, end = calls + more, cursor.at
         if self.closing is not None:
             behind = Cursor(text, end, final)
             behind.skip_space()

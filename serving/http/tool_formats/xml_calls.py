@@ -29,7 +29,7 @@ from onnxport.serving.http.tool_formats.base import (
     ToolFormat,
     Written,
 )
-from onnxport.serving.http.tool_formats.cursor import Cursor, json_value
+from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete, json_value
 from onnxport.serving.http.tool_formats.json_calls import call, call_of
 from onnxport.serving.structured.schema import ANNOTATIONS
 
@@ -64,14 +64,21 @@ class Tags:
         cursor = Cursor(text, start + len(opening), final)
         none = Block(cursor.at)
         cursor.skip_space()
-        if cursor.next() == "{":
-            found = call_of(cursor.json(), functions)
-        else:
-            name = self._name(cursor, functions)
-            arguments = None if name is None else self._arguments(cursor, functions[name])
-            found = None if name is None else call(name, arguments, functions)
-        cursor.skip_space()
-        return Block(cursor.at, (found,)) if found and cursor.take(closing) else none
+        is_json = cursor.next() == "{"
+        name = None if is_json else self._name(cursor, functions)
+        if name is None and not is_json:
+            return none
+        if not final and text.find(closing, cursor.at) < 0:
+            raise Incomplete(AwaitedTag(closing, text[cursor.at :]))
+        try:
+            if name is None:
+                found = call_of(cursor.json(), functions)
+            else:
+                found = call(name, self._arguments(cursor, functions[name]), functions)
+            cursor.skip_space()
+            return Block(cursor.at, (found,)) if found and cursor.take(closing) else none
+        except Incomplete:  # the tag that came is within a value
+            raise Incomplete(AwaitedTag(closing, text[cursor.at :])) from None
 
     def written(self, name: str, parameters: Mapping[str, Any]) -> TaggedCall | None:
         """Return how a call of a function is written; None: parameters ask for more than tags can.
