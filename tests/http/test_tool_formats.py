@@ -52,6 +52,12 @@ FOUND: list[Case] = [
     (LLAMA3_JSON, f"{L_ADD}; done; {L_ADD}", f"; done; {L_ADD}", [ADD]),
     (LLAMA3_JSON, f"{L_ADD};;{L_ADD}", f";;{L_ADD}", [ADD]),
     (LLAMA3_JSON, '{"type": "function", "name": "add"}', "", [ParsedCall("add", "{}")]),
+    (
+        LLAMA3_JSON,
+        f'{{"type": "function", "function": {L_ADD}}}',
+        "",
+        [ADD],
+    ),
     (MISTRAL_LIST, f"[TOOL_CALLS][{J_ADD}]", "", [ADD]),
     (MISTRAL_LIST, f"[TOOL_CALLS] [{J_ADD}, {J_ALL}]", "", [ADD, ALL]),
     (MISTRAL_LIST, f"Hm. [TOOL_CALLS][{J_ADD}] so", "Hm. so", [ADD]),
@@ -84,6 +90,32 @@ FOUND: list[Case] = [
         ],
     ),
     (PYTHONIC, f"[{J_ADD}, {J_ALL}]", "", [ADD, ALL]),
+    (PYTHONIC, f"<|python_start|>{J_ADD}<|python_end|>", "", [ADD]),
+    (PYTHONIC, "[add(a=1)]\n[add(a=1)]", "", [ADD, ADD]),
+    (
+        PYTHONIC,
+        "[add_all(from='A', class = 'b=1, in=2', x={'is': True}), add(a=1)]",
+        "",
+        [ParsedCall("add_all", '{"from": "A", "class": "b=1, in=2", "x": {"is": true}}'), ADD],
+    ),
+    (
+        PYTHONIC,
+        "[add(t='one\ntwo\\\nthree')]",
+        "",
+        [ParsedCall("add", '{"t": "one\\ntwothree"}')],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": {"t": "one\ntwo"}}</tool_call>',
+        "",
+        [ParsedCall("add", '{"t": "one\\ntwo"}')],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": {"t": "</tool_call>"}}',
+        "",
+        [ParsedCall("add", '{"t": "</tool_call>"}')],
+    ),
     (
         GLM45,
         "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
@@ -221,6 +253,38 @@ def test_hidden_tokens_are_not_in_content() -> None:
             assert "".join(each.content for each in parsed) == content
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": ["string", "null"]}, "12345", "12345"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12345", "12345"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "[1]", "[1]"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", None),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "5", 5),
+        ({"oneOf": [{"type": "string"}, {"type": "number"}]}, "true", "true"),
+        ({"allOf": [{"type": "string"}]}, "5", "5"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"enum": ["1", 1]}, "1", 1),
+        ({"const": "true"}, "true", "true"),
+        ({"type": "integer"}, "1.0", 1.0),
+        ({"type": "integer"}, "so", "so"),
+        ({}, "1", 1),
+        ({"enum": 5}, "1", 1),
+        ({"anyOf": 5}, "1", 1),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#"}]}, "1", 1),
+    ],
+)
+def test_values_in_tags_are_what_their_schema_asks_for(
+    schema: dict[str, Any], text: str, value: Any
+) -> None:
+    functions = {"f": {"type": "object", "properties": {"a": schema}}}
+    told = f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
+    [call] = ToolCallParser(functions, GLM45).take(told, is_last=True).calls
+    assert json.loads(call.arguments) == {"a": value}
+
+
 CODE = 'if a[i] > b(c): {"k": (1, [2])}  # ]})>\n' * 100
 J_CODE = json.dumps({"name": "add", "arguments": {"t": CODE, "l": [[1], {"k": [2]}] * 100}})
 LONG = [
@@ -233,7 +297,7 @@ LONG = [
     (PYTHONIC, f"[add(t={CODE!r}, l={[[1], [2]] * 100})]"),
     (GLM4, f'add\n{{"t": {json.dumps(CODE)}}}'),
     (SEED_OSS, f"{SEED_ADD[:-12]}<parameter=t>{CODE}</parameter></function></seed:tool_call>"),
-    (QWEN3_CODER, CODER_ADD.replace("<parameter=a>", f"<parameter=t>{CODE}</parameter>" * 9 + "<parameter=a>")),
+    (QWEN3_CODER, CODER_ADD.replace("add>", f"add>\n<parameter=t>{CODE}</parameter>")),
     (
         GLM45,
         "<tool_call>add"

@@ -55,7 +55,7 @@ class AwaitedBracket:
         return self.end(text) is not None
 
     def end(self, text: str, at: int = 0) -> int | None:
-        """Take text from a place on; returns the place behind the bracket, None: it is not there."""
+        """Take text from a place on; returns the place behind the bracket; None: it has none."""
         if self._skips and at < len(text):
             self._skips, at = False, at + 1
         while found := (_TEXT_SIGNS[self._quote] if self._quote else self._signs).search(text, at):

@@ -28,7 +28,12 @@ def call(name: str, arguments: object, functions: Functions) -> ParsedCall | Non
 
 
 def call_of(value: Any, functions: Functions) -> ParsedCall | None:
-    """Return the call that an object of JSON is; arguments may be called parameters."""
+    """Return the call that an object of JSON is; arguments may be called parameters.
+
+    It may be in OpenAI's shape, too, as `function` of an object.
+    """
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     given = value.get("arguments", value.get("parameters"))
