@@ -10,8 +10,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from onnxport.serving.http.tool_formats.base import Block, Functions, ParsedCall, ToolFormat
-from onnxport.serving.http.tool_formats.cursor import CLOSERS, Incomplete, longest_partial
+from onnxport.serving.http.tool_formats.cursor import Awaited, Incomplete, longest_partial
 from onnxport.serving.http.tool_formats.hermes import HERMES
+
+MOST_TRIED = 20  # blocks at the end of all, whose readers may each look at all that follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,13 @@ class ToolCallParser:
     _pending: str = field(default="", init=False)  # text that cannot be told apart yet
     _begun: bool = field(default=False, init=False)  # whether there was anything but space
     _found: bool = field(default=False, init=False)
-    _waits: bool = field(default=False, init=False)  # for one of CLOSERS
+    _behind: bool = field(default=False, init=False)  # a call, and nothing but space since
+    _awaited: Awaited | None = field(default=None, init=False)  # before a block can be read
 
     def feed(self, text: str) -> Parsed:
         """Take the next piece of text."""
         self._pending += text
-        if self._waits and CLOSERS.isdisjoint(text):
+        if self._awaited is not None and not self._awaited.has_come(text):
             return Parsed()
         return self._take(final=False)
 
@@ -70,10 +73,11 @@ class ToolCallParser:
     def _take(self, final: bool) -> Parsed:
         """Consume as much of the pending text as can be told apart."""
         parts: list[str | ParsedCall] = []
-        self._waits = False
+        self._awaited = None
+        num_tried = 0
         while self._pending:
             start = self._opening()
-            if start < 0:
+            if start < 0 or num_tried == MOST_TRIED:
                 parts.append(self._take_content(final))
                 break
             block = self._read(start, final)
@@ -84,26 +88,33 @@ class ToolCallParser:
             if block.calls:
                 before = self._pending[:start].rstrip()
                 parts += [self._drop(before, keep=block.end), *block.calls]
-                self._found = self._begun = True
+                self._found = self._begun = self._behind = True
             else:
+                num_tried += final
                 parts.append(self._drop(self._pending[: block.end], keep=block.end))
         return Parsed(tuple(part for part in parts if part))
 
     def _opening(self) -> int:
         """Return where the next block may begin; -1: nowhere yet."""
-        if not self._begun:
+        if begins := self._begins():
             rest = self._pending.lstrip()
-            if rest.startswith(self.format.begins(self.functions)):
+            if rest.startswith(begins):
                 return len(self._pending) - len(rest)
         found = (self._pending.find(marker) for marker in self.format.markers)
         return min((each for each in found if each >= 0), default=-1)
+
+    def _begins(self) -> tuple[str, ...]:
+        """Return what a block may begin with here, without a marker."""
+        if not self._begun:
+            return self.format.begins(self.functions)
+        return self.format.goes_on if self._behind else ()
 
     def _read(self, start: int, final: bool) -> Block | None:
         """Return the block at a place; None: it is not all there."""
         try:
             return self.format.read(self._pending, start, final, self.functions)
         except Incomplete as error:
-            self._waits = error.in_block
+            self._awaited = error.awaited
             return None
 
     def _take_content(self, final: bool) -> str:
@@ -112,9 +123,7 @@ class ToolCallParser:
             text = self._pending.rstrip() if self._found else self._pending
             return self._drop(text, keep=len(self._pending))
         rest = self._pending.lstrip()
-        if not self._begun and any(
-            each.startswith(rest) for each in self.format.begins(self.functions)
-        ):
+        if any(each.startswith(rest) for each in self._begins()):
             return ""
         held = longest_partial(self._pending, (*self.format.markers, *self.hidden))
         text = self._pending[: len(self._pending) - held].rstrip()
@@ -123,7 +132,8 @@ class ToolCallParser:
     def _drop(self, text: str, keep: int) -> str:
         """Advance to `keep`; space that only separates calls is not content."""
         self._pending = self._pending[keep:]
-        self._begun = self._begun or bool(text.strip())
+        if text.strip():
+            self._begun, self._behind = True, False
         for token in self.hidden:
             text = text.replace(token, "")
         return "" if self._found and not text.strip() else text

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onnxport.serving.http.tool_calls import ToolCallParser
-from onnxport.serving.http.tool_formats.base import ParsedCall, ToolFormat
+from onnxport.serving.http.tool_formats.base import Block, ParsedCall, ToolFormat
 from onnxport.serving.http.tool_formats.glm4 import GLM4
 from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
 from onnxport.serving.http.tool_formats.hermes import HERMES
@@ -47,7 +49,15 @@ FOUND: list[Case] = [
     (LLAMA3_JSON, f"{L_ADD}\n{L_ALL}", "", [ADD, ALL]),
     (LLAMA3_JSON, f"{L_ADD}; done", "; done", [ADD]),
     (LLAMA3_JSON, f"{L_ADD}; {OTHER}", f"; {OTHER}", [ADD]),
+    (LLAMA3_JSON, f"{L_ADD}; done; {L_ADD}", f"; done; {L_ADD}", [ADD]),
+    (LLAMA3_JSON, f"{L_ADD};;{L_ADD}", f";;{L_ADD}", [ADD]),
     (LLAMA3_JSON, '{"type": "function", "name": "add"}', "", [ParsedCall("add", "{}")]),
+    (
+        LLAMA3_JSON,
+        f'{{"type": "function", "function": {L_ADD}}}',
+        "",
+        [ADD],
+    ),
     (MISTRAL_LIST, f"[TOOL_CALLS][{J_ADD}]", "", [ADD]),
     (MISTRAL_LIST, f"[TOOL_CALLS] [{J_ADD}, {J_ALL}]", "", [ADD, ALL]),
     (MISTRAL_LIST, f"Hm. [TOOL_CALLS][{J_ADD}] so", "Hm. so", [ADD]),
@@ -80,6 +90,32 @@ FOUND: list[Case] = [
         ],
     ),
     (PYTHONIC, f"[{J_ADD}, {J_ALL}]", "", [ADD, ALL]),
+    (PYTHONIC, f"<|python_start|>{J_ADD}<|python_end|>", "", [ADD]),
+    (PYTHONIC, "[add(a=1)]\n[add(a=1)]", "", [ADD, ADD]),
+    (
+        PYTHONIC,
+        "[add_all(from='A', class = 'b=1, in=2', x={'is': True}), add(a=1)]",
+        "",
+        [ParsedCall("add_all", '{"from": "A", "class": "b=1, in=2", "x": {"is": true}}'), ADD],
+    ),
+    (
+        PYTHONIC,
+        "[add(t='one\ntwo\\\nthree')]",
+        "",
+        [ParsedCall("add", '{"t": "one\\ntwothree"}')],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": {"t": "one\ntwo"}}</tool_call>',
+        "",
+        [ParsedCall("add", '{"t": "one\\ntwo"}')],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": {"t": "</tool_call>"}}',
+        "",
+        [ParsedCall("add", '{"t": "</tool_call>"}')],
+    ),
     (
         GLM45,
         "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
@@ -215,6 +251,100 @@ def test_hidden_tokens_are_not_in_content() -> None:
             parser = ToolCallParser(FUNCTIONS, MISTRAL_NAME, hidden)
             parsed = [*map(parser.feed, pieces), parser.finish()]
             assert "".join(each.content for each in parsed) == content
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": ["string", "null"]}, "12345", "12345"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12345", "12345"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "[1]", "[1]"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", None),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "5", 5),
+        ({"oneOf": [{"type": "string"}, {"type": "number"}]}, "true", "true"),
+        ({"allOf": [{"type": "string"}]}, "5", "5"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"enum": ["1", 1]}, "1", 1),
+        ({"const": "true"}, "true", "true"),
+        ({"type": "integer"}, "1.0", 1.0),
+        ({"type": "integer"}, "so", "so"),
+        ({}, "1", 1),
+        ({"enum": 5}, "1", 1),
+        ({"anyOf": 5}, "1", 1),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#"}]}, "1", 1),
+    ],
+)
+def test_values_in_tags_are_what_their_schema_asks_for(
+    schema: dict[str, Any], text: str, value: Any
+) -> None:
+    functions = {"f": {"type": "object", "properties": {"a": schema}}}
+    told = f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
+    [call] = ToolCallParser(functions, GLM45).take(told, is_last=True).calls
+    assert json.loads(call.arguments) == {"a": value}
+
+
+CODE = 'if a[i] > b(c): {"k": (1, [2])}  # ]})>\n' * 100
+J_CODE = json.dumps({"name": "add", "arguments": {"t": CODE, "l": [[1], {"k": [2]}] * 100}})
+LONG = [
+    (HERMES, f"<tool_call>\n{J_CODE}\n</tool_call>"),
+    (LLAMA3_JSON, J_CODE),
+    (MISTRAL_LIST, f"[TOOL_CALLS][{J_CODE}]"),
+    (MISTRAL_NAME, f'[TOOL_CALLS]add[ARGS]{{"t": {json.dumps(CODE)}}}'),
+    (GRANITE_TOKEN, f"<|tool_call|>[{J_CODE}]"),
+    (PHI4_MINI_WORD, f"functools[{J_CODE}]"),
+    (PYTHONIC, f"[add(t={CODE!r}, l={[[1], [2]] * 100})]"),
+    (GLM4, f'add\n{{"t": {json.dumps(CODE)}}}'),
+    (SEED_OSS, f"{SEED_ADD[:-12]}<parameter=t>{CODE}</parameter></function></seed:tool_call>"),
+    (QWEN3_CODER, CODER_ADD.replace("add>", f"add>\n<parameter=t>{CODE}</parameter>")),
+    (
+        GLM45,
+        "<tool_call>add"
+        + f"<arg_key>t</arg_key><arg_value>{CODE}</arg_value>" * 9
+        + "<arg_key>l</arg_key><arg_value>[[1], [2]]</arg_value></tool_call>",
+    ),
+]
+
+
+@pytest.mark.parametrize(("syntax", "text"), LONG, ids=[each.name for each, _ in LONG])
+def test_a_long_call_is_not_read_anew_with_every_piece(syntax: ToolFormat, text: str) -> None:
+    reads = []
+
+    def read(*given: Any) -> Block:
+        reads.append(given)
+        return syntax.read(*given)
+
+    _, calls = parse(replace(syntax, read=read), *text)
+    assert len(calls) == 1
+    assert len(text) > 3000
+    assert len(reads) < 50
+
+
+def test_many_calls_are_each_read_once() -> None:
+    seen = 0
+
+    def read(text: str, start: int, *given: Any) -> Block:
+        nonlocal seen
+        seen += len(text) - start
+        return LLAMA3_JSON.read(text, start, *given)
+
+    text = "; ".join([L_ADD] * 100)
+    _, calls = parse(replace(LLAMA3_JSON, read=read), *text)
+    assert len(calls) == 100
+    assert seen < 50 * len(text)
+
+
+def test_what_opens_many_blocks_and_ends_none_is_content_soon() -> None:
+    reads = []
+
+    def read(*given: Any) -> Block:
+        reads.append(given)
+        return MISTRAL_LIST.read(*given)
+
+    text = '[TOOL_CALLS][{"name": "' * 1000
+    assert parse(replace(MISTRAL_LIST, read=read), text) == (text, [])
+    assert len(reads) < 50
 
 
 def _pieces(syntax: ToolFormat) -> list[str]:

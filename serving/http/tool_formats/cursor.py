@@ -5,25 +5,84 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
-CLOSERS = frozenset("]})>")  # a block ends with one of them
 _SPACE = re.compile(r"\s*")
-_JSON_PARTS = re.compile(r'"(?:[^"\\]|\\.)*"|["\[\]{}]', re.DOTALL)
-_PYTHON_PARTS = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|["'\[\]{}()]""", re.DOTALL)
+_JSON_SIGNS = re.compile(r'["\[\]{}]')
+_PYTHON_SIGNS = re.compile(r"""["'\[\]{}()]""")
+_TEXT_SIGNS = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
+
+
+class Awaited(Protocol):
+    """What has to come before another look at a text is worth it; it reads each piece once."""
+
+    def has_come(self, text: str) -> bool:
+        """Take the next piece of text; returns whether it was in it."""
+        ...
+
+
+class AwaitedTag:
+    """Waits for a text."""
+
+    def __init__(self, tag: str, before: str) -> None:
+        """Begin behind a text without it, whose end may be a part of it."""
+        self._tag = tag
+        self._before = before
+
+    def has_come(self, text: str) -> bool:
+        """Take the next piece of text; returns whether the tag was in it."""
+        seen = self._before[max(0, len(self._before) - len(self._tag) + 1) :] + text
+        self._before = seen
+        return self._tag in seen
+
+
+class AwaitedBracket:
+    """Waits for the bracket that closes the first one of a text."""
+
+    def __init__(self, *, python: bool = False) -> None:
+        """Begin before a bracket.
+
+        Args:
+            python: whether texts may stand in single quotes, and round brackets count.
+        """
+        self._signs = _PYTHON_SIGNS if python else _JSON_SIGNS
+        self._quote = ""  # of the text that is open
+        self._depth = 0
+        self._skips = False  # the next character, behind a backslash
+
+    def has_come(self, text: str) -> bool:
+        """Take the next piece of text; returns whether the bracket was in it."""
+        return self.end(text) is not None
+
+    def end(self, text: str, at: int = 0) -> int | None:
+        """Take text from a place on; returns the place behind the bracket; None: it has none."""
+        if self._skips and at < len(text):
+            self._skips, at = False, at + 1
+        while found := (_TEXT_SIGNS[self._quote] if self._quote else self._signs).search(text, at):
+            sign, at = found[0], found.end()
+            if sign == "\\":
+                self._skips = at == len(text)
+                at += 1
+            elif sign in "\"'":
+                self._quote = "" if self._quote else sign
+            else:
+                self._depth += 1 if sign in "[{(" else -1
+                if self._depth == 0:
+                    return at
+        return None
 
 
 class Incomplete(Exception):  # noqa: N818 - nothing went wrong
     """What follows the text decides what stands here.
 
     Attributes:
-        in_block: whether nothing but the end of a block can decide it, so one of `CLOSERS`.
+        awaited: nothing but this can decide it; None: anything may.
     """
 
-    def __init__(self, *, in_block: bool = False) -> None:
+    def __init__(self, awaited: Awaited | None = None) -> None:
         """Say what is missing."""
         super().__init__()
-        self.in_block = in_block
+        self.awaited = awaited
 
 
 class Cursor:
@@ -75,7 +134,7 @@ class Cursor:
         end = self._text.find(text, self.at)
         if end < 0:
             if not self._final:
-                raise Incomplete(in_block=True)
+                raise Incomplete(AwaitedTag(text, self._text[self.at :]))
             return None
         before, self.at = self._text[self.at : end], end + len(text)
         return before
@@ -89,19 +148,14 @@ class Cursor:
         Returns:
             None: it is not closed.
         """
-        depth = 0
-        for part in (_PYTHON_PARTS if python else _JSON_PARTS).finditer(self._text, self.at):
-            if part[0] in "\"'":  # a text without its end
-                break
-            if len(part[0]) > 1:
-                continue
-            depth += 1 if part[0] in "[{(" else -1
-            if depth == 0:
-                whole, self.at = self._text[self.at : part.end()], part.end()
-                return whole
-        if not self._final:
-            raise Incomplete(in_block=True)
-        return None
+        closing = AwaitedBracket(python=python)
+        end = closing.end(self._text, self.at)
+        if end is None:
+            if not self._final:
+                raise Incomplete(closing)
+            return None
+        whole, self.at = self._text[self.at : end], end
+        return whole
 
     def json(self) -> Any:
         """Go past a list or an object of JSON and return it; None: it is none."""
@@ -112,9 +166,12 @@ class Cursor:
 
 
 def json_value(text: str) -> Any:
-    """Return the value of a text of JSON; None: it is none, or null."""
+    """Return the value of a text of JSON; None: it is none, or null.
+
+    Ends of lines may stand in its texts as they are, which models write.
+    """
     try:
-        return json.loads(text, parse_constant=_not_json)
+        return json.loads(text, parse_constant=_not_json, strict=False)
     except (ValueError, RecursionError):
         return None
 

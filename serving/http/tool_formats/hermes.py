@@ -7,13 +7,15 @@ chat templates of these models.
 from __future__ import annotations
 
 import json
+from typing import Final
 
 from onnxport.serving.http.tool_formats.base import Block, Functions, ToolFormat, Written
-from onnxport.serving.http.tool_formats.cursor import Incomplete, json_value
+from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete, json_value
 from onnxport.serving.http.tool_formats.json_calls import call_of
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
+_JSON: Final = json.JSONDecoder(strict=False)
 
 
 def read(text: str, start: int, final: bool, functions: Functions) -> Block:
@@ -22,37 +24,38 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     The closing tag may be missing at the end of all, where the end token came in its place.
     """
     begin = start + len(OPEN)
-    end = _end(text, begin, final)
-    if end < 0 and not final:
-        raise Incomplete(in_block=True)
-    inner = text[begin:end] if end >= 0 else text[begin:]
-    found = call_of(json_value(inner), functions)
-    return Block(end + len(CLOSE) if end >= 0 else len(text), (found,) if found else ())
+    end = _end(text, begin)
+    if end is None and not final:
+        raise Incomplete(AwaitedTag(CLOSE, text[begin:]))
+    found = call_of(json_value(text[begin:end]), functions)
+    if end is None and found is None and CLOSE in text[begin:]:
+        end = text.index(CLOSE, begin)
+    return Block(len(text) if end is None else end + len(CLOSE), (found,) if found else ())
 
 
-def _end(text: str, start: int, final: bool) -> int:
-    """Return where a block's closing tag is; -1: not there yet.
+def _end(text: str, start: int) -> int | None:
+    """Return where a block's closing tag is; None: not there yet.
 
     A tag in the middle of one of its texts closes nothing, if that leads to a whole block.
     """
-    first = end = text.find(CLOSE, start)
-    while end >= 0:
-        whole = _is_whole(text[start:end])
-        if whole is not None:
-            return end if whole else first
-        end = text.find(CLOSE, end + 1)
-    return first if final else -1
-
-
-def _is_whole(inner: str) -> bool | None:
-    """Whether a text is JSON; None: it ends in the middle of one of the texts in it."""
+    first = text.find(CLOSE, start)
+    if first < 0:
+        return None
+    cursor = Cursor(text, start, final=True)
+    cursor.skip_space()
+    is_whole = True
     try:
-        json.loads(inner)
+        _, at = _JSON.raw_decode(text, cursor.at)
     except json.JSONDecodeError as error:
-        return None if error.msg.startswith("Unterminated string") else False
+        if error.msg.startswith("Unterminated string"):
+            return None
+        at, is_whole = error.pos, False
     except (ValueError, RecursionError):
-        return False
-    return True
+        return first
+    end = text.find(CLOSE, at)
+    if end < 0:
+        return None
+    return end if is_whole and not text[at:end].strip() else first
 
 
 HERMES = ToolFormat(

@@ -28,7 +28,12 @@ def call(name: str, arguments: object, functions: Functions) -> ParsedCall | Non
 
 
 def call_of(value: Any, functions: Functions) -> ParsedCall | None:
-    """Return the call that an object of JSON is; arguments may be called parameters."""
+    """Return the call that an object of JSON is; arguments may be called parameters.
+
+    It may be in OpenAI's shape, too, as `function` of an object.
+    """
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     given = value.get("arguments", value.get("parameters"))
@@ -79,7 +84,7 @@ class JsonReader:
     Attributes:
         markers: that a block may begin with.
         closing: that it may end with.
-        separator: of several calls in a row, each an object or a list; None: there is one.
+        separator: that a block may begin with behind another one; None: nothing.
     """
 
     markers: tuple[str, ...]
@@ -89,11 +94,11 @@ class JsonReader:
     def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
         """Return the block that may begin at `start`; see `Reader`."""
         cursor = Cursor(text, start, final)
-        marked = cursor.take(*self.markers)
+        marked = cursor.take(*self.markers, *filter(None, [self.separator]))
         none = Block(max(cursor.at, start + 1))
         cursor.skip_space()
         begin = cursor.at
-        if not marked and not _may_be_call(cursor):
+        if marked not in self.markers and not _may_be_call(cursor):
             return none
         cursor.at = begin
         calls = calls_of(cursor.json(), functions)
@@ -102,14 +107,6 @@ class JsonReader:
         if not calls:
             return none
         end = cursor.at
-        while self.separator is not None:
-            cursor.skip_space()
-            cursor.take(self.separator)
-            cursor.skip_space()
-            more = calls_of(cursor.json(), functions)
-            if not more:
-                break
-            calls, end = calls + more, cursor.at
         if self.closing is not None:
             behind = Cursor(text, end, final)
             behind.skip_space()

@@ -15,6 +15,7 @@ LLAMA3_JSON = ToolFormat(
     "llama3_json",
     markers=(TAG,),
     begins=lambda functions: ("{",),
+    goes_on=(";", "{"),
     read=JsonReader((TAG,), separator=";"),
     written=Written(
         "",

@@ -8,6 +8,8 @@ there, and the models know that form, too. Source: the models' chat templates.
 from __future__ import annotations
 
 import ast
+import keyword
+import re
 import warnings
 from typing import Any
 
@@ -23,6 +25,10 @@ from onnxport.serving.http.tool_formats.json_calls import JsonReader, call
 
 START, END = "<|python_start|>", "<|python_end|>"
 _WORDS = {"true": True, "false": False, "null": None}  # JSON's, which models mix in
+_MARK = "_argument_"  # of a name that is a word of Python's own
+_TO_MEND = re.compile(
+    r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|(?P<name>\b[a-z]+\b(?=\s*=(?!=)))""", re.DOTALL
+)
 _read_json = JsonReader((START,), closing=END)
 
 
@@ -33,6 +39,8 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     none = Block(max(cursor.at, start + 1))
     cursor.skip_space()
     begin = cursor.at
+    if begin > start and cursor.next() == "{":
+        return _read_json(text, start, final, functions)
     if not cursor.take("["):
         return none
     cursor.skip_space()
@@ -56,7 +64,7 @@ def _calls(text: str | None, functions: Functions) -> tuple[ParsedCall, ...]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # of escapes that Python lacks
-            found = ast.parse(text, mode="eval").body
+            found = ast.parse(_TO_MEND.sub(_mended, text), mode="eval").body
         calls = [_call(each, functions) for each in getattr(found, "elts", ())]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return ()
@@ -72,8 +80,15 @@ def _call(node: ast.expr, functions: Functions) -> ParsedCall | None:
     for each in node.keywords:
         if each.arg is None:
             return None
-        arguments[each.arg] = _value(each.value)
+        arguments[each.arg.removeprefix(_MARK)] = _value(each.value)
     return call(ast.unparse(node.func), arguments, functions)
+
+
+def _mended(found: re.Match[str]) -> str:
+    """Return what Python takes for what it does not: its own words as names, ends of lines."""
+    if found["name"]:
+        return f"{_MARK}{found[0]}" if keyword.iskeyword(found[0]) else found[0]
+    return found[0].replace("\\\n", "").replace("\n", "\\n")
 
 
 def _value(node: ast.expr) -> Any:
@@ -102,6 +117,7 @@ PYTHONIC = ToolFormat(
     "pythonic",
     markers=(START,),
     begins=lambda functions: ("[",),
+    goes_on=("[",),
     further=(END,),
     read=read,
     written=Written("[", "]", between_calls=", ", optional_marker=START),

@@ -29,13 +29,24 @@ from onnxport.serving.http.tool_formats.base import (
     ToolFormat,
     Written,
 )
-from onnxport.serving.http.tool_formats.cursor import Cursor, json_value
+from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete, json_value
 from onnxport.serving.http.tool_formats.json_calls import call, call_of
 from onnxport.serving.structured.schema import ANNOTATIONS
 
 _TAG: Final = re.compile(r"</?\w+>")
 _FLAT: Final = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
 _IN_JSON: Final = ("integer", "number", "boolean", "object", "array", "null")
+
+
+_NAMES: Final[Mapping[type, tuple[str, ...]]] = {  # of the types of JSON
+    str: ("string",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number", "integer"),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +75,21 @@ class Tags:
         cursor = Cursor(text, start + len(opening), final)
         none = Block(cursor.at)
         cursor.skip_space()
-        if cursor.next() == "{":
-            found = call_of(cursor.json(), functions)
-        else:
-            name = self._name(cursor, functions)
-            arguments = None if name is None else self._arguments(cursor, functions[name])
-            found = None if name is None else call(name, arguments, functions)
-        cursor.skip_space()
-        return Block(cursor.at, (found,)) if found and cursor.take(closing) else none
+        is_json = cursor.next() == "{"
+        name = None if is_json else self._name(cursor, functions)
+        if name is None and not is_json:
+            return none
+        if not final and text.find(closing, cursor.at) < 0:
+            raise Incomplete(AwaitedTag(closing, text[cursor.at :]))
+        try:
+            if name is None:
+                found = call_of(cursor.json(), functions)
+            else:
+                found = call(name, self._arguments(cursor, functions[name]), functions)
+            cursor.skip_space()
+            return Block(cursor.at, (found,)) if found and cursor.take(closing) else none
+        except Incomplete:  # the tag that came is within a value
+            raise Incomplete(AwaitedTag(closing, text[cursor.at :])) from None
 
     def written(self, name: str, parameters: Mapping[str, Any]) -> TaggedCall | None:
         """Return how a call of a function is written; None: parameters ask for more than tags can.
@@ -149,20 +167,52 @@ class Tags:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """Return the value of an argument, by the type that its schema names."""
-    if _is_text(schema):
+    """Return the value of an argument: JSON, or what Python writes for it, where its schema can.
+
+    What may be a text, and nothing of the type that JSON makes of it, is a text.
+    """
+    types = _types(schema)
+    if types == {"string"}:
         return text
-    value = json_value(text.strip())
-    if value is not None or text.strip() == "null":
-        return value
-    try:
-        return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+    value, told = json_value(text.strip()), text.strip()
+    if value is None and told != "null":
+        try:
+            value = ast.literal_eval(told)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return text
+    if "string" in types and types.isdisjoint(_NAMES.get(type(value), ())):
         return text
+    return value
+
+
+def _types(schema: Any) -> set[str]:
+    """Return the types that a schema names, or its alternatives do; none: all may be."""
+    named = _named_types(schema)
+    if named or not isinstance(schema, Mapping):
+        return named
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(among := schema.get(key), list):
+            types = [_named_types(each) for each in among]
+            return set().union(*types) if all(types) else set()
+    return set()
+
+
+def _named_types(schema: Any) -> set[str]:
+    """Return the types that a schema names itself, or its values have."""
+    if not isinstance(schema, Mapping):
+        return set()
+    found = schema.get("type")
+    types = [found] if isinstance(found, str) else found
+    if isinstance(types, list):
+        return {each for each in types if isinstance(each, str)}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list):
+        return set()
+    return {name for each in values for name in _NAMES.get(type(each), ())[:1]}
 
 
 def _is_text(schema: Any) -> bool:
-    return isinstance(schema, Mapping) and schema.get("type") == "string"
+    return _types(schema) == {"string"}
 
 
 def _written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
