@@ -21,7 +21,7 @@ import sys
 from collections import defaultdict
 
 from benchmarks.cold import COLD, StartError, start
-from benchmarks.pairs import environment
+from benchmarks.pairs import environment, why_ended
 
 Figures = dict[tuple[str, str], list[float]]  # (workload, figure) -> one value a run
 
@@ -33,8 +33,10 @@ def collect(command: str, into: Figures, *, is_cold: bool = False) -> None:
             into[COLD, figure].append(value)
         return
     done = subprocess.run(
-        shlex.split(command), check=True, capture_output=True, text=True, env=environment()
+        shlex.split(command), check=False, capture_output=True, text=True, env=environment()
     )
+    if done.returncode:
+        sys.exit(f"{command} failed: {why_ended(done.returncode, done.stderr)}")
     for line in done.stdout.splitlines():
         if not line.startswith("{"):
             continue
@@ -51,7 +53,7 @@ def first_figures(command: str) -> dict[str, float]:
     """How a command's start went; what it would do then is not waited for."""
     try:
         return start(shlex.split(command))
-    except StartError as error:
+    except (StartError, OSError) as error:
         sys.exit(f"{command} printed no figures: {error}")
 
 

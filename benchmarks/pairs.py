@@ -1,7 +1,8 @@
 """Runs that belong together, kept in a file, so that an interrupted comparison goes on later.
 
 A pair is onnxport and one peer on one group of workloads in one round, each in a process of its
-own, one right after the other. Only a whole pair counts.
+own, one right after the other. Only a whole pair counts. Workloads that are asked for later are run
+by both sides, too, and those of before stay.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ class Run:
         own = {"side": self.side, "workloads": self.workloads, "figures": self.figures}
         return json.dumps(pair | own | {"skipped": self.skipped, "failed": self.failed})
 
+    def without(self, workloads: Set[str]) -> Run | None:
+        """Return the run of the other workloads; None: there are none."""
+        rest = tuple(each for each in self.workloads if each not in workloads)
+        if not rest:
+            return None
+        figures = {name: each for name, each in self.figures.items() if name not in workloads}
+        skipped = {name: each for name, each in self.skipped.items() if name not in workloads}
+        ended = all(name in figures or name in skipped for name in rest)
+        failed = None if ended else self.failed
+        return replace(self, workloads=rest, figures=figures, skipped=skipped, failed=failed)
+
     @classmethod
     def read(cls, line: str) -> Run:
         """Read what `line` wrote."""
@@ -64,26 +76,27 @@ class Store:
         lines = path.read_text().splitlines() if path.exists() else []
         self.runs = [Run.read(line) for line in lines if line]
 
-    def whole(self, pair: Pair, workloads: Sequence[str], *, retry: bool) -> bool:
-        """Whether both sides of a pair are there, for all these workloads.
+    def missing(self, pair: Pair, workloads: Iterable[str], *, retry: bool) -> list[str]:
+        """Return those of some workloads that not both sides of a pair have run.
 
         Args:
             pair: which.
             workloads: that they have to have run.
             retry: a run that failed does not count.
         """
-        sides = {
-            run.side
+        done = {
+            (run.side, workload)
             for run in self.runs
-            if run.pair == pair
-            and set(workloads) <= set(run.workloads)
-            and not (retry and run.failed)
+            if run.pair == pair and not (retry and run.failed)
+            for workload in run.workloads
         }
-        return sides == {OURS, pair.peer}
+        return [each for each in workloads if not {(OURS, each), (pair.peer, each)} <= done]
 
     def replace(self, pair: Pair, runs: Sequence[Run]) -> None:
-        """Keep the runs of a pair instead of older ones."""
-        self.runs = [run for run in self.runs if run.pair != pair] + list(runs)
+        """Keep the runs of a pair instead of older ones of the same workloads."""
+        again = {workload for run in runs for workload in run.workloads}
+        kept = [run.without(again) if run.pair == pair else run for run in self.runs]
+        self.runs = [run for run in kept if run is not None] + list(runs)
         partial = self._path.with_suffix(".partial")
         partial.write_text("".join(run.line() + "\n" for run in self.runs))
         partial.replace(self._path)

@@ -29,6 +29,7 @@ HEADLINES = {
     "W3": ("output_tok_s", "itl_ms", "peak_rss_mib"),
     "W4": ("ttft_s", "peak_rss_mib"),
     "W5": ("wall_s", "ttft_s", "peak_rss_mib"),
+    "W6": ("output_tok_s", "itl_ms", "peak_rss_mib"),
     "S": ("output_tok_s", "itl_ms", "peak_rss_mib"),
     "C": ("decode_tok_s", "prefill_tok_s", "peak_rss_mib"),
 }
@@ -60,17 +61,18 @@ def compare(runs: Sequence[Run]) -> list[Comparison]:
     code would count, and what ran before it. Cold starts are pairs of their own.
     """
     found: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-    sides = {(run.pair, run.side): run for run in runs}
-    for (pair, side), ours in sides.items():
-        theirs = sides.get((pair, pair.peer))
-        if side != OURS or theirs is None:
+    sides = {
+        (run.pair, run.side, workload): figures
+        for run in runs
+        for workload, figures in run.figures.items()
+    }
+    for (pair, side, workload), ours in sides.items():
+        theirs = sides.get((pair, pair.peer, workload))
+        if side != OURS or theirs is None or (workload == COLD) != (pair.group == COLD):
             continue
-        for workload in ours.figures.keys() & theirs.figures.keys():
-            if (workload == COLD) != (pair.group == COLD):
-                continue
-            for figure in headlines(workload):
-                values = ours.figures[workload][figure], theirs.figures[workload][figure]
-                found.setdefault((workload, figure, pair.peer), []).append(values)
+        for figure in headlines(workload):
+            values = ours[figure], theirs[figure]
+            found.setdefault((workload, figure, pair.peer), []).append(values)
     keys = sorted(found, key=lambda key: (_order(key[0]), headlines(key[0]).index(key[1]), key[2]))
     return [Comparison(*key, *zip(*found[key], strict=True)) for key in keys]
 

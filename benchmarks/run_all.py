@@ -85,7 +85,9 @@ def options() -> argparse.ArgumentParser:
         "--workloads", default=",".join(GROUPS), help="groups or names with commas (all groups)"
     )
     parser.add_argument("--rounds", type=int, help=f"({DEFAULT_ROUNDS}; 1 with --quick)")
-    parser.add_argument("--quick", action="store_true", help="one round, fewer points")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round, fewer points of each group"
+    )
     parser.add_argument("--threads", type=int, help="compute threads (the physical cores)")
     parser.add_argument(
         "--kv-cache-dtype",
@@ -100,14 +102,15 @@ def options() -> argparse.ArgumentParser:
 
 
 def groups(given: str, quick: bool) -> dict[str, list[str]]:
-    """The workloads that were asked for, by group."""
+    """The workloads that were asked for, by group; where it has to be quick, groups are smaller."""
     names: list[str] = []
     for one in given.split(","):
-        names += GROUPS.get(one, (one,))
+        own = GROUPS.get(one, ())
+        names += [name for name in own if not quick or name in QUICK] or [one]
     if unknown := [name for name in names if name not in WORKLOADS]:
         allowed = f"{', '.join(GROUPS)}, {', '.join(WORKLOADS)}"
         sys.exit(f"no such workloads: {', '.join(unknown)}; there are {allowed}")
-    wanted = [name for name in names if not quick or name in QUICK]
+    wanted = dict.fromkeys(names)
     found = {group: [n for n in wanted if n[0] == own[0][0]] for group, own in GROUPS.items()}
     return {group: own for group, own in found.items() if own}
 
@@ -226,7 +229,7 @@ def measure(
     for number in range(arguments.rounds):
         for other in others:
             pair = Pair(number, other.name, cold.COLD)
-            if not store.whole(pair, [cold.COLD], retry=arguments.retry):
+            if store.missing(pair, [cold.COLD], retry=arguments.retry):
                 print(f"round {number + 1}, cold starts: {OURS}, {other.name}", flush=True)
                 commands = {one.name: one.command(arguments) for one in (side, other)}
                 starts = 1 if arguments.quick else cold.STARTS
@@ -234,11 +237,12 @@ def measure(
         for group, workloads in wanted.items():
             for other in others:
                 pair = Pair(number, other.name, group)
-                if store.whole(pair, workloads, retry=arguments.retry):
+                missing = store.missing(pair, workloads, retry=arguments.retry)
+                if not missing:
                     continue
                 print(f"round {number + 1}, {group}: {OURS}, {other.name}", flush=True)
                 done = [
-                    pairs.run(pair, one.name, one.command(arguments), workloads, arguments.timeout)
+                    pairs.run(pair, one.name, one.command(arguments), missing, arguments.timeout)
                     for one in (side, other)
                 ]
                 keep(store, pair, done)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ KINDS = [("float", "tiled"), ("float16", "tiled"), ("bfloat16", "paired"), ("int
 # Past and new tokens: one row, few and many, whose keys end in the middle of a pair, of a tile, of
 # what is multiplied at once, and behind a whole chunk.
 LENGTHS = [(900, 1), (0, 1), (70, 3), (64, 49), (531, 60), (0, 97), (127, 65)]
+
+ROWS_TOGETHER = 16  # at most, where there is AMX; see `attention.h`
 
 
 def case_with_garbage(
@@ -76,3 +79,25 @@ def test_nothing_of_an_unused_slot_is_seen(
             output, keys, values = run_ort.run(library_path, case)
             assert np.isfinite(output).all(), (isa, case.name)
             check(case, (output, keys, values))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", [np.inf, np.nan])
+def test_a_value_that_is_not_finite_reaches_no_tokens_but_those_right_before(
+    library_path: Path,
+    library: ctypes.CDLL,
+    available_isas: list[str],
+    kind: tuple[str, str],
+    what: float,
+) -> None:
+    case = case_with_garbage(np.random.default_rng(7), kind, (3, 97), None)
+    at = 44
+    spoiled = replace(case, value=case.value.copy())
+    spoiled.value[at] = what
+    for isa in available_isas:
+        assert library.onnxport_cpu_set_isa(isa.encode())
+        output, *_ = run_ort.run(library_path, case)
+        found, *_ = run_ort.run(library_path, spoiled)
+        reach = 0 if kind[0] == "int8" else -(-ROWS_TOGETHER // 3)  # of three rows each
+        assert np.array_equal(found[: at - reach], output[: at - reach]), isa
+        assert not np.isfinite(found[at:]).any(), isa

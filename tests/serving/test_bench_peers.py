@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,10 @@ def test_groups() -> None:
     assert list(found) == ["core", "streams", "contexts"]
     assert found["streams"] == ["S1"]
     assert run_all.groups("streams", quick=True) == {"streams": ["S1", "S8", "S32"]}
+    assert run_all.groups("core,C512,W6,W1", quick=True) == {
+        "core": ["W1", "W2", "W3", "W4", "W5", "W6"],
+        "contexts": ["C512"],
+    }
     assert set(run_all.GROUPS["core"]) < set(WORKLOADS)
     with pytest.raises(SystemExit, match="no such workloads: W9"):
         run_all.groups("W9", quick=False)
@@ -143,24 +148,69 @@ def test_what_was_not_finished_is_made_again(tmp_path: Path) -> None:
 def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     store = Store(path)
-    assert not store.whole(PAIR, ["W1"], retry=False)
+    assert store.missing(PAIR, ["W1"], retry=False) == ["W1"]
     store.replace(PAIR, both(0, 2.0, 1.0))
     again = Store(path)
     assert again.runs == store.runs
-    assert again.whole(PAIR, ["W1"], retry=False)
-    assert not again.whole(PAIR, ["W1", "W2"], retry=False)
-    assert not again.whole(Pair(1, "peer", "core"), ["W1"], retry=False)
+    assert again.missing(PAIR, ["W1"], retry=False) == []
+    assert again.missing(PAIR, ["W1", "W2"], retry=False) == ["W2"]
+    assert again.missing(Pair(1, "peer", "core"), ["W1"], retry=False) == ["W1"]
     again.replace(PAIR, both(0, 3.0, 1.0))
     assert [run.figures["W1"]["wall_s"] for run in Store(path).runs] == [3.0, 1.0]
     again.replace(PAIR, both(0, 3.0, 1.0)[:1])
-    assert not again.whole(PAIR, ["W1"], retry=False)
+    assert again.missing(PAIR, ["W1"], retry=False) == ["W1"]
 
 
 def test_a_failed_run_counts_unless_it_is_to_be_tried_again(tmp_path: Path) -> None:
     store = Store(tmp_path / "results.jsonl")
     store.replace(PAIR, [both(0, 1, 1)[0], Run(PAIR, "peer", ("W1",), {}, failed="killed")])
-    assert store.whole(PAIR, ["W1"], retry=False)
-    assert not store.whole(PAIR, ["W1"], retry=True)
+    assert store.missing(PAIR, ["W1"], retry=False) == []
+    assert store.missing(PAIR, ["W1"], retry=True) == ["W1"]
+
+
+def test_what_is_asked_for_later_leaves_what_was_measured_before(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    arguments = run_all.options().parse_args([str(tmp_path), "--rounds", "1"])
+    calls = path.with_name("calls")
+    told = {"workload": "NAME", **figures(2.0)}
+    code = f"""import sys
+names = sys.argv[-1].split(",")
+open({str(calls)!r}, "a").write(sys.argv[-1] + " ")
+for name in ("cold", *names):
+    print({json.dumps(told)!r}.replace("NAME", name))"""
+
+    def side(name: str) -> run_all.Side:
+        return run_all.Side(name, Path(name), "", tmp_path)
+
+    def command(self: run_all.Side, arguments: argparse.Namespace) -> list[str]:
+        return script(code)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_all.Side, "command", command)
+        for workloads in ("W1", "W1,W2,W6", "W2"):
+            arguments.workloads = workloads
+            store = Store(path)
+            run_all.measure(arguments, store, side(OURS), [side("peer")])
+    starts = 2 * (1 + cold.STARTS)
+    assert calls.read_text().split() == ["W1"] * starts + ["W1"] * 2 + ["W2,W6"] * 2
+    found = {one.workload: one for one in results.compare(Store(path).runs)}
+    assert found.keys() == {cold.COLD, "W1", "W2", "W6"}
+    assert all(one.ratios == (1.0,) for one in found.values())
+
+
+def test_what_is_measured_anew_replaces_what_was_before(tmp_path: Path) -> None:
+    store = Store(tmp_path / "results.jsonl")
+    older = Run(PAIR, OURS, ("W1", "W2", "W3"), {"W1": figures(1)}, {"W2": "large"}, "killed")
+    store.replace(PAIR, [older])
+    store.replace(PAIR, [Run(PAIR, OURS, ("W3",), {"W3": figures(2)})])
+    assert store.runs == [
+        Run(PAIR, OURS, ("W1", "W2"), {"W1": figures(1)}, {"W2": "large"}),
+        Run(PAIR, OURS, ("W3",), {"W3": figures(2)}),
+    ]
+    other = Run(Pair(1, "peer", "core"), OURS, ("W3",), {"W3": figures(2)})
+    store.replace(other.pair, [other])
+    store.replace(PAIR, [replace(older, workloads=("W1", "W2", "W3"))])
+    assert store.runs == [other, older]
 
 
 def script(code: str) -> list[str]:
@@ -212,7 +262,7 @@ def test_cold_starts_take_turns_and_the_first_of_each_does_not_count(tmp_path: P
     assert ours.failed is theirs.failed is None
     store = Store(tmp_path / "results.jsonl")
     store.replace(pair, [ours, theirs])
-    assert Store(tmp_path / "results.jsonl").whole(pair, [cold.COLD], retry=True)
+    assert not Store(tmp_path / "results.jsonl").missing(pair, [cold.COLD], retry=True)
 
 
 def test_who_cannot_start_is_not_started_again(tmp_path: Path) -> None:
@@ -252,6 +302,31 @@ def test_what_is_compared_is_started_once_before(
     assert "| cold | first_token_s | 1 (1–1) | 1 (1–1) | 1.00 |" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("raise SystemExit('no model')", "printed no figures: exit code 1: no model"),
+        ("TOLD; raise SystemExit('too long')", "failed: exit code 1: too long"),
+    ],
+)
+def test_a_side_that_fails_ends_a_comparison_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, code: str, why: str
+) -> None:
+    line = """print('{"workload": "cold", "first_token_s": 1}', flush=True)"""
+    commands = [shlex.join(script(each.replace("TOLD", line))) for each in ("TOLD", code)]
+    arguments = ["compare", "--a", commands[0], "--b", commands[1], "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match=why):
+        compare.main()
+
+
+def test_a_side_that_is_not_there_ends_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["compare", "--a", "no-such-runner", "--b", "no-such-runner"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="no-such-runner printed no figures"):
+        compare.main()
+
+
 @pytest.mark.slow
 def test_a_run_that_does_not_end() -> None:
     line = json.dumps({"workload": "W1", "wall_s": 1.0})
@@ -282,6 +357,11 @@ def test_what_one_side_lacks_is_not_compared() -> None:
     assert results.compare([ours]) == results.compare([theirs]) == []
     other = Run(PAIR, "peer", ("W1",), {"W2": figures(1.0)})
     assert results.compare([ours, other]) == []
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_workload_is_told(name: str) -> None:
+    assert results.compare(both(0, 1, 1, name))
 
 
 def test_tables_are_in_order() -> None:

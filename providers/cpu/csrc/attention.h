@@ -96,7 +96,10 @@ bool validate(const Problem& problem, char* message, size_t message_size);
 // Returns zero or what parallel_for returned. Throws std::bad_alloc only.
 //
 // The bits of a sequence's result depend on that sequence alone: not on the rest of the batch, on
-// how its tokens were split into calls, or on the number of threads.
+// how its tokens were split into calls, or on the number of threads. But for values that are infinite
+// or NaN: rows that are multiplied together share keys, and the weight of one that a row does not see
+// is zero, so in a cache of floats such a value of a later token makes NaN of those among the tokens
+// right before it whose rows go with its own: fewer than a register block of rows has, or one of AMX.
 int run_attention(const Problem& problem);
 
 }  // namespace onnxport
