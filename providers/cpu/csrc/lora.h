@@ -22,6 +22,7 @@ namespace onnxport {
 
 constexpr size_t kLoraParts = 3;  // projections that one product computes, at most
 constexpr int64_t kFewLoraRows = 16;
+constexpr size_t kFewPieces = 2;  // chunks
 
 // All slots, and which token has which.
 struct LoraSlots {
@@ -97,6 +98,12 @@ class LoraSum {
 
   bool is_empty() const { return chunks_.empty(); }
   bool has_few_rows() const { return rows_ <= kFewLoraRows; }
+
+  // Whether B had better be read piece by piece, where outputs are: with many rows, and where it is
+  // multiplied fast and is that of next to all rows.
+  bool reads_pieces() const {
+    return !has_few_rows() || (slots_.type == kLoraInt4 && chunks_.size() <= kFewPieces);
+  }
   int64_t num_factors() const;  // floats that there must be room for
 
   // Of adapters in floats: the input, [rows][depth].

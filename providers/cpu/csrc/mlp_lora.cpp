@@ -23,7 +23,7 @@ MlpAdapters::MlpAdapters(const MatMulKernels& kernels, const GatedMlp& mlp, cons
   const MlpLora& lora = *mlp.lora;
   gate_up_ = gate_up_space.prepare(kernels, {lora.slots, lora.gate_up}, gate_up);
   down_ = down_space.prepare(kernels, {lora.slots, lora.down}, down);
-  if (gate_up_.is_empty() || !gate_up_.has_few_rows()) return;
+  if (gate_up_.is_empty() || gate_up_.reads_pieces()) return;
   has_gate_up_ = rows_of(lora.slots, lora.gate_up, rows);
   added_ = added.reserve<float>(static_cast<size_t>(rows * 2 * inner_));
 }

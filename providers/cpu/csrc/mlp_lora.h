@@ -21,18 +21,18 @@ class MlpAdapters {
   void run(int64_t index) const;
   const LoraSum& down() const { return down_; }
 
-  // With many rows, adds to the features [first, first + count) of gate and up in some of them, whose
+  // Where B is read in pieces, adds to the features [first, first + count) of gate and up in some of them, whose
   // outputs are `stride` floats apart, those of up `width` behind those of gate.
   void expand(int64_t row_begin, int64_t row_end, int64_t first, int64_t count, float* outputs,
               int64_t width, int64_t stride) const;
 
-  // With few rows, lets features of a row from `first` on have what is added to gate and up.
+  // Where it is not, lets features of a row from `first` on have what is added to gate and up.
   void connect(Gate& gate, int64_t row, int64_t first) const;
 
  private:
   int64_t inner_;
   LoraSum gate_up_, down_;
-  float* added_ = nullptr;          // to gate and up, [rows][2 * inner]; few rows
+  float* added_ = nullptr;          // to gate and up, [rows][2 * inner]; null: in pieces
   std::vector<bool> has_gate_up_;  // by row, where something is added
 };
 
