@@ -63,13 +63,21 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
     longest = service.engine.capabilities.max_model_len
     most = body.most_prompt_tokens or longest
     encoded = await asyncio.to_thread(encode, service, body.messages, tools, body, most)
+    functions, skips = body.functions(), params.skip_special_tokens
+    thinking = Thinking.of(
+        service,
+        encoded.text,
+        encoded.continued,
+        is_told=body.tells_reasoning,
+        hidden=service.tools.hidden(functions, skip_special_tokens=skips),
+    )
     told = Told(
-        body.functions(),
+        functions,
         body.named_function is not None,
         params.logprobs,
         bool(body.return_token_ids),
-        params.skip_special_tokens,
-        Thinking.of(service, encoded.text, encoded.continued, is_told=body.tells_reasoning),
+        skips,
+        thinking,
     )
     prompt = body.truncated(encoded.token_ids, longest, params.max_tokens)
     params = told.thinking.before(params)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from onnxport.serving.http.chat_messages import REASONING_NAMES
 from onnxport.serving.http.generation import Job, Usage
 from onnxport.serving.http.service import Service, Tokenizer
+from onnxport.serving.http.tool_formats.cursor import longest_partial
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.reasoning import ReasoningSplitter, Thought
@@ -21,21 +22,29 @@ class Thinking:
         is_known: whether it is told from the answer at all.
         thought: what an answer may begin with; None: nothing of it is reasoning.
         is_told: whether the client wants it.
+        hidden: special tokens that stand in the text for calls of tools alone; reasoning has none.
     """
 
     is_known: bool
     thought: Thought | None = None
     is_told: bool = True
+    hidden: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, service: Service, prompt: str, continued: str | None = None, *, is_told: bool = True
+        cls,
+        service: Service,
+        prompt: str,
+        continued: str | None = None,
+        *,
+        is_told: bool = True,
+        hidden: tuple[str, ...] = (),
     ) -> Thinking:
         """Return what a prompt says; see `ReasoningFormat.thought`."""
         known = service.reasoning
         if known is None:
             return cls(False)
-        return cls(True, known.thought(prompt, continued), is_told)
+        return cls(True, known.thought(prompt, continued), is_told, hidden)
 
     def before(self, params: SamplingParams) -> SamplingParams:
         """Return parameters that let reasoning come before the form they ask for."""
@@ -60,7 +69,25 @@ class Thinking:
     def parted(self, text: str) -> tuple[str, str]:
         """Return the reasoning and the answer of a whole text."""
         split = ReasoningSplitter(self.thought).take(text, is_last=True)
-        return split.reasoning, split.content
+        return _Filter(self.hidden).take(split.reasoning, is_last=True), split.content
+
+
+class _Filter:
+    """Takes texts out of one that comes in pieces."""
+
+    def __init__(self, hidden: tuple[str, ...]) -> None:
+        self._hidden = hidden
+        self._pending = ""  # may be the beginning of one
+
+    def take(self, text: str, *, is_last: bool) -> str:
+        """Return what is left of the next piece, and of what was kept back before."""
+        self._pending += text
+        for one in self._hidden:
+            self._pending = self._pending.replace(one, "")
+        held = 0 if is_last else longest_partial(self._pending, self._hidden)
+        kept = self._pending[: len(self._pending) - held]
+        self._pending = self._pending[len(kept) :]
+        return kept
 
 
 class DeltaSplitter:
@@ -68,6 +95,7 @@ class DeltaSplitter:
 
     def __init__(self, thinking: Thinking) -> None:
         self._splitter = ReasoningSplitter(thinking.thought)
+        self._filter = _Filter(thinking.hidden)
 
     @property
     def has_thought(self) -> bool:
@@ -90,7 +118,7 @@ class DeltaSplitter:
         ids, logprobs = delta.token_ids, delta.logprobs
         thought = replace(
             delta,
-            text=split.reasoning,
+            text=self._filter.take(split.reasoning, is_last=is_last or self._splitter.is_over),
             token_ids=ids[:num_tokens],
             logprobs=None if logprobs is None else logprobs[:num_tokens],
             finish_reason=None,

@@ -42,7 +42,13 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
         prompt = await asyncio.to_thread(
             chat_completions.encode, service, chat.messages, tools, chat, most
         )
-        thinking = Thinking.of(service, prompt.text, is_told=chat.tells_reasoning)
+        skips = params.skip_special_tokens
+        thinking = Thinking.of(
+            service,
+            prompt.text,
+            is_told=chat.tells_reasoning,
+            hidden=service.tools.hidden(chat.functions(), skip_special_tokens=skips),
+        )
         params = thinking.before(params)
     except RequestError as error:
         raise renamed(error) from error

@@ -11,6 +11,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from onnxport.serving.http.reasoning import _Filter
+
 from .conftest import RunningServer, StartServer, _servers
 from .scripted import CHAT_TEMPLATE, MODEL, say, write_tokenizer
 from .test_responses import events as response_events
@@ -462,3 +464,36 @@ def test_tags_around_the_answer(tmp_path: Path) -> None:
             message = whole(server, ask)["choices"][0]["message"]
             assert (message["reasoning"], message["content"]) == ("hm, é", "yes")
             assert joined(streamed(server, ask), "content") == "yes"
+
+
+def test_markers_of_calls_that_are_special_tokens_are_not_in_reasoning(tmp_path: Path) -> None:
+    """They are spelled so that calls are found."""
+    marker = "[TOOL_CALLS]"
+    write_tokenizer(tmp_path, f"{TEMPLATE}{{# {marker} #}}", (*TAGS, marker))
+    with _servers(tmp_path) as start, OpenAI(base_url="http://unused", api_key="unused") as client:
+        server = start(texts=TAGS)
+        says = f"<think>\nno{marker} call\n</think>\n\nyes{marker}"
+        for skips, thought, answer in (
+            (True, "no call", "yes"),
+            (False, f"no{marker} call", f"yes{marker}"),
+        ):
+            ask = body(
+                says, tools=[TOOL | {"function": {"name": "add"}}], skip_special_tokens=skips
+            )
+            message = whole(server, ask)["choices"][0]["message"]
+            assert (message["reasoning"], message["content"]) == (thought, answer)
+            chunks = streamed(server, ask)
+            assert joined(chunks, "reasoning") == thought
+            assert joined(chunks, "content") == answer
+        own = client.with_options(base_url=f"{server.url}/v1")
+        tool: Any = {"type": "function", "name": "add", "parameters": {}, "strict": False}
+        response = own.responses.create(model=MODEL, input=say(says), tools=[tool], store=False)
+        assert response.output[0].content[0].text == "no call"  # type: ignore[union-attr, index]
+        assert response.output_text == "yes"
+
+
+def test_a_filter_keeps_back_what_may_be_hidden() -> None:
+    found = _Filter(("[A]", "[BC]"))
+    pieces = ["a[", "B", "C]b", "[A", "x[", "A]", "[B"]
+    told = [found.take(one, is_last=one == pieces[-1]) for one in pieces]
+    assert told == ["a", "", "b", "", "[Ax", "", "[B"]

@@ -75,8 +75,12 @@ class ToolSyntax:
             functions: that were offered.
             skip_special_tokens: whether content has none.
         """
-        hidden = tuple(self.special) if skip_special_tokens else ()
+        hidden = self.hidden(functions, skip_special_tokens=skip_special_tokens)
         return ToolCallParser(functions, self.format, hidden)
+
+    def hidden(self, functions: Functions, *, skip_special_tokens: bool) -> tuple[str, ...]:
+        """Return special tokens that are in a text for its calls alone; see `parser`."""
+        return tuple(self.special) if functions and skip_special_tokens else ()
 
     def form(
         self, tools: Sequence[Mapping[str, Any]], *, several: bool, forced: bool, name: str | None
