@@ -163,6 +163,9 @@ def test_strict_calls_where_the_model_may_call(syntax: ToolFormat, in_tokens: bo
     assert allowed(written(syntax, GOOD, name="sub")) == (syntax is GLM4)
     for marker in syntax.markers:
         assert not allowed(f"text {marker} text")
+    for sign in syntax.goes_on:  # what follows is read as a call
+        assert not allowed(f"{written(syntax, GOOD)}\n{sign} {written(syntax, BAD)}")
+        assert allowed(f"{written(syntax, GOOD)} after {sign}")
     if not syntax.begins(["add"]):
         assert allowed(f"See: {written(syntax, GOOD)}")
     elif syntax.written.optional_marker:

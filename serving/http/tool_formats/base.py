@@ -115,7 +115,7 @@ class ToolFormat:
         markers: texts that open a block wherever they stand.
         begins: what a block may begin with, without a marker, at the beginning of a text, where
             functions of some names are offered.
-        goes_on: what a block may begin with, without a marker, right behind another one.
+        goes_on: characters that a block may begin with, without a marker, right behind another one.
         further: other texts of a block that may be special tokens.
         read: reads a block.
         written: how calls are written where they are forced or strict.

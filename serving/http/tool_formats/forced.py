@@ -140,7 +140,8 @@ class _Writer:
     def free(self, several: bool) -> list[str]:
         """Return the rules of a text that may hold calls, each as it has to be."""
         inner = _joined(self._inner(several), self._spelled(self._written.closing))
-        rules = [f"TEXT: {self._content()}", *self._marked("marked", "TEXT", ANY_TEXT, inner)]
+        text = self._behind if self._begins else ANY_TEXT
+        rules = [f"TEXT: {self._content(text)}", *self._marked("marked", "TEXT", text, inner)]
         if not self._begins:
             return ["start: marked* TEXT" if several else "start: marked | TEXT", *rules]
         if not several:
@@ -148,17 +149,23 @@ class _Writer:
         return [
             "start: FIRST | first" + (" marked* TEXT" if several else ""),
             f"first: begun | {_joined(self._spelled(self._written.opening), inner)}",
-            f"FIRST: {self._content()} & ~/\\s*({self._begins}){ANY_TEXT}/",
+            f"FIRST: {self._content(ANY_TEXT)} & ~/\\s*({self._begins}){ANY_TEXT}/",
             *self._marked("begun", "FIRST", "\\s*", inner),
             *rules,
         ]
 
-    def _content(self) -> str:
-        """Return a lexeme of content: it has no text in it that opens a block."""
+    @property
+    def _behind(self) -> str:
+        """What may stand behind a block: it does not begin as a further one does there."""
+        signs = "".join(map(_pattern, self._syntax.goes_on))
+        return f"\\s*([^\\s{signs}]{ANY_TEXT})?" if signs else ANY_TEXT
+
+    def _content(self, text: str) -> str:
+        """Return a lexeme of content: a text that has none in it that opens a block."""
         texts = [each for each in self._syntax.markers if each not in self._special]
         if not texts:
-            return f"/{ANY_TEXT}/"
-        return f"/{ANY_TEXT}/ & ~/{ANY_TEXT}({'|'.join(map(_pattern, texts))}){ANY_TEXT}/"
+            return f"/{text}/"
+        return f"/{text}/ & ~/{ANY_TEXT}({'|'.join(map(_pattern, texts))}){ANY_TEXT}/"
 
     def _marked(self, name: str, lexeme: str, before: str, inner: str) -> list[str]:
         """Return the rules of content up to a block that a marker opens, and the block.
