@@ -69,10 +69,10 @@ class Thinking:
     def parted(self, text: str) -> tuple[str, str]:
         """Return the reasoning and the answer of a whole text."""
         split = ReasoningSplitter(self.thought).take(text, is_last=True)
-        return _Filter(self.hidden).take(split.reasoning, is_last=True), split.content
+        return TextFilter(self.hidden).take(split.reasoning, is_last=True), split.content
 
 
-class _Filter:
+class TextFilter:
     """Takes texts out of one that comes in pieces."""
 
     def __init__(self, hidden: tuple[str, ...]) -> None:
@@ -95,7 +95,7 @@ class DeltaSplitter:
 
     def __init__(self, thinking: Thinking) -> None:
         self._splitter = ReasoningSplitter(thinking.thought)
-        self._filter = _Filter(thinking.hidden)
+        self._filter = TextFilter(thinking.hidden)
 
     @property
     def has_thought(self) -> bool:

@@ -11,8 +11,9 @@ import pytest
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
-from onnxport.exporter.families import FAMILIES, find_family
+from onnxport.exporter.families import FAMILIES
 from onnxport.graphs.spec import ArchSpec
+from tests.exporter import configs
 from tests.exporter.checkpoints import CASES, configuration
 
 LLAMA: dict[str, Any] = {
@@ -29,12 +30,7 @@ LLAMA: dict[str, Any] = {
 
 
 def read(**changes: Any) -> ArchSpec:
-    values = {**LLAMA, **changes}
-    config = Config(values, Path("config.json"))
-    family = find_family(config)
-    spec = family.spec(config, None)
-    config.check_all_used(family.name)
-    return spec
+    return configs.read({**LLAMA, **changes})
 
 
 def qwen2(**changes: Any) -> ArchSpec:
@@ -80,10 +76,7 @@ def test_transformers_own_files_are_understood(name: str, tmp_path: Path) -> Non
     name = case.inside or case.family
     peer.architectures = [one.architecture for one in FAMILIES if one.name == name]
     peer.save_pretrained(tmp_path)
-    config = Config.read(tmp_path)
-    family = find_family(config)
-    spec = family.spec(config, None)
-    config.check_all_used(family.name)
+    spec = configs.spec_of(Config.read(tmp_path))
     assert spec.family == case.family
     peer = peer.get_text_config()
     assert spec.num_kv_heads == peer.num_key_value_heads
@@ -167,10 +160,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_are_understood(name: str) -> None:
     """By what is known of them: no hub is at hand."""
-    config = Config(PUBLISHED[name], Path("config.json"))
-    family = find_family(config)
-    spec = family.spec(config, None)
-    config.check_all_used(family.name)
+    spec = configs.read(PUBLISHED[name])
     assert spec.tie_word_embeddings
     assert spec.head_size == {"phi3": 128, "smollm3": 128, "granite": 64}[spec.family]
     assert spec.rope.rotary_dim == (96 if spec.family == "phi3" else spec.head_size)

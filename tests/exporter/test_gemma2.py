@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from onnx import TensorProto
 from transformers import Gemma2Config
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config
 from onnxport.exporter.export import export_model
-from onnxport.exporter.families import find_family
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs import ops
 from onnxport.graphs.artifact import Artifact
@@ -25,6 +22,7 @@ from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.paged import attention_nodes
 from onnxport.graphs.spec import ArchSpec
 from tests.exporter import checkpoints
+from tests.exporter.configs import read
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -92,14 +90,6 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 3,
     "vocab_size": 100,
 }
-
-
-def read(values: Mapping[str, Any]) -> ArchSpec:
-    config = Config(values, Path("config.json"))
-    family = find_family(config)
-    spec = family.spec(config, None)
-    config.check_all_used(family.name)
-    return spec
 
 
 def small(**changes: Any) -> ArchSpec:

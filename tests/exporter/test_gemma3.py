@@ -13,13 +13,12 @@ import pytest
 from transformers import Gemma3TextConfig
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config
 from onnxport.exporter.export import export_model
-from onnxport.exporter.families import find_family
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.spec import ArchSpec
 from tests.exporter import checkpoints
+from tests.exporter.configs import read
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -79,14 +78,6 @@ SMALL: dict[str, Any] = {
     "num_hidden_layers": 7,
     "vocab_size": 100,
 }
-
-
-def read(values: Mapping[str, Any], context_length: int | None = None) -> ArchSpec:
-    config = Config(values, Path("config.json"))
-    family = find_family(config)
-    spec = family.spec(config, context_length)
-    config.check_all_used(family.name)
-    return spec
 
 
 def small(**changes: Any) -> ArchSpec:

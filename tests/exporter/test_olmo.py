@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config
-from onnxport.exporter.families import find_family
 from onnxport.graphs.spec import ArchSpec
+from tests.exporter.configs import read
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -59,14 +57,6 @@ OLMO3: dict[str, Any] = {
     "sliding_window": 4096,
     "vocab_size": 100278,
 }
-
-
-def read(values: Mapping[str, Any], context_length: int | None = None) -> ArchSpec:
-    config = Config(values, Path("config.json"))
-    family = find_family(config)
-    spec = family.spec(config, context_length)
-    config.check_all_used(family.name)
-    return spec
 
 
 def respelled(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,13 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, Gemma3TextConfig, MistralConfig
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config
 from onnxport.exporter.export import export_model
-from onnxport.exporter.families import find_family
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.spec import ArchSpec
 from tests.exporter import checkpoints
+from tests.exporter.configs import read
 
 WEIGHTS = "model.safetensors"
 OPTIONS = ExportOptions(precision="fp32", threads=1)
@@ -106,14 +104,6 @@ MISTRAL: dict[str, Any] = {
     "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
     "vision_feature_layer": -1,
 }
-
-
-def read(values: Mapping[str, Any]) -> ArchSpec:
-    config = Config(values, Path("config.json"))
-    family = find_family(config)
-    spec = family.spec(config, None)
-    config.check_all_used(family.name)
-    return spec
 
 
 def with_text(values: Mapping[str, Any], **changes: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from onnxport.serving.http.reasoning import _Filter
+from onnxport.serving.http.reasoning import TextFilter
 
 from .conftest import RunningServer, StartServer, _servers
 from .scripted import CHAT_TEMPLATE, MODEL, say, write_tokenizer
@@ -493,7 +493,7 @@ def test_markers_of_calls_that_are_special_tokens_are_not_in_reasoning(tmp_path:
 
 
 def test_a_filter_keeps_back_what_may_be_hidden() -> None:
-    found = _Filter(("[A]", "[BC]"))
+    found = TextFilter(("[A]", "[BC]"))
     pieces = ["a[", "B", "C]b", "[A", "x[", "A]", "[B"]
     told = [found.take(one, is_last=one == pieces[-1]) for one in pieces]
     assert told == ["a", "", "b", "", "[Ax", "", "[B"]

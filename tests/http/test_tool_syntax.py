@@ -26,6 +26,7 @@ from onnxport.serving.http.tool_formats.registry import AUTO, FORMATS, named, re
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.http.tool_formats.xml_calls import GLM45, QWEN3_CODER, SEED_OSS
 from onnxport.serving.tokenizer import Tokenizer
+from tests.tiers import every
 
 from . import tool_templates as templates
 from .conftest import RunningServer, _servers
@@ -198,7 +199,7 @@ SERVED = {
 PROMPTED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(scope="module", params=every(2, SERVED))
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, RunningServer]]:

@@ -25,6 +25,7 @@ from tests.kernels.matmul_lora_cases import (
 )
 from tests.kernels.norm_cases import add_norm, random_norm
 from tests.kernels.test_mlp import Sets, available_sets, use
+from tests.tiers import every
 
 __all__ = ["available_sets"]  # a fixture
 
@@ -33,7 +34,7 @@ ROWS = (1, 2, 9, 16, 17, 40, 130, 300)
 INTEGERS = ("int8", "int4")
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", every(2, ROWS))
 def test_every_row_gets_its_own_adapter(
     library_path: Path, library: ctypes.CDLL, available_sets: Sets, rows: int
 ) -> None:

@@ -79,8 +79,8 @@ def _add_dtype(parser: argparse._ActionsContainer) -> None:
         "--lora-dtype",
         choices=DTYPES,
         metavar="TYPE",
-        help="what adapters are kept in: fp32, fp16, int8, or int4, which is least to read and "
-        "least exact (auto)",
+        help="what adapters are kept in, where the provider can: fp32, fp16, bf16, int8, or int4, "
+        "which is least to read and least exact (auto)",
     )
 
 

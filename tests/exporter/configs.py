@@ -1,0 +1,24 @@
+"""What an exporter reads of a `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onnxport.exporter.config import Config
+from onnxport.exporter.families import find_family
+from onnxport.graphs.spec import ArchSpec
+
+
+def read(values: Mapping[str, Any], context_length: int | None = None) -> ArchSpec:
+    """Return the architecture; every key has to be known."""
+    return spec_of(Config(values, Path("config.json")), context_length)
+
+
+def spec_of(config: Config, context_length: int | None = None) -> ArchSpec:
+    """Likewise of a configuration that was read."""
+    family = find_family(config)
+    spec = family.spec(config, context_length)
+    config.check_all_used(family.name)
+    return spec
