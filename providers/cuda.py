@@ -97,15 +97,14 @@ class CudaProvider:
             recipe = replace(_recipe(device.name, capability), free_bytes=free_bytes)
             if reason := distrust(self._target(), "float16", block_size(HEAD_SIZE)):
                 recipe = replace(recipe, native=None, why_not_native=reason)
-        target = self._target(graphs=options.capture_graphs)
-        return load_on_device(artifact, options, recipe, target, emulate=self._emulate)
+        return load_on_device(artifact, options, recipe, self._target(), emulate=self._emulate)
 
-    def _target(self, *, graphs: bool = False) -> Target:
+    def _target(self) -> Target:
         options = {
             "device_id": str(self._device_id),
             # The pool is sized to what is free: take what a step needs, not the next power of two.
             "arena_extend_strategy": "kSameAsRequested",
-            "enable_cuda_graph": str(int(graphs)),
+            "use_tf32": "0",  # whoever asks for float32 does not want products of 10 bits
         }
         return Target(EXECUTION_PROVIDER, "cuda", self._device_id, options)
 
@@ -124,7 +123,7 @@ def _recipe(device: str, capability: tuple[int, int]) -> Recipe:
         native=NATIVE,
         native_block_size=block_size,
         max_batch_rows=MOST_ROWS,
-        captures_graphs=True,
+        capture_options={"enable_cuda_graph": "1"},
     )
 
 

@@ -9,7 +9,7 @@ bindings.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -78,7 +78,9 @@ class Recipe:
     why_not_native: str = ""  # why `native` is None
     block_size_power: bool = True  # native blocks are powers of two of at least 16 tokens
     max_batch_rows: int | None = None
-    captures_graphs: bool = False  # it can replay decode steps, see providers.replay
+    # What its execution provider takes so that it can replay decode steps, see providers.replay;
+    # None: it cannot.
+    capture_options: Mapping[str, str] | None = None
     bucketed: bool = False  # it compiles a graph for each shape: pad to few of them
     has_gelu: bool = True  # of ONNX, with tanh; else it is written out
     expected_on_host: frozenset[str] = frozenset()  # operator types that it is known not to have
@@ -100,7 +102,7 @@ def load_on_device(
         dtypes = tuple(name for name in recipe.dtypes if name != "bfloat16")
         recipe = replace(recipe, dtypes=dtypes, free_bytes=memory.available_bytes())
         target = CPU
-    if options.capture_graphs and not recipe.captures_graphs:
+    if options.capture_graphs and recipe.capture_options is None:
         raise ProviderError(
             f"capture_graphs was asked for; the {recipe.provider} provider has nothing to replay, "
             "leave it out"
@@ -135,7 +137,13 @@ def load_on_device(
     attached = {name: ort_value(value) for name, value in converted.items()}
     session_options = _session_options(options, custom=emulate and lowering.attention == "native")
     session_options.add_external_initializers(list(attached), list(attached.values()))
-    session = start_session(model.SerializeToString(), artifact.path, session_options, target)
+    session = start_session(
+        model.SerializeToString(),
+        artifact.path,
+        session_options,
+        # The small graphs beside it are not recorded: a run that is replayed has no new outputs.
+        _recording(target, recipe) if options.capture_graphs else target,
+    )
     on_host: dict[str, int] = {}
     if not target.is_host:
         on_host = dict(host_operators(session, model))
@@ -171,6 +179,13 @@ def load_on_device(
         lowering.adapters(target) if options.max_adapters else None,
         step_memory=step_memory,
     )
+
+
+def _recording(target: Target, recipe: Recipe) -> Target:
+    """A device that records the runs of a session, where it is not emulated."""
+    if target.is_host:
+        return target
+    return replace(target, options={**target.options, **(recipe.capture_options or {})})
 
 
 class _Lowering:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 RECORD_PLACEMENT = "session.record_ep_graph_assignment_info"
 CPU_EXECUTION_PROVIDER = "CPUExecutionProvider"
+ERRORS: Final = 3  # and what is worse, as ONNX Runtime counts
 BFLOAT16: Final = 16  # onnx.TensorProto.BFLOAT16; importing onnx takes longer than a graph may
 
 
@@ -67,6 +68,8 @@ def start_session(model: bytes, folder: Path | None, options: Any, target: Targe
     """
     import onnxruntime as ort
 
+    if not target.is_host:
+        ort.set_default_logger_severity(ERRORS)  # else every start on a device warns of what is meant
     if folder is not None:
         options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
     options.add_session_config_entry(RECORD_PLACEMENT, "1")
