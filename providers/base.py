@@ -98,7 +98,8 @@ class LoadOptions:
     # Operator types, such as "GatherBlockQuantized", that may run on the host where the device
     # does not take them; what the provider itself expects there needs no mention.
     allowed_on_host: tuple[str, ...] = ()
-    capture_graphs: bool = False  # record decode steps and replay them (CUDA graphs)
+    # Record decode steps and replay them (CUDA graphs); None: where the provider can.
+    capture_graphs: bool | None = None
     max_adapters: int = 0  # LoRA adapters that can be loaded at once; 0: a graph without any
     max_adapter_rank: int = 16  # largest rank of an adapter
     adapter_dtype: str = "auto"  # what adapters are kept in: auto, or one of ADAPTER_DTYPES
@@ -123,9 +124,13 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ProviderError(f"{name} is {value!r}; give a whole number")
-        for name in ("capture_graphs", "coarse_head"):
-            if not isinstance(getattr(self, name), bool):
-                raise ProviderError(f"{name} is {getattr(self, name)!r}; give true or false")
+        if not isinstance(self.coarse_head, bool):
+            raise ProviderError(f"coarse_head is {self.coarse_head!r}; give true or false")
+        if not isinstance(self.capture_graphs, bool | None):
+            raise ProviderError(
+                f"capture_graphs is {self.capture_graphs!r}; give true or false, or leave it out "
+                "to let the provider choose"
+            )
         for name in numbers:
             value = getattr(self, name)
             if value is not None and value < 1:

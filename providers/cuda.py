@@ -19,6 +19,7 @@ from onnxport.providers.device import Recipe, load_on_device, why_not_started
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.ort import Target
 from onnxport.providers.ort_model import OrtModel
+from onnxport.providers.page_lock import page_lock
 from onnxport.providers.self_test import HEAD_SIZE, distrust
 
 logger = logging.getLogger(__name__)
@@ -124,6 +125,8 @@ def _recipe(device: str, capability: tuple[int, int]) -> Recipe:
         native_block_size=block_size,
         max_batch_rows=MOST_ROWS,
         capture_options={"enable_cuda_graph": "1"},
+        selects_logits=True,
+        page_lock=page_lock,
     )
 
 

@@ -38,6 +38,7 @@ from onnxport.providers.buckets import Buckets
 from onnxport.providers.cpu.library import find_library
 from onnxport.providers.device_arrays import DeviceArrays
 from onnxport.providers.device_blocks import DeviceBlocks, cache_shape, device_caches
+from onnxport.providers.device_logits import DeviceLogits, PageLock
 from onnxport.providers.ort import (
     CPU,
     Target,
@@ -81,6 +82,8 @@ class Recipe:
     # What its execution provider takes so that it can replay decode steps, see providers.replay;
     # None: it cannot.
     capture_options: Mapping[str, str] | None = None
+    selects_logits: bool = False  # it runs graphs.logit_selection; see providers.device_logits
+    page_lock: PageLock | None = None  # makes host memory fast to copy to; None: it cannot
     bucketed: bool = False  # it compiles a graph for each shape: pad to few of them
     has_gelu: bool = True  # of ONNX, with tanh; else it is written out
     expected_on_host: frozenset[str] = frozenset()  # operator types that it is known not to have
@@ -118,6 +121,10 @@ def load_on_device(
             "capture_graphs was asked for; only steps with native attention can be replayed, and "
             f"it is decomposed here: {lowering.why_decomposed}"
         )
+    captures = options.capture_graphs
+    if captures is None:
+        can = recipe.capture_options is not None and lowering.attention == "native"
+        captures = can and not options.max_adapters and not emulate
     steps = list(lowering.steps())
     for step in steps:
         logger.info("%s: %s", artifact.path.name, step)
@@ -142,7 +149,7 @@ def load_on_device(
         artifact.path,
         session_options,
         # The small graphs beside it are not recorded: a run that is replayed has no new outputs.
-        _recording(target, recipe) if options.capture_graphs else target,
+        _recording(target, recipe) if captures else target,
     )
     on_host: dict[str, int] = {}
     if not target.is_host:
@@ -151,7 +158,7 @@ def load_on_device(
             on_host, recipe.expected_on_host, options.allowed_on_host, recipe.provider
         )
     shape = cache_shape(model, spec.num_layers)
-    buckets = _buckets(pool) if recipe.bucketed or options.capture_graphs else None
+    buckets = _buckets(pool) if recipe.bucketed or captures else None
     spare = max(1, buckets.spare_blocks) if buckets else 0
     caches = device_caches(shape, pool.num_blocks + spare, pool.block_size, target)
     group = TRANSFER_BLOCKS if recipe.bucketed else None
@@ -160,10 +167,14 @@ def load_on_device(
     capabilities = replace(
         capabilities, placement=placement(session), on_host=on_host, emulated=emulate
     )
-    replay = None
-    if options.capture_graphs:
-        sizes = (capabilities.vocab_size, pool.block_size)
-        replay = DecodeReplay(session, caches, target, *sizes)
+    logits, replay = None, None
+    if recipe.selects_logits:
+        logits = DeviceLogits(spec.vocab_size, target, None if emulate else recipe.page_lock)
+    if captures:
+        assert logits is not None, "what can replay steps can select logits"
+        assert buckets is not None, "what is replayed is padded"
+        logits.reserve(buckets.max_rows)
+        replay = DecodeReplay(session, caches, target, logits, pool.block_size)
     step_memory = None
     if lowering.attention == "decomposed" and recipe.free_bytes is not None:
         left_bytes, padding = recipe.free_bytes - held_bytes, MOST_PADDING if buckets else 1
@@ -178,6 +189,7 @@ def load_on_device(
         replay,
         lowering.adapters(target) if options.max_adapters else None,
         step_memory=step_memory,
+        device_logits=logits,
     )
 
 
@@ -366,6 +378,8 @@ def _capabilities(
         placement={},
         max_adapters=options.max_adapters,
         max_adapter_rank=options.max_adapter_rank if options.max_adapters else 0,
+        takes_exact_logits=recipe.selects_logits,
+        summarizes_logits=recipe.selects_logits,
     )
 
 

@@ -69,7 +69,7 @@ def start_session(model: bytes, folder: Path | None, options: Any, target: Targe
     import onnxruntime as ort
 
     if not target.is_host:
-        ort.set_default_logger_severity(ERRORS)  # else every start on a device warns of what is meant
+        ort.set_default_logger_severity(ERRORS)  # it warns of what is meant, at every start
     if folder is not None:
         options.add_session_config_entry(WEIGHTS_FOLDER, str(folder))
     options.add_session_config_entry(RECORD_PLACEMENT, "1")

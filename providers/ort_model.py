@@ -20,6 +20,7 @@ from onnxport.providers.transfers import CLOSED, Blocks, Transfers
 
 if TYPE_CHECKING:
     from onnxport.providers.buckets import Buckets, PaddedStep
+    from onnxport.providers.device_logits import DeviceLogits
     from onnxport.providers.replay import DecodeReplay
     from onnxport.providers.step_memory import StepMemory
 
@@ -44,6 +45,7 @@ class OrtModel(Transfers):
         *,
         is_host: bool = False,
         step_memory: StepMemory | None = None,
+        device_logits: DeviceLogits | None = None,
     ) -> None:
         """Bind the caches.
 
@@ -58,6 +60,8 @@ class OrtModel(Transfers):
             adapters: the slots for LoRA adapters; None: the graph has none.
             is_host: the session computes in host memory, and so reads inputs where they are bound.
             step_memory: runs steps that would take more in parts; None: steps take what they take.
+            device_logits: where logits are left, to bring to the host what is needed of them; None:
+                the session itself brings all of them.
         """
         super().__init__(blocks, capabilities.kv_block_bytes, capabilities.device)
         self._session = session
@@ -66,6 +70,7 @@ class OrtModel(Transfers):
         self._buckets = buckets
         self._replay = replay
         self._step_memory = step_memory
+        self._device_logits = device_logits
         self._adapters = adapters
         self._bound: Values | None = None  # weights of adapters
         self._run_options = None
@@ -133,11 +138,21 @@ class OrtModel(Transfers):
 
     def _run_whole(self, inputs: StepInputs) -> NDArray[np.float32]:
         if self._replay is not None and len(inputs.input_ids) == len(inputs.block_table):
-            return self._replay.run(self._padded(inputs))
+            self._replay.run(self._padded(inputs))
+            return self._fetched(inputs)
         if self._replay is not None or self._buckets is None:
-            return self._compute(inputs)
-        step = self._padded(inputs)
-        return self._compute(step.inputs, step.query_tile)[: step.num_logits]
+            logits = self._compute(inputs)
+        else:
+            step = self._padded(inputs)
+            logits = self._compute(step.inputs, step.query_tile)
+        if logits is None:
+            return self._fetched(inputs)
+        return logits[: len(inputs.logits_indices)]
+
+    def _fetched(self, inputs: StepInputs) -> NDArray[np.float32]:
+        """What a step needs of logits that were left on the device."""
+        assert self._device_logits is not None
+        return self._device_logits.fetch(len(inputs.logits_indices), inputs)
 
     def _run_parts(
         self, inputs: StepInputs, ranges: Sequence[tuple[int, int]]
@@ -146,8 +161,9 @@ class OrtModel(Transfers):
         from onnxport.providers.step_memory import parts_of
 
         limits = self._capabilities
-        assert not limits.takes_exact_logits, "our kernels alone do"
-        assert not limits.summarizes_logits, "our kernels alone do"
+        assert not self._takes_exact_logits, "our kernels alone do, and they take steps whole"
+        if inputs.summaries is not None:
+            inputs.summaries[:, -1] = contract.NO_SUMMARY
         logits = np.empty((len(inputs.logits_indices), limits.vocab_size), np.float32)
         for part, own in parts_of(inputs, ranges, limits.block_size):
             logits[own] = self._run_whole(part)[: len(own)]
@@ -160,8 +176,12 @@ class OrtModel(Transfers):
         assert self._buckets is not None
         return pad(inputs, self._buckets, self._capabilities.num_blocks)
 
-    def _compute(self, inputs: StepInputs, query_tile: int = 1) -> NDArray[np.float32]:
-        """Run a step from and to host memory; `query_tile` is for graphs that want it."""
+    def _compute(self, inputs: StepInputs, query_tile: int = 1) -> NDArray[np.float32] | None:
+        """Run a step from and to host memory; `query_tile` is for graphs that want it.
+
+        Returns:
+            Its logits; None where they are left on the device.
+        """
         if self._adapters is not None:
             self._bind_adapters(self._adapters, inputs)
         for name, array in (
@@ -197,7 +217,11 @@ class OrtModel(Transfers):
                 per_logit=1 + self._summarizes + self._num_asked(inputs),
             )
             self._bind_plan(dimension)
-        logits = self._bind_logits(len(inputs.logits_indices))
+        logits = None
+        if self._device_logits is None:
+            logits = self._bind_logits(len(inputs.logits_indices))
+        else:
+            self._device_logits.bind(self._binding, len(inputs.logits_indices))
         self._session.run_with_iobinding(self._binding, self._run_options)
         return logits
 
@@ -274,6 +298,9 @@ class OrtModel(Transfers):
         self._adapters = None
         self._session = None
         self._replay = None
+        if self._device_logits is not None:
+            self._device_logits.close()
+        self._device_logits = None
         self._blocks = None
         self._attached = {}
 

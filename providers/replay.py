@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from onnxport.graphs import contract
 from onnxport.providers.base import StepInputs
 from onnxport.providers.buckets import PaddedStep, StepShape
+from onnxport.providers.device_logits import DeviceLogits
 from onnxport.providers.ort import CacheTensor, Target
 
 GRAPH_ID: Final = "gpu_graph_id"
@@ -32,7 +33,6 @@ class _Recording:
 
     binding: Any  # onnxruntime.IOBinding
     inputs: dict[str, Any]  # name -> onnxruntime.OrtValue in device memory
-    logits: Any  # onnxruntime.OrtValue [num_logits, vocab], float32, in device memory
     options: Any  # onnxruntime.RunOptions
 
 
@@ -44,7 +44,7 @@ class DecodeReplay:
         session: Any,
         caches: Sequence[CacheTensor],
         target: Target,
-        vocab_size: int,
+        logits: DeviceLogits,
         block_size: int,
     ) -> None:
         """Record nothing yet.
@@ -53,19 +53,19 @@ class DecodeReplay:
             session: an onnxruntime.InferenceSession of a paged graph, all of it on the device.
             caches: the KV caches of all layers.
             target: where they are.
-            vocab_size: of the logits.
+            logits: where all recordings write logits; it has room for the largest, and stays.
             block_size: tokens of a KV block.
         """
         self._session = session
         self._caches = caches
         self._target = target
-        self._vocab_size = vocab_size
+        self._logits = logits
         self._block_size = block_size
         self._names = {node.name for node in session.get_inputs()}
         self._recordings: dict[StepShape, _Recording] = {}
 
-    def run(self, step: PaddedStep) -> NDArray[np.float32]:
-        """Return the logits of a step in which every row has one token, [num_logits, vocab]."""
+    def run(self, step: PaddedStep) -> None:
+        """Leave the logits of a step in which every row has one token where `logits` has them."""
         assert step.query_tile == 1, "a step that is not decoding"
         arrays = self._arrays(step.inputs)
         recording = self._recordings.get(step.shape)
@@ -75,8 +75,6 @@ class DecodeReplay:
             for name, value in recording.inputs.items():
                 value.update_inplace(arrays[name])
         self._session.run_with_iobinding(recording.binding, recording.options)
-        logits: NDArray[np.float32] = recording.logits.numpy()
-        return logits[: step.num_logits]
 
     def _arrays(self, inputs: StepInputs) -> dict[str, NDArray[Any]]:
         """What differs from step to step, by the name of the graph's input."""
@@ -98,8 +96,6 @@ class DecodeReplay:
             name: ort.OrtValue.ortvalue_from_numpy(array.copy(), *place)
             for name, array in arrays.items()
         }
-        dims = [len(step.inputs.logits_indices), self._vocab_size]
-        logits = ort.OrtValue.ortvalue_from_shape_and_type(dims, np.float32, *place)
         binding = self._session.io_binding()
         for cache in self._caches:
             binding.bind_ortvalue_input(cache.input_name, cache.value)
@@ -107,11 +103,14 @@ class DecodeReplay:
         for name, value in inputs.items():
             binding.bind_ortvalue_input(name, value)
         if contract.ATTENTION_METADATA in self._names:
-            longest = step.shape.table_width * self._block_size
-            bounds = np.array([1, longest, 1], np.int32)
+            width = step.shape.table_width
+            # Of widths only half of this or less have a shape of their own: the longest sequence
+            # is longer than that. A long one is computed in parts that work side by side.
+            least = max(1, width // 2 * self._block_size)
+            bounds = np.array([1, width * self._block_size, least], np.int32)
             binding.bind_cpu_input(contract.ATTENTION_METADATA, bounds)
-        binding.bind_ortvalue_output(contract.LOGITS, logits)
-        return _Recording(binding, inputs, logits, run_options(str(len(self._recordings) + 1)))
+        self._logits.bind(binding, len(step.inputs.logits_indices))
+        return _Recording(binding, inputs, run_options(str(len(self._recordings) + 1)))
 
 
 def run_options(graph_id: str) -> Any:

@@ -83,7 +83,7 @@ class LLM:
         kv_memory: int | float | None = None,
         dtype: str = "auto",
         allowed_on_host: Sequence[str] = (),
-        capture_graphs: bool = False,
+        capture_graphs: bool | None = None,
         fallback: Sequence[str] = (),
         max_adapters: int = 0,
         max_adapter_rank: int = 16,
@@ -113,7 +113,8 @@ class LLM:
             dtype: "auto", "float32", "float16" or "bfloat16": of activations.
             allowed_on_host: operator types that may run on the host where the device does not
                 take them.
-            capture_graphs: record decode steps and replay them, where the provider can (cuda).
+            capture_graphs: record decode steps and replay them, which only cuda can; None: where
+                it can.
             fallback: the providers that may take over, in order, when this one cannot load or
                 its device is lost; see `open_engine`.
             max_adapters: LoRA adapters that can be loaded at once, see `load_adapter`; memory for

@@ -163,7 +163,7 @@ def _fallback(path: Path, name: str, provider: str, options: LoadOptions) -> Fal
             matmul_accuracy_level=None,
             adapter_dtype="auto",
             allowed_on_host=(),
-            capture_graphs=False,
+            capture_graphs=None,
         )
     names = [each.name for each in fields(options)]
     dropped = [each for each in names if getattr(options, each) != getattr(suited, each)]

@@ -122,8 +122,9 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--capture-graphs",
-        action="store_true",
-        help="record decode steps and replay them (CUDA graphs; cuda only, untested on hardware)",
+        action=argparse.BooleanOptionalAction,
+        help="record decode steps and replay them (CUDA graphs; by default where it can be done, "
+        "which is on cuda with its own attention and without adapters)",
     )
     group.add_argument(
         "--no-graph-cache",
