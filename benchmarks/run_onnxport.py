@@ -12,10 +12,14 @@ from pathlib import Path
 from benchmarks import runner
 from benchmarks.workloads import Request
 from onnxport.providers.base import LoadOptions
+from onnxport.providers.registry import HOSTS
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.loading import open_engine
 from onnxport.serving.params import SamplingParams
+
+HOST_BLOCK = 64  # tokens of a KV block, at most
+DEVICE_BLOCK = 256
 
 
 class Onnxport:
@@ -42,7 +46,8 @@ class Onnxport:
 
 
 def load(arguments: argparse.Namespace) -> Onnxport:
-    tokens = arguments.kv_cache_tokens or runner.cache_tokens(arguments, 64)
+    block_tokens = HOST_BLOCK if arguments.provider in HOSTS else DEVICE_BLOCK
+    tokens = arguments.kv_cache_tokens or runner.cache_tokens(arguments, block_tokens)
     engine = open_engine(
         Path(arguments.model),
         arguments.provider,

@@ -1,6 +1,6 @@
-"""Measure transformers in bfloat16 (PyTorch on the CPU) on the shared workloads.
+"""Measure transformers in bfloat16 on the shared workloads, on the CPU or a GPU.
 
-    PEER_PYTHON -m benchmarks.peers.transformers_peer CHECKPOINT --workloads W1,W2
+    PEER_PYTHON -m benchmarks.peers.transformers_peer CHECKPOINT --workloads W1,W2 [--device cuda]
 
 It batches statically: prompts are padded on the left to the longest, and the batch decodes until
 its longest answer is there.
@@ -24,7 +24,8 @@ class Transformers:
     def __init__(self, arguments: argparse.Namespace) -> None:
         torch.set_num_threads(arguments.threads)
         self._model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
-        self._model.eval()
+        self._device = torch.device(arguments.device)
+        self._model.to(self._device).eval()
 
     @torch.inference_mode()
     def run(self, requests: Sequence[Request]) -> runner.Times:
@@ -33,9 +34,12 @@ class Transformers:
         longest = max(len(request.prompt) for request in requests)
         pads = [longest - len(request.prompt) for request in requests]
         ids = torch.tensor(
-            [[0] * pad + request.prompt for pad, request in zip(pads, requests, strict=True)]
+            [[0] * pad + request.prompt for pad, request in zip(pads, requests, strict=True)],
+            device=self._device,
         )
-        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads])
+        mask = torch.tensor(
+            [[0] * pad + [1] * (longest - pad) for pad in pads], device=self._device
+        )
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         cache = None
         for step in range(max(request.new_tokens for request in requests)):
@@ -51,6 +55,8 @@ class Transformers:
             ids = found.logits[:, -1:].argmax(-1)
             mask = torch.cat([mask, torch.ones_like(ids)], 1)
             positions = positions[:, -1:] + 1
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize()  # the tokens are there when the clock is read
             for index, request in enumerate(requests):
                 if step < request.new_tokens:
                     watch.note(index)
@@ -58,7 +64,9 @@ class Transformers:
 
 
 def main() -> None:
-    arguments = runner.parser(__doc__).parse_args()
+    parser = runner.parser(__doc__)
+    parser.add_argument("--device", default="cpu", help="as PyTorch calls it")
+    arguments = parser.parse_args()
     runner.main(arguments, lambda: Transformers(arguments))
 
 

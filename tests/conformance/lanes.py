@@ -108,6 +108,13 @@ def _device_lanes() -> list[Lane]:
     options = {"block_size": BLOCK_SIZE, **FLOAT32_PRODUCTS}
     devices = [name for name in registry.PROVIDERS if name not in registry.HOSTS]
     lanes = [Lane(name, name, options) for name in devices]
+    # Decode steps are replayed on cuda if nothing is said, and are not where it is emulated.
+    step_by_step = {**options, "capture_graphs": False}
+    lanes.append(Lane("cuda-step-by-step", "cuda", step_by_step, precisions=("fp16", "int4")))
+    replayed = {**options, "capture_graphs": True}
+    lanes.append(
+        Lane("cuda-emulated-replayed", "cuda", replayed, emulated=True, precisions=("fp16", "int4"))
+    )
     for name in registry.EMULATED:
         emulated = Lane(f"{name}-emulated", name, options, emulated=True)
         wide = {**options, "dtype": "float32"}
