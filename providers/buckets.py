@@ -53,6 +53,7 @@ class Buckets:
     max_model_len: int  # tokens of the longest sequence
     block_size: int  # tokens
     tile_tokens: int = DEFAULT_TILE_TOKENS  # largest attention tile
+    few_widths: bool = False  # of block tables: powers of four, for what does not cost more for it
 
     def __post_init__(self) -> None:
         """Every size is at least one, and a token for each row fits."""
@@ -64,6 +65,18 @@ class Buckets:
     def max_blocks(self) -> int:
         """Blocks of the longest sequence."""
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def widths(self) -> list[int]:
+        """Every width of a block table."""
+        if not self.few_widths:
+            return sizes_up_to(self.max_blocks)
+        powers = [4**power for power in range(1, self.max_blocks.bit_length() // 2 + 1)]
+        return [*(width for width in powers if width < self.max_blocks), self.max_blocks]
+
+    def width_of(self, blocks: int) -> int:
+        """The smallest of `widths` that holds so many blocks."""
+        return next(width for width in self.widths if width >= blocks)
 
     @property
     def spare_blocks(self) -> int:
@@ -93,7 +106,7 @@ class Buckets:
 
     def decode_shapes(self) -> list[StepShape]:
         """Every shape of a step that only decodes."""
-        sizes = product(sizes_up_to(self.max_rows), sizes_up_to(self.max_blocks))
+        sizes = product(sizes_up_to(self.max_rows), self.widths)
         return [StepShape(rows, rows, width, rows, 1) for rows, width in sizes]
 
     def shapes(self) -> set[StepShape]:
@@ -102,7 +115,7 @@ class Buckets:
         for tokens, rows, width, chunk in product(
             sizes_up_to(self.max_tokens),
             sizes_up_to(2 * self.max_rows),
-            sizes_up_to(self.max_blocks),
+            self.widths,
             (1, _SHORT_TILE + 1),
         ):
             tile = self.query_tile(chunk)
@@ -157,7 +170,7 @@ def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
     _check(inputs, buckets)
     new = np.diff(inputs.cumulative_sequence_lengths)
     longest = int(new.max())
-    table_width = size_of(width, buckets.max_blocks)
+    table_width = buckets.width_of(width)
     if longest == 1 and tokens == rows:
         num_tokens, query_tile = size_of(rows, buckets.max_rows), 1
         padding = _decode_rows(buckets, num_tokens - rows, table_width, num_blocks)

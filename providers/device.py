@@ -158,7 +158,7 @@ def load_on_device(
             on_host, recipe.expected_on_host, options.allowed_on_host, recipe.provider
         )
     shape = cache_shape(model, spec.num_layers)
-    buckets = _buckets(pool) if recipe.bucketed or captures else None
+    buckets = _buckets(pool, captures=captures) if recipe.bucketed or captures else None
     spare = max(1, buckets.spare_blocks) if buckets else 0
     caches = device_caches(shape, pool.num_blocks + spare, pool.block_size, target)
     group = TRANSFER_BLOCKS if recipe.bucketed else None
@@ -174,7 +174,7 @@ def load_on_device(
         assert logits is not None, "what can replay steps can select logits"
         assert buckets is not None, "what is replayed is padded"
         logits.reserve(buckets.max_rows)
-        replay = DecodeReplay(session, caches, target, logits, pool.block_size)
+        replay = DecodeReplay(session, caches, target, logits, buckets.widths, pool.block_size)
     step_memory = None
     if lowering.attention == "decomposed" and recipe.free_bytes is not None:
         left_bytes, padding = recipe.free_bytes - held_bytes, MOST_PADDING if buckets else 1
@@ -338,8 +338,10 @@ class _Lowering:
         return size
 
 
-def _buckets(pool: PoolPlan) -> Buckets:
-    return Buckets(BUCKET_TOKENS, BUCKET_ROWS, pool.max_model_len, pool.block_size)
+def _buckets(pool: PoolPlan, *, captures: bool) -> Buckets:
+    limits = (BUCKET_TOKENS, BUCKET_ROWS, pool.max_model_len, pool.block_size)
+    # A native PagedAttention looks up the blocks that there are; how wide the table is, is nothing.
+    return Buckets(*limits, few_widths=captures)
 
 
 def no_native_blocks(head_size: int) -> int:

@@ -45,6 +45,7 @@ class DecodeReplay:
         caches: Sequence[CacheTensor],
         target: Target,
         logits: DeviceLogits,
+        widths: Sequence[int],
         block_size: int,
     ) -> None:
         """Record nothing yet.
@@ -54,12 +55,14 @@ class DecodeReplay:
             caches: the KV caches of all layers.
             target: where they are.
             logits: where all recordings write logits; it has room for the largest, and stays.
+            widths: of block tables that steps are padded to.
             block_size: tokens of a KV block.
         """
         self._session = session
         self._caches = caches
         self._target = target
         self._logits = logits
+        self._widths = widths
         self._block_size = block_size
         self._names = {node.name for node in session.get_inputs()}
         self._recordings: dict[StepShape, _Recording] = {}
@@ -104,9 +107,9 @@ class DecodeReplay:
             binding.bind_ortvalue_input(name, value)
         if contract.ATTENTION_METADATA in self._names:
             width = step.shape.table_width
-            # Of widths only half of this or less have a shape of their own: the longest sequence
-            # is longer than that. A long one is computed in parts that work side by side.
-            least = max(1, width // 2 * self._block_size)
+            # The longest sequence does not fit in the next narrower table. One that is known to be
+            # long is computed in parts side by side.
+            least = max([1, *(one * self._block_size for one in self._widths if one < width)])
             bounds = np.array([1, width * self._block_size, least], np.int32)
             binding.bind_cpu_input(contract.ATTENTION_METADATA, bounds)
         self._logits.bind(binding, len(step.inputs.logits_indices))

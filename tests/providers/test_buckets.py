@@ -65,6 +65,7 @@ def steps(draw: st.DrawFn, *, decoding: bool = False) -> tuple[Buckets, StepInpu
         max_model_len=draw(st.integers(1, ROW)),
         block_size=draw(st.sampled_from([1, 3, 4, 16, 32])),
         tile_tokens=draw(st.sampled_from([1, 8, 64])),
+        few_widths=draw(st.booleans()),
     )
     new: list[int] = []
     for _ in range(draw(st.integers(1, buckets.max_rows))):
@@ -312,3 +313,15 @@ def test_padding_changes_no_logits(
             np.testing.assert_array_equal(poisoned.caches[name][real], clean.caches[name][real])
             assert clean.caches[name][Bucketed.num_blocks :].any(), "padding wrote there"
     assert len(shapes) >= 4
+
+
+@pytest.mark.parametrize(
+    ("blocks", "widths"),
+    [(1, [1]), (3, [3]), (4, [4]), (5, [4, 5]), (16, [4, 16]), (100, [4, 16, 64, 100])],
+)
+def test_few_widths_are_powers_of_four(blocks: int, widths: list[int]) -> None:
+    buckets = Buckets(512, 64, max_model_len=16 * blocks, block_size=16, few_widths=True)
+    assert buckets.widths == widths
+    assert [buckets.width_of(width) for width in widths] == widths
+    assert buckets.width_of(1) == widths[0]
+    assert {shape.table_width for shape in buckets.shapes()} == set(widths)
