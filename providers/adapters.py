@@ -211,7 +211,7 @@ class AdapterStacks:
 
     A stack keeps the adapters of earlier steps for a while, so that it is built anew only when a
     step uses one that it has not, or when it has had one for long that none uses. Steps without any
-    adapter read an empty one, which is kept beside it.
+    adapter read an empty one, which is kept beside it; a steady one, if it is the only one.
     """
 
     def __init__(
@@ -222,6 +222,7 @@ class AdapterStacks:
         place: Place,
         *,
         few_shapes: bool = False,
+        steady: bool = False,
     ) -> None:
         """Stack nothing.
 
@@ -231,12 +232,16 @@ class AdapterStacks:
             dtype: of the activations.
             place: puts arrays where a session reads them; called for each new stack.
             few_shapes: let the number of rows be a power of two.
+            steady: and never fewer than they were, so that `place` can put all stacks in the same
+                memory; there is only one then, whether a step uses adapters or not.
         """
         self._products = products
         self._spec = spec
         self._dtype = dtype
         self._place = place
-        self._few_shapes = few_shapes
+        self._few_shapes = few_shapes or steady
+        self._steady = steady
+        self._heights: dict[Kind, int] = {}  # the largest yet
         self._adapters: dict[int, Mapping[Key, LoraDelta]] = {}
         self._step = 0  # of those with adapters
         self._last_used: dict[int, int] = {}  # slot -> step
@@ -254,32 +259,38 @@ class AdapterStacks:
         """See `Storage`."""
         del self._adapters[slot]
         if slot in self._stack.slots:
-            self._stack = self._empty
+            self._stack = self._none()
 
     def values(self, used: Collection[int]) -> Values:
         """See `Storage`."""
         if not used:
-            return self._empty.values
+            return (self._stack if self._steady else self._empty).values
         self._step += 1
         self._last_used.update(dict.fromkeys(used, self._step))
         recent = self._step - IDLE_STEPS
         kept = {slot for slot in self._stack.slots if self._last_used[slot] > recent}
         if not self._stack.slots.issuperset(used) or len(kept) < len(self._stack.slots):
+            if self._steady:
+                self._stack = self._none()  # what is there goes, be it for half a stack
             self._stack = self._build(frozenset(kept.union(used)))
         return self._stack.values
+
+    def _none(self) -> _Stack:
+        """A stack of which no slot is used. A steady one has the rows of the last, for nobody."""
+        return _Stack(frozenset(), self._stack.values) if self._steady else self._empty
 
     def _build(self, slots: frozenset[int]) -> _Stack:
         arrays: dict[str, NDArray[Any]] = {}
         rows_of = {kind: self._rows(kind, slots) for kind in {p.kind for p in self._products}}
         for kind, rows in rows_of.items():
-            owners = np.zeros(self._height(rows), np.int32)
+            owners = np.zeros(self._height(kind, rows), np.int32)
             for row in rows:
                 owners[row.first : row.first + row.count] = row.slot
             arrays[owners_name(kind)] = owners
         for product in self._products:
             parts = product.out_features(self._spec)
             rows = rows_of[product.kind]
-            height = self._height(rows)
+            height = self._height(product.kind, rows)
             all_a = np.zeros((height, product.in_features(self._spec)), self._dtype)
             all_b = np.zeros((height, sum(parts)), self._dtype)
             for row in rows:
@@ -310,11 +321,13 @@ class AdapterStacks:
                 yield _Rows(slot, projection, first, count)
                 first += count
 
-    def _height(self, rows: Sequence[_Rows]) -> int:
+    def _height(self, kind: Kind, rows: Sequence[_Rows]) -> int:
         """Rows of a stack; a product of none is not what every device can do."""
         height = max(1, sum(row.count for row in rows))
         if self._few_shapes:
             height = max(SMALLEST_STACK, 1 << (height - 1).bit_length())
+        if self._steady:
+            height = self._heights[kind] = max(height, self._heights.get(kind, 0))
         return height
 
 

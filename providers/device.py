@@ -110,11 +110,6 @@ def load_on_device(
             f"capture_graphs was asked for; the {recipe.provider} provider has nothing to replay, "
             "leave it out"
         )
-    if options.capture_graphs and options.max_adapters:
-        raise ProviderError(
-            f"capture_graphs was asked for and max_adapters is {options.max_adapters}; what is "
-            "replayed keeps its addresses, and those of LoRA adapters change: leave one out"
-        )
     lowering = _Lowering(artifact, options, recipe, emulate=emulate)
     if options.capture_graphs and lowering.attention != "native":
         raise ProviderError(
@@ -124,7 +119,7 @@ def load_on_device(
     captures = options.capture_graphs
     if captures is None:
         can = recipe.capture_options is not None and lowering.attention == "native"
-        captures = can and not options.max_adapters and not emulate
+        captures = can and not emulate
     steps = list(lowering.steps())
     for step in steps:
         logger.info("%s: %s", artifact.path.name, step)
@@ -187,7 +182,7 @@ def load_on_device(
         attached,
         buckets,
         replay,
-        lowering.adapters(target) if options.max_adapters else None,
+        lowering.adapters(target, steady=captures) if options.max_adapters else None,
         step_memory=step_memory,
         device_logits=logits,
     )
@@ -247,15 +242,16 @@ class _Lowering:
         item_bytes = numpy_dtype(TYPES[self.dtype]).itemsize
         return stack_bytes(*self._adapted(), self.options, item_bytes)
 
-    def adapters(self, target: Target) -> Adapters:
-        """Slots for adapters, of a device."""
+    def adapters(self, target: Target, *, steady: bool) -> Adapters:
+        """Slots for adapters, of a device; `steady` where it replays steps."""
         products, spec = self._adapted()
         stacks = AdapterStacks(
             products,
             spec,
             numpy_dtype(TYPES[self.dtype]),
-            DeviceArrays(target),
+            DeviceArrays(target, steady=steady),
             few_shapes=self._recipe.bucketed,
+            steady=steady,
         )
         return Adapters(spec, self.options, stacks)
 

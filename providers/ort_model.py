@@ -138,7 +138,9 @@ class OrtModel(Transfers):
 
     def _run_whole(self, inputs: StepInputs) -> NDArray[np.float32]:
         if self._replay is not None and len(inputs.input_ids) == len(inputs.block_table):
-            self._replay.run(self._padded(inputs))
+            step = self._padded(inputs)
+            used = None if self._adapters is None else self._adapters.step(step.inputs)
+            self._replay.run(step, used)
             return self._fetched(inputs)
         if self._replay is not None or self._buckets is None:
             logits = self._compute(inputs)

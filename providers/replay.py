@@ -18,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.graphs import contract
+from onnxport.graphs.lora import TOKEN_SLOTS
+from onnxport.providers.adapters import AdapterStep, Values
 from onnxport.providers.base import StepInputs
 from onnxport.providers.buckets import PaddedStep, StepShape
 from onnxport.providers.device_logits import DeviceLogits
@@ -66,11 +68,25 @@ class DecodeReplay:
         self._block_size = block_size
         self._names = {node.name for node in session.get_inputs()}
         self._recordings: dict[StepShape, _Recording] = {}
+        self._num_recorded = 0
+        self._values: Values | None = None  # weights of adapters that the recordings read
 
-    def run(self, step: PaddedStep) -> None:
-        """Leave the logits of a step in which every row has one token where `logits` has them."""
+    def run(self, step: PaddedStep, adapters: AdapterStep | None = None) -> None:
+        """Leave the logits of a step in which every row has one token where `logits` has them.
+
+        Args:
+            step: padded.
+            adapters: what it reads of these; None: the graph has none. Where that is not the object
+                of the last step, all is recorded anew.
+        """
         assert step.query_tile == 1, "a step that is not decoding"
+        values = None if adapters is None else adapters.values
+        if values is not self._values:
+            self._recordings.clear()
+            self._values = values
         arrays = self._arrays(step.inputs)
+        if adapters is not None:
+            arrays[TOKEN_SLOTS] = adapters.token_slots
         recording = self._recordings.get(step.shape)
         if recording is None:
             recording = self._recordings[step.shape] = self._record(step, arrays)
@@ -112,8 +128,11 @@ class DecodeReplay:
             least = max([1, *(one * self._block_size for one in self._widths if one < width)])
             bounds = np.array([1, width * self._block_size, least], np.int32)
             binding.bind_cpu_input(contract.ATTENTION_METADATA, bounds)
+        for name, value in (self._values or {}).items():
+            binding.bind_ortvalue_input(name, value)
         self._logits.bind(binding, len(step.inputs.logits_indices))
-        return _Recording(binding, inputs, run_options(str(len(self._recordings) + 1)))
+        self._num_recorded += 1
+        return _Recording(binding, inputs, run_options(str(self._num_recorded)))
 
 
 def run_options(graph_id: str) -> Any:

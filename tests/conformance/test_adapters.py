@@ -61,8 +61,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Some lanes run everything, the others each family and precision once."""
     params = []
     for lane in chosen_lanes(metafunc.config):
-        if lane.options.get("capture_graphs"):
-            continue  # refused with adapters
         for one in combinations(lane):
             pair = (one.family, one.precision)
             if lane.name not in WHOLE and pair not in DIAGONAL:

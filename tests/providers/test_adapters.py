@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -397,10 +398,48 @@ def test_numbers_that_float16_cannot_hold(tiny_artifact: ArtifactMaker) -> None:
     model.close()
 
 
-def test_replay_and_adapters_exclude_one_another(tiny_artifact: ArtifactMaker) -> None:
-    options = LoadOptions(max_adapters=1, capture_graphs=True, kv_cache_tokens=1024)
-    with pytest.raises(ProviderError, match="those of LoRA adapters change: leave one out"):
-        cuda.CudaProvider(emulate=True).load(Artifact.read(tiny_artifact("llama", "fp16")), options)
+def test_replayed_steps_read_the_adapters_of_today(tiny_artifact: ArtifactMaker) -> None:
+    """Other adapters come to where the last ones were; more rows than ever are recorded anew."""
+    artifact = Artifact.read(tiny_artifact("llama", "fp16"))
+    options = LoadOptions(max_adapters=3, kv_cache_tokens=1024, block_size=16)
+    plain, replayed = (
+        cuda.CudaProvider(emulate=True).load(artifact, replace(options, capture_graphs=each))
+        for each in (False, True)
+    )
+    recordings = []
+
+    def decode(*slots: int | None) -> None:
+        rows = [([5 + row], 0, [row]) for row in range(len(slots))]
+        given = None if None in slots else np.array(slots, np.int32)
+        wanted, found = (
+            model.run(step(rows, adapter_slots=given)).copy() for model in (plain, replayed)
+        )
+        np.testing.assert_allclose(found, wanted, rtol=1e-3, atol=1e-3)
+        recordings.append(replayed._replay._num_recorded)  # type: ignore[union-attr]
+
+    def put(slot: int, seed: int | None) -> None:
+        adapter = None if seed is None else make_adapter(artifact.manifest.model, seed)
+        for model in (plain, replayed):
+            model.set_adapter(slot, adapter)
+
+    decode(None, None)
+    put(1, 3)
+    decode(1, 0)  # few rows, of which there is room for some in any stack
+    put(1, 2)
+    decode(1, 0)  # more than there is room for
+    decode(0, 1)
+    put(1, 3)
+    decode(0, 1)  # less again
+    put(2, 2)
+    decode(2, 1)
+    put(1, None)
+    decode(0, 2)
+    decode(None, None)
+    put(3, 1)
+    decode(3, 2)  # more again
+    assert recordings == [1, 1, 2, 2, 2, 3, 3, 3, 4]
+    for model in (plain, replayed):
+        model.close()
 
 
 def test_memory_for_adapters_is_set_aside(
@@ -487,6 +526,33 @@ def test_few_shapes_are_powers_of_two(spec: ArchSpec) -> None:
     assert not values["lora.layers.0.qkv.a"][29:].any()
 
 
+def test_a_steady_stack_keeps_its_rows(spec: ArchSpec) -> None:
+    """Whoever reads it where it was finds the last one, and only one that is larger elsewhere."""
+    place = Placed()
+    found = stacks(spec, place, steady=True)
+    heights = [len(owners(found.values(slots))) for slots in ((), {3}, {1}, {3}, ())]
+    assert heights == [8, 8, 32, 32, 32]
+    found.remove(1)
+    assert len(owners(found.values(()))) == 32
+    number = len(place.stacks)
+    assert sorted(set(owners(found.values({2})))) == [0, 2]
+    found.values(())
+    found.values({2})
+    assert len(place.stacks) == number + 1
+
+
+def test_a_steady_stack_that_could_not_be_placed_is_built_anew(spec: ArchSpec) -> None:
+    place = Placed()
+    found = stacks(spec, place, steady=True)
+    found.values({1})
+    own = found._place
+    found._place = lambda arrays: (_ for _ in ()).throw(MemoryError("short"))
+    with pytest.raises(MemoryError):
+        found.values({2})
+    found._place = own
+    assert set(owners(found.values({1}))) == {0, 1}  # not what was there before
+
+
 def test_rows_of_a_projection_are_zero_beside_it(spec: ArchSpec) -> None:
     values = stacks(spec, Placed()).values({1})
     b = values["lora.layers.0.qkv.b"]
@@ -514,6 +580,20 @@ def test_arrays_reach_a_device_by_name() -> None:
         assert list(found) == ["b", "a"]
         for name, value in found.items():
             np.testing.assert_array_equal(value.numpy(), arrays[name])
+
+
+@pytest.mark.parametrize("target", [CPU, Elsewhere(CPU.execution_provider)])
+def test_steady_arrays_are_put_where_the_last_were(target: Target) -> None:
+    place = DeviceArrays(target, steady=True)
+    first = place({"a": np.array([1, 2], np.float16)})
+    address = first["a"].data_ptr()
+    second = place({"a": np.array([3, 4], np.float16)})
+    assert second is first
+    assert second["a"].data_ptr() == address
+    assert second["a"].numpy().tolist() == [3, 4]
+    larger = place({"a": np.array([5, 6, 7], np.float16)})
+    assert larger is not first
+    assert larger["a"].numpy().tolist() == [5, 6, 7]
 
 
 @pytest.mark.parametrize("free_bytes", [1 << 40, 1 << 20])

@@ -124,7 +124,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         "--capture-graphs",
         action=argparse.BooleanOptionalAction,
         help="record decode steps and replay them (CUDA graphs; by default where it can be done, "
-        "which is on cuda with its own attention and without adapters)",
+        "which is on cuda with its own attention)",
     )
     group.add_argument(
         "--no-graph-cache",
