@@ -3,8 +3,8 @@
 All logits of 64 rows of a vocabulary of 150,000 are 39 MB, which take longer to bring to the host
 and to look through than a small model takes to compute them. Where `StepInputs.exact_logits` says
 that a few of each row decide, the device selects these, and the host gets a row in which all others
-are LEAST, with a summary beside it, so that nobody reads them. Where all of them may be drawn, all
-of them are copied, and the device makes the summary.
+are LEAST, with a summary beside it, so that nobody reads them. Where any may be drawn, all of
+them are copied.
 """
 
 from __future__ import annotations
@@ -17,26 +17,24 @@ from numpy.typing import NDArray
 
 from onnxport.graphs import contract
 from onnxport.graphs.logit_selection import (
-    CHUNK,
     COPY,
     COUNT,
-    GROUP,
-    LEAST,
     TOKENS,
     VALUES,
     copy_graph,
     largest_graph,
-    summary_graph,
 )
 from onnxport.providers.base import StepInputs
 from onnxport.providers.ort import Target, quiet_options, start_session
 
-# With fewer logits than this the copy is done before a selection is; with twice as many it takes
-# longer to read them than to let the device make a summary.
+LEAST: Final = np.float32(-1e38)  # a logit that nobody gets, and finite after any penalty
+# With fewer logits than this the copy is done before a selection is.
 FEWEST_LOGITS: Final = 1 << 19
 # How many are selected: the smallest of these that is larger than what any row needs, for if the
 # last one equals what a row needs, more may.
 COUNTS: Final = (8, 32, 96)
+GROUP: Final = 64  # logits of a group in contract.LOGITS_SUMMARIES
+CHUNK: Final = 1024  # and of a chunk
 
 # Keeps an array where a device can read and write it by itself; what is returned lets go of it.
 PageLock = Callable[[NDArray[Any]], Callable[[], None]]
@@ -68,10 +66,9 @@ class DeviceLogits:
         self._target = target
         self._page_lock = page_lock
         self._fewest = fewest
-        graphs = copy_graph(vocab_size), largest_graph(vocab_size), summary_graph(vocab_size)
-        self._copy, self._largest, self._summary = (
+        self._copy, self._largest = (
             start_session(model.SerializeToString(), None, quiet_options(), target)
-            for model in graphs
+            for model in (copy_graph(vocab_size), largest_graph(vocab_size))
         )
         self._memory: Any = None  # onnxruntime.OrtValue float32 [capacity, vocab], of the device
         self._capacity = 0  # rows
@@ -115,14 +112,14 @@ class DeviceLogits:
             found = self._select(rows, needed, inputs)
             if found is not None:
                 return found
-        if inputs.summaries is not None and not self._look(rows, inputs):
+        if inputs.summaries is not None:
             inputs.summaries[:, -1] = contract.NO_SUMMARY
         return self._copied(rows)
 
     def close(self) -> None:
         """Free what is held."""
         self._memory = None
-        self._copy = self._largest = self._summary = None
+        self._copy = self._largest = None
         self._release()
 
     def _needed(self, rows: int, inputs: StepInputs) -> NDArray[np.int32] | None:
@@ -192,27 +189,6 @@ class DeviceLogits:
         rows, backwards = self._row_numbers[: len(values)], values[:, ::-1]
         summaries[rows, tokens[:, ::-1] // GROUP] = backwards
         summaries[rows, groups + tokens[:, ::-1] // CHUNK] = backwards
-
-    def _look(self, rows: int, inputs: StepInputs) -> bool:
-        """Let the device make the summaries; False: it does not pay, or nobody asked."""
-        asked, told = inputs.summary_scales, inputs.summaries
-        if asked is None or told is None or asked.max() < contract.NO_SUMS:
-            return False
-        if rows * self._vocab_size < 2 * self._fewest:
-            return False
-        assert told.flags.c_contiguous, "else it would not be written"
-        scales = np.maximum(asked, np.float32(contract.NO_SUMS))
-        binding = self._bound(self._summary, rows)
-        binding.bind_cpu_input(contract.SUMMARY_SCALES, scales)
-        binding.bind_output(
-            contract.LOGITS_SUMMARIES, "cpu", 0, np.float32, told.shape, told.ctypes.data
-        )
-        self._summary.run_with_iobinding(binding)
-        chunks = -(-self._vocab_size // CHUNK)
-        told[:, -(-self._vocab_size // GROUP) : chunks * (CHUNK // GROUP)] = -np.inf
-        finite = np.isfinite(told[:, -1 - chunks : -1]).all(axis=1)
-        told[:, -1] = np.where(finite, asked, contract.NO_SUMMARY)
-        return True
 
     def _copied(self, rows: int) -> NDArray[np.float32]:
         """All logits."""
