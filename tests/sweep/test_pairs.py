@@ -17,9 +17,11 @@ from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.passes import coarse_head
 from onnxport.graphs.spec import ArchSpec
+from onnxport.providers import device
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import matmul_isa
-from onnxport.providers.registry import get_provider
+from onnxport.providers.device_logits import DeviceLogits
+from onnxport.providers.registry import EMULATED, get_provider
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -57,7 +59,7 @@ AXES: Mapping[str, Sequence[str]] = {
     "adapter": ("none", "one", "mixed"),
     "blocks": ("cold", "warm", "uncached", "recompute", "recompute-uncached", "swap"),
     "chunks": ("whole", "small"),
-    "lane": ("cpu", "cpu-int8", "decomposed", "openvino"),
+    "lane": ("cpu", "cpu-int8", "decomposed", "openvino", "cuda"),
 }
 SAMPLING: Mapping[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -85,6 +87,7 @@ LANES: Mapping[str, tuple[str, LoadOptions]] = {
     "cpu-int8": ("cpu", LoadOptions(kv_cache_dtype="int8")),
     "decomposed": ("cpu", LoadOptions(attention="decomposed", matmul_accuracy_level=1)),
     "openvino": ("openvino", LoadOptions(kv_cache_dtype="float32", matmul_accuracy_level=1)),
+    "cuda": ("cuda", LoadOptions(block_size=16, matmul_accuracy_level=1, capture_graphs=True)),
 }
 CASES = covering_cases(AXES)
 # In `make fast` a few cases on the CPU; one of each structure and kind of guessing.
@@ -179,7 +182,8 @@ class World:
         return ModelDrafter(model, 64, self.spec.vocab_size)
 
     def _load(self, path: Path, provider: str, options: LoadOptions) -> Model:
-        model = get_provider(provider).load(Artifact.read(path), replace(options, threads=1))
+        given = get_provider(provider, emulate=provider in EMULATED)
+        model = given.load(Artifact.read(path), replace(options, threads=1))
         self.models.append(model)
         return model
 
@@ -212,10 +216,14 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """The models' vocabulary of 2,048 is small for a coarse head; here it has to do."""
+    """The models' vocabulary of 2,048 is small for a coarse head; here it has to do.
+
+    Likewise for a device to select logits.
+    """
     made = World(tmp_path_factory.mktemp("sweep"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coarse_head, "LEAST_OUTPUTS", made.spec.vocab_size)
+        patch.setattr(device, "DeviceLogits", partial(DeviceLogits, fewest=1))
         yield made
     for model in made.models:
         model.close()
@@ -299,6 +307,9 @@ def test_what_was_swept_did_happen(world: World) -> None:
         assert world.num_accepted[method] > 0, world.num_accepted
     for lane in ("cpu", "cpu-int8"):
         assert world.model(lane).capabilities.takes_exact_logits == (matmul_isa() is not None)
+    cuda: Any = world.model("cuda")
+    assert cuda._replay._num_recorded > 3
+    assert cuda._device_logits._selected is not None
 
 
 def drain(engine: Engine) -> tuple[dict[tuple[str, int], list[int]], list[str]]:
