@@ -54,7 +54,8 @@ class Lane:
 
     def look(self) -> Found:
         """What this machine has for it. This may start a device."""
-        if self.options.get("attention") == "custom" and find_library() is None:
+        replays = self.emulated and self.options.get("capture_graphs")
+        if (self.options.get("attention") == "custom" or replays) and find_library() is None:
             return Found("the C++ kernel was not built: no C++17 compiler on this machine")
         if self.emulated:
             return Found(registry.get_provider("cpu").probe().reason)

@@ -19,7 +19,7 @@ from onnxport.graphs.passes import coarse_head
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import device
 from onnxport.providers.base import LoadOptions, Model
-from onnxport.providers.cpu.library import matmul_isa
+from onnxport.providers.cpu.library import find_library, matmul_isa
 from onnxport.providers.device_logits import DeviceLogits
 from onnxport.providers.registry import EMULATED, get_provider
 from onnxport.serving.config import EngineConfig
@@ -82,12 +82,13 @@ STRUCTURE: Mapping[str, dict[str, Any]] = {
     "choice": {"choice": ("the first answer", "the second answer", "neither")},
     "grammar": {"grammar": 'start: "(" start ")" | /[xyz]{1,3}/'},
 }
+REPLAYS = find_library() is not None  # what stands in for CUDA's attention
 LANES: Mapping[str, tuple[str, LoadOptions]] = {
     "cpu": ("cpu", LoadOptions()),
     "cpu-int8": ("cpu", LoadOptions(kv_cache_dtype="int8")),
     "decomposed": ("cpu", LoadOptions(attention="decomposed", matmul_accuracy_level=1)),
     "openvino": ("openvino", LoadOptions(kv_cache_dtype="float32", matmul_accuracy_level=1)),
-    "cuda": ("cuda", LoadOptions(block_size=16, matmul_accuracy_level=1, capture_graphs=True)),
+    "cuda": ("cuda", LoadOptions(block_size=16, matmul_accuracy_level=1, capture_graphs=REPLAYS)),
 }
 CASES = covering_cases(AXES)
 # In `make fast` a few cases on the CPU; one of each structure and kind of guessing.
@@ -308,7 +309,7 @@ def test_what_was_swept_did_happen(world: World) -> None:
     for lane in ("cpu", "cpu-int8"):
         assert world.model(lane).capabilities.takes_exact_logits == (matmul_isa() is not None)
     cuda: Any = world.model("cuda")
-    assert cuda._replay._num_recorded > 3
+    assert not REPLAYS or cuda._replay._num_recorded > 3
     assert cuda._device_logits._selected is not None
 
 
