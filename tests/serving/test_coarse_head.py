@@ -176,7 +176,9 @@ def test_speculation_changes_none(
         assert generated(llm, mixes) == expected
         counters = llm.stats().speculation
     assert counters is not None
-    assert counters.num_accepted_tokens > 0
+    assert counters.num_draft_tokens > 0
+    # What this model says repeats itself by chance alone, and not on every processor.
+    assert method == "ngram" or counters.num_accepted_tokens > 0
     if method == "draft_model" and mixes is FEW:
         assert counters.num_accepted_tokens == counters.num_draft_tokens
     assert told.few > 50
