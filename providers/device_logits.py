@@ -33,6 +33,7 @@ FEWEST_LOGITS: Final = 1 << 19
 # How many are selected: the smallest of these that is larger than what any row needs, for if the
 # last one equals what a row needs, more may.
 COUNTS: Final = (8, 32, 96)
+MOST_LOCKED: Final = 256 << 20  # bytes of logits that have a place of their own on the host
 GROUP: Final = 64  # logits of a group in contract.LOGITS_SUMMARIES
 CHUNK: Final = 1024  # and of a chunk
 
@@ -70,8 +71,9 @@ class DeviceLogits:
             start_session(model.SerializeToString(), None, quiet_options(), target)
             for model in (copy_graph(vocab_size), largest_graph(vocab_size))
         )
-        self._memory: Any = None  # onnxruntime.OrtValue float32 [capacity, vocab], of the device
-        self._capacity = 0  # rows
+        # onnxruntime.OrtValue float32 [rows, vocab], of the device.
+        self._fixed: Any = None  # what `reserve` made
+        self._memory: Any = None  # for more rows than that
         self._all = np.empty((0, vocab_size), np.float32)
         self._unlock: Callable[[], None] | None = None  # for `_all`
         self._few = np.empty((0, vocab_size), np.float32)  # LEAST but for `_selected`
@@ -80,22 +82,20 @@ class DeviceLogits:
 
     def bind(self, binding: Any, rows: int) -> None:
         """Let a session's next run write contract.LOGITS here, float32 [rows, vocab]."""
-        self.reserve(rows)
+        if rows > _rows_of(self._fixed) and rows > _rows_of(self._memory):
+            room = _room(rows, _rows_of(self._memory), self._vocab_size)
+            self._memory = self._allocated(room)
         place = (self._target.memory, self._target.device_id)
-        shape, address = (rows, self._vocab_size), self._memory.data_ptr()
+        shape, address = (rows, self._vocab_size), self._memory_of(rows).data_ptr()
         binding.bind_output(contract.LOGITS, *place, np.float32, shape, address)
 
     def reserve(self, rows: int) -> None:
-        """Make room for so many rows. Their address changes only where there was less."""
-        import onnxruntime as ort
+        """Make a place for steps of up to so many rows, which stays where it is. To be called once.
 
-        if rows <= self._capacity:
-            return
-        self._capacity = _room(rows, self._capacity, self._vocab_size)
-        shape = (self._capacity, self._vocab_size)
-        self._memory = ort.OrtValue.ortvalue_from_shape_and_type(
-            shape, np.float32, self._target.memory, self._target.device_id
-        )
+        What was recorded on a device goes on to write there; larger steps go to another place.
+        """
+        assert self._fixed is None, "there is a place already"
+        self._fixed = self._allocated(rows)
 
     def fetch(self, rows: int, inputs: StepInputs) -> NDArray[np.float32]:
         """Bring the first rows to the host, as much of them as the step needs.
@@ -118,7 +118,7 @@ class DeviceLogits:
 
     def close(self) -> None:
         """Free what is held."""
-        self._memory = None
+        self._fixed = self._memory = None
         self._copy = self._largest = None
         self._release()
 
@@ -192,14 +192,18 @@ class DeviceLogits:
 
     def _copied(self, rows: int) -> NDArray[np.float32]:
         """All logits."""
+        if rows > MOST_LOCKED // (4 * self._vocab_size):
+            return self._copied_to(np.empty((rows, self._vocab_size), np.float32))
         if len(self._all) < rows:
             self._release()
             room = _room(rows, len(self._all), self._vocab_size)
             self._all = np.empty((room, self._vocab_size), np.float32)
             if self._page_lock is not None:
                 self._unlock = self._page_lock(self._all)
-        found = self._all[:rows]
-        binding = self._bound(self._copy, rows)
+        return self._copied_to(self._all[:rows])
+
+    def _copied_to(self, found: NDArray[np.float32]) -> NDArray[np.float32]:
+        binding = self._bound(self._copy, len(found))
         binding.bind_output(COPY, "cpu", 0, np.float32, found.shape, found.ctypes.data)
         self._copy.run_with_iobinding(binding)
         return found
@@ -208,14 +212,29 @@ class DeviceLogits:
         """A binding of a session to the first rows."""
         binding = session.io_binding()
         place = (self._target.memory, self._target.device_id)
-        shape, address = (rows, self._vocab_size), self._memory.data_ptr()
+        shape, address = (rows, self._vocab_size), self._memory_of(rows).data_ptr()
         binding.bind_input(contract.LOGITS, *place, np.float32, shape, address)
         return binding
+
+    def _memory_of(self, rows: int) -> Any:
+        """Where a step of so many rows has its logits."""
+        return self._fixed if rows <= _rows_of(self._fixed) else self._memory
+
+    def _allocated(self, rows: int) -> Any:
+        import onnxruntime as ort
+
+        return ort.OrtValue.ortvalue_from_shape_and_type(
+            (rows, self._vocab_size), np.float32, self._target.memory, self._target.device_id
+        )
 
     def _release(self) -> None:
         if self._unlock is not None:
             self._unlock()
             self._unlock = None
+
+
+def _rows_of(memory: Any) -> int:
+    return 0 if memory is None else int(memory.shape()[0])
 
 
 def _room(rows: int, had: int, vocab_size: int) -> int:

@@ -16,7 +16,7 @@ from onnx import TensorProto
 
 from onnxport.graphs import contract
 from onnxport.graphs.builder import GraphBuilder
-from onnxport.providers import device, page_lock
+from onnxport.providers import device, device_logits, page_lock
 from onnxport.providers.base import StepInputs
 from onnxport.providers.device_logits import COUNTS, LEAST, DeviceLogits
 from onnxport.providers.ort import CPU, quiet_options, start_session
@@ -223,6 +223,36 @@ def test_memory_of_the_host_is_locked_while_it_is_used() -> None:
     assert [len(one) for one in locked] == [5]  # the smaller one was let go of
     place.logits.close()
     assert not locked
+
+
+def test_what_was_recorded_goes_on_to_write_where_it_did() -> None:
+    """A step with more logits, as log probabilities of a prompt want them, has another place."""
+    place = Place()
+    place.logits.reserve(4)
+    session, recorded = place._session, place._session.io_binding()
+    place.logits.bind(recorded, 3)
+    for rows in (2, 9, 30, 4):
+        logits = random_logits(rows, rows)
+        np.testing.assert_array_equal(place.run(logits, inputs_of(None)), logits)
+    logits = random_logits(3)
+    recorded.bind_cpu_input("given", logits)
+    session.run_with_iobinding(recorded)
+    np.testing.assert_array_equal(place.logits.fetch(3, inputs_of(None)), logits)
+
+
+def test_very_many_logits_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_logits, "MOST_LOCKED", 4 * VOCAB * 4)
+    locked: list[int] = []
+
+    def lock(array: Floats) -> Callable[[], None]:
+        locked.append(len(array))
+        return lambda: None
+
+    place = Place(page_lock=lock)
+    for rows in (5, 4, 6):
+        logits = random_logits(rows, rows)
+        np.testing.assert_array_equal(place.run(logits, inputs_of(None)), logits)
+    assert locked == [4]
 
 
 def test_without_cuda_memory_stays_as_it_is() -> None:
