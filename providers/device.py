@@ -127,6 +127,8 @@ def load_on_device(
     model = steps[-1].model
     spec, item_bytes = artifact.manifest.model, numpy_dtype(TYPES[lowering.dtype]).itemsize
     held_bytes = weight_bytes(model, converted) + lowering.adapter_bytes()
+    if captures:
+        held_bytes += BUCKET_ROWS * spec.vocab_size * 4  # logits, which have a place of their own
     pool = plan_pool(
         spec,
         options,

@@ -322,6 +322,19 @@ def test_replayed_decode_steps_give_the_same_logits(tiny_artifact: ArtifactMaker
     assert len(replay._recordings) == 3  # 8, 4 and 1 rows: a shape is recorded once
 
 
+def test_memory_for_recorded_logits_is_set_aside(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onnxport.providers.memory.available_bytes", lambda: 50 << 20)
+    path, found = tiny_artifact("llama", "fp16"), []
+    for replays in (False, True):
+        options = {"kv_cache_tokens": None, "kv_memory": 0.5, "capture_graphs": replays}
+        limits = emulated(path, "cuda", block_size=16, **options).capabilities
+        found.append(limits.num_blocks * limits.kv_block_bytes)
+    logits = device.BUCKET_ROWS * limits.vocab_size * 4
+    assert found[0] - found[1] == pytest.approx(logits / 2, abs=8192)
+
+
 @pytest.mark.parametrize("provider", ["migraphx", "webgpu"])
 def test_what_cannot_be_replayed_is_refused(tiny_artifact: ArtifactMaker, provider: str) -> None:
     with pytest.raises(ProviderError, match="nothing to replay"):
