@@ -87,6 +87,13 @@ class CpuPlugin:
         if LEVELS.get(level) == "f32":  # perhaps the artifact's own
             reason = f"the accuracy level is {level}, which computes in float32"
             _check_cache(options, reason, "float32")
+        asked = LEVEL_DTYPES.get(options.matmul_accuracy_level or 0, "float32")
+        if CAPABILITIES[asked] not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+            raise ProviderError(
+                f"dtype is {options.dtype!r} and matmul_accuracy_level is "
+                f"{options.matmul_accuracy_level}, which computes in {asked}; on this processor "
+                "OpenVINO has none, leave the level out"
+            )
         return builds(options, level, natural)
 
     def room(self, core: Any, weight_bytes: int, num_graphs: int) -> Room:
