@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers import step_memory
 from onnxport.providers.base import LoadOptions, StepInputs
@@ -92,7 +93,7 @@ def loaded(path: Any, provider: str, **options: Any) -> OrtModel:
     return model
 
 
-@pytest.mark.parametrize("provider", ["cpu", "migraphx", "webgpu"])
+@pytest.mark.parametrize("provider", ["cpu", "cuda", "migraphx", "webgpu"])
 @pytest.mark.parametrize("wanted", [[0, 1, 6, 8, 9], [0, 9], [6]])
 def test_parts_give_what_the_whole_step_does(
     tiny_artifact: ArtifactMaker, provider: str, wanted: list[int]
@@ -107,6 +108,22 @@ def test_parts_give_what_the_whole_step_does(
         model.close()
     for whole, parts in zip(*results, strict=True):
         np.testing.assert_allclose(parts, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_give_all_logits_and_tell_nothing(tiny_artifact: ArtifactMaker) -> None:
+    """Also where a few would do, and summaries are asked for."""
+    model = loaded(tiny_artifact("llama", "fp32"), "cuda", dtype="float32")
+    assert model.capabilities.summarizes_logits
+    assert model._step_memory is not None
+    whole = model.run(step([1, 6])).copy()
+    model._step_memory = replace(model._step_memory, most_bytes=0)
+    told = np.zeros((2, contract.summary_floats(model.capabilities.vocab_size)), np.float32)
+    wanted = {"exact_logits": np.ones(2, np.int32), "summaries": told}
+    wanted["summary_scales"] = np.full(2, contract.NO_SUMS, np.float32)
+    found = model.run(replace(step([1, 6]), **wanted))
+    np.testing.assert_allclose(found, whole, rtol=1e-4, atol=1e-5)
+    assert (told[:, -1] == contract.NO_SUMMARY).all()
+    model.close()
 
 
 def test_steps_get_half_of_what_weights_and_pool_leave() -> None:
