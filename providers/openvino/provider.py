@@ -32,6 +32,7 @@ from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.openvino.caches import CacheFormat
 from onnxport.providers.openvino.compiled import cache_format, placement, precision
 from onnxport.providers.openvino.convert import RELEASE, collect_weights, convert, lower
+from onnxport.providers.openvino.core import new_core
 from onnxport.providers.openvino.cpu import CpuPlugin
 from onnxport.providers.openvino.extension import load_extension
 from onnxport.providers.openvino.gpu import GpuPlugin
@@ -92,7 +93,7 @@ class OpenVinoProvider:
                 f"every release, and those of {RELEASE} are known: {INSTALL}"
             )
             return Probe(False, reason, (), versions)
-        core = ov.Core()
+        core = new_core()
         used = _find(self._device, core.available_devices)
         # The one that is used comes first.
         names = sorted(core.available_devices, key=lambda name: name != used)
@@ -107,9 +108,8 @@ class OpenVinoProvider:
         """See `providers.base.Provider.load`."""
         if reason := self.probe().reason:
             raise ProviderError(reason)
-        import openvino as ov
 
-        core = ov.Core()
+        core = new_core()
         plugin = _plugin(_find(self._device, core.available_devices) or self._device)
         _check_attention(options)
         plugin.check(options)

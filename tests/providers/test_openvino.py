@@ -15,6 +15,7 @@ from onnxport.errors import ArtifactError, CapacityError, DeviceLostError, Provi
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.openvino import convert
+from onnxport.providers.openvino.core import new_core
 from onnxport.providers.openvino.cpu import FEW_TOKENS, CpuPlugin, builds
 from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.openvino.provider import OpenVinoProvider, _accuracy_level
@@ -200,7 +201,7 @@ def test_int4_weights_stay_int4(tiny_artifact: ArtifactMaker) -> None:
     attached = {name: value for step in steps for name, value in step.attached.items()}
     weights = convert.collect_weights(artifact, steps[-1].model, attached)
     converted = convert.convert(steps[-1].model, weights)
-    compiled = ov.Core().compile_model(converted.model, "CPU")
+    compiled = new_core().compile_model(converted.model, "CPU")
     kinds = [
         str(node.get_rt_info()["runtimePrecision"].astype(str))
         for node in compiled.get_runtime_model().get_ops()
@@ -248,8 +249,8 @@ def test_how_many_graphs_and_in_which_precision(
 def test_a_cache_that_the_artifact_s_own_level_excludes_is_refused() -> None:
     options = LoadOptions(kv_cache_dtype="bfloat16")
     with pytest.raises(ProviderError, match="the accuracy level is 1, which computes in float32"):
-        CpuPlugin().builds(ov.Core(), options, 1)
-    assert CpuPlugin().builds(ov.Core(), options, 3)
+        CpuPlugin().builds(new_core(), options, 1)
+    assert CpuPlugin().builds(new_core(), options, 3)
 
 
 @pytest.mark.parametrize(

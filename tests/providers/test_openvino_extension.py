@@ -15,6 +15,7 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.lora import RANKS, WEIGHTS
 from onnxport.providers.cpu import library
 from onnxport.providers.openvino import extension
+from onnxport.providers.openvino.core import new_core
 from onnxport.providers.openvino.model import OpenVinoModel
 from tests.conformance.adapting import MAX_RANK, SHAPES, make_adapter
 from tests.conformance.models import step
@@ -88,7 +89,7 @@ def test_adapters_in_int4_are_those_of_the_cpu_provider(tiny_artifact: ArtifactM
 def test_bfloat16_goes_through_it(tiny_artifact: ArtifactMaker) -> None:
     path = tiny_artifact("llama", "fp32")
     exact, _ = logits(path, matmul_accuracy_level=1, kv_cache_dtype="float32")
-    if "BF16" not in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+    if "BF16" not in new_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         pytest.skip("this processor has no bfloat16")
     rounded, nodes = logits(path, dtype="bfloat16")
     assert "Reference" in nodes
@@ -136,7 +137,7 @@ def run_node(
     settings = {"model": given.model, "max_rank": 1, "columns0": 3, **attributes}
     node = own.node(activations.output(0), tokens.output(0), settings)
     graph = ov.Model([node], [activations, tokens], "node")
-    request = ov.Core().compile_model(graph, "CPU").create_infer_request()
+    request = new_core().compile_model(graph, "CPU").create_infer_request()
     request.set_tensor("activations", ov.Tensor(np.full((rows, 4), 2, np.float32)))
     request.set_tensor("slots", ov.Tensor(np.array(slots, np.int32)))
     request.infer()
