@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.tensors import onnx_dtype
 from onnxport.providers.adapters import Arrays, Values
 from onnxport.providers.ort import Target, ort_value, quiet_options, start_session
+
+_Sizes = dict[str, tuple[int, ...]]  # by name
 
 
 class DeviceArrays:
@@ -29,25 +29,25 @@ class DeviceArrays:
         self._target = target
         self._steady = steady
         self._session: Any = None
-        self._kept: tuple[Arrays, Values] | None = None
+        self._kept: tuple[_Sizes, Values] | None = None
 
     def __call__(self, arrays: Arrays) -> Values:
         """The arrays where the target reads them, onnxruntime.OrtValue; on the host, themselves."""
         if not self._steady:
             return self._put(arrays, None)
-        if self._kept is not None and _sizes(self._kept[0]) == _sizes(arrays):
-            return self._put_over(arrays, *self._kept)
-        values = self._put(arrays, None)
-        self._kept = dict(arrays), values
-        return values
-
-    def _put_over(self, arrays: Arrays, last: Arrays, values: Values) -> Values:
-        if self._target.is_host:
-            for name, array in arrays.items():
-                np.copyto(last[name], array)
+        sizes = {name: array.shape for name, array in arrays.items()}
+        if self._kept is None or self._kept[0] != sizes:
+            self._kept = sizes, self._put(arrays, None)
         else:
+            self._put_over(arrays, self._kept[1])
+        return self._kept[1]
+
+    def _put_over(self, arrays: Arrays, values: Values) -> None:
+        if not self._target.is_host:
             self._put(arrays, values)
-        return values
+            return
+        for name, array in arrays.items():
+            values[name].update_inplace(array)
 
     def _put(self, arrays: Arrays, places: Values | None) -> Values:
         if self._target.is_host:
@@ -64,10 +64,6 @@ class DeviceArrays:
                 binding.bind_ortvalue_output(_copy(name), places[name])
         self._session.run_with_iobinding(binding)
         return dict(zip(arrays, binding.get_outputs(), strict=True))
-
-
-def _sizes(arrays: Arrays) -> dict[str, tuple[int, ...]]:
-    return {name: array.shape for name, array in arrays.items()}
 
 
 def _copy(name: str) -> str:

@@ -33,7 +33,7 @@ FEWEST_LOGITS: Final = 1 << 19
 # How many are selected: the smallest of these that is larger than what any row needs, for if the
 # last one equals what a row needs, more may.
 COUNTS: Final = (8, 32, 96)
-MOST_LOCKED: Final = 256 << 20  # bytes of logits that have a place of their own on the host
+MOST_LOCKED: Final = 256 << 20  # bytes of logits that keep their place; that of more is freed
 GROUP: Final = 64  # logits of a group in contract.LOGITS_SUMMARIES
 CHUNK: Final = 1024  # and of a chunk
 
@@ -193,7 +193,10 @@ class DeviceLogits:
     def _copied(self, rows: int) -> NDArray[np.float32]:
         """All logits."""
         if rows > MOST_LOCKED // (4 * self._vocab_size):
-            return self._copied_to(np.empty((rows, self._vocab_size), np.float32))
+            found = self._copied_to(np.empty((rows, self._vocab_size), np.float32))
+            if rows > _rows_of(self._fixed):
+                self._memory = None
+            return found
         if len(self._all) < rows:
             self._release()
             room = _room(rows, len(self._all), self._vocab_size)

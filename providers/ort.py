@@ -61,7 +61,8 @@ def start_session(model: bytes, folder: Path | None, options: Any, target: Targe
         model: a serialized ModelProto whose external data lies in `folder`.
         folder: the artifact's folder; None for a graph that has no external data.
         options: an onnxruntime.SessionOptions; entries are added to it.
-        target: what runs it; ONNX Runtime leaves to the CPU what that does not take.
+        target: what runs it; ONNX Runtime leaves to the CPU what that does not take. For anything
+            but the CPU, warnings of ONNX Runtime itself are off from then on in all of the process.
 
     Raises:
         ProviderError: ONNX Runtime refuses the graph, or starts without the execution provider.

@@ -1,9 +1,9 @@
 """OpenVINO's core, without what it does to the stack that signals are handled on.
 
-Its CPU plugin gives the thread that loads it a signal stack of its own. Whoever frees it puts back
-the one from before, and takes away its memory: if two plugins go in another order than they came
-in reverse, the thread is left with one that is not there any more. Python handles signals on it, so
-the next Ctrl-C writes into whatever has that memory by then. Seen in OpenVINO 2026.4.
+Each CPU plugin gives the thread that loads it an alternate signal stack, frees that when it goes,
+and puts back the one from before. Where the plugin that came first goes first, what the last one
+puts back has been freed. Python handles signals there, so the next Ctrl-C writes into whatever has
+that memory by then. Seen in OpenVINO 2026.4.
 """
 
 from __future__ import annotations

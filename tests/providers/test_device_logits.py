@@ -253,6 +253,9 @@ def test_very_many_logits_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         logits = random_logits(rows, rows)
         np.testing.assert_array_equal(place.run(logits, inputs_of(None)), logits)
     assert locked == [4]
+    assert place.logits._memory is None  # nor on the device
+    logits = random_logits(2)
+    np.testing.assert_array_equal(place.run(logits, inputs_of(None)), logits)
 
 
 def test_without_cuda_memory_stays_as_it_is() -> None:

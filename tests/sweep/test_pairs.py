@@ -309,7 +309,7 @@ def test_what_was_swept_did_happen(world: World) -> None:
     for lane in ("cpu", "cpu-int8"):
         assert world.model(lane).capabilities.takes_exact_logits == (matmul_isa() is not None)
     cuda: Any = world.model("cuda")
-    assert not REPLAYS or cuda._replay._num_recorded > 3
+    assert not REPLAYS or cuda._replay._num_recorded > 0
     assert cuda._device_logits._selected is not None
 
 
