@@ -63,6 +63,10 @@ def _shape(
     }
 
 
+def _experts(count: int, per_token: int) -> dict[str, Any]:
+    return {"num_experts": count, "num_experts_per_tok": per_token, "norm_topk_prob": False}
+
+
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "tiny": _llama(512, 128, 256, 2, 4, 2),
     "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, tied=True),
@@ -72,12 +76,25 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
     "llama-3.2-3b": {**_llama(128_256, 3072, 8192, 28, 24, 8), "head_dim": 128},
     "llama-2-7b": {**_llama(32_000, 4096, 11_008, 32, 32, 32), "rope_theta": 10_000.0},
     "llama-3.1-8b": _llama(128_256, 4096, 14_336, 32, 32, 8),
+    "olmoe-1b-7b": {
+        **_shape("olmoe", 50_304, 2048, 1024, 16, 16, 16, False, 1e-5, 10_000.0),
+        **_experts(64, 8),
+        "max_position_embeddings": 4096,
+    },
+    "qwen3-30b-a3b": {
+        **_shape("qwen3_moe", 151_936, 2048, 6144, 48, 32, 4, False, 1e-6, 1_000_000.0),
+        **_experts(128, 8),
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 128,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
 }
 
 
 def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor's name and shape."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden = config["hidden_size"]
     head = config.get("head_dim", hidden // config["num_attention_heads"])
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
@@ -90,12 +107,27 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
                 yield f"{prefix}self_attn.{name}_proj.bias", (size,)
         yield prefix + "self_attn.o_proj.weight", (hidden, q)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
-        yield prefix + "mlp.gate_proj.weight", (inner, hidden)
-        yield prefix + "mlp.up_proj.weight", (inner, hidden)
-        yield prefix + "mlp.down_proj.weight", (hidden, inner)
+        if config["model_type"] in ("olmoe", "qwen3_moe"):
+            whole = config["model_type"] == "olmoe"
+            yield prefix + "self_attn.q_norm.weight", (q if whole else head,)
+            yield prefix + "self_attn.k_norm.weight", (kv if whole else head,)
+        yield from _feed_forward(config, prefix + "mlp.")
     yield "model.norm.weight", (hidden,)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def _feed_forward(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Tensors of a feed-forward layer, or of a router and experts."""
+    hidden = config["hidden_size"]
+    inner = config.get("moe_intermediate_size", config["intermediate_size"])
+    experts = range(config.get("num_experts", 0))
+    if experts:
+        yield prefix + "gate.weight", (len(experts), hidden)
+    for one in [f"{prefix}experts.{expert}." for expert in experts] or [prefix]:
+        yield one + "gate_proj.weight", (inner, hidden)
+        yield one + "up_proj.weight", (inner, hidden)
+        yield one + "down_proj.weight", (hidden, inner)
 
 
 def _random_bytes(generator: np.random.Generator, shape: tuple[int, ...]) -> Iterator[bytes]:

@@ -274,9 +274,13 @@ class Checkpoint:
         return data.view(_DTYPES[stored.dtype]).reshape(stored.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Read rows `start` to `stop` of a matrix, in its own dtype; [stop - start, columns]."""
+        """Read rows `start` to `stop`, in their own dtype; [stop - start, columns].
+
+        The rows of more matrices in one tensor are counted on from one to the next.
+        """
         stored = self._stored(name)
-        rows, columns = stored.shape
+        *heights, columns = stored.shape
+        rows = math.prod(heights)
         assert 0 <= start <= stop <= rows
         dtype = _DTYPES[stored.dtype]
         row_bytes = columns * dtype.itemsize

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.ropeconfig import read_rope, rope_from
-from onnxport.graphs.spec import ArchSpec
+from onnxport.graphs.spec import ArchSpec, ExpertsSpec
 
 CONFIG_FILE: Final = "config.json"
 
@@ -65,6 +65,7 @@ IRRELEVANT: Final = frozenset(
         "num_return_sequences",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "output_scores",
         "pad_token_id",
         "prefix",
@@ -76,6 +77,8 @@ IRRELEVANT: Final = frozenset(
         "residual_dropout",
         "return_dict",
         "return_dict_in_generate",
+        "router_aux_loss_coef",
+        "router_jitter_noise",  # in training alone
         "sep_token_id",
         "suppress_tokens",
         "task_specific_params",
@@ -288,6 +291,27 @@ def decoder_spec(
             context_length=context_length,
             sliding_window=sliding_window or (None,) * num_layers,
             rope=embedding,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{config.path} contradicts itself: {error}.") from error
+
+
+def experts_spec(
+    config: Config,
+    *,
+    count: int,
+    per_token: int,
+    size: int,
+    normalized: bool,
+    layers: tuple[bool, ...] | None = None,
+) -> ExpertsSpec:
+    """The experts of feed-forward layers; see `ExpertsSpec`.
+
+    Raises CheckpointError where the sizes contradict each other.
+    """
+    try:
+        return ExpertsSpec(
+            count=count, per_token=per_token, size=size, normalized=normalized, layers=layers
         )
     except ValueError as error:
         raise CheckpointError(f"{config.path} contradicts itself: {error}.") from error

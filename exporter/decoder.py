@@ -18,7 +18,7 @@ from onnxport.exporter.weights import StoredMatrix, StoredWeights
 from onnxport.graphs import contract as names
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
-from onnxport.graphs.spec import ArchSpec
+from onnxport.graphs.spec import ArchSpec, ExpertsSpec
 from onnxport.graphs.tensors import TensorRef
 
 ACCURACY_LEVEL = 4  # MatMulNBits may round activations to int8 blocks; a provider may lower it
@@ -51,7 +51,7 @@ class _Decoder:
                 attended = self.attention(layer, read)
                 if layer == spec.num_layers - 1 and select is not None:
                     attended, hidden = select(attended), select(hidden)
-                delta = self.output(f"layers.{layer}.o", attended)
+                delta = self.output(f"layers.{layer}.o", self.linear(f"layers.{layer}.o", attended))
                 read, hidden = self.read(hidden, delta, f"layers.{layer}.post_norm")
                 delta = self.mlp(layer, read)
         normed, _ = self.norm(hidden, delta, FINAL_NORM)
@@ -121,17 +121,47 @@ class _Decoder:
         return ops.reshape(g, normed, (*self.leading, size), f"{name}.join")
 
     def mlp(self, layer: int, x: str) -> str:
-        """`down(act(gate) * up)`."""
-        g = self.g
+        """What the feed-forward layer adds, `down(act(gate) * up)` or that of experts."""
+        g, experts = self.g, self.spec.experts_of(layer)
+        if experts is not None:
+            return self.output(f"layers.{layer}.down", self.experts(layer, experts, x))
         gate_up = self.linear(f"layers.{layer}.gate_up", x)
         gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)
         activate = ops.silu if self.spec.hidden_act == "silu" else ops.gelu_tanh
         gated = g.node("Mul", [activate(g, gate), up], name="gated")
-        return self.output(f"layers.{layer}.down", gated)
+        role = f"layers.{layer}.down"
+        return self.output(role, self.linear(role, gated))
 
-    def output(self, role: str, x: str) -> str:
+    def experts(self, layer: int, experts: ExpertsSpec, x: str) -> str:
+        """A router, and the experts that it chooses for each token."""
+        g, matrices = self.g, self.weights.matrices
+        logits = self.linear(f"layers.{layer}.router", x)
+        gate_up = matrices[f"layers.{layer}.experts.gate_up"]
+        down = matrices[f"layers.{layer}.experts.down"]
+        assert gate_up.block == down.block
+        stored = [_of_experts(matrix, experts.count) for matrix in (gate_up, down)]
+        weights = ops.ExpertWeights(
+            count=experts.count,
+            gate_up=g.weight(stored[0][0]),
+            down=g.weight(stored[1][0]),
+            gate_up_scales=g.weight(stored[0][1]) if stored[0][1] else "",
+            down_scales=g.weight(stored[1][1]) if stored[1][1] else "",
+            bits=gate_up.block.bits if gate_up.block else None,
+            block_size=gate_up.block.block_size if gate_up.block else None,
+        )
+        return ops.experts(
+            g,
+            x,
+            logits,
+            weights,
+            per_token=experts.per_token,
+            normalized=experts.normalized,
+            flatten=len(self.leading) > 1,
+            accuracy_level=ACCURACY_LEVEL,
+        )
+
+    def output(self, role: str, projected: str) -> str:
         """What attention or the feed-forward layer adds: a projection, normalized or as it is."""
-        projected = self.linear(role, x)
         if not self.spec.output_norms:
             return projected
         norm = f"{role}_norm"
@@ -185,6 +215,17 @@ class _Decoder:
         vocab = g.constant(np.array([self.spec.vocab_size], np.int64), "vocab")
         dims = g.node("Concat", [shape, vocab], name="head.dims", axis=0)
         return g.node("Reshape", [flat, dims], name="head.unflatten")
+
+
+def _of_experts(matrix: StoredMatrix, count: int) -> tuple[TensorRef, TensorRef | None]:
+    """Weights and scales of experts that lie one below the other, one behind the other."""
+    rows, block = matrix.rows // count, matrix.block
+    columns = matrix.columns if block is None else matrix.columns * block.bits // 8
+    weight = matrix.weight.view(matrix.weight.name, (count, rows, columns))
+    if block is None or matrix.scales is None:
+        return weight, None
+    blocks = block.num_blocks(matrix.columns)
+    return weight, matrix.scales.view(matrix.scales.name, (count, rows, blocks))
 
 
 def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:

@@ -17,7 +17,6 @@ from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
 from onnxport.exporter.options import ExportOptions, Progress, ProgressCallback
 from onnxport.exporter.plan import (
-    EMBEDDING,
     HEAD,
     WeightPlan,
     check_unused,
@@ -32,7 +31,7 @@ from onnxport.exporter.source import (
     read_json,
     special_tokens,
 )
-from onnxport.exporter.weights import StreamingWeights
+from onnxport.exporter.weights import StreamingWeights, block_of
 from onnxport.graphs.artifact_writer import ArtifactWriter
 from onnxport.graphs.manifest import GRAPH_FILES, Manifest, Source
 from onnxport.graphs.ops import ROTARY_MULTIPLE
@@ -145,7 +144,7 @@ def _artifact_bytes(spec: ArchSpec, plan: WeightPlan, options: ExportOptions) ->
     for role, matrix in plan.matrices.items():
         if role == HEAD and spec.tie_word_embeddings:
             continue
-        block = options.block(head=role in {HEAD, EMBEDDING})
+        block = block_of(role, matrix, options)
         if block is None:
             total += matrix.rows * matrix.columns * activation_bytes
         else:

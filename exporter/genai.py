@@ -17,7 +17,13 @@ from onnxport.graphs.spec import ArchSpec
 FILE: Final = "genai_config.json"
 
 # Families that it does not know by name; all decoders with a GQA graph are run alike.
-_TYPES: Final = dict.fromkeys(("glm", "helium", "olmo2", "olmo3", "seed_oss"), "llama")
+_TYPES: Final = dict.fromkeys(
+    (
+        *("glm", "granitemoe", "helium", "mixtral", "olmo2", "olmo3", "olmoe", "qwen3_moe"),
+        "seed_oss",
+    ),
+    "llama",
+)
 
 # Keys of generation_config.json that mean the same there, and their types.
 _SEARCH: Final[Mapping[str, type | tuple[type, ...]]] = {

@@ -78,10 +78,27 @@ class ExportOptions:
         """Whether any matrix is quantized."""
         return bool({self.precision, self.head} & set(_BITS))
 
-    def block(self, *, head: bool = False) -> BlockFormat | None:
-        """How the projections (or the head) are quantized; None: they are not."""
+    def block(self, *, head: bool = False, whole: int | None = None) -> BlockFormat | None:
+        """How the projections (or the head) are quantized; None: they are not.
+
+        Args:
+            head: of the head and the embedding.
+            whole: input features that have no last block which juts out; None: that may be.
+
+        Raises:
+            ExportError: No group size that is allowed divides `whole`.
+        """
         bits = _BITS.get(self.head if head else self.precision)
-        return None if bits is None else BlockFormat(bits, self.group_size)
+        if bits is None:
+            return None
+        sizes = [size for size in GROUP_SIZES if size <= self.group_size]
+        fitting = [size for size in sizes if whole is None or whole % size == 0]
+        if not fitting:
+            raise ExportError(
+                f"experts are quantized in groups of {' or '.join(map(str, sizes))} inputs, which "
+                f"must divide {whole}, what their two sizes have in common. Use the precision fp16."
+            )
+        return BlockFormat(bits, fitting[-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,37 +1,52 @@
 """Which tensors of a checkpoint make up each weight of the graphs, and of what shape.
 
 A weight is named by its role: `embedding`, `final_norm`, `head`, and for each layer
-`layers.N.{input_norm, qkv, q_norm, k_norm, o, o_norm, post_norm, gate_up, down, down_norm}`.
+`layers.N.{input_norm, qkv, q_norm, k_norm, o, o_norm, post_norm, gate_up, down, down_norm}`, where
+a layer with experts has `router`, `experts.gate_up` and `experts.down` for `gate_up` and `down`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.families.base import TensorNames
-from onnxport.graphs.spec import ArchSpec
+from onnxport.graphs.spec import ArchSpec, ExpertsSpec
 
 HEAD: Final = "head"
 EMBEDDING: Final = "embedding"
 FINAL_NORM: Final = "final_norm"
 
 
+class Part(NamedTuple):
+    """Rows of a tensor of the checkpoint."""
+
+    tensor: str
+    rows: int
+    first: int = 0  # of them
+    shape: tuple[int, ...] | None = None  # of the tensor; None: these rows are all
+
+
 @dataclass(frozen=True, slots=True)
 class MatrixPlan:
     """A matrix [rows, columns] = [N, K], stacked from tensors of the checkpoint."""
 
-    parts: tuple[tuple[str, int], ...]  # tensor name and its rows
+    parts: tuple[Part, ...]
     columns: int
     biases: tuple[tuple[str, int], ...] = ()  # vector name and its size
     scale: float = 1.0  # what all of it is multiplied with
+    interleaved: bool = False  # rows of each two parts, which have as many, take turns
+    is_exact: bool = False  # it is not quantized, whatever else is
+    whole_blocks: int | None = None  # what blocks that share a scale divide; None: the last may jut
+    by_rows: bool = False  # where it is not quantized, it is stored [N, K]
 
     @property
     def rows(self) -> int:
         """Output features."""
-        return sum(rows for _, rows in self.parts)
+        return sum(part.rows for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +62,9 @@ class WeightPlan:
         """Every tensor that the checkpoint must hold, and its shape."""
         shapes: dict[str, tuple[int, ...]] = {}
         for matrix in self.matrices.values():
-            shapes.update({name: (rows, matrix.columns) for name, rows in matrix.parts})
+            shapes.update(
+                {one.tensor: one.shape or (one.rows, matrix.columns) for one in matrix.parts}
+            )
             shapes.update({name: (size,) for name, size in matrix.biases})
         shapes.update({name: (size,) for name, size in self.vectors.values()})
         return shapes
@@ -55,8 +72,8 @@ class WeightPlan:
 
 def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
     """Name every tensor that `spec` calls for."""
-    embedding = MatrixPlan(((names.embedding, spec.vocab_size),), spec.hidden_size)
-    head = MatrixPlan(((names.head, spec.vocab_size),), spec.hidden_size)
+    embedding = MatrixPlan((Part(names.embedding, spec.vocab_size),), spec.hidden_size)
+    head = MatrixPlan((Part(names.head, spec.vocab_size),), spec.hidden_size)
     matrices = {EMBEDDING: embedding, HEAD: embedding if spec.tie_word_embeddings else head}
     vectors = {FINAL_NORM: (names.final_norm, spec.hidden_size)}
     scales = {} if spec.logits_scale is None else {FINAL_NORM: spec.logits_scale}
@@ -74,31 +91,81 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
                 vectors[role + name] = (prefix + tensor, spec.hidden_size)
                 if spec.residual_scale is not None:
                     scales[role + name] = spec.residual_scale
-        matrices.update(_layer_matrices(spec, names, role, prefix))
+        experts = spec.experts_of(layer)
+        matrices.update(_layer_matrices(spec, names, role, prefix, dense=experts is None))
+        if experts is not None:
+            matrices.update(_expert_matrices(spec, experts, names, role, prefix))
     return WeightPlan(matrices, vectors, scales, names.norm_offset)
 
 
 def _layer_matrices(
-    spec: ArchSpec, names: TensorNames, role: str, prefix: str
+    spec: ArchSpec, names: TensorNames, role: str, prefix: str, *, dense: bool
 ) -> dict[str, MatrixPlan]:
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    layout = (
+    attention = (
         ("qkv", names.qkv, (spec.q_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias),
         ("o", names.o, (hidden,), spec.q_size, spec.o_bias),
+    )
+    mlp = (
         ("gate_up", names.gate_up, (inner, inner), hidden, spec.mlp_bias),
         ("down", names.down, (hidden,), inner, spec.mlp_bias),
     )
     found = {}
-    for name, parts, rows, columns, biased in layout:
+    for name, parts, rows, columns, biased in (*attention, *(mlp if dense else ())):
         heights = (sum(rows),) if len(parts) == 1 else rows
         sizes = tuple(zip(parts, heights, strict=True))
         found[role + name] = MatrixPlan(
-            tuple((f"{prefix}{part}.weight", size) for part, size in sizes),
+            tuple(Part(f"{prefix}{part}.weight", size) for part, size in sizes),
             columns,
             tuple((f"{prefix}{part}.bias", size) for part, size in sizes) if biased else (),
             spec.output_scale if name in ("o", "down") else 1.0,
         )
     return found
+
+
+def _expert_matrices(
+    spec: ArchSpec, experts: ExpertsSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, MatrixPlan]:
+    """The router, and of all experts the joined gate and up, and down, one below the other."""
+    hidden, inner, count = spec.hidden_size, experts.size, experts.count
+    whole = math.gcd(hidden, inner)
+    gate_up = _expert_parts(prefix, names.expert_gate_up, (count, 2 * inner, hidden), halves=2)
+    down = _expert_parts(prefix, names.expert_down, (count, hidden, inner), halves=1)
+    router = MatrixPlan((Part(f"{prefix}{names.router}.weight", count),), hidden, is_exact=True)
+    return {
+        role + "router": router,
+        role + "experts.gate_up": MatrixPlan(
+            gate_up, hidden, interleaved=True, whole_blocks=whole, by_rows=True
+        ),
+        role + "experts.down": MatrixPlan(
+            down, inner, scale=spec.output_scale, whole_blocks=whole, by_rows=True
+        ),
+    }
+
+
+def _expert_parts(
+    prefix: str, names: tuple[str, ...], shape: tuple[int, int, int], *, halves: int
+) -> tuple[Part, ...]:
+    """The parts of all experts in turn: `halves` of each.
+
+    Args:
+        prefix: of the layer's tensors.
+        names: with "{}" for the expert, of one half each; or one name without, of a tensor that has
+            all halves of all experts.
+        shape: [experts, rows of an expert, columns].
+        halves: the parts of an expert, which have as many rows.
+    """
+    experts, rows, _ = shape
+    half = rows // halves
+    if "{}" in names[0]:
+        return tuple(
+            Part(f"{prefix}{name.format(expert)}.weight", half)
+            for expert in range(experts)
+            for name in names
+        )
+    (name,) = names
+    tensor = f"{prefix}{name}.weight"
+    return tuple(Part(tensor, half, at * half, shape) for at in range(experts * halves))
 
 
 def unused_tensors(

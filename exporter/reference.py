@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from onnxport.exporter import rope
 from onnxport.graphs.ops import GELU_CUBE, GELU_SCALE
-from onnxport.graphs.spec import ArchSpec, RopeSpec
+from onnxport.graphs.spec import ArchSpec, ExpertsSpec, RopeSpec
 
 Array = NDArray[np.float32]
 
@@ -31,7 +31,14 @@ class WeightSource(Protocol):
         ...
 
     def linear(self, role: str, x: Array) -> Array:
-        """`x @ weight.T + bias`; float32 [rows, K] to [rows, N]."""
+        """`x @ weight.T + bias`; float32 [rows, K] to [rows, N].
+
+        Of each expert `experts.gate_up` gives gate's features, and then up's.
+        """
+        ...
+
+    def sum_of_experts(self, role: str, x: Array) -> Array:
+        """`x[:, e] @ weight[e].T`, added up over experts; [rows, experts, K] to [rows, N]."""
         ...
 
     def head(self, x: Array) -> Array:
@@ -63,11 +70,10 @@ def forward(
         attended = _attend(spec, layer, weights, read, tables[spec.rope_of(layer)])
         if layer == spec.num_layers - 1:  # what follows mixes no positions
             hidden, attended = hidden[logits_indices], attended[logits_indices]
-        hidden = hidden + _output(spec, weights, f"layers.{layer}.o", attended)
+        projected = weights.linear(f"layers.{layer}.o", attended)
+        hidden = hidden + _output(spec, weights, f"layers.{layer}.o", projected)
         read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
-        gate, up = np.split(weights.linear(f"layers.{layer}.gate_up", read), 2, axis=-1)
-        gated = _ACTIVATIONS[spec.hidden_act](gate) * up
-        hidden = hidden + _output(spec, weights, f"layers.{layer}.down", gated)
+        hidden = hidden + _feed_forward(spec, layer, weights, read)
     logits = weights.head(_rms_norm(hidden, weights.vector("final_norm"), spec.rms_norm_eps))
     return _softcap(logits, spec.logits_softcap)
 
@@ -79,9 +85,34 @@ def _read(spec: ArchSpec, weights: WeightSource, role: str, hidden: Array) -> Ar
     return _rms_norm(hidden, weights.vector(role), spec.rms_norm_eps)
 
 
-def _output(spec: ArchSpec, weights: WeightSource, role: str, x: Array) -> Array:
+def _feed_forward(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -> Array:
+    """What the feed-forward layer adds; [num_tokens, hidden]."""
+    experts, prefix = spec.experts_of(layer), f"layers.{layer}."
+    activate = _ACTIVATIONS[spec.hidden_act]
+    if experts is None:
+        gate, up = np.split(weights.linear(prefix + "gate_up", x), 2, axis=-1)
+        output = weights.linear(prefix + "down", activate(gate) * up)
+    else:
+        parts = _routing(experts, weights.linear(prefix + "router", x))
+        joined = weights.linear(prefix + "experts.gate_up", x)
+        halves = joined.reshape(len(x), experts.count, 2, experts.size)
+        gated = activate(halves[:, :, 0]) * halves[:, :, 1] * parts[..., None]
+        output = weights.sum_of_experts(prefix + "experts.down", gated)
+    return _output(spec, weights, prefix + "down", output)
+
+
+def _routing(experts: ExpertsSpec, logits: Array) -> Array:
+    """What each expert's output is multiplied with, 0 for most; [num_tokens, experts]."""
+    exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+    probabilities = exponentials / exponentials.sum(-1, keepdims=True)
+    chosen = np.argsort(-logits, axis=-1, kind="stable")[:, : experts.per_token]
+    parts: Array = np.zeros_like(probabilities)
+    np.put_along_axis(parts, chosen, np.take_along_axis(probabilities, chosen, -1), -1)
+    return parts / parts.sum(-1, keepdims=True) if experts.normalized else parts
+
+
+def _output(spec: ArchSpec, weights: WeightSource, role: str, output: Array) -> Array:
     """What attention or the feed-forward layer adds; [num_tokens, hidden]."""
-    output = weights.linear(role, x)
     if not spec.output_norms:
         return output
     return _rms_norm(output, weights.vector(f"{role}_norm"), spec.inner_eps)

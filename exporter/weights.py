@@ -94,15 +94,16 @@ class StreamingWeights:
 
     def embed(self, token_ids: NDArray[np.int64]) -> Array:
         """See `WeightSource`. Stores the table now, or with the head if they are tied."""
-        plan, block = self._plan.matrices[EMBEDDING], self._options.block(head=True)
-        ((name, _),) = plan.parts
+        plan = self._plan.matrices[EMBEDDING]
+        block = block_of(EMBEDDING, plan, self._options)
+        (name,) = (part.tensor for part in plan.parts)
         rows = [to_float32(self._checkpoint.read_rows(name, int(i), int(i) + 1)) for i in token_ids]
         values = np.concatenate(rows)
         target = _Target(plan, block, self._options.activation_dtype, rows=len(token_ids))
         embedded = np.empty_like(values)
         target.convert(name, values, slice(0, len(token_ids)), embedded)
         if not self._tied:
-            self._store(EMBEDDING, block, None, by_rows=True)
+            self._store(EMBEDDING, None, by_rows=True)
         return embedded
 
     def vector(self, role: str) -> Array:
@@ -116,28 +117,37 @@ class StreamingWeights:
 
     def linear(self, role: str, x: Array) -> Array:
         """See `WeightSource`."""
-        y = self._store(role, self._options.block(), x)
+        y = self._store(role, self._product(role, x))
+        assert y is not None
+        return y
+
+    def sum_of_experts(self, role: str, x: Array) -> Array:
+        """See `WeightSource`."""
+        y = self._store(role, _SumOfProducts(x, self._plan.matrices[role].rows))
         assert y is not None
         return y
 
     def head(self, x: Array) -> Array:
         """See `WeightSource`."""
-        block = self._options.block(head=True)
         if self._tied:
-            y = self._store(EMBEDDING, block, x, by_rows=True)
+            y = self._store(EMBEDDING, self._product(EMBEDDING, x), by_rows=True)
             self.stored.matrices[HEAD] = self.stored.matrices[EMBEDDING]
         else:
-            y = self._store(HEAD, block, x)
+            y = self._store(HEAD, self._product(HEAD, x))
         assert y is not None
         return y
 
+    def _product(self, role: str, x: Array) -> _Product:
+        return _Product(x, self._plan.matrices[role].rows)
+
     def _store(
-        self, role: str, block: BlockFormat | None, x: Array | None, *, by_rows: bool = False
+        self, role: str, product: _Product | _SumOfProducts | None, *, by_rows: bool = False
     ) -> Array | None:
-        """Store a matrix and its bias; the product with x [m, K] is float32 [m, N]."""
+        """Store a matrix and its bias; returns what `product` makes of them, float32 [m, N]."""
         plan = self._plan.matrices[role]
+        by_rows = by_rows or plan.by_rows
+        block = block_of(role, plan, self._options)
         target = _Target(plan, block, self._options.activation_dtype, by_rows=by_rows)
-        product = None if x is None else _Product(x, plan.rows)
         for panel in self._panels(plan):
             self._convert(target, panel, plan.scale, product)
             self._on_bytes(panel.raw.nbytes)
@@ -178,20 +188,30 @@ class StreamingWeights:
         step = max(1, _PANEL_ELEMENTS // plan.columns)
         spans = []
         start = 0
-        for name, rows in plan.parts:
-            spans += [(name, i, min(rows, i + step), start + i) for i in range(0, rows, step)]
-            start += rows
+        for at, part in enumerate(plan.parts):
+            for i in range(0, part.rows, step):
+                read = (part.tensor, part.first + i, part.first + min(part.rows, i + step))
+                if plan.interleaved:  # the even part's rows, and behind each the odd one's
+                    place = start - at % 2 * part.rows + 2 * i + at % 2
+                else:
+                    place = start + i
+                spans.append((read, start + i, place))
+            start += part.rows
         ahead: Future[NDArray[Any]] | None = None
-        for index, (name, _, _, row) in enumerate(spans):
-            current = ahead or self._pool.submit(self._checkpoint.read_rows, *spans[index][:3])
+        for index, (read, row, place) in enumerate(spans):
+            current = ahead or self._pool.submit(self._checkpoint.read_rows, *read)
             ahead = None
             raw = current.result()
             if index + 1 < len(spans):
-                ahead = self._pool.submit(self._checkpoint.read_rows, *spans[index + 1][:3])
-            yield _Panel(name, raw, row)
+                ahead = self._pool.submit(self._checkpoint.read_rows, *spans[index + 1][0])
+            yield _Panel(read[0], raw, row, place, 2 if plan.interleaved else 1)
 
     def _convert(
-        self, target: _Target, panel: _Panel, scale: float, product: _Product | None
+        self,
+        target: _Target,
+        panel: _Panel,
+        scale: float,
+        product: _Product | _SumOfProducts | None,
     ) -> None:
         """Convert a panel, times a scale, on all threads, and multiply what was stored."""
         rows = len(panel.raw)
@@ -203,11 +223,10 @@ class StreamingWeights:
 
         def work(first: int, last: int) -> None:
             values = _times(to_float32(panel.raw[first:last]), scale)
-            where = slice(panel.start + first, panel.start + last)
             meant = None if product is None else np.empty_like(values)
-            target.convert(panel.name, values, where, meant)
+            target.convert(panel.name, values, panel.places(first, last), meant)
             if product is not None and meant is not None:
-                product.add(meant, where)
+                product.add(meant, slice(panel.start + first, panel.start + last))
 
         for task in [
             self._pool.submit(work, int(first), int(last))
@@ -215,6 +234,13 @@ class StreamingWeights:
             if first < last
         ]:
             task.result()
+
+
+def block_of(role: str, plan: MatrixPlan, options: ExportOptions) -> BlockFormat | None:
+    """How a matrix is quantized; None: it is not."""
+    if plan.is_exact:
+        return None
+    return options.block(head=role in {HEAD, EMBEDDING}, whole=plan.whole_blocks)
 
 
 def _store_rope(
@@ -229,7 +255,13 @@ def _store_rope(
 class _Panel:
     name: str  # of the tensor, for errors
     raw: NDArray[Any]  # [rows, K] in the checkpoint's dtype
-    start: int  # first row within the stacked matrix
+    start: int  # first row, where parts lie one below the other
+    place: int  # first row in the stored matrix
+    step: int  # from there to the next one
+
+    def places(self, first: int, last: int) -> slice:
+        """Where some of the panel's rows are stored."""
+        return slice(self.place + first * self.step, self.place + last * self.step, self.step)
 
 
 class _Product:
@@ -257,6 +289,28 @@ class _Product:
     def result(self) -> Array:
         """All of it, float32 [m, rows]."""
         return np.ascontiguousarray(self._y.T)
+
+
+class _SumOfProducts:
+    """`x[:, i] @ matrices[i].T`, added up over matrices that lie one below the other."""
+
+    def __init__(self, x: Array, rows: int) -> None:
+        matrices = x.shape[1]  # of x [m, matrices, K]
+        self._rows = rows // matrices
+        self._products = [_Product(x[:, i], self._rows) for i in range(matrices)]
+        self.group = self._products[0].group
+
+    def add(self, matrix: Array, where: slice) -> None:
+        """See `_Product`; the rows are of one matrix."""
+        at, first = divmod(where.start, self._rows)
+        self._products[at].add(matrix, slice(first, first + len(matrix)))
+
+    def result(self) -> Array:
+        """The sum, float32 [m, rows of a matrix]."""
+        y = self._products[0].result()
+        for product in self._products[1:]:
+            y += product.result()
+        return y
 
 
 class _Target:

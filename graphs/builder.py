@@ -144,6 +144,10 @@ class GraphBuilder:
         )
         return names[0] if outputs is None else tuple(names)
 
+    def declare(self, name: str) -> str:
+        """A name for an initializer that is declared elsewhere, scoped and unique."""
+        return self._unique(name, self._taken)
+
     def reserve(self, names: Iterable[str]) -> None:
         """Never make these names: those of a model that the nodes will be spliced into."""
         names = set(names)

@@ -17,6 +17,7 @@ from onnxport.graphs.spec import ArchSpec
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: Final[tuple[Projection, ...]] = get_args(Projection)
+OF_FEED_FORWARD: Final[frozenset[Projection]] = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 # A product of a paged graph, and the projections whose outputs it joins, in order.
 Kind = Literal["qkv", "o", "gate_up", "gate", "up", "down"]
@@ -89,6 +90,13 @@ def projection_shapes(spec: ArchSpec) -> dict[Projection, tuple[int, int]]:
         "up_proj": (inner, hidden),
         "down_proj": (hidden, inner),
     }
+
+
+def projections_of(spec: ArchSpec, layer: int) -> tuple[Projection, ...]:
+    """The projections of a layer that adapters may add to: not those of experts."""
+    if spec.experts_of(layer) is None:
+        return PROJECTIONS
+    return tuple(name for name in PROJECTIONS if name not in OF_FEED_FORWARD)
 
 
 @dataclass(frozen=True, slots=True)

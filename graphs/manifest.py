@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from onnxport.errors import ArtifactError
-from onnxport.graphs.spec import ArchSpec, check_fields
+from onnxport.graphs.fields import check_fields
+from onnxport.graphs.spec import ArchSpec
 from onnxport.version import __version__
 
 FORMAT_VERSION: Final = 1

@@ -10,11 +10,20 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from onnxport.errors import ArtifactError
-
-_T = TypeVar("_T")
+from onnxport.graphs.fields import (
+    NONE,
+    check_fields,
+    construct,
+    flags,
+    is_a,
+    plain,
+    require,
+    with_nulls,
+    without_nulls,
+)
 
 HIDDEN_ACTS: Final = ("silu", "gelu_tanh")
 
@@ -55,8 +64,8 @@ class RopeSpec:
         """Hold the parameters to what the type needs."""
         if self.type not in ROPE_PARAMETERS:
             raise ValueError(f"rope type {self.type!r} is not one of {sorted(ROPE_PARAMETERS)}")
-        _require(self.theta > 0, f"rope theta {self.theta} must be positive")
-        _require(
+        require(self.theta > 0, f"rope theta {self.theta} must be positive")
+        require(
             self.rotary_dim > 0 and self.rotary_dim % 2 == 0,
             f"rotary_dim {self.rotary_dim} must be positive and even",
         )
@@ -69,7 +78,7 @@ class RopeSpec:
                 found = "is not a parameter of" if given else "is missing for"
                 raise ValueError(f"{field.name} {found} rope type {self.type!r}, needs {needed}")
         if self.factors is not None:
-            _require(
+            require(
                 len(self.factors) == self.rotary_dim // 2 and all(one > 0 for one in self.factors),
                 f"factors are {self.factors} for {self.rotary_dim // 2} pairs of channels; there "
                 "must be one for each, all positive",
@@ -77,17 +86,56 @@ class RopeSpec:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
-        return _without_nulls(_to_json(self), _LATER_OF_ROPE)
+        return without_nulls(plain(self), _LATER_OF_ROPE)
 
     @classmethod
     def from_json(cls, value: Any) -> RopeSpec:
         """Read what `to_json` wrote. Raises ArtifactError for anything else."""
-        fields = check_fields("rope", _with_nulls(value, _LATER_OF_ROPE), _ROPE_FIELDS)
+        fields = check_fields("rope", with_nulls(value, _LATER_OF_ROPE), _ROPE_FIELDS)
         if fields["factors"] is not None:
-            if not all(_is_a(factor, float) for factor in fields["factors"]):
+            if not all(is_a(factor, float) for factor in fields["factors"]):
                 raise ArtifactError("rope.factors has an entry that is no finite number")
             fields["factors"] = tuple(map(float, fields["factors"]))
-        return _construct(cls, "rope", fields)
+        return construct(cls, "rope", fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A feed-forward layer of several, of which each token is given to a few: its experts.
+
+    A router has a logit for each expert. A token goes to those with the largest, and what they
+    return is added up by the softmax of the logits over all experts.
+
+    Raises ValueError when sizes contradict each other.
+    """
+
+    count: int  # experts of a layer
+    per_token: int  # that a token is given to
+    size: int  # features between an expert's two products
+    normalized: bool  # weights of those that a token is given to add up to 1
+    layers: tuple[bool, ...] | None = None  # which have experts; None: all
+
+    def __post_init__(self) -> None:
+        """Check that the sizes agree."""
+        for name in ("count", "per_token", "size"):
+            value = getattr(self, name)
+            require(value > 0, f"{name} of the experts must be positive, is {value}")
+        require(
+            self.per_token <= self.count,
+            f"a token is given to {self.per_token} experts, of {self.count}",
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain JSON values."""
+        return without_nulls(plain(self), _LATER_OF_EXPERTS)
+
+    @classmethod
+    def from_json(cls, value: Any) -> ExpertsSpec:
+        """Read what `to_json` wrote. Raises ArtifactError for anything else."""
+        schema = _EXPERTS_FIELDS
+        fields = check_fields("experts", with_nulls(value, _LATER_OF_EXPERTS), schema)
+        fields["layers"] = flags("experts.layers", fields["layers"])
+        return construct(cls, "experts", fields)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,39 +174,50 @@ class ArchSpec:
     whole_qk_norm: bool | None = None  # over all heads of a token at once; None: over each head
     attention_softcap: float | None = None  # c: QK^T, scaled, is c * tanh(it / c); None: as it is
     logits_softcap: float | None = None  # likewise the logits
+    experts: ExpertsSpec | None = None  # of feed-forward layers; None: each is one
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
         for name in _SIZES:
-            _require(getattr(self, name) > 0, f"{name} must be positive, is {getattr(self, name)}")
-        _require(
+            require(getattr(self, name) > 0, f"{name} must be positive, is {getattr(self, name)}")
+        require(
             self.num_heads % self.num_kv_heads == 0,
             f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
         )
-        _require(
+        require(
             self.rope.rotary_dim <= self.head_size,
             f"rotary_dim {self.rope.rotary_dim} exceeds head_size {self.head_size}",
         )
-        _require(
+        require(
             self.local_rope is None or self.local_rope.rotary_dim <= self.head_size,
             f"local_rope {self.local_rope} exceeds head_size {self.head_size}",
         )
-        _require(
+        require(
             len(self.sliding_window) == self.num_layers,
             f"sliding_window has {len(self.sliding_window)} entries for {self.num_layers} layers",
         )
-        _require(
+        require(
             all(window is None or window > 0 for window in self.sliding_window),
             f"sliding windows must be positive or None, are {self.sliding_window}",
         )
-        _require(
+        require(
             self.rotated_layers is None or len(self.rotated_layers) == self.num_layers,
             f"rotated_layers are {self.rotated_layers} for {self.num_layers} layers",
         )
+        require(
+            self.experts is None
+            or self.experts.layers is None
+            or len(self.experts.layers) == self.num_layers,
+            f"experts are {self.experts} for {self.num_layers} layers",
+        )
+        require(
+            self.experts is None or self.hidden_act == "silu",
+            f"experts have the activation silu, hidden_act is {self.hidden_act!r}",
+        )
         for name in ("inner_norm_eps", "attention_softcap", "logits_softcap"):
             value = getattr(self, name)
-            _require(value is None or value > 0, f"{name} must be positive, is {value}")
-        _require(
+            require(value is None or value > 0, f"{name} must be positive, is {value}")
+        require(
             not self.raw_inputs or self.residual_scale is None,
             "residual_scale needs norms on what layers read, and raw_inputs says there are none",
         )
@@ -183,6 +242,12 @@ class ArchSpec:
     def rotates(self, layer: int) -> bool:
         """Whether RoPE rotates the queries and keys of a layer."""
         return self.rotated_layers is None or self.rotated_layers[layer]
+
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """The experts of a layer; None: it is one feed-forward layer of `intermediate_size`."""
+        if self.experts is None or self.experts.layers is None:
+            return self.experts
+        return self.experts if self.experts.layers[layer] else None
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -214,44 +279,44 @@ class ArchSpec:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
-        ropes = {"rope": self.rope.to_json()}
+        inner = {"rope": self.rope.to_json()}
         if self.local_rope is not None:
-            ropes["local_rope"] = self.local_rope.to_json()
-        return _without_nulls(_to_json(self), _LATER) | ropes
+            inner["local_rope"] = self.local_rope.to_json()
+        if self.experts is not None:
+            inner["experts"] = self.experts.to_json()
+        return without_nulls(plain(self), _LATER) | inner
 
     @classmethod
     def from_json(cls, value: Any) -> ArchSpec:
         """Read what `to_json` wrote. Raises ArtifactError for anything else."""
-        fields = check_fields("model", _with_nulls(value, _LATER), _ARCH_FIELDS)
+        fields = check_fields("model", with_nulls(value, _LATER), _ARCH_FIELDS)
         windows = fields["sliding_window"]
-        if not all(window is None or _is_a(window, int) for window in windows):
+        if not all(window is None or is_a(window, int) for window in windows):
             raise ArtifactError(f"model.sliding_window has an entry that is no integer: {windows}")
         fields["sliding_window"] = tuple(windows)
-        if (rotated := fields["rotated_layers"]) is not None:
-            if not all(isinstance(one, bool) for one in rotated):
-                raise ArtifactError(f"model.rotated_layers has an entry that is no bool: {rotated}")
-            fields["rotated_layers"] = tuple(rotated)
+        fields["rotated_layers"] = flags("model.rotated_layers", fields["rotated_layers"])
         fields["rope"] = RopeSpec.from_json(fields["rope"])
         if fields["local_rope"] is not None:
             fields["local_rope"] = RopeSpec.from_json(fields["local_rope"])
-        return _construct(cls, "model", fields)
+        if fields["experts"] is not None:
+            fields["experts"] = ExpertsSpec.from_json(fields["experts"])
+        return construct(cls, "model", fields)
 
 
-_NONE: Final = type(None)
 _ROPE_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "type": (str,),
     "theta": (float,),
     "rotary_dim": (int,),
     "interleaved": (bool,),
     "attention_factor": (float,),
-    "factor": (float, _NONE),
-    "original_context_length": (int, _NONE),
-    "low_freq_factor": (float, _NONE),
-    "high_freq_factor": (float, _NONE),
-    "beta_fast": (float, _NONE),
-    "beta_slow": (float, _NONE),
-    "truncate": (bool, _NONE),
-    "factors": (list, _NONE),
+    "factor": (float, NONE),
+    "original_context_length": (int, NONE),
+    "low_freq_factor": (float, NONE),
+    "high_freq_factor": (float, NONE),
+    "beta_fast": (float, NONE),
+    "beta_slow": (float, NONE),
+    "truncate": (bool, NONE),
+    "factors": (list, NONE),
 }
 _SIZES: Final = (
     "num_layers",
@@ -276,93 +341,30 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "tie_word_embeddings": (bool,),
     "sliding_window": (list,),
     "rope": (dict,),
-    "attention_scale": (float, _NONE),
-    "residual_scale": (float, _NONE),
-    "logits_scale": (float, _NONE),
-    "rotated_layers": (list, _NONE),
-    "output_norms": (bool, _NONE),
-    "inner_norm_eps": (float, _NONE),
-    "local_rope": (dict, _NONE),
-    "raw_inputs": (bool, _NONE),
-    "whole_qk_norm": (bool, _NONE),
-    "attention_softcap": (float, _NONE),
-    "logits_softcap": (float, _NONE),
+    "attention_scale": (float, NONE),
+    "residual_scale": (float, NONE),
+    "logits_scale": (float, NONE),
+    "rotated_layers": (list, NONE),
+    "output_norms": (bool, NONE),
+    "inner_norm_eps": (float, NONE),
+    "local_rope": (dict, NONE),
+    "raw_inputs": (bool, NONE),
+    "whole_qk_norm": (bool, NONE),
+    "attention_softcap": (float, NONE),
+    "logits_softcap": (float, NONE),
+    "experts": (dict, NONE),
+}
+_EXPERTS_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
+    **dict.fromkeys(("count", "per_token", "size"), (int,)),
+    "normalized": (bool,),
+    "layers": (list, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
     *("residual_scale", "logits_scale", "rotated_layers"),
     *("output_norms", "inner_norm_eps", "local_rope"),
     *("raw_inputs", "whole_qk_norm", "attention_softcap", "logits_softcap"),
+    "experts",
 )
 _LATER_OF_ROPE: Final = ("factors",)
-
-
-def check_fields(what: str, value: Any, schema: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    """Check a JSON object against field names and types, and return a copy of it.
-
-    An integer is accepted where a float is asked for; a bool is never an integer.
-
-    Args:
-        what: The object's name in error messages.
-        value: Anything that `json.loads` returns.
-        schema: Every field and its allowed types; all are required, no other is allowed.
-
-    Raises:
-        ArtifactError: `value` is no object, or a field is missing, unknown or of a wrong type.
-    """
-    if not isinstance(value, dict):
-        raise ArtifactError(f"{what} must be a JSON object, found {type(value).__name__}")
-    problems = [f"missing {name!r}" for name in schema if name not in value]
-    problems += [f"unknown {name!r}" for name in value if name not in schema]
-    problems += [
-        f"{name!r} is {value[name]!r}, expected {' or '.join(_json_name(t) for t in types)}"
-        for name, types in schema.items()
-        if name in value and not any(_is_a(value[name], t) for t in types)
-    ]
-    if problems:
-        raise ArtifactError(
-            f"{what} does not match the schema of this version of onnxport: "
-            f"{'; '.join(problems)}. Export the model again, or use the version that wrote it."
-        )
-    return {
-        name: float(value[name]) if float in types and value[name] is not None else value[name]
-        for name, types in schema.items()
-    }
-
-
-def _is_a(value: Any, kind: type) -> bool:
-    if isinstance(value, bool):
-        return kind is bool
-    if kind is float:
-        return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
-    return isinstance(value, kind)
-
-
-def _json_name(kind: type) -> str:
-    names = {_NONE: "null", float: "a finite number", int: "an integer", str: "a string"}
-    return names.get(kind, kind.__name__)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _construct(cls: type[_T], what: str, fields: Mapping[str, Any]) -> _T:
-    try:
-        return cls(**fields)
-    except ValueError as error:
-        raise ArtifactError(f"{what} contradicts itself: {error}") from error
-
-
-def _without_nulls(fields: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: one for name, one in fields.items() if name not in names or one is not None}
-
-
-def _with_nulls(value: Any, names: tuple[str, ...]) -> Any:
-    return {**dict.fromkeys(names), **value} if isinstance(value, dict) else value
-
-
-def _to_json(spec: ArchSpec | RopeSpec) -> dict[str, Any]:
-    fields = dataclasses.asdict(spec)
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
+_LATER_OF_EXPERTS: Final = ("layers",)

@@ -28,6 +28,7 @@ from onnxport.graphs.passes.lora import add_lora, lora_products
 from onnxport.graphs.passes.native import NativeLimits, keep_native
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.passes.split_experts import split_experts
 from onnxport.graphs.passes.write_gelu import write_gelu
 from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import numpy_dtype
@@ -207,7 +208,8 @@ class _Lowering:
         self.options = options
         self._recipe = recipe
         self._emulate = emulate
-        self._graph = artifact.load_graph("paged")
+        self._split = split_experts(artifact.load_graph("paged"))
+        self._graph = self._split.model
         self.dtype = self._choose_dtype()
         self.why_decomposed = ""
         self.attention = self._choose_attention()
@@ -216,6 +218,7 @@ class _Lowering:
     def steps(self) -> Iterator[PassResult]:
         """Apply the passes in turn; the last result holds the graph to run."""
         options, recipe = self.options, self._recipe
+        yield self._split
         step = self._retyped
         yield step
         if options.matmul_accuracy_level is not None:

@@ -28,6 +28,10 @@ class TensorNames:
     post_norm: str = "post_attention_layernorm.weight"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: tuple[str, ...] = ("mlp.down_proj",)
+    router: str = "mlp.gate"
+    # With "{}" for the expert, or of one tensor that has all experts.
+    expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+    expert_down: tuple[str, ...] = ("mlp.experts.{}.down_proj",)
     o_norm: str = "post_attention_layernorm.weight"  # of models that normalize what layers add
     down_norm: str = "post_feedforward_layernorm.weight"  # likewise
     norm_offset: float = 0.0  # what the weights of all norms lack

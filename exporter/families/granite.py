@@ -1,4 +1,4 @@
-"""Granite 3, dense: Llama with four multipliers, which go into weights that are there anyway.
+"""Granite 3, dense or with experts: Llama with four multipliers, which go into weights as they are.
 
 What the layers read of the residual stream are norms of it, so it may be any number of times as
 large: here it is that of Granite over `embedding_multiplier`. So embeddings stay as they are, what
@@ -10,25 +10,40 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from onnxport.errors import CheckpointError
-from onnxport.exporter.config import Config, decoder_spec
-from onnxport.exporter.families.base import Family
+from onnxport.exporter.config import Config, decoder_spec, experts_spec
+from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.graphs.spec import ArchSpec
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
-    """Granite: optional biases, as Llama's; every multiplier is 1 where absent."""
-    attention_bias = config.get("attention_bias", bool, False)
-    spec = decoder_spec(
+    """Granite: optional biases on the MLP."""
+    biased = config.get("mlp_bias", bool, False)
+    return _multiplied(config, family="granite", mlp_bias=biased, context_length=context_length)
+
+
+def read_spec_with_experts(config: Config, context_length: int | None) -> ArchSpec:
+    """Granite MoE: weights of the experts that are chosen are a softmax of their logits alone."""
+    spec = _multiplied(config, family="granitemoe", context_length=context_length)
+    experts = experts_spec(
         config,
-        family="granite",
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        mlp_bias=config.get("mlp_bias", bool, False),
-        context_length=context_length,
+        count=config.get("num_local_experts", int, config.get("num_experts", int, 8)),
+        per_token=config.get("num_experts_per_tok", int, 2),
+        size=spec.intermediate_size,
+        normalized=True,
     )
+    return replace(spec, experts=experts)
+
+
+def _multiplied(config: Config, **differences: Any) -> ArchSpec:
+    """What both share: optional biases on attention; every multiplier is 1 where absent.
+
+    `differences` are keyword arguments of `decoder_spec`.
+    """
+    attention_bias = config.get("attention_bias", bool, False)
+    spec = decoder_spec(config, qkv_bias=attention_bias, o_bias=attention_bias, **differences)
     embedding = _multiplier(config, "embedding_multiplier")
     return replace(
         spec,
@@ -47,3 +62,13 @@ def _multiplier(config: Config, key: str) -> float:
 
 
 FAMILY: Final = Family(name="granite", architecture="GraniteForCausalLM", spec=read_spec)
+WITH_EXPERTS: Final = Family(
+    name="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    spec=read_spec_with_experts,
+    tensors=TensorNames(
+        router="block_sparse_moe.router.layer",
+        expert_gate_up=("block_sparse_moe.input_linear",),
+        expert_down=("block_sparse_moe.output_linear",),
+    ),
+)

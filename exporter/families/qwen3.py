@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from onnxport.exporter.config import Config, decoder_spec, layer_windows
 from onnxport.exporter.families.base import Family
@@ -10,18 +10,26 @@ from onnxport.graphs.spec import ArchSpec
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
-    """Qwen3: QK-norm; heads of 128 unless given; optional biases on attention projections."""
+    """Qwen3: heads of 128 unless given."""
+    return qwen3_spec(
+        config, family="qwen3", head_size=128, num_kv_heads=32, context_length=context_length
+    )
+
+
+def qwen3_spec(config: Config, *, context_length: int | None, **differences: Any) -> ArchSpec:
+    """What models with Qwen3's attention share: QK-norm, optional biases on its projections.
+
+    `differences` are keyword arguments of `decoder_spec`.
+    """
     attention_bias = config.get("attention_bias", bool, False)
     return decoder_spec(
         config,
-        family="qwen3",
-        head_size=128,
-        num_kv_heads=32,
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         qk_norm=True,
         sliding_window=layer_windows(config),
         context_length=context_length,
+        **differences,
     )
 
 

@@ -1,8 +1,10 @@
-"""Set the precision that MatMulNBits computes in."""
+"""Set the precision that products with quantized weights compute in."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Final
 
 import onnx
 
@@ -10,9 +12,11 @@ from onnxport.graphs import contract
 from onnxport.graphs.inspect import set_attribute
 from onnxport.graphs.passes.result import PassResult, copy_model
 
+_PRODUCTS: Final = ("MatMulNBits", "QMoE")
+
 
 def set_accuracy(model: onnx.ModelProto, level: int) -> PassResult:
-    """Give every MatMulNBits the accuracy level that a device is good at.
+    """Give every MatMulNBits and QMoE the accuracy level that a device is good at.
 
     Args:
         model: Any model.
@@ -28,11 +32,13 @@ def set_accuracy(model: onnx.ModelProto, level: int) -> PassResult:
     nodes = list(_products(copy))
     for node in nodes:
         set_attribute(node, "accuracy_level", level)
-    return PassResult("accuracy", copy, {f"MatMulNBits at level {level}": len(nodes)})
+    counts = Counter({_PRODUCTS[0]: 0}) + Counter(node.op_type for node in nodes)
+    changes = {f"{name} at level {level}": count for name, count in counts.items()}
+    return PassResult("accuracy", copy, changes)
 
 
 def takes_int8(model: onnx.ModelProto, level: int | None = None) -> bool:
-    """Whether there is a MatMulNBits, and each may bring its activations to int8 (level 4).
+    """Whether there is such a product, and each may bring its activations to int8 (level 4).
 
     Args:
         model: Any model.
@@ -49,5 +55,5 @@ def takes_int8(model: onnx.ModelProto, level: int | None = None) -> bool:
 
 def _products(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     for node in model.graph.node:
-        if node.op_type == "MatMulNBits" and node.domain == contract.MICROSOFT:
+        if node.op_type in _PRODUCTS and node.domain == contract.MICROSOFT:
             yield node

@@ -45,6 +45,7 @@ from onnxport.graphs.lora import (
     LoraProduct,
     SlotDtype,
     owners_name,
+    projections_of,
     slot_layout,
 )
 from onnxport.graphs.passes.gated_silu import DOMAIN, OPSET
@@ -254,7 +255,9 @@ def _find(model: onnx.ModelProto, spec: ArchSpec) -> list[_Found]:
     computed = [
         (one.product.layer, projection) for one in found for projection in KINDS[one.product.kind]
     ]
-    wanted = {(layer, name) for layer in range(spec.num_layers) for name in PROJECTIONS}
+    wanted = {
+        (layer, name) for layer in range(spec.num_layers) for name in projections_of(spec, layer)
+    }
     if missing := sorted(wanted - set(computed)):
         layer, name = missing[0]
         raise ArtifactError(

@@ -63,7 +63,7 @@ def split_matmul(model: onnx.ModelProto) -> PassResult:
     kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del copy.graph.node[:]
     copy.graph.node.extend(kept)
-    _drop_unread(copy)
+    drop_unread(copy)
     changes = {"joined projections split": len(replaced)} if replaced else {}
     return PassResult("split_matmul", copy, changes)
 
@@ -119,17 +119,22 @@ def _parts(
             while name in taken:
                 name += "_"
             taken.add(name)
-            graph.initializer.append(_range(whole, name, first, end, features))
+            row = math.prod(whole.dims) // features  # elements of one output feature
+            dims = [end - first, *whole.dims[1:]]
+            if math.prod(dims) != row * (end - first):
+                dims = [row * (end - first)]  # flat scales: [N * blocks]
+            graph.initializer.append(row_range(whole, name, (first, end), features, dims))
             node.input[index] = name
         yield node
 
 
-def _range(whole: TensorProto, name: str, first: int, end: int, features: int) -> TensorProto:
-    """Output features [first, end) of an external tensor, as one of its own."""
-    row = math.prod(whole.dims) // features  # elements of one output feature
-    dims = [end - first, *whole.dims[1:]]
-    if math.prod(dims) != row * (end - first):
-        dims = [row * (end - first)]  # flat scales: [N * blocks]
+def row_range(
+    whole: TensorProto, name: str, rows: tuple[int, int], count: int, dims: list[int]
+) -> TensorProto:
+    """Rows [first, end) of the `count` that an external tensor has, as one of its own."""
+    first, end = rows
+    row = math.prod(whole.dims) // count  # elements
+    assert math.prod(dims) == row * (end - first), f"{whole.name} {list(whole.dims)} to {dims}"
     itemsize = numpy_dtype(whole.data_type).itemsize
     entries = {entry.key: entry.value for entry in whole.external_data}
     part = TensorProto(name=name, data_type=whole.data_type, dims=dims)
@@ -141,7 +146,7 @@ def _range(whole: TensorProto, name: str, first: int, end: int, features: int) -
     return part
 
 
-def _drop_unread(model: onnx.ModelProto) -> None:
+def drop_unread(model: onnx.ModelProto) -> None:
     """Remove initializers that no node reads any more."""
     read = {name for node in model.graph.node for name in node.input}
     kept = [

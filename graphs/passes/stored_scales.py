@@ -2,7 +2,8 @@
 
 `retype` converts scales to float32 for ONNX Runtime's operators. Ours pack them as they are and
 compute with the same numbers, so nothing has to be converted and kept in memory. For devices
-whose operator library has them, after `use_int8_matmul` and `fuse_gated_mlp`.
+whose operator library has them, after `use_int8_matmul`,
+`fuse_gated_mlp` and `use_gated_experts`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ import onnx
 from onnx import TensorProto
 
 from onnxport.graphs.inspect import consumers, initializers, names
+from onnxport.graphs.passes.gated_experts import GATED_EXPERTS
 from onnxport.graphs.passes.gated_mlp import GATED_MLP
 from onnxport.graphs.passes.gated_silu import DOMAIN
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.result import PassResult, copy_model
 
-_SCALES: Final[Mapping[str, tuple[int, ...]]] = {MATMUL_NBITS: (2,), GATED_MLP: (2, 4)}
+_SCALES: Final[Mapping[str, tuple[int, ...]]] = {
+    MATMUL_NBITS: (2,),
+    GATED_MLP: (2, 4),
+    GATED_EXPERTS: (3, 5),
+}
 
 
 def use_stored_scales(model: onnx.ModelProto, stored: onnx.ModelProto) -> PassResult:

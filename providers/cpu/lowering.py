@@ -10,13 +10,15 @@ import onnx
 from numpy.typing import NDArray
 
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.coarse_head import coarse_head_bytes, use_coarse_head
+from onnxport.graphs.passes.gated_experts import use_gated_experts
 from onnxport.graphs.passes.gated_gelu import fuse_gated_gelu
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.input_norm import fuse_input_norm
-from onnxport.graphs.passes.int8_matmul import use_int8_matmul
+from onnxport.graphs.passes.int8_matmul import INT8_LEVEL, use_int8_matmul
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
 from onnxport.graphs.passes.logits_summaries import summarize_logits
 from onnxport.graphs.passes.native import NativeLimits, keep_native
@@ -24,6 +26,7 @@ from onnxport.graphs.passes.product_adapters import fuse_product_adapters
 from onnxport.graphs.passes.product_bias import fuse_product_bias
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.passes.split_experts import QMOE, split_experts
 from onnxport.graphs.passes.stored_scales import use_stored_scales
 from onnxport.graphs.tensors import WEIGHTS_FILE, numpy_dtype
 from onnxport.providers.base import LoadOptions
@@ -66,7 +69,10 @@ def lower(
         summaries: whether these can summarize their outputs.
     """
     cache_dtype, layout = cache
-    step = retype(graph, artifact.read_tensor)
+    step = split_experts(graph, lambda node: _lacks_kernel(node, options.matmul_accuracy_level))
+    yield step
+    stored = step.model
+    step = retype(stored, artifact.read_tensor)
     yield step
     if options.matmul_accuracy_level is not None:
         step = set_accuracy(step.model, options.matmul_accuracy_level)
@@ -91,7 +97,9 @@ def lower(
             yield step
             step = fuse_product_bias(step.model)
             yield step
-            step = use_stored_scales(step.model, graph)
+            step = use_gated_experts(step.model)
+            yield step
+            step = use_stored_scales(step.model, stored)
             yield step
             if options.coarse_head:
                 step = use_coarse_head(step.model)
@@ -106,6 +114,16 @@ def lower(
         from onnxport.graphs.passes.decompose import decompose
 
         yield decompose(step.model)
+
+
+def _lacks_kernel(node: onnx.NodeProto, level: int | None) -> bool:
+    """Whether neither ONNX Runtime nor we compute experts as exactly as they are to be.
+
+    ONNX Runtime's kernel for 8 bits rounds activations to int8, whatever the accuracy level.
+    """
+    level = attribute_int(node, "accuracy_level", 0) if level is None else level
+    is_8_bits = attribute_int(node, "expert_weight_bits", 4) == 8
+    return node.op_type == QMOE and is_8_bits and level != INT8_LEVEL
 
 
 def converted(steps: Sequence[PassResult]) -> dict[str, NDArray[Any]]:

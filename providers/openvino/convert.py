@@ -30,6 +30,7 @@ from onnxport.graphs.passes.gated_silu import DOMAIN
 from onnxport.graphs.passes.lora import ADD_LORA
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.passes.split_experts import split_experts
 from onnxport.graphs.passes.split_matmul import split_matmul
 
 RELEASE: Final = "2026.4"  # whose PagedAttentionExtension is known here
@@ -56,7 +57,9 @@ def lower(
         artifact: what to read.
         lora: the pass that lets adapters be inputs of the graph; None: they are not.
     """
-    step = split_matmul(artifact.load_graph("paged"))
+    step = split_experts(artifact.load_graph("paged"))
+    yield step
+    step = split_matmul(step.model)
     yield step
     step = retype(step.model, artifact.read_tensor)
     yield step

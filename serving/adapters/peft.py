@@ -16,7 +16,14 @@ import safetensors
 from numpy.typing import NDArray
 
 from onnxport.errors import AdapterError
-from onnxport.graphs.lora import PROJECTIONS, LoraAdapter, LoraDelta, Projection, projection_shapes
+from onnxport.graphs.lora import (
+    PROJECTIONS,
+    LoraAdapter,
+    LoraDelta,
+    Projection,
+    projection_shapes,
+    projections_of,
+)
 from onnxport.graphs.spec import ArchSpec
 from onnxport.serving.adapters.patterns import check_time
 from onnxport.serving.adapters.peft_config import PeftConfig, read_config, read_file
@@ -90,6 +97,7 @@ def read_adapter(folder: Path, base: ArchSpec) -> AdapterContent:
         f"{parent}.layers.{layer}.{module}": (layer, names)
         for layer in range(base.num_layers)
         for module, names in of_layer.items()
+        if set(names) <= set(projections_of(base, layer))
     }
     # linear too, and not to be adapted here
     others = (f"{parent}.embed_tokens", _HEADS.get(parent, "lm_head"))
@@ -225,6 +233,8 @@ def _check_modules(
     """Refuse tensors of modules that are not the model's, or not those the config calls for."""
     wanted = {name for name in known if config.is_target(name)}
     layers = f"this model is a {base.family} with layers 0 to {base.num_layers - 1}"
+    if base.experts is not None:
+        layers += ", whose experts and their routers cannot be adapted"
     for names, what in (
         (set(found) - known, f"tensors of modules that the model does not have ({layers})"),
         (set(found) - wanted, f"tensors of modules that {config.path.name} does not target"),

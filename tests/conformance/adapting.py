@@ -19,6 +19,7 @@ from onnxport.graphs.lora import (
     LoraDelta,
     Projection,
     projection_shapes,
+    projections_of,
 )
 from onnxport.graphs.spec import ArchSpec
 from tests.conformance.reference import ArtifactWeights
@@ -39,7 +40,7 @@ def make_adapter(spec: ArchSpec, seed: int) -> LoraAdapter:
     deltas = {}
     for layer in range(spec.num_layers):
         own = max(1, rank - layer % 2)
-        for projection in projections:
+        for projection in (name for name in projections if name in projections_of(spec, layer)):
             outputs, inputs = projection_shapes(spec)[projection]
             a = random.standard_normal((own, inputs)) / inputs**0.5
             b = random.standard_normal((outputs, own)) * 0.3
@@ -58,9 +59,9 @@ class AdaptedWeights(ArtifactWeights):
     def linear(self, role: str, x: Array) -> Array:
         """See `WeightSource`."""
         product = super().linear(role, x)
-        if not role.startswith("layers."):
+        _, layer, kind = role.split(".") if role.count(".") == 2 else ("", "", "")
+        if kind not in KINDS:  # a head, a router, or experts
             return product
-        _, layer, kind = role.split(".")
         added = [self._delta(int(layer), projection, x) for projection in KINDS[kind]]  # type: ignore[index]
         result: Array = product + np.concatenate(added, axis=-1)
         return result

@@ -32,6 +32,10 @@ class ArtifactWeights:
     def linear(self, role: str, x: Array) -> Array:
         """See `WeightSource`."""
         weight = self._values[f"{role}.weight"]
+        if role.endswith(".experts.gate_up"):  # gate's rows and up's take turns
+            experts = self._experts(role)
+            apart = experts.reshape(len(experts), -1, 2, x.shape[-1]).swapaxes(1, 2)
+            return x @ apart.reshape(-1, x.shape[-1]).T
         if weight.ndim == 2:  # [K, N]
             product = x @ weight.astype(np.float32)
         else:  # quantized: [N, blocks, bytes]
@@ -39,10 +43,26 @@ class ArtifactWeights:
         bias = self._values.get(f"{role}.bias")
         return product if bias is None else product + bias.astype(np.float32)
 
+    def sum_of_experts(self, role: str, x: Array) -> Array:
+        """See `WeightSource`."""
+        return np.einsum("tek,enk->tn", x, self._experts(role))
+
     def head(self, x: Array) -> Array:
         """See `WeightSource`."""
         tied = "head.weight" not in self._values
         return x @ self._embedding().T if tied else self.linear("head", x)
+
+    def _experts(self, role: str) -> Array:
+        """The weights of each expert, [experts, N, K]."""
+        weight = self._values[f"{role}.weight"]
+        scales = self._values.get(f"{role}.scales")
+        if scales is None:
+            return weight.astype(np.float32)
+        rows = self._dequantize(
+            weight.reshape(-1, scales.shape[-1], weight.shape[-1] // scales.shape[-1]),
+            scales.reshape(-1, scales.shape[-1]),
+        )
+        return rows.reshape(*weight.shape[:2], -1)
 
     def _embedding(self) -> Array:
         """The table, [vocab, hidden]; its quantized rows are stored one after the other."""

@@ -193,6 +193,32 @@ CASES: Mapping[str, Case] = {
         shards=True,
         inside="mistral3",
     ),
+    "granitemoe": Case(  # experts of one tensor
+        "granitemoe",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 6.0,
+            "tie_word_embeddings": True,
+        },
+        torch.bfloat16,
+    ),
+    "mixtral": Case("mixtral", {"num_local_experts": 4, "sliding_window": 6}),
+    "olmoe": Case("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}, torch.bfloat16),
+    "qwen3-moe": Case(  # the first layer has none
+        "qwen3_moe",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+    ),
     "olmo2": Case("olmo2", {"rms_norm_eps": 0.05}, torch.bfloat16),
     "olmo2-biases": Case(
         "olmo2",

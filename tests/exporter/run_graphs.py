@@ -15,9 +15,10 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.passes.split_experts import split_experts
 from onnxport.graphs.spec import ArchSpec
 
-Kind = Literal["gqa", "decomposed", "custom"]
+Kind = Literal["gqa", "decomposed", "custom", "split"]  # split: decomposed, and its experts
 Logits = NDArray[np.float32]  # [num_tokens, vocab]
 BLOCK_SIZE = 4
 
@@ -25,9 +26,11 @@ BLOCK_SIZE = 4
 def start(artifact: Artifact, kind: Kind, kernel: Path | None = None) -> ort.InferenceSession:
     """A session with float32 activations and, in MatMulNBits, float32 arithmetic."""
     model = artifact.load_graph("gqa" if kind == "gqa" else "paged")
+    if kind == "split":
+        model = split_experts(model).model
     retyped = retype(model, artifact.read_tensor)
     model = set_accuracy(retyped.model, 1).model
-    if kind == "decomposed":
+    if kind in ("decomposed", "split"):
         model = decompose(model).model
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1

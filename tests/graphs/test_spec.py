@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onnxport.errors import ArtifactError
-from onnxport.graphs.spec import ROPE_PARAMETERS, ArchSpec, RopeSpec
+from onnxport.graphs.spec import ROPE_PARAMETERS, ArchSpec, ExpertsSpec, RopeSpec
 from tests.graphs.artifacts import SPEC
 
 PARAMETERS: dict[str, Any] = {
@@ -64,6 +64,44 @@ def test_layers_with_a_window_may_have_a_rotary_embedding_of_their_own() -> None
     assert replace(spec, sliding_window=(None, None)).ropes == (SPEC.rope,)
     with pytest.raises(ValueError, match="local_rope"):
         replace(SPEC, local_rope=replace(local, rotary_dim=34))
+
+
+EXPERTS = ExpertsSpec(count=8, per_token=2, size=48, normalized=True)
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, replace(EXPERTS, layers=(False, True))])
+def test_experts_survive_json(experts: ExpertsSpec) -> None:
+    spec = replace(SPEC, experts=experts)
+    stored = json.loads(json.dumps(spec.to_json()))
+    assert stored.keys() - SPEC.to_json().keys() == {"experts"}
+    assert ArchSpec.from_json(stored) == spec
+    assert ("layers" in stored["experts"]) == (experts.layers is not None)
+    of_layers = [spec.experts_of(layer) for layer in range(2)]
+    assert of_layers == ([experts] * 2 if experts.layers is None else [None, experts])
+    assert SPEC.experts_of(1) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"count": 0}, "count"),
+        ({"per_token": 9}, "given to 9 experts, of 8"),
+        ({"size": -1}, "size"),
+        ({"normalized": 1}, "normalized"),
+        ({"count": 2.5}, "count"),
+        ({"layers": [True, 1]}, "layers"),
+        ({"layers": [True]}, "for 2 layers"),
+        ({"shared": 1}, "shared"),
+    ],
+)
+def test_experts_that_are_wrong_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArtifactError, match=message):
+        ArchSpec.from_json(SPEC.to_json() | {"experts": EXPERTS.to_json() | changes})
+
+
+def test_experts_have_a_silu() -> None:
+    with pytest.raises(ValueError, match="activation silu"):
+        replace(SPEC, experts=EXPERTS, hidden_act="gelu_tanh")
 
 
 def test_scales_and_epsilons_with_norms_on_outputs() -> None:

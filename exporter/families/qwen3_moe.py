@@ -1,0 +1,36 @@
+"""Qwen3 with experts, such as 30B-A3B: Qwen3's attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from onnxport.errors import CheckpointError
+from onnxport.exporter.config import Config, experts_spec
+from onnxport.exporter.families.base import Family
+from onnxport.exporter.families.qwen3 import qwen3_spec
+from onnxport.graphs.spec import ArchSpec
+
+
+def read_spec(config: Config, context_length: int | None) -> ArchSpec:
+    """Qwen3 MoE: experts in every `decoder_sparse_step`-th layer, but for `mlp_only_layers`."""
+    spec = qwen3_spec(config, family="qwen3_moe", num_kv_heads=4, context_length=context_length)
+    step = config.get("decoder_sparse_step", int, 1)
+    if step < 1:
+        raise CheckpointError(f"{config.path}: decoder_sparse_step is {step}; it must be above 0.")
+    dense = config.get("mlp_only_layers", list, [])
+    layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(spec.num_layers))
+    if not any(layers):
+        return spec
+    experts = experts_spec(
+        config,
+        count=config.get("num_experts", int, config.get("num_local_experts", int, 128)),
+        per_token=config.get("num_experts_per_tok", int, 8),
+        size=config.get("moe_intermediate_size", int, 768),
+        normalized=config.get("norm_topk_prob", bool, False),
+        layers=None if all(layers) else layers,
+    )
+    return replace(spec, experts=experts)
+
+
+FAMILY: Final = Family(name="qwen3_moe", architecture="Qwen3MoeForCausalLM", spec=read_spec)

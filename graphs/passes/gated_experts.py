@@ -1,0 +1,84 @@
+"""Give experts with int8 activations to an operator of our own.
+
+`com.microsoft.QMoE` at accuracy level 4 may round its activations to int8 in blocks.
+`onnxport.GatedExperts` does just that, and what it returns for a row depends on that row alone.
+For devices whose operator library has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import onnx
+from onnx import TensorProto
+
+from onnxport.graphs import contract
+from onnxport.graphs.inspect import attribute_int, initializers
+from onnxport.graphs.passes.gated_silu import DOMAIN, OPSET
+from onnxport.graphs.passes.int8_matmul import BITS, BLOCK_SIZES, INT8_LEVEL
+from onnxport.graphs.passes.result import PassResult, copy_model
+from onnxport.graphs.passes.split_experts import EXPERTS_INPUTS, QMOE, is_swiglu
+
+# [..., K] and the router's logits [rows, num_experts] -> [..., N]
+GATED_EXPERTS: Final = "GatedExperts"
+
+
+def use_gated_experts(model: onnx.ModelProto) -> PassResult:
+    """Replace every QMoE that the operator can compute.
+
+    That is: accuracy level 4; 4 or 8 bits in blocks of 16 to 256; gate and up that take turns, and
+    a SiLU; weights that add up to 1; weights and float32 scales that are initializers; no biases,
+    zero points or third product.
+    """
+    copy = copy_model(model)
+    replaceable = {info.name for info in copy.graph.input}
+    tensors = {
+        name: tensor for name, tensor in initializers(copy).items() if name not in replaceable
+    }
+    nodes = [node for node in copy.graph.node if _fits(node, tensors)]
+    for node in nodes:
+        node.CopyFrom(_replacement(node, tensors))
+    if nodes and DOMAIN not in {opset.domain for opset in copy.opset_import}:
+        copy.opset_import.append(onnx.helper.make_opsetid(DOMAIN, OPSET))
+    changes = {"layers of experts with int8 activations": len(nodes)} if nodes else {}
+    return PassResult("gated_experts", copy, changes)
+
+
+def _fits(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> bool:
+    if node.op_type != QMOE or node.domain != contract.MICROSOFT or not is_swiglu(node):
+        return False
+    types = [tensors[name].data_type for name in _weights(node) if name in tensors]
+    return (
+        types == [TensorProto.UINT8, TensorProto.FLOAT] * 2
+        and attribute_int(node, "accuracy_level", 0) == INT8_LEVEL
+        and attribute_int(node, "expert_weight_bits", 4) in BITS
+        and attribute_int(node, "block_size", 0) in BLOCK_SIZES
+    )
+
+
+def _weights(node: onnx.NodeProto) -> list[str]:
+    """gate_up and its scales, down and its scales."""
+    return [node.input[index] for index in EXPERTS_INPUTS[QMOE][2:]]
+
+
+def _replacement(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> onnx.NodeProto:
+    bits, block_size = (attribute_int(node, key, 0) for key in ("expert_weight_bits", "block_size"))
+    gate_up, down = (tensors[name].dims for name in _weights(node)[::2])
+    return onnx.helper.make_node(
+        GATED_EXPERTS,
+        [*node.input[:2], *_weights(node)],
+        list(node.output),
+        name=node.name,
+        domain=DOMAIN,
+        K=gate_up[2] * 8 // bits,
+        inner=gate_up[1] // 2,
+        N=down[1],
+        num_experts=gate_up[0],
+        top_k=attribute_int(node, "k", 1),
+        normalize=1,
+        bits=bits,
+        block_size=block_size,
+        down_bits=bits,
+        down_block_size=block_size,
+    )

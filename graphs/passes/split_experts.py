@@ -1,0 +1,217 @@
+"""Write experts in standard operators, for devices that have none for them.
+
+`com.microsoft.MoE` and `QMoE` give each token to a few experts. Here every expert computes for
+every token, and what a token did not ask for is left out: as many times the work as there are
+experts for each one that is chosen, but on any device, and with one product for the first halves of
+all of them:
+
+    joined = x gate_up^T, for all experts at once
+    gated  = Where(chosen, silu(gate) * up * part, 0)
+    y      = sum over experts of gated[expert] down[expert]^T
+
+An expert is chosen where fewer than k others have a larger logit, or the same one and a lower
+index. It is left out by a choice, not by a part of 0: 0 times infinity is no number.
+
+Weights of an expert are ranges of the artifact's bytes; nothing is copied or stored twice. So it
+comes before passes that convert weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from onnxport.errors import ArtifactError
+from onnxport.graphs import ops
+from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.inspect import attribute_int, element_types, initializers, names
+from onnxport.graphs.passes.result import PassResult, copy_model
+from onnxport.graphs.passes.split_matmul import drop_unread, row_range
+
+MOE, QMOE = "MoE", "QMoE"
+EXPERTS_INPUTS = {MOE: [0, 1, 2, 4], QMOE: [0, 1, 2, 3, 5, 6]}  # that the exporter's have
+_WEIGHTS = {MOE: (2, 4), QMOE: (2, 5)}  # inputs: gate_up and down; scales are behind them
+
+
+def split_experts(
+    model: onnx.ModelProto, which: Callable[[onnx.NodeProto], bool] = lambda node: True
+) -> PassResult:
+    """Replace `MoE` and `QMoE` by what they compute, expert by expert.
+
+    Args:
+        model: A graph as an artifact has it: weights are external data.
+        which: Of these nodes.
+
+    Raises:
+        ArtifactError: Experts of another kind than the exporter writes.
+    """
+    copy = copy_model(model)
+    found = {
+        node.output[0]: node for node in copy.graph.node if node.op_type in _WEIGHTS and which(node)
+    }
+    if not found:
+        return PassResult("split_experts", copy, {})
+    tensors, types = initializers(copy), element_types(copy)
+    g = GraphBuilder("experts")
+    g.reserve(names(copy) - found.keys())
+    nodes: list[onnx.NodeProto] = []
+    for node in copy.graph.node:
+        if node.output[0] not in found:
+            nodes.append(node)
+            continue
+        layer = _layer(node, tensors, types)
+        with g.scope(node.name):
+            layer.write(g, copy.graph)
+        nodes.extend(g.take_nodes())
+    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del copy.graph.node[:]
+    copy.graph.node.extend(kept)
+    copy.graph.initializer.extend(g.take_initializers())
+    drop_unread(copy)
+    return PassResult("split_experts", copy, {"layers of experts split": len(found)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One node and its weights."""
+
+    node: onnx.NodeProto
+    tensors: dict[str, TensorProto]
+    dtype: int  # of activations
+
+    @property
+    def count(self) -> int:
+        """Experts."""
+        return int(self._weight(0).dims[0])
+
+    @property
+    def size(self) -> int:
+        """Features between an expert's two products."""
+        return int(self._weight(0).dims[1]) // 2
+
+    def write(self, g: GraphBuilder, graph: onnx.GraphProto) -> None:
+        """Make the nodes; weights are declared in `graph`."""
+        x, logits = self.node.input[:2]
+        count, size = self.count, self.size
+        chosen, parts = self._route(g, logits)
+        joined = self._product(g, graph, x, 0, None, "gate_up")
+        pairs = ops.reshape(g, joined, (0, count * size, 2), "pairs")
+        halves = g.node("Split", [pairs], outputs=2, name="halves", axis=-1, num_outputs=2)
+        gate, up = (ops.reshape(g, half, (0, count, size), "half") for half in halves)
+        gated = g.node("Mul", [ops.silu(g, gate), up], name="gated")
+        own = g.node("Where", [chosen, g.node("Mul", [gated, parts], name="parts"), self._zero(g)])
+        rows = ops.reshape(g, own, (0, count * size), "own")
+        each = g.node("Split", [rows], outputs=count, name="each", axis=-1, num_outputs=count)
+        added = [
+            self._product(g, graph, one, 1, expert, f"{expert}.down")
+            for expert, one in enumerate(each)
+        ]
+        total = added[0]
+        for one in added[1:-1]:
+            total = g.node("Add", [total, one], name="sum")
+        last = [total, added[-1]] if len(added) > 1 else [total]
+        kind = "Add" if len(added) > 1 else "Identity"
+        g.node(kind, last, outputs=[self.node.output[0]], name="sum")
+
+    def _route(self, g: GraphBuilder, logits: str) -> tuple[str, str]:
+        """Whether a token is given to an expert, bool, and its part; [num_tokens, experts, 1]."""
+        count, per_token = self.count, attribute_int(self.node, "k", 1)
+        wide = logits
+        if self.dtype != TensorProto.FLOAT:
+            wide = ops.cast(g, logits, TensorProto.FLOAT, "wide")
+        rows, columns = (ops.reshape(g, wide, dims) for dims in ((0, 1, count), (0, count, 1)))
+        lower = g.constant(np.tri(count, k=-1, dtype=bool), "lower")
+        larger = g.node("Greater", [rows, columns], name="larger")
+        same = g.node("Equal", [rows, columns], name="same")
+        ahead = g.node("Or", [larger, g.node("And", [same, lower], name="earlier")], name="ahead")
+        numbers = ops.cast(g, ahead, TensorProto.FLOAT, "ahead.numbers")
+        rank = g.node("ReduceSum", [numbers, ops.last_axis(g)], name="rank")
+        limit = g.constant(np.array(per_token, np.float32), "per_token")
+        chosen = g.node("Less", [rank, limit], name="chosen")
+        softmax = g.node("Softmax", [wide], name="probabilities", axis=-1)
+        column = ops.reshape(g, softmax, (0, count, 1), "column")
+        none = g.constant(np.zeros((), np.float32), "none")
+        parts = g.node("Where", [chosen, column, none], name="chosen.parts")
+        middle = g.constant(np.array([1], np.int64), "axis")
+        whole = g.node("ReduceSum", [parts, middle], name="whole")
+        parts = g.node("Div", [parts, whole], name="normalized")
+        if self.dtype != TensorProto.FLOAT:
+            parts = ops.cast(g, parts, self.dtype, "narrow")
+        return chosen, parts
+
+    def _product(
+        self,
+        g: GraphBuilder,
+        graph: onnx.GraphProto,
+        x: str,
+        which: int,
+        expert: int | None,
+        name: str,
+    ) -> str:
+        """`x @ weight.T` of an expert, or of all, one below the other."""
+        stored = self._weight(which)
+        count, rows = self.count, int(stored.dims[1])
+        first, end = (0, count) if expert is None else (expert, expert + 1)
+
+        def declare(tensor: TensorProto, dims: list[int]) -> str:
+            unique = g.declare(f"{name}.{'scales' if tensor is not stored else 'weight'}")
+            graph.initializer.append(row_range(tensor, unique, (first, end), count, dims))
+            return unique
+
+        n = (end - first) * rows
+        if self.node.op_type == MOE:
+            weight = declare(stored, [n, int(stored.dims[2])])
+            return g.node("Gemm", [x, weight], name=name, transB=1)
+        bits, block = (
+            attribute_int(self.node, key, 0) for key in ("expert_weight_bits", "block_size")
+        )
+        scales = self.tensors[self.node.input[_WEIGHTS[QMOE][which] + 1]]
+        k = int(stored.dims[2]) * 8 // bits
+        return ops.matmul_nbits(
+            g,
+            x,
+            declare(stored, [n, k // block, block * bits // 8]),
+            declare(scales, [n, k // block]),
+            k=k,
+            n=n,
+            bits=bits,
+            block_size=block,
+            accuracy_level=attribute_int(self.node, "accuracy_level", 0),
+            name=name,
+        )
+
+    def _weight(self, which: int) -> TensorProto:
+        return self.tensors[self.node.input[_WEIGHTS[self.node.op_type][which]]]
+
+    def _zero(self, g: GraphBuilder) -> str:
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(self.dtype)
+        return g.constant(np.zeros((), dtype), "zero")
+
+
+def _layer(node: onnx.NodeProto, tensors: dict[str, TensorProto], types: dict[str, int]) -> _Layer:
+    """A node that can be split. Raises ArtifactError for another."""
+    weights = [tensors.get(node.input[index]) for index in EXPERTS_INPUTS[node.op_type][2:]]
+    is_ours = is_swiglu(node) and all(
+        one is not None and one.data_location == TensorProto.EXTERNAL for one in weights
+    )
+    if not is_ours:
+        raise ArtifactError(
+            f"split_experts: {node.op_type} {node.name!r} is not as the exporter writes it; export "
+            "the model again with this version"
+        )
+    return _Layer(node, tensors, types[node.input[0]])
+
+
+def is_swiglu(node: onnx.NodeProto) -> bool:
+    """Whether experts are as the exporter writes them: gate and up take turns, without biases."""
+    texts = {a.name: a.s for a in node.attribute}
+    return (
+        [index for index, name in enumerate(node.input) if name] == EXPERTS_INPUTS[node.op_type]
+        and texts.get("activation_type") == b"swiglu"
+        and attribute_int(node, "swiglu_fusion", 0) == 1
+        and attribute_int(node, "normalize_routing_weights", 0) == 1
+    )

@@ -1,0 +1,121 @@
+"""One layer of experts, written as the exporter writes it, weights in a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from onnxport.graphs import ops
+from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef
+
+HIDDEN, SIZE, COUNT, PER_TOKEN, BLOCK = 64, 96, 6, 2, 32
+Array = NDArray[np.float32]
+
+
+@dataclass
+class Layer:
+    """What there is of a layer: its graph, in `folder`, and its weights as they are meant."""
+
+    model: onnx.ModelProto
+    folder: Path
+    gate_up: Array  # [experts, 2 * size, hidden], gate and up take turns
+    down: Array  # [experts, hidden, size]
+    normalized: bool
+
+    def run(self, model: onnx.ModelProto, x: Array, logits: Array) -> Array:
+        """What a graph makes of the layer's inputs."""
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(self.folder)
+        )
+        session = ort.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+        dtype = helper.tensor_dtype_to_np_dtype(model.graph.input[0].type.tensor_type.elem_type)
+        feeds = {"x": x.astype(dtype), "logits": logits.astype(dtype)}
+        found: Array = session.run(None, feeds)[0].astype(np.float32)
+        return found
+
+    def expected(self, x: Array, logits: Array) -> Array:
+        """The definition, token by token."""
+        rows = np.zeros_like(x)
+        for row, (values, scores) in enumerate(zip(x, logits, strict=True)):
+            chosen = np.argsort(-scores, kind="stable")[:PER_TOKEN]
+            exponentials = np.exp(scores - scores.max())
+            of = exponentials[chosen] if self.normalized else exponentials
+            for expert in chosen:
+                gate, up = (self.gate_up[expert, turn::2] @ values for turn in (0, 1))
+                made = self.down[expert] @ (gate / (1 + np.exp(-gate)) * up)
+                rows[row] += exponentials[expert] / of.sum() * made
+        return rows
+
+
+def layer(folder: Path, bits: int | None, dtype: int, *, normalized: bool = True) -> Layer:
+    """A layer with random weights; without bits they are of the activations' type."""
+    random = np.random.default_rng(7)
+    kind = helper.tensor_dtype_to_np_dtype(dtype)
+    g, content, meant, names = GraphBuilder("layer"), bytes(64), [], []
+
+    def store(name: str, value: NDArray[np.generic]) -> str:
+        nonlocal content
+        element = helper.np_dtype_to_tensor_dtype(value.dtype)
+        ref = TensorRef(name, element, value.shape, len(content), value.nbytes)
+        content += value.tobytes()
+        return g.weight(ref)
+
+    for name, shape in (("gate_up", (COUNT, 2 * SIZE, HIDDEN)), ("down", (COUNT, HIDDEN, SIZE))):
+        if bits is None:
+            value = (random.standard_normal(shape) / 8).astype(kind)
+            names.append((store(f"{name}.weight", value), ""))
+            meant.append(value.astype(np.float32))
+            continue
+        scales = (random.random((*shape[:2], shape[2] // BLOCK)) / 2 ** (bits + 1)).astype(kind)
+        quants = random.integers(0, 256, (*shape[:2], shape[2] * bits // 8), np.uint8)
+        levels = quants
+        if bits == 4:
+            levels = np.stack([quants & 15, quants >> 4], axis=-1).reshape(shape)
+        centred = levels.reshape(*scales.shape, BLOCK) - np.float32(2 ** (bits - 1))
+        meant.append((centred * scales[..., None].astype(np.float32)).reshape(shape))
+        names.append((store(f"{name}.weight", quants), store(f"{name}.scales", scales)))
+    x = g.input("x", dtype, ["tokens", HIDDEN])
+    logits = g.input("logits", dtype, ["tokens", COUNT])
+    weights = ops.ExpertWeights(
+        count=COUNT,
+        gate_up=names[0][0],
+        down=names[1][0],
+        gate_up_scales=names[0][1],
+        down_scales=names[1][1],
+        bits=bits,
+        block_size=None if bits is None else BLOCK,
+    )
+    y = ops.experts(
+        g,
+        x,
+        logits,
+        weights,
+        per_token=PER_TOKEN,
+        normalized=normalized,
+        flatten=False,
+        accuracy_level=1,
+    )
+    g.node("Identity", [y], outputs=[g.output("y", dtype, ["tokens", HIDDEN])])
+    (folder / WEIGHTS_FILE).write_bytes(content)
+    return Layer(g.build(), folder, meant[0], meant[1], normalized)
+
+
+def inputs(tokens: int, seed: int = 0) -> tuple[Array, Array]:
+    """Activations and a router's logits."""
+    random = np.random.default_rng(seed)
+    x = random.standard_normal((tokens, HIDDEN)).astype(np.float32)
+    return x, (2 * random.standard_normal((tokens, COUNT))).astype(np.float32)
+
+
+TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
