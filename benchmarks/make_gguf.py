@@ -1,4 +1,4 @@
-"""Turn a checkpoint of the Qwen2 or Llama shape into a GGUF file, for llama.cpp as a peer.
+"""Turn a checkpoint of the Qwen2, Llama or OLMoE shape into a GGUF file, for llama.cpp as a peer.
 
     PEER_PYTHON -m benchmarks.make_gguf CHECKPOINT MODEL.gguf --head q8_0
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ TYPES = {
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
     "f16": gguf.GGMLQuantizationType.F16,
 }
+EXPERT_PARTS = ("gate", "up", "down")
 NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
     "post_attention_layernorm.weight": "ffn_norm.weight",
@@ -32,6 +34,10 @@ NAMES = {
     "mlp.up_proj.weight": "ffn_up.weight",
     "mlp.down_proj.weight": "ffn_down.weight",
     "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "mlp.gate.weight": "ffn_gate_inp.weight",
+    **{f"mlp.experts.{name}_proj.weight": f"ffn_{name}_exps.weight" for name in EXPERT_PARTS},
     **{
         f"self_attn.{name}_proj.{kind}": f"attn_{name}.{kind}"
         for name in "qkv"
@@ -44,6 +50,10 @@ WHOLE = {
     "lm_head.weight": "output.weight",
 }
 HEADS = {"token_embd.weight", "output.weight"}
+EXPERT = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(.*)")
+
+
+Pack = Callable[[str, NDArray[np.float32]], NDArray[Any]]
 
 
 def tensors(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
@@ -58,6 +68,24 @@ def tensors(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
         start, end = (8 + length + offset for offset in entry["data_offsets"])
         bits = mapped[start:end].view("<u2").astype(np.uint32) << 16
         yield name, bits.view(np.float32).reshape(entry["shape"])
+
+
+def joined(
+    found: Iterator[tuple[str, NDArray[np.float32]]], experts: int, pack: Pack
+) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Pack matrices, and put those of all experts of a layer in one tensor, as llama.cpp does."""
+    parts: dict[str, list[NDArray[Any]]] = {}
+    for name, values in found:
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            yield name, pack(name, values)
+            continue
+        whole = match[1] + match[3]
+        of = parts.setdefault(whole, [])
+        assert len(of) == int(match[2]), "experts are in order"
+        of.append(pack(whole, values))
+        if len(of) == experts:
+            yield whole, np.stack(parts.pop(whole))
 
 
 def gguf_name(name: str) -> str:
@@ -99,6 +127,9 @@ def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(rope_theta(config))
     writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     writer.add_vocab_size(config["vocab_size"])
+    if experts := config.get("num_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_tokenizer_model("none")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
 
@@ -111,19 +142,26 @@ def main() -> None:
     parser.add_argument("--head", choices=TYPES, default="q8_0")
     arguments = parser.parse_args()
     config = json.loads((arguments.checkpoint / "config.json").read_text())
-    if config["model_type"] not in ("qwen2", "llama"):
-        raise SystemExit(f"{config['model_type']} is not supported; qwen2 and llama are")
+    if config["model_type"] not in ("qwen2", "llama", "olmoe"):
+        raise SystemExit(f"{config['model_type']} is not supported; qwen2, llama and olmoe are")
     writer = gguf.GGUFWriter(arguments.output, config["model_type"])
     add_config(writer, config)
+
+    def kind_of(target: str) -> gguf.GGMLQuantizationType:
+        if target.endswith("ffn_gate_inp.weight"):
+            return gguf.GGMLQuantizationType.F32
+        return TYPES[arguments.head if target in HEADS else arguments.matrices]
+
+    def pack(name: str, values: NDArray[np.float32]) -> NDArray[Any]:
+        if values.ndim == 1:
+            return values
+        return gguf.quants.quantize(rotated(name, values, config), kind_of(gguf_name(name)))
+
     for path in sorted(arguments.checkpoint.glob("*.safetensors")):
-        for name, values in tensors(path):
+        for name, packed in joined(tensors(path), config.get("num_experts", 0), pack):
             target = gguf_name(name)
-            if values.ndim == 1:
-                writer.add_tensor(target, values)
-                continue
-            kind = TYPES[arguments.head if target in HEADS else arguments.matrices]
-            packed = gguf.quants.quantize(rotated(name, values, config), kind)
-            writer.add_tensor(target, packed, raw_dtype=kind)
+            raw = None if packed.ndim == 1 else kind_of(target)
+            writer.add_tensor(target, packed, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -36,6 +36,7 @@ def generate(folder: Path, prompt: NDArray[np.int64], count: int) -> list[int]:
         *("llama", "llama-tied", "mistral-window", "qwen2", "qwen2-window", "qwen3"),
         *("phi3", "granite", "smollm3", "ernie", "glm", "helium", "seed-oss"),
         *("gemma2", "gemma3", "gemma3-linear", "gemma3-images", "olmo2", "olmo3"),
+        *("granitemoe", "mixtral", "olmoe", "qwen3-moe"),
     ],
 )
 def test_generates_transformers_tokens(name: str, tmp_path: Path) -> None:
@@ -53,7 +54,7 @@ def test_generates_transformers_tokens(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
-@pytest.mark.parametrize("name", ["gemma3", "llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma3", "llama", "olmoe", "qwen2", "qwen3"])
 def test_opens_other_precisions(name: str, precision: str, tmp_path: Path) -> None:
     checkpoints.make(checkpoints.CASES[name], tmp_path / "checkpoint")
     options = ExportOptions(precision=precision, group_size=32)

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 from onnxport.errors import AdapterError
-from onnxport.graphs.lora import PROJECTIONS, LoraAdapter, LoraDelta, projection_shapes
+from onnxport.graphs.lora import (
+    PROJECTIONS,
+    LoraAdapter,
+    LoraDelta,
+    projection_shapes,
+    projections_of,
+)
+from onnxport.graphs.spec import ExpertsSpec
 from onnxport.serving.adapters.patterns import check_time
 from onnxport.serving.adapters.peft import fingerprint, read_adapter
 from tests.graphs.artifacts import SPEC
@@ -72,6 +79,27 @@ def test_what_a_models_weights_are_multiplied_with(tmp_path: Path) -> None:
         times = 0.25 if name in ("o_proj", "down_proj") else 1
         np.testing.assert_array_equal(delta.b, plain[layer, name].b * np.float32(times))
         np.testing.assert_array_equal(delta.a, plain[layer, name].a)
+
+
+def test_experts_are_not_adapted_but_the_rest_of_their_layers_is(tmp_path: Path) -> None:
+    layers = (False,) + (True,) * 11
+    experts = ExpertsSpec(count=4, per_token=2, size=32, normalized=True, layers=layers)
+    base = replace(WIDER, experts=experts)
+    named = [name for name in PROJECTIONS if name in projections_of(base, 1)]
+    assert named == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    tensors = random_tensors(WIDER, rank=4, targets=PROJECTIONS)
+    own = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if ".mlp." not in name or ".layers.0.mlp." in name
+    }
+    write_adapter(tmp_path, own, r=4, lora_alpha=8, target_modules=[*PROJECTIONS])
+    deltas = read_adapter(tmp_path, base).adapter.deltas
+    assert deltas.keys() == {(i, name) for i in range(12) for name in projections_of(base, i)}
+    assert len(deltas) == 7 + 11 * 4
+    write_adapter(tmp_path, tensors, r=4, lora_alpha=8, target_modules=[*PROJECTIONS])
+    with pytest.raises(AdapterError, match="whose experts and their routers cannot be adapted"):
+        read_adapter(tmp_path, base)
 
 
 @pytest.mark.parametrize(("family", "count"), [("phi3", 2), ("glm", 1)])
