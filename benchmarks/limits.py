@@ -25,7 +25,7 @@ from statistics import median
 import onnx
 
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.inspect import attribute_int
+from onnxport.graphs.inspect import attribute_int, initializers
 from onnxport.serving.verify.machine import this_machine
 
 SOURCE = Path(__file__).with_name("limits.cpp")
@@ -45,12 +45,24 @@ def build(folder: Path) -> Path:
 
 
 def products(artifact: Path) -> Iterator[tuple[str, int, int, int, int]]:
-    """Name, inputs, outputs, bits and block size of each product with quantized weights."""
+    """Name, inputs, outputs, bits and block size of each product with quantized weights.
+
+    Of experts those that one token is given to.
+    """
     graph: onnx.ModelProto = Artifact.read(artifact).load_graph("paged")
+    tensors = initializers(graph)
     for node in graph.graph.node:
         if node.op_type == "MatMulNBits":
             values = (attribute_int(node, name, 4) for name in ("K", "N", "bits", "block_size"))
             yield (node.output[0], *values)
+        if node.op_type == "QMoE":
+            bits, block = (
+                attribute_int(node, at, 4) for at in ("expert_weight_bits", "block_size")
+            )
+            for name in (node.input[2], node.input[5]):
+                _, rows, columns = tensors[name].dims
+                outputs = rows * attribute_int(node, "k", 1)
+                yield node.output[0], columns * 8 // bits, outputs, bits, block
 
 
 def read_bytes(artifact: Path, *, coarse: bool) -> int:
