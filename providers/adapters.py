@@ -136,15 +136,15 @@ def check_adapter(adapter: LoraAdapter, spec: ArchSpec, max_rank: int) -> None:
     """
     shapes = projection_shapes(spec)
     for (layer, projection), delta in adapter.deltas.items():
-        if not 0 <= layer < spec.num_layers:
+        if not 0 <= layer < spec.num_layers or projection not in shapes:
             raise ProviderError(
                 f"the LoRA adapter changes {projection} of layer {layer}; the model has layers 0 "
                 f"to {spec.num_layers - 1} with {', '.join(PROJECTIONS)}"
             )
         if projection not in (allowed := projections_of(spec, layer)):
             raise ProviderError(
-                f"the LoRA adapter changes {projection} of layer {layer}, which has "
-                f"{', '.join(allowed)}"
+                f"the LoRA adapter changes {projection} of layer {layer}, which has experts; "
+                f"{', '.join(allowed)} can be changed there"
             )
         rows, columns = shapes[projection]
         wanted = ((delta.rank, columns), (rows, delta.rank))
