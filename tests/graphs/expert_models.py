@@ -29,9 +29,13 @@ class Layer:
     down: Array  # [experts, hidden, size]
     normalized: bool
 
-    def run(self, model: onnx.ModelProto, x: Array, logits: Array) -> Array:
-        """What a graph makes of the layer's inputs."""
+    def run(
+        self, model: onnx.ModelProto, x: Array, logits: Array, library: Path | None = None
+    ) -> Array:
+        """What a graph makes of the layer's inputs; `library` has operators of our own."""
         options = ort.SessionOptions()
+        if library is not None:
+            options.register_custom_ops_library(str(library))
         options.log_severity_level = 4
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(self.folder)
@@ -58,7 +62,9 @@ class Layer:
         return rows
 
 
-def layer(folder: Path, bits: int | None, dtype: int, *, normalized: bool = True) -> Layer:
+def layer(
+    folder: Path, bits: int | None, dtype: int, *, normalized: bool = True, level: int = 1
+) -> Layer:
     """A layer with random weights; without bits they are of the activations' type."""
     random = np.random.default_rng(7)
     kind = helper.tensor_dtype_to_np_dtype(dtype)
@@ -104,7 +110,7 @@ def layer(folder: Path, bits: int | None, dtype: int, *, normalized: bool = True
         per_token=PER_TOKEN,
         normalized=normalized,
         flatten=False,
-        accuracy_level=1,
+        accuracy_level=level,
     )
     g.node("Identity", [y], outputs=[g.output("y", dtype, ["tokens", HIDDEN])])
     (folder / WEIGHTS_FILE).write_bytes(content)

@@ -1,0 +1,122 @@
+"""Experts with int8 activations: which nodes change, which must not, and what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+
+from onnxport.graphs.inspect import initializers, set_attribute
+from onnxport.graphs.passes.gated_experts import use_gated_experts
+from onnxport.graphs.passes.retype import external_placeholder, retype
+from onnxport.graphs.passes.stored_scales import use_stored_scales
+from onnxport.providers.cpu.library import find_library, matmul_isa
+from tests.graphs.expert_models import BLOCK, COUNT, HIDDEN, PER_TOKEN, SIZE, TYPES, inputs, layer
+
+KERNEL = pytest.mark.skipif(
+    find_library() is None or matmul_isa() is None,
+    reason="the C++ kernels were not built, or this processor has no kernel of ours",
+)
+
+
+def test_the_node(tmp_path: Path) -> None:
+    made = layer(tmp_path, 4, TYPES["float32"], level=4)
+    before = made.model.SerializeToString()
+    result = use_gated_experts(made.model)
+    assert made.model.SerializeToString() == before
+    assert result.changes == {"layers of experts with int8 activations": 1}
+    node = result.model.graph.node[0]
+    assert (node.op_type, node.domain, node.name) == ("GatedExperts", "onnxport", "experts")
+    names = ["gate_up.weight", "gate_up.scales", "down.weight", "down.scales"]
+    assert list(node.input) == ["x", "logits", *names]
+    assert {a.name: a.i for a in node.attribute} == {
+        "K": HIDDEN,
+        "inner": SIZE,
+        "N": HIDDEN,
+        "num_experts": COUNT,
+        "top_k": PER_TOKEN,
+        "normalize": 1,
+        "bits": 4,
+        "block_size": BLOCK,
+        "down_bits": 4,
+        "down_block_size": BLOCK,
+    }
+
+
+@KERNEL
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("dtype", sorted(TYPES))
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_it_computes(tmp_path: Path, bits: int, dtype: str, normalized: bool) -> None:
+    made = layer(tmp_path, bits, TYPES[dtype], normalized=normalized, level=4)
+    stored = made.model
+    content = (tmp_path / "model.onnx.data").read_bytes()
+
+    def read(tensor: TensorProto) -> np.ndarray:
+        entries = {
+            entry.key: int(entry.value) for entry in tensor.external_data if entry.key != "location"
+        }
+        kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        begin = entries["offset"]
+        return np.frombuffer(content[begin : begin + entries["length"]], kind).reshape(tensor.dims)
+
+    model = use_gated_experts(retype(stored, read).model).model
+    model = use_stored_scales(model, stored).model
+    scales = initializers(model)[next(n for n in model.graph.node).input[3]]
+    assert scales.data_type == TYPES[dtype]
+    x, logits = inputs(9)
+    expected = made.expected(x, logits)
+    found = made.run(model, x, logits, find_library())
+    assert 0 < np.abs(found - expected).max() < 0.02 * np.ptp(expected)
+    alone = [made.run(model, x[i : i + 1], logits[i : i + 1], find_library()) for i in range(9)]
+    np.testing.assert_array_equal(np.concatenate(alone), found)
+
+
+def _attribute(name: str, value: int | str) -> Callable[[onnx.ModelProto], None]:
+    def edit(model: onnx.ModelProto) -> None:
+        set_attribute(next(n for n in model.graph.node if n.op_type == "QMoE"), name, value)
+
+    return edit
+
+
+def _bias(model: onnx.ModelProto) -> None:
+    node = next(n for n in model.graph.node if n.op_type == "QMoE")
+    node.input[4] = "bias"
+    zeros = numpy_helper.from_array(np.zeros((COUNT, 2 * SIZE), np.float32), "bias")
+    model.graph.initializer.append(zeros)
+
+
+def _half_scales(model: onnx.ModelProto) -> None:
+    (tensor,) = [one for one in model.graph.initializer if one.name == "down.scales"]
+    dims = tuple(tensor.dims)
+    tensor.CopyFrom(external_placeholder("down.scales", TensorProto.FLOAT16, dims))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        _attribute("accuracy_level", 1),
+        _attribute("expert_weight_bits", 2),
+        _attribute("block_size", 512),
+        _attribute("activation_type", "relu"),
+        _attribute("swiglu_fusion", 2),
+        _attribute("normalize_routing_weights", 0),
+        _bias,
+        _half_scales,
+    ],
+)
+def test_others_stay(tmp_path: Path, edit: Callable[[onnx.ModelProto], None]) -> None:
+    model = layer(tmp_path, 4, TYPES["float32"], level=4).model
+    edit(model)
+    result = use_gated_experts(model)
+    assert result.changes == {}
+    assert result.model == model
+
+
+def test_floats_stay(tmp_path: Path) -> None:
+    model = layer(tmp_path, None, TYPES["float32"], level=4).model
+    assert use_gated_experts(model).model == model
