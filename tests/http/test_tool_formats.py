@@ -198,8 +198,10 @@ NO_CALLS: list[tuple[ToolFormat, str]] = [
 ]
 
 
-def parse(syntax: ToolFormat, *pieces: str) -> tuple[str, list[ParsedCall]]:
-    parser = ToolCallParser(FUNCTIONS, syntax)
+def parse(
+    syntax: ToolFormat, *pieces: str, hidden: tuple[str, ...] = ()
+) -> tuple[str, list[ParsedCall]]:
+    parser = ToolCallParser(FUNCTIONS, syntax, hidden)
     content, calls = "", []
     for parsed in [*(parser.feed(piece) for piece in pieces), parser.finish()]:
         content += parsed.content
@@ -251,6 +253,17 @@ def test_hidden_tokens_are_not_in_content() -> None:
             parser = ToolCallParser(FUNCTIONS, MISTRAL_NAME, hidden)
             parsed = [*map(parser.feed, pieces), parser.finish()]
             assert "".join(each.content for each in parsed) == content
+
+
+@pytest.mark.parametrize(
+    ("behind", "content"),
+    [("x \n</tool_call>y", "x \ny"), (" </tool_call>y", " y"), (" </", " </")],
+)
+def test_space_beside_hidden_tokens_is_content_if_more_follows(behind: str, content: str) -> None:
+    text = f"<tool_call>{J_ADD}</tool_call>{behind}"
+    for pieces in ([text], list(text)):
+        assert parse(HERMES, *pieces, hidden=HERMES.tokens) == (content, [ADD])
+        assert parse(HERMES, *pieces, "\n", hidden=HERMES.tokens) == (content, [ADD])
 
 
 @pytest.mark.parametrize(
@@ -366,12 +379,13 @@ def _pieces(syntax: ToolFormat) -> list[str]:
 @given(data=st.data())
 def test_pieces_make_no_difference(syntax: ToolFormat, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(_pieces(syntax)), max_size=7)))
-    whole = parse(syntax, text)
-    assert parse(syntax, *text) == whole
+    hidden = data.draw(st.sampled_from([(), syntax.tokens]))
+    whole = parse(syntax, text, hidden=hidden)
+    assert parse(syntax, *text, hidden=hidden) == whole
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
     bounds = [0, *cuts, len(text)]
-    assert parse(syntax, *(text[a:b] for a, b in pairwise(bounds))) == whole
-    if not whole[1]:
+    assert parse(syntax, *(text[a:b] for a, b in pairwise(bounds)), hidden=hidden) == whole
+    if not whole[1] and not hidden:
         assert whole[0] == text
 
 
