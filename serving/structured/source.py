@@ -130,7 +130,7 @@ def _lark(text: str, param: str) -> str:
             text = _OPTIONS.sub("", any_to_lark(text))
         except Exception as error:  # the library raises bare Exception
             raise RequestError(f"the grammar is not valid GBNF: {error}", param) from error
-    if _TEMPERATURE.search(text):
+    if _TEMPERATURE.search(_ATOM.sub('""', text)):  # texts may speak of it, as descriptions do
         raise RequestError(
             "the grammar sets a temperature, which is not supported there; remove it and set the "
             "request's temperature",
