@@ -286,13 +286,26 @@ def test_space_beside_hidden_tokens_is_content_if_more_follows(behind: str, cont
         ({}, "1", 1),
         ({"enum": 5}, "1", 1),
         ({"anyOf": 5}, "1", 1),
-        ({"anyOf": [{"type": "string"}, {"$ref": "#"}]}, "1", 1),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#"}]}, "1", "1"),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/none"}]}, "1", 1),
+        ({"$ref": "#/$defs/si~1ze"}, "10", "10"),
+        ({"anyOf": [{"$ref": "#/$defs/same"}, {"type": "null"}]}, "10", "10"),
+        ({"anyOf": [{"$ref": "#/$defs/same"}, {"type": "null"}]}, "null", None),
+        ({"$ref": "#/$defs/ever"}, "1", 1),
+        ({"$ref": "other.json#/$defs/same"}, "1", 1),
+        *(({}, text, text) for text in ("...", "{1, 2}", "b'x'", "1j", "{(1, 2): 3}", "-1e999")),
+        ({"type": "number"}, "1e999", "1e999"),
     ],
 )
 def test_values_in_tags_are_what_their_schema_asks_for(
     schema: dict[str, Any], text: str, value: Any
 ) -> None:
-    functions = {"f": {"type": "object", "properties": {"a": schema}}}
+    defs = {
+        "si/ze": {"enum": ["10", "20"]},
+        "same": {"$ref": "#/$defs/si~1ze"},
+        "ever": {"$ref": "#/$defs/ever"},
+    }
+    functions = {"f": {"type": "object", "properties": {"a": schema}, "$defs": defs}}
     told = f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
     [call] = ToolCallParser(functions, GLM45).take(told, is_last=True).calls
     assert json.loads(call.arguments) == {"a": value}
