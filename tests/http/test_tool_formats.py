@@ -192,7 +192,7 @@ NO_CALLS: list[tuple[ToolFormat, str]] = [
     (GLM45, "<tool_call>sub\n</tool_call>"),
     (GLM45, "<tool_call>add\n<arg_key>a</arg_key>\n</tool_call>"),
     (GLM45, "<tool_call>add_all"),
-    (SEED_OSS, SEED_ADD),
+    (SEED_OSS, SEED_ADD.removesuffix("</function>\n")),
     (SEED_OSS, "<seed:tool_call>\nadd\n</seed:tool_call>"),
     (QWEN3_CODER, "<tool_call>\n<function=add\n</tool_call>"),
 ]
@@ -253,6 +253,28 @@ def test_hidden_tokens_are_not_in_content() -> None:
             parser = ToolCallParser(FUNCTIONS, MISTRAL_NAME, hidden)
             parsed = [*map(parser.feed, pieces), parser.finish()]
             assert "".join(each.content for each in parsed) == content
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text", "is_needed"),
+    [
+        (HERMES, f"<tool_call>\n{J_ADD}\n</tool_call>", False),
+        (QWEN3_CODER, CODER_ADD, False),
+        (QWEN3_CODER, f"<tool_call>\n{J_ADD}\n</tool_call>", False),
+        (SEED_OSS, f"{SEED_ADD}</seed:tool_call>", False),
+        (GLM45, "<tool_call>add\n<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", True),
+    ],
+)
+def test_a_whole_call_counts_however_far_its_closing_tag_got(
+    syntax: ToolFormat, text: str, is_needed: bool
+) -> None:
+    """It may be cut by the number of tokens or a stop string. GLM's ends the arguments, too."""
+    for end in range(text.rindex("</") - 1, len(text)):
+        expected = (text[:end], []) if is_needed else ("", [ADD])
+        assert parse(syntax, text[:end]) == parse(syntax, *text[:end]) == expected
+    for behind in ("</tool_x", "x"):
+        cut = text[: text.rindex("</")] + behind
+        assert parse(syntax, cut) == (cut, [])
 
 
 @pytest.mark.parametrize(

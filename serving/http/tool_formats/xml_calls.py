@@ -72,7 +72,10 @@ class Tags:
     own_lines: bool = False
 
     def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
-        """Return the block that begins at `start`; see `Reader`."""
+        """Return the block that begins at `start`; see `Reader`.
+
+        Its closing tag may be missing, or cut, at the end of all, where the call itself is whole.
+        """
         opening, closing = self.block
         cursor = Cursor(text, start + len(opening), final)
         none = Block(cursor.at)
@@ -89,7 +92,10 @@ class Tags:
             else:
                 found = call(name, self._arguments(cursor, functions[name]), functions)
             cursor.skip_space()
-            return Block(cursor.at, (found,)) if found and cursor.take(closing) else none
+            is_closed = cursor.take(closing) is not None
+            if final and not is_closed and closing.startswith(text[cursor.at :]):
+                cursor.at, is_closed = len(text), True
+            return Block(cursor.at, (found,)) if found and is_closed else none
         except Incomplete:  # the tag that came is within a value
             raise Incomplete(AwaitedTag(closing, text[cursor.at :])) from None
 
