@@ -12,6 +12,7 @@ from onnxport.errors import RequestError
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.http.chat_messages import (
     ChatMessage,
+    FunctionDefinition,
     ToolDefinition,
     check_variables,
     told,
@@ -50,6 +51,7 @@ class ChatRequest(RequestBody):
             raise RequestError(
                 "top_logprobs was given without logprobs; set logprobs to true", "top_logprobs"
             )
+        self._check_names()
         self._check_tool_choice()
         check_variables(self.chat_template_kwargs)
         both = None not in (self.max_tokens, self.max_completion_tokens)
@@ -60,6 +62,18 @@ class ChatRequest(RequestBody):
                 "max_completion_tokens",
             )
         return self
+
+    def _check_names(self) -> None:
+        """Refuse functions that are not told apart: a call says no more than the name."""
+        known: dict[str, FunctionDefinition] = {}
+        for index, tool in enumerate(self.tools or ()):
+            name = tool.function.name
+            if known.setdefault(name, tool.function) != tool.function:
+                raise RequestError(
+                    f"tools has several functions called {name[:80]!r}, which are not the same; "
+                    "give each a name of its own",
+                    f"tools.{index}.function.name",
+                )
 
     def _check_tool_choice(self) -> None:
         choice = self.tool_choice

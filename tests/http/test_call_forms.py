@@ -97,6 +97,14 @@ def test_arguments_are_an_object_whatever_parameters_allow(parameters: dict[str,
         assert not accepts(form, GOOD.replace('{"a": 1}', other))
 
 
+def test_a_function_without_parameters_gets_no_arguments() -> None:
+    for function, may in (({"name": "f"}, False), ({"name": "f", "parameters": {}}, True)):
+        tool = {"type": "function", "function": function}
+        form = compiled(calls([tool], HERMES, several=False))
+        assert accepts(form, call("f"))
+        assert accepts(form, call("f", a=1)) is may
+
+
 def test_names_are_written_as_the_model_reads_them() -> None:
     tools = [function("größe🙂", True, über={"type": "string"})]
     assert accepts(compiled(calls(tools, HERMES, several=False)), call("größe🙂", über="é"))
@@ -136,6 +144,7 @@ def test_without_tools_there_is_nothing_to_enforce(client: OpenAI) -> None:
     for tools in ([], None):
         more: Any = {"tools": tools} if tools is not None else {}
         assert answer(client, say("hi"), parallel_tool_calls=False, **more) == ("hi", [])
+    assert answer(client, say(f"{GOOD}"), tools=[*TOOLS, ADD]) == ("", [{"a": 1}])  # ADD again
     none: Any = {"tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False}
     assert answer(client, say(call("add", a="1")), **none) == (call("add", a="1"), [])
 
@@ -144,6 +153,7 @@ def test_without_tools_there_is_nothing_to_enforce(client: OpenAI) -> None:
     ("more", "param", "words"),
     [
         ({"tools": [function("", None)]}, "tools.0.function.name", "at least 1"),
+        ({"tools": [ADD, FIND, function("add", True)]}, "tools.2.function.name", "'add'"),
         ({"tools": TOOLS, "guided_regex": "a"}, "tools", "another one"),
         ({"tools": [FIND], "parallel_tool_calls": False, "guided_regex": "a"}, "tools", "strict"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "boolean"),

@@ -397,10 +397,11 @@ async def test_what_cannot_be_told_back_is_refused(
     [
         ({"text": {"format": {**NAMED, "schema": UNENFORCED}}}, "text.format.schema", "#/$ref"),
         (
-            {"tools": [TOOL, {**TOOL, "strict": True, "parameters": UNENFORCED}]},
+            {"tools": [TOOL, {**TOOL, "name": "a", "strict": True, "parameters": UNENFORCED}]},
             "tools.1.parameters",
             "#/$ref",
         ),
+        ({"tools": [TOOL, {**TOOL, "parameters": {}}]}, "tools.1.name", "several functions"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "name": "no"}},
             "tool_choice",

@@ -12,6 +12,7 @@ from onnxport.serving.http.tool_formats.base import ARGUMENTS, NAME, QUOTED, Tag
 from onnxport.serving.structured.schema import ROOT_ONLY, check_schema
 from onnxport.serving.structured.spec import StructuredOutputs
 
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_TEXT = "(?s:.*)"
 NO_TOKENS: Mapping[str, int] = {}
 
@@ -61,7 +62,9 @@ def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RequestError: it cannot be enforced.
     """
-    given = function.get("parameters") or {"type": "object"}
+    given = function.get("parameters")
+    if given is None:  # which is a function without parameters, in OpenAI's words
+        return NO_PARAMETERS
     parameters = {key: each for key, each in given.items() if key not in ROOT_ONLY}
     param = f"tools.{index}.function.parameters"
     check_schema(parameters, param)
