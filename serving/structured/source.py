@@ -47,6 +47,8 @@ def grammar_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> str:
         RequestError: the grammar has what would not be obeyed.
     """
     form = _with_texts(_form(spec), texts) if spec.kind == "grammar" else _form(spec)
+    if spec.calls is not None:
+        form = _or(_with_texts(_form(spec.calls), texts), form)
     return HEAD + (form if spec.thought is None else _behind(spec.thought, form))
 
 
@@ -59,6 +61,13 @@ def _form(spec: StructuredOutputs) -> str:
     if spec.choice is not None:
         return f"start: {_regex(_any_of(spec.choice))}"
     return _lark(spec.text, spec.where)
+
+
+def _or(*forms: str) -> str:
+    """Return the grammar of a text that has one of some forms."""
+    names = [f"form_{index}" for index in range(len(forms))]
+    rules = (f"{name}: %lark {{\n{form}\n}}" for name, form in zip(names, forms, strict=True))
+    return "\n".join((f"start: {' | '.join(names)}", *rules))
 
 
 def _behind(thought: Thought, form: str) -> str:
