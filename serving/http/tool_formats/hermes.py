@@ -30,6 +30,10 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     The closing tag may be missing at the end of all, where the end token came in its place, or cut.
     """
     begin = start + len(OPEN)
+    cursor = Cursor(text, begin, final)
+    cursor.skip_space()
+    if cursor.next() != "{":  # a text that speaks of the tag, say, which is not kept back
+        return Block(begin)
     end = _end(text, begin)
     if end is None and not final:
         raise Incomplete(AwaitedTag(CLOSE, text[begin:]))
