@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from onnxport.serving.http.app import AppOptions
-from onnxport.serving.outputs import Failure
+from onnxport.serving.outputs import CompletionDelta, Failure, Logprob
 from onnxport.serving.tokenizer import Tokenizer
 
 from .conftest import RunningServer
@@ -299,6 +300,27 @@ def test_log_probabilities_are_those_of_the_text(client: OpenAI) -> None:
     assert all(len(one.top_logprobs) == 2 for one in part.logprobs)
     without = client.responses.create(**ask).output[0].content[0]  # type: ignore[union-attr]
     assert without.logprobs == []  # type: ignore[union-attr]
+
+
+class AtOnce(FakeEngine):
+    """Says all in one delta, as an engine may that speculates."""
+
+    async def _stream(self, *given: Any) -> AsyncGenerator[CompletionDelta, None]:
+        [text] = self.answers
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        logprobs = [{one: Logprob(-0.5, 1, self.tokenizer.token_text(one))} for one in ids]
+        yield CompletionDelta("r", 0, text, tuple(ids), logprobs, "stop")
+
+
+async def test_log_probabilities_of_text_around_calls_that_came_at_once(
+    tokenizer: Tokenizer, model_folder: Path
+) -> None:
+    client = Client(AtOnce(tokenizer, [f"a b\n{CALL}\nd"]), model_folder)
+    ask: dict[str, Any] = {"model": FAKE, "input": "x", "tools": [TOOL], "include": LOGPROBS}
+    output = (await client.post("/v1/responses", **ask)).json()["output"]
+    parts = [item["content"][0] for item in output if item["type"] == "message"]
+    told = ["".join(one["token"] for one in part["logprobs"]) for part in parts]
+    assert told == [part["text"] for part in parts] == ["a b", "\nd"]
 
 
 async def test_a_failure_in_the_middle_is_an_event(
