@@ -165,6 +165,11 @@ class ReasoningSplitter:
         return self._has_thought
 
     @property
+    def is_answering(self) -> bool:
+        """Whether nothing that comes is reasoning."""
+        return self._state in ("behind", "answer")
+
+    @property
     def is_over(self) -> bool:
         """Whether all that comes is content, as it is."""
         return self._state == "answer" and self._ends_with is None

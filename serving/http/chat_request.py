@@ -12,6 +12,7 @@ from onnxport.errors import RequestError
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.http.chat_messages import (
     ChatMessage,
+    FunctionDefinition,
     ToolDefinition,
     check_variables,
     told,
@@ -50,6 +51,7 @@ class ChatRequest(RequestBody):
             raise RequestError(
                 "top_logprobs was given without logprobs; set logprobs to true", "top_logprobs"
             )
+        self._check_names()
         self._check_tool_choice()
         check_variables(self.chat_template_kwargs)
         both = None not in (self.max_tokens, self.max_completion_tokens)
@@ -61,9 +63,21 @@ class ChatRequest(RequestBody):
             )
         return self
 
+    def _check_names(self) -> None:
+        """Refuse functions that are not told apart: a call says no more than the name."""
+        known: dict[str, FunctionDefinition] = {}
+        for index, tool in enumerate(self.tools or ()):
+            name = tool.function.name
+            if known.setdefault(name, tool.function) != tool.function:
+                raise RequestError(
+                    f"tools has several functions called {name[:80]!r}, which are not the same; "
+                    "give each a name of its own",
+                    f"tools.{index}.function.name",
+                )
+
     def _check_tool_choice(self) -> None:
         choice = self.tool_choice
-        if self._shapes_calls and self.form() is not None:
+        if self._shapes_calls and not self._shapes_answers and self.form() is not None:
             raise RequestError(
                 "functions that are strict, parallel_tool_calls false, and a tool_choice that "
                 "forces a call give the text a form, and another field asks for another one; send "
@@ -93,6 +107,13 @@ class ChatRequest(RequestBody):
         return strict or (bool(self.tools) and self.parallel_tool_calls is False)
 
     @property
+    def _shapes_answers(self) -> bool:
+        """Whether the text either calls tools or has the form that `response_format` asks for."""
+        asked = self.response_format
+        may_call = bool(self.tools) and self.tool_choice in (None, "auto")
+        return may_call and asked is not None and asked.type != "text"
+
+    @property
     def named_function(self) -> str | None:
         """The function that `tool_choice` names; None: it names none."""
         match self.tool_choice:
@@ -104,15 +125,19 @@ class ChatRequest(RequestBody):
         """Return parameters with what finding calls takes, and with their form if they have one."""
         if not self.offered_tools():
             return params
-        if not self._shapes_calls:
+        answer = params.structured_outputs if self._shapes_answers else None
+        if not self._shapes_calls and answer is None:
             return replace(params, spelled_token_ids=syntax.spelled)
         name = self.named_function
         form = syntax.form(
             [tool.model_dump() for tool in self.tools or ()],
             several=name is None and self.parallel_tool_calls is not False,
             forced=self.tool_choice not in (None, "auto"),
+            alone=answer is not None,
             name=name,
         )
+        if answer is not None:
+            form = replace(answer, calls=form)
         return replace(params, spelled_token_ids=syntax.spelled, structured_outputs=form)
 
     def offered_tools(self) -> list[dict[str, Any]]:

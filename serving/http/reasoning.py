@@ -115,10 +115,11 @@ class DeltaSplitter:
             return None, delta
         is_last = delta.finish_reason is not None
         split = self._splitter.take(delta.text, is_last=is_last)
+        has_ended = is_last or self._splitter.is_answering
         ids, logprobs = delta.token_ids, delta.logprobs
         thought = replace(
             delta,
-            text=self._filter.take(split.reasoning, is_last=is_last or self._splitter.is_over),
+            text=self._filter.take(split.reasoning, is_last=has_ended),
             token_ids=ids[:num_tokens],
             logprobs=None if logprobs is None else logprobs[:num_tokens],
             finish_reason=None,

@@ -140,7 +140,9 @@ class Told:
             yield from self._end_reasoning("completed")
         for index, part in enumerate(parts):
             if isinstance(part, str):
-                yield from self._tell(part)
+                calls = any(not isinstance(one, str) for one in parts[index + 1 :])
+                num_own = _beginning(self._logprobs, part) if calls else len(self._logprobs)
+                yield from self._tell(part, num_own)
                 continue
             behind = "".join(one for one in parts[index + 1 :] if isinstance(one, str))
             left = _ending(self._logprobs, behind)
@@ -235,14 +237,19 @@ class Told:
         yield self._part("done", told, part)
         yield self._item("done", told.item(status, [part]))
 
-    def _tell(self, text: str) -> Iterator[Event]:
-        """Yield text of a message, which begins with it if there is none."""
+    def _tell(self, text: str, num_logprobs: int) -> Iterator[Event]:
+        """Yield text of a message, which begins with it if there is none.
+
+        Args:
+            text: the next one.
+            num_logprobs: the first ones of those that wait are of its tokens.
+        """
         if self._message is None:
             self._message = _Message(f"msg_{uuid.uuid4().hex}", len(self._output))
             yield self._item("added", self._message.item("in_progress", []))
             yield self._part("added", self._message, _text("", []))
-        message, logprobs = self._message, list(self._logprobs)
-        self._logprobs.clear()
+        message, logprobs = self._message, self._logprobs[:num_logprobs]
+        del self._logprobs[:num_logprobs]
         message.text += text
         message.logprobs += logprobs
         fields = {"delta": text, "logprobs": logprobs, **message.place}
@@ -279,7 +286,7 @@ class Told:
     def _end(self, status: str) -> Iterator[Event]:
         yield from self._end_reasoning(status)
         if self._message is None and not self._output:
-            yield from self._tell("")  # an empty answer is a message, too
+            yield from self._tell("", len(self._logprobs))  # an empty answer is a message, too
         yield from self._end_message(status)
         self._status = status
         yield self._event(f"response.{status}", response=self.response())
@@ -327,6 +334,16 @@ class _Reasoning:
             "content": content,
             "status": status,
         }
+
+
+def _beginning(logprobs: list[dict[str, Any]], text: str) -> int:
+    """Return how many of the first tokens hold a text; see `_ending`."""
+    num_tokens, rest = 0, text.encode()
+    while num_tokens < len(logprobs) and rest:
+        held = bytes(logprobs[num_tokens]["bytes"])
+        rest = b"" if held.startswith(rest) else rest.removeprefix(held)
+        num_tokens += 1
+    return num_tokens
 
 
 def _ending(logprobs: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:

@@ -50,6 +50,7 @@ class ToolCallParser:
     _begun: bool = field(default=False, init=False)  # whether there was anything but space
     _found: bool = field(default=False, init=False)
     _behind: bool = field(default=False, init=False)  # a call, and nothing but space since
+    _space: str = field(default="", init=False)  # at the end of the content; not told yet
     _awaited: Awaited | None = field(default=None, init=False)  # before a block can be read
 
     def feed(self, text: str) -> Parsed:
@@ -82,16 +83,17 @@ class ToolCallParser:
                 break
             block = self._read(start, final)
             if block is None:
-                text = self._pending[:start].rstrip()
-                parts.append(self._drop(text, keep=len(text)))
+                parts.append(self._drop(start))
                 break
             if block.calls:
-                before = self._pending[:start].rstrip()
-                parts += [self._drop(before, keep=block.end), *block.calls]
+                parts += [self._drop(start), *block.calls]
+                self._pending, self._space = self._pending[block.end - start :], ""
                 self._found = self._begun = self._behind = True
             else:
                 num_tried += final
-                parts.append(self._drop(self._pending[: block.end], keep=block.end))
+                parts.append(self._drop(block.end))
+        if final and not self._found:
+            parts.append(self._space)
         return Parsed(tuple(part for part in parts if part))
 
     def _opening(self) -> int:
@@ -120,20 +122,21 @@ class ToolCallParser:
     def _take_content(self, final: bool) -> str:
         """Take the text before anything that may be the start of a block."""
         if final:
-            text = self._pending.rstrip() if self._found else self._pending
-            return self._drop(text, keep=len(self._pending))
+            return self._drop(len(self._pending))
         rest = self._pending.lstrip()
         if any(each.startswith(rest) for each in self._begins()):
             return ""
         held = longest_partial(self._pending, (*self.format.markers, *self.hidden))
-        text = self._pending[: len(self._pending) - held].rstrip()
-        return self._drop(text, keep=len(text))
+        return self._drop(len(self._pending) - held)
 
-    def _drop(self, text: str, keep: int) -> str:
-        """Advance to `keep`; space that only separates calls is not content."""
-        self._pending = self._pending[keep:]
+    def _drop(self, end: int) -> str:
+        """Advance to `end`, and return what is content; space at its end waits for more."""
+        text, self._pending = self._pending[:end], self._pending[end:]
         if text.strip():
             self._begun, self._behind = True, False
         for token in self.hidden:
             text = text.replace(token, "")
-        return "" if self._found and not text.strip() else text
+        text = self._space + text
+        content = text.rstrip()
+        self._space = text[len(content) :]
+        return content

@@ -175,7 +175,7 @@ class GrammarCompiler:
                     )
                 future = self._threads.submit(partial(self._build, spec))
                 self._cache[spec] = future
-                self._num_chars += len(spec.text)
+                self._num_chars += spec.num_chars
                 self._evict()
             self._cache.move_to_end(spec)
             return future
@@ -187,7 +187,7 @@ class GrammarCompiler:
             len(self._cache) > limits.max_entries or self._num_chars > limits.max_cached_chars
         ):
             spec, _ = self._cache.popitem(last=False)
-            self._num_chars -= len(spec.text)
+            self._num_chars -= spec.num_chars
 
     def _late(
         self, spec: StructuredOutputs, future: Future[CompiledGrammar]
@@ -241,10 +241,14 @@ def compile_grammar(
     from onnxport.serving.structured.source import grammar_of
 
     name, param = NAMES[spec.kind], spec.where
-    # What is wrong with a form is not known before the reasoning ends, so it is looked at alone.
-    alone = None
+    # What is wrong with a form is not known before the reasoning ends, so it is looked at alone;
+    # so are those of calls and of an answer, of which either may hide what is wrong with the other.
+    alone: list[CompiledGrammar] = []
     if spec.thought is not None:
-        alone = compile_grammar(replace(spec, thought=None), vocabulary, limits)
+        alone = [compile_grammar(replace(spec, thought=None), vocabulary, limits)]
+    elif spec.calls is not None:
+        forms = (replace(spec, calls=None), spec.calls)
+        alone = [compile_grammar(each, vocabulary, limits) for each in forms]
     grammar = grammar_of(spec, vocabulary.texts)
     parser_limits = LLParserLimits(
         step_max_items=limits.max_step_items,
@@ -276,7 +280,8 @@ def compile_grammar(
     first_ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
     return replace(
         compiled,
-        goes_back=(alone or compiled).goes_back and _goes_back(matcher.deep_copy(), first_ids),
+        goes_back=all(each.goes_back for each in alone)
+        and _goes_back(matcher.deep_copy(), first_ids),
         is_empty=set(first_ids.tolist()) <= set(vocabulary.tokens.eos_tokens),
     )
 
@@ -295,7 +300,7 @@ def _goes_back(matcher: LLMatcher, possible: NDArray[np.int64]) -> bool:
 
 def _places_of(spec: StructuredOutputs, vocabulary: Vocabulary) -> Places | None:
     """Return what tells the states of a grammar apart, where that is known."""
-    if spec.thought is not None:
+    if spec.thought is not None or spec.calls is not None:
         return None
     if spec.kind == "json" and spec.whitespace_pattern is None:
         any_object = without_annotations(json.loads(spec.text)) == {"type": "object"}

@@ -47,6 +47,8 @@ def grammar_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> str:
         RequestError: the grammar has what would not be obeyed.
     """
     form = _with_texts(_form(spec), texts) if spec.kind == "grammar" else _form(spec)
+    if spec.calls is not None:
+        form = _or(_with_texts(_form(spec.calls), texts), form)
     return HEAD + (form if spec.thought is None else _behind(spec.thought, form))
 
 
@@ -59,6 +61,13 @@ def _form(spec: StructuredOutputs) -> str:
     if spec.choice is not None:
         return f"start: {_regex(_any_of(spec.choice))}"
     return _lark(spec.text, spec.where)
+
+
+def _or(*forms: str) -> str:
+    """Return the grammar of a text that has one of some forms."""
+    names = [f"form_{index}" for index in range(len(forms))]
+    rules = (f"{name}: %lark {{\n{form}\n}}" for name, form in zip(names, forms, strict=True))
+    return "\n".join((f"start: {' | '.join(names)}", *rules))
 
 
 def _behind(thought: Thought, form: str) -> str:
@@ -130,7 +139,7 @@ def _lark(text: str, param: str) -> str:
             text = _OPTIONS.sub("", any_to_lark(text))
         except Exception as error:  # the library raises bare Exception
             raise RequestError(f"the grammar is not valid GBNF: {error}", param) from error
-    if _TEMPERATURE.search(text):
+    if _TEMPERATURE.search(_ATOM.sub('""', text)):  # texts may speak of it, as descriptions do
         raise RequestError(
             "the grammar sets a temperature, which is not supported there; remove it and set the "
             "request's temperature",

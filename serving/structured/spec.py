@@ -41,6 +41,7 @@ class StructuredOutputs:
         disable_any_whitespace: write JSON without any whitespace.
         param: the field of a request that asked for it, which errors name; None: these fields.
         thought: the reasoning that may come before, of which nothing is asked; None: none may.
+        calls: the form of calls of tools, which the output may have instead; None: it may not.
 
     Raises:
         RequestError: not exactly one kind is given, or one has not the right form; names it.
@@ -55,6 +56,7 @@ class StructuredOutputs:
     disable_any_whitespace: bool = False
     param: str | None = field(default=None, compare=False)
     thought: Thought | None = None
+    calls: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -106,6 +108,11 @@ class StructuredOutputs:
         text = self.json if self.json is not None else self.regex or self.grammar or ""
         assert isinstance(text, str)
         return text
+
+    @property
+    def num_chars(self) -> int:
+        """How long what has to be compiled is."""
+        return len(self.text) + (0 if self.calls is None else self.calls.num_chars)
 
     @property
     def where(self) -> str:

@@ -41,6 +41,7 @@ FIND = function("find", None, text={"type": "string"})
 TOOLS: Any = [ADD, FIND]
 UNHELD = function("f", True, a={"not": {}})  # no form can hold it
 NAMED = {"name": "f"}
+ANY_OBJECT = {"type": "json_object"}
 NO_OBJECT = {"type": "function", "function": {**NAMED, "parameters": {"type": "string"}}}
 
 
@@ -97,6 +98,14 @@ def test_arguments_are_an_object_whatever_parameters_allow(parameters: dict[str,
         assert not accepts(form, GOOD.replace('{"a": 1}', other))
 
 
+def test_a_function_without_parameters_gets_no_arguments() -> None:
+    for function, may in (({"name": "f"}, False), ({"name": "f", "parameters": {}}, True)):
+        tool = {"type": "function", "function": function}
+        form = compiled(calls([tool], HERMES, several=False))
+        assert accepts(form, call("f"))
+        assert accepts(form, call("f", a=1)) is may
+
+
 def test_names_are_written_as_the_model_reads_them() -> None:
     tools = [function("größe🙂", True, über={"type": "string"})]
     assert accepts(compiled(calls(tools, HERMES, several=False)), call("größe🙂", über="é"))
@@ -122,6 +131,39 @@ def test_strict_functions_are_enforced_where_the_model_may_call(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_response_format_is_that_of_answers_and_not_of_calls(
+    client: OpenAI, stream: bool
+) -> None:
+    """As OpenAI has it. Agents send both with each turn."""
+    schema = {"name": "x", "schema": ADD["function"]["parameters"]}
+    ask: Any = {"stream": stream, "response_format": {"type": "json_schema", "json_schema": schema}}
+    for tools in (TOOLS, [FIND]):
+        assert answer(client, say('{"a": 5}'), tools=tools, **ask) == ('{"a": 5}', [])
+        told = answer(client, say(f"{LOOSE}\n{LOOSE}"), tools=tools, **ask)
+        assert told == ("", [{"txt": 5}] * 2)
+    once = answer(client, say(f"{LOOSE}\n{LOOSE}"), tools=TOOLS, parallel_tool_calls=False, **ask)
+    assert once == ("", [{"txt": 5}])
+    _, [arguments] = answer(client, say(call("add", a="1")), tools=TOOLS, **ask)
+    assert isinstance(arguments["a"], int)  # `add` is strict
+    content, found = answer(client, say(LOOSE), tools=TOOLS, tool_choice="none", **ask)
+    assert (json.loads(content).keys(), found) == ({"a"}, [])
+
+
+def test_a_response_has_the_form_of_its_text_or_calls(client: OpenAI) -> None:
+    schema = {"type": "json_schema", "name": "x", "schema": ADD["function"]["parameters"]}
+    tool: Any = {"type": "function", **FIND["function"]}
+    for said, kind in ((LOOSE, "function_call"), ('{"a": 5}', "message")):
+        done = client.responses.create(
+            model=MODEL,
+            input=say(said),
+            tools=[tool],
+            text={"format": schema},  # type: ignore[typeddict-item]
+            temperature=0,
+        )
+        assert [item.type for item in done.output] == [kind]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_one_call_at_most(client: OpenAI, stream: bool, choice: str) -> None:
     said = say(f"{GOOD}\n{call('find', text='x')}\nmore")
@@ -136,6 +178,7 @@ def test_without_tools_there_is_nothing_to_enforce(client: OpenAI) -> None:
     for tools in ([], None):
         more: Any = {"tools": tools} if tools is not None else {}
         assert answer(client, say("hi"), parallel_tool_calls=False, **more) == ("hi", [])
+    assert answer(client, say(f"{GOOD}"), tools=[*TOOLS, ADD]) == ("", [{"a": 1}])  # ADD again
     none: Any = {"tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False}
     assert answer(client, say(call("add", a="1")), **none) == (call("add", a="1"), [])
 
@@ -144,9 +187,20 @@ def test_without_tools_there_is_nothing_to_enforce(client: OpenAI) -> None:
     ("more", "param", "words"),
     [
         ({"tools": [function("", None)]}, "tools.0.function.name", "at least 1"),
+        ({"tools": [ADD, FIND, function("add", True)]}, "tools.2.function.name", "'add'"),
         ({"tools": TOOLS, "guided_regex": "a"}, "tools", "another one"),
         ({"tools": [FIND], "parallel_tool_calls": False, "guided_regex": "a"}, "tools", "strict"),
         ({"tools": TOOLS, "parallel_tool_calls": 1}, "parallel_tool_calls", "boolean"),
+        (
+            {"tools": [FIND, UNHELD], "response_format": ANY_OBJECT},
+            "tools.1.function.parameters",
+            "'not'",
+        ),
+        (
+            {"tools": [FIND], "tool_choice": "required", "response_format": ANY_OBJECT},
+            "tool_choice",
+            "another one",
+        ),
         ({"tools": [UNHELD]}, "tools.0.function.parameters", "'not'"),
         (
             {"tools": [NO_OBJECT], "tool_choice": "required"},

@@ -11,7 +11,9 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from onnxport.serving.http.reasoning import TextFilter
+from onnxport.serving.http.reasoning import DeltaSplitter, TextFilter, Thinking
+from onnxport.serving.outputs import CompletionDelta, FinishReason
+from onnxport.serving.reasoning import FORMATS
 
 from .conftest import RunningServer, StartServer, _servers
 from .scripted import CHAT_TEMPLATE, MODEL, say, write_tokenizer
@@ -490,6 +492,25 @@ def test_markers_of_calls_that_are_special_tokens_are_not_in_reasoning(tmp_path:
         response = own.responses.create(model=MODEL, input=say(says), tools=[tool], store=False)
         assert response.output[0].content[0].text == "no call"  # type: ignore[union-attr, index]
         assert response.output_text == "yes"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "ernie45", "granite"])
+def test_reasoning_that_ends_as_a_marker_begins_comes_before_the_answer(name: str) -> None:
+    """The answer may be in tags of its own, up to the end of all."""
+    known = FORMATS[name]
+    around = known.around or ("", "")
+    text = f"{known.opens[0]}hm[{known.closes[0]}\n\n{around[0]}yes{around[1]}"
+    splitter = DeltaSplitter(Thinking(True, known.thought("a prompt"), hidden=("[TOOL_CALLS]",)))
+    told: list[tuple[str, str]] = []
+    for char in (*text, ""):
+        reason: FinishReason | None = None if char else "stop"
+        thought, rest = splitter.take(CompletionDelta("r", 0, char, (1,), None, reason), 0)
+        parts = (("thought", thought.text if thought else ""), ("answer", rest.text))
+        told += [part for part in parts if part[1]]
+    kinds = [kind for kind, _ in told]
+    assert kinds == sorted(kinds, reverse=True)
+    assert "".join(part for kind, part in told if kind == "thought") == "hm["
+    assert "".join(part for kind, part in told if kind == "answer") == "yes"
 
 
 def test_a_filter_keeps_back_what_may_be_hidden() -> None:

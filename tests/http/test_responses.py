@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from onnxport.serving.http.app import AppOptions
-from onnxport.serving.outputs import Failure
+from onnxport.serving.outputs import CompletionDelta, Failure, Logprob
 from onnxport.serving.tokenizer import Tokenizer
 
 from .conftest import RunningServer
@@ -301,6 +302,27 @@ def test_log_probabilities_are_those_of_the_text(client: OpenAI) -> None:
     assert without.logprobs == []  # type: ignore[union-attr]
 
 
+class AtOnce(FakeEngine):
+    """Says all in one delta, as an engine may that speculates."""
+
+    async def _stream(self, *given: Any) -> AsyncGenerator[CompletionDelta, None]:
+        [text] = self.answers
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        logprobs = [{one: Logprob(-0.5, 1, self.tokenizer.token_text(one))} for one in ids]
+        yield CompletionDelta("r", 0, text, tuple(ids), logprobs, "stop")
+
+
+async def test_log_probabilities_of_text_around_calls_that_came_at_once(
+    tokenizer: Tokenizer, model_folder: Path
+) -> None:
+    client = Client(AtOnce(tokenizer, [f"a b\n{CALL}\nd"]), model_folder)
+    ask: dict[str, Any] = {"model": FAKE, "input": "x", "tools": [TOOL], "include": LOGPROBS}
+    output = (await client.post("/v1/responses", **ask)).json()["output"]
+    parts = [item["content"][0] for item in output if item["type"] == "message"]
+    told = ["".join(one["token"] for one in part["logprobs"]) for part in parts]
+    assert told == [part["text"] for part in parts] == ["a b", "\nd"]
+
+
 async def test_a_failure_in_the_middle_is_an_event(
     tokenizer: Tokenizer, model_folder: Path
 ) -> None:
@@ -397,10 +419,11 @@ async def test_what_cannot_be_told_back_is_refused(
     [
         ({"text": {"format": {**NAMED, "schema": UNENFORCED}}}, "text.format.schema", "#/$ref"),
         (
-            {"tools": [TOOL, {**TOOL, "strict": True, "parameters": UNENFORCED}]},
+            {"tools": [TOOL, {**TOOL, "name": "a", "strict": True, "parameters": UNENFORCED}]},
             "tools.1.parameters",
             "#/$ref",
         ),
+        ({"tools": [TOOL, {**TOOL, "parameters": {}}]}, "tools.1.name", "several functions"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "name": "no"}},
             "tool_choice",

@@ -63,6 +63,7 @@ def test_content_and_calls_keep_their_order() -> None:
             "!",
             [ParsedCall("add", '{"a": "x</tool_call>y"}')],
         ),
+        (f"<tool_call> or {CALL}", "<tool_call> or", [ADD]),
         (
             f'<tool_call>{{"name": "add</tool_call>\n{CALL}',
             '<tool_call>{"name": "add</tool_call>',
@@ -106,6 +107,9 @@ def test_content_is_given_as_early_as_it_can() -> None:
     assert parser.feed("Hello").content == "Hello"
     assert parser.feed(" wor<").content == " wor"
     assert parser.feed("b>").content == "<b>"
+    assert parser.feed(" the tag <tool_call> ").content == " the tag"
+    assert parser.feed("begins a").content == " <tool_call> begins a"
+    assert parser.feed(f"\n{CALL}").calls == (ADD,)
 
 
 PIECES = [

@@ -192,14 +192,16 @@ NO_CALLS: list[tuple[ToolFormat, str]] = [
     (GLM45, "<tool_call>sub\n</tool_call>"),
     (GLM45, "<tool_call>add\n<arg_key>a</arg_key>\n</tool_call>"),
     (GLM45, "<tool_call>add_all"),
-    (SEED_OSS, SEED_ADD),
+    (SEED_OSS, SEED_ADD.removesuffix("</function>\n")),
     (SEED_OSS, "<seed:tool_call>\nadd\n</seed:tool_call>"),
     (QWEN3_CODER, "<tool_call>\n<function=add\n</tool_call>"),
 ]
 
 
-def parse(syntax: ToolFormat, *pieces: str) -> tuple[str, list[ParsedCall]]:
-    parser = ToolCallParser(FUNCTIONS, syntax)
+def parse(
+    syntax: ToolFormat, *pieces: str, hidden: tuple[str, ...] = ()
+) -> tuple[str, list[ParsedCall]]:
+    parser = ToolCallParser(FUNCTIONS, syntax, hidden)
     content, calls = "", []
     for parsed in [*(parser.feed(piece) for piece in pieces), parser.finish()]:
         content += parsed.content
@@ -254,6 +256,39 @@ def test_hidden_tokens_are_not_in_content() -> None:
 
 
 @pytest.mark.parametrize(
+    ("syntax", "text", "is_needed"),
+    [
+        (HERMES, f"<tool_call>\n{J_ADD}\n</tool_call>", False),
+        (QWEN3_CODER, CODER_ADD, False),
+        (QWEN3_CODER, f"<tool_call>\n{J_ADD}\n</tool_call>", False),
+        (SEED_OSS, f"{SEED_ADD}</seed:tool_call>", False),
+        (GLM45, "<tool_call>add\n<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", True),
+    ],
+)
+def test_a_whole_call_counts_however_far_its_closing_tag_got(
+    syntax: ToolFormat, text: str, is_needed: bool
+) -> None:
+    """It may be cut by the number of tokens or a stop string. GLM's ends the arguments, too."""
+    for end in range(text.rindex("</") - 1, len(text)):
+        expected = (text[:end], []) if is_needed else ("", [ADD])
+        assert parse(syntax, text[:end]) == parse(syntax, *text[:end]) == expected
+    for behind in ("</tool_x", "x"):
+        cut = text[: text.rindex("</")] + behind
+        assert parse(syntax, cut) == (cut, [])
+
+
+@pytest.mark.parametrize(
+    ("behind", "content"),
+    [("x \n</tool_call>y", "x \ny"), (" </tool_call>y", " y"), (" </", " </")],
+)
+def test_space_beside_hidden_tokens_is_content_if_more_follows(behind: str, content: str) -> None:
+    text = f"<tool_call>{J_ADD}</tool_call>{behind}"
+    for pieces in ([text], list(text)):
+        assert parse(HERMES, *pieces, hidden=HERMES.tokens) == (content, [ADD])
+        assert parse(HERMES, *pieces, "\n", hidden=HERMES.tokens) == (content, [ADD])
+
+
+@pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
         ({"type": ["string", "null"]}, "12345", "12345"),
@@ -273,13 +308,26 @@ def test_hidden_tokens_are_not_in_content() -> None:
         ({}, "1", 1),
         ({"enum": 5}, "1", 1),
         ({"anyOf": 5}, "1", 1),
-        ({"anyOf": [{"type": "string"}, {"$ref": "#"}]}, "1", 1),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#"}]}, "1", "1"),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/none"}]}, "1", 1),
+        ({"$ref": "#/$defs/si~1ze"}, "10", "10"),
+        ({"anyOf": [{"$ref": "#/$defs/same"}, {"type": "null"}]}, "10", "10"),
+        ({"anyOf": [{"$ref": "#/$defs/same"}, {"type": "null"}]}, "null", None),
+        ({"$ref": "#/$defs/ever"}, "1", 1),
+        ({"$ref": "other.json#/$defs/same"}, "1", 1),
+        *(({}, text, text) for text in ("...", "{1, 2}", "b'x'", "1j", "{(1, 2): 3}", "-1e999")),
+        ({"type": "number"}, "1e999", "1e999"),
     ],
 )
 def test_values_in_tags_are_what_their_schema_asks_for(
     schema: dict[str, Any], text: str, value: Any
 ) -> None:
-    functions = {"f": {"type": "object", "properties": {"a": schema}}}
+    defs = {
+        "si/ze": {"enum": ["10", "20"]},
+        "same": {"$ref": "#/$defs/si~1ze"},
+        "ever": {"$ref": "#/$defs/ever"},
+    }
+    functions = {"f": {"type": "object", "properties": {"a": schema}, "$defs": defs}}
     told = f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
     [call] = ToolCallParser(functions, GLM45).take(told, is_last=True).calls
     assert json.loads(call.arguments) == {"a": value}
@@ -366,12 +414,13 @@ def _pieces(syntax: ToolFormat) -> list[str]:
 @given(data=st.data())
 def test_pieces_make_no_difference(syntax: ToolFormat, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(_pieces(syntax)), max_size=7)))
-    whole = parse(syntax, text)
-    assert parse(syntax, *text) == whole
+    hidden = data.draw(st.sampled_from([(), syntax.tokens]))
+    whole = parse(syntax, text, hidden=hidden)
+    assert parse(syntax, *text, hidden=hidden) == whole
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
     bounds = [0, *cuts, len(text)]
-    assert parse(syntax, *(text[a:b] for a, b in pairwise(bounds))) == whole
-    if not whole[1]:
+    assert parse(syntax, *(text[a:b] for a, b in pairwise(bounds)), hidden=hidden) == whole
+    if not whole[1] and not hidden:
         assert whole[0] == text
 
 

@@ -14,8 +14,11 @@ from onnxport.serving.http.tool_calls import ToolCallParser
 from onnxport.serving.http.tool_formats.base import ToolFormat
 from onnxport.serving.http.tool_formats.forced import calls
 from onnxport.serving.http.tool_formats.glm4 import GLM4
+from onnxport.serving.http.tool_formats.hermes import HERMES
+from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
 from onnxport.serving.http.tool_formats.registry import FORMATS
 from onnxport.serving.http.tool_formats.xml_calls import GLM45, QWEN3_CODER, SEED_OSS
+from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured.compiler import CompileLimits, compile_grammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
@@ -26,6 +29,7 @@ from tests.serving.tokenizers_for_tests import EOS, byte_level
 
 pytestmark = pytest.mark.timeout(60)
 
+THOUGHT = Thought(("<think>",), ("</think>",))
 NAMES = [f"{number}-{each.name}" for number, each in enumerate(FORMATS)]
 every_format = pytest.mark.parametrize("syntax", FORMATS, ids=NAMES)
 
@@ -139,6 +143,59 @@ def test_forced_calls_in_special_tokens(syntax: ToolFormat) -> None:
         (several, written(syntax, GOOD, name="sub")),
     ):
         assert not accepts(form, text), text
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "x": {"type": "integer"}},
+    "required": ["name", "x"],
+    "additionalProperties": False,
+}
+
+
+@every_format
+@pytest.mark.parametrize("in_tokens", [True, False])
+@pytest.mark.parametrize("schema", [PERSON, {"type": "object"}], ids=["schema", "any"])
+def test_calls_or_an_answer_of_a_form(
+    syntax: ToolFormat, in_tokens: bool, schema: dict[str, Any]
+) -> None:
+    """Also where calls begin as the answer does, as those of llama3_json do."""
+    special = special_of(syntax) if in_tokens else {}
+    tools = [ADD, tool("loose", None, a={"type": "integer"})]
+    tagged = THOUGHT if syntax is HERMES else None
+
+    def allowed(text: str, several: bool = True) -> bool:
+        found = calls(tools, syntax, special, several=several, forced=False, alone=True)
+        form = StructuredOutputs(json=schema, calls=found, thought=tagged)
+        text = "<think>hm</think>\n" + text if tagged else text
+        if in_tokens:
+            return accepts(form, text)
+        return accepts_text(compiled(form), text)
+
+    call, loose = written(syntax, GOOD), written(syntax, {"b": "1"}, name="loose")
+    for text in ('{"name": "Bob", "x": 1}', '{"name":"add","x":1}', call, loose):
+        assert allowed(text), text
+    if syntax.written.between_calls is not None or syntax.written.between_blocks is not None:
+        assert allowed(written(syntax, GOOD, GOOD))
+        assert not allowed(written(syntax, GOOD, GOOD), several=False)
+    for text in ("", "text", f"text {call}", f'{call} {{"name": "Bob", "x": 1}}', "[1]"):
+        assert not allowed(text), text
+    if schema is PERSON or syntax.name != "llama3_json":  # where a call is any object, too
+        for text in (written(syntax, BAD), written(syntax, GOOD, name="other")):
+            assert not allowed(text), text
+
+
+def test_what_parameters_refer_to_is_found_where_a_call_is_one_schema() -> None:
+    point = {"properties": {"y": {"$ref": "#/$defs/point"}}, "additionalProperties": False}
+    parameters = {"properties": {"a": {"$ref": "#/$defs/point"}}, "$defs": {"point": point}}
+    strict = {"name": "f", "strict": True, "parameters": {**parameters, "type": "object"}}
+    tools = [{"type": "function", "function": strict}]
+    answer = StructuredOutputs(
+        json=PERSON, calls=calls(tools, LLAMA3_JSON, several=False, forced=False, alone=True)
+    )
+    form = compiled(answer)
+    assert accepts_text(form, '{"name": "f", "parameters": {"a": {"y": {"y": {}}}}}')
+    assert not accepts_text(form, '{"name": "f", "parameters": {"a": {"y": {"z": {}}}}}')
 
 
 @every_format

@@ -130,6 +130,17 @@ def test_what_stands_in_comments_and_texts_is_no_schema() -> None:
         assert accepts(grammar, wanted)
 
 
+def test_texts_may_speak_of_a_temperature() -> None:
+    """A description of a tool's parameter says how it is written, say."""
+    described = '{"type": "null", "description": "as [temperature=20]"}'
+    for text, wanted in (
+        (f"start: %json {described}", "null"),
+        ('start: "[temperature=1]"', "[temperature=1]"),
+        ("start: /x[temperature=]{2}/ // [temperature=1]", "xt="),
+    ):
+        assert accepts(compiled(StructuredOutputs(grammar=text)), wanted)
+
+
 @pytest.mark.parametrize(
     ("form", "param", "found"),
     [

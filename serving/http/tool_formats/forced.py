@@ -9,9 +9,10 @@ from typing import Any
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.tool_formats.base import ARGUMENTS, NAME, QUOTED, Tagged, ToolFormat
-from onnxport.serving.structured.schema import ROOT_ONLY, check_schema
+from onnxport.serving.structured.schema import ROOT_ONLY, check_schema, inner_schemas
 from onnxport.serving.structured.spec import StructuredOutputs
 
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_TEXT = "(?s:.*)"
 NO_TOKENS: Mapping[str, int] = {}
 
@@ -23,6 +24,7 @@ def calls(
     *,
     several: bool,
     forced: bool = True,
+    alone: bool = False,
     name: str | None = None,
 ) -> StructuredOutputs:
     """Return the form of a text that calls tools.
@@ -37,6 +39,7 @@ def calls(
         special: those texts of the syntax that are special tokens, and their ids.
         several: whether there may be more than one call.
         forced: whether there has to be one.
+        alone: whether there is no text beside calls, and one at least, though they are not forced.
         name: of the only function that may be called; None: each may.
 
     Raises:
@@ -45,8 +48,9 @@ def calls(
     functions = {index: tool["function"] for index, tool in enumerate(tools)}
     if name is not None:
         functions = {index: each for index, each in functions.items() if each["name"] == name}
-    writer = _Writer(syntax, special, [each["name"] for each in functions.values()])
-    rules = writer.forced(several) if forced else writer.free(several)
+    names = [each["name"] for each in functions.values()]
+    writer = _Writer(syntax, special, names, in_json=alone)
+    rules = writer.forced(several) if forced or alone else writer.free(several)
     rules.append("call: " + " | ".join(f"call_{index}" for index in functions))
     for index, function in functions.items():
         enforced = forced or function.get("strict")
@@ -61,7 +65,9 @@ def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RequestError: it cannot be enforced.
     """
-    given = function.get("parameters") or {"type": "object"}
+    given = function.get("parameters")
+    if given is None:  # which is a function without parameters, in OpenAI's words
+        return NO_PARAMETERS
     parameters = {key: each for key, each in given.items() if key not in ROOT_ONLY}
     param = f"tools.{index}.function.parameters"
     check_schema(parameters, param)
@@ -78,15 +84,33 @@ class _Writer:
     """Writes the rules of one format."""
 
     def __init__(
-        self, syntax: ToolFormat, special: Mapping[str, int], names: Sequence[str]
+        self,
+        syntax: ToolFormat,
+        special: Mapping[str, int],
+        names: Sequence[str],
+        *,
+        in_json: bool,
     ) -> None:
+        """Write nothing yet.
+
+        Args:
+            syntax: see `calls`.
+            special: see `calls`.
+            names: of the functions.
+            in_json: whether calls that begin as JSON does are of the same lexemes, since the text
+                may be other JSON: the longest lexeme is taken, and a longer one would forbid that.
+        """
         self._syntax = syntax
+        is_json = not syntax.written.opening and syntax.written.call.startswith('{"')
+        self._in_json = in_json and is_json
         self._begins = "|".join(map(_pattern, syntax.begins(names)))
         self._written = syntax.written
         self._special = special
 
     def function(self, index: int, name: str, parameters: Mapping[str, Any]) -> list[str]:
         """Return the rules of `call_{index}`, a call of a function."""
+        if self._in_json:
+            return [f"call_{index}: %json {json.dumps(self._schema(name, parameters))}"]
         tagged = self._syntax.tagged and self._syntax.tagged(name, parameters)
         if not tagged:
             call = self._call(name, f"arguments_{index}")
@@ -97,6 +121,20 @@ class _Writer:
         for at, each in enumerate(tagged.arguments):
             rules += self._argument(f"{index}_{at}", each)
         return rules
+
+    def _schema(self, name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the JSON schema of a call, whose arguments follow another one."""
+        told = self._written.call.replace(QUOTED, "0").replace(ARGUMENTS, "0")
+        of_name, of_arguments = json.loads(told)
+        return {
+            "type": "object",
+            "properties": {
+                of_name: {"const": name},
+                of_arguments: _moved(parameters, f"#/properties/{of_arguments}"),
+            },
+            "required": [of_name, of_arguments],
+            "additionalProperties": False,
+        }
 
     def _argument(self, place: str, argument: Tagged) -> list[str]:
         """Return the rules of an argument in its tags."""
@@ -209,6 +247,18 @@ class _Writer:
             _text(part) if isinstance(part, str) else f"<[{part}]>" for part in self._atoms(text)
         ]
         return _joined(*told)
+
+
+def _moved(schema: Mapping[str, Any], to: str) -> dict[str, Any]:
+    """Return a checked schema for another place in a document; what it refers to moves with it."""
+    moved: dict[str, Any] = json.loads(json.dumps(schema))
+    pending: list[Any] = [moved]
+    while pending:
+        if isinstance(one := pending.pop(), dict):
+            pending += [inner for _, inner in inner_schemas("", one)]
+            if "$ref" in one:
+                one["$ref"] = to + one["$ref"].removeprefix("#")
+    return moved
 
 
 def _joined(*parts: str) -> str:

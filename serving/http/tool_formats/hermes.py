@@ -10,7 +10,13 @@ import json
 from typing import Final
 
 from onnxport.serving.http.tool_formats.base import Block, Functions, ToolFormat, Written
-from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete, json_value
+from onnxport.serving.http.tool_formats.cursor import (
+    AwaitedTag,
+    Cursor,
+    Incomplete,
+    json_value,
+    longest_partial,
+)
 from onnxport.serving.http.tool_formats.json_calls import call_of
 
 OPEN = "<tool_call>"
@@ -21,13 +27,18 @@ _JSON: Final = json.JSONDecoder(strict=False)
 def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     """Return the block that begins at `start`; see `Reader`.
 
-    The closing tag may be missing at the end of all, where the end token came in its place.
+    The closing tag may be missing at the end of all, where the end token came in its place, or cut.
     """
     begin = start + len(OPEN)
+    cursor = Cursor(text, begin, final)
+    cursor.skip_space()
+    if cursor.next() != "{":  # a text that speaks of the tag, say, which is not kept back
+        return Block(begin)
     end = _end(text, begin)
     if end is None and not final:
         raise Incomplete(AwaitedTag(CLOSE, text[begin:]))
-    found = call_of(json_value(text[begin:end]), functions)
+    last = len(text) - longest_partial(text, (CLOSE,)) if end is None else end
+    found = call_of(json_value(text[begin:last]), functions)
     if end is None and found is None and CLOSE in text[begin:]:
         end = text.index(CLOSE, begin)
     return Block(len(text) if end is None else end + len(CLOSE), (found,) if found else ())

@@ -82,11 +82,9 @@ class ToolSyntax:
         """Return special tokens that are in a text for its calls alone; see `parser`."""
         return tuple(self.special) if functions and skip_special_tokens else ()
 
-    def form(
-        self, tools: Sequence[Mapping[str, Any]], *, several: bool, forced: bool, name: str | None
-    ) -> StructuredOutputs:
+    def form(self, tools: Sequence[Mapping[str, Any]], **how: Any) -> StructuredOutputs:
         """Return the form of a text that calls tools; see `forced.calls`."""
-        return calls(tools, self.format, self.special, several=several, forced=forced, name=name)
+        return calls(tools, self.format, self.special, **how)
 
 
 def _chosen(name: str, template: ChatTemplate) -> ToolFormat:

@@ -35,6 +35,8 @@ from onnxport.serving.structured.schema import ANNOTATIONS
 
 _TAG: Final = re.compile(r"</?\w+>")
 _FLAT: Final = {"type", "properties", "required", "additionalProperties", *ANNOTATIONS}
+TEXT: Final = {"string"}
+MOST_REFERRED: Final = 8  # schemas, each of which refers to the next one
 _IN_JSON: Final = ("integer", "number", "boolean", "object", "array", "null")
 
 
@@ -70,7 +72,10 @@ class Tags:
     own_lines: bool = False
 
     def __call__(self, text: str, start: int, final: bool, functions: Functions) -> Block:
-        """Return the block that begins at `start`; see `Reader`."""
+        """Return the block that begins at `start`; see `Reader`.
+
+        Its closing tag may be missing, or cut, at the end of all, where the call itself is whole.
+        """
         opening, closing = self.block
         cursor = Cursor(text, start + len(opening), final)
         none = Block(cursor.at)
@@ -87,7 +92,10 @@ class Tags:
             else:
                 found = call(name, self._arguments(cursor, functions[name]), functions)
             cursor.skip_space()
-            return Block(cursor.at, (found,)) if found and cursor.take(closing) else none
+            is_closed = cursor.take(closing) is not None
+            if final and not is_closed and closing.startswith(text[cursor.at :]):
+                cursor.at, is_closed = len(text), True
+            return Block(cursor.at, (found,)) if found and is_closed else none
         except Incomplete:  # the tag that came is within a value
             raise Incomplete(AwaitedTag(closing, text[cursor.at :])) from None
 
@@ -129,7 +137,7 @@ class Tags:
     def _arguments(self, cursor: Cursor, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
         """Go past the arguments, and the end of the function; None: they are none."""
         properties = parameters.get("properties")
-        types = properties if isinstance(properties, Mapping) else {}
+        schemas = properties if isinstance(properties, Mapping) else {}
         found: dict[str, Any] = {}
         while True:
             cursor.skip_space()
@@ -144,17 +152,18 @@ class Tags:
                 cursor.skip_space()
                 if not cursor.take(self.value[0]):
                     return None
-            value = self._text(cursor, types.get(key))
+            types = _types(schemas.get(key), parameters)
+            value = self._text(cursor, types)
             if key is None or value is None:
                 return None
-            found[key] = _value(value, types.get(key))
+            found[key] = _value(value, types)
 
-    def _text(self, cursor: Cursor, schema: Any) -> str | None:
+    def _text(self, cursor: Cursor, types: set[str]) -> str | None:
         """Go past a value and its closing tag, and return it; a tag in a text of JSON is none."""
         start = cursor.at
         cursor.skip_space()
         begin = cursor.at
-        if not _is_text(schema) and cursor.json() is not None:
+        if types != TEXT and cursor.json() is not None:
             value = cursor.since(begin)
             cursor.skip_space()
             if cursor.take(self.value[1]):
@@ -166,13 +175,13 @@ class Tags:
         return text.removeprefix("\n").removesuffix("\n")
 
 
-def _value(text: str, schema: Any) -> Any:
+def _value(text: str, types: set[str]) -> Any:
     """Return the value of an argument: JSON, or what Python writes for it, where its schema can.
 
-    What may be a text, and nothing of the type that JSON makes of it, is a text.
+    What may be a text, and nothing of the type that JSON makes of it, is a text; and so is what
+    JSON has no value for, such as Python's sets and an infinite number.
     """
-    types = _types(schema)
-    if types == {"string"}:
+    if types == TEXT:
         return text
     value, told = json_value(text.strip()), text.strip()
     if value is None and told != "null":
@@ -182,19 +191,50 @@ def _value(text: str, schema: Any) -> Any:
             return text
     if "string" in types and types.isdisjoint(_NAMES.get(type(value), ())):
         return text
-    return value
+    return value if _is_json(value) else text
 
 
-def _types(schema: Any) -> set[str]:
-    """Return the types that a schema names, or its alternatives do; none: all may be."""
+def _is_json(value: Any) -> bool:
+    """Whether JSON has such a value."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
+
+
+def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """Return the types that a schema of an argument names, or its alternatives do.
+
+    Args:
+        schema: where there is one.
+        root: the parameters that it is a part of, and may refer to.
+
+    Returns:
+        None of them: all may be.
+    """
+    schema = _referred(schema, root)
     named = _named_types(schema)
     if named or not isinstance(schema, Mapping):
         return named
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(among := schema.get(key), list):
-            types = [_named_types(each) for each in among]
+            types = [_named_types(_referred(each, root)) for each in among]
             return set().union(*types) if all(types) else set()
     return set()
+
+
+def _referred(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return the schema that another one refers to, or that itself; None: there is none."""
+    for _ in range(MOST_REFERRED):
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+            return schema
+        place, *names = schema["$ref"].split("/")
+        schema = root if place == "#" else None
+        for name in names:
+            name = name.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+    return None
 
 
 def _named_types(schema: Any) -> set[str]:
@@ -209,10 +249,6 @@ def _named_types(schema: Any) -> set[str]:
     if not isinstance(values, list):
         return set()
     return {name for each in values for name in _NAMES.get(type(each), ())[:1]}
-
-
-def _is_text(schema: Any) -> bool:
-    return _types(schema) == {"string"}
 
 
 def _written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
@@ -233,7 +269,9 @@ def _written_value(schema: Any) -> Mapping[str, Any] | tuple[str, ...] | None:
 
 def _is_kept(value: Any, schema: Mapping[str, Any]) -> bool:
     """Whether a value is a text that is read as it is written, and has no tag in it."""
-    return isinstance(value, str) and "<" not in value and _value(value, schema) == value
+    return (
+        isinstance(value, str) and "<" not in value and _value(value, _types(schema, {})) == value
+    )
 
 
 def _xml(name: str, tags: Tags, sign: str) -> ToolFormat:
