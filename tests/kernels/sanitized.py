@@ -12,6 +12,7 @@ from pathlib import Path
 from onnxport.providers.cpu.library import load_library
 from tests.kernels import (
     coarse_cases,
+    experts_cases,
     matmul_cases,
     matmul_lora_cases,
     mlp_cases,
@@ -62,6 +63,12 @@ def main() -> None:
             found = mlp_lora_cases.run(path, adapted, mlp_lora_cases.fused(adapted))
             mlp_lora_cases.check(adapted, found)
             matmul_lora_cases.check(alone, matmul_lora_cases.run(path, alone))
+    for seed in range(FIRST_SEED, FIRST_SEED + num_cases // 5):
+        experts = experts_cases.random_case(seed)
+        for isa in matmul_isas:
+            library.onnxport_cpu_set_matmul_isa(isa.encode())
+            wanted = experts_cases.expected(path, experts)
+            assert experts_cases.run(path, experts).tobytes() == wanted.tobytes(), (seed, isa)
     for seed in range(FIRST_SEED, FIRST_SEED + num_cases // 10):
         few, calls = coarse_cases.with_calls(coarse_cases.random_case(seed), seed)
         for isa in matmul_isas:

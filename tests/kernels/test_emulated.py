@@ -16,6 +16,7 @@ from onnxport.providers.cpu.library import load_library
 ROOT = Path(__file__).parents[2]
 FILES = [
     "coarse",
+    "experts",
     "float16_cache",
     "input_norm",
     "int8_cache",

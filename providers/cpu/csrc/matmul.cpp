@@ -41,9 +41,12 @@ Product::Product(const MatMulKernels& used, const MatMul& product)
     : kernels(used), call(product), rows_per_quantize(product.padded_rows) {
   if (rows_per_quantize * call.k > kSerialQuantize)
     rows_per_quantize = std::max<int64_t>(1, kQuantizeTask / call.k);
-  const int64_t bytes = num_panels(call) * panel_bytes(call) / kFewTasks;
+  divide(num_panels(call) * panel_bytes(call));
+}
+
+void Product::divide(int64_t bytes) {
   panels_per_task = std::max<int64_t>(
-      1, std::clamp(bytes, kTaskBytes, kLargestTaskBytes) / panel_bytes(call));
+      1, std::clamp(bytes / kFewTasks, kTaskBytes, kLargestTaskBytes) / panel_bytes(call));
   if (call.rows == 1) panels_per_task = ceil_div(panels_per_task, kernels.streams) * kernels.streams;
   if (summarizes()) panels_per_task = ceil_div(panels_per_task, kChunkPanels) * kChunkPanels;
   panel_tasks = ceil_div(num_panels(call), panels_per_task);

@@ -7,7 +7,7 @@
 
 #include "kernels.h"
 #include "mlp_lora.h"
-#include "pack.h"
+#include "mlp_step.h"
 #include "product.h"
 
 namespace onnxport {
@@ -22,82 +22,88 @@ float* thread_outputs(int64_t floats) {
 }
 
 struct Run {
-  const MatMulKernels& kernels;
-  const Kernels& activations;
-  const GatedMlp& mlp;
-  Product gate_up, down;
-  int64_t features, groups;  // features of a group
   const MlpAdapters& adapters;
+  Product gate_up, down;
+  Activation activation;
   std::atomic<bool> out_of_memory{false};
 
-  Run(const MatMulKernels& used, const GatedMlp& layer, const MatMul& first, const MatMul& second,
+  Run(const MatMulKernels& kernels, const GatedMlp& mlp, const MatMul& first, const MatMul& second,
       const MlpAdapters& added)
-      : kernels(used),
-        activations(*active_kernels()),
-        mlp(layer),
-        gate_up(used, first),
-        down(used, second),
-        adapters(added) {
-    features = group_features(second.block_size);
-    groups = ceil_div(mlp.inner, features);
-  }
-
-  int64_t activate_tasks() const { return groups * ceil_div(down.call.rows, kernels.chunk_rows); }
-
-  // A group's features of a chunk of rows: all that down needs to know of them.
-  void activate(int64_t index) {
-    const int64_t row_begin = index / groups * kernels.chunk_rows;
-    const int64_t row_end = std::min(down.call.rows, row_begin + kernels.chunk_rows);
-    const int64_t first = index % groups * features, count = std::min(features, mlp.inner - first);
-    const int64_t panels = ceil_div(count, kPanel), panel = 2 * first / kPanel;
-    const int64_t width = panels * kPanel, stride = 2 * width + kGap;
-    float* outputs;
-    try {
-      outputs = thread_outputs((row_end - row_begin) * stride);
-    } catch (const std::bad_alloc&) {  // may not cross the caller's thread pool
-      out_of_memory = true;
-      return;
-    }
-    kernels.multiply(gate_up.call,
-                     {panel, panel + 2 * panels, row_begin, row_end, outputs, stride});
-    adapters.expand(row_begin, row_end, first, count, outputs, width, stride);
-    const int64_t block = first / down.call.block_size;
-    const int64_t block_end = block + ceil_div(count, down.call.block_size);
-    for (int64_t row = row_begin; row < row_end; row++, outputs += stride) {
-      alignas(64) float activated[kLargestBlock];
-      Gate gate{outputs, outputs + width, nullptr, nullptr, activated, count, mlp.is_gelu};
-      adapters.connect(gate, row, first);
-      activations.gate(gate);
-      kernels.quantize(down.call, activated, row, block, block_end);
-    }
-    if (row_end < down.call.rows) return;
-    for (int64_t row = row_end; row < down.call.padded_rows; row++)
-      kernels.quantize(down.call, nullptr, row, block, block_end);
-  }
+      : adapters(added),
+        gate_up(kernels, first),
+        down(kernels, second),
+        activation(kernels, *active_kernels(), mlp, gate_up.call, down.call, &added) {}
 };
 
 }  // namespace
+
+Activation::Activation(const MatMulKernels& used, const Kernels& used_vectors, const GatedMlp& mlp,
+                       const MatMul& first, const MatMul& second, const MlpAdapters* added)
+    : kernels(used),
+      vectors(used_vectors),
+      gate_up(first),
+      down(second),
+      adapters(added),
+      inner(mlp.inner),
+      features(group_features(second.block_size)),
+      groups(ceil_div(inner, features)),
+      is_gelu(mlp.is_gelu) {}
+
+// A group's features of a chunk of rows: all that down needs to know of them.
+bool Activation::run(int64_t index) const {
+  const int64_t row_begin = index / groups * kernels.chunk_rows;
+  const int64_t row_end = std::min(down.rows, row_begin + kernels.chunk_rows);
+  const int64_t first = index % groups * features, count = std::min(features, inner - first);
+  const int64_t panels = ceil_div(count, kPanel), panel = 2 * first / kPanel;
+  const int64_t width = panels * kPanel, stride = 2 * width + kGap;
+  float* outputs;
+  try {
+    outputs = thread_outputs((row_end - row_begin) * stride);
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
+  kernels.multiply(gate_up, {panel, panel + 2 * panels, row_begin, row_end, outputs, stride});
+  if (adapters) adapters->expand(row_begin, row_end, first, count, outputs, width, stride);
+  const int64_t block = first / down.block_size;
+  const int64_t block_end = block + ceil_div(count, down.block_size);
+  for (int64_t row = row_begin; row < row_end; row++, outputs += stride) {
+    alignas(64) float activated[kLargestBlock];
+    Gate gate{outputs, outputs + width, nullptr, nullptr, activated, count, is_gelu};
+    if (adapters) adapters->connect(gate, row, first);
+    vectors.gate(gate);
+    kernels.quantize(down, activated, row, block, block_end);
+  }
+  if (row_end < down.rows) return true;
+  for (int64_t row = row_end; row < down.padded_rows; row++)
+    kernels.quantize(down, nullptr, row, block, block_end);
+  return true;
+}
 
 void complete(GatedMlp& mlp) {
   mlp.gate_up.n = 2 * ceil_div(mlp.inner, kPanel) * kPanel;
   mlp.down.k = mlp.inner;
 }
 
+void pack_group(const GatedMlp& mlp, const uint8_t* quants, const Scales& scales,
+                const GateUpRows& rows, int64_t count, uint8_t* packed) {
+  MatMul part = mlp.gate_up;
+  part.n = count;
+  const int64_t blocks = num_blocks(part), row_bytes = blocks * part.block_size * part.bits / 8;
+  for (const int64_t row : {rows.gate, rows.up}) {
+    pack_rows(part, quants + row * row_bytes, scales_from(scales, row * blocks), rows.step, packed);
+    packed += num_panels(part) * panel_bytes(part);
+  }
+}
+
 void pack_gate_up(const GatedMlp& mlp, const uint8_t* quants, const Scales& scales,
                   uint8_t* packed) {
-  const int64_t features = group_features(mlp.down.block_size), blocks = num_blocks(mlp.gate_up);
-  const int64_t row_bytes = blocks * mlp.gate_up.block_size * mlp.gate_up.bits / 8;
-  const int64_t half_bytes = features / kPanel * panel_bytes(mlp.gate_up);
-  in_parts(ceil_div(mlp.inner, features), 2 * half_bytes, [&](int64_t begin, int64_t end) {
+  const int64_t features = group_features(mlp.down.block_size);
+  const int64_t bytes = 2 * features / kPanel * panel_bytes(mlp.gate_up);
+  in_parts(ceil_div(mlp.inner, features), bytes, [&](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; group++) {
       const int64_t first = group * features;
-      uint8_t* to = packed + group * 2 * half_bytes;
-      MatMul part = mlp.gate_up;
-      part.n = std::min(features, mlp.inner - first);
-      for (const int64_t row : {first, mlp.inner + first}) {
-        pack_weights(part, quants + row * row_bytes, scales_from(scales, row * blocks), to);
-        to += num_panels(part) * panel_bytes(part);
-      }
+      pack_group(mlp, quants, scales, {first, mlp.inner + first, 1},
+                 std::min(features, mlp.inner - first), packed + group * bytes);
     }
   });
 }
@@ -124,8 +130,9 @@ int run_mlp(const MatMulKernels& kernels, const GatedMlp& mlp, ParallelFor paral
     static_cast<const Run*>(argument)->adapters.run(static_cast<int64_t>(index));
   });
   if (result != 0) return result;
-  result = step(run.activate_tasks(), [](void* argument, size_t index) {
-    static_cast<Run*>(argument)->activate(static_cast<int64_t>(index));
+  result = step(run.activation.tasks(), [](void* argument, size_t index) {
+    Run& own = *static_cast<Run*>(argument);
+    if (!own.activation.run(static_cast<int64_t>(index))) own.out_of_memory = true;
   });
   if (result != 0) return result;
   if (run.out_of_memory) throw std::bad_alloc();

@@ -79,6 +79,8 @@ void* open_output(const Api& api, ort::KernelContext* context, const Tensor& sha
 // so. The rest is null.
 ort::CustomOp base_operator();
 
+ort::CustomOp experts_operator();       // scales in float32
+ort::CustomOp experts_half_operator();  // scales in float16
 ort::CustomOp gated_silu_operator();
 ort::CustomOp gated_gelu_operator();
 ort::CustomOp lora_operator();       // adapters in float32

@@ -127,8 +127,13 @@ bool are_halves(const Scales& stored, int64_t count) {
 
 void pack_weights(const MatMul& call, const uint8_t* quants, const Scales& scales,
                   uint8_t* packed) {
+  pack_rows(call, quants, scales, 1, packed);
+}
+
+void pack_rows(const MatMul& call, const uint8_t* quants, const Scales& scales, int64_t step,
+               uint8_t* packed) {
   const int64_t blocks = num_blocks(call), words = call.block_size * call.bits / 32;
-  const int64_t row_bytes = blocks * words * 4;
+  const int64_t row_bytes = blocks * words * 4 * step, row_scales = blocks * step;
   const uint32_t flip = call.bits == 8 ? 0x80808080u : 0;
   for (int64_t panel = 0; panel < num_panels(call); panel++) {
     const int64_t first = panel * kPanel, count = std::min(kPanel, call.n - first);
@@ -136,7 +141,8 @@ void pack_weights(const MatMul& call, const uint8_t* quants, const Scales& scale
       if (count < kPanel) std::memset(packed, 0, static_cast<size_t>(block_bytes(call)));
       pack_block(quants + first * row_bytes + block * words * 4, row_bytes, words, count, flip,
                  packed);
-      pack_scales(call, scales, first * blocks + block, blocks, count, packed + quant_bytes(call));
+      pack_scales(call, scales, first * row_scales + block, row_scales, count,
+                  packed + quant_bytes(call));
     }
   }
 }

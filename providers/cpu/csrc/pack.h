@@ -20,6 +20,10 @@ inline Scales scales_from(const Scales& scales, int64_t place) {
   return {static_cast<const uint8_t*>(scales.data) + bytes, scales.is_half};
 }
 
+// As pack_weights, of every step-th row of those that are stored, from the first one on.
+void pack_rows(const MatMul& call, const uint8_t* quants, const Scales& scales, int64_t step,
+               uint8_t* packed);
+
 // As pack_weights, to the byte. What is packed of a file leaves the process's memory.
 void pack_weights_in_parts(const MatMul& call, const uint8_t* quants, const Scales& scales,
                            uint8_t* packed);

@@ -38,6 +38,10 @@ struct Product {
   // The call has its memory for quantized activations.
   Product(const MatMulKernels& kernels, const MatMul& call);
 
+  // Divides into tasks anew, where products that are multiplied together read so many bytes of
+  // weights; the constructor takes this one to be alone.
+  void divide(int64_t bytes);
+
   int64_t quantize_tasks() const { return ceil_div(call.padded_rows, rows_per_quantize); }
   void quantize(int64_t index) const;
   bool summarizes() const { return call.summaries && kernels.summarize; }

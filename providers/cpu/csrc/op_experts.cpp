@@ -1,0 +1,152 @@
+// onnxport.GatedExperts: of each row, the sum of GatedMlp of the experts that it is routed to.
+#include <memory>
+
+#include "experts.h"
+#include "op_weights.h"
+#include "pages.h"
+
+namespace onnxport::op {
+namespace {
+
+constexpr const char* kName = "GatedExperts";
+
+enum ExpertsInput : size_t {
+  kActivations,
+  kLogits,
+  kGateUp,
+  kGateUpScales,
+  kDown,
+  kDownScales,
+  kExpertsInputs
+};
+
+struct ExpertsKernel {
+  Api api;
+  GatedExperts settings;  // a call fills in the rest
+  WeightMemory gate_up, down;
+
+  ExpertsKernel(const Api& a, const GatedExperts& experts)
+      : api(a),
+        settings(experts),
+        gate_up(bytes_of(experts, experts.expert.gate_up)),
+        down(bytes_of(experts, experts.expert.down)) {
+    settings.expert.gate_up.weights = gate_up.data();
+    settings.expert.down.weights = down.data();
+  }
+
+ private:
+  static size_t bytes_of(const GatedExperts& experts, const MatMul& m) {
+    return static_cast<size_t>(experts.routing.num_experts * packed_bytes(m));
+  }
+};
+
+Routing read_routing(const Api& api, const ort::KernelInfo* info) {
+  Routing routing{};
+  routing.num_experts = read_attribute(api, info, "num_experts");
+  routing.top_k = read_attribute(api, info, "top_k");
+  const int64_t normalize = read_attribute(api, info, "normalize");
+  if (routing.num_experts < 1 || routing.num_experts > INT32_MAX)
+    fail(api, ort::kInvalidArgument, "%s: num_experts must be 1 or more, found %lld", kName,
+         static_cast<long long>(routing.num_experts));
+  if (routing.top_k < 1 || routing.top_k > routing.num_experts)
+    fail(api, ort::kInvalidArgument, "%s: top_k must be 1 to num_experts, %lld, found %lld", kName,
+         static_cast<long long>(routing.num_experts), static_cast<long long>(routing.top_k));
+  if (normalize != 0 && normalize != 1)
+    fail(api, ort::kInvalidArgument, "%s: normalize must be 0 or 1, found %lld", kName,
+         static_cast<long long>(normalize));
+  routing.normalizes = normalize != 0;
+  return routing;
+}
+
+GatedMlp read_expert(const Api& api, const ort::KernelInfo* info) {
+  GatedMlp expert{};
+  expert.inner = read_attribute(api, info, "inner");
+  expert.gate_up.k = read_attribute(api, info, "K");
+  expert.gate_up.bits = read_attribute(api, info, "bits");
+  expert.gate_up.block_size = read_attribute(api, info, "block_size");
+  expert.down.n = read_attribute(api, info, "N");
+  expert.down.bits = read_attribute(api, info, "down_bits");
+  expert.down.block_size = read_attribute(api, info, "down_block_size");
+  complete(expert);
+  return expert;
+}
+
+template <ort::ElementType kStored>
+std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
+  GatedExperts experts{read_expert(api, info), read_routing(api, info), nullptr};
+  GatedMlp& expert = experts.expert;
+  // As the graph has them, without what fills up panels.
+  MatMul joined = expert.gate_up, down = expert.down;
+  joined.n = 2 * expert.inner;
+  check_product(kName, joined);
+  check_product(kName, down);
+  joined.n *= experts.routing.num_experts;
+  down.n *= experts.routing.num_experts;
+  const Weights first =
+      read_weights(api, info, kName, joined, {kGateUp, "gate_up", "gate_up_scales"});
+  const Weights second = read_weights(api, info, kName, down, {kDown, "down", "down_scales"});
+  expert.gate_up.half_scales = are_halves(stored_scales(first, kStored), elements(first.scales));
+  expert.down.half_scales = are_halves(stored_scales(second, kStored), elements(second.scales));
+  auto kernel = std::make_unique<ExpertsKernel>(api, experts);
+  pack_experts_gate_up(experts, first.quants.as<const uint8_t>(), stored_scales(first, kStored),
+                       kernel->gate_up.data());
+  forget_weights(first, kStored);
+  pack_experts_down(experts, second.quants.as<const uint8_t>(), stored_scales(second, kStored),
+                    kernel->down.data());
+  forget_weights(second, kStored);
+  return kernel;
+}
+
+const float* read_logits(const Api& api, const ort::KernelContext* context, int64_t rows,
+                         int64_t num_experts) {
+  const ort::Value* value = nullptr;
+  check(api.input(context, kLogits, &value));
+  const Tensor logits = describe(api, "router_logits", value);
+  const int64_t last = logits.dims[logits.rank - 1];
+  if (last != num_experts || elements(logits) != rows * num_experts)
+    fail(api, ort::kInvalidArgument,
+         "%s: router_logits must have %lld experts of each of A's %lld rows, found %lld elements "
+         "with a last dimension of %lld",
+         kName, static_cast<long long>(num_experts), static_cast<long long>(rows),
+         static_cast<long long>(elements(logits)), static_cast<long long>(last));
+  return logits.as<const float>();
+}
+
+void compute(const ExpertsKernel& kernel, ort::KernelContext* context) {
+  const Api& api = kernel.api;
+  GatedExperts call = kernel.settings;
+  GatedMlp& expert = call.expert;
+  Tensor input = read_activations(api, context, kName, expert.gate_up.k);
+  expert.gate_up.rows = elements(input) / expert.gate_up.k;
+  expert.gate_up.input = input.as<const float>();
+  call.logits = read_logits(api, context, expert.gate_up.rows, call.routing.num_experts);
+  input.dims[input.rank - 1] = expert.down.n;
+  expert.down.output = static_cast<float*>(open_output(api, context, input));
+  Parallel parallel{api, context};
+  if (run_experts(*active_matmul(), call, parallel_for, &parallel) != 0) check(parallel.status);
+}
+
+template <ort::ElementType kStored>
+ort::CustomOp make_operator() {
+  ort::CustomOp op = base_operator();
+  op.name = [](const ort::CustomOp*) { return kName; };
+  op.input_type = [](const ort::CustomOp*, size_t index) -> int {
+    if (index == kGateUpScales || index == kDownScales) return kStored;
+    return index == kGateUp || index == kDown ? ort::kUint8 : ort::kFloat;
+  };
+  op.output_type = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };
+  op.input_type_count = [](const ort::CustomOp*) { return size_t{kExpertsInputs}; };
+  op.output_type_count = [](const ort::CustomOp*) { return size_t{1}; };
+  op.input_characteristic = op.output_characteristic = [](const ort::CustomOp*, size_t) -> int {
+    return ort::kRequired;
+  };
+  set_kernel<ExpertsKernel, make_kernel<kStored>, compute>(op);
+  return op;
+}
+
+}  // namespace
+
+ort::CustomOp experts_operator() { return make_operator<ort::kFloat>(); }
+ort::CustomOp experts_half_operator() { return make_operator<ort::kFloat16>(); }
+
+}  // namespace onnxport::op

@@ -1,0 +1,217 @@
+"""Layers of experts: random cases, and what GatedMlp of each expert makes of their rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+from tests.kernels import matmul_cases, mlp_cases
+from tests.kernels.matmul_cases import BITS, BLOCK_SIZES, Floats
+from tests.kernels.mlp_cases import MlpCase
+
+Ints = NDArray[np.int64]
+
+LANES = 8  # sums that the sum of all experts' powers is made of
+DEPTHS = (1, 32, 100, 257)
+INNERS = (1, 33, 64, 100, 200, 300)
+WIDTHS = (1, 31, 64, 100)
+ROWS = (1, 2, 5, 17, 64, 130, 200)
+# How many experts there are, and how many of them a row goes to.
+COUNTS = ((1, 1), (2, 1), (3, 3), (8, 2), (13, 5), (40, 8))
+
+
+@dataclass(frozen=True)
+class ExpertsCase:
+    """One call of onnxport.GatedExperts."""
+
+    experts: list[MlpCase]  # the first one's x is the input
+    logits: Floats  # [rows, experts]
+    top_k: int
+    normalize: bool
+    half: bool = False  # the scales are float16
+
+    @property
+    def x(self) -> Floats:
+        """The input, [..., K]."""
+        return self.experts[0].x
+
+    def replace(self, **changes: object) -> ExpertsCase:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def with_x(self, x: Floats, logits: Floats) -> ExpertsCase:
+        """The same experts for other rows."""
+        first = MlpCase(self.experts[0].gate_up.replace(x=x), self.experts[0].down)
+        return self.replace(experts=[first, *self.experts[1:]], logits=logits)
+
+    def feeds(self) -> dict[str, Floats]:
+        return {"x": self.x, "logits": self.logits}
+
+
+def random_case(seed: int) -> ExpertsCase:
+    rng = np.random.default_rng(seed)
+    formats = [(bits, size) for bits in BITS for size in BLOCK_SIZES]
+    first, second = formats[seed % 10], formats[rng.integers(10)]
+    sizes = (int(rng.choice(DEPTHS)), int(rng.choice(INNERS)), int(rng.choice(WIDTHS)))
+    count = COUNTS[seed // 10 % len(COUNTS)]
+    case = make_case(seed, (first, second), sizes, int(rng.choice(ROWS)), count)
+    if rng.integers(2):  # many ties
+        case = case.replace(logits=np.round(case.logits))
+    return case.replace(normalize=bool(rng.integers(2)), half=seed % 3 == 1)
+
+
+def make_case(
+    seed: int,
+    formats: tuple[tuple[int, int], tuple[int, int]],
+    sizes: tuple[int, int, int],
+    rows: int,
+    count: tuple[int, int],
+) -> ExpertsCase:
+    """A layer of K, inner and N features; both products have their bits and block size."""
+    rng = np.random.default_rng(seed)
+    num_experts, top_k = count
+    # Steps of 3 keep what seeds say about scales; some experts' are larger.
+    experts = [
+        mlp_cases.make_case(seed + 3 * i, *formats, sizes, rows if i == 0 else 1)
+        for i in range(num_experts)
+    ]
+    logits = rng.standard_normal((rows, num_experts)) * 3
+    return ExpertsCase(experts, logits.astype(np.float32), top_k, normalize=True)
+
+
+def model(case: ExpertsCase, constant: bool = True, **attributes: int) -> bytes:
+    """A model of the one node; `attributes` replace the node's."""
+    first = case.experts[0]
+    values = {
+        "K": first.gate_up.k,
+        "inner": first.inner,
+        "N": first.down.n,
+        "num_experts": len(case.experts),
+        "top_k": case.top_k,
+        "normalize": int(case.normalize),
+        "bits": first.gate_up.bits,
+        "block_size": first.gate_up.block_size,
+        "down_bits": first.down.bits,
+        "down_block_size": first.down.block_size,
+        **attributes,
+    }
+    names = ("gate_up", "gate_up_scales", "down", "down_scales")
+    node = helper.make_node(
+        "GatedExperts", ["x", "logits", *names], ["y"], domain="onnxport", **values
+    )
+    arrays = (
+        np.stack([interleaved(expert.gate_up.quants) for expert in case.experts]),
+        np.stack([interleaved(expert.gate_up.scales) for expert in case.experts]),
+        np.stack([expert.down.quants for expert in case.experts]),
+        np.stack([expert.down.scales for expert in case.experts]),
+    )
+    tensors = []
+    for array, name in zip(arrays, names, strict=True):
+        stored = array.astype(np.float16) if case.half and array.dtype == np.float32 else array
+        tensors.append(numpy_helper.from_array(stored, name))
+    shape = [f"rows{i}" for i in range(case.x.ndim - 1)]
+    inputs = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, [*shape, "depth"]),
+        helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["rows", "experts"]),
+    ]
+    if not constant:
+        inputs += [
+            helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+            for tensor in tensors
+        ]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [*shape, "width"])]
+    graph = helper.make_graph([node], "experts", inputs, outputs, tensors)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("onnxport", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+
+
+def interleaved(array: NDArray[np.generic]) -> NDArray[np.generic]:
+    """All of gate, then all of up, as a row of gate, the same one of up, and so on."""
+    return np.stack(np.split(array, 2), 1).reshape(array.shape)
+
+
+def run(library: Path, case: ExpertsCase, threads: int = 2) -> Floats:
+    """[..., N]"""
+    session = matmul_cases.session(library, model(case), threads)
+    found: Floats = session.run(["y"], case.feeds())[0]
+    return found
+
+
+def expected(library: Path, case: ExpertsCase) -> Floats:
+    """The bits of the output, [rows, N]: GatedMlp of each expert, added up in float32."""
+    chosen, weights = route(case)
+    x = case.x.reshape(-1, case.x.shape[-1])
+    parts = np.zeros((*chosen.shape, case.experts[0].down.n), np.float32)
+    for number, expert in enumerate(case.experts):
+        rows, slots = np.nonzero(chosen == number)
+        if len(rows):
+            parts[rows, slots] = _run_expert(library, case, expert, x[rows])
+    with np.errstate(invalid="ignore"):
+        total = weights[:, :1] * parts[:, 0]
+        for slot in range(1, case.top_k):
+            total = total + weights[:, slot, None] * parts[:, slot]
+    return np.asarray(total, np.float32)
+
+
+def _run_expert(library: Path, case: ExpertsCase, expert: MlpCase, x: Floats) -> Floats:
+    gate_up, down = expert.gate_up.replace(x=x), expert.down
+    if case.half:
+        gate_up = gate_up.replace(scales=gate_up.scales.astype(np.float16).astype(np.float32))
+        down = down.replace(scales=down.scales.astype(np.float16).astype(np.float32))
+    of = MlpCase(gate_up, down)
+    return mlp_cases.run(library, of, mlp_cases.fused(of))
+
+
+def route(case: ExpertsCase) -> tuple[Ints, Floats]:
+    """Each row's experts and weights, [rows, top_k], with the bits that they have."""
+    logits = case.logits
+    usable = np.isfinite(logits.max(1)) & ~np.isnan(logits).any(1)
+    safe = np.where(usable[:, None], logits, np.float32(0))
+    chosen = np.argsort(-safe, 1, kind="stable")[:, : case.top_k]
+    best = safe.max(1, keepdims=True)
+    with np.errstate(over="ignore"):  # minus infinity is as good
+        all_powers = power(safe - best)
+    powers = np.take_along_axis(all_powers, chosen, 1)
+    if case.normalize:
+        total = np.zeros((len(logits), 1), np.float32)
+        for slot in range(case.top_k):
+            total += powers[:, slot : slot + 1]
+    else:
+        total = sum_in_lanes(all_powers)[:, None]
+    return chosen, np.where(usable[:, None], powers / total, np.float32(np.nan))
+
+
+def sum_in_lanes(values: Floats) -> Floats:
+    """Sums of rows, in the operator's order."""
+    sums = np.zeros((len(values), LANES), np.float32)
+    for i in range(values.shape[1]):
+        sums[:, i % LANES] += values[:, i]
+    for width in (4, 2, 1):
+        sums[:, :width] += sums[:, width : 2 * width]
+    return sums[:, 0]
+
+
+def power(x: Floats) -> Floats:
+    """exp(x) of x <= 0, step by step as the operator has it."""
+    f = np.float32
+    bounded = np.where(x > f(-87), x, f(-87))
+    exponent = (bounded * f(1.44269504) + f(12582912)) - f(12582912)
+    rest = (bounded - exponent * f(0.693359375)) - exponent * f(-2.12194440e-4)
+    y = np.full_like(rest, f(1.9875691500e-4))
+    coefficients = (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2)
+    for coefficient in (*coefficients, 1.6666665459e-1, 5.0000001201e-1):
+        y = y * rest + f(coefficient)
+    y = y * (rest * rest) + rest + f(1)
+    return np.where(x > f(-87), np.ldexp(y, exponent.astype(np.int32)), f(0))
+
+
+def softmax_weights(case: ExpertsCase) -> NDArray[np.float64]:
+    """The weights in float64, [rows, top_k]."""
+    logits = case.logits.astype(np.float64)
+    powers = np.exp(logits - logits.max(1, keepdims=True))
+    largest = -np.sort(-powers, 1)[:, : case.top_k]
+    total = largest if case.normalize else powers
+    return np.asarray(largest / total.sum(1, keepdims=True))
