@@ -14,7 +14,7 @@ from onnxport.providers.base import Model
 from tests.conformance.lanes import Found, Lane, all_lanes
 from tests.conformance.make import CASES, DIAGONAL, ONCE, artifact_path, make_artifact
 from tests.conformance.reference import Reference
-from tests.conformance.rules import Rule, rule_of
+from tests.conformance.rules import Rule, rule_of, with_experts
 
 # The rest is left out of `make fast`.
 FAST = {("mistral-window", "fp32"), ("qwen3", "int4")}
@@ -153,5 +153,8 @@ def loaded(
     path = artifact(one.family, one.precision)
     model = one.lane.open(path)
     rule = one.lane.rule or rule_of(model.capabilities)
-    yield Loaded(one.lane, path, model, rule, reference(one.family, one.precision))
+    wanted = reference(one.family, one.precision)
+    if wanted.spec.experts is not None:
+        rule = with_experts(rule)
+    yield Loaded(one.lane, path, model, rule, wanted)
     model.close()

@@ -13,7 +13,7 @@ compute a sequence may therefore part only where the reference sees a near tie.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -50,6 +50,15 @@ def rule_of(capabilities: Capabilities) -> Rule:
             assert types <= {"bfloat16", "float16", "float32"}, f"{types}: the lane needs a rule"
             return rule
     raise AssertionError(f"{types}: the lane needs a rule of its own")
+
+
+def with_experts(rule: Rule) -> Rule:
+    """The rule for a model with experts.
+
+    What rounds what a router reads may give a token of a near tie to another expert, which is
+    another product. Measured with 8-bit activations: 0.85.
+    """
+    return rule if rule == FLOAT32 else replace(rule, max_diff=2 * rule.max_diff)
 
 
 def check_logits(

@@ -44,7 +44,7 @@ class Layer:
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
         dtype = helper.tensor_dtype_to_np_dtype(model.graph.input[0].type.tensor_type.elem_type)
-        feeds = {"x": x.astype(dtype), "logits": logits.astype(dtype)}
+        feeds = {"x": x.astype(dtype), "router": logits.astype(dtype)}
         found: Array = session.run(None, feeds)[0].astype(np.float32)
         return found
 
@@ -92,7 +92,7 @@ def layer(
         meant.append((centred * scales[..., None].astype(np.float32)).reshape(shape))
         names.append((store(f"{name}.weight", quants), store(f"{name}.scales", scales)))
     x = g.input("x", dtype, ["tokens", HIDDEN])
-    logits = g.input("logits", dtype, ["tokens", COUNT])
+    logits = g.input("router", dtype, ["tokens", COUNT])
     weights = ops.ExpertWeights(
         count=COUNT,
         gate_up=names[0][0],

@@ -32,7 +32,7 @@ def test_the_node(tmp_path: Path) -> None:
     node = result.model.graph.node[0]
     assert (node.op_type, node.domain, node.name) == ("GatedExperts", "onnxport", "experts")
     names = ["gate_up.weight", "gate_up.scales", "down.weight", "down.scales"]
-    assert list(node.input) == ["x", "logits", *names]
+    assert list(node.input) == ["x", "router", *names]
     assert {a.name: a.i for a in node.attribute} == {
         "K": HIDDEN,
         "inner": SIZE,
