@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from tests.kernels import matmul_cases, mlp_cases
-from tests.kernels.matmul_cases import BITS, BLOCK_SIZES, Floats
+from tests.kernels.matmul_cases import BITS, BLOCK_SIZES, Floats, MatMulCase
 from tests.kernels.mlp_cases import MlpCase
 
 Ints = NDArray[np.int64]
@@ -102,16 +103,12 @@ def model(case: ExpertsCase, constant: bool = True, **attributes: int) -> bytes:
     node = helper.make_node(
         "GatedExperts", ["x", "logits", *names], ["y"], domain="onnxport", **values
     )
-    arrays = (
-        np.stack([interleaved(expert.gate_up.quants) for expert in case.experts]),
-        np.stack([interleaved(expert.gate_up.scales) for expert in case.experts]),
-        np.stack([expert.down.quants for expert in case.experts]),
-        np.stack([expert.down.scales for expert in case.experts]),
-    )
+    arrays = [array for of in joined(case) for array in (of.quants, of.scales)]
     tensors = []
     for array, name in zip(arrays, names, strict=True):
         stored = array.astype(np.float16) if case.half and array.dtype == np.float32 else array
-        tensors.append(numpy_helper.from_array(stored, name))
+        by_expert = stored.reshape(len(case.experts), -1, *stored.shape[1:])
+        tensors.append(numpy_helper.from_array(by_expert, name))
     shape = [f"rows{i}" for i in range(case.x.ndim - 1)]
     inputs = [
         helper.make_tensor_value_info("x", TensorProto.FLOAT, [*shape, "depth"]),
@@ -128,7 +125,25 @@ def model(case: ExpertsCase, constant: bool = True, **attributes: int) -> bytes:
     return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
 
 
-def interleaved(array: NDArray[np.generic]) -> NDArray[np.generic]:
+def joined(case: ExpertsCase) -> tuple[MatMulCase, MatMulCase]:
+    """The weights as they are stored, experts one after the other, with the input and with none."""
+    gate_up, down = case.experts[0].gate_up, case.experts[0].down
+    all_gate_up = [expert.gate_up for expert in case.experts]
+    all_down = [expert.down for expert in case.experts]
+    return (
+        gate_up.replace(
+            quants=np.concatenate([interleaved(of.quants) for of in all_gate_up]),
+            scales=np.concatenate([interleaved(of.scales) for of in all_gate_up]),
+        ),
+        down.replace(
+            x=down.x[:0],
+            quants=np.concatenate([of.quants for of in all_down]),
+            scales=np.concatenate([of.scales for of in all_down]),
+        ),
+    )
+
+
+def interleaved(array: NDArray[Any]) -> NDArray[Any]:
     """All of gate, then all of up, as a row of gate, the same one of up, and so on."""
     return np.stack(np.split(array, 2), 1).reshape(array.shape)
 
@@ -142,27 +157,40 @@ def run(library: Path, case: ExpertsCase, threads: int = 2) -> Floats:
 
 def expected(library: Path, case: ExpertsCase) -> Floats:
     """The bits of the output, [rows, N]: GatedMlp of each expert, added up in float32."""
-    chosen, weights = route(case)
+    layers = layers_of(case)
+    return add_up(case, [mlp_cases.run(library, of, mlp_cases.fused(of)) for of in layers])
+
+
+def layers_of(case: ExpertsCase) -> list[MlpCase]:
+    """The experts that have rows, with these."""
+    chosen, _ = route(case)
     x = case.x.reshape(-1, case.x.shape[-1])
+    layers = []
+    for number in np.unique(chosen):
+        rows, _ = np.nonzero(chosen == number)
+        gate_up, down = case.experts[number].gate_up, case.experts[number].down
+        if case.half:
+            gate_up = gate_up.replace(scales=_halves(gate_up.scales))
+            down = down.replace(scales=_halves(down.scales))
+        layers.append(MlpCase(gate_up.replace(x=x[rows]), down))
+    return layers
+
+
+def _halves(scales: Floats) -> Floats:
+    return scales.astype(np.float16).astype(np.float32)
+
+
+def add_up(case: ExpertsCase, outputs: list[Floats]) -> Floats:
+    """The output, [rows, N], of what the layers of `layers_of` give."""
+    chosen, weights = route(case)
     parts = np.zeros((*chosen.shape, case.experts[0].down.n), np.float32)
-    for number, expert in enumerate(case.experts):
-        rows, slots = np.nonzero(chosen == number)
-        if len(rows):
-            parts[rows, slots] = _run_expert(library, case, expert, x[rows])
+    for number, output in zip(np.unique(chosen), outputs, strict=True):
+        parts[chosen == number] = output
     with np.errstate(invalid="ignore"):
         total = weights[:, :1] * parts[:, 0]
         for slot in range(1, case.top_k):
             total = total + weights[:, slot, None] * parts[:, slot]
     return np.asarray(total, np.float32)
-
-
-def _run_expert(library: Path, case: ExpertsCase, expert: MlpCase, x: Floats) -> Floats:
-    gate_up, down = expert.gate_up.replace(x=x), expert.down
-    if case.half:
-        gate_up = gate_up.replace(scales=gate_up.scales.astype(np.float16).astype(np.float32))
-        down = down.replace(scales=down.scales.astype(np.float16).astype(np.float32))
-    of = MlpCase(gate_up, down)
-    return mlp_cases.run(library, of, mlp_cases.fused(of))
 
 
 def route(case: ExpertsCase) -> tuple[Ints, Floats]:

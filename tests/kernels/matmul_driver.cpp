@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "coarse.h"
+#include "experts.h"
 #include "kernels.h"
 #include "mlp.h"
 
@@ -96,9 +97,9 @@ void connect(MatMul& m, Stored& stored, const uint8_t* weights) {
 }
 
 struct Packed {
-  explicit Packed(const MatMul& m)
+  explicit Packed(const MatMul& m, int64_t count = 1)
       : data(static_cast<uint8_t*>(std::aligned_alloc(
-            64, static_cast<size_t>(num_panels(m) * panel_bytes(m))))) {}
+            64, static_cast<size_t>(count * num_panels(m) * panel_bytes(m))))) {}
   Packed(const Packed&) = delete;
   Packed& operator=(const Packed&) = delete;
   ~Packed() { std::free(data); }
@@ -169,6 +170,26 @@ void run_layer() {
   write(output, first, run_mlp(*onnxport::active_matmul(), mlp, run_on_threads, nullptr));
 }
 
+void run_experts() {
+  Stored first = read_product(), second = read_product();
+  const std::vector<int64_t> sizes = read_array<int64_t>(3);
+  const std::vector<float> logits = read_array<float>(first.product.rows * sizes[0]);
+  onnxport::GatedExperts experts{{second.product.k, first.product, second.product},
+                                 {sizes[0], sizes[1], sizes[2] != 0},
+                                 logits.data()};
+  onnxport::GatedMlp& expert = experts.expert;
+  complete(expert);
+  expert.down.n = second.product.n / sizes[0];
+  const Packed gate_up(expert.gate_up, sizes[0]), down(expert.down, sizes[0]);
+  pack_experts_gate_up(experts, first.quants.data(), first.scales.data(), gate_up.data);
+  pack_experts_down(experts, second.quants.data(), second.scales.data(), down.data);
+  std::vector<float> output(static_cast<size_t>(first.product.rows * expert.down.n));
+  connect(expert.gate_up, first, gate_up.data);
+  expert.down.weights = down.data;
+  expert.down.output = output.data();
+  write(output, first, run_experts(*onnxport::active_matmul(), experts, run_on_threads, nullptr));
+}
+
 }  // namespace
 
 // The arguments are the instruction sets to use, of products and, if not the best, of the rest; or
@@ -181,9 +202,10 @@ int main(int argc, char** argv) {
   }
   if (!onnxport::set_matmul_isa(argv[1])) return 2;
   if (argc > 2 && !onnxport::set_isa(argv[2])) return 2;
-  const std::vector<int64_t> counts = read_array<int64_t>(3);
+  const std::vector<int64_t> counts = read_array<int64_t>(4);
   for (int64_t left = counts[0]; left > 0; left--) run_product();
   for (int64_t left = counts[1]; left > 0; left--) run_layer();
   for (int64_t left = counts[2]; left > 0; left--) run_coarse();
+  for (int64_t left = counts[3]; left > 0; left--) run_experts();
   return 0;
 }

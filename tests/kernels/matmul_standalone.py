@@ -1,11 +1,13 @@
 """Builds matmul_driver.cpp and runs products and feed-forward layers through it.
 
-The input is the numbers of products, of layers and of products of few outputs, then for each
-product K, N, bits, block_size, rows and whether there is a norm as int64, the activations, quants
-and scales, and the norm's epsilon, skip and gamma; a layer is two of them, the second one without
-rows or a norm. A product of few outputs is followed by the number of its calls, of each how many
-outputs of the rows must be exact as int32, and whether the calls are concurrent. The answer is the
-bytes of each output, and after it, where there is a norm, of what it added up.
+The input is the numbers of products, of layers, of products of few outputs and of layers of
+experts, then for each product K, N, bits, block_size, rows and whether there is a norm as int64,
+the activations, quants and scales, and the norm's epsilon, skip and gamma; a layer is two of them,
+the second one without rows or a norm. A product of few outputs is followed by the number of its
+calls, of each how many outputs of the rows must be exact as int32, and whether the calls are
+concurrent. A layer of experts has the weights of all of them, and is followed by how many there
+are, how many a row goes to and whether weights are normalized as int64, and by the logits. The
+answer is the bytes of each output, and after it, where there is a norm, of what it added up.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.kernels.coarse_cases import Asked
+from tests.kernels.experts_cases import ExpertsCase, joined
 from tests.kernels.matmul_cases import Floats, MatMulCase
 from tests.kernels.mlp_cases import MlpCase
 from tests.kernels.norm_cases import Norm
@@ -33,8 +36,9 @@ def build(
 ) -> Path:
     """Compiles a driver; `set_flags` are those of the sources named, as CMake gives them."""
     names = (
-        *("coarse", "coarse_plane", "coarse_run", "kernels_portable", "lora", "matmul", "mlp"),
-        *("mlp_lora", "pack", "pages", "summary_avx2", "summary_avx512", "summary_portable"),
+        *("coarse", "coarse_plane", "coarse_run", "experts", "kernels_portable", "lora", "matmul"),
+        *("mlp", "mlp_lora", "pack", "pages", "routing"),
+        *("summary_avx2", "summary_avx512", "summary_portable"),
     )
     sources = [CSRC / f"{name}.cpp" for name in (*CORE, *names)]
     sources.append(Path(__file__).with_name(f"{driver}.cpp"))
@@ -43,7 +47,7 @@ def build(
     for source in sources:
         objects.append(str(folder / f"{source.stem}.o"))
         own = set_flags.get(source.stem, "").split()
-        if source.stem.startswith("summary_"):
+        if source.stem.startswith(("routing", "summary_")):
             own.append("-ffp-contract=off")
         _run([compiler, *flags, *own, *INCLUDES, "-c", str(source), "-o", objects[-1]])
     executable = folder / driver
@@ -60,7 +64,7 @@ def run(command: list[str], isa: str, cases: list[MatMulCase]) -> list[Floats]:
     """Runs all cases in one process; each output is [rows, N]."""
     shapes = [(len(case.rows()), case.n) for case in cases]
     products = [(case, None) for case in cases]
-    return _run_driver([*command, isa], (len(cases), 0, 0), products, shapes)
+    return _run_driver([*command, isa], (len(cases), 0, 0, 0), products, shapes)
 
 
 def run_normalized(
@@ -68,14 +72,14 @@ def run_normalized(
 ) -> list[Floats]:
     """Runs all cases in one process; of each the output [rows, N], then the residual [rows, K]."""
     shapes = [shape for case, _ in cases for shape in ((len(case.x), case.n), case.x.shape)]
-    return _run_driver([*command, isa], (len(cases), 0, 0), cases, shapes)
+    return _run_driver([*command, isa], (len(cases), 0, 0, 0), cases, shapes)
 
 
 def run_layers(command: list[str], isas: list[str], cases: list[MlpCase]) -> list[Floats]:
     """Runs all layers in one process; each output is [rows, N]."""
     shapes = [(len(case.x), case.down.n) for case in cases]
     products = [(of, None) for case in cases for of in _parts(case)]
-    return _run_driver([*command, *isas], (0, len(cases), 0), products, shapes)
+    return _run_driver([*command, *isas], (0, len(cases), 0, 0), products, shapes)
 
 
 def run_normalized_layers(
@@ -87,7 +91,7 @@ def run_normalized_layers(
     for case, norm in cases:
         first, second = _parts(case)
         products += [(first, norm), (second, None)]
-    return _run_driver([*command, *isas], (0, len(cases), 0), products, shapes)
+    return _run_driver([*command, *isas], (0, len(cases), 0, 0), products, shapes)
 
 
 def run_coarse(
@@ -97,7 +101,7 @@ def run_coarse(
     at_once: bool = False,
 ) -> list[list[Floats]]:
     """Runs cases and what their calls ask in one process; of each case each call's [rows, N]."""
-    parts, shapes = [struct.pack("3q", 0, 0, len(cases))], []
+    parts, shapes = [struct.pack("4q", 0, 0, len(cases), 0)], []
     for case, calls in cases:
         parts += [_serialize(case), struct.pack("q", len(calls))]
         for exact, *optional in calls:
@@ -111,17 +115,28 @@ def run_coarse(
     return [[next(found) for _ in calls] for _, calls in cases]
 
 
+def run_experts(command: list[str], isas: list[str], cases: list[ExpertsCase]) -> list[Floats]:
+    """Runs all layers of experts in one process; each output is [rows, N]."""
+    parts, shapes = [struct.pack("4q", 0, 0, 0, len(cases))], []
+    for case in cases:
+        parts += [_serialize(of) for of in joined(case)]
+        parts.append(struct.pack("3q", len(case.experts), case.top_k, case.normalize))
+        parts.append(case.logits.tobytes())
+        shapes.append((len(case.x), case.experts[0].down.n))
+    return _run_bytes([*command, *isas], b"".join(parts), shapes)
+
+
 def _parts(case: MlpCase) -> tuple[MatMulCase, MatMulCase]:
     return case.gate_up, case.down.replace(x=case.down.x[:0])
 
 
 def _run_driver(
     command: list[str],
-    counts: tuple[int, int, int],
+    counts: tuple[int, int, int, int],
     products: Sequence[tuple[MatMulCase, Norm | None]],
     shapes: list[tuple[int, ...]],
 ) -> list[Floats]:
-    parts = [struct.pack("3q", *counts), *(_serialize(case, norm) for case, norm in products)]
+    parts = [struct.pack("4q", *counts), *(_serialize(case, norm) for case, norm in products)]
     return _run_bytes(command, b"".join(parts), shapes)
 
 

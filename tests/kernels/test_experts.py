@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.kernels import experts_cases, matmul_cases
+from tests.kernels import experts_cases, matmul_cases, mlp_cases
 from tests.kernels.experts_cases import ExpertsCase
+from tests.kernels.mlp_cases import MlpCase
 from tests.kernels.test_mlp import Sets, available_sets, use
 from tests.tiers import every
 
@@ -57,9 +58,9 @@ def test_it_is_what_it_says(library_path: Path, available_sets: Sets) -> None:
     weights, chosen = experts_cases.softmax_weights(case), experts_cases.route(case)[0]
     wanted = np.zeros((40, 64))
     for number, expert in enumerate(case.experts):
-        of = experts_cases.MlpCase(expert.gate_up.replace(x=case.x), expert.down)
+        of = MlpCase(expert.gate_up.replace(x=case.x), expert.down)
         share = np.where(chosen == number, weights, 0).sum(1, keepdims=True)
-        wanted += share * experts_cases.mlp_cases.expected(of)
+        wanted += share * mlp_cases.expected(of)
     error = np.abs(experts_cases.run(library_path, case) - wanted).max(1) / np.abs(wanted).max(1)
     assert error.max() < 0.1
     assert np.median(error) < 2e-3

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from onnxport.providers.cpu.library import find_library, load_library
-from tests.kernels import coarse_cases, matmul_cases, matmul_standalone, mlp_cases, norm_cases
+from tests.kernels import (
+    coarse_cases,
+    experts_cases,
+    matmul_cases,
+    matmul_standalone,
+    mlp_cases,
+    norm_cases,
+)
 from tests.kernels.mlp_cases import MlpCase
 from tests.kernels.test_neon import COMPILER, EMULATOR, ON_ARM
 
@@ -81,6 +88,16 @@ def test_feed_forward_layers(driver: Path, isa: str) -> None:
     everything, *rest = found[len(cases) :]
     for part, rows in zip(parts, rest, strict=True):
         assert rows.tobytes() == everything[part].tobytes()
+
+
+@pytest.mark.parametrize("isa", ["dotprod", "i8mm"])
+def test_layers_of_experts(driver: Path, isa: str) -> None:
+    for seed in range(NUM_CASES // 5):
+        case = experts_cases.random_case(seed * 5).replace(half=False)
+        layers = experts_cases.layers_of(case)
+        outputs = matmul_standalone.run_layers(command(driver), [isa], layers)
+        (found,) = matmul_standalone.run_experts(command(driver), [isa], [case])
+        assert found.tobytes() == experts_cases.add_up(case, outputs).tobytes()
 
 
 @pytest.mark.parametrize("isa", ["dotprod", "i8mm"])

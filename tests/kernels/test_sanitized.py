@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from onnxport.providers.cpu.library import matmul_isa
-from tests.kernels import coarse_cases, matmul_standalone, mlp_cases, norm_cases, standalone
+from tests.kernels import (
+    coarse_cases,
+    experts_cases,
+    matmul_standalone,
+    mlp_cases,
+    norm_cases,
+    standalone,
+)
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
 from tests.kernels.test_emulated import is_emulated
@@ -79,6 +86,13 @@ def test_feed_forward_threads_sanitized(tmp_path: Path) -> None:
     )
     for (case, norm), residual in zip(normed, with_norms[1::2], strict=True):
         assert residual.tobytes() == (case.x + norm.skip).tobytes()
+
+    experts = [experts_cases.random_case(s).replace(half=False) for s in range(NUM_CASES // 8)]
+    found_sums = matmul_standalone.run_experts([str(driver)], ["avx2", "portable"], experts)
+    for of, found in zip(experts, found_sums, strict=True):
+        layers = experts_cases.layers_of(of)
+        outputs = matmul_standalone.run_layers([str(driver)], ["avx2", "portable"], layers)
+        assert found.tobytes() == experts_cases.add_up(of, outputs).tobytes()
 
     coarse = [
         coarse_cases.with_calls(coarse_cases.gaussian_case(s, 1500, 128, 2), s) for s in (1, 2)
