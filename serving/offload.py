@@ -348,10 +348,13 @@ def are_finite(blocks: NDArray[np.generic]) -> NDArray[np.bool_]:
     By the bits: NumPy takes ten times as long to ask float16 or bfloat16.
     """
     numbers = blocks.reshape(len(blocks), -1)
+    found: NDArray[np.bool_]
     if numbers.dtype.itemsize != 2:
-        return np.isfinite(numbers).all(axis=1)
-    infinity = np.array(np.inf, numbers.dtype).view(np.uint16) << 1  # without the sign
-    return (numbers.view(np.uint16) << 1).max(axis=1) < infinity
+        found = np.isfinite(numbers).all(axis=1)
+    else:
+        infinity = np.array(np.inf, numbers.dtype).view(np.uint16) << 1  # without the sign
+        found = (numbers.view(np.uint16) << 1).max(axis=1) < infinity
+    return found
 
 
 def element_type(name: str) -> DTypeLike:
