@@ -129,7 +129,13 @@ class AdapterSlots:
             for key, delta in adapter.deltas.items():
                 _check_finite(key, delta, self._dtype)
             return {key: self._integers(key, delta) for key, delta in adapter.deltas.items()}
-        deltas = converted(adapter, self._weights.dtype)
+        try:
+            deltas = converted(adapter, self._weights.dtype)
+        except AdapterError as error:  # which advises another type for the model
+            raise AdapterError(
+                "the LoRA adapter does not fit: it holds numbers that are too large for "
+                f"{self._dtype}; keep adapters in another type"
+            ) from error
         return {key: _Rows(delta.a, in_floats(delta.b.T)) for key, delta in deltas.items()}
 
     def _integers(self, key: Key, delta: LoraDelta) -> _Rows:

@@ -19,6 +19,7 @@ from onnxport.graphs import contract
 from onnxport.graphs.logit_selection import (
     COPY,
     COUNT,
+    SUMS,
     TOKENS,
     VALUES,
     copy_graph,
@@ -143,15 +144,18 @@ class DeviceLogits:
             return None
         values = np.empty((rows, count), np.float32)
         tokens = np.empty((rows, count), np.int64)
+        sums = np.empty(rows, np.float32)
         binding = self._bound(self._largest, rows)
         binding.bind_cpu_input(COUNT, np.array([count], np.int64))
-        for name, array in ((VALUES, values), (TOKENS, tokens)):
+        for name, array in ((VALUES, values), (TOKENS, tokens), (SUMS, sums)):
             kind, shape, address = array.dtype.type, array.shape, array.ctypes.data
             binding.bind_output(name, "cpu", 0, kind, shape, address)
         self._largest.run_with_iobinding(binding)
-        # Not a number comes first where there is one. More may equal the last, and so be needed.
+        if np.isnan(sums).any() or not np.isfinite(values[:, 0]).all():
+            return None
+        # More may equal the last, and so be needed.
         last = values[np.arange(rows), needed - 1]
-        if not (np.isfinite(values[:, 0]) & (last > values[:, -1]) & (last > LEAST)).all():
+        if not ((last > values[:, -1]) & (last > LEAST)).all():
             return None
         return self._spread(values, tokens, inputs)
 

@@ -242,6 +242,15 @@ def test_what_int4_has_no_scale_for(spec: ArchSpec) -> None:
     assert not any(array.any() for array in placed.values())
 
 
+def test_what_float16_cannot_hold(spec: ArchSpec) -> None:
+    found, placed = slots(spec, "float16")
+    adapter = make_adapter(spec, 2)
+    adapter.deltas[1, "q_proj"].b[3] = 1e5
+    with pytest.raises(AdapterError, match="too large for float16; keep adapters in another type"):
+        found.put(1, adapter)
+    assert not any(array.any() for array in placed.values())
+
+
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e37])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", INTEGERS)

@@ -108,6 +108,8 @@ def test_the_largest_of_each_row_are_exact_and_all_others_less() -> None:
         (inputs_of([1, 1], races=[0.0, 0.7]), []),
         (inputs_of([1, COUNTS[-1]]), []),
         (inputs_of([1, 1]), [(0, 5, np.nan)]),
+        (inputs_of([1, 1]), [(0, VOCAB - 1, np.nan)]),
+        (inputs_of([1, 64]), [(1, VOCAB // 2, -np.float32(np.nan))]),
         (inputs_of([1, 1]), [(1, 5, np.inf)]),
         (inputs_of([1, 1]), [(1, slice(None), -np.inf)]),
         (inputs_of([1, 1]), [(1, slice(20, 40), 50.0)]),  # more are the largest than are selected
@@ -120,6 +122,8 @@ def test_the_largest_of_each_row_are_exact_and_all_others_less() -> None:
         "race",
         "many",
         "nan",
+        "nan-at-the-end",
+        "nan-of-many",
         "inf",
         "no-finite",
         "ties",

@@ -1,12 +1,19 @@
 """Blocks that leave the pool and come back: swapping, host memory, disk; the same tokens always."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from onnxport.providers.base import Capabilities
 from onnxport.providers.null import NullModel
 from onnxport.serving.engine import Engine
+from onnxport.serving.offload import are_finite
 from onnxport.serving.params import SamplingParams
 from tests.serving.helpers import (
     Clock,
@@ -123,6 +130,46 @@ def test_a_prefix_comes_back_from_host_memory() -> None:
     assert stats.num_blocks_loaded >= 16
     assert stats.num_blocks_saved >= 16
     assert stats.num_tier_errors == 0
+
+
+class Faulty(NullModel):
+    """Has K/V in floats, and where one token's were is NaN."""
+
+    token = PREFIX[9]
+
+    @property
+    def capabilities(self) -> Capabilities:
+        limits = super().capabilities
+        return replace(limits, kv_format=replace(limits.kv_format, dtype="float32"))
+
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.generic]:
+        content = super().read_blocks(blocks).astype(np.float32)
+        return np.where(content == self.token, np.float32(np.nan), content)
+
+    def write_blocks(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
+        super().write_blocks(blocks, content.astype(np.int64))
+
+
+def test_what_is_no_number_is_not_kept() -> None:
+    engine = null_engine(
+        num_blocks=24,
+        kv_host_memory=MIB,
+        preemption="recompute",
+        max_num_batched_tokens=64,
+        model_type=Faulty,
+    )
+    ask(engine, "a", 1)
+    fill(engine)
+    assert ask(engine, "b", 2) == 8  # the blocks before it
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_blocks_are_finite_where_all_their_numbers_are(dtype: Any) -> None:
+    blocks = np.ones((5, 2, 3, 4), dtype)
+    blocks[4] = ml_dtypes.finfo(dtype).min
+    assert are_finite(blocks).all()
+    blocks[:4, 1, 2, 3] = [np.nan, -np.nan, np.inf, -np.inf]
+    assert are_finite(blocks).tolist() == [False] * 4 + [True]
 
 
 def test_what_one_request_needs_is_not_overwritten_by_what_the_next_one_loads() -> None:
