@@ -51,7 +51,12 @@ class CacheReport:
 
 
 def compare_caches(
-    load: Load, options: LoadOptions, features: Features | None, token_ids: list[int]
+    load: Load,
+    options: LoadOptions,
+    features: Features | None,
+    token_ids: list[int],
+    *,
+    has_experts: bool,
 ) -> tuple[CacheReport, ...]:
     """Load a provider with each type of cache that it has, the reference first.
 
@@ -60,6 +65,7 @@ def compare_caches(
         options: what else is asked for; products in float32, so that caches alone differ.
         features: of the provider.
         token_ids: of the golden file; the sequence is made of them.
+        has_experts: see `choose_tolerance`.
 
     Returns:
         A report for each type; none where there is no other than float32, or not even that
@@ -93,7 +99,9 @@ def compare_caches(
                     bytes_per_token=_token_bytes(model),
                     share_of_float32=_token_bytes(model) / whole,
                     error=compare(expected, _logits(model, token_ids)),
-                    tolerance=choose_tolerance(model.capabilities, coarse=False),
+                    tolerance=choose_tolerance(
+                        model.capabilities, coarse=False, has_experts=has_experts
+                    ),
                 )
             )
     return tuple(reports)

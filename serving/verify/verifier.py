@@ -92,6 +92,7 @@ class Verifier:
             ArtifactError: the golden file is missing or is not one.
         """
         self._artifact = artifact
+        self._has_experts = artifact.manifest.model.experts is not None
         self._golden = read_golden(artifact)
         self._token_ids = self._golden.token_ids.tolist()
         self._checks = checks
@@ -145,7 +146,13 @@ class Verifier:
             passed = all(one.report.passed for one in found)
             if self._checks.caches and passed and self._options.kv_cache_dtype == "auto":
                 load = partial(_loaded, provider, self._artifact)
-                caches = compare_caches(load, modes[0].options, features, self._token_ids)
+                caches = compare_caches(
+                    load,
+                    modes[0].options,
+                    features,
+                    self._token_ids,
+                    has_experts=self._has_experts,
+                )
         except OnnxportError as error:
             reason = str(error)
         except Exception as error:  # a vendor's library, or our own bug: the others still run
@@ -168,7 +175,9 @@ class Verifier:
     def _run(self, name: str, model: Model, mode: Mode, first: bool) -> Checked:
         """Compare logits, and tokens if those are right."""
         capabilities = model.capabilities
-        tolerance = choose_tolerance(capabilities, coarse=mode.coarse)
+        tolerance = choose_tolerance(
+            capabilities, coarse=mode.coarse, has_experts=self._has_experts
+        )
         logits = _compare_logits(model, self._golden, self._token_ids)
         report = ModeReport(
             tolerance=tolerance,

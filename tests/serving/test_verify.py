@@ -18,6 +18,7 @@ from onnxport.serving.verify.comparison import (
     COARSE_CACHE,
     EXACT,
     HALF,
+    HALF_OF_EXPERTS,
     choose_tolerance,
     compare,
     measured_error,
@@ -84,22 +85,25 @@ def test_steps_of_any_size_give_the_same_rows(first: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("types", "coarse", "tolerance"),
+    ("types", "coarse", "tolerance", "of_experts"),
     [
-        (("float32", "float32"), False, EXACT),
-        (("float32", "float32"), True, COARSE),
-        (("float32", "float16"), False, HALF),
-        (("bfloat16", "float32"), False, HALF),
-        (("bfloat16", "int8"), False, COARSE_CACHE),
+        (("float32", "float32"), False, EXACT, EXACT),
+        (("float32", "float32"), True, COARSE, COARSE),
+        (("float32", "float16"), False, HALF, HALF_OF_EXPERTS),
+        (("bfloat16", "float32"), False, HALF, HALF_OF_EXPERTS),
+        (("bfloat16", "int8"), False, COARSE_CACHE, COARSE_CACHE),
     ],
 )
 def test_the_tolerance_follows_from_the_types(
-    types: tuple[str, str], coarse: bool, tolerance: Any
+    types: tuple[str, str], coarse: bool, tolerance: Any, of_experts: Any
 ) -> None:
     capabilities = replace(
         WrongModel().capabilities, compute_dtype=types[0], kv_cache_dtype=types[1]
     )
-    assert choose_tolerance(capabilities, coarse=coarse) is tolerance
+    found = [
+        choose_tolerance(capabilities, coarse=coarse, has_experts=one) for one in (False, True)
+    ]
+    assert found == [tolerance, of_experts]
 
 
 def test_a_golden_file_of_another_model_is_refused(tmp_path: Path) -> None:

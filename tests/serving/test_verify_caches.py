@@ -70,7 +70,7 @@ class Loader:
 
 
 def compared(loader: Loader, features: Features | None = KINDS) -> Any:
-    return compare_caches(loader, LoadOptions(), features, GOLDEN.tolist())
+    return compare_caches(loader, LoadOptions(), features, GOLDEN.tolist(), has_experts=False)
 
 
 def test_each_type_against_float32() -> None:
@@ -129,9 +129,10 @@ def test_a_type_that_no_float32_cache_goes_with_is_not_compared() -> None:
     loader = Loader({"float32": 0.0, "float16": 0.0})
     features = Features.one_type(("native",), ("float16", "float32"))
     options, tokens = LoadOptions(dtype="float16"), GOLDEN.tolist()
-    assert compare_caches(loader, options, features, tokens) == ()
+    assert compare_caches(loader, options, features, tokens, has_experts=False) == ()
     assert loader.loaded == []
-    assert len(compare_caches(loader, replace(options, dtype="float32"), features, tokens)) == 2
+    options = replace(options, dtype="float32")
+    assert len(compare_caches(loader, options, features, tokens, has_experts=False)) == 2
 
 
 def test_a_short_context_is_used_whole() -> None:

@@ -98,7 +98,7 @@ def fake_artifact(folder: Path, precision: str = "fp32") -> Any:
         logits=logits,
     )
     manifest = SimpleNamespace(
-        model=SimpleNamespace(vocab_size=VOCAB),
+        model=SimpleNamespace(vocab_size=VOCAB, experts=None),
         source=SimpleNamespace(name="nothing"),
         family="null",
         precision=precision,
