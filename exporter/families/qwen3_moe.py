@@ -20,8 +20,6 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         raise CheckpointError(f"{config.path}: decoder_sparse_step is {step}; it must be above 0.")
     dense = config.get("mlp_only_layers", list, [])
     layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(spec.num_layers))
-    if not any(layers):
-        return spec
     experts = experts_spec(
         config,
         count=config.get("num_experts", int, config.get("num_local_experts", int, 128)),
@@ -30,7 +28,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         normalized=config.get("norm_topk_prob", bool, False),
         layers=None if all(layers) else layers,
     )
-    return replace(spec, experts=experts)
+    return replace(spec, experts=experts) if any(layers) else spec
 
 
 FAMILY: Final = Family(name="qwen3_moe", architecture="Qwen3MoeForCausalLM", spec=read_spec)
