@@ -47,6 +47,7 @@ class Features:
     caches_beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # matmul_accuracy_level -> the type that all activations have then; others leave it open.
     level_dtypes: Mapping[int, str] = field(default_factory=dict)
+    has_experts: bool = False  # experts of a layer compute the tokens that they are given alone
 
     @classmethod
     def one_type(cls, attention: tuple[Attention, ...], dtypes: tuple[str, ...]) -> Features:

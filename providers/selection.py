@@ -75,7 +75,28 @@ class _Selection:
                 self._refuse(name, ProviderError(lacks))
             else:
                 probes[name] = probe
+        exact = self._options.matmul_accuracy_level is not None  # or may be; then all compute alike
+        if self._artifact.manifest.model.experts is not None and not exact:
+            probes = self._without_idle_experts(probes)
         return dict(sorted(probes.items(), key=lambda item: _runs_on_the_processor(item[1])))
+
+    def _without_idle_experts(self, probes: dict[str, Probe]) -> dict[str, Probe]:
+        """Leave out who computes all experts for each token on a processor where another does not.
+
+        It is several times the work, and to compile such graphs takes minutes.
+        """
+        here = {name for name, probe in probes.items() if _runs_on_the_processor(probe)}
+        able = {name for name in here if _has_experts(probes[name])}
+        left_out = here - able if able else set()
+        for name in sorted(left_out):
+            self._refuse(
+                name,
+                ProviderError(
+                    f"it computes all experts for each token, and {', '.join(sorted(able))} on the "
+                    "same processor those that it is given to; name this one to have it"
+                ),
+            )
+        return {name: probe for name, probe in probes.items() if name not in left_out}
 
     def first(
         self, providers: Mapping[str, Provider], figures: Mapping[str, Figures] | None = None
@@ -178,6 +199,10 @@ class _Selection:
 def _runs_on_the_processor(probe: Probe) -> bool:
     """Whether the device that is used is the processor, itself or as a GPU in software."""
     return not probe.devices or probe.devices[0].kind == "cpu"
+
+
+def _has_experts(probe: Probe) -> bool:
+    return probe.features is not None and probe.features.has_experts
 
 
 def _lacks(features: Features | None, options: LoadOptions) -> str:

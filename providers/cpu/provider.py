@@ -78,6 +78,7 @@ class CpuProvider:
             attention=("custom", "decomposed") if has_kernel else ("decomposed",),
             dtypes=(COMPUTE_DTYPE,),
             kv_cache_dtypes=supported_dtypes(custom=has_kernel),
+            has_experts=True,
         )
         versions = {
             "onnxruntime": ort.__version__,

@@ -108,6 +108,7 @@ def test_the_json_has_it_all(
             "kv_cache_dtypes": ["float16", "int8"],
             "caches_beside": {},
             "level_dtypes": {},
+            "has_experts": False,
         },
     }
     missing = {

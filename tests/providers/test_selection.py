@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxport.errors import CapacityError, DeviceLostError, OnnxportError, ProviderError
+from onnxport.graphs.spec import ExpertsSpec
 from onnxport.graphs.tensors import WEIGHTS_FILE
 from onnxport.providers import registry
 from onnxport.providers.base import Device, DeviceKind, Features, LoadOptions, Probe, StepInputs
@@ -22,10 +23,16 @@ from onnxport.providers.selection import choose
 from tests.providers.conftest import ArtifactMaker
 
 WEIGHTS = SimpleNamespace(size=1 << 20)
-ARTIFACT: Any = SimpleNamespace(
-    path=Path("model"),
-    manifest=SimpleNamespace(fingerprint="f" * 64, files={WEIGHTS_FILE: WEIGHTS}),
-)
+
+
+def artifact(experts: ExpertsSpec | None) -> Any:
+    model = SimpleNamespace(experts=experts)
+    files = {WEIGHTS_FILE: WEIGHTS}
+    manifest = SimpleNamespace(fingerprint="f" * 64, files=files, model=model)
+    return SimpleNamespace(path=Path("model"), manifest=manifest)
+
+
+ARTIFACT = artifact(None)
 FEATURES = Features(("native",), ("float32",), ("float32",))
 
 
@@ -164,6 +171,33 @@ def test_who_lacks_what_is_asked_for_is_not_loaded(
     assert not providers["a"].loaded
     ((name, value),) = options.items()
     assert f"provider a was not chosen: {name} is '{value}', but it has " in said()
+
+
+def test_of_those_on_a_processor_one_with_experts_is_taken(
+    machine: Machine, fake: Maker, said: Callable[[], str], tmp_path: Path
+) -> None:
+    able = replace(FEATURES, has_experts=True)
+    providers = {
+        "a": fake(),
+        "cpu": fake(features=able, run_s=0.5),
+        "c": fake(features=None),
+        "gpu": fake(kind="gpu", run_s=2.0),
+    }
+    mixed = artifact(ExpertsSpec(count=8, per_token=2, size=48, normalized=True))
+    model = choose(mixed, providers, LoadOptions(), tmp_path, machine.clock)
+    assert model in providers["cpu"].loaded
+    assert providers["gpu"].loaded, "it is tried all the same"
+    assert not providers["a"].loaded
+    assert not providers["c"].loaded
+    model.close()
+    text = said()
+    for name in ("a", "c"):
+        assert f"provider {name} was not chosen: it computes all experts for each token" in text
+    del providers["cpu"]  # then they are what there is
+    choose(mixed, providers, LoadOptions(), None, machine.clock).close()
+    del providers["gpu"]
+    choose(mixed, providers, LoadOptions(), None, machine.clock).close()
+    assert providers["a"].loaded
 
 
 def test_all_reasons_are_reported(machine: Machine, fake: Maker, tmp_path: Path) -> None:
