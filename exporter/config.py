@@ -305,10 +305,28 @@ def experts_spec(
     normalized: bool,
     layers: tuple[bool, ...] | None = None,
 ) -> ExpertsSpec:
-    """The experts of feed-forward layers; see `ExpertsSpec`.
+    """Read the keys of experts that every family here shares, and join them with what differs.
 
-    Raises CheckpointError where the sizes contradict each other.
+    Args:
+        config: The model's configuration.
+        count: `num_experts`, or `num_local_experts`, where both are absent.
+        per_token: `num_experts_per_tok` where absent.
+        size: See `ExpertsSpec`, as the next ones are.
+        normalized: likewise.
+        layers: likewise.
+
+    Raises:
+        CheckpointError: A key is of a wrong type, or contradicts another.
     """
+    names = ("num_experts", "num_local_experts")
+    given = {config.require(key, int) for key in names if config.has(key)}
+    if len(given) > 1:
+        raise CheckpointError(
+            f"{config.path}: {' and '.join(names)} are {sorted(given)}, and both are the number of a "
+            "layer's experts; remove the wrong one."
+        )
+    count = next(iter(given), count)
+    per_token = config.get("num_experts_per_tok", int, per_token)
     try:
         return ExpertsSpec(
             count=count, per_token=per_token, size=size, normalized=normalized, layers=layers

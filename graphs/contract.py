@@ -98,5 +98,6 @@ def present_value(layer: int) -> str:
     return f"present.{layer}.value"
 
 
-# What MatMulNBits may bring its activations to, by its attribute accuracy_level.
+# What MatMulNBits and QMoE may bring their activations to, by their attribute accuracy_level.
 ACCURACY_LEVELS: Final = {0: "unset", 1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}
+INT8_LEVEL: Final = 4

@@ -10,6 +10,7 @@ from typing import Final
 
 from onnxport.errors import CapacityError, OnnxportError, ProviderError
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
+from onnxport.graphs.contract import INT8_LEVEL
 from onnxport.providers.base import Features, LoadOptions, Model, Probe, Provider
 from onnxport.providers.trial import Clock, Figures, measure
 from onnxport.providers.trial_store import TrialStore, trial_key
@@ -75,8 +76,9 @@ class _Selection:
                 self._refuse(name, ProviderError(lacks))
             else:
                 probes[name] = probe
-        exact = self._options.matmul_accuracy_level is not None  # or may be; then all compute alike
-        if self._artifact.manifest.model.experts is not None and not exact:
+        # At other levels `cpu` has quantized experts compute for every token, too.
+        rounds = self._options.matmul_accuracy_level in (None, INT8_LEVEL)
+        if self._artifact.manifest.model.experts is not None and rounds:
             probes = self._without_idle_experts(probes)
         return dict(sorted(probes.items(), key=lambda item: _runs_on_the_processor(item[1])))
 

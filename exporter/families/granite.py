@@ -29,8 +29,8 @@ def read_spec_with_experts(config: Config, context_length: int | None) -> ArchSp
     spec = _multiplied(config, family="granitemoe", context_length=context_length)
     experts = experts_spec(
         config,
-        count=config.get("num_local_experts", int, config.get("num_experts", int, 8)),
-        per_token=config.get("num_experts_per_tok", int, 2),
+        count=8,
+        per_token=2,
         size=spec.intermediate_size,
         normalized=True,
     )

@@ -22,8 +22,8 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     )
     experts = experts_spec(
         config,
-        count=config.get("num_local_experts", int, config.get("num_experts", int, 8)),
-        per_token=config.get("num_experts_per_tok", int, 2),
+        count=8,
+        per_token=2,
         size=spec.intermediate_size,
         normalized=True,
     )

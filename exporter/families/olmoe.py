@@ -23,8 +23,8 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     )
     experts = experts_spec(
         config,
-        count=config.get("num_experts", int, config.get("num_local_experts", int, 64)),
-        per_token=config.get("num_experts_per_tok", int, 8),
+        count=64,
+        per_token=8,
         size=spec.intermediate_size,
         normalized=config.get("norm_topk_prob", bool, False),
     )

@@ -22,8 +22,8 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(spec.num_layers))
     experts = experts_spec(
         config,
-        count=config.get("num_experts", int, config.get("num_local_experts", int, 128)),
-        per_token=config.get("num_experts_per_tok", int, 8),
+        count=128,
+        per_token=8,
         size=config.get("moe_intermediate_size", int, 768),
         normalized=config.get("norm_topk_prob", bool, False),
         layers=None if all(layers) else layers,

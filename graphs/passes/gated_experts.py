@@ -16,7 +16,7 @@ from onnx import TensorProto
 from onnxport.graphs import contract
 from onnxport.graphs.inspect import attribute_int, initializers
 from onnxport.graphs.passes.gated_silu import DOMAIN, OPSET
-from onnxport.graphs.passes.int8_matmul import BITS, BLOCK_SIZES, INT8_LEVEL
+from onnxport.graphs.passes.int8_matmul import BITS, BLOCK_SIZES
 from onnxport.graphs.passes.result import PassResult, copy_model
 from onnxport.graphs.passes.split_experts import EXPERTS_INPUTS, QMOE, is_swiglu
 
@@ -51,7 +51,7 @@ def _fits(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> bool:
     types = [tensors[name].data_type for name in _weights(node) if name in tensors]
     return (
         types == [TensorProto.UINT8, TensorProto.FLOAT] * 2
-        and attribute_int(node, "accuracy_level", 0) == INT8_LEVEL
+        and attribute_int(node, "accuracy_level", 0) == contract.INT8_LEVEL
         and attribute_int(node, "expert_weight_bits", 4) in BITS
         and attribute_int(node, "block_size", 0) in BLOCK_SIZES
     )

@@ -20,7 +20,6 @@ from onnxport.graphs.passes.gated_silu import DOMAIN, OPSET
 from onnxport.graphs.passes.result import PassResult, copy_model
 
 MATMUL_NBITS: Final = "MatMulNBits"  # [..., K] -> [..., N]
-INT8_LEVEL: Final = 4  # accuracy_level, see graphs.passes.accuracy
 BITS: Final = (4, 8)
 BLOCK_SIZES: Final = (16, 32, 64, 128, 256)
 _DEFAULTS: Final = {"K": 0, "N": 0, "bits": 4, "block_size": 0}  # the schema requires all but bits
@@ -67,7 +66,7 @@ def _fits(node: onnx.NodeProto, constants: Mapping[str, int]) -> bool:
         and not any(inputs[3:])
         and constants.get(inputs[1]) == TensorProto.UINT8
         and constants.get(inputs[2]) == TensorProto.FLOAT
-        and attribute_int(node, "accuracy_level", 0) == INT8_LEVEL
+        and attribute_int(node, "accuracy_level", 0) == contract.INT8_LEVEL
         and attribute_int(node, "bits", 4) in BITS
         and attribute_int(node, "block_size", 0) in BLOCK_SIZES
         and attribute_int(node, "weight_prepacked", 0) == 0

@@ -10,6 +10,7 @@ import onnx
 from numpy.typing import NDArray
 
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.contract import INT8_LEVEL
 from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.coarse_head import coarse_head_bytes, use_coarse_head
@@ -18,7 +19,7 @@ from onnxport.graphs.passes.gated_gelu import fuse_gated_gelu
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.input_norm import fuse_input_norm
-from onnxport.graphs.passes.int8_matmul import INT8_LEVEL, use_int8_matmul
+from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
 from onnxport.graphs.passes.logits_summaries import summarize_logits
 from onnxport.graphs.passes.native import NativeLimits, keep_native

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
-from onnxport.graphs.passes.int8_matmul import INT8_LEVEL
+from onnxport.graphs.contract import INT8_LEVEL
 from onnxport.providers import memory
 from onnxport.providers.base import Features, LoadOptions
 from onnxport.providers.host_options import refuse_device_options

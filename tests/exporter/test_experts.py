@@ -59,6 +59,11 @@ def test_either_name_of_their_number_is_read(tmp_path: Path, key: str) -> None:
         assert spec.experts.count == 12
 
 
+def test_two_numbers_of_experts_are_one_too_many(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"num_local_experts are \[4, 12\]"):
+        spec_of(tmp_path, "mixtral", num_experts=12, num_local_experts=4)
+
+
 def test_a_token_cannot_be_given_to_more_experts_than_there_are(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="given to 9 experts, of 4"):
         spec_of(tmp_path, "mixtral", num_experts_per_tok=9)

@@ -82,9 +82,25 @@ class ToolSyntax:
         """Return special tokens that are in a text for its calls alone; see `parser`."""
         return tuple(self.special) if functions and skip_special_tokens else ()
 
-    def form(self, tools: Sequence[Mapping[str, Any]], **how: Any) -> StructuredOutputs:
+    def form(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        several: bool,
+        forced: bool,
+        alone: bool = False,
+        name: str | None,
+    ) -> StructuredOutputs:
         """Return the form of a text that calls tools; see `forced.calls`."""
-        return calls(tools, self.format, self.special, **how)
+        return calls(
+            tools,
+            self.format,
+            self.special,
+            several=several,
+            forced=forced,
+            alone=alone,
+            name=name,
+        )
 
 
 def _chosen(name: str, template: ChatTemplate) -> ToolFormat:
