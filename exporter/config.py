@@ -322,8 +322,8 @@ def experts_spec(
     given = {config.require(key, int) for key in names if config.has(key)}
     if len(given) > 1:
         raise CheckpointError(
-            f"{config.path}: {' and '.join(names)} are {sorted(given)}, and both are the number of a "
-            "layer's experts; remove the wrong one."
+            f"{config.path}: {' and '.join(names)} are {sorted(given)}, and both say how many "
+            "experts a layer has; remove the wrong one."
         )
     count = next(iter(given), count)
     per_token = config.get("num_experts_per_tok", int, per_token)

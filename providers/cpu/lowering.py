@@ -70,7 +70,9 @@ def lower(
         summaries: whether these can summarize their outputs.
     """
     cache_dtype, layout = cache
-    step = split_experts(graph, lambda node: _is_exact(node, options.matmul_accuracy_level))
+    has_kernel = int8 and layout != "plain"
+    level = options.matmul_accuracy_level
+    step = split_experts(graph, lambda node: not _is_run_whole(node, level, has_kernel=has_kernel))
     yield step
     stored = step.model
     step = retype(stored, artifact.read_tensor)
@@ -117,14 +119,16 @@ def lower(
         yield decompose(step.model)
 
 
-def _is_exact(node: onnx.NodeProto, level: int | None) -> bool:
-    """Whether quantized experts are to be computed with float32 activations.
+def _is_run_whole(node: onnx.NodeProto, level: int | None, *, has_kernel: bool) -> bool:
+    """Whether an operator computes experts: ONNX Runtime's for floats, ours with int8 activations.
 
-    ONNX Runtime's kernel for 4 bits rounds a row's results in another way where there are other
-    rows, and that for 8 bits rounds activations to int8 all the same.
+    ONNX Runtime's kernels of quantized ones give a row other bits where there are other rows (4
+    bits), or round activations to int8 at any level (8 bits).
     """
+    if node.op_type != QMOE:
+        return True
     level = attribute_int(node, "accuracy_level", 0) if level is None else level
-    return node.op_type == QMOE and level != INT8_LEVEL
+    return has_kernel and level == INT8_LEVEL
 
 
 def converted(steps: Sequence[PassResult]) -> dict[str, NDArray[Any]]:

@@ -12,7 +12,7 @@ import pytest
 from onnxport.providers import registry
 from onnxport.providers.base import Model
 from tests.conformance.lanes import Found, Lane, all_lanes
-from tests.conformance.make import CASES, DIAGONAL, ONCE, artifact_path, make_artifact
+from tests.conformance.make import CASES, ONCE, SOFTWARE, artifact_path, make_artifact
 from tests.conformance.reference import Reference
 from tests.conformance.rules import Rule, rule_of, with_experts
 
@@ -94,7 +94,7 @@ def combinations(lane: Lane) -> Iterator[Combination]:
             continue
         if is_copy and pair in ONCE:
             continue
-        if not found.is_software or pair in DIAGONAL:
+        if not found.is_software or pair in SOFTWARE:
             yield Combination(lane, family, precision)
 
 
