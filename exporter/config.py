@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.ropeconfig import read_rope, rope_from
-from onnxport.graphs.spec import ArchSpec, ExpertsSpec
+from onnxport.graphs.spec import ArchSpec
 
 CONFIG_FILE: Final = "config.json"
 
@@ -120,7 +120,7 @@ NEUTRAL: Final[Mapping[str, Any]] = {
 
 
 # Families that rotate a part of each head, where partial_rotary_factor says so.
-PARTIAL_ROTARY: Final[frozenset[str]] = frozenset({"glm", "phi3"})
+PARTIAL_ROTARY: Final[frozenset[str]] = frozenset({"glm", "glm4_moe", "phi3"})
 
 
 class Config:
@@ -187,6 +187,10 @@ class Config:
                 f"{self.path}: {key!r} is {value!r}, expected a value of type {kind.__name__}."
             )
         return value
+
+    def ignore(self, *keys: str) -> None:
+        """Count these keys as used: of the model at hand they change no logit."""
+        self._used.update(keys)
 
     def check_all_used(self, family: str) -> None:
         """Raise UnsupportedModelError for keys that were not used and may change the result."""
@@ -291,45 +295,6 @@ def decoder_spec(
             context_length=context_length,
             sliding_window=sliding_window or (None,) * num_layers,
             rope=embedding,
-        )
-    except ValueError as error:
-        raise CheckpointError(f"{config.path} contradicts itself: {error}.") from error
-
-
-def experts_spec(
-    config: Config,
-    *,
-    count: int,
-    per_token: int,
-    size: int,
-    normalized: bool,
-    layers: tuple[bool, ...] | None = None,
-) -> ExpertsSpec:
-    """Read the keys of experts that every family here shares, and join them with what differs.
-
-    Args:
-        config: The model's configuration.
-        count: `num_experts`, or `num_local_experts`, where both are absent.
-        per_token: `num_experts_per_tok` where absent.
-        size: See `ExpertsSpec`, as the next ones are.
-        normalized: likewise.
-        layers: likewise.
-
-    Raises:
-        CheckpointError: A key is of a wrong type, or contradicts another.
-    """
-    names = ("num_experts", "num_local_experts")
-    given = {config.require(key, int) for key in names if config.has(key)}
-    if len(given) > 1:
-        raise CheckpointError(
-            f"{config.path}: {' and '.join(names)} are {sorted(given)}, and both say how many "
-            "experts a layer has; remove the wrong one."
-        )
-    count = next(iter(given), count)
-    per_token = config.get("num_experts_per_tok", int, per_token)
-    try:
-        return ExpertsSpec(
-            count=count, per_token=per_token, size=size, normalized=normalized, layers=layers
         )
     except ValueError as error:
         raise CheckpointError(f"{config.path} contradicts itself: {error}.") from error

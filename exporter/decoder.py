@@ -18,6 +18,7 @@ from onnxport.exporter.weights import StoredMatrix, StoredWeights
 from onnxport.graphs import contract as names
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.experts import ExpertWeights, Routing, expert_layer
 from onnxport.graphs.spec import ArchSpec, ExpertsSpec
 from onnxport.graphs.tensors import TensorRef
 
@@ -122,25 +123,45 @@ class _Decoder:
 
     def mlp(self, layer: int, x: str) -> str:
         """What the feed-forward layer adds, `down(act(gate) * up)` or that of experts."""
-        g, experts = self.g, self.spec.experts_of(layer)
-        if experts is not None:
-            return self.output(f"layers.{layer}.down", self.experts(layer, experts, x))
-        gate_up = self.linear(f"layers.{layer}.gate_up", x)
+        experts, role = self.spec.experts_of(layer), f"layers.{layer}"
+        if experts is None:
+            return self.output(f"{role}.down", self.dense(role, x))
+        added = self.experts(layer, experts, x)
+        if experts.shared_size is not None:
+            added = self.g.node("Add", [added, self.shared(layer, experts, x)], name="added")
+        return self.output(f"{role}.down", added)
+
+    def dense(self, role: str, x: str) -> str:
+        """One feed-forward layer."""
+        g = self.g
+        gate_up = self.linear(f"{role}.gate_up", x)
         gate, up = g.node("Split", [gate_up], outputs=2, name="split", axis=-1, num_outputs=2)
         activate = ops.silu if self.spec.hidden_act == "silu" else ops.gelu_tanh
         gated = g.node("Mul", [activate(g, gate), up], name="gated")
-        role = f"layers.{layer}.down"
-        return self.output(role, self.linear(role, gated))
+        return self.linear(f"{role}.down", gated)
+
+    def shared(self, layer: int, experts: ExpertsSpec, x: str) -> str:
+        """The feed-forward layer beside experts, which each token is given to."""
+        g, role = self.g, f"layers.{layer}.shared"
+        with g.scope("shared"):
+            y = self.dense(role, x)
+            if not experts.shared_gated:
+                return y
+            part = g.node("Sigmoid", [self.linear(f"{role}.gate", x)], name="part")
+            return g.node("Mul", [y, part], name="weighted")
 
     def experts(self, layer: int, experts: ExpertsSpec, x: str) -> str:
         """A router, and the experts that it chooses for each token."""
         g, matrices = self.g, self.weights.matrices
         logits = self.linear(f"layers.{layer}.router", x)
+        correction = ""
+        if experts.corrected:
+            correction = g.weight(self.weights.vectors[f"layers.{layer}.correction"])
         gate_up = matrices[f"layers.{layer}.experts.gate_up"]
         down = matrices[f"layers.{layer}.experts.down"]
         assert gate_up.block == down.block
         stored = [_of_experts(matrix, experts.count) for matrix in (gate_up, down)]
-        weights = ops.ExpertWeights(
+        weights = ExpertWeights(
             count=experts.count,
             gate_up=g.weight(stored[0][0]),
             down=g.weight(stored[1][0]),
@@ -149,13 +170,19 @@ class _Decoder:
             bits=gate_up.block.bits if gate_up.block else None,
             block_size=gate_up.block.block_size if gate_up.block else None,
         )
-        return ops.experts(
+        routing = Routing(
+            per_token=experts.per_token,
+            normalized=experts.normalized,
+            sigmoid=bool(experts.sigmoid),
+            correction=correction,
+        )
+        return expert_layer(
             g,
             x,
             logits,
             weights,
-            per_token=experts.per_token,
-            normalized=experts.normalized,
+            routing,
+            dtype=_activation_dtype(self.weights),
             flatten=len(self.leading) > 1,
             accuracy_level=ACCURACY_LEVEL,
         )

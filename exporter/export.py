@@ -69,6 +69,7 @@ def export_model(
     config = Config.read(folder.path)
     family = find_family(config)
     spec = family.spec(config, options.context_length)
+    further = range(spec.num_layers, spec.num_layers + family.count_further_layers(config))
     config.check_all_used(family.name)
     tokens = special_tokens(folder.path)
     check_tokenizer(folder.path)
@@ -87,6 +88,7 @@ def export_model(
         )
     with Checkpoint.open(folder.path) as checkpoint:
         names = family.names_in(checkpoint.names)
+        names = replace(names, further=(*names.further, *map(names.layer.format, further)))
         if family.head_tells and not config.has("tie_word_embeddings"):
             spec = replace(spec, tie_word_embeddings=names.head not in checkpoint.names)
         plan = plan_weights(spec, names)
@@ -111,12 +113,15 @@ def _check_tensors(
     checkpoint.require(plan.shapes())
     unused = unused_tensors(checkpoint.names, plan, names, tied=spec.tie_word_embeddings)
     check_unused(unused, spec.family)
-    if left := sorted(name for name in checkpoint.names if name.startswith(names.left_out)):
-        logger.warning(
-            "%d tensors of the part that reads images are left out (%.2f GB, such as %s): the "
-            "artifact takes text alone",
-            *(len(left), sum(map(checkpoint.size_bytes, left)) / 1e9, left[0]),
-        )
+    for prefixes, what in (
+        (names.images, "the part that reads images: the artifact takes text alone"),
+        (names.further, "what guesses tokens behind the next one"),
+    ):
+        if left := sorted(name for name in checkpoint.names if name.startswith(prefixes)):
+            logger.warning(
+                "%d tensors are left out (%.2f GB, such as %s) of %s",
+                *(len(left), sum(map(checkpoint.size_bytes, left)) / 1e9, left[0], what),
+            )
     if spec.tie_word_embeddings and names.head in checkpoint.names:
         _check_same(checkpoint, names.embedding, names.head, spec)
 

@@ -2,14 +2,15 @@
 
 A weight is named by its role: `embedding`, `final_norm`, `head`, and for each layer
 `layers.N.{input_norm, qkv, q_norm, k_norm, o, o_norm, post_norm, gate_up, down, down_norm}`, where
-a layer with experts has `router`, `experts.gate_up` and `experts.down` for `gate_up` and `down`.
+a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for `gate_up`
+and `down`, and `shared.{gate_up, down, gate}` of the layer beside them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from onnxport.errors import CheckpointError
@@ -19,6 +20,8 @@ from onnxport.graphs.spec import ArchSpec, ExpertsSpec
 HEAD: Final = "head"
 EMBEDDING: Final = "embedding"
 FINAL_NORM: Final = "final_norm"
+
+_Names = tuple[str, ...]
 
 
 class Part(NamedTuple):
@@ -50,13 +53,22 @@ class MatrixPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class VectorPlan:
+    """A norm's weight, or what else has an element a feature."""
+
+    tensor: str
+    shape: tuple[int, ...]  # of the tensor, all of which is one vector
+    offset: float = 0.0  # what is added to it
+    scale: float = 1.0  # what the sum is multiplied with
+    is_exact: bool = False  # it is stored in float32, whatever activations are
+
+
+@dataclass(frozen=True, slots=True)
 class WeightPlan:
     """All weights of a model by role."""
 
     matrices: Mapping[str, MatrixPlan]  # `head` is the embedding where they are tied
-    vectors: Mapping[str, tuple[str, int]]  # norms: tensor name and size
-    scales: Mapping[str, float]  # what a vector is multiplied with, if it is
-    offset: float = 0.0  # what is added to every vector before
+    vectors: Mapping[str, VectorPlan]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the checkpoint must hold, and its shape."""
@@ -66,7 +78,7 @@ class WeightPlan:
                 {one.tensor: one.shape or (one.rows, matrix.columns) for one in matrix.parts}
             )
             shapes.update({name: (size,) for name, size in matrix.biases})
-        shapes.update({name: (size,) for name, size in self.vectors.values()})
+        shapes.update({vector.tensor: vector.shape for vector in self.vectors.values()})
         return shapes
 
 
@@ -75,72 +87,115 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
     embedding = MatrixPlan((Part(names.embedding, spec.vocab_size),), spec.hidden_size)
     head = MatrixPlan((Part(names.head, spec.vocab_size),), spec.hidden_size)
     matrices = {EMBEDDING: embedding, HEAD: embedding if spec.tie_word_embeddings else head}
-    vectors = {FINAL_NORM: (names.final_norm, spec.hidden_size)}
-    scales = {} if spec.logits_scale is None else {FINAL_NORM: spec.logits_scale}
+    vectors = {FINAL_NORM: _norm(names, names.final_norm, spec.hidden_size, spec.logits_scale)}
     for layer in range(spec.num_layers):
         role, prefix = f"layers.{layer}.", names.layer.format(layer)
-        if not spec.raw_inputs:
-            vectors[role + "input_norm"] = (prefix + names.input_norm, spec.hidden_size)
-            vectors[role + "post_norm"] = (prefix + names.post_norm, spec.hidden_size)
-        if spec.qk_norm:
-            sizes = (spec.q_size, spec.kv_size) if spec.whole_qk_norm else (spec.head_size,) * 2
-            vectors[role + "q_norm"] = (prefix + names.q_norm, sizes[0])
-            vectors[role + "k_norm"] = (prefix + names.k_norm, sizes[1])
-        if spec.output_norms:
-            for name, tensor in (("o_norm", names.o_norm), ("down_norm", names.down_norm)):
-                vectors[role + name] = (prefix + tensor, spec.hidden_size)
-                if spec.residual_scale is not None:
-                    scales[role + name] = spec.residual_scale
         experts = spec.experts_of(layer)
+        vectors.update(_layer_norms(spec, names, role, prefix))
         matrices.update(_layer_matrices(spec, names, role, prefix, dense=experts is None))
         if experts is not None:
             matrices.update(_expert_matrices(spec, experts, names, role, prefix))
-    return WeightPlan(matrices, vectors, scales, names.norm_offset)
+            if experts.corrected:
+                dims = (*names.correction_axes, experts.count)
+                tensor = prefix + names.correction
+                vectors[role + "correction"] = VectorPlan(tensor, dims, is_exact=True)
+    return WeightPlan(matrices, vectors)
+
+
+def _norm(names: TensorNames, tensor: str, size: int, scale: float | None = None) -> VectorPlan:
+    return VectorPlan(tensor, (size,), names.norm_offset, 1.0 if scale is None else scale)
+
+
+def _layer_norms(
+    spec: ArchSpec, names: TensorNames, role: str, prefix: str
+) -> dict[str, VectorPlan]:
+    found = {}
+    if not spec.raw_inputs:
+        found["input_norm"] = _norm(names, prefix + names.input_norm, spec.hidden_size)
+        found["post_norm"] = _norm(names, prefix + names.post_norm, spec.hidden_size)
+    if spec.qk_norm:
+        sizes = (spec.q_size, spec.kv_size) if spec.whole_qk_norm else (spec.head_size,) * 2
+        found["q_norm"] = _norm(names, prefix + names.q_norm, sizes[0])
+        found["k_norm"] = _norm(names, prefix + names.k_norm, sizes[1])
+    if spec.output_norms:
+        for name, tensor in (("o_norm", names.o_norm), ("down_norm", names.down_norm)):
+            found[name] = _norm(names, prefix + tensor, spec.hidden_size, spec.residual_scale)
+    return {role + name: vector for name, vector in found.items()}
 
 
 def _layer_matrices(
     spec: ArchSpec, names: TensorNames, role: str, prefix: str, *, dense: bool
 ) -> dict[str, MatrixPlan]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    attention = (
-        ("qkv", names.qkv, (spec.q_size, spec.kv_size, spec.kv_size), hidden, spec.qkv_bias),
-        ("o", names.o, (hidden,), spec.q_size, spec.o_bias),
-    )
-    mlp = (
-        ("gate_up", names.gate_up, (inner, inner), hidden, spec.mlp_bias),
-        ("down", names.down, (hidden,), inner, spec.mlp_bias),
-    )
-    found = {}
-    for name, parts, rows, columns, biased in (*attention, *(mlp if dense else ())):
-        heights = (sum(rows),) if len(parts) == 1 else rows
-        sizes = tuple(zip(parts, heights, strict=True))
-        found[role + name] = MatrixPlan(
-            tuple(Part(f"{prefix}{part}.weight", size) for part, size in sizes),
-            columns,
-            tuple((f"{prefix}{part}.bias", size) for part, size in sizes) if biased else (),
-            spec.output_scale if name in ("o", "down") else 1.0,
-        )
+    """Attention's projections, and those of a feed-forward layer if it is one."""
+    widths = (spec.q_size, spec.kv_size, spec.kv_size)
+    qkv = _stacked(prefix, names.qkv, widths, spec.hidden_size, biased=spec.qkv_bias)
+    o = _stacked(prefix, names.o, (spec.hidden_size,), spec.q_size, biased=spec.o_bias)
+    found = {role + "qkv": qkv, role + "o": replace(o, scale=spec.output_scale)}
+    if dense:
+        parts = (names.gate_up, names.down)
+        found |= _feed_forward(spec, role, prefix, parts, spec.intermediate_size)
     return found
+
+
+def _feed_forward(
+    spec: ArchSpec,
+    role: str,
+    prefix: str,
+    names: tuple[tuple[str, ...], tuple[str, ...]],
+    size: int,
+) -> dict[str, MatrixPlan]:
+    """Joined gate and up, and down, of a layer with `size` features between."""
+    gate_up, down = names
+    hidden, biased = spec.hidden_size, spec.mlp_bias
+    back = _stacked(prefix, down, (hidden,), size, biased=biased)
+    return {
+        role + "gate_up": _stacked(prefix, gate_up, (size, size), hidden, biased=biased),
+        role + "down": replace(back, scale=spec.output_scale),
+    }
+
+
+def _stacked(
+    prefix: str, names: _Names, rows: tuple[int, ...], columns: int, *, biased: bool
+) -> MatrixPlan:
+    """Projections below each other, or one tensor that has them so."""
+    heights = (sum(rows),) if len(names) == 1 else rows
+    sizes = tuple((prefix + name, size) for name, size in zip(names, heights, strict=True))
+    return MatrixPlan(
+        tuple(Part(f"{name}.weight", size) for name, size in sizes),
+        columns,
+        tuple((f"{name}.bias", size) for name, size in sizes) if biased else (),
+    )
 
 
 def _expert_matrices(
     spec: ArchSpec, experts: ExpertsSpec, names: TensorNames, role: str, prefix: str
 ) -> dict[str, MatrixPlan]:
-    """The router, and of all experts the joined gate and up, and down, one below the other."""
+    """The router, and of all experts the joined gate and up, and down, one below the other.
+
+    Behind them what all tokens share.
+    """
     hidden, inner, count = spec.hidden_size, experts.size, experts.count
     whole = math.gcd(hidden, inner)
     gate_up = _expert_parts(prefix, names.expert_gate_up, (count, 2 * inner, hidden), halves=2)
     down = _expert_parts(prefix, names.expert_down, (count, hidden, inner), halves=1)
     router = MatrixPlan((Part(f"{prefix}{names.router}.weight", count),), hidden, is_exact=True)
-    return {
+    scale = spec.output_scale * (1.0 if experts.scale is None else experts.scale)
+    found = {
         role + "router": router,
         role + "experts.gate_up": MatrixPlan(
             gate_up, hidden, interleaved=True, whole_blocks=whole, by_rows=True
         ),
         role + "experts.down": MatrixPlan(
-            down, inner, scale=spec.output_scale, whole_blocks=whole, by_rows=True
+            down, inner, scale=scale, whole_blocks=whole, by_rows=True
         ),
     }
+    if experts.shared_size is not None:
+        parts = (names.shared_gate_up, names.shared_down)
+        found |= _feed_forward(spec, f"{role}shared.", prefix, parts, experts.shared_size)
+    if experts.shared_gated:
+        part = Part(f"{prefix}{names.shared_gate}.weight", 1)
+        found[role + "shared.gate"] = MatrixPlan((part,), hidden, is_exact=True)
+    return found
 
 
 def _expert_parts(
@@ -173,7 +228,7 @@ def unused_tensors(
 ) -> list[str]:
     """Tensors of the checkpoint that nothing uses, but for what is known.
 
-    That is buffers, a tied head, and the part that reads images.
+    That is buffers, a tied head, the part that reads images, and what guesses further tokens.
     """
     wanted = plan.shapes()
     return sorted(
@@ -181,7 +236,7 @@ def unused_tensors(
         for name in found
         if name not in wanted
         and not name.endswith(names.ignored)
-        and not name.startswith(names.left_out)
+        and not name.startswith((*names.images, *names.further))
         and not (tied and name == names.head)
     )
 

@@ -88,26 +88,42 @@ def _read(spec: ArchSpec, weights: WeightSource, role: str, hidden: Array) -> Ar
 def _feed_forward(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -> Array:
     """What the feed-forward layer adds; [num_tokens, hidden]."""
     experts, prefix = spec.experts_of(layer), f"layers.{layer}."
-    activate = _ACTIVATIONS[spec.hidden_act]
     if experts is None:
-        gate, up = np.split(weights.linear(prefix + "gate_up", x), 2, axis=-1)
-        output = weights.linear(prefix + "down", activate(gate) * up)
+        output = _dense(spec, prefix, weights, x)
     else:
-        parts = _routing(experts, weights.linear(prefix + "router", x))
+        logits = weights.linear(prefix + "router", x)
+        correction = weights.vector(prefix + "correction") if experts.corrected else None
+        parts = _routing(experts, logits, correction)
         joined = weights.linear(prefix + "experts.gate_up", x)
         halves = joined.reshape(len(x), experts.count, 2, experts.size)
+        activate = _ACTIVATIONS[spec.hidden_act]
         gated = activate(halves[:, :, 0]) * halves[:, :, 1] * parts[..., None]
         output = weights.sum_of_experts(prefix + "experts.down", gated)
+        if experts.shared_size is not None:
+            shared = _dense(spec, f"{prefix}shared.", weights, x)
+            if experts.shared_gated:
+                shared *= _sigmoid(weights.linear(f"{prefix}shared.gate", x))
+            output = output + shared
     return _output(spec, weights, prefix + "down", output)
 
 
-def _routing(experts: ExpertsSpec, logits: Array) -> Array:
+def _dense(spec: ArchSpec, prefix: str, weights: WeightSource, x: Array) -> Array:
+    """One feed-forward layer; [num_tokens, hidden]."""
+    gate, up = np.split(weights.linear(prefix + "gate_up", x), 2, axis=-1)
+    return weights.linear(prefix + "down", _ACTIVATIONS[spec.hidden_act](gate) * up)
+
+
+def _routing(experts: ExpertsSpec, logits: Array, correction: Array | None) -> Array:
     """What each expert's output is multiplied with, 0 for most; [num_tokens, experts]."""
-    exponentials = np.exp(logits - logits.max(-1, keepdims=True))
-    probabilities = exponentials / exponentials.sum(-1, keepdims=True)
-    chosen = np.argsort(-logits, axis=-1, kind="stable")[:, : experts.per_token]
-    parts: Array = np.zeros_like(probabilities)
-    np.put_along_axis(parts, chosen, np.take_along_axis(probabilities, chosen, -1), -1)
+    if experts.sigmoid:
+        scores = _sigmoid(logits)
+    else:
+        exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+        scores = exponentials / exponentials.sum(-1, keepdims=True)
+    ranked = logits if correction is None else scores + correction
+    chosen = np.argsort(-ranked, axis=-1, kind="stable")[:, : experts.per_token]
+    parts: Array = np.zeros_like(scores)
+    np.put_along_axis(parts, chosen, np.take_along_axis(scores, chosen, -1), -1)
     return parts / parts.sum(-1, keepdims=True) if experts.normalized else parts
 
 
@@ -173,6 +189,12 @@ def _rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
     mean_square = np.mean(np.square(x), axis=-1, keepdims=True)
     normed: Array = x / np.sqrt(mean_square + np.float32(epsilon)) * weight
     return normed
+
+
+def _sigmoid(x: Array) -> Array:
+    with np.errstate(over="ignore"):  # exp(-x) = inf gives the limit, zero
+        y: Array = np.reciprocal(1 + np.exp(-x))
+    return y
 
 
 def _silu(x: Array) -> Array:

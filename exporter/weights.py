@@ -108,10 +108,9 @@ class StreamingWeights:
 
     def vector(self, role: str) -> Array:
         """See `WeightSource`."""
-        name, _ = self._plan.vectors[role]
-        scale, offset = self._plan.scales.get(role, 1.0), self._plan.offset
+        plan = self._plan.vectors[role]
         self.stored.vectors[role], values = self._store_vector(
-            f"{role}.weight", (name,), scale, offset
+            f"{role}.weight", (plan.tensor,), plan.scale, plan.offset, is_exact=plan.is_exact
         )
         return values
 
@@ -168,9 +167,16 @@ class StreamingWeights:
         return y
 
     def _store_vector(
-        self, name: str, tensors: tuple[str, ...], scale: float, offset: float = 0.0
+        self,
+        name: str,
+        tensors: tuple[str, ...],
+        scale: float,
+        offset: float = 0.0,
+        *,
+        is_exact: bool = False,
     ) -> tuple[TensorRef, Array]:
         """Store joined vectors, plus an offset, times a scale; returns that as float32."""
+        dtype = np.dtype(np.float32) if is_exact else self._options.activation_dtype
         parts = []
         for tensor in tensors:
             raw = self._checkpoint.read(tensor)
@@ -179,7 +185,7 @@ class StreamingWeights:
             if offset != 0:
                 values = values + np.float32(offset)
             values = _times(values, scale)
-            parts.append(_to_dtype(tensor, values, self._options.activation_dtype))
+            parts.append(_to_dtype(tensor, values.ravel(), dtype))
         values = np.concatenate(parts)
         return self._writer.add_weight(name, values), values.astype(np.float32)
 

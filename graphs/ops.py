@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from onnx import TensorProto
@@ -151,85 +151,6 @@ def matmul_nbits(
         accuracy_level=accuracy_level,
     )
     return g.node("Add", [y, bias], name=f"{name}.bias") if bias else y
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertWeights:
-    """Value names of the weights of all experts, and how they are quantized.
-
-    Of each expert `gate_up` has twice as many rows as it has features between its products: gate's
-    and up's take turns. Quantized weights are uint8 [experts, rows, columns * bits / 8] in the
-    format of `matmul_nbits`, with scales [experts, rows, columns / block_size].
-    """
-
-    count: int
-    gate_up: str  # [experts, 2 * size, hidden]
-    down: str  # [experts, hidden, size]
-    gate_up_scales: str = ""
-    down_scales: str = ""
-    bits: int | None = None  # 4 or 8; None: weights are of x's type, without scales
-    block_size: int | None = None  # what divides both numbers of columns
-
-
-def experts(
-    g: GraphBuilder,
-    x: str,
-    logits: str,
-    weights: ExpertWeights,
-    *,
-    per_token: int,
-    normalized: bool,
-    flatten: bool,
-    accuracy_level: int | None = None,
-    name: str = "experts",
-) -> str:
-    """`sum over chosen e of weight[e] * down[e](silu(gate[e](x)) * up[e](x))`.
-
-    Args:
-        g: The builder.
-        x: Activations [..., hidden].
-        logits: The router's [..., experts], of x's type.
-        weights: Of the experts.
-        per_token: Experts that a token is given to, those with the largest logits.
-        normalized: Whether their weights, of the softmax of all logits, are brought to a sum of 1.
-        flatten: Whether there is more than one axis ahead of the last.
-        accuracy_level: As of `matmul_nbits`.
-        name: Node name.
-    """
-    attributes: dict[str, Any] = {
-        "k": per_token,
-        "normalize_routing_weights": 1,
-        "activation_type": "swiglu",  # with these: silu(gate) * up
-        "activation_alpha": 1.0,
-        "activation_beta": 0.0,
-        "swiglu_fusion": 1,  # gate and up take turns; ONNX Runtime's CPU kernel has no other
-    }
-    rows = reshape(g, logits, (-1, weights.count), f"{name}.rows") if flatten else logits
-    if weights.bits is None:
-        inputs = [x, rows, weights.gate_up, "", weights.down]
-        y = g.node("MoE", inputs, outputs=None, domain=MICROSOFT, name=name, **attributes)
-    else:
-        gate_up, down = weights.gate_up, weights.down
-        y = g.node(
-            "QMoE",
-            [x, rows, gate_up, weights.gate_up_scales, "", down, weights.down_scales],
-            outputs=None,
-            domain=MICROSOFT,
-            name=name,
-            expert_weight_bits=weights.bits,
-            block_size=weights.block_size,
-            weights_prepacked=0,
-            accuracy_level=accuracy_level,
-            **attributes,
-        )
-    if normalized:
-        return y
-    # ONNX Runtime 1.31's CPU kernels go wrong where they are to leave the weights as they are.
-    probabilities = g.node("Softmax", [logits], name="probabilities", axis=-1)
-    count = g.constant(np.array([per_token], np.int64), "per_token")
-    largest, _ = g.node("TopK", [probabilities, count], outputs=2, name="largest")
-    total = g.node("ReduceSum", [largest, last_axis(g)], name="total")
-    return g.node("Mul", [y, total], name="weighted")
 
 
 def last_axis(g: GraphBuilder) -> str:

@@ -103,8 +103,10 @@ class RopeSpec:
 class ExpertsSpec:
     """A feed-forward layer of several, of which each token is given to a few: its experts.
 
-    A router has a logit for each expert. A token goes to those with the largest, and what they
-    return is added up by the softmax of the logits over all experts.
+    A router has a logit for each expert, of which scores are made: a softmax over all experts, or
+    the sigmoid of each. A token goes to those with the largest, and what they return is added up by
+    their scores. There may be a feed-forward layer beside them that each token is given to, the
+    shared one.
 
     Raises ValueError when sizes contradict each other.
     """
@@ -114,6 +116,11 @@ class ExpertsSpec:
     size: int  # features between an expert's two products
     normalized: bool  # weights of those that a token is given to add up to 1
     layers: tuple[bool, ...] | None = None  # which have experts; None: all
+    sigmoid: bool | None = None  # scores are sigmoids of logits; None: their softmax
+    corrected: bool | None = None  # a vector is added to scores where they choose, and only there
+    scale: float | None = None  # of what experts add: `down` is stored times it; None: 1
+    shared_size: int | None = None  # features of the shared layer; None: there is none
+    shared_gated: bool | None = None  # it is multiplied with the sigmoid of a product; None: not
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -123,6 +130,13 @@ class ExpertsSpec:
         require(
             self.per_token <= self.count,
             f"a token is given to {self.per_token} experts, of {self.count}",
+        )
+        for name in ("scale", "shared_size"):
+            found = getattr(self, name)
+            require(found is None or found > 0, f"{name} of the experts must be positive: {found}")
+        require(
+            self.shared_size is not None or not self.shared_gated,
+            "shared_gated needs a shared_size, and there is none",
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -358,6 +372,11 @@ _EXPERTS_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     **dict.fromkeys(("count", "per_token", "size"), (int,)),
     "normalized": (bool,),
     "layers": (list, NONE),
+    "sigmoid": (bool, NONE),
+    "corrected": (bool, NONE),
+    "scale": (float, NONE),
+    "shared_size": (int, NONE),
+    "shared_gated": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
@@ -367,4 +386,6 @@ _LATER: Final = (
     "experts",
 )
 _LATER_OF_ROPE: Final = ("factors",)
-_LATER_OF_EXPERTS: Final = ("layers",)
+_LATER_OF_EXPERTS: Final = (
+    *("layers", "sigmoid", "corrected", "scale", "shared_size", "shared_gated"),
+)

@@ -7,10 +7,12 @@ from typing import Final
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.families import (
+    dots1,
     ernie4_5,
     gemma2,
     gemma3,
     glm,
+    glm4_moe,
     granite,
     helium,
     llama,
@@ -21,21 +23,27 @@ from onnxport.exporter.families import (
     olmoe,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     qwen3_moe,
     seed_oss,
     smollm3,
+    solar_open,
 )
 from onnxport.exporter.families.base import Family
 
 FAMILIES: Final[tuple[Family, ...]] = (
+    dots1.FAMILY,
     ernie4_5.FAMILY,
+    ernie4_5.WITH_EXPERTS,
     gemma2.FAMILY,
     gemma3.FAMILY,
     gemma3.WITH_IMAGES,
     glm.FAMILY,
+    glm4_moe.FAMILY,
     granite.FAMILY,
     granite.WITH_EXPERTS,
+    granite.WITH_SHARED_EXPERTS,
     helium.FAMILY,
     llama.FAMILY,
     mistral.FAMILY,
@@ -46,10 +54,12 @@ FAMILIES: Final[tuple[Family, ...]] = (
     olmoe.FAMILY,
     phi3.FAMILY,
     qwen2.FAMILY,
+    qwen2_moe.FAMILY,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
     seed_oss.FAMILY,
     smollm3.FAMILY,
+    solar_open.FAMILY,
 )
 
 

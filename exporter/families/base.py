@@ -32,11 +32,17 @@ class TensorNames:
     # With "{}" for the expert, or of one tensor that has all experts.
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: tuple[str, ...] = ("mlp.experts.{}.down_proj",)
+    correction: str = "mlp.gate.e_score_correction_bias"  # of scores where they choose experts
+    correction_axes: tuple[int, ...] = ()  # ahead of that of the experts
+    shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    shared_down: tuple[str, ...] = ("mlp.shared_experts.down_proj",)
+    shared_gate: str = "mlp.shared_expert_gate"
     o_norm: str = "post_attention_layernorm.weight"  # of models that normalize what layers add
     down_norm: str = "post_feedforward_layernorm.weight"  # likewise
     norm_offset: float = 0.0  # what the weights of all norms lack
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # suffixes of buffers that we recompute
-    left_out: tuple[str, ...] = ()  # prefixes of the part that reads images
+    images: tuple[str, ...] = ()  # prefixes of the part that reads images
+    further: tuple[str, ...] = ()  # prefixes of what guesses a token behind the next one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +54,14 @@ class Family:
     spec: Callable[[Config, int | None], ArchSpec]  # (config, context length or None)
     tensors: TensorNames = TensorNames()
     other_layouts: tuple[TensorNames, ...] = ()  # that its checkpoints may have instead
+    further_layers: tuple[str, ...] = ()  # keys: how many layers behind the last guess more tokens
     head_tells: bool = False  # without `tie_word_embeddings` a head is tied that is not stored
 
     def names_in(self, found: frozenset[str]) -> TensorNames:
         """The names that a checkpoint with the tensors `found` gives them."""
         layouts = (self.tensors, *self.other_layouts)
         return next((one for one in layouts if one.embedding in found), self.tensors)
+
+    def count_further_layers(self, config: Config) -> int:
+        """Layers behind the last one, which guess tokens behind the next one."""
+        return max((config.get(key, int, 0) for key in self.further_layers), default=0)

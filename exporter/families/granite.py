@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError
-from onnxport.exporter.config import Config, decoder_spec, experts_spec
+from onnxport.exporter.config import Config, decoder_spec
+from onnxport.exporter.expertsconfig import experts_spec
 from onnxport.exporter.families.base import Family, TensorNames
 from onnxport.graphs.spec import ArchSpec
 
@@ -26,13 +27,27 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
 
 def read_spec_with_experts(config: Config, context_length: int | None) -> ArchSpec:
     """Granite MoE: weights of the experts that are chosen are a softmax of their logits alone."""
-    spec = _multiplied(config, family="granitemoe", context_length=context_length)
+    return _with_experts(config, family="granitemoe", context_length=context_length)
+
+
+def read_spec_with_shared_experts(config: Config, context_length: int | None) -> ArchSpec:
+    """Granite MoE with a layer beside its experts, unless its size is 0."""
+    shared = config.get("shared_intermediate_size", int, 1024)
+    return _with_experts(
+        config, shared or None, family="granitemoeshared", context_length=context_length
+    )
+
+
+def _with_experts(config: Config, shared_size: int | None = None, **differences: Any) -> ArchSpec:
+    """What both share; `differences` are keyword arguments of `decoder_spec`."""
+    spec = _multiplied(config, **differences)
     experts = experts_spec(
         config,
         count=8,
         per_token=2,
         size=spec.intermediate_size,
         normalized=True,
+        shared_size=shared_size,
     )
     return replace(spec, experts=experts)
 
@@ -62,13 +77,22 @@ def _multiplier(config: Config, key: str) -> float:
 
 
 FAMILY: Final = Family(name="granite", architecture="GraniteForCausalLM", spec=read_spec)
+_EXPERTS: Final = TensorNames(
+    router="block_sparse_moe.router.layer",
+    expert_gate_up=("block_sparse_moe.input_linear",),
+    expert_down=("block_sparse_moe.output_linear",),
+    shared_gate_up=("shared_mlp.input_linear",),
+    shared_down=("shared_mlp.output_linear",),
+)
 WITH_EXPERTS: Final = Family(
     name="granitemoe",
     architecture="GraniteMoeForCausalLM",
     spec=read_spec_with_experts,
-    tensors=TensorNames(
-        router="block_sparse_moe.router.layer",
-        expert_gate_up=("block_sparse_moe.input_linear",),
-        expert_down=("block_sparse_moe.output_linear",),
-    ),
+    tensors=_EXPERTS,
+)
+WITH_SHARED_EXPERTS: Final = Family(
+    name="granitemoeshared",
+    architecture="GraniteMoeSharedForCausalLM",
+    spec=read_spec_with_shared_experts,
+    tensors=_EXPERTS,
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from onnxport.exporter.config import Config, decoder_spec, experts_spec
+from onnxport.exporter.config import Config, decoder_spec
+from onnxport.exporter.expertsconfig import experts_spec
 from onnxport.exporter.families.base import Family
 from onnxport.graphs.spec import ArchSpec
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Final
 
 from onnxport.errors import CheckpointError
-from onnxport.exporter.config import Config, experts_spec
+from onnxport.exporter.config import Config
+from onnxport.exporter.expertsconfig import experts_spec
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.qwen3 import qwen3_spec
 from onnxport.graphs.spec import ArchSpec
@@ -15,20 +16,25 @@ from onnxport.graphs.spec import ArchSpec
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """Qwen3 MoE: experts in every `decoder_sparse_step`-th layer, but for `mlp_only_layers`."""
     spec = qwen3_spec(config, family="qwen3_moe", num_kv_heads=4, context_length=context_length)
-    step = config.get("decoder_sparse_step", int, 1)
-    if step < 1:
-        raise CheckpointError(f"{config.path}: decoder_sparse_step is {step}; it must be above 0.")
-    dense = config.get("mlp_only_layers", list, [])
-    layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(spec.num_layers))
+    layers = sparse_layers(config, spec.num_layers)
     experts = experts_spec(
         config,
         count=128,
         per_token=8,
         size=config.get("moe_intermediate_size", int, 768),
         normalized=config.get("norm_topk_prob", bool, False),
-        layers=None if all(layers) else layers,
+        layers=layers,
     )
     return replace(spec, experts=experts) if any(layers) else spec
+
+
+def sparse_layers(config: Config, num_layers: int) -> tuple[bool, ...]:
+    """Which layers have experts, as Qwen's keys say."""
+    step = config.get("decoder_sparse_step", int, 1)
+    if step < 1:
+        raise CheckpointError(f"{config.path}: decoder_sparse_step is {step}; it must be above 0.")
+    dense = config.get("mlp_only_layers", list, [])
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
 
 
 FAMILY: Final = Family(name="qwen3_moe", architecture="Qwen3MoeForCausalLM", spec=read_spec)

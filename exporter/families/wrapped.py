@@ -79,7 +79,7 @@ def _older(names: TensorNames) -> TensorNames:
         final_norm=prefix + names.final_norm,
         head=prefix + names.head,
         layer=prefix + names.layer,
-        left_out=_OF_IMAGES,
+        images=_OF_IMAGES,
     )
 
 
@@ -92,5 +92,5 @@ def _newer(names: TensorNames) -> TensorNames:
         embedding=moved(names.embedding),
         final_norm=moved(names.final_norm),
         layer=moved(names.layer),
-        left_out=tuple(f"model.{prefix}" for prefix in _OF_IMAGES),
+        images=tuple(f"model.{prefix}" for prefix in _OF_IMAGES),
     )

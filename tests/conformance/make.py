@@ -30,9 +30,11 @@ SOFTWARE: Final = (*DIAGONAL, ("qwen3-moe", "int4"))
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
     ("ernie-biases", "int8"),
+    ("ernie-moe", "int8"),
     ("gemma2", "int8"),
     ("gemma3", "int8"),
     ("glm", "int4"),
+    ("glm4-moe", "int4"),
     ("granite", "int8"),
     ("granitemoe", "int4"),
     ("helium", "fp16"),
@@ -41,6 +43,7 @@ ONCE: Final = (
     ("olmo3", "fp32"),
     ("olmoe", "int8"),
     ("phi3-longrope", "int4"),
+    ("qwen2-moe", "fp16"),
     ("qwen3-moe", "int4"),
     ("seed-oss", "fp16"),
     ("smollm3-window", "fp32"),

@@ -206,6 +206,77 @@ CASES: Mapping[str, Case] = {
         },
         torch.bfloat16,
     ),
+    "granitemoeshared": Case(
+        "granitemoeshared",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 6.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2-moe": Case(
+        "qwen2_moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+        torch.bfloat16,
+    ),
+    "ernie-moe": Case(  # the first layer has none
+        "ernie4_5_moe",
+        {
+            "head_dim": 16,
+            "moe_num_experts": 8,
+            "moe_k": 3,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 2,
+            "tie_word_embeddings": True,
+        },
+        torch.bfloat16,
+    ),
+    "glm4-moe": Case(
+        "glm4_moe",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+        torch.bfloat16,
+    ),
+    "dots1": Case(
+        "dots1",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+        },
+    ),
+    "solar-open": Case(
+        "solar_open",
+        {
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+        },
+    ),
     "mixtral": Case("mixtral", {"num_local_experts": 4, "sliding_window": 6}),
     "olmoe": Case("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}, torch.bfloat16),
     "qwen3-moe": Case(  # the first layer has none
@@ -314,6 +385,9 @@ def make(case: Case, folder: Path, seed: int = 0, **saving: Any) -> PreTrainedMo
         centre = 1.0 if "norm" in name and case.family not in OFFSET_NORMS else 0.0
         spread = 0.2 if parameter.ndim == 1 else 2 / parameter.shape[-1] ** 0.5
         parameter.data = torch.randn_like(parameter) * spread + centre
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.to(case.dtype)
     model.save_pretrained(folder, max_shard_size="20KB" if case.shards else "5GB", **saving)
     model.generation_config.save_pretrained(folder)

@@ -11,8 +11,8 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.experts import ExpertWeights, Routing, expert_layer
 from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef
 
 HIDDEN, SIZE, COUNT, PER_TOKEN, BLOCK = 64, 96, 6, 2, 32
@@ -93,7 +93,7 @@ def layer(
         names.append((store(f"{name}.weight", quants), store(f"{name}.scales", scales)))
     x = g.input("x", dtype, ["tokens", HIDDEN])
     logits = g.input("router", dtype, ["tokens", COUNT])
-    weights = ops.ExpertWeights(
+    weights = ExpertWeights(
         count=COUNT,
         gate_up=names[0][0],
         down=names[1][0],
@@ -102,16 +102,8 @@ def layer(
         bits=bits,
         block_size=None if bits is None else BLOCK,
     )
-    y = ops.experts(
-        g,
-        x,
-        logits,
-        weights,
-        per_token=PER_TOKEN,
-        normalized=normalized,
-        flatten=False,
-        accuracy_level=level,
-    )
+    routing = Routing(per_token=PER_TOKEN, normalized=normalized)
+    y = expert_layer(g, x, logits, weights, routing, dtype=dtype, accuracy_level=level)
     g.node("Identity", [y], outputs=[g.output("y", dtype, ["tokens", HIDDEN])])
     (folder / WEIGHTS_FILE).write_bytes(content)
     return Layer(g.build(), folder, meant[0], meant[1], normalized)

@@ -1,0 +1,112 @@
+"""Experts from `config.json`, in the spellings that families have for them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter.config import Config
+from onnxport.graphs.spec import ExpertsSpec
+
+_COUNTS: Final = ("num_experts", "num_local_experts")
+
+
+def experts_spec(
+    config: Config,
+    *,
+    count: int | None,
+    per_token: int | None,
+    count_keys: tuple[str, ...] = _COUNTS,
+    per_token_keys: tuple[str, ...] = ("num_experts_per_tok",),
+    layers: tuple[bool, ...] | None = None,
+    **differences: Any,
+) -> ExpertsSpec:
+    """Read the keys of experts that every family here shares, and join them with what differs.
+
+    Args:
+        config: The model's configuration.
+        count: The number of experts where none of `count_keys` is there; None: one must be.
+        per_token: Likewise `num_experts_per_tok`.
+        count_keys: What the number of experts may be called.
+        per_token_keys: Likewise that of those which a token is given to.
+        layers: Which layers have experts; None: all.
+        differences: The other fields of `ExpertsSpec`.
+
+    Raises:
+        CheckpointError: A key is missing, of a wrong type, or contradicts another.
+    """
+    try:
+        return ExpertsSpec(
+            count=_number(config, count_keys, count),
+            per_token=_number(config, per_token_keys, per_token),
+            layers=None if layers is None or all(layers) else layers,
+            **differences,
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{config.path} contradicts itself: {error}.") from error
+
+
+def corrected_experts(
+    config: Config,
+    *,
+    count: int | None,
+    per_token: int | None,
+    normalized: bool,
+    shared: int | None,
+    size: int | None = None,
+    first_dense: int | None = None,
+) -> ExpertsSpec:
+    """Experts as DeepSeek V3 has them (arXiv:2412.19437): sigmoids, corrected where they choose.
+
+    Args:
+        config: The model's configuration.
+        count: `n_routed_experts` where absent; None: it must be there.
+        per_token: likewise `num_experts_per_tok`.
+        normalized: likewise `norm_topk_prob`.
+        shared: likewise `n_shared_experts`, of which one layer is made.
+        size: likewise `moe_intermediate_size`.
+        first_dense: likewise `first_k_dense_replace`; None: every layer has experts.
+
+    Raises:
+        CheckpointError: See `experts_spec`.
+        UnsupportedModelError: Experts are chosen by groups.
+    """
+    groups = config.get("n_group", int, 1)
+    config.get("topk_group", int, 1)  # of one group no other can be chosen
+    if groups != 1:
+        raise UnsupportedModelError(
+            f"{config.path}: n_group is {groups}; supported is 1: experts that are not chosen by "
+            "groups."
+        )
+    size = _number(config, ("moe_intermediate_size",), size)
+    layers: tuple[bool, ...] | None = None
+    if first_dense is not None:
+        first = config.get("first_k_dense_replace", int, first_dense)
+        layers = tuple(i >= first for i in range(config.require("num_hidden_layers", int)))
+    shared = _number(config, ("n_shared_experts",), shared)
+    return experts_spec(
+        config,
+        count=count,
+        per_token=per_token,
+        count_keys=("n_routed_experts", "num_local_experts"),
+        layers=layers,
+        size=size,
+        normalized=config.get("norm_topk_prob", bool, normalized),
+        sigmoid=True,
+        corrected=True,
+        scale=config.get("routed_scaling_factor", float, 1.0),
+        shared_size=size * shared or None,
+    )
+
+
+def _number(config: Config, keys: tuple[str, ...], default: int | None) -> int:
+    """What any of these keys says, which are names of one number."""
+    given = {config.require(key, int) for key in keys if config.has(key)}
+    if len(given) > 1:
+        raise CheckpointError(
+            f"{config.path}: {' and '.join(keys)} are {sorted(given)}, and are names of one "
+            "number; remove the wrong one."
+        )
+    if given:
+        return next(iter(given))
+    return config.require(keys[0], int) if default is None else default

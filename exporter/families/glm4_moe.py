@@ -1,0 +1,39 @@
+"""GLM 4.5 to 4.7, and 4.5 Air: half of each head rotates; sigmoids choose experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from onnxport.exporter.config import Config, decoder_spec
+from onnxport.exporter.expertsconfig import corrected_experts
+from onnxport.exporter.families.base import Family
+from onnxport.graphs.spec import ArchSpec
+
+_FURTHER_LAYERS: Final = ("num_nextn_predict_layers", "num_mtp_layers")
+
+
+def read_spec(config: Config, context_length: int | None) -> ArchSpec:
+    """GLM 4.5: optional norms of queries and keys, and biases on them and on values."""
+    spec = decoder_spec(
+        config,
+        family="glm4_moe",
+        num_kv_heads=8,
+        qkv_bias=config.get("attention_bias", bool, False),
+        qk_norm=config.get("use_qk_norm", bool, False),
+        context_length=context_length,
+        partial_rotary_factor=0.5,
+    )
+    config.ignore(*_FURTHER_LAYERS)
+    experts = corrected_experts(
+        config, count=128, per_token=8, size=1408, normalized=True, shared=1, first_dense=1
+    )
+    return replace(spec, experts=experts) if experts.layers is None or any(experts.layers) else spec
+
+
+FAMILY: Final = Family(
+    name="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    spec=read_spec,
+    further_layers=_FURTHER_LAYERS,
+)

@@ -1,0 +1,161 @@
+"""Experts of a feed-forward layer, and the choice among them, as ONNX Runtime's operators take it.
+
+`com.microsoft.MoE` and `QMoE` choose by logits and weigh by their softmax. Where a model chooses
+or weighs otherwise, standard operators ahead of them make logits that come to the same: those of
+the experts that a token is given to are logarithms of their scores, whose softmax is the scores
+over their sum, and all others are far below. So every kernel and every pass knows one kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from onnx import TensorProto
+
+from onnxport.graphs import ops
+from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.contract import MICROSOFT
+
+LEFT_OUT: Final = -65504.0  # the logit of an expert that is not chosen; the lowest float16
+_LEAST_SCORE: Final = 1e-30  # whose logarithm, -69, is far above that
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """Value names of the weights of all experts, and how they are quantized.
+
+    Of each expert `gate_up` has twice as many rows as it has features between its products: gate's
+    and up's take turns. Quantized weights are uint8 [experts, rows, columns * bits / 8] in the
+    format of `matmul_nbits`, with scales [experts, rows, columns / block_size].
+    """
+
+    count: int
+    gate_up: str  # [experts, 2 * size, hidden]
+    down: str  # [experts, hidden, size]
+    gate_up_scales: str = ""
+    down_scales: str = ""
+    bits: int | None = None  # 4 or 8; None: weights are of x's type, without scales
+    block_size: int | None = None  # what divides both numbers of columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How experts are chosen and weighed, see `graphs.spec.ExpertsSpec`."""
+
+    per_token: int
+    normalized: bool
+    sigmoid: bool = False
+    correction: str = ""  # float32 [experts], added to scores where they choose; or omitted
+
+
+def expert_layer(
+    g: GraphBuilder,
+    x: str,
+    logits: str,
+    weights: ExpertWeights,
+    routing: Routing,
+    *,
+    dtype: int = TensorProto.FLOAT,
+    flatten: bool = False,
+    accuracy_level: int | None = None,
+    name: str = "experts",
+) -> str:
+    """`sum over chosen e of weight[e] * down[e](silu(gate[e](x)) * up[e](x))`.
+
+    Args:
+        g: The builder.
+        x: Activations [..., hidden].
+        logits: The router's [..., experts], of x's type.
+        weights: Of the experts.
+        routing: Which are chosen, and their weights.
+        dtype: x's type.
+        flatten: Whether there is more than one axis ahead of the last.
+        accuracy_level: As of `matmul_nbits`.
+        name: Node name.
+    """
+    if routing.sigmoid or routing.correction:
+        chosen, total = _route(g, logits, routing, dtype)
+    elif routing.normalized:
+        chosen, total = logits, ""
+    else:
+        probabilities = g.node("Softmax", [logits], name="probabilities", axis=-1)
+        largest, _ = g.node("TopK", [probabilities, _count(g, routing)], outputs=2, name="largest")
+        chosen, total = logits, g.node("ReduceSum", [largest, ops.last_axis(g)], name="total")
+    rows = ops.reshape(g, chosen, (-1, weights.count), f"{name}.rows") if flatten else chosen
+    y = _operator(g, x, rows, weights, routing.per_token, accuracy_level, name)
+    # ONNX Runtime 1.31's CPU kernels go wrong where they are to leave the weights as they are.
+    return y if routing.normalized else g.node("Mul", [y, total], name="weighted")
+
+
+def _route(g: GraphBuilder, logits: str, routing: Routing, dtype: int) -> tuple[str, str]:
+    """Logits that stand for the choice and the weights, and the sum of scores that were chosen."""
+    wide = logits
+    if dtype != TensorProto.FLOAT:
+        wide = ops.cast(g, logits, TensorProto.FLOAT, "router.wide")
+    if routing.sigmoid:
+        scores = g.node("Sigmoid", [wide], name="scores")
+    else:
+        scores = g.node("Softmax", [wide], name="scores", axis=-1)
+    ranked = scores
+    if routing.correction:
+        ranked = g.node("Add", [scores, routing.correction], name="ranked")
+    _, index = g.node("TopK", [ranked, _count(g, routing)], outputs=2, name="largest")
+    found = g.node("GatherElements", [scores, index], name="chosen", axis=-1)
+    least, low = (
+        g.constant(np.array(value, np.float32), name)
+        for value, name in ((_LEAST_SCORE, "least_score"), (LEFT_OUT, "left_out"))
+    )
+    logs = g.node("Log", [g.node("Max", [found, least], name="positive")], name="logarithms")
+    others = g.node("Min", [scores, low], name="others")  # scores are 0 at least
+    made = g.node("ScatterElements", [others, index, logs], name="made", axis=-1)
+    total = ""
+    if not routing.normalized:
+        total = g.node("ReduceSum", [found, ops.last_axis(g)], name="total")
+    if dtype == TensorProto.FLOAT:
+        return made, total
+    return (
+        ops.cast(g, made, dtype, "router.narrow"),
+        ops.cast(g, total, dtype, "total.narrow") if total else "",
+    )
+
+
+def _operator(
+    g: GraphBuilder,
+    x: str,
+    rows: str,
+    weights: ExpertWeights,
+    per_token: int,
+    accuracy_level: int | None,
+    name: str,
+) -> str:
+    """MoE or QMoE, which weighs experts so that their weights add up to 1."""
+    attributes: dict[str, Any] = {
+        "k": per_token,
+        "normalize_routing_weights": 1,
+        "activation_type": "swiglu",  # with these: silu(gate) * up
+        "activation_alpha": 1.0,
+        "activation_beta": 0.0,
+        "swiglu_fusion": 1,  # gate and up take turns; ONNX Runtime's CPU kernel has no other
+    }
+    gate_up, down = weights.gate_up, weights.down
+    if weights.bits is None:
+        inputs = [x, rows, gate_up, "", down]
+        return g.node("MoE", inputs, outputs=None, domain=MICROSOFT, name=name, **attributes)
+    return g.node(
+        "QMoE",
+        [x, rows, gate_up, weights.gate_up_scales, "", down, weights.down_scales],
+        outputs=None,
+        domain=MICROSOFT,
+        name=name,
+        expert_weight_bits=weights.bits,
+        block_size=weights.block_size,
+        weights_prepacked=0,
+        accuracy_level=accuracy_level,
+        **attributes,
+    )
+
+
+def _count(g: GraphBuilder, routing: Routing) -> str:
+    return g.constant(np.array([routing.per_token], np.int64), "per_token")
