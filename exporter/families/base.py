@@ -32,6 +32,9 @@ class TensorNames:
     # With "{}" for the expert, or of one tensor that has all experts.
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: tuple[str, ...] = ("mlp.experts.{}.down_proj",)
+    # Of all experts: [experts, 2 * size], where gate and up take turns, and [experts, hidden].
+    expert_gate_up_bias: str = "mlp.experts.gate_up_proj_bias"
+    expert_down_bias: str = "mlp.experts.down_proj_bias"
     correction: str = "mlp.gate.e_score_correction_bias"  # of scores where they choose experts
     correction_axes: tuple[int, ...] = ()  # ahead of that of the experts
     shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
