@@ -19,10 +19,11 @@ from onnxport.exporter.families import find_family
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.spec import ExpertsSpec
-from onnxport.providers.cpu.library import find_library
+from onnxport.providers.cpu.library import find_library, matmul_isa
 from tests.conformance.reference import Reference
 from tests.exporter import checkpoints
 from tests.exporter.run_graphs import Graph, Kind
+from tests.providers.models import Row, opened, run_rows
 
 KERNEL = find_library()
 LAYERS, COUNT, HIDDEN, SIZE = 2, 8, 64, 32
@@ -169,3 +170,32 @@ def test_biases_that_nothing_uses_are_refused(
     with pytest.raises(CheckpointError, match=r"6 tensor.*mlp\.experts\.down_proj_bias"):
         exported(monkeypatch, model[1], tmp_path / "artifact", "fp32", biased=None)
     assert not (tmp_path / "artifact").exists()
+
+
+@pytest.mark.skipif(
+    matmul_isa() is None, reason="the kernels are not there, or not this processor's"
+)
+@pytest.mark.parametrize(("precision", "level"), [("int4", None), ("int4", 1), ("fp16", None)])
+def test_cpu_runs_them(
+    monkeypatch: pytest.MonkeyPatch,
+    model: Made,
+    tmp_path: Path,
+    precision: str,
+    level: int | None,
+) -> None:
+    artifact = exported(monkeypatch, model[1], tmp_path / "artifact", precision)
+    prompts = [checkpoints.tokens(seed, 20).tolist() for seed in range(4)]
+    reference = Reference(artifact.path)
+    expected = np.stack([reference.logits(prompt)[-1] for prompt in prompts])
+    rows: list[Row] = [(prompt, 0, [2 * i, 2 * i + 1]) for i, prompt in enumerate(prompts)]
+    with opened(
+        artifact.path, "custom", matmul_accuracy_level=level, kv_cache_dtype="float32"
+    ) as loaded:
+        found = run_rows(loaded, rows)
+        alone = np.concatenate([run_rows(loaded, [row]) for row in rows])
+    # Int8 activations round what routers read, too.
+    tolerance = 0.3 if precision == "int4" and level is None else 1e-4
+    assert np.abs(found - expected).max() < tolerance * expected.std()
+    if precision == "int4" and level is None:
+        assert found.tobytes() == alone.tobytes()
+        assert np.abs(found - expected).max() > 1e-4 * expected.std()  # our operator, then

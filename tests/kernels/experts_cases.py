@@ -123,6 +123,12 @@ def random_extras(seed: int, case: ExpertsCase) -> Extras:
     return Extras(gate_up, down, alpha=1.702, up_offset=1.0, limit=2.0)
 
 
+def case_with_extras(rows: int = 40) -> ExpertsCase:
+    """Whose gates and ups are far from 0, with biases and GPT-OSS's activation."""
+    case = make_case(8, ((4, 32), (4, 32)), (384, 200, 64), rows, (4, 2))
+    return case.replace(extras=random_extras(8, case))
+
+
 def make_case(
     seed: int,
     formats: tuple[tuple[int, int], tuple[int, int]],

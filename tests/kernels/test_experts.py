@@ -53,16 +53,10 @@ def test_random_cases_with_biases_and_other_activations(
             assert found.tobytes() == wanted.tobytes(), (seed, sets)
 
 
-def wide_case(rows: int = 40) -> ExpertsCase:
-    """Whose gates and ups are far from 0, with biases and GPT-OSS's activation."""
-    case = experts_cases.make_case(8, (INT4, INT4), (384, 200, 64), rows, (4, 2))
-    return case.replace(extras=experts_cases.random_extras(8, case))
-
-
 def test_it_is_what_it_says_with_biases_and_another_activation(
     library_path: Path, library: ctypes.CDLL, available_sets: Sets
 ) -> None:
-    case = wide_case()
+    case = experts_cases.case_with_extras()
     for sets in available_sets:
         use(library, sets)
         experts_cases.check(case, experts_cases.run(library_path, case))
@@ -72,7 +66,7 @@ def test_it_is_what_it_says_with_biases_and_another_activation(
 def test_each_of_them_tells(
     library_path: Path, library: ctypes.CDLL, available_sets: Sets, name: str
 ) -> None:
-    case = wide_case()
+    case = experts_cases.case_with_extras()
     without = case.replace(extras=case.extras.replace(**{name: getattr(experts_cases.NONE, name)}))
     for sets in available_sets:
         use(library, sets)
