@@ -15,7 +15,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import CheckpointError
+from onnxport.exporter import mxfp4
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -37,6 +38,8 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
 }
+_BYTES: Final = "U8"
+_MXFP4: Final = "MXFP4"  # of two tensors of bytes, see `mxfp4`
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +177,23 @@ class Checkpoint:
                         "a checkpoint holds each tensor once. Remove the file that does not belong."
                     )
                 self._owners[name] = shard
+        self._tensors = {name: one.tensors[name] for name, one in self._owners.items()}
+        for name in [name for name in self._tensors if name.endswith(mxfp4.BLOCKS)]:
+            self._join(name, name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES)
+
+    def _join(self, blocks: str, scales: str) -> None:
+        """Make one tensor of numbers of two of bytes, if that is what they are."""
+        first, second = self._tensors[blocks], self._tensors.get(scales)
+        if (
+            second is not None
+            and {first.dtype, second.dtype} == {_BYTES}
+            and len(first.shape) > 2
+            and first.shape == (*second.shape, mxfp4.BLOCK_BYTES)
+        ):
+            *heights, count = second.shape
+            shape = (*heights, count * mxfp4.BLOCK_SIZE)
+            self._tensors[blocks] = replace(first, dtype=_MXFP4, shape=shape)
+            del self._tensors[scales]
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -227,25 +247,25 @@ class Checkpoint:
     @property
     def names(self) -> frozenset[str]:
         """The names of all tensors."""
-        return frozenset(self._owners)
+        return frozenset(self._tensors)
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that each tensor in `shapes` is there, floating-point, and has that shape.
 
         Raises CheckpointError that lists every violation, so that one run shows them all.
         """
-        missing = [name for name in shapes if name not in self._owners]
+        missing = [name for name in shapes if name not in self._tensors]
         if missing:
             raise CheckpointError(
                 f"the checkpoint lacks {len(missing)} of {len(shapes)} tensors that its config "
-                f"calls for: {_some(missing)}. It holds {len(self._owners)}, such as "
-                f"{_some(sorted(self._owners), 3)}. Check that config.json belongs to these "
+                f"calls for: {_some(missing)}. It holds {len(self._tensors)}, such as "
+                f"{_some(sorted(self._tensors), 3)}. Check that config.json belongs to these "
                 "weights and that every shard was downloaded."
             )
         wrong = [
             f"{name} is {list(found.shape)}, expected {list(shape)}"
             for name, shape in shapes.items()
-            if (found := self._stored(name)).shape != shape
+            if (found := self._tensors[name]).shape != shape
         ]
         if wrong:
             raise CheckpointError(
@@ -255,7 +275,7 @@ class Checkpoint:
         untyped = [
             f"{name} is {found.dtype} in {self._owners[name].path.name}"
             for name in shapes
-            if (found := self._stored(name)).dtype not in _DTYPES
+            if (found := self._tensors[name]).dtype not in (*_DTYPES, _MXFP4)
         ]
         if untyped:
             raise CheckpointError(
@@ -264,31 +284,44 @@ class Checkpoint:
             )
 
     def size_bytes(self, name: str) -> int:
-        """Bytes of one tensor as stored."""
-        return self._stored(name).size_bytes
+        """Bytes of one tensor as it is read."""
+        stored = self._tensors[name]
+        if stored.dtype == _MXFP4:
+            return math.prod(stored.shape) * np.dtype(np.float32).itemsize
+        return stored.size_bytes
 
     def read(self, name: str) -> NDArray[Any]:
-        """Read one tensor whole, in its own dtype (bfloat16, float16 or float32) and shape."""
-        stored = self._stored(name)
-        data = self._owners[name].read(stored, 0, stored.size_bytes)
-        return data.view(_DTYPES[stored.dtype]).reshape(stored.shape)
+        """Read one tensor whole, in its own dtype (see `read_rows`) and shape."""
+        shape = self._tensors[name].shape
+        if len(shape) > 1:
+            return self.read_rows(name, 0, math.prod(shape[:-1])).reshape(shape)
+        return self._read_rows(name, 0, 1, math.prod(shape)).reshape(shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Read rows `start` to `stop`, in their own dtype; [stop - start, columns].
+        """Read rows `start` to `stop` in their own dtype, MXFP4 as float32; [rows, columns].
 
         The rows of more matrices in one tensor are counted on from one to the next.
         """
-        stored = self._stored(name)
-        *heights, columns = stored.shape
-        rows = math.prod(heights)
-        assert 0 <= start <= stop <= rows
-        dtype = _DTYPES[stored.dtype]
-        row_bytes = columns * dtype.itemsize
-        data = self._owners[name].read(stored, start * row_bytes, (stop - start) * row_bytes)
-        return data.view(dtype).reshape(stop - start, columns)
+        *heights, columns = self._tensors[name].shape
+        assert 0 <= start <= stop <= math.prod(heights)
+        if self._tensors[name].dtype != _MXFP4:
+            return self._read_rows(name, start, stop, columns)
+        count = columns // mxfp4.BLOCK_SIZE
+        blocks = self._read_rows(name, start, stop, count * mxfp4.BLOCK_BYTES)
+        scales = name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES
+        return mxfp4.decode(
+            blocks.reshape(stop - start, count, mxfp4.BLOCK_BYTES),
+            self._read_rows(scales, start, stop, count),
+        )
 
-    def _stored(self, name: str) -> StoredTensor:
-        return self._owners[name].tensors[name]
+    def _read_rows(self, name: str, start: int, stop: int, columns: int) -> NDArray[Any]:
+        """Rows of so many numbers of a tensor as it is stored."""
+        owner = self._owners[name]
+        stored = owner.tensors[name]
+        dtype = _DTYPES.get(stored.dtype, np.dtype(np.uint8))
+        row_bytes = columns * dtype.itemsize
+        data = owner.read(stored, start * row_bytes, (stop - start) * row_bytes)
+        return data.view(dtype).reshape(stop - start, columns)
 
 
 def to_float32(values: NDArray[Any]) -> NDArray[np.float32]:
