@@ -23,8 +23,8 @@ _MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NUMBERS: Final = np.array([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], np.float32)
 # Both numbers of a byte.
 _PAIRS: Final = np.stack([np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)], axis=-1)
-# What an exponent stands for; the last one is no number.
-_POWERS: Final = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+# What an exponent (E8M0) stands for; the last one is no number.
+POWERS: Final = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 
 
 def decode(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -38,5 +38,5 @@ def decode(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.f
         float32 [rows, blocks * 32]; NaN where a scale is none.
     """
     pairs = _PAIRS[blocks]
-    pairs *= _POWERS[scales][..., None, None]
+    pairs *= POWERS[scales][..., None, None]
     return pairs.reshape(len(blocks), -1)
