@@ -39,6 +39,15 @@ BASE: Mapping[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+MINISTRAL_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 
 
 @dataclass(frozen=True)
@@ -193,6 +202,13 @@ CASES: Mapping[str, Case] = {
         shards=True,
         inside="mistral3",
     ),
+    "ministral3": Case(
+        "ministral3",
+        {"rope_parameters": MINISTRAL_ROPE, "head_dim": 32, "tie_word_embeddings": True},
+        torch.bfloat16,
+        inside="mistral3",
+    ),
+    "ministral3-text": Case("ministral3", {"rope_parameters": MINISTRAL_ROPE, "head_dim": 16}),
     "granitemoe": Case(  # experts of one tensor
         "granitemoe",
         {
