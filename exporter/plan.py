@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from numpy.typing import NDArray
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.families.base import TensorNames
@@ -40,7 +42,7 @@ class MatrixPlan:
 
     parts: tuple[Part, ...]
     columns: int
-    biases: tuple[tuple[str, int], ...] = ()  # vector name and its size
+    biases: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of rows as stored: tensors, shapes
     scale: float = 1.0  # what all of it is multiplied with
     interleaved: bool = False  # rows of each two parts, which have as many, take turns
     in_turns: bool = False  # rows of gate and up take turns in each part
@@ -52,6 +54,12 @@ class MatrixPlan:
     def rows(self) -> int:
         """Output features."""
         return sum(part.rows for part in self.parts)
+
+    def by_parts(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Values of the rows as they are stored, [rows], where parts lie below each other."""
+        if not self.interleaved:
+            return values
+        return values.reshape(-1, self.parts[0].rows, 2).swapaxes(1, 2).ravel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,7 @@ class WeightPlan:
             shapes.update(
                 {one.tensor: one.shape or (one.rows, matrix.columns) for one in matrix.parts}
             )
-            shapes.update({name: (size,) for name, size in matrix.biases})
+            shapes.update(matrix.biases)
         shapes.update({vector.tensor: vector.shape for vector in self.vectors.values()})
         return shapes
 
@@ -167,7 +175,7 @@ def _stacked(
     return MatrixPlan(
         tuple(Part(f"{name}.weight", size) for name, size in sizes),
         columns,
-        tuple((f"{name}.bias", size) for name, size in sizes) if biased else (),
+        tuple((f"{name}.bias", (size,)) for name, size in sizes) if biased else (),
     )
 
 
@@ -194,20 +202,26 @@ def _expert_matrices(
         halves=1,
         transposed=names.experts_transposed,
     )
-    router = MatrixPlan((Part(f"{prefix}{names.router}.weight", count),), hidden, is_exact=True)
+    router = _stacked(prefix, (names.router,), (count,), hidden, biased=bool(experts.biased))
+    biases = (
+        (prefix + names.expert_gate_up_bias, (count, 2 * inner)),
+        (prefix + names.expert_down_bias, (count, hidden)),
+    )
+    first, second = ((one,) if experts.biased else () for one in biases)
     scale = spec.output_scale * (1.0 if experts.scale is None else experts.scale)
     found = {
-        role + "router": router,
+        role + "router": replace(router, is_exact=True),
         role + "experts.gate_up": MatrixPlan(
             gate_up,
             hidden,
+            first,
             interleaved=not names.experts_in_turns,
             in_turns=names.experts_in_turns,
             whole_blocks=whole,
             by_rows=True,
         ),
         role + "experts.down": MatrixPlan(
-            down, inner, scale=scale, whole_blocks=whole, by_rows=True
+            down, inner, second, scale=scale, whole_blocks=whole, by_rows=True
         ),
     }
     if experts.shared_size is not None:

@@ -120,9 +120,9 @@ class StreamingWeights:
         assert y is not None
         return y
 
-    def sum_of_experts(self, role: str, x: Array) -> Array:
+    def sum_of_experts(self, role: str, x: Array, parts: Array) -> Array:
         """See `WeightSource`."""
-        y = self._store(role, _SumOfProducts(x, self._plan.matrices[role].rows))
+        y = self._store(role, _SumOfProducts(x, parts, self._plan.matrices[role].rows))
         assert y is not None
         return y
 
@@ -150,15 +150,15 @@ class StreamingWeights:
         for panel in self._panels(plan):
             self._convert(target, panel, plan.scale, product)
             self._on_bytes(panel.raw.nbytes)
-        y = None if product is None else product.result()
-        if y is not None and plan.in_turns:
-            y = _apart(y, len(plan.parts))
         bias: TensorRef | None = None
+        values: Array | None = None
         if plan.biases:
             names = tuple(name for name, _ in plan.biases)
             bias, values = self._store_vector(f"{role}.bias", names, plan.scale)
-            if y is not None:
-                y += values
+            values = plan.by_parts(values)
+        y = None if product is None else product.result(values)
+        if y is not None and plan.in_turns:
+            y = _apart(y, len(plan.parts))
         weight = self._writer.add_weight(f"{role}.weight", target.weight)
         scales = None
         if target.scales is not None:
@@ -308,16 +308,21 @@ class _Product:
         np.matmul(groups, self._x, out=y[:whole].reshape(-1, self.group, tokens))
         np.matmul(matrix[whole:], self._x, out=y[whole:])
 
-    def result(self) -> Array:
-        """All of it, float32 [m, rows]."""
-        return np.ascontiguousarray(self._y.T)
+    def result(self, bias: Array | None = None) -> Array:
+        """All of it, float32 [m, rows], and a bias [rows] added."""
+        y = np.ascontiguousarray(self._y.T)
+        return y if bias is None else y + bias
 
 
 class _SumOfProducts:
-    """`x[:, i] @ matrices[i].T`, added up over matrices that lie one below the other."""
+    """`x[:, i] @ matrices[i].T + parts[:, i] * biases[i]`, added up over matrices.
 
-    def __init__(self, x: Array, rows: int) -> None:
+    These, and biases, lie one below the other.
+    """
+
+    def __init__(self, x: Array, parts: Array, rows: int) -> None:
         matrices = x.shape[1]  # of x [m, matrices, K]
+        self._parts = parts
         self._rows = rows // matrices
         self._products = [_Product(x[:, i], self._rows) for i in range(matrices)]
         self.group = self._products[0].group
@@ -327,11 +332,13 @@ class _SumOfProducts:
         at, first = divmod(where.start, self._rows)
         self._products[at].add(matrix, slice(first, first + len(matrix)))
 
-    def result(self) -> Array:
+    def result(self, biases: Array | None = None) -> Array:
         """The sum, float32 [m, rows of a matrix]."""
         y = self._products[0].result()
         for product in self._products[1:]:
             y += product.result()
+        if biases is not None:
+            y += np.einsum("mi,ir->mr", self._parts, biases.reshape(-1, self._rows))
         return y
 
 

@@ -36,6 +36,9 @@ class TensorNames:
     experts_transposed: bool = False  # that tensor is [experts, inputs, outputs], not the reverse
     experts_in_turns: bool = False  # outputs of gate and up take turns in it
     expert_blocks: tuple[int, ...] = ()  # inputs whose weights were quantized with one scale
+    # Of all experts: [experts, 2 * size], where gate and up take turns, and [experts, hidden].
+    expert_gate_up_bias: str = "mlp.experts.gate_up_proj_bias"
+    expert_down_bias: str = "mlp.experts.down_proj_bias"
     correction: str = "mlp.gate.e_score_correction_bias"  # of scores where they choose experts
     correction_axes: tuple[int, ...] = ()  # ahead of that of the experts
     shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")

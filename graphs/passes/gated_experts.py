@@ -14,11 +14,12 @@ import onnx
 from onnx import TensorProto
 
 from onnxport.graphs import contract
+from onnxport.graphs.experts import Swiglu
 from onnxport.graphs.inspect import attribute_int, initializers
 from onnxport.graphs.passes.gated_silu import DOMAIN, OPSET
 from onnxport.graphs.passes.int8_matmul import BITS, BLOCK_SIZES
 from onnxport.graphs.passes.result import PassResult, copy_model
-from onnxport.graphs.passes.split_experts import EXPERTS_INPUTS, QMOE, is_swiglu
+from onnxport.graphs.passes.split_experts import EXPERTS_INPUTS, QMOE, biases_of, is_swiglu
 
 # [..., K] and the router's logits [rows, num_experts] -> [..., N]
 GATED_EXPERTS: Final = "GatedExperts"
@@ -54,6 +55,8 @@ def _fits(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> bool:
         and attribute_int(node, "accuracy_level", 0) == contract.INT8_LEVEL
         and attribute_int(node, "expert_weight_bits", 4) in BITS
         and attribute_int(node, "block_size", 0) in BLOCK_SIZES
+        and Swiglu.of(node) == Swiglu()
+        and not biases_of(node)
     )
 
 
