@@ -102,6 +102,11 @@ class DeltaSplitter:
         """Whether reasoning was begun."""
         return self._splitter.has_thought
 
+    @property
+    def answer_start(self) -> int:
+        """Where in the text the answer begins; see `ReasoningSplitter`."""
+        return self._splitter.answer_start
+
     def take(
         self, delta: CompletionDelta, num_tokens: int
     ) -> tuple[CompletionDelta | None, CompletionDelta]:
