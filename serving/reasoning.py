@@ -16,6 +16,8 @@ from onnxport.serving.text import longest_beginning
 
 AUTO: Final = "auto"
 NONE: Final = "none"
+# What messages call it: DeepSeek's API and llama.cpp; vLLM today.
+REASONING_NAMES: Final = ("reasoning_content", "reasoning")
 MOST_BREAKS: Final = 2  # ends of lines behind a closing tag that are a part of it
 
 
