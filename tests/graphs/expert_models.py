@@ -28,6 +28,8 @@ class Layer:
     gate_up: Array  # [experts, 2 * size, hidden], gate and up take turns
     down: Array  # [experts, hidden, size]
     normalized: bool
+    sigmoid: bool = False
+    correction: Array | None = None  # [experts]
 
     def run(
         self, model: onnx.ModelProto, x: Array, logits: Array, library: Path | None = None
@@ -51,19 +53,31 @@ class Layer:
     def expected(self, x: Array, logits: Array) -> Array:
         """The definition, token by token."""
         rows = np.zeros_like(x)
-        for row, (values, scores) in enumerate(zip(x, logits, strict=True)):
-            chosen = np.argsort(-scores, kind="stable")[:PER_TOKEN]
-            exponentials = np.exp(scores - scores.max())
-            of = exponentials[chosen] if self.normalized else exponentials
+        for row, (values, router) in enumerate(zip(x, logits, strict=True)):
+            if self.sigmoid:
+                scores = 1 / (1 + np.exp(-router))
+            else:
+                scores = np.exp(router - router.max())
+                scores /= scores.sum()
+            ranked = scores if self.correction is None else scores + self.correction
+            chosen = np.argsort(-ranked, kind="stable")[:PER_TOKEN]
+            total = scores[chosen].sum() if self.normalized else 1
             for expert in chosen:
                 gate, up = (self.gate_up[expert, turn::2] @ values for turn in (0, 1))
                 made = self.down[expert] @ (gate / (1 + np.exp(-gate)) * up)
-                rows[row] += exponentials[expert] / of.sum() * made
+                rows[row] += scores[expert] / total * made
         return rows
 
 
 def layer(
-    folder: Path, bits: int | None, dtype: int, *, normalized: bool = True, level: int = 1
+    folder: Path,
+    bits: int | None,
+    dtype: int,
+    *,
+    normalized: bool = True,
+    level: int = 1,
+    sigmoid: bool = False,
+    corrected: bool = False,
 ) -> Layer:
     """A layer with random weights; without bits they are of the activations' type."""
     random = np.random.default_rng(7)
@@ -102,11 +116,13 @@ def layer(
         bits=bits,
         block_size=None if bits is None else BLOCK,
     )
-    routing = Routing(per_token=PER_TOKEN, normalized=normalized)
+    correction = random.standard_normal(COUNT).astype(np.float32) / 2 if corrected else None
+    added = "" if correction is None else g.constant(correction, "correction")
+    routing = Routing(per_token=PER_TOKEN, normalized=normalized, sigmoid=sigmoid, correction=added)
     y = expert_layer(g, x, logits, weights, routing, dtype=dtype, accuracy_level=level)
     g.node("Identity", [y], outputs=[g.output("y", dtype, ["tokens", HIDDEN])])
     (folder / WEIGHTS_FILE).write_bytes(content)
-    return Layer(g.build(), folder, meant[0], meant[1], normalized)
+    return Layer(g.build(), folder, meant[0], meant[1], normalized, sigmoid, correction)
 
 
 def inputs(tokens: int, seed: int = 0) -> tuple[Array, Array]:
