@@ -66,7 +66,8 @@ def test_what_it_computes(tmp_path: Path, bits: int, dtype: str, normalized: boo
 
     model = use_gated_experts(retype(stored, read).model).model
     model = use_stored_scales(model, stored).model
-    scales = initializers(model)[next(n for n in model.graph.node).input[3]]
+    experts = next(node for node in model.graph.node if node.op_type == "GatedExperts")
+    scales = initializers(model)[experts.input[3]]
     assert scales.data_type == TYPES[dtype]
     x, logits = inputs(9)
     expected = made.expected(x, logits)
