@@ -19,8 +19,8 @@ FILE: Final = "genai_config.json"
 # Families that it does not know by name; all decoders with a GQA graph are run alike.
 _TYPES: Final = dict.fromkeys(
     (
-        *("glm", "granitemoe", "helium", "mixtral", "olmo2", "olmo3", "olmoe", "qwen3_moe"),
-        "seed_oss",
+        *("dots1", "ernie4_5_moe", "glm", "glm4_moe", "granitemoe", "granitemoeshared", "helium"),
+        *("mixtral", "olmo2", "olmo3", "olmoe", "qwen2_moe", "qwen3_moe", "seed_oss", "solar_open"),
     ),
     "llama",
 )

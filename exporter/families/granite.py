@@ -32,7 +32,7 @@ def read_spec_with_experts(config: Config, context_length: int | None) -> ArchSp
 
 def read_spec_with_shared_experts(config: Config, context_length: int | None) -> ArchSpec:
     """Granite MoE with a layer beside its experts, unless its size is 0."""
-    shared = config.get("shared_intermediate_size", int, 1024)
+    shared = config.get("shared_intermediate_size", int, 0)
     return _with_experts(
         config, shared or None, family="granitemoeshared", context_length=context_length
     )

@@ -332,6 +332,7 @@ CASES: Mapping[str, Case] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "n_shared_experts": 2,
+            "intermediate_size": None,  # which transformers does not write: no layer is dense
         },
     ),
     "mixtral": Case("mixtral", {"num_local_experts": 4, "sliding_window": 6}),
@@ -345,6 +346,17 @@ CASES: Mapping[str, Case] = {
             "moe_intermediate_size": 32,
             "norm_topk_prob": True,
             "mlp_only_layers": [0],
+        },
+    ),
+    "qwen3-moe-window": Case(
+        "qwen3_moe",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+            "use_sliding_window": True,
+            "sliding_window": 6,
         },
     ),
     "olmo2": Case("olmo2", {"rms_norm_eps": 0.05}, torch.bfloat16),
