@@ -261,7 +261,8 @@ class _Conversions:
 
     def _experts(self, node: Any, weights: Sequence[Any]) -> Any:
         x, logits = (node.get_input(index) for index in range(2))
-        return write_experts(x, logits, *weights, per_token=node.get_attribute("k"))
+        gate_up, down = weights
+        return write_experts(x, logits, gate_up, down, node.get_attribute("k"))
 
     def _dequantized(
         self, name: str, scales: str, dims: Sequence[int], bits: int, block_size: int
