@@ -220,6 +220,7 @@ def decoder_spec(
     family: str,
     head_size: int | None = None,
     num_kv_heads: int | None = None,
+    intermediate_size: int | None = None,
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
@@ -240,6 +241,7 @@ def decoder_spec(
         head_size: `head_dim` where the key is absent; None: hidden_size / num_attention_heads.
         num_kv_heads: `num_key_value_heads` where absent; None: num_attention_heads, which null
             means in any case.
+        intermediate_size: `intermediate_size` where absent; None: it must be there.
         qkv_bias: The query, key and value projections have biases.
         o_bias: The attention output projection has a bias.
         mlp_bias: The gate, up and down projections have biases.
@@ -262,6 +264,8 @@ def decoder_spec(
     head_size = config.get("head_dim", int, head_size or hidden_size // max(num_heads, 1))
     if num_kv_heads is None or config.is_null("num_key_value_heads"):
         num_kv_heads = num_heads
+    if intermediate_size is None or config.has("intermediate_size"):
+        intermediate_size = config.require("intermediate_size", int)
     epsilon = config.require("rms_norm_eps", float)
     if not 0 < epsilon < math.inf:
         raise CheckpointError(f"{config.path}: rms_norm_eps is {epsilon}; it must be above 0.")
@@ -280,7 +284,7 @@ def decoder_spec(
             family=family,
             num_layers=num_layers,
             hidden_size=hidden_size,
-            intermediate_size=config.require("intermediate_size", int),
+            intermediate_size=intermediate_size,
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads", int, num_kv_heads),
             head_size=head_size,

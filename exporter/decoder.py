@@ -306,6 +306,7 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
             attributes=_attributes(spec, layer),
             cos=cos,
             sin=sin,
+            sinks=_sinks(g, weights, layer),
         )
 
     def select(x: str) -> str:
@@ -344,6 +345,7 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
             attributes=_attributes(spec, layer),
             cos=cos,
             sin=sin,
+            sinks=_sinks(g, weights, layer),
         )
 
     decoder = _Decoder(g, spec, weights, (0, 0), attend)
@@ -362,6 +364,12 @@ def _attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
         do_rotary=spec.rotates(layer),
         rotary_interleaved=spec.rope_of(layer).interleaved,
     )
+
+
+def _sinks(g: GraphBuilder, weights: StoredWeights, layer: int) -> str:
+    """The attention sinks of a layer, if it has any."""
+    stored = weights.vectors.get(f"layers.{layer}.sinks")
+    return "" if stored is None else g.weight(stored)
 
 
 def _activation_dtype(weights: StoredWeights) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
@@ -9,6 +10,12 @@ from onnxport.exporter.config import Config
 from onnxport.graphs.spec import ExpertsSpec
 
 _COUNTS: Final = ("num_experts", "num_local_experts")
+# Keys of DeepSeek's that say how experts are chosen, and what `corrected_experts` does.
+_CORRECTED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "scoring_func": ("sigmoid", "noaux_tc"),  # dots.llm1 names the method here
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+}
 
 
 def experts_spec(
@@ -65,24 +72,22 @@ def corrected_experts(
         normalized: likewise `norm_topk_prob`.
         shared: likewise `n_shared_experts`, of which one layer is made.
         size: likewise `moe_intermediate_size`.
-        first_dense: likewise `first_k_dense_replace`; None: every layer has experts.
+        first_dense: likewise `first_k_dense_replace`; None: every layer has experts, and the key
+            may say so.
 
     Raises:
         CheckpointError: See `experts_spec`.
-        UnsupportedModelError: Experts are chosen by groups.
+        UnsupportedModelError: Experts are chosen by groups, or in another way.
     """
-    groups = config.get("n_group", int, 1)
-    config.get("topk_group", int, 1)  # of one group no other can be chosen
-    if groups != 1:
-        raise UnsupportedModelError(
-            f"{config.path}: n_group is {groups}; supported is 1: experts that are not chosen by "
-            "groups."
-        )
+    _check_choice(config)
     size = _number(config, ("moe_intermediate_size",), size)
-    layers: tuple[bool, ...] | None = None
-    if first_dense is not None:
-        first = config.get("first_k_dense_replace", int, first_dense)
-        layers = tuple(i >= first for i in range(config.require("num_hidden_layers", int)))
+    first = config.get("first_k_dense_replace", int, first_dense or 0)
+    if first_dense is None and first > 0:
+        raise UnsupportedModelError(
+            f"{config.path}: first_k_dense_replace is {first}; supported is 0, for transformers "
+            "gives every layer of this family experts."
+        )
+    layers = tuple(i >= first for i in range(config.require("num_hidden_layers", int)))
     shared = _number(config, ("n_shared_experts",), shared)
     return experts_spec(
         config,
@@ -97,6 +102,24 @@ def corrected_experts(
         scale=config.get("routed_scaling_factor", float, 1.0),
         shared_size=size * shared or None,
     )
+
+
+def _check_choice(config: Config) -> None:
+    """Raise UnsupportedModelError for experts that are chosen in another way."""
+    for key, allowed in _CORRECTED.items():
+        found = config.get(key, object, allowed[0])
+        if found not in allowed:
+            raise UnsupportedModelError(
+                f"{config.path}: {key} is {found!r}; supported is "
+                f"{' or '.join(map(repr, allowed))}, which is what transformers computes here."
+            )
+    groups = config.get("n_group", int, 1)
+    config.get("topk_group", int, 1)  # of one group no other can be chosen
+    if groups != 1:
+        raise UnsupportedModelError(
+            f"{config.path}: n_group is {groups}; supported is 1: experts that are not chosen by "
+            "groups."
+        )
 
 
 def _number(config: Config, keys: tuple[str, ...], default: int | None) -> int:

@@ -1,9 +1,9 @@
 """Which tensors of a checkpoint make up each weight of the graphs, and of what shape.
 
 A weight is named by its role: `embedding`, `final_norm`, `head`, and for each layer
-`layers.N.{input_norm, qkv, q_norm, k_norm, o, o_norm, post_norm, gate_up, down, down_norm}`, where
-a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for `gate_up`
-and `down`, and `shared.{gate_up, down, gate}` of the layer beside them.
+`layers.N.{input_norm, qkv, q_norm, k_norm, sinks, o, o_norm, post_norm, gate_up, down, down_norm}`,
+where a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for
+`gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class Part(NamedTuple):
     rows: int
     first: int = 0  # of them
     shape: tuple[int, ...] | None = None  # of the tensor; None: these rows are all
+    is_transposed: bool = False  # it is [experts, columns, rows]; these are all rows of one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class MatrixPlan:
     biases: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of rows as stored: tensors, shapes
     scale: float = 1.0  # what all of it is multiplied with
     interleaved: bool = False  # rows of each two parts, which have as many, take turns
+    in_turns: bool = False  # rows of gate and up take turns in each part
     is_exact: bool = False  # it is not quantized, whatever else is
     whole_blocks: int | None = None  # what blocks that share a scale divide; None: the last may jut
     by_rows: bool = False  # where it is not quantized, it is stored [N, K]
@@ -100,6 +102,8 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         role, prefix = f"layers.{layer}.", names.layer.format(layer)
         experts = spec.experts_of(layer)
         vectors.update(_layer_norms(spec, names, role, prefix))
+        if spec.attention_sinks:
+            vectors[role + "sinks"] = VectorPlan(prefix + names.sinks, (spec.num_heads,))
         matrices.update(_layer_matrices(spec, names, role, prefix, dense=experts is None))
         if experts is not None:
             matrices.update(_expert_matrices(spec, experts, names, role, prefix))
@@ -183,9 +187,21 @@ def _expert_matrices(
     Behind them what all tokens share.
     """
     hidden, inner, count = spec.hidden_size, experts.size, experts.count
-    whole = math.gcd(hidden, inner)
-    gate_up = _expert_parts(prefix, names.expert_gate_up, (count, 2 * inner, hidden), halves=2)
-    down = _expert_parts(prefix, names.expert_down, (count, hidden, inner), halves=1)
+    whole = math.gcd(hidden, inner, *names.expert_blocks)
+    gate_up = _expert_parts(
+        prefix,
+        names.expert_gate_up,
+        (count, 2 * inner, hidden),
+        halves=1 if names.experts_in_turns else 2,
+        transposed=names.experts_transposed,
+    )
+    down = _expert_parts(
+        prefix,
+        names.expert_down,
+        (count, hidden, inner),
+        halves=1,
+        transposed=names.experts_transposed,
+    )
     router = _stacked(prefix, (names.router,), (count,), hidden, biased=bool(experts.biased))
     biases = (
         (prefix + names.expert_gate_up_bias, (count, 2 * inner)),
@@ -196,7 +212,13 @@ def _expert_matrices(
     found = {
         role + "router": replace(router, is_exact=True),
         role + "experts.gate_up": MatrixPlan(
-            gate_up, hidden, first, interleaved=True, whole_blocks=whole, by_rows=True
+            gate_up,
+            hidden,
+            first,
+            interleaved=not names.experts_in_turns,
+            in_turns=names.experts_in_turns,
+            whole_blocks=whole,
+            by_rows=True,
         ),
         role + "experts.down": MatrixPlan(
             down, inner, second, scale=scale, whole_blocks=whole, by_rows=True
@@ -212,7 +234,7 @@ def _expert_matrices(
 
 
 def _expert_parts(
-    prefix: str, names: tuple[str, ...], shape: tuple[int, int, int], *, halves: int
+    prefix: str, names: _Names, shape: tuple[int, int, int], *, halves: int, transposed: bool
 ) -> tuple[Part, ...]:
     """The parts of all experts in turn: `halves` of each.
 
@@ -222,8 +244,9 @@ def _expert_parts(
             all halves of all experts.
         shape: [experts, rows of an expert, columns].
         halves: the parts of an expert, which have as many rows.
+        transposed: the one tensor is [experts, columns, rows].
     """
-    experts, rows, _ = shape
+    experts, rows, columns = shape
     half = rows // halves
     if "{}" in names[0]:
         return tuple(
@@ -232,8 +255,10 @@ def _expert_parts(
             for name in names
         )
     (name,) = names
-    tensor = f"{prefix}{name}.weight"
-    return tuple(Part(tensor, half, at * half, shape) for at in range(experts * halves))
+    stored = (experts, columns, rows) if transposed else shape
+    return tuple(
+        Part(prefix + name, half, at * half, stored, transposed) for at in range(experts * halves)
+    )
 
 
 def unused_tensors(

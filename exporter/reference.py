@@ -177,9 +177,13 @@ def _attend(
     window = spec.sliding_window[layer]
     visible = (distance >= 0) & (distance < (window or tokens))
     scores = np.where(visible, scores, -np.inf)
+    if spec.attention_sinks:
+        sinks = weights.vector(f"layers.{layer}.sinks")[:, None, None]
+        scores = np.concatenate([scores, np.broadcast_to(sinks, (*scores.shape[:2], 1))], axis=-1)
     scores = np.exp(scores - scores.max(-1, keepdims=True))
     scores /= scores.sum(-1, keepdims=True)
-    result: Array = np.einsum("hqk,khd->qhd", scores, v).reshape(tokens, spec.q_size)
+    seen = scores[..., :tokens]
+    result: Array = np.einsum("hqk,khd->qhd", seen, v).reshape(tokens, spec.q_size)
     return result
 
 

@@ -21,7 +21,7 @@ from onnxport.errors import CheckpointError
 from onnxport.exporter import rope
 from onnxport.exporter.checkpoint import Checkpoint, to_float32
 from onnxport.exporter.options import ExportOptions
-from onnxport.exporter.plan import EMBEDDING, HEAD, MatrixPlan, WeightPlan
+from onnxport.exporter.plan import EMBEDDING, HEAD, MatrixPlan, Part, WeightPlan
 from onnxport.exporter.quantize import BlockFormat, quantize_rows
 from onnxport.graphs.artifact_writer import ArtifactWriter
 from onnxport.graphs.spec import ArchSpec, RopeSpec
@@ -157,6 +157,8 @@ class StreamingWeights:
             bias, values = self._store_vector(f"{role}.bias", names, plan.scale)
             values = plan.by_parts(values)
         y = None if product is None else product.result(values)
+        if y is not None and plan.in_turns:
+            y = _apart(y, len(plan.parts))
         weight = self._writer.add_weight(f"{role}.weight", target.weight)
         scales = None
         if target.scales is not None:
@@ -195,8 +197,9 @@ class StreamingWeights:
         spans = []
         start = 0
         for at, part in enumerate(plan.parts):
-            for i in range(0, part.rows, step):
-                read = (part.tensor, part.first + i, part.first + min(part.rows, i + step))
+            for i in range(0, part.rows, part.rows if part.is_transposed else step):
+                end = part.rows if part.is_transposed else min(part.rows, i + step)
+                read = (part, plan.columns, i, end)
                 if plan.interleaved:  # the even part's rows, and behind each the odd one's
                     place = start - at % 2 * part.rows + 2 * i + at % 2
                 else:
@@ -205,12 +208,19 @@ class StreamingWeights:
             start += part.rows
         ahead: Future[NDArray[Any]] | None = None
         for index, (read, row, place) in enumerate(spans):
-            current = ahead or self._pool.submit(self._checkpoint.read_rows, *read)
+            current = ahead or self._pool.submit(self._read, *read)
             ahead = None
             raw = current.result()
             if index + 1 < len(spans):
-                ahead = self._pool.submit(self._checkpoint.read_rows, *spans[index + 1][0])
-            yield _Panel(read[0], raw, row, place, 2 if plan.interleaved else 1)
+                ahead = self._pool.submit(self._read, *spans[index + 1][0])
+            yield _Panel(read[0].tensor, raw, row, place, 2 if plan.interleaved else 1)
+
+    def _read(self, part: Part, columns: int, first: int, end: int) -> NDArray[Any]:
+        """Rows of a part, [end - first, columns]; of a transposed one all."""
+        if not part.is_transposed:
+            return self._checkpoint.read_rows(part.tensor, part.first + first, part.first + end)
+        at = part.first // part.rows * columns
+        return np.ascontiguousarray(self._checkpoint.read_rows(part.tensor, at, at + columns).T)
 
     def _convert(
         self,
@@ -240,6 +250,12 @@ class StreamingWeights:
             if first < last
         ]:
             task.result()
+
+
+def _apart(y: Array, experts: int) -> Array:
+    """Of each expert gate's features and then up's, where they take turns; [m, N]."""
+    pairs = y.reshape(len(y), experts, -1, 2)
+    return np.ascontiguousarray(pairs.swapaxes(2, 3)).reshape(y.shape)
 
 
 def block_of(role: str, plan: MatrixPlan, options: ExportOptions) -> BlockFormat | None:

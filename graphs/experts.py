@@ -2,8 +2,9 @@
 
 `com.microsoft.MoE` and `QMoE` choose by logits and weigh by their softmax. Where a model chooses
 or weighs otherwise, standard operators ahead of them make logits that come to the same: those of
-the experts that a token is given to are logarithms of their scores, whose softmax is the scores
-over their sum, and all others are far below. So every kernel and every pass knows one kind.
+the experts that a token is given to stay, or are logarithms of their scores where these are no
+softmax, for the softmax of logarithms is the scores over their sum; and all others are far below.
+So every kernel and every pass knows one kind.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from onnxport.graphs.inspect import attribute_float
 
 LEFT_OUT: Final = -65504.0  # the logit of an expert that is not chosen; the lowest float16
 _LEAST_SCORE: Final = 1e-30  # whose logarithm, -69, is far above that
+_VECTOR: Final = 16  # floats that processors compute at once, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +150,13 @@ def _route(g: GraphBuilder, logits: str, routing: Routing, dtype: int) -> tuple[
         ranked = g.node("Add", [scores, routing.correction], name="ranked")
     _, index = g.node("TopK", [ranked, _count(g, routing)], outputs=2, name="largest")
     found = g.node("GatherElements", [scores, index], name="chosen", axis=-1)
-    least, low = (
-        g.constant(np.array(value, np.float32), name)
-        for value, name in ((_LEAST_SCORE, "least_score"), (LEFT_OUT, "left_out"))
-    )
-    logs = g.node("Log", [g.node("Max", [found, least], name="positive")], name="logarithms")
+    if routing.sigmoid:
+        stand = _logarithms(g, found, routing.per_token)
+    else:
+        stand = g.node("GatherElements", [wide, index], name="kept", axis=-1)
+    low = g.constant(np.array(LEFT_OUT, np.float32), "left_out")
     others = g.node("Min", [scores, low], name="others")  # scores are 0 at least
-    made = g.node("ScatterElements", [others, index, logs], name="made", axis=-1)
+    made = g.node("ScatterElements", [others, index, stand], name="made", axis=-1)
     total = ""
     if not routing.normalized:
         total = g.node("ReduceSum", [found, ops.last_axis(g)], name="total")
@@ -164,6 +166,27 @@ def _route(g: GraphBuilder, logits: str, routing: Routing, dtype: int) -> tuple[
         ops.cast(g, made, dtype, "router.narrow"),
         ops.cast(g, total, dtype, "total.narrow") if total else "",
     )
+
+
+def _logarithms(g: GraphBuilder, scores: str, count: int) -> str:
+    """Logarithms of scores [..., count], with the same bits wherever a row stands.
+
+    ONNX Runtime computes vectors of several numbers, and what is left behind the last one by other
+    instructions, which round otherwise. So each row is filled up to whole vectors.
+    """
+    least = g.constant(np.array(_LEAST_SCORE, np.float32), "least_score")
+    positive = g.node("Max", [scores, least], name="positive")
+    room = -count % _VECTOR
+    if not room:
+        return g.node("Log", [positive], name="logarithms")
+    pads = g.constant(np.array([0, room], np.int64), "pads")
+    one = g.constant(np.array(1.0, np.float32), "one")
+    first, stop, axis = (
+        g.constant(np.array([value], np.int64), "slice") for value in (0, count, -1)
+    )
+    filled = g.node("Pad", [positive, pads, one, axis], name="filled")
+    logs = g.node("Log", [filled], name="logarithms")
+    return g.node("Slice", [logs, first, stop, axis], name="unfilled")
 
 
 def _operator(

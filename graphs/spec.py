@@ -193,6 +193,7 @@ class ArchSpec:
     attention_softcap: float | None = None  # c: QK^T, scaled, is c * tanh(it / c); None: as it is
     logits_softcap: float | None = None  # likewise the logits
     experts: ExpertsSpec | None = None  # of feed-forward layers; None: each is one
+    attention_sinks: bool | None = None  # a logit a head that takes part of the softmax; None: none
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -371,6 +372,7 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "attention_softcap": (float, NONE),
     "logits_softcap": (float, NONE),
     "experts": (dict, NONE),
+    "attention_sinks": (bool, NONE),
 }
 _EXPERTS_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     **dict.fromkeys(("count", "per_token", "size"), (int,)),
@@ -385,7 +387,7 @@ _LATER: Final = (
     *("residual_scale", "logits_scale", "rotated_layers"),
     *("output_norms", "inner_norm_eps", "local_rope"),
     *("raw_inputs", "whole_qk_norm", "attention_softcap", "logits_softcap"),
-    "experts",
+    *("experts", "attention_sinks"),
 )
 _LATER_OF_ROPE: Final = ("factors",)
 _LATER_OF_EXPERTS: Final = (

@@ -32,7 +32,7 @@ def read_spec_with_experts(config: Config, context_length: int | None) -> ArchSp
 
 def read_spec_with_shared_experts(config: Config, context_length: int | None) -> ArchSpec:
     """Granite MoE with a layer beside its experts, unless its size is 0."""
-    shared = config.get("shared_intermediate_size", int, 1024)
+    shared = config.get("shared_intermediate_size", int, 0)
     return _with_experts(
         config, shared or None, family="granitemoeshared", context_length=context_length
     )
@@ -79,8 +79,8 @@ def _multiplier(config: Config, key: str) -> float:
 FAMILY: Final = Family(name="granite", architecture="GraniteForCausalLM", spec=read_spec)
 _EXPERTS: Final = TensorNames(
     router="block_sparse_moe.router.layer",
-    expert_gate_up=("block_sparse_moe.input_linear",),
-    expert_down=("block_sparse_moe.output_linear",),
+    expert_gate_up=("block_sparse_moe.input_linear.weight",),
+    expert_down=("block_sparse_moe.output_linear.weight",),
     shared_gate_up=("shared_mlp.input_linear",),
     shared_down=("shared_mlp.output_linear",),
 )

@@ -20,6 +20,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         num_kv_heads=8,
         sliding_window=(window,) * config.require("num_hidden_layers", int),
         context_length=context_length,
+        theta=1_000_000.0,
     )
     experts = experts_spec(
         config,

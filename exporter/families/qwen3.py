@@ -12,11 +12,16 @@ from onnxport.graphs.spec import ArchSpec
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """Qwen3: heads of 128 unless given."""
     return qwen3_spec(
-        config, family="qwen3", head_size=128, num_kv_heads=32, context_length=context_length
+        config,
+        family="qwen3",
+        head_size=128,
+        num_kv_heads=32,
+        sliding_window=layer_windows(config),
+        context_length=context_length,
     )
 
 
-def qwen3_spec(config: Config, *, context_length: int | None, **differences: Any) -> ArchSpec:
+def qwen3_spec(config: Config, **differences: Any) -> ArchSpec:
     """What models with Qwen3's attention share: QK-norm, optional biases on its projections.
 
     `differences` are keyword arguments of `decoder_spec`.
@@ -27,8 +32,6 @@ def qwen3_spec(config: Config, *, context_length: int | None, **differences: Any
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         qk_norm=True,
-        sliding_window=layer_windows(config),
-        context_length=context_length,
         **differences,
     )
 

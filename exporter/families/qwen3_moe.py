@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from onnxport.errors import CheckpointError
+from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.expertsconfig import experts_spec
 from onnxport.exporter.families.base import Family
@@ -15,7 +15,13 @@ from onnxport.graphs.spec import ArchSpec
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """Qwen3 MoE: experts in every `decoder_sparse_step`-th layer, but for `mlp_only_layers`."""
-    spec = qwen3_spec(config, family="qwen3_moe", num_kv_heads=4, context_length=context_length)
+    spec = qwen3_spec(
+        config,
+        family="qwen3_moe",
+        num_kv_heads=4,
+        sliding_window=_windows(config),
+        context_length=context_length,
+    )
     layers = sparse_layers(config, spec.num_layers)
     experts = experts_spec(
         config,
@@ -26,6 +32,28 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         layers=layers,
     )
     return replace(spec, experts=experts) if any(layers) else spec
+
+
+def _windows(config: Config) -> tuple[int | None, ...]:
+    """The window of all layers, if `use_sliding_window` says that there is one.
+
+    transformers gives it to every layer, and reads neither `max_window_layers` nor `layer_types`,
+    by which its Qwen3 leaves some out. So they may only say the same.
+    """
+    enabled = config.get("use_sliding_window", bool, False)
+    window = config.get("sliding_window", int, None if config.is_null("sliding_window") else 4096)
+    window = window if enabled else None
+    expected = "full_attention" if window is None else "sliding_attention"
+    all_layers = [expected] * config.require("num_hidden_layers", int)
+    first = config.get("max_window_layers", int, 0)
+    types = config.get("layer_types", list, all_layers)
+    if types != all_layers or (window is not None and first > 0):
+        raise UnsupportedModelError(
+            f"{config.path}: of a Qwen3 MoE each of the {len(all_layers)} layers has the window "
+            f"{window}, as transformers computes it; layer_types = {types} and max_window_layers = "
+            f"{first} say otherwise. Correct them, use_sliding_window or sliding_window."
+        )
+    return (window,) * len(all_layers)
 
 
 def sparse_layers(config: Config, num_layers: int) -> tuple[bool, ...]:

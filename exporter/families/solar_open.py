@@ -10,6 +10,8 @@ from onnxport.exporter.expertsconfig import corrected_experts
 from onnxport.exporter.families.base import Family
 from onnxport.graphs.spec import ArchSpec
 
+_UNUSED_SIZE: Final = 10240  # of dense layers, of which there are none
+
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """Solar Open: heads of 128 unless given; no layer without experts."""
@@ -18,6 +20,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         family="solar_open",
         head_size=None if config.is_null("head_dim") else 128,
         num_kv_heads=8,
+        intermediate_size=_UNUSED_SIZE,
         qkv_bias=config.get("attention_bias", bool, False),
         context_length=context_length,
         theta=1_000_000.0,

@@ -18,6 +18,7 @@ from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes.flat_paged import flatten_paged
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.result import PassResult
+from onnxport.graphs.passes.split_experts import QMOE
 from onnxport.providers import memory
 from onnxport.providers.base import (
     Capabilities,
@@ -118,7 +119,8 @@ class OpenVinoProvider:
         if options.max_adapters:
             extension = load_extension() if plugin.takes_extensions else None
             lora = OpenVinoLora(artifact, options, extension)
-        lowered = list(lower(artifact, lora.lower if lora else None))
+        passes = lower(artifact, lora.lower if lora else None, keep_experts=plugin.gathers_experts)
+        lowered = list(passes)
         for step in lowered:
             logger.info("%s: %s", artifact.path.name, step)
         model = lowered[-1].model
@@ -308,13 +310,13 @@ def _check_caches(
 def _accuracy_level(model: onnx.ModelProto, asked: int | None) -> int:
     """What products may round activations to; see graphs.passes.accuracy.
 
-    Without an answer of the caller it is the most precise level of the artifact's MatMulNBits.
-    Int8 is a level of that operator alone: where there is none, it asks for nothing.
+    Without an answer of the caller it is the most precise level of the artifact's MatMulNBits and
+    QMoE. Int8 is a level of these alone: where there are none, it asks for nothing.
     """
     own = [
         attribute_int(node, "accuracy_level", 0)
         for node in model.graph.node
-        if node.op_type == MATMUL_NBITS
+        if node.op_type in (MATMUL_NBITS, QMOE)
     ]
     level = min(own, default=0) if asked is None else asked
     return level if own or level in PRECISIONS else 0

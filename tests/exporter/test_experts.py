@@ -3,38 +3,163 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from onnxport.errors import CheckpointError, ExportError, UnsupportedModelError
 from onnxport.exporter.config import Config
 from onnxport.exporter.export import export_model
-from onnxport.exporter.families import find_family
+from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.options import ExportOptions
+from onnxport.exporter.plan import plan_weights
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.spec import ArchSpec
-from tests.exporter import checkpoints
+from tests.exporter import checkpoints, configs
 
 
 def spec_of(folder: Path, case: str, **values: Any) -> ArchSpec:
     """What a case's configuration is read as, with some keys changed; None removes one."""
     checkpoints.configuration(checkpoints.CASES[case]).save_pretrained(folder)
-    named = json.loads((folder / "config.json").read_text())
-    classes = {
-        "olmoe": "OlmoeForCausalLM",
-        "qwen3_moe": "Qwen3MoeForCausalLM",
-        "mixtral": "MixtralForCausalLM",
-    }
-    checkpoints.edit_config(folder, architectures=[classes[named["model_type"]]], **values)
-    config = Config.read(folder)
-    family = find_family(config)
-    spec = family.spec(config, None)
-    config.check_all_used(family.name)
-    return spec
+    checkpoints.edit_config(folder, **values)
+    return configs.spec_of(Config.read(folder))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("dots1", "ernie4_5_moe", "glm4_moe", "granitemoe", "granitemoeshared", "mixtral"),
+        *("olmoe", "qwen2_moe", "qwen3_moe", "solar_open"),
+    ],
+)
+def test_absent_keys_mean_what_they_mean_to_transformers(family: str, tmp_path: Path) -> None:
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    needed = (*sizes, "max_position_embeddings", "rms_norm_eps", "intermediate_size")
+    peer = AutoConfig.for_model(family)
+    written = {key: getattr(peer, key) for key in needed if hasattr(peer, key)}
+    written |= {  # what has no default that makes a model
+        "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+        "glm4_moe": {"head_dim": 128},
+    }.get(family, {})
+    (tmp_path / "config.json").write_text(json.dumps({**written, "model_type": family}))
+    peer = AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(peer)
+    spec = configs.spec_of(Config.read(tmp_path))
+    plan = plan_weights(spec, TensorNames())
+    assert spec.rope.theta == peer.rope_parameters["rope_theta"]
+    assert spec.rope.rotary_dim == spec.head_size * (0.5 if family == "glm4_moe" else 1)
+    assert spec.tie_word_embeddings == peer.tie_word_embeddings
+    assert set(spec.sliding_window) == {None}
+    assert spec.experts is not None
+    assert spec.experts.per_token == peer.num_experts_per_tok
+    found = {name: math.prod(shape) for name, shape in plan.shapes().items()}
+    expected = dict(model.named_parameters()) | dict(model.named_buffers())
+    expected = {name: one.numel() for name, one in expected.items() if "inv_freq" not in name}
+    assert sum(found.values()) == sum(expected.values())
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Solar-Open-100B": {
+        "architectures": ["SolarOpenForCausalLM"],
+        "model_type": "solar_open",
+        "first_k_dense_replace": 0,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 10240,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 1280,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 1.0,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 65536,
+        },
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 196608,
+    },
+    "dots.llm1.inst": {
+        "architectures": ["Dots1ForCausalLM"],
+        "model_type": "dots1",
+        "attention_bias": False,
+        "first_k_dense_replace": 1,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 32768,
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "n_group": None,
+        "n_routed_experts": 128,
+        "n_shared_experts": 2,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "noaux_tc",
+        "tie_word_embeddings": False,
+        "topk_group": None,
+        "vocab_size": 152064,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_understood(name: str) -> None:
+    """By what is known of them: no hub is at hand."""
+    values = PUBLISHED[name]
+    experts = configs.read(values).experts
+    assert experts is not None
+    assert (experts.count, experts.per_token) == (128, values["num_experts_per_tok"])
+    assert experts.shared_size == values["moe_intermediate_size"] * values["n_shared_experts"]
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("dots1", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported is 'sigmoid'"),
+        ("glm4-moe", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        ("glm4-moe", {"n_group": 8}, "n_group is 8"),
+        ("dots1", {"moe_layer_freq": 2}, "moe_layer_freq is 2; supported is 1"),
+        ("solar-open", {"first_k_dense_replace": 3}, "first_k_dense_replace is 3"),
+        ("qwen3-moe-window", {"max_window_layers": 1}, "max_window_layers = 1 say otherwise"),
+        ("qwen3-moe-window", {"layer_types": ["full_attention"] * 2}, "say otherwise"),
+        ("qwen3-moe", {"layer_types": ["sliding_attention"] * 2}, "say otherwise"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(
+    case: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=re.escape(message)):
+        spec_of(tmp_path, case, **changes)
+
+
+def test_layers_of_qwen3_moe_have_a_window_all_or_none(tmp_path: Path) -> None:
+    """As transformers computes it, which does not read Qwen's other keys of windows here."""
+    assert spec_of(tmp_path, "qwen3-moe-window").sliding_window == (6, 6)
+    full = {"use_sliding_window": False, "max_window_layers": 1}
+    assert spec_of(tmp_path, "qwen3-moe-window", **full).sliding_window == (None, None)
 
 
 def test_which_layers_have_experts(tmp_path: Path) -> None:

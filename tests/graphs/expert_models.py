@@ -40,6 +40,8 @@ class Layer:
     normalized: bool
     swiglu: Swiglu
     biases: tuple[Array, Array] | None  # [experts, 2 * size] and [experts, hidden]
+    sigmoid: bool = False
+    correction: Array | None = None  # [experts]
 
     def run(
         self, model: onnx.ModelProto, x: Array, logits: Array, library: Path | None = None
@@ -63,16 +65,21 @@ class Layer:
     def expected(self, x: Array, logits: Array) -> Array:
         """The definition, token by token."""
         rows = np.zeros_like(x)
-        for row, (values, scores) in enumerate(zip(x, logits, strict=True)):
-            chosen = np.argsort(-scores, kind="stable")[:PER_TOKEN]
-            exponentials = np.exp(scores - scores.max())
-            of = exponentials[chosen] if self.normalized else exponentials
+        for row, (values, router) in enumerate(zip(x, logits, strict=True)):
+            if self.sigmoid:
+                scores = 1 / (1 + np.exp(-router))
+            else:
+                scores = np.exp(router - router.max())
+                scores /= scores.sum()
+            ranked = scores if self.correction is None else scores + self.correction
+            chosen = np.argsort(-ranked, kind="stable")[:PER_TOKEN]
+            total = scores[chosen].sum() if self.normalized else 1
             for expert in chosen:
                 joined, added = self.gate_up[expert] @ values, np.float32(0)
                 if self.biases is not None:
                     joined, added = joined + self.biases[0][expert], self.biases[1][expert]
                 made = self.down[expert] @ self._activated(joined[0::2], joined[1::2]) + added
-                rows[row] += exponentials[expert] / of.sum() * made
+                rows[row] += scores[expert] / total * made
         return rows
 
     def _activated(self, gate: Array, up: Array) -> Array:
@@ -92,6 +99,8 @@ def layer(
     *,
     normalized: bool = True,
     level: int = 1,
+    sigmoid: bool = False,
+    corrected: bool = False,
 ) -> Layer:
     """A layer with random weights; without bits they are of the activations' type."""
     swiglu, biased = VARIANTS[variant]
@@ -139,12 +148,16 @@ def layer(
         bits=bits,
         block_size=None if bits is None else BLOCK,
     )
-    routing = Routing(per_token=PER_TOKEN, normalized=normalized)
+    correction = random.standard_normal(COUNT).astype(np.float32) / 2 if corrected else None
+    name = "" if correction is None else g.constant(correction, "correction")
+    routing = Routing(per_token=PER_TOKEN, normalized=normalized, sigmoid=sigmoid, correction=name)
     y = expert_layer(g, x, logits, weights, routing, swiglu, dtype=dtype, accuracy_level=level)
     g.node("Identity", [y], outputs=[g.output("y", dtype, ["tokens", HIDDEN])])
     (folder / WEIGHTS_FILE).write_bytes(content)
     added = (biases[0], biases[1]) if biased else None
-    return Layer(g.build(), folder, meant[0], meant[1], normalized, swiglu, added)
+    return Layer(
+        *(g.build(), folder, meant[0], meant[1], normalized, swiglu, added, sigmoid, correction)
+    )
 
 
 def inputs(tokens: int, seed: int = 0) -> tuple[Array, Array]:

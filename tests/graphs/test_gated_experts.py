@@ -108,6 +108,32 @@ def test_what_it_computes(
     np.testing.assert_array_equal(np.concatenate(alone), found)
 
 
+@KERNEL
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize(
+    ("sigmoid", "corrected"), [(True, True), (True, False), (False, True), (False, False)]
+)
+def test_a_row_has_the_same_bits_however_its_experts_are_chosen(
+    tmp_path: Path, sigmoid: bool, corrected: bool, normalized: bool
+) -> None:
+    made = layer(
+        *(tmp_path, 4, TYPES["float32"]),
+        normalized=normalized,
+        level=4,
+        sigmoid=sigmoid,
+        corrected=corrected,
+    )
+    model = use_gated_experts(made.model).model
+    x, logits = inputs(41)
+    found = made.run(model, x, logits, find_library())
+    expected = made.expected(x, logits)
+    assert 0 < np.abs(found - expected).max() < 0.02 * np.ptp(expected)
+    for size in (1, 3, 8):
+        parts = [slice(i, i + size) for i in range(0, len(x), size)]
+        several = [made.run(model, x[part], logits[part], find_library()) for part in parts]
+        np.testing.assert_array_equal(np.concatenate(several), found)
+
+
 def _attribute(name: str, value: int | str) -> Callable[[onnx.ModelProto], None]:
     def edit(model: onnx.ModelProto) -> None:
         set_attribute(next(n for n in model.graph.node if n.op_type == "QMoE"), name, value)
