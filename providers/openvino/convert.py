@@ -26,15 +26,16 @@ from onnx import TensorProto, helper
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import MICROSOFT
+from onnxport.graphs.experts import Swiglu
 from onnxport.graphs.lora import RANKS, SCALES, WEIGHTS
 from onnxport.graphs.passes.flat_paged import FLAT_PAGED_ATTENTION, flatten_paged
 from onnxport.graphs.passes.gated_silu import DOMAIN
 from onnxport.graphs.passes.lora import ADD_LORA
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
-from onnxport.graphs.passes.split_experts import MOE, QMOE, is_swiglu, split_experts
+from onnxport.graphs.passes.split_experts import BIASES, MOE, QMOE, is_swiglu, split_experts
 from onnxport.graphs.passes.split_matmul import split_matmul
-from onnxport.providers.openvino.experts import write_experts
+from onnxport.providers.openvino.experts import ExpertWeights, write_experts
 
 RELEASE: Final = "2026.4"  # whose PagedAttentionExtension is known here
 CACHE_PREFIX: Final = "past_key_values."
@@ -244,7 +245,7 @@ class _Conversions:
     def experts(self, node: Any) -> list[Any]:
         """MoE, whose weights are float32 after `retype`."""
         weights = [self.constant(_name(node, index)) for index in (2, 4)]
-        return [self._experts(node, weights)]
+        return [self._experts(node, weights, BIASES[MOE])]
 
     def quantized_experts(self, node: Any) -> list[Any]:
         """QMoE with compressed weights."""
@@ -257,12 +258,21 @@ class _Conversions:
             name, scales = _name(node, index), _name(node, index + 1)
             dims = self._weights[name].shape[:2]
             weights.append(self._dequantized(name, scales, dims, bits, block_size))
-        return [self._experts(node, weights)]
+        return [self._experts(node, weights, BIASES[QMOE])]
 
-    def _experts(self, node: Any, weights: Sequence[Any]) -> Any:
+    def _experts(self, node: Any, weights: Sequence[Any], biases: tuple[int, int]) -> Any:
         x, logits = (node.get_input(index) for index in range(2))
-        gate_up, down = weights
-        return write_experts(x, logits, gate_up, down, node.get_attribute("k"))
+        if node.get_input_size() > biases[1]:
+            own = ExpertWeights(*weights, *(self._weights[_name(node, index)] for index in biases))
+        else:
+            own = ExpertWeights(*weights)
+        limit = node.get_attribute("swiglu_limit", math.inf)
+        swiglu = Swiglu(
+            alpha=node.get_attribute("activation_alpha", 1.0),
+            up_offset=node.get_attribute("activation_beta", 0.0),
+            limit=None if math.isinf(limit) else limit,
+        )
+        return write_experts(x, logits, own, node.get_attribute("k"), swiglu)
 
     def _dequantized(
         self, name: str, scales: str, dims: Sequence[int], bits: int, block_size: int

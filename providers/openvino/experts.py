@@ -11,7 +11,7 @@ stands for it; the plugin makes it of a pattern, that of gpt-oss as PyTorch comp
     y      = sum over experts of down * parts, which ScatterElementsUpdate made of the chosen
 
 Gate and up may take turns in it, as the exporter stores them, so that weights stay over the
-artifact's memory map. (The other pattern, of three products, would want copies of them apart.) Our
+artifact's memory map. (The other pattern, of three products, would want copies of them apart.) Most
 experts have neither biases nor limits; in their places are constants that change nothing. They may
 not be 0, for sums with that are removed before the pattern is looked for. `NOTHING` is too small
 to change any number above 2^-102.
@@ -22,41 +22,60 @@ the same result.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.graphs.experts import Swiglu
 
 NOTHING: Final = float(np.finfo(np.float32).tiny)  # normal, so that no processor takes it for 0
 NO_LIMIT: Final = float(np.finfo(np.float32).max)
 GATHERS: Final = "GatherMatmul"  # layerType of the product in the runtime graph
 
 
-def write_experts(x: Any, logits: Any, gate_up: Any, down: Any, per_token: int) -> Any:
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Of all experts; gate's rows and up's take turns."""
+
+    gate_up: Any  # a node, float32 [experts, 2 * size, hidden]
+    down: Any  # likewise [experts, hidden, size]
+    gate_up_bias: NDArray[np.float32] | None = None  # [experts, 2 * size]
+    down_bias: NDArray[np.float32] | None = None  # [experts, hidden]
+
+
+def write_experts(
+    x: Any, logits: Any, weights: ExpertWeights, per_token: int, swiglu: Swiglu
+) -> Any:
     """What a layer of experts returns, float32 [num_tokens, hidden].
 
     Args:
         x: float32 [num_tokens, hidden].
         logits: of the router, float32 [num_tokens, experts].
-        gate_up: weights, float32 [experts, 2 * size, hidden]; gate's rows and up's take turns.
-        down: weights, float32 [experts, hidden, size].
+        weights: of the experts.
         per_token: how many experts a token is given to.
+        swiglu: what there is between an expert's products.
     """
     import openvino.opset15 as ops
 
-    (count, joined_size, hidden), axes = gate_up.shape, range(3)
+    (count, joined_size, hidden), axes = weights.gate_up.shape, range(3)
+    limit = NO_LIMIT if swiglu.limit is None else swiglu.limit
     parts = _parts(logits, count, per_token)
     # Only a Reshape of another rank stays one: the sum has three dimensions, and so a use.
     rows = ops.reshape(ops.add(x, _constant([[[NOTHING]]])), _ints([-1, hidden]), False)
     tiled = ops.reshape(ops.tile(rows, _ints([count, 1])), _ints([count, -1, hidden]), False)
-    joined = ops.add(ops.matmul(tiled, gate_up, False, True), _nothing(count, joined_size))
+    bias = _bias(weights.gate_up_bias, count, joined_size)
+    joined = ops.add(ops.matmul(tiled, weights.gate_up, False, True), bias)
     gate, up = (
         ops.slice(joined, _ints([turn]), _ints([joined_size]), _ints([2]), _ints([axes[-1]]))
         for turn in (0, 1)
     )
-    silu = ops.swish(ops.minimum(gate, _constant(NO_LIMIT)), _constant(1))
-    up = ops.add(ops.clamp(up, -NO_LIMIT, NO_LIMIT), _constant(NOTHING))
-    made = ops.matmul(ops.multiply(up, silu), down, False, True)
-    made = ops.reshape(ops.add(made, _nothing(count, hidden)), _ints([count, -1, hidden]), False)
+    silu = ops.swish(ops.minimum(gate, _constant(limit)), _constant(swiglu.alpha))
+    up = ops.add(ops.clamp(up, -limit, limit), _constant(swiglu.up_offset or NOTHING))
+    made = ops.matmul(ops.multiply(up, silu), weights.down, False, True)
+    made = ops.add(made, _bias(weights.down_bias, count, hidden))
+    made = ops.reshape(made, _ints([count, -1, hidden]), False)
     return ops.reduce_sum(ops.multiply(made, parts), _ints([0]), False).output(0)
 
 
@@ -77,9 +96,10 @@ def _parts(logits: Any, count: int, per_token: int) -> Any:
     return ops.reshape(ops.transpose(scattered, _ints([1, 0])), _ints([count, -1, 1]), False)
 
 
-def _nothing(count: int, size: int) -> Any:
-    """A bias of each expert."""
-    return _constant(np.full((count, 1, size), NOTHING))
+def _bias(values: NDArray[np.float32] | None, count: int, size: int) -> Any:
+    """A bias of each expert; None: one that changes nothing."""
+    given = np.full((count, size), NOTHING) if values is None else values
+    return _constant(given.reshape(count, 1, size))
 
 
 def _constant(value: Any) -> Any:

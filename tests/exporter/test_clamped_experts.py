@@ -199,3 +199,19 @@ def test_cpu_runs_them(
     if precision == "int4" and level is None:
         assert found.tobytes() == alone.tobytes()
         assert np.abs(found - expected).max() > 1e-4 * expected.std()  # our operator, then
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+def test_openvino_runs_them(
+    monkeypatch: pytest.MonkeyPatch, model: Made, tmp_path: Path, precision: str
+) -> None:
+    pytest.importorskip("openvino", reason="openvino is not installed: pip install '.[openvino]'")
+    artifact = exported(monkeypatch, model[1], tmp_path / "artifact", precision)
+    prompts = [checkpoints.tokens(seed, 20).tolist() for seed in range(4)]
+    reference = Reference(artifact.path)
+    expected = np.stack([reference.logits(prompt)[-1] for prompt in prompts])
+    rows: list[Row] = [(prompt, 0, [i]) for i, prompt in enumerate(prompts)]
+    exact = {"kv_cache_dtype": "float32", "matmul_accuracy_level": 1}
+    with opened(artifact.path, None, provider="openvino", **exact) as loaded:
+        found = run_rows(loaded, rows)
+    assert np.abs(found - expected).max() < 1e-3 * expected.std()
