@@ -244,7 +244,7 @@ class _Conversions:
     def experts(self, node: Any) -> list[Any]:
         """MoE, whose weights are float32 after `retype`."""
         weights = [self.constant(_name(node, index)) for index in (2, 4)]
-        return [self._experts(node, weights)]
+        return [self._experts(node, *weights)]
 
     def quantized_experts(self, node: Any) -> list[Any]:
         """QMoE with compressed weights."""
@@ -257,11 +257,11 @@ class _Conversions:
             name, scales = _name(node, index), _name(node, index + 1)
             dims = self._weights[name].shape[:2]
             weights.append(self._dequantized(name, scales, dims, bits, block_size))
-        return [self._experts(node, weights)]
+        return [self._experts(node, *weights)]
 
-    def _experts(self, node: Any, weights: Sequence[Any]) -> Any:
+    def _experts(self, node: Any, gate_up: Any, down: Any) -> Any:
         x, logits = (node.get_input(index) for index in range(2))
-        return write_experts(x, logits, *weights, per_token=node.get_attribute("k"))
+        return write_experts(x, logits, gate_up, down, node.get_attribute("k"))
 
     def _dequantized(
         self, name: str, scales: str, dims: Sequence[int], bits: int, block_size: int

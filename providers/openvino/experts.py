@@ -29,6 +29,7 @@ import numpy as np
 NOTHING: Final = float(np.finfo(np.float32).tiny)  # normal, so that no processor takes it for 0
 NO_LIMIT: Final = float(np.finfo(np.float32).max)
 GATHERS: Final = "GatherMatmul"  # layerType of the product in the runtime graph
+PRODUCTS: Final = 2  # that a layer has of them: gate and up, which are one, and down
 
 
 def write_experts(x: Any, logits: Any, gate_up: Any, down: Any, per_token: int) -> Any:
