@@ -36,7 +36,6 @@ ONCE: Final = (
     ("glm", "int4"),
     ("glm4-moe", "fp16"),
     ("gpt-oss", "int4"),
-    ("gpt-oss-16bit", "fp16"),
     ("granite", "int8"),
     ("granitemoe", "int4"),
     ("helium", "fp16"),
