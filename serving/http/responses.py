@@ -28,6 +28,7 @@ from onnxport.serving.outputs import CompletionDelta
 
 Event = dict[str, Any]
 NO_REASONING: Final = {"reasoning_tokens": 0}
+PARTED: Final = ("message", "reasoning")  # items of text, with ends of lines between in a chat
 
 
 async def respond(service: Service, request: Request, body: ResponsesRequest) -> Response:
@@ -35,19 +36,19 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
     chat = as_chat(body)
     adapter = service.adapter_of(body.model)
     try:
-        chat = chat.with_effort(service.template)
+        chat = chat.with_effort(service.template, service.reasoning)
         params = chat.sampling_params(service.defaults, service.tools)
         options = chat.options(key_tenant(request), service.request_timeout_s, adapter)
         tools, most = chat.offered_tools(), service.engine.capabilities.max_model_len
         prompt = await asyncio.to_thread(
             chat_completions.encode, service, chat.messages, tools, chat, most
         )
-        skips = params.skip_special_tokens
         thinking = Thinking.of(
             service,
             prompt.text,
             is_told=chat.tells_reasoning,
-            hidden=service.tools.hidden(chat.functions(), skip_special_tokens=skips),
+            functions=chat.functions(),
+            skip_special_tokens=params.skip_special_tokens,
         )
         params = thinking.before(params)
     except RequestError as error:
@@ -119,15 +120,16 @@ class Told:
 
     def take(self, delta: CompletionDelta) -> Iterator[Event]:
         """Yield what one delta adds."""
-        num_thought = self._usage.add(0, delta)
+        runs = self._usage.add(0, delta)
         if not self.has_begun:
             self.has_begun = True
             yield self._event("response.created", response=self.response())
             yield self._event("response.in_progress", response=self.response())
-        thought, delta = self._splitter.take(delta, num_thought)
-        if thought is not None and thought.text and self._is_told:
-            yield from self._think(thought.text)
-        yield from self._answer(delta)
+        for is_thought, piece in self._splitter.take(delta, runs):
+            if not is_thought:
+                yield from self._answer(piece)
+            elif piece.text and self._is_told:
+                yield from self._think(piece.text)
 
     def _answer(self, delta: CompletionDelta) -> Iterator[Event]:
         """Yield what a delta adds to the answer."""
@@ -219,6 +221,8 @@ class Told:
     def _think(self, text: str) -> Iterator[Event]:
         """Yield reasoning, whose item begins with it if there is none."""
         if self._reasoning is None:
+            yield from self._end_message("completed")
+            text = self._first("reasoning", text)
             self._reasoning = _Reasoning(f"rs_{uuid.uuid4().hex}", len(self._output))
             self._logprobs.clear()  # of its tag
             yield self._item("added", self._reasoning.item("in_progress", []))
@@ -245,6 +249,9 @@ class Told:
             num_logprobs: the first ones of those that wait are of its tokens.
         """
         if self._message is None:
+            text = self._first("message", text)
+            if not text and self._output:
+                return
             self._message = _Message(f"msg_{uuid.uuid4().hex}", len(self._output))
             yield self._item("added", self._message.item("in_progress", []))
             yield self._part("added", self._message, _text("", []))
@@ -254,6 +261,11 @@ class Told:
         message.logprobs += logprobs
         fields = {"delta": text, "logprobs": logprobs, **message.place}
         yield self._event("response.output_text.delta", **fields)
+
+    def _first(self, kind: str, text: str) -> str:
+        """Return a text that begins an item, without what parts it from an earlier one's."""
+        is_further = any(item["type"] == kind for item in self._output)
+        return text.lstrip() if is_further and self._output[-1]["type"] in PARTED else text
 
     def _end_message(self, status: str) -> Iterator[Event]:
         """Yield the end of the message that is being told, if one is."""

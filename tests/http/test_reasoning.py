@@ -11,6 +11,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from onnxport.serving.http.generation import Run
 from onnxport.serving.http.reasoning import DeltaSplitter, TextFilter, Thinking
 from onnxport.serving.outputs import CompletionDelta, FinishReason
 from onnxport.serving.reasoning import FORMATS
@@ -504,8 +505,11 @@ def test_reasoning_that_ends_as_a_marker_begins_comes_before_the_answer(name: st
     told: list[tuple[str, str]] = []
     for char in (*text, ""):
         reason: FinishReason | None = None if char else "stop"
-        thought, rest = splitter.take(CompletionDelta("r", 0, char, (1,), None, reason), 0)
-        parts = (("thought", thought.text if thought else ""), ("answer", rest.text))
+        delta = CompletionDelta("r", 0, char, (1,), None, reason)
+        parts = [
+            ("thought" if is_thought else "answer", piece.text)
+            for is_thought, piece in splitter.take(delta, [Run(False, 1)])
+        ]
         told += [part for part in parts if part[1]]
     kinds = [kind for kind, _ in told]
     assert kinds == sorted(kinds, reverse=True)

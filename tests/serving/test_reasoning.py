@@ -21,10 +21,10 @@ from onnxport.serving.reasoning import (
     FORMATS,
     ReasoningFormat,
     ReasoningSplitter,
-    Split,
     Thought,
     reasoning_format,
 )
+from onnxport.serving.split import Split
 from onnxport.serving.structured.compiler import compile_grammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
@@ -200,7 +200,8 @@ def test_tokens_before_the_answer_are_counted(thought: Thought, text: str, num: 
         told = [counter.add(ids[at : at + size]) for at in range(0, len(ids), size)]
         assert counter.num_tokens == num
         if thought is OPEN:
-            assert sum(told) == num
+            assert sum(run.num_tokens for runs in told for run in runs if run.is_thought) == num
+        assert sum(run.num_tokens for runs in told for run in runs) == len(ids)
 
 
 def test_tags_that_are_special_tokens_can_be_text(tmp_path: Path) -> None:
