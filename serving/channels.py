@@ -229,7 +229,8 @@ class ChannelSplitter:
         if called(header, self._functions):
             self._begin_body("call")
             own = header.strip().removeprefix(ROLE).strip()
-            splits.append(Split(content=f"{START}{ROLE} {own}{MESSAGE}"))
+            before = BREAK if "answer" in self._told else ""  # space before a call is not told
+            splits.append(Split(content=f"{before}{START}{ROLE} {own}{MESSAGE}"))
         elif channel(header).startswith(ANALYSIS):
             self._begin_body("thought")
             self._has_thought = True
