@@ -28,12 +28,14 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
 ENDS: Final = (END, CALL, RETURN)
 MARKS: Final = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)  # special tokens, all of them
+LONGEST: Final = max(map(len, MARKS))
 ROLE = "assistant"
 ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
 BREAK: Final = "\n\n"  # between the texts of two messages
 MOST_HEADER: Final = 512  # characters; what is longer is no header
 _MARK: Final = re.compile("|".join(map(re.escape, MARKS)))
 HEADER_END: Final = re.compile("|".join(map(re.escape, (MESSAGE, START, *ENDS))))
+_SIGN: Final = re.compile(rf'\\.|"|{_MARK.pattern}', re.DOTALL)  # that counts in JSON
 _CHANNEL: Final = re.compile(r"<\|channel\|>\W*(\w*)")
 _TO: Final = r"to=(?:functions\.[^<]*|[^\s<]*)"  # names may have spaces
 _ROLE: Final = re.compile(rf"\s*(?:assistant)?\s*(?P<recipient>{_TO})?\s*")
@@ -143,6 +145,7 @@ class ChannelSplitter:
         self._told: set[Kind] = set()
         self._is_new = False  # whether nothing of the message is told yet
         self._has_begun = False  # whether there was a message
+        self._in_quotes: bool | None = None  # within a text of JSON; None: the body is none so far
         self._has_thought = False
         self.parts(channels.begun, is_last=False)
 
@@ -240,12 +243,13 @@ class ChannelSplitter:
     def _begin_body(self, kind: Kind) -> None:
         self._kind, self._in_header, self._is_marked = kind, False, False
         self._is_new = self._has_begun = True
+        self._in_quotes = None
 
     def _read_body(self, is_last: bool, splits: list[Split]) -> bool:
         """Take the text of a message; returns whether more can be told apart."""
-        found = _MARK.search(self._pending)
+        found = self._next_mark()
         if found is None:
-            held = 0 if is_last else longest_beginning(self._pending, MARKS)
+            held = 0 if is_last else self._num_held()
             end = len(self._pending) - held
             self._tell(self._pending[:end], splits)
             self._pending = self._pending[end:]
@@ -260,6 +264,27 @@ class ChannelSplitter:
         if found[0] == CHANNEL:
             self._pending = CHANNEL + self._pending
         return True
+
+    def _next_mark(self) -> re.Match[str] | None:
+        """Return the next mark in a body; letters of one in a text of JSON are none."""
+        if self._kind == "call" and self._in_quotes is None and self._pending.lstrip()[:1] == "{":
+            self._in_quotes = False
+        if self._in_quotes is None:
+            return _MARK.search(self._pending)
+        for sign in _SIGN.finditer(self._pending):
+            if sign[0] == '"':
+                self._in_quotes = not self._in_quotes
+            elif sign[0] in MARKS and not self._in_quotes:
+                return sign
+        return None
+
+    def _num_held(self) -> int:
+        """Return how many characters at the end of a body may be a part of a sign."""
+        if self._in_quotes is not None and self._pending.endswith("\\"):
+            return (len(self._pending) - len(self._pending.rstrip("\\"))) % 2
+        if "<" not in self._pending[-LONGEST:]:
+            return 0
+        return longest_beginning(self._pending, MARKS)
 
     def _tell(self, text: str, splits: list[Split]) -> None:
         """Give text of a body."""

@@ -152,6 +152,8 @@ class DeltaSplitter:
             return [Piece(False, delta)]
         is_last = delta.finish_reason is not None
         texts = self._texts(self._splitter.parts(delta.text, is_last=is_last), is_last)
+        if not any(is_thought for is_thought, _ in (*texts, *runs)):
+            return [Piece(False, replace(delta, text="".join(text for _, text in texts)))]
         parts = [*_merged(texts, runs), (False, "", 0)]
         if len(parts) > 1 and not parts[-2][0]:
             parts.pop()

@@ -71,6 +71,8 @@ def grammar_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> str:
     form = _with_texts(_form(spec), texts) if spec.kind == "grammar" else _form(spec)
     calls = None if spec.calls is None else _with_texts(_form(spec.calls), texts)
     if isinstance(spec.thought, Channels):
+        if spec.calls is not None and calls is not None and not spec.calls.has_channels:
+            form, calls = _or(calls, form), None
         if spec.thought.is_final and not spec.has_channels:
             return HEAD + form
         if not spec.has_channels:

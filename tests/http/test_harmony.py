@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from .conftest import RunningServer, _servers
-from .harmony import CALL, MARKS, RETURN, TEMPLATE, answer, call, message
+from .harmony import CALL, MARKS, NEXT, RETURN, TEMPLATE, answer, call, message
 from .scripted import MODEL, say, write_tokenizer
 from .test_reasoning import joined, streamed, whole
 from .test_responses import events
@@ -152,6 +152,13 @@ def test_calls(oss: RunningServer, written: str, skips: bool) -> None:
     assert (alone["content"], alone["calls"]) == (None, [("add", '{"x": 1}')])
 
 
+def test_marks_in_arguments_are_text(oss: RunningServer) -> None:
+    given = '{"x": 1, "t": "a \\"<|end|>"}'
+    found = both(oss, body(call("add", given) + CALL, tools=[ADD]))
+    assert [json.loads(arguments) for _, arguments in found["calls"]] == [json.loads(given)]
+    assert found["content"] is None
+
+
 def test_several_calls(oss: RunningServer) -> None:
     text = answer(call("add", '{"x": 1}'), THOUGHT, call("sub", '{"x": 2}'))
     found = both(oss, body(text, tools=[ADD, SUB]))
@@ -165,8 +172,9 @@ def test_what_is_no_call_is_content_without_its_header(oss: RunningServer) -> No
         (call("add", "x = 1"), "x = 1"),
         (message("final", "to=functions.add"), "to=functions.add"),
     ):
-        found = both(oss, body(text, tools=[ADD]))
-        assert (found["content"], found["calls"]) == (content, [])
+        for skips in (True, False):
+            found = both(oss, body(f"{text}{NEXT}", tools=[ADD], skip_special_tokens=skips))
+            assert (found["content"], found["calls"]) == (content, [])
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])

@@ -78,6 +78,13 @@ FOUND: list[Case] = [
     (HARMONY, '<|channel|>commentary to=functions.sub json<|message|>{"a": 1}', '{"a": 1}', []),
     (HARMONY, '<|channel|>commentary to=functions.add json<|message|>{"a": ', '{"a": ', []),  # cut
     (HARMONY, "<|channel|>commentary to=functions.add js", "", []),
+    (HARMONY, "<|channel|>commentary to=add<|message|> <|call|>", "", [ParsedCall("add", "{}")]),
+    (
+        HARMONY,
+        f'<|channel|>commentary to=functions.add {JSON}{{"t": "\\"<|end|><|start|>"}}<|call|>',
+        "",
+        [ParsedCall("add", '{"t": "\\"<|end|><|start|>"}')],
+    ),
     (HARMONY, "a<|channel|>commentary??<|start|>assistant<|channel|>final<|message|>b", "ab", []),
     (MISTRAL_LIST, f"[TOOL_CALLS][{J_ADD}]", "", [ADD]),
     (MISTRAL_LIST, f"[TOOL_CALLS] [{J_ADD}, {J_ALL}]", "", [ADD, ALL]),

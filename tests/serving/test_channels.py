@@ -35,6 +35,7 @@ TO = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
 PIECES = (
     *MARKS,
     *(NEXT, ANALYSIS, FINAL, TO, "<|channel|>analysis", "assistant", " to=functions.add"),
+    *('{"', '\\"', '"}', "\\"),
     *("to=", "final", "<", "<|", "|>", "<|en", " ", "\n", "a", "é", "x" * MOST_HEADER),
 )
 Told = list[tuple[str, str]]
@@ -146,7 +147,7 @@ def test_a_prompt_may_begin_a_message(begun: str, text: str, told: Told) -> None
 
 
 @given(st.lists(st.sampled_from(PIECES)), st.sampled_from(["", ANALYSIS, FINAL]), st.data())
-@settings(max_examples=examples(400))
+@settings(max_examples=examples(400), deadline=None)
 def test_any_pieces_give_the_same(words: list[str], begun: str, data: st.DataObject) -> None:
     text = "".join(words)
     functions = data.draw(st.sampled_from([(), ("add",)]))
@@ -201,7 +202,7 @@ def test_tokens_that_are_not_of_the_answer_are_counted(words: Tokenizer) -> None
 
 
 @given(st.lists(st.integers(0, 60)), st.integers(0, 9))
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(200), deadline=None)
 def test_parts_of_deltas_have_all_tokens_in_order(
     words: Tokenizer, cuts: list[int], lag: int
 ) -> None:

@@ -7,7 +7,6 @@ channel be analysis. `<|call|>` is an end token, so a call ends an answer, unles
 
 from __future__ import annotations
 
-import re
 from typing import Final
 
 from onnxport.serving.channels import (
@@ -19,6 +18,7 @@ from onnxport.serving.channels import (
     ENDS,
     FINAL,
     HEADER_END,
+    MARKS,
     MESSAGE,
     ROLE,
     START,
@@ -29,23 +29,24 @@ from onnxport.serving.http.tool_formats.base import (
     NAME,
     Block,
     Functions,
-    ParsedCall,
     ToolFormat,
     Written,
 )
-from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Incomplete, json_value
+from onnxport.serving.http.tool_formats.cursor import AwaitedTag, Cursor, Incomplete
 from onnxport.serving.http.tool_formats.json_calls import call
 
 RECIPIENT: Final = "to=functions."
-_BEHIND: Final = re.compile("|".join(map(re.escape, (START, CHANNEL, *ENDS))))  # a body
 _STEP: Final = "<|"  # that all marks begin with
 
 
 def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     """Return the block that begins at `start`; see `Reader`.
 
-    A header is never told, also where it leads to no call, or is cut.
+    A header is never told, also where it leads to no call, or is cut; nor is any mark.
     """
+    for mark in (MESSAGE, CONSTRAIN, *ENDS):  # that begins no header
+        if text.startswith(mark, start):
+            return Block(start + len(mark), is_told=False)
     if text.startswith(RECIPIENT, start) and _STEP not in text[start:]:
         if not final:
             raise Incomplete(AwaitedTag(_STEP, text[start:]))
@@ -60,30 +61,18 @@ def read(text: str, start: int, final: bool, functions: Functions) -> Block:
     name = called(text[start : header.start()], functions)
     if name is None:
         return Block(header.end(), is_told=False)
-    behind = _BEHIND.search(text, header.end())
-    if behind is None and not final:
-        raise Incomplete(AwaitedTag(_STEP, text[header.end() :]))
-    end = len(text) if behind is None else behind.start()
-    found = _call(name, text[header.end() : end], functions)
-    if found is None:
-        return Block(header.end(), is_told=False)
-    if behind is not None and behind[0] in ENDS:
-        end = behind.end()
-    return Block(end, (found,))
-
-
-def _call(name: str, body: str, functions: Functions) -> ParsedCall | None:
-    """Return a call with the arguments of a body; a function that needs none may get nothing."""
-    if not body.strip():
-        return None if functions[name].get("required") else call(name, {}, functions)
-    return call(name, json_value(body), functions)
+    cursor = Cursor(text, header.end(), final)
+    cursor.skip_space()
+    needs_none = not functions[name].get("required")
+    is_empty = needs_none and (not cursor.next() or bool(cursor.take(*ENDS)))
+    found = call(name, {} if is_empty else cursor.json(), functions)
+    return Block(cursor.at, (found,)) if found else Block(header.end(), is_told=False)
 
 
 HARMONY = ToolFormat(
     "openai",
-    markers=(START, CHANNEL),
+    markers=MARKS,
     begins=lambda functions: (RECIPIENT,),
-    further=(MESSAGE, CONSTRAIN, *ENDS),
     read=read,
     written=Written(
         "",
