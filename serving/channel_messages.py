@@ -35,7 +35,7 @@ def for_channels(messages: Sequence[Plain]) -> list[Plain]:
     told = list(messages[:1] if count else ())
     if count > 1:
         told = [{**messages[0], "content": BREAK.join(one["content"] for one in messages[:count])}]
-    rest = [_with_thinking(one) for one in messages[count:]]
+    rest = _joined([_with_thinking(one) for one in messages[count:]])
     at = 0
     while at < len(rest):
         end = at + 1
@@ -67,6 +67,24 @@ def _with_thinking(message: Plain) -> Plain:
     if not (message.get("tool_calls") and message["content"]):
         return {**message, THINKING: texts[0]}
     return {**message, THINKING: BREAK.join((*texts, message["content"])), "content": ""}
+
+
+def _joined(messages: Sequence[Plain]) -> list[Plain]:
+    """Return messages where what an assistant says right before a message that calls is in that.
+
+    The template would take it for an answer, and leave out the reasoning before.
+    """
+    told: list[Plain] = []
+    for message in messages:
+        said = told[-1] if told else {"role": ""}
+        is_before = said["role"] == "assistant" and "tool_calls" not in said
+        if is_before and message["role"] == "assistant" and "tool_calls" in message:
+            texts = [one.get(name) for one in (said, message) for name in (THINKING, "content")]
+            thinking = BREAK.join(text for text in texts if text)
+            told[-1] = {**message, THINKING: thinking, "content": ""}
+        else:
+            told.append(message)
+    return told
 
 
 def _one_by_one(message: Plain, results: Sequence[Plain]) -> Iterator[Plain]:

@@ -87,8 +87,8 @@ class Thinking:
         """Return what counts the tokens of a job."""
         if not self.is_known:
             return Usage(job)
-        numbers = range(job.num_choices)
-        return Usage(job, [ReasoningCounter(self.thought, tokenizer) for _ in numbers])
+        given = self.thought, tokenizer, self.functions
+        return Usage(job, [ReasoningCounter(*given) for _ in range(job.num_choices)])
 
     def fields(self, reasoning: str) -> dict[str, str | None]:
         """Return the fields of a message or of a part of one."""
@@ -219,8 +219,13 @@ class ReasoningCounter:
     It reads each token by itself, so it makes no difference when their text was certain.
     """
 
-    def __init__(self, thought: Thought | Channels | None, tokenizer: Tokenizer) -> None:
-        self._splitter = splitter(thought)
+    def __init__(
+        self,
+        thought: Thought | Channels | None,
+        tokenizer: Tokenizer,
+        functions: tuple[str, ...] = (),
+    ) -> None:
+        self._splitter = splitter(thought, functions)
         self._tokenizer = tokenizer
         self._num_beside = 0
 

@@ -64,6 +64,18 @@ def test_reasoning_is_called_as_the_template_calls_it() -> None:
     assert rendered(done, USER) == "<|start|>assistant<|channel|>final<|message|>yes<|end|>" + HI
 
 
+def test_what_is_said_before_a_call_is_no_answer() -> None:
+    """Items of responses become messages of their own; analysis before them would be dropped."""
+    first = {"role": "assistant", "tool_calls": [call("f")], "reasoning": "a"}
+    said = {"role": "assistant", "content": "See."}
+    second = {"role": "assistant", "tool_calls": [call("g")], "reasoning": "b"}
+    told = [thought("a"), written("f"), result("f", "1"), thought("See.\n\nb"), written("g")]
+    assert rendered(first, {"role": "tool", "content": "1"}, said, second) == "".join(told)
+    assert rendered(said, USER, second) == "".join(
+        ["<|start|>assistant<|channel|>final<|message|>See.<|end|>", HI, thought("b"), written("g")]
+    )
+
+
 def test_each_call_is_a_message_with_its_result() -> None:
     calls = {
         "role": "assistant",

@@ -196,6 +196,11 @@ def test_tokens_that_are_not_of_the_answer_are_counted(words: Tokenizer) -> None
         assert sum(run.num_tokens for run in runs) == len(all_ids)
         assert sum(run.num_tokens for run in runs if run.is_thought) == beside
         assert counter.num_tokens == beside
+    counter = ReasoningCounter(Channels(), words, ("add",))
+    called = f"{ANALYSIS}hm{NEXT}<|channel|>analysis to=add<|message|>", "{}"
+    ids_of = [words.encode(each, add_special_tokens=False) for each in called]
+    counter.add([one for each in ids_of for one in each])
+    assert counter.num_tokens == len(ids_of[0]) - 1  # arguments are of the answer
     plain = ReasoningCounter(Channels(), words)
     plain.add([*ids[1][2:], *ids[2]])
     assert plain.num_tokens == 0
