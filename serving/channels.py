@@ -271,16 +271,20 @@ class ChannelSplitter:
             self._in_quotes = False
         if self._in_quotes is None:
             return _MARK.search(self._pending)
-        for sign in _SIGN.finditer(self._pending):
+        at = 0
+        while sign := _SIGN.search(self._pending, at):
+            at = sign.end()
             if sign[0] == '"':
                 self._in_quotes = not self._in_quotes
-            elif sign[0] in MARKS and not self._in_quotes:
-                return sign
+            elif not self._in_quotes:
+                if sign[0] in MARKS:
+                    return sign
+                at = sign.start() + 1  # a backslash means nothing here
         return None
 
     def _num_held(self) -> int:
         """Return how many characters at the end of a body may be a part of a sign."""
-        if self._in_quotes is not None and self._pending.endswith("\\"):
+        if self._in_quotes and self._pending.endswith("\\"):
             return (len(self._pending) - len(self._pending.rstrip("\\"))) % 2
         if "<" not in self._pending[-LONGEST:]:
             return 0
