@@ -527,7 +527,7 @@ def test_a_filter_keeps_back_what_may_be_hidden() -> None:
 def test_a_marker_in_reasoning_is_hidden_also_where_it_is_cut() -> None:
     thinking = Thinking(True, FORMATS["qwen3"].thought("<think>"), hidden=("[TOOL_CALLS]",))
     splitter = DeltaSplitter(thinking)
-    deltas = [CompletionDelta("r", 0, char, (1,), None) for char in "a[TOOL_CALLS]b</think>c"]
+    deltas = [CompletionDelta("r", 0, char, (1,), None, None) for char in "a[TOOL_CALLS]b</think>c"]
     pieces = [one for delta in deltas for one in splitter.take(delta, [Run(True, 1)])]
     assert "".join(one.delta.text for one in pieces if one.is_thought) == "ab"
     assert "".join(one.delta.text for one in pieces if not one.is_thought) == "c"
