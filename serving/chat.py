@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from onnxport.errors import ArtifactError, RequestError
+from onnxport.serving.channel_messages import for_channels, with_description
+from onnxport.serving.channels import ChannelFormat
 from onnxport.serving.text import with_halves_escaped
 
 if TYPE_CHECKING:
@@ -156,10 +158,11 @@ class ChatTemplate:
         import jinja2
 
         def rendered(knows: _Knowledge) -> str:
+            plain = [_plain_message(message, knows) for message in messages]
             return template.render(
                 {**self.special_tokens, **variables},
-                messages=[_plain_message(message, knows) for message in messages],
-                tools=list(tools) if tools else None,
+                messages=for_channels(plain) if knows.channels else plain,
+                tools=_tools(tools, knows),
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
             )
@@ -209,12 +212,25 @@ class _Knowledge:
     developer: bool
     no_content: bool  # asks whether the content is none, as that of tool calls is in OpenAI's API
     parts_alone: bool  # goes through the parts of a content, and does not ask whether it is a text
+    channels: bool  # has each message in a channel
     text_arguments: bool = False  # takes arguments of calls as JSON text, which most do not
 
     @classmethod
     def of(cls, source: str) -> _Knowledge:
         parts_alone = _PARTS_OF_CONTENT.search(source) and not _ASKS_FOR_TEXT.search(source)
-        return cls("developer" in source, bool(_ASKS_FOR_NONE.search(source)), bool(parts_alone))
+        return cls(
+            "developer" in source,
+            bool(_ASKS_FOR_NONE.search(source)),
+            bool(parts_alone),
+            ChannelFormat().is_in(source),
+        )
+
+
+def _tools(tools: Sequence[Tool] | None, knows: _Knowledge) -> list[Tool] | None:
+    """Return tools as a template takes them."""
+    if not tools:
+        return None
+    return [with_description(tool) for tool in tools] if knows.channels else list(tools)
 
 
 def _plain_message(message: Message, knows: _Knowledge) -> dict[str, Any]:
@@ -223,6 +239,8 @@ def _plain_message(message: Message, knows: _Knowledge) -> dict[str, Any]:
     Tool calls without content have none where the template asks for that, and an empty one else.
     """
     plain = {key: value for key, value in message.items() if value is not None}
+    if not plain.get("tool_calls"):  # a list without calls says nothing
+        plain.pop("tool_calls", None)
     no_content = knows.no_content and "content" not in plain and bool(plain.get("tool_calls"))
     plain["content"] = None if no_content else plain_text(plain.get("content", ""))
     if knows.parts_alone and plain["content"]:

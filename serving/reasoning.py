@@ -2,16 +2,19 @@
 
 Models that think write their thoughts before the answer, between tags. Some write the opening tag
 themselves; with others the chat template has written it, so that the text begins within the
-thoughts, or has opened and closed them, so that there are none.
+thoughts, or has opened and closed them, so that there are none. Other models write messages, each
+in a channel (`serving/channels.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from onnxport.errors import RequestError
+from onnxport.serving.channels import ChannelFormat, Channels, ChannelSplitter
+from onnxport.serving.split import Split, Stretch
 from onnxport.serving.text import longest_beginning
 
 AUTO: Final = "auto"
@@ -44,12 +47,16 @@ class ReasoningFormat:
     Attributes:
         opens, closes, around: see `Thought`.
         is_implied: whether an answer begins with it where the prompt says nothing about it.
+        marks: special tokens that have to be in the text of a chat.
+        efforts: that the model knows; None: what its chat template makes of them.
     """
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     is_implied: bool = False
     around: tuple[str, str] | None = None
+    marks: tuple[str, ...] = ()
+    efforts: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         """Say where it is."""
@@ -57,7 +64,7 @@ class ReasoningFormat:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What begins and ends it, and the answer behind it."""
+        """What begins and ends it, and the answer behind it; special tokens that are to be text."""
         return self.opens + self.closes + (self.around or ())
 
     def is_in(self, source: str) -> bool:
@@ -103,15 +110,17 @@ FORMATS: Final[Mapping[str, ReasoningFormat]] = {
     "seed_oss": _SEED,
     "granite": _GRANITE,
 }
+AnyFormat = ReasoningFormat | ChannelFormat
+_ALL: Final[Mapping[str, AnyFormat]] = {**FORMATS, "openai_gptoss": ChannelFormat()}
 # Where it is to be recognized, in this order.
-_TRIED: Final = ("seed_oss", "granite", "ernie45", "qwen3")
+_TRIED: Final = ("openai_gptoss", "seed_oss", "granite", "ernie45", "qwen3")
 
 
-def reasoning_format(name: str, templates: Iterable[str]) -> ReasoningFormat | None:
+def reasoning_format(name: str, templates: Iterable[str]) -> AnyFormat | None:
     """Return the format of a name; None: reasoning is not told from the answer.
 
     Args:
-        name: one of `FORMATS`, "none", or "auto": that which the chat templates speak of.
+        name: vLLM's of one, "none", or "auto": that which the chat templates speak of.
         templates: the model's.
 
     Raises:
@@ -121,20 +130,62 @@ def reasoning_format(name: str, templates: Iterable[str]) -> ReasoningFormat | N
         return None
     if name == AUTO:
         sources = list(templates)
-        tried = (FORMATS[each] for each in _TRIED)
+        tried = (_ALL[each] for each in _TRIED)
         return next((one for one in tried if any(map(one.is_in, sources))), None)
-    if name not in FORMATS:
-        known = ", ".join((AUTO, NONE, *FORMATS))
+    if name not in _ALL:
+        known = ", ".join((AUTO, NONE, *_ALL))
         raise RequestError(f"there is no reasoning parser {name!r}; use one of {known}")
-    return FORMATS[name]
+    return _ALL[name]
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """What one piece of text gave. Reasoning comes before content."""
+class Splitter(Protocol):
+    """Splits generated text into reasoning and the answer, incrementally."""
 
-    reasoning: str = ""
-    content: str = ""
+    @property
+    def has_thought(self) -> bool:
+        """Whether reasoning was begun."""
+        ...
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is reasoning."""
+        ...
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether what comes next is content."""
+        ...
+
+    @property
+    def is_framed(self) -> bool:
+        """Whether text that is not told is no part of the answer."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that comes is content, as it is."""
+        ...
+
+    @property
+    def stretches(self) -> Sequence[Stretch]:
+        """Where in the text the answer is, so far, in order."""
+        ...
+
+    def parts(self, text: str, *, is_last: bool) -> tuple[Split, ...]:
+        """Take a piece of text, and the end if that is behind it; return what it gave, in order."""
+        ...
+
+
+def splitter(thought: Thought | Channels | None, functions: Collection[str] = ()) -> Splitter:
+    """Return what splits a text.
+
+    Args:
+        thought: what it may begin with; None: nothing of it is reasoning.
+        functions: whose calls are read from the answer, where they are messages of their own.
+    """
+    if isinstance(thought, Channels):
+        return ChannelSplitter(thought, functions)
+    return ReasoningSplitter(thought)
 
 
 @dataclass(slots=True)
@@ -169,9 +220,19 @@ class ReasoningSplitter:
         return self._has_thought
 
     @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is reasoning."""
+        return self._state == "within"
+
+    @property
     def is_answering(self) -> bool:
-        """Whether nothing that comes is reasoning."""
-        return self._state in ("behind", "answer")
+        """Whether what comes next is content."""
+        return self._state == "answer"
+
+    @property
+    def is_framed(self) -> bool:
+        """Whether text that is not told is no part of the answer: it may be space before it."""
+        return self._has_thought
 
     @property
     def is_over(self) -> bool:
@@ -179,14 +240,10 @@ class ReasoningSplitter:
         return self._state == "answer" and self._ends_with is None
 
     @property
-    def answer_start(self) -> int:
-        """Where in the text the answer begins, or else what is not known to be no part of it.
-
-        What is content is text without a gap from there on.
-        """
-        if self._answer_start is not None:
-            return self._answer_start
-        return self._num_fed - len(self._pending)
+    def stretches(self) -> tuple[Stretch, ...]:
+        """Where in the text the answer is: from one place on."""
+        start = self._num_fed - len(self._pending)
+        return (Stretch(0, start if self._answer_start is None else self._answer_start, None),)
 
     def feed(self, text: str) -> Split:
         """Take the next piece of text."""
@@ -197,6 +254,10 @@ class ReasoningSplitter:
     def finish(self) -> Split:
         """Take the end of the text; what was kept back belongs to where the text ends."""
         return self._take(final=True)
+
+    def parts(self, text: str, *, is_last: bool) -> tuple[Split, ...]:
+        """Take a piece of text, and the end if that is behind it; see `Splitter`."""
+        return (self.take(text, is_last=is_last),)
 
     def take(self, text: str, *, is_last: bool) -> Split:
         """Take a piece of text, and the end if that is behind it."""
@@ -213,7 +274,7 @@ class ReasoningSplitter:
         if self._state == "behind":
             self._begin_answer(final)
         if self._state == "answer" and self._answer_start is None:
-            self._answer_start = self.answer_start
+            self._answer_start = self._num_fed - len(self._pending)
         content = self._answer(final) if self._state == "answer" else ""
         return Split(reasoning, content)
 

@@ -19,6 +19,7 @@ from onnxport.serving.http.generation import (
     Collected,
     Header,
     Job,
+    Run,
     collect,
     generate,
     token_logprobs,
@@ -56,7 +57,7 @@ class Told:
 async def respond(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer one request, as a whole or as a stream."""
     adapter = service.adapter_of(body.model)
-    body = body.with_effort(service.template)
+    body = body.with_effort(service.template, service.reasoning)
     params = body.sampling_params(service.defaults, service.tools)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     tools = body.offered_tools()
@@ -69,7 +70,8 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
         encoded.text,
         encoded.continued,
         is_told=body.tells_reasoning,
-        hidden=service.tools.hidden(functions, skip_special_tokens=skips),
+        functions=functions,
+        skip_special_tokens=skips,
     )
     told = Told(
         functions,
@@ -180,8 +182,8 @@ async def _chunks(
     first: dict[str, Any] = {"prompt_token_ids": list(job.prompts[0])} if told.ids else {}
     async with aclosing(generate(service.engine, job)) as deltas:
         async for index, delta in deltas:
-            num_thought = usage.add(index, delta)
-            for choice in choices[index].take(delta, num_thought):
+            runs = usage.add(index, delta)
+            for choice in choices[index].take(delta, runs):
                 yield header.body([choice], **no_usage, **first)
                 first = {}
     if include_usage:
@@ -203,15 +205,20 @@ class _Streamed:
         self._num_calls = 0
         self._started = False
 
-    def take(self, delta: CompletionDelta, num_thought: int) -> Iterator[dict[str, Any]]:
-        """Yield what one delta adds, a chunk each; its first tokens may be reasoning."""
+    def take(self, delta: CompletionDelta, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+        """Yield what one delta adds, a chunk each; `runs` of its tokens may be reasoning."""
         if not self._started:
             self._started = True
             yield self._choice({"role": "assistant", "content": ""})
-        thought, delta = self._splitter.take(delta, num_thought)
-        if thought is not None:
-            told = self._told.thinking.fields(thought.text) if thought.text else {}
-            yield from self._piece(told if any(told.values()) else {}, thought)
+        for is_thought, piece in self._splitter.take(delta, runs):
+            if is_thought:
+                told = self._told.thinking.fields(piece.text) if piece.text else {}
+                yield from self._piece(told if any(told.values()) else {}, piece)
+            else:
+                yield from self._answer(piece)
+
+    def _answer(self, delta: CompletionDelta) -> Iterator[dict[str, Any]]:
+        """Yield what a piece of the answer adds."""
         parsed = self._parse(delta)
         yield from self._piece({"content": parsed.content} if parsed.content else {}, delta)
         for call in parsed.calls:

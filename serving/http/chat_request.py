@@ -22,6 +22,7 @@ from onnxport.serving.http.fields import NEUTRAL_CHAT
 from onnxport.serving.http.protocol import RequestBody
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
+from onnxport.serving.reasoning import AnyFormat
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -150,15 +151,26 @@ class ChatRequest(RequestBody):
         asked = bool((self.chat_template_kwargs or {}).get("enable_thinking"))
         return self.include_reasoning is not False and (self.reasoning_effort != "none" or asked)
 
-    def with_effort(self, template: ChatTemplate) -> ChatRequest:
+    def with_effort(self, template: ChatTemplate, reasoning: AnyFormat | None) -> ChatRequest:
         """Return the request with `reasoning_effort` as variables of the template, as vLLM has it.
 
+        Args:
+            template: of the model.
+            reasoning: how the model writes it, where that is known.
+
         Raises:
-            RequestError: the template knows none of them.
+            RequestError: the template knows none of them, or the model not this effort.
         """
         effort = self.reasoning_effort
         if effort is None:
             return self
+        efforts = None if reasoning is None else reasoning.efforts
+        if efforts is not None and effort not in efforts:
+            raise RequestError(
+                f"reasoning_effort is {effort!r}, and this model knows {', '.join(efforts)}; send "
+                "one of them, or leave it out",
+                "reasoning_effort",
+            )
         variables = dict(self.chat_template_kwargs or {})
         if knows_thinking := template.knows("enable_thinking"):
             variables.setdefault("enable_thinking", effort != "none")

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fastapi import Request
 
@@ -66,6 +66,13 @@ class Job:
         return len(self.prompts) * self.params.num_sequences
 
 
+class Run(NamedTuple):
+    """Tokens in a row that are reasoning, or in a row that are not."""
+
+    is_thought: bool
+    num_tokens: int
+
+
 class TokenCounter(Protocol):
     """Counts the tokens of one text that are reasoning."""
 
@@ -74,8 +81,8 @@ class TokenCounter(Protocol):
         """How many there were."""
         ...
 
-    def add(self, token_ids: Sequence[int]) -> int:
-        """Take the next tokens; returns how many of the first ones are reasoning."""
+    def add(self, token_ids: Sequence[int]) -> Sequence[Run]:
+        """Take the next tokens; returns which of them are reasoning."""
         ...
 
 
@@ -88,12 +95,14 @@ class Usage:
     completion_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)  # prompt number -> cached prompt tokens
 
-    def add(self, choice: int, delta: CompletionDelta) -> int:
-        """Count one delta of a choice; returns how many of its first tokens are reasoning."""
+    def add(self, choice: int, delta: CompletionDelta) -> Sequence[Run]:
+        """Count one delta of a choice; returns which of its tokens are reasoning."""
         self.completion_tokens += len(delta.token_ids)
         prompt = choice // self.job.params.num_sequences
         self.cached[prompt] = max(self.cached.get(prompt, 0), delta.num_cached_tokens)
-        return self.thoughts[choice].add(delta.token_ids) if self.thoughts else 0
+        if self.thoughts is None:
+            return (Run(False, len(delta.token_ids)),)
+        return self.thoughts[choice].add(delta.token_ids)
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""

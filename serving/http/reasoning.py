@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
 
-from onnxport.serving.http.generation import Job, Usage
+from onnxport.serving.channels import Channels
+from onnxport.serving.http.generation import Job, Run, Usage
 from onnxport.serving.http.service import Service, Tokenizer
+from onnxport.serving.http.tool_formats.base import Functions
 from onnxport.serving.http.tool_formats.cursor import longest_partial
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.reasoning import REASONING_NAMES, ReasoningSplitter, Thought
+from onnxport.serving.reasoning import REASONING_NAMES, Thought, splitter
+from onnxport.serving.split import Split, Stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +27,16 @@ class Thinking:
         thought: what an answer may begin with; None: nothing of it is reasoning.
         is_told: whether the client wants it.
         hidden: special tokens that stand in the text for calls of tools alone; reasoning has none.
+        functions: whose calls are messages of their own in the answer.
+        spelled: special tokens that have to be in the text.
     """
 
     is_known: bool
-    thought: Thought | None = None
+    thought: Thought | Channels | None = None
     is_told: bool = True
     hidden: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+    spelled: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -37,16 +46,37 @@ class Thinking:
         continued: str | None = None,
         *,
         is_told: bool = True,
-        hidden: tuple[str, ...] = (),
+        functions: Functions,
+        skip_special_tokens: bool,
     ) -> Thinking:
-        """Return what a prompt says; see `ReasoningFormat.thought`."""
-        known = service.reasoning
+        """Return what a prompt says.
+
+        Args:
+            service: whose model it is.
+            prompt: that is answered.
+            continued: see `ReasoningFormat.thought`.
+            is_told: see the attribute.
+            functions: that were offered.
+            skip_special_tokens: whether reasoning has none.
+        """
+        known, tools = service.reasoning, service.tools
         if known is None:
             return cls(False)
-        return cls(True, known.thought(prompt, continued), is_told, hidden)
+        ids = map(service.tokenizer.token_to_id, known.marks)
+        return cls(
+            True,
+            known.thought(prompt, continued),
+            is_told,
+            tools.hidden(functions, skip_special_tokens=skip_special_tokens),
+            tuple(functions) if tools.format.has_channels else (),
+            tuple(one for one in ids if one is not None),
+        )
 
     def before(self, params: SamplingParams) -> SamplingParams:
         """Return parameters that let reasoning come before the form they ask for."""
+        if self.spelled:
+            spelled = (*params.spelled_token_ids, *self.spelled)
+            params = replace(params, spelled_token_ids=tuple(sorted(set(spelled))))
         form = params.structured_outputs
         if form is None or self.thought is None:
             return params
@@ -56,8 +86,8 @@ class Thinking:
         """Return what counts the tokens of a job."""
         if not self.is_known:
             return Usage(job)
-        numbers = range(job.num_choices)
-        return Usage(job, [ReasoningCounter(self.thought, tokenizer) for _ in numbers])
+        given = self.thought, tokenizer, self.functions
+        return Usage(job, [ReasoningCounter(*given) for _ in range(job.num_choices)])
 
     def fields(self, reasoning: str) -> dict[str, str | None]:
         """Return the fields of a message or of a part of one."""
@@ -67,8 +97,10 @@ class Thinking:
 
     def parted(self, text: str) -> tuple[str, str]:
         """Return the reasoning and the answer of a whole text."""
-        split = ReasoningSplitter(self.thought).take(text, is_last=True)
-        return TextFilter(self.hidden).take(split.reasoning, is_last=True), split.content
+        splits = splitter(self.thought, self.functions).parts(text, is_last=True)
+        reasoning = "".join(each.reasoning for each in splits)
+        content = "".join(each.content for each in splits)
+        return TextFilter(self.hidden).take(reasoning, is_last=True), content
 
 
 class TextFilter:
@@ -89,11 +121,18 @@ class TextFilter:
         return kept
 
 
+class Piece(NamedTuple):
+    """A part of a delta."""
+
+    is_thought: bool
+    delta: CompletionDelta
+
+
 class DeltaSplitter:
     """Splits the deltas of one choice into those of its reasoning and those of its answer."""
 
     def __init__(self, thinking: Thinking) -> None:
-        self._splitter = ReasoningSplitter(thinking.thought)
+        self._splitter = splitter(thinking.thought, thinking.functions)
         self._filter = TextFilter(thinking.hidden)
 
     @property
@@ -102,68 +141,115 @@ class DeltaSplitter:
         return self._splitter.has_thought
 
     @property
-    def answer_start(self) -> int:
-        """Where in the text the answer begins; see `ReasoningSplitter`."""
-        return self._splitter.answer_start
+    def stretches(self) -> Sequence[Stretch]:
+        """Where in the text the answer is, so far."""
+        return self._splitter.stretches
 
-    def take(
-        self, delta: CompletionDelta, num_tokens: int
-    ) -> tuple[CompletionDelta | None, CompletionDelta]:
-        """Return the part of a delta that is reasoning, if any, and the rest, which has its end.
+    def take(self, delta: CompletionDelta, runs: Sequence[Run]) -> list[Piece]:
+        """Return the parts of a delta, in order; the last one is of the answer, and has its end.
 
         Args:
             delta: the next one.
-            num_tokens: of its first tokens that are reasoning.
+            runs: which of its tokens are reasoning.
         """
-        if self._splitter.is_over and not num_tokens:
-            return None, delta
+        if self._splitter.is_over and not any(run.is_thought for run in runs):
+            return [Piece(False, delta)]
         is_last = delta.finish_reason is not None
-        split = self._splitter.take(delta.text, is_last=is_last)
-        has_ended = is_last or self._splitter.is_answering
-        ids, logprobs = delta.token_ids, delta.logprobs
-        thought = replace(
-            delta,
-            text=self._filter.take(split.reasoning, is_last=has_ended),
-            token_ids=ids[:num_tokens],
-            logprobs=None if logprobs is None else logprobs[:num_tokens],
-            finish_reason=None,
-            stop_reason=None,
+        texts = self._texts(self._splitter.parts(delta.text, is_last=is_last), is_last)
+        if not any(is_thought for is_thought, _ in (*texts, *runs)):
+            return [Piece(False, replace(delta, text="".join(text for _, text in texts)))]
+        parts = [*_merged(texts, runs), (False, "", 0)]
+        if len(parts) > 1 and not parts[-2][0]:
+            parts.pop()
+        pieces, start = [], 0
+        for is_thought, text, num_tokens in parts:
+            end, logprobs = start + num_tokens, delta.logprobs
+            part = replace(
+                delta,
+                text=text,
+                token_ids=delta.token_ids[start:end],
+                logprobs=None if logprobs is None else logprobs[start:end],
+                finish_reason=None,
+                stop_reason=None,
+            )
+            pieces.append(Piece(is_thought, part))
+            start = end
+        ends = replace(
+            pieces[-1].delta, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason
         )
-        rest = replace(
-            delta,
-            text=split.content,
-            token_ids=ids[num_tokens:],
-            logprobs=None if logprobs is None else logprobs[num_tokens:],
-        )
-        return thought, rest
+        return [*pieces[:-1], Piece(False, ends)]
+
+    def _texts(self, splits: Sequence[Split], is_last: bool) -> list[tuple[bool, str]]:
+        """Return the texts of reasoning and answer, in turns; what is hidden is taken out."""
+        parts = [
+            (is_thought, text)
+            for each in splits
+            for is_thought, text in ((True, each.reasoning), (False, each.content))
+            if text
+        ]
+        texts = [
+            (is_thought, "".join(text for _, text in group))
+            for is_thought, group in groupby(parts, lambda part: part[0])
+        ]
+        has_ended = is_last or not self._splitter.is_thinking
+        if has_ended and not any(is_thought for is_thought, _ in texts):
+            texts.insert(0, (True, ""))  # what was kept back
+        thoughts = [at for at, (is_thought, _) in enumerate(texts) if is_thought]
+        for at in thoughts:
+            ends = has_ended or at != thoughts[-1]
+            texts[at] = (True, self._filter.take(texts[at][1], is_last=ends))
+        return [part for part in texts if part[1]]
+
+
+def _merged(
+    texts: Sequence[tuple[bool, str]], runs: Sequence[Run]
+) -> Iterator[tuple[bool, str, int]]:
+    """Yield texts and tokens of one kind together, each in their order; texts may come later."""
+    waiting = [run for run in runs if run.num_tokens]
+    for is_thought, text in texts:
+        num_tokens = 0
+        if any(run.is_thought == is_thought for run in waiting):
+            while waiting[0].is_thought != is_thought:
+                yield waiting[0].is_thought, "", waiting.pop(0).num_tokens
+            num_tokens = waiting.pop(0).num_tokens
+        yield is_thought, text, num_tokens
+    for run in waiting:
+        yield run.is_thought, "", run.num_tokens
 
 
 class ReasoningCounter:
-    """Counts the tokens of one text before the first one of its answer; see `TokenCounter`.
+    """Counts the tokens of one text that are not of its answer; see `TokenCounter`.
 
     It reads each token by itself, so it makes no difference when their text was certain.
     """
 
-    def __init__(self, thought: Thought | None, tokenizer: Tokenizer) -> None:
-        self._splitter = ReasoningSplitter(thought)
+    def __init__(
+        self,
+        thought: Thought | Channels | None,
+        tokenizer: Tokenizer,
+        functions: tuple[str, ...] = (),
+    ) -> None:
+        self._splitter = splitter(thought, functions)
         self._tokenizer = tokenizer
-        self._num_read = 0
-        self._is_over = thought is None
+        self._num_beside = 0
 
     @property
     def num_tokens(self) -> int:
         """How many there were; tags count, too."""
-        return self._num_read if self._splitter.has_thought else 0
+        return self._num_beside if self._splitter.has_thought else 0
 
-    def add(self, token_ids: Sequence[int]) -> int:
-        """Take the next tokens; returns how many of the first ones are reasoning."""
-        if self._is_over:
-            return 0
-        before = self._num_read
-        for token_id in token_ids:
-            split = self._splitter.feed(self._tokenizer.token_text(token_id))
-            if split.content:
-                self._is_over = True
-                break
-            self._num_read += 1
-        return self._num_read - before if self._splitter.has_thought else 0
+    def add(self, token_ids: Sequence[int]) -> Sequence[Run]:
+        """Take the next tokens; returns which of them are reasoning, tags and headers with it."""
+        if self._splitter.is_over:
+            return (Run(False, len(token_ids)),)
+        beside = [self._is_beside(token_id) for token_id in token_ids]
+        self._num_beside += sum(beside)
+        if not self._splitter.is_framed:
+            return (Run(False, len(token_ids)),)
+        return [Run(each, len(list(group))) for each, group in groupby(beside)]
+
+    def _is_beside(self, token_id: int) -> bool:
+        """Take a token; returns whether it is not of the answer."""
+        was_answering = self._splitter.is_answering
+        splits = self._splitter.parts(self._tokenizer.token_text(token_id), is_last=False)
+        return not was_answering and not any(each.content for each in splits)

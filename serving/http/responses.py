@@ -26,9 +26,11 @@ from onnxport.serving.http.service import Service
 from onnxport.serving.http.tool_calls import Parsed, ToolCallParser
 from onnxport.serving.http.tool_formats.base import ParsedCall
 from onnxport.serving.outputs import CompletionDelta
+from onnxport.serving.split import places
 
 Event = dict[str, Any]
 NO_REASONING: Final = {"reasoning_tokens": 0}
+PARTED: Final = ("message", "reasoning")  # items of text, with ends of lines between in a chat
 
 
 async def respond(service: Service, request: Request, body: ResponsesRequest) -> Response:
@@ -36,19 +38,19 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
     chat = as_chat(body)
     adapter = service.adapter_of(body.model)
     try:
-        chat = chat.with_effort(service.template)
+        chat = chat.with_effort(service.template, service.reasoning)
         params = chat.sampling_params(service.defaults, service.tools)
         options = chat.options(key_tenant(request), service.request_timeout_s, adapter)
         tools, most = chat.offered_tools(), service.engine.capabilities.max_model_len
         prompt = await asyncio.to_thread(
             chat_completions.encode, service, chat.messages, tools, chat, most
         )
-        skips = params.skip_special_tokens
         thinking = Thinking.of(
             service,
             prompt.text,
             is_told=chat.tells_reasoning,
-            hidden=service.tools.hidden(chat.functions(), skip_special_tokens=skips),
+            functions=chat.functions(),
+            skip_special_tokens=params.skip_special_tokens,
         )
         params = thinking.before(params)
     except RequestError as error:
@@ -119,21 +121,23 @@ class Told:
             job.prompts[0], skip_special_tokens=skips, spelled=job.params.spelled_token_ids
         )
         self._logprobs = PlacedLogprobs(pieces)  # of tokens whose text is not told yet
-        self._num_told = 0  # characters of an answer in which no calls are looked for
+        self._num_parsed = 0  # characters of the answer
+        self._num_told = 0  # likewise, those of calls with them
         self._status = "in_progress"
 
     def take(self, delta: CompletionDelta) -> Iterator[Event]:
         """Yield what one delta adds."""
-        num_thought = self._usage.add(0, delta)
+        runs = self._usage.add(0, delta)
         if not self.has_begun:
             self.has_begun = True
             yield self._event("response.created", response=self.response())
             yield self._event("response.in_progress", response=self.response())
         self._add_logprobs(delta)
-        thought, delta = self._splitter.take(delta, num_thought)
-        if thought is not None and thought.text and self._is_told:
-            yield from self._think(thought.text)
-        yield from self._answer(delta)
+        for is_thought, piece in self._splitter.take(delta, runs):
+            if not is_thought:
+                yield from self._answer(piece)
+            elif piece.text and self._is_told:
+                yield from self._think(piece.text)
 
     def _add_logprobs(self, delta: CompletionDelta) -> None:
         if delta.logprobs and self.job.params.logprobs is not None:
@@ -143,20 +147,27 @@ class Told:
 
     def _answer(self, delta: CompletionDelta) -> Iterator[Event]:
         """Yield what a delta adds to the answer."""
-        start = self._splitter.answer_start
-        self._logprobs.drop(start)  # of what is no part of it
         parsed = self._parse(delta)
         if parsed.parts:
             yield from self._end_reasoning("completed")
         for part, end in zip(parsed.parts, parsed.ends, strict=True):
+            own = self._take_logprobs(end)
             if isinstance(part, str):
-                yield from self._tell(part, self._logprobs.take(start + end))
+                yield from self._tell(part, own)
                 continue
-            self._logprobs.drop(start + end)
             yield from self._end_message("completed")
             yield from self._call(part)
         if delta.finish_reason:
             yield from self._end("incomplete" if delta.finish_reason == "length" else "completed")
+
+    def _take_logprobs(self, end: int) -> list[Entry]:
+        """Return those of the answer up to a character, and forget those of what is between."""
+        taken: list[Entry] = []
+        for first, last in places(self._splitter.stretches, self._num_told, end):
+            self._logprobs.drop(first)
+            taken += self._logprobs.take(last)
+        self._num_told = end
+        return taken
 
     def fail(self, error: ApiError) -> Event:
         """Return the event of an error; the last one."""
@@ -218,13 +229,15 @@ class Told:
 
     def _parse(self, delta: CompletionDelta) -> Parsed:
         if self._parser is None:
-            self._num_told += len(delta.text)
-            return Parsed((delta.text,), (self._num_told,)) if delta.text else Parsed()
+            self._num_parsed += len(delta.text)
+            return Parsed((delta.text,), (self._num_parsed,)) if delta.text else Parsed()
         return self._parser.take(delta.text, is_last=delta.finish_reason is not None)
 
     def _think(self, text: str) -> Iterator[Event]:
         """Yield reasoning, whose item begins with it if there is none."""
         if self._reasoning is None:
+            yield from self._end_message("completed")
+            text = self._first("reasoning", text)
             self._reasoning = _Reasoning(f"rs_{uuid.uuid4().hex}", len(self._output))
             yield self._item("added", self._reasoning.item("in_progress", []))
             yield self._part("added", self._reasoning, _thought(""))
@@ -250,6 +263,9 @@ class Told:
             logprobs: of its tokens.
         """
         if self._message is None:
+            text = self._first("message", text)
+            if not text and self._output:
+                return
             self._message = _Message(f"msg_{uuid.uuid4().hex}", len(self._output))
             yield self._item("added", self._message.item("in_progress", []))
             yield self._part("added", self._message, _text("", []))
@@ -258,6 +274,11 @@ class Told:
         message.logprobs += logprobs
         fields = {"delta": text, "logprobs": logprobs, **message.place}
         yield self._event("response.output_text.delta", **fields)
+
+    def _first(self, kind: str, text: str) -> str:
+        """Return a text that begins an item, without what parts it from an earlier one's."""
+        is_further = any(item["type"] == kind for item in self._output)
+        return text.lstrip() if is_further and self._output[-1]["type"] in PARTED else text
 
     def _end_message(self, status: str) -> Iterator[Event]:
         """Yield the end of the message that is being told, if one is."""

@@ -18,7 +18,7 @@ from onnxport.serving.http.errors import ApiError, shortened
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
-from onnxport.serving.reasoning import ReasoningFormat
+from onnxport.serving.reasoning import AnyFormat
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.text import Pieces
@@ -162,7 +162,7 @@ class Service:
     defaults: SamplingDefaults
     request_timeout_s: float | None = None  # of requests that give none
     tools: ToolSyntax = field(default_factory=ToolSyntax)  # how the model calls tools
-    reasoning: ReasoningFormat | None = None  # None: it is not told from the answer
+    reasoning: AnyFormat | None = None  # None: it is not told from the answer
     started_s: int = field(default_factory=lambda: int(time.time()))
 
     @property

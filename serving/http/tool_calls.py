@@ -101,7 +101,9 @@ class ToolCallParser:
                 self._found = self._begun = self._behind = True
             else:
                 num_tried += final
-                parts.append(self._drop(block.end))
+                parts.append(self._drop(block.end if block.is_told else start))
+                if not block.is_told:
+                    self._pending = self._pending[block.end - start :]
         if final and not self._found:
             parts.append((self._space, self._num_taken))
         told = [(part, end) for part, end in parts if part]

@@ -11,6 +11,17 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from onnxport.errors import RequestError
+from onnxport.serving.channels import (
+    ANALYSIS,
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    FINAL,
+    MESSAGE,
+    ROLE,
+    START,
+    Channels,
+)
 from onnxport.serving.reasoning import MOST_BREAKS, Thought
 from onnxport.serving.structured.exclusive import let_any_of
 from onnxport.serving.structured.formats import tightened
@@ -29,6 +40,17 @@ JSON_OPTIONS: Mapping[str, str | bool | None] = {
     "coerce_one_of": False,
     "json_allowed_escapes": 'bfnrt"\\',
 }
+# An answer in messages, each in its channel (`serving/channels.py`), behind the prompt's header, or
+# within a message that the prompt has begun. Models name the type of JSON in the header.
+_START = "start: thought* answer\n"
+_START_WITHIN = "start: THOUGHT next thought* answer\n"
+_THOUGHTS = f"""thought: {CHANNEL} "{ANALYSIS}" {MESSAGE} THOUGHT next
+next: {END} {START} "{ROLE}"
+THOUGHT: /(?s:.*)/
+"""
+_IN_FINAL = f"""start: {CHANNEL} "{FINAL}" type? {MESSAGE} body
+type: /[ ]?/ {CONSTRAIN} /[a-z]+/
+"""
 _TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
 # A comment, a text, an expression, or a special token by its name.
 _ATOM = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|<[^<>\s]+>')
@@ -47,8 +69,18 @@ def grammar_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> str:
         RequestError: the grammar has what would not be obeyed.
     """
     form = _with_texts(_form(spec), texts) if spec.kind == "grammar" else _form(spec)
-    if spec.calls is not None:
-        form = _or(_with_texts(_form(spec.calls), texts), form)
+    calls = None if spec.calls is None else _with_texts(_form(spec.calls), texts)
+    if isinstance(spec.thought, Channels):
+        if spec.calls is not None and calls is not None and not spec.calls.has_channels:
+            form, calls = _or(calls, form), None
+        if spec.thought.is_final and not spec.has_channels:
+            return HEAD + form
+        if not spec.has_channels:
+            form = _with_texts(_IN_FINAL, texts) + _rule("body", form)
+        form = form if calls is None else _or(calls, form)
+        start = _START_WITHIN if spec.thought.begun else _START
+        return HEAD + start + _with_texts(_THOUGHTS, texts) + _rule("answer", form)
+    form = form if calls is None else _or(calls, form)
     return HEAD + (form if spec.thought is None else _behind(spec.thought, form))
 
 
@@ -66,8 +98,13 @@ def _form(spec: StructuredOutputs) -> str:
 def _or(*forms: str) -> str:
     """Return the grammar of a text that has one of some forms."""
     names = [f"form_{index}" for index in range(len(forms))]
-    rules = (f"{name}: %lark {{\n{form}\n}}" for name, form in zip(names, forms, strict=True))
+    rules = (_rule(name, form) for name, form in zip(names, forms, strict=True))
     return "\n".join((f"start: {' | '.join(names)}", *rules))
+
+
+def _rule(name: str, form: str) -> str:
+    """Return a rule of a whole grammar."""
+    return f"{name}: %lark {{\n{form}\n}}"
 
 
 def _behind(thought: Thought, form: str) -> str:
@@ -86,7 +123,7 @@ def _behind(thought: Thought, form: str) -> str:
             f"opened[lazy]: /{opens}/",
             rf"THOUGHT: INNER /({closes})\n{{0,{MOST_BREAKS}}}/",
             f"INNER: /(?s:.*)/ & ~/(?s:.*)({closes})(?s:.*)/",
-            f"answer: %lark {{\n{form}\n}}",
+            _rule("answer", form),
         )
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from onnxport.errors import RequestError
+from onnxport.serving.channels import Channels
 from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured.schema import check_schema
 from onnxport.serving.text import HALF, is_whole
@@ -42,6 +43,8 @@ class StructuredOutputs:
         param: the field of a request that asked for it, which errors name; None: these fields.
         thought: the reasoning that may come before, of which nothing is asked; None: none may.
         calls: the form of calls of tools, which the output may have instead; None: it may not.
+        has_channels: whether the form is that of messages, each with its channel, and not of an
+            answer's text.
 
     Raises:
         RequestError: not exactly one kind is given, or one has not the right form; names it.
@@ -55,8 +58,9 @@ class StructuredOutputs:
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     param: str | None = field(default=None, compare=False)
-    thought: Thought | None = None
+    thought: Thought | Channels | None = None
     calls: StructuredOutputs | None = None
+    has_channels: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.reasoning import FORMATS, ReasoningFormat
+from onnxport.serving.reasoning import FORMATS, ReasoningFormat, reasoning_format
 from onnxport.serving.tokenizer import Tokenizer
 
+from ..http.harmony import MARKS, RETURN, answer, message
+from ..http.harmony import TEMPLATE as OSS_TEMPLATE
 from ..http.scripted import CHAT_TEMPLATE, SPECIAL, ScriptedModel, say, write_tokenizer
 
 THINK = FORMATS["qwen3"]
@@ -109,3 +112,23 @@ def test_what_is_no_reasoning_is_the_answer(
     prompts = talk(engine, say(text), "and?", reasoning=reasoning)
     assert capsys.readouterr().out == f"{text}\n\n"
     assert turn("assistant", text) in prompts[1]
+
+
+def test_messages_that_have_channels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Marks are special tokens, and tell what was thought; the template gets it as its own."""
+    write_tokenizer(tmp_path, OSS_TEMPLATE, MARKS)
+    tokenizer = Tokenizer.from_folder(tmp_path, frozenset())
+    end = tokenizer.token_to_id(RETURN)
+    assert end is not None
+    tokenizer.eos_token_ids = frozenset({end})
+    options = NullOptions(vocab_size=tokenizer.vocab_size, num_blocks=64)
+    model = ScriptedModel(options, tokenizer, ("<|start|>", "assistant"), RETURN)
+    params = SamplingParams(max_tokens=400)
+    format_ = reasoning_format("openai_gptoss", ())
+    with closing(Engine(model, tokenizer, EngineConfig(seed=1))) as engine:
+        template = ChatTemplate({"default": OSS_TEMPLATE})
+        conversation = Conversation(engine, template, params, None, reasoning=format_)
+        conversation.answer(say(answer(message("analysis", "hm, é"), message("final", "yes"))))
+        assert capsys.readouterr().out == "<think>\nhm, é\n</think>\n\nyes\n"
+        conversation.answer(say(message("final", "again")))
+        assert capsys.readouterr().out == "again\n"

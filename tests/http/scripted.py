@@ -39,6 +39,7 @@ CHAT_TEMPLATE = """{% for t in tools or [] %}{{ t | tojson }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 MODEL = "null"
+BEGINS = ("<|im_start|>", "assistant\n")  # how the template begins an answer
 
 
 def say(text: str) -> str:
@@ -66,11 +67,17 @@ class ScriptedModel(NullModel):
     Without these it says what the null model says.
     """
 
-    def __init__(self, options: NullOptions, tokenizer: ServingTokenizer) -> None:
+    def __init__(
+        self,
+        options: NullOptions,
+        tokenizer: ServingTokenizer,
+        begins: Sequence[str] = BEGINS,
+        end: str = SPECIAL[1],
+    ) -> None:
         super().__init__(options)
-        ids = [tokenizer.token_to_id(text) for text in SPECIAL]
+        ids = [tokenizer.token_to_id(text) for text in (begins[0], end, *SPECIAL[2:])]
         self._start, self._end, self._say, self._over = ids
-        self._header = tokenizer.encode("assistant\n")
+        self._header = tokenizer.encode(begins[1])
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
         logits = super().run(inputs)
@@ -124,16 +131,17 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     hold = settings.pop("hold", None)  # a file; while it is there, steps wait
     if hold is not None:
         settings["fails"] = _held(Path(hold))
-    end = SPECIAL.index("<|im_end|>") - len(SPECIAL)
+    begins, ends = settings.pop("begins", BEGINS), settings.pop("ends", SPECIAL[1:2])
     tokenizer = ServingTokenizer.from_folder(folder, frozenset(), settings.pop("texts", ()))
-    tokenizer.eos_token_ids = frozenset({tokenizer.vocab_size + end})
+    ids = map(tokenizer.token_to_id, ends)
+    tokenizer.eos_token_ids = frozenset(one for one in ids if one is not None)
     base = settings.pop("base", None)  # what adapters have to fit, an ArchSpec
     fallback = settings.pop("fallback", None)
     lost_at = settings.pop("lost_at", None)
     if lost_at is not None:
         settings["lost_at"] = lambda operation: operation == lost_at
     given = {"vocab_size": tokenizer.vocab_size, "num_blocks": 512}
-    model = ScriptedModel(NullOptions(**given | settings), tokenizer)
+    model = ScriptedModel(NullOptions(**given | settings), tokenizer, begins, ends[0])
     standby = Standby()
     if fallback is not None:
         spare = ScriptedModel(NullOptions(**given | fallback), tokenizer)

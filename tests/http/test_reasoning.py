@@ -11,6 +11,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from onnxport.serving.http.generation import Run
 from onnxport.serving.http.reasoning import DeltaSplitter, TextFilter, Thinking
 from onnxport.serving.outputs import CompletionDelta, FinishReason
 from onnxport.serving.reasoning import FORMATS
@@ -528,8 +529,11 @@ def test_reasoning_that_ends_as_a_marker_begins_comes_before_the_answer(name: st
     told: list[tuple[str, str]] = []
     for char in (*text, ""):
         reason: FinishReason | None = None if char else "stop"
-        thought, rest = splitter.take(CompletionDelta("r", 0, char, (1,), None, reason), 0)
-        parts = (("thought", thought.text if thought else ""), ("answer", rest.text))
+        delta = CompletionDelta("r", 0, char, (1,), None, reason)
+        parts = [
+            ("thought" if is_thought else "answer", piece.text)
+            for is_thought, piece in splitter.take(delta, [Run(False, 1)])
+        ]
         told += [part for part in parts if part[1]]
     kinds = [kind for kind, _ in told]
     assert kinds == sorted(kinds, reverse=True)
@@ -542,3 +546,12 @@ def test_a_filter_keeps_back_what_may_be_hidden() -> None:
     pieces = ["a[", "B", "C]b", "[A", "x[", "A]", "[B"]
     told = [found.take(one, is_last=one == pieces[-1]) for one in pieces]
     assert told == ["a", "", "b", "", "[Ax", "", "[B"]
+
+
+def test_a_marker_in_reasoning_is_hidden_also_where_it_is_cut() -> None:
+    thinking = Thinking(True, FORMATS["qwen3"].thought("<think>"), hidden=("[TOOL_CALLS]",))
+    splitter = DeltaSplitter(thinking)
+    deltas = [CompletionDelta("r", 0, char, (1,), None, None) for char in "a[TOOL_CALLS]b</think>c"]
+    pieces = [one for delta in deltas for one in splitter.take(delta, [Run(True, 1)])]
+    assert "".join(one.delta.text for one in pieces if one.is_thought) == "ab"
+    assert "".join(one.delta.text for one in pieces if not one.is_thought) == "c"

@@ -15,6 +15,7 @@ from onnxport.serving.http.tool_calls import ToolCallParser
 from onnxport.serving.http.tool_formats.base import Block, ParsedCall, ToolFormat
 from onnxport.serving.http.tool_formats.glm4 import GLM4
 from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
+from onnxport.serving.http.tool_formats.harmony import HARMONY
 from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
 from onnxport.serving.http.tool_formats.mistral import MISTRAL_LIST, MISTRAL_NAME
@@ -37,6 +38,8 @@ ARGS = '{"x": [1, "y]};<|"]}'
 SEED_ADD = "<seed:tool_call>\n<function=add>\n<parameter=a>1</parameter>\n</function>\n"
 CODER_ADD = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
 
+JSON = "<|constrain|>json<|message|>"
+
 Case = tuple[ToolFormat, str, str, list[ParsedCall]]
 
 FOUND: list[Case] = [
@@ -58,6 +61,31 @@ FOUND: list[Case] = [
         "",
         [ADD],
     ),
+    (HARMONY, f'<|channel|>commentary to=functions.add {JSON}{{"a": 1}}', "", [ADD]),
+    (HARMONY, f' to=functions.add<|channel|>commentary {JSON}{{"a": 1}}<|call|>', "", [ADD]),
+    (HARMONY, '<|channel|>analysis to=functions.add code<|message|>{"a": 1}', "", [ADD]),
+    (HARMONY, '<|start|>assistant<|channel|>commentary to=add<|message|>{"a": 1}', "", [ADD]),
+    (HARMONY, f"See.<|start|>assistant to=functions.add_all {JSON}{ARGS}", "See.", [ALL]),
+    (
+        HARMONY,
+        f'<|start|>assistant to=functions.add {JSON}{{"a": 1}}<|end|>'
+        f"<|start|>assistant to=functions.add_all<|channel|>commentary {JSON}{ARGS}<|end|>",
+        "",
+        [ADD, ALL],
+    ),
+    (HARMONY, "<|channel|>final<|message|>to=functions.add", "to=functions.add", []),
+    (HARMONY, "to=functions.add is how", "to=functions.add is how", []),
+    (HARMONY, '<|channel|>commentary to=functions.sub json<|message|>{"a": 1}', '{"a": 1}', []),
+    (HARMONY, '<|channel|>commentary to=functions.add json<|message|>{"a": ', '{"a": ', []),  # cut
+    (HARMONY, "<|channel|>commentary to=functions.add js", "", []),
+    (HARMONY, "<|channel|>commentary to=add<|message|> <|call|>", "", [ParsedCall("add", "{}")]),
+    (
+        HARMONY,
+        f'<|channel|>commentary to=functions.add {JSON}{{"t": "\\"<|end|><|start|>"}}<|call|>',
+        "",
+        [ParsedCall("add", '{"t": "\\"<|end|><|start|>"}')],
+    ),
+    (HARMONY, "a<|channel|>commentary??<|start|>assistant<|channel|>final<|message|>b", "ab", []),
     (MISTRAL_LIST, f"[TOOL_CALLS][{J_ADD}]", "", [ADD]),
     (MISTRAL_LIST, f"[TOOL_CALLS] [{J_ADD}, {J_ALL}]", "", [ADD, ALL]),
     (MISTRAL_LIST, f"Hm. [TOOL_CALLS][{J_ADD}] so", "Hm. so", [ADD]),
@@ -434,7 +462,7 @@ def test_pieces_make_no_difference(syntax: ToolFormat, data: st.DataObject) -> N
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=4)))
     bounds = [0, *cuts, len(text)]
     assert parse(syntax, *(text[a:b] for a, b in pairwise(bounds)), hidden=hidden) == whole
-    if not whole[1] and not hidden:
+    if not whole[1] and not hidden and not syntax.has_channels:  # headers are never told
         assert whole[0] == text
 
 

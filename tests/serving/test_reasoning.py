@@ -21,10 +21,10 @@ from onnxport.serving.reasoning import (
     FORMATS,
     ReasoningFormat,
     ReasoningSplitter,
-    Split,
     Thought,
     reasoning_format,
 )
+from onnxport.serving.split import Split
 from onnxport.serving.structured.compiler import compile_grammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
@@ -86,7 +86,8 @@ def test_any_pieces_give_the_same(thought: Thought, words: list[str], data: st.D
     found.append(splitter.finish())
     assert "".join(each.reasoning for each in found) == reasoning
     assert "".join(each.content for each in found) == content
-    assert text[splitter.answer_start :] == content
+    ((_, place, _),) = splitter.stretches
+    assert text[place:] == content
     before, behind = r"(\s*<think>)?\n*", r"(\n*</think>\n{0,2})?"  # all that is not told
     assert re.fullmatch(before + re.escape(reasoning) + behind + re.escape(content), text)
 
@@ -127,8 +128,10 @@ def test_tags_around_an_answer_are_not_told(text: str, content: str) -> None:
         splitter = ReasoningSplitter(thought)
         found = [splitter.feed(text[at : at + size]) for at in range(0, len(text), size)]
         assert "".join(one.content for one in (*found, splitter.finish())) == content
-        assert text.startswith(content, splitter.answer_start)
-        assert text[: splitter.answer_start].rstrip("\n").endswith((">", "hm"))
+        ((start, place, length),) = splitter.stretches
+        assert (start, length) == (0, None)
+        assert text.startswith(content, place)
+        assert text[:place].rstrip("\n").endswith((">", "hm"))
 
 
 def test_granite_says_it_in_words() -> None:
@@ -203,7 +206,8 @@ def test_tokens_before_the_answer_are_counted(thought: Thought, text: str, num: 
         told = [counter.add(ids[at : at + size]) for at in range(0, len(ids), size)]
         assert counter.num_tokens == num
         if thought is OPEN:
-            assert sum(told) == num
+            assert sum(run.num_tokens for runs in told for run in runs if run.is_thought) == num
+        assert sum(run.num_tokens for runs in told for run in runs) == len(ids)
 
 
 def test_tags_that_are_special_tokens_can_be_text(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ CORPUS = [
     "naïve café — 日本語のテキスト, emoji 👩‍🚀🙂 and Ελληνικά",
     "stop here; STOP there. Human: hello\n\nAssistant: hi",
 ]
-EOS, TOOL = "<|end|>", "<tool call>"
+EOS, TOOL = "<|eos|>", "<tool call>"
 
 
 def byte_level() -> FastTokenizer:

@@ -28,10 +28,12 @@ class Block:
     Attributes:
         end: where it ends in the text.
         calls: in it; none: it is content like any other, and what is behind it is looked at anew.
+        is_told: whether it is content where there are no calls; if not, it is nothing.
     """
 
     end: int
     calls: tuple[ParsedCall, ...] = ()
+    is_told: bool = True
 
 
 class Reader(Protocol):
@@ -64,6 +66,8 @@ class Written:
         between_calls: in one block; None: a block has one.
         between_blocks: None: a text has one.
         optional_marker: that a model may write before the first block.
+        other_calls: other ways to write `call`, of which a model may choose one.
+        told: what text beside calls begins with, where it is blocks of its own: one of these.
     """
 
     opening: str
@@ -72,6 +76,8 @@ class Written:
     between_calls: str | None = None
     between_blocks: str | None = None
     optional_marker: str | None = None
+    other_calls: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +141,11 @@ class ToolFormat:
     further: tuple[str, ...] = ()
     tagged: Callable[[str, Mapping[str, Any]], TaggedCall | None] | None = None
     new_id: Callable[[], str] = long_id
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether all text is written in messages that have a channel."""
+        return bool(self.written.told)
 
     @property
     def tokens(self) -> tuple[str, ...]:

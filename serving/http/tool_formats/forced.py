@@ -56,7 +56,9 @@ def calls(
         enforced = forced or function.get("strict")
         parameters = _parameters(index, function) if enforced else {"type": "object"}
         rules += writer.function(index, function["name"], parameters)
-    return StructuredOutputs(grammar="\n".join(rules), param="tools")
+    return StructuredOutputs(
+        grammar="\n".join(rules), param="tools", has_channels=syntax.has_channels
+    )
 
 
 def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,7 +115,8 @@ class _Writer:
             return [f"call_{index}: %json {json.dumps(self._schema(name, parameters))}"]
         tagged = self._syntax.tagged and self._syntax.tagged(name, parameters)
         if not tagged:
-            call = self._call(name, f"arguments_{index}")
+            ways = (self._written.call, *self._written.other_calls)
+            call = " | ".join(self._call(way, name, f"arguments_{index}") for way in ways)
             return [f"call_{index}: {call}", f"arguments_{index}: %json {json.dumps(parameters)}"]
         told = [f"argument_{index}_{at}{each.times}" for at, each in enumerate(tagged.arguments)]
         call = _joined(self._spelled(tagged.before), *told, self._spelled(tagged.behind))
@@ -154,9 +157,9 @@ class _Writer:
                 closing = self._spelled(argument.after[len(first) :])
         return [f"argument_{place}: {_joined(opening, value, closing)}", rule]
 
-    def _call(self, name: str, arguments: str) -> str:
-        """Return a call of a function; arguments follow another rule."""
-        before, behind = self._written.call.split(ARGUMENTS)
+    def _call(self, way: str, name: str, arguments: str) -> str:
+        """Return a call of a function, written in one way; arguments follow another rule."""
+        before, behind = way.split(ARGUMENTS)
         quoted = json.dumps(name, ensure_ascii=False)  # as chat templates write it
         parts = re.split(f"({re.escape(NAME)}|{re.escape(QUOTED)})", before)
         names = {NAME: name, QUOTED: quoted}
@@ -177,6 +180,8 @@ class _Writer:
 
     def free(self, several: bool) -> list[str]:
         """Return the rules of a text that may hold calls, each as it has to be."""
+        if self._written.told:
+            return self._messages(several)
         inner = _joined(self._inner(several), self._spelled(self._written.closing))
         text = self._behind if self._begins else ANY_TEXT
         rules = [f"TEXT: {self._content(text)}", *self._marked("marked", "TEXT", text, inner)]
@@ -190,6 +195,18 @@ class _Writer:
             f"FIRST: {self._content(ANY_TEXT)} & ~/\\s*({self._begins}){ANY_TEXT}/",
             *self._marked("begun", "FIRST", "\\s*", inner),
             *rules,
+        ]
+
+    def _messages(self, several: bool) -> list[str]:
+        """Return the rules of texts and calls that are blocks of their own."""
+        begins = " | ".join(map(self._spelled, self._written.told))
+        between = self._spelled(self._written.between_blocks or "")
+        last = "(told | block)"
+        return [
+            f"start: {f'({last} {between})*' if several else f'(told {between})*'} {last}",
+            f"told: ({begins}) TEXT",
+            f"TEXT: {self._content(ANY_TEXT)}",
+            f"block: {_joined(self._spelled(self._written.opening), 'call')}",
         ]
 
     @property

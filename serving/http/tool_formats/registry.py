@@ -6,6 +6,7 @@ from onnxport.errors import RequestError
 from onnxport.serving.http.tool_formats.base import ToolFormat
 from onnxport.serving.http.tool_formats.glm4 import GLM4
 from onnxport.serving.http.tool_formats.granite import GRANITE_TEXT, GRANITE_TOKEN
+from onnxport.serving.http.tool_formats.harmony import HARMONY
 from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.http.tool_formats.llama3_json import LLAMA3_JSON
 from onnxport.serving.http.tool_formats.mistral import MISTRAL_LIST, MISTRAL_NAME
@@ -16,6 +17,7 @@ from onnxport.serving.http.tool_formats.xml_calls import GLM45, QWEN3_CODER, SEE
 AUTO = "auto"
 # The first one that recognizes a template is taken: what is particular comes before what is common.
 FORMATS: tuple[ToolFormat, ...] = (
+    HARMONY,
     MISTRAL_NAME,
     MISTRAL_LIST,
     SEED_OSS,

@@ -275,7 +275,7 @@ def add_reasoning_option(parser: argparse._ActionsContainer) -> None:
         default="auto",
         metavar="NAME",
         help="how reasoning is told from the answer: auto (as the chat template has it), none, or "
-        "one of vLLM's names, such as qwen3, deepseek_r1, seed_oss, granite (auto)",
+        "one of vLLM's names, such as qwen3, deepseek_r1, seed_oss, openai_gptoss (auto)",
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,11 +27,13 @@ from onnxport.cli.values import positive
 from onnxport.errors import CapacityError, RequestError
 
 if TYPE_CHECKING:
+    from onnxport.serving.channels import ChannelFormat
     from onnxport.serving.chat import ChatTemplate
     from onnxport.serving.engine import Engine
     from onnxport.serving.params import RequestOptions, SamplingParams
-    from onnxport.serving.reasoning import ReasoningFormat, Split
+    from onnxport.serving.reasoning import ReasoningFormat
     from onnxport.serving.request import Request
+    from onnxport.serving.split import Split
 
 PROMPT = "> "
 DIMMED = ("\x1b[2m", "\x1b[0m\n\n")  # what begins and ends reasoning in a terminal
@@ -120,11 +123,11 @@ class Conversation:
         params: SamplingParams,
         system: str | None,
         options: RequestOptions | None = None,
-        reasoning: ReasoningFormat | None = None,
+        reasoning: ReasoningFormat | ChannelFormat | None = None,
     ) -> None:
         self._engine = engine
         self._template = template
-        self._params = params
+        self._params = _spelled(engine, params, reasoning)
         self._system = system
         self._options = options
         self._reasoning = reasoning
@@ -163,26 +166,40 @@ class Conversation:
 
     def _print(self, request: Request, prompt: str) -> tuple[str, str]:
         """Run a request, and print the answer as it comes; returns its reasoning and the rest."""
-        from onnxport.serving.reasoning import ReasoningSplitter
+        from onnxport.serving.reasoning import splitter
 
         known = self._reasoning
-        splitter = ReasoningSplitter(None if known is None else known.thought(prompt))
+        splitting = splitter(None if known is None else known.thought(prompt))
         printer = Printer(dims=_can_dim())
-        thought = said = ""
+        told: list[Split] = []
+
+        def tell(text: str, *, is_last: bool = False) -> None:
+            for split in splitting.parts(text, is_last=is_last):
+                printer.print(split)
+                told.append(split)
+
         with interruptible() as interruption, closing(deltas(self._engine, [request])) as answer:
             try:
                 for delta in answer:
-                    split = splitter.feed(delta.text)
-                    printer.print(split)
-                    thought, said = thought + split.reasoning, said + split.content
+                    tell(delta.text)
                     if interruption.asked:
                         break
-                split = splitter.finish()
-                printer.print(split)
+                tell("", is_last=True)
             finally:
                 printer.end_thought()
         print()
-        return thought + split.reasoning, said + split.content
+        return "".join(one.reasoning for one in told), "".join(one.content for one in told)
+
+
+def _spelled(
+    engine: Engine, params: SamplingParams, reasoning: ReasoningFormat | ChannelFormat | None
+) -> SamplingParams:
+    """Return parameters with which the text has the marks that tell reasoning from the answer."""
+    assert engine.tokenizer is not None
+    marks = () if reasoning is None else reasoning.marks
+    ids = (engine.tokenizer.token_to_id(mark) for mark in marks)
+    known = tuple(one for one in ids if one is not None)
+    return replace(params, spelled_token_ids=(*params.spelled_token_ids, *known))
 
 
 def _talk(conversation: Conversation) -> None:

@@ -90,7 +90,8 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         default="auto",
         metavar="FORMAT",
         help="how the model writes tool calls: glm4, glm45, granite, hermes, llama3_json, mistral, "
-        "phi4_mini_json, pythonic, qwen3_coder or seed_oss (auto: as its chat template says)",
+        "openai, phi4_mini_json, pythonic, qwen3_coder or seed_oss (auto: as its chat template "
+        "says)",
     )
     group.add_argument("--access-log", action="store_true", help="log every request")
     add_load_options(parser)

@@ -1,0 +1,41 @@
+"""What a piece of generated text was split into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What one piece of text gave. Reasoning comes before content."""
+
+    reasoning: str = ""
+    content: str = ""
+
+
+class Stretch(NamedTuple):
+    """Characters of the answer that stand behind each other in the text, too.
+
+    Attributes:
+        start: the first one in the answer.
+        place: the same in the text.
+        length: how many they are; None: all that follow.
+    """
+
+    start: int
+    place: int
+    length: int | None
+
+
+def places(stretches: Sequence[Stretch], start: int, end: int) -> list[tuple[int, int]]:
+    """Where in the text some characters of the answer are, as ranges, in order."""
+    found = []
+    for each in stretches:
+        first = max(start, each.start)
+        last = end if each.length is None else min(end, each.start + each.length)
+        if first < last:
+            shift = each.place - each.start
+            found.append((first + shift, last + shift))
+    return found
