@@ -1,8 +1,8 @@
 """Experts as OpenVINO's CPU plugin computes them: each token by those that it is given to.
 
 The plugin has a product that gathers: for each token it multiplies the weights of the chosen
-experts alone, which stay int4 or int8 (`GatherMatmul` in its runtime graph). No public operator
-stands for it; the plugin makes it of a pattern, that of gpt-oss as PyTorch computes all experts:
+experts alone, which stay int4 or int8 (`GatherMatmul` in its runtime graph). The plugin makes it of
+a pattern, that of gpt-oss as PyTorch computes all experts:
 
     tiled  = x, once for each expert
     joined = tiled gate_up^T + bias
@@ -11,13 +11,16 @@ stands for it; the plugin makes it of a pattern, that of gpt-oss as PyTorch comp
     y      = sum over experts of down * parts, which ScatterElementsUpdate made of the chosen
 
 Gate and up may take turns in it, as the exporter stores them, so that weights stay over the
-artifact's memory map. (The other pattern, of three products, would want copies of them apart.) Most
-experts have neither biases nor limits; in their places are constants that change nothing. They may
-not be 0, for sums with that are removed before the pattern is looked for. `NOTHING` is too small
-to change any number above 2^-102.
+artifact's memory map. Most experts have neither biases nor limits; in their places are constants
+that change nothing. They may not be 0, for sums with that are removed before the pattern is looked
+for. `NOTHING` is too small to change any number above 2^-102.
+
+There are two other ways to that product. A pattern of three products wants copies of gate and up
+apart. `GroupedMatMul` of opset 17 wants a row for each token and expert, in order of the experts,
+and where the plugin uses AMX each expert would compute as many rows as there are, not as tokens.
 
 A plugin that does not know the pattern computes what is written, all experts for each token, with
-the same result.
+the same result, unless one that was not chosen overflows.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ def write_experts(
     """
     import openvino.opset15 as ops
 
-    (count, joined_size, hidden), axes = weights.gate_up.shape, range(3)
+    count, joined_size, hidden = weights.gate_up.shape
     limit = NO_LIMIT if swiglu.limit is None else swiglu.limit
     parts = _parts(logits, count, per_token)
     # Only a Reshape of another rank stays one: the sum has three dimensions, and so a use.
@@ -69,7 +72,7 @@ def write_experts(
     bias = _bias(weights.gate_up_bias, count, joined_size)
     joined = ops.add(ops.matmul(tiled, weights.gate_up, False, True), bias)
     gate, up = (
-        ops.slice(joined, _ints([turn]), _ints([joined_size]), _ints([2]), _ints([axes[-1]]))
+        ops.slice(joined, _ints([turn]), _ints([joined_size]), _ints([2]), _ints([2]))
         for turn in (0, 1)
     )
     silu = ops.swish(ops.minimum(gate, _constant(limit)), _constant(swiglu.alpha))
