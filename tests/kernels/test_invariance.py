@@ -15,7 +15,7 @@ from tests.kernels import run_ort
 from tests.kernels.cases import cache_contents, random_case
 from tests.kernels.checks import check
 from tests.kernels.reference import Case
-from tests.tiers import every
+from tests.tiers import crossed, every, examples
 
 BLOCK_SIZE = 16
 
@@ -182,18 +182,16 @@ def sharing_case(seed: int, cache_type: str, layout: str) -> Case:
     return case_of(rng, past, new, table, kind=(cache_type, layout), heads=heads, window=window)
 
 
-@pytest.mark.parametrize(("cache_type", "layout"), KINDS)
-@pytest.mark.parametrize("seed", every(2, [0, 3, 1, 2]))
+@pytest.mark.parametrize(("kind", "seed"), crossed(4, KINDS, [0, 3, 1, 2]))
 def test_sequences_that_share_blocks(
     library_path: Path,
     library: ctypes.CDLL,
     available_isas: list[str],
-    cache_type: str,
-    layout: str,
+    kind: tuple[str, str],
     seed: int,
 ) -> None:
     """Their rows go together over the keys they share, and get the bits they have alone."""
-    case = sharing_case(seed, cache_type, layout)
+    case = sharing_case(seed, *kind)
     for isa in available_isas:
         check_each_alone(library_path, library, isa, case)
 
@@ -214,18 +212,16 @@ def many_case(seed: int, cache_type: str, layout: str) -> Case:
     return case_of(rng, past, new, table, kind=(cache_type, layout), heads=(5, 3), window=window)
 
 
-@pytest.mark.parametrize(("cache_type", "layout"), KINDS)
-@pytest.mark.parametrize("seed", every(2, [0, 1]))
+@pytest.mark.parametrize(("kind", "seed"), crossed(3, KINDS, [0, 1]))
 def test_heads_that_take_turns(
     library_path: Path,
     library: ctypes.CDLL,
     available_isas: list[str],
-    cache_type: str,
-    layout: str,
+    kind: tuple[str, str],
     seed: int,
 ) -> None:
     """In a batch of many sequences they do, and alone they do not."""
-    case = many_case(seed, cache_type, layout)
+    case = many_case(seed, *kind)
     for isa in available_isas:
         check_each_alone(library_path, library, isa, case)
 
@@ -238,7 +234,7 @@ def test_concurrent_sessions(library_path: Path) -> None:
         case, expected = cases[i], alone[i]
         return all(
             all(a.tobytes() == b.tobytes() for a, b in zip(expected, found, strict=True))
-            for found in (run_ort.run(library_path, case) for _ in range(5))
+            for found in (run_ort.run(library_path, case) for _ in range(examples(12)))
         )
 
     with ThreadPoolExecutor(6) as executor:
