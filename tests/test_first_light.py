@@ -138,6 +138,7 @@ def test_the_demo_script_runs_to_its_end() -> None:
     assert "stopped cleanly" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_build_goes_on_without_a_compiler(tmp_path: Path) -> None:
     cmake, make = shutil.which("cmake"), shutil.which("ninja") or shutil.which("make")
     if cmake is None or make is None:

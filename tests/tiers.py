@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
 ALL_EXAMPLES = 100  # of hypothesis's own profile, which is that of the full tier
-FAST_EXAMPLES = 25
+FAST_EXAMPLES = 16
 FAST_PROFILE = "fast"
 
 
@@ -28,4 +28,16 @@ def every(step: int, values: Iterable[Any]) -> list[Any]:
     return [
         value if index % step == 0 else pytest.param(value, marks=pytest.mark.slow)
         for index, value in enumerate(values)
+    ]
+
+
+def crossed(step: int, first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """Return all pairs of parameters, of which one in `step` runs in `make fast`.
+
+    They lie on diagonals, so that each parameter is in one, if the other list has `step` of them.
+    """
+    return [
+        pytest.param(one, other, marks=[] if (row + column) % step == 0 else pytest.mark.slow)
+        for row, one in enumerate(first)
+        for column, other in enumerate(second)
     ]

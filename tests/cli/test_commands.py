@@ -143,12 +143,13 @@ def test_verify_finds_a_changed_file(
     assert "model.onnx.data" in capsys.readouterr().err
 
 
-def test_generate(artifact: Path) -> None:
+def test_generate(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = ("--max-tokens", "8", "--no-trial")
     one = onnxport("generate", artifact, "hello", *few)
     assert (one.returncode, one.stderr) == (0, "")
-    asked = ["generate", artifact, "hello", "you", *few, "--ignore-eos", "--json"]
-    results = json.loads(onnxport(*asked).stdout)
+    asked = ["generate", str(artifact), "hello", "you", *few, "--ignore-eos"]
+    assert main([*asked, "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
     assert [result["prompt"] for result in results] == ["hello", "you"]
     assert [result["completion_tokens"] for result in results] == [8, 8]
     assert [result["finish_reason"] for result in results] == ["length", "length"]
@@ -156,8 +157,8 @@ def test_generate(artifact: Path) -> None:
     verbose = onnxport("generate", artifact, "hello", *few, "--verbose")
     assert "provider cpu was chosen" in verbose.stderr
     assert verbose.stdout == one.stdout
-    several = onnxport(*asked[:-1])
-    assert several.stdout.startswith(f"> hello\n{results[0]['text']}\n\n> you\n")
+    assert main(asked) == 0
+    assert capsys.readouterr().out.startswith(f"> hello\n{results[0]['text']}\n\n> you\n")
 
 
 @pytest.mark.slow

@@ -303,14 +303,16 @@ def test_a_key_is_required(start_server: StartServer) -> None:
     server.stop()
 
 
-def test_pages_of_allowed_origins_alone_may_use_the_server(start_server: StartServer) -> None:
+def test_pages_of_allowed_origins_alone_may_use_the_server(
+    start_server: StartServer, server: RunningServer
+) -> None:
     page = {"Origin": "https://chat.example"}
     asks = page | {
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type",
     }
-    server = start_server(api_keys=["sesame"], allowed_origins=["https://chat.example"])
-    url = f"{server.url}/v1/completions"
+    open_server = start_server(api_keys=["sesame"], allowed_origins=["https://chat.example"])
+    url = f"{open_server.url}/v1/completions"
     may = httpx.options(url, headers=asks)
     assert (may.status_code, may.headers["access-control-allow-origin"]) == (200, page["Origin"])
     assert "authorization" in may.headers["access-control-allow-headers"]
@@ -321,12 +323,10 @@ def test_pages_of_allowed_origins_alone_may_use_the_server(start_server: StartSe
     )
     other = httpx.options(url, headers=asks | {"Origin": "https://other.example"})
     assert "access-control-allow-origin" not in other.headers
-    server.stop()
-    server = start_server()
+    open_server.stop()
     assert httpx.options(f"{server.url}/v1/completions", headers=asks).is_error
     answer = httpx.post(f"{server.url}/v1/completions", json=COMPLETION, headers=page)
     assert "access-control-allow-origin" not in answer.headers
-    server.stop()
 
 
 def test_bodies_may_not_be_too_large(start_server: StartServer) -> None:

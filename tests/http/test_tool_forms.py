@@ -26,6 +26,7 @@ from onnxport.serving.tokenizer import Tokenizer
 from tests.serving.structured import accepts as accepts_text
 from tests.serving.structured import assert_valid, compiled, ids_of, write
 from tests.serving.tokenizers_for_tests import EOS, byte_level
+from tests.tiers import crossed
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -157,8 +158,9 @@ PERSON = {
 
 
 @every_format
-@pytest.mark.parametrize("in_tokens", [True, False])
-@pytest.mark.parametrize("schema", [PERSON, {"type": "object"}], ids=["schema", "any"])
+@pytest.mark.parametrize(
+    ("in_tokens", "schema"), crossed(2, [True, False], [PERSON, {"type": "object"}])
+)
 def test_calls_or_an_answer_of_a_form(
     syntax: ToolFormat, in_tokens: bool, schema: dict[str, Any]
 ) -> None:

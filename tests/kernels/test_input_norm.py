@@ -14,6 +14,7 @@ from tests.kernels.matmul_cases import Floats
 from tests.kernels.mlp_cases import MlpCase
 from tests.kernels.norm_cases import Norm, add_norm, random_norm
 from tests.kernels.test_mlp import Sets, available_sets, use
+from tests.tiers import every
 
 __all__ = ["available_sets"]  # a fixture
 
@@ -30,7 +31,7 @@ def small(operator: str, rows: int = 6) -> tuple[bytes, Floats]:
     return matmul_cases.model(layer.gate_up), layer.x
 
 
-@pytest.mark.parametrize("first", range(0, NUM_CASES, GROUP))
+@pytest.mark.parametrize("first", every(3, range(0, NUM_CASES, GROUP)))
 def test_products(
     library_path: Path, library: ctypes.CDLL, available_sets: Sets, first: int
 ) -> None:
@@ -48,7 +49,7 @@ def test_products(
         assert len(outputs) == 1, f"seed {seed} has other bits on another instruction set"
 
 
-@pytest.mark.parametrize("first", range(0, NUM_CASES, GROUP))
+@pytest.mark.parametrize("first", every(3, range(0, NUM_CASES, GROUP)))
 def test_layers(library_path: Path, library: ctypes.CDLL, available_sets: Sets, first: int) -> None:
     """The bits of a product with the norm, GatedSilu and a product; and what NumPy gives."""
     for seed in range(first, first + GROUP):

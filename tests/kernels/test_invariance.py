@@ -15,7 +15,7 @@ from tests.kernels import run_ort
 from tests.kernels.cases import cache_contents, random_case
 from tests.kernels.checks import check
 from tests.kernels.reference import Case
-from tests.tiers import every
+from tests.tiers import crossed, every, examples
 
 BLOCK_SIZE = 16
 
@@ -99,6 +99,17 @@ def tokens_of(case: Case, s: int, first: int, last: int) -> Case:
     )
 
 
+def with_own_blocks(case: Case) -> Case:
+    """One sequence in a cache of nothing but its blocks, in their order."""
+    [count] = blocks_of(case.past_lengths, case.new_lengths)
+    own = case.block_table[0, :count]
+    return case.replace(
+        key_cache=case.key_cache[own],
+        value_cache=case.value_cache[own],
+        block_table=np.arange(count, dtype=np.int32)[None],
+    )
+
+
 def computed(
     library_path: Path, library: ctypes.CDLL, isa: str, case: Case
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -116,7 +127,8 @@ def check_each_alone(library_path: Path, library: ctypes.CDLL, isa: str, case: C
     starts = case.cumulative_lengths
     for s, count in enumerate(case.new_lengths):
         if count:
-            alone = run_ort.run(library_path, tokens_of(case, s, 0, count))[0]
+            one = with_own_blocks(tokens_of(case, s, 0, count))
+            alone = run_ort.run(library_path, one)[0]
             assert alone.tobytes() == whole[starts[s] : starts[s + 1]].tobytes(), (isa, s)
 
 
@@ -146,13 +158,13 @@ def test_batch_chunks_and_threads(
     for isa in available_isas:
         whole, keys, values = computed(library_path, library, isa, case)
         for s, count in enumerate(case.new_lengths):
-            state, parts = case, []
+            state, parts = with_own_blocks(tokens_of(case, s, 0, count)), []
             # Parts of one group of rows, of a few, which are read as they lie in the cache, and of
             # many, for which the cache is converted first.
             third = count // 3
             cuts = sorted({0, third, third + 1, third + 4, count} if count > 2 else {0, count})
             for first, last in pairwise(cuts):
-                part = tokens_of(state, s, first, last)
+                part = tokens_of(state, 0, first, last)
                 output, key_cache, value_cache = run_ort.run(library_path, part)
                 state = state.replace(key_cache=key_cache, value_cache=value_cache)
                 parts.append(output)
@@ -182,18 +194,16 @@ def sharing_case(seed: int, cache_type: str, layout: str) -> Case:
     return case_of(rng, past, new, table, kind=(cache_type, layout), heads=heads, window=window)
 
 
-@pytest.mark.parametrize(("cache_type", "layout"), KINDS)
-@pytest.mark.parametrize("seed", every(2, [0, 3, 1, 2]))
+@pytest.mark.parametrize(("kind", "seed"), crossed(4, KINDS, [0, 3, 1, 2]))
 def test_sequences_that_share_blocks(
     library_path: Path,
     library: ctypes.CDLL,
     available_isas: list[str],
-    cache_type: str,
-    layout: str,
+    kind: tuple[str, str],
     seed: int,
 ) -> None:
     """Their rows go together over the keys they share, and get the bits they have alone."""
-    case = sharing_case(seed, cache_type, layout)
+    case = sharing_case(seed, *kind)
     for isa in available_isas:
         check_each_alone(library_path, library, isa, case)
 
@@ -214,18 +224,16 @@ def many_case(seed: int, cache_type: str, layout: str) -> Case:
     return case_of(rng, past, new, table, kind=(cache_type, layout), heads=(5, 3), window=window)
 
 
-@pytest.mark.parametrize(("cache_type", "layout"), KINDS)
-@pytest.mark.parametrize("seed", every(2, [0, 1]))
+@pytest.mark.parametrize(("kind", "seed"), crossed(3, KINDS, [0, 1]))
 def test_heads_that_take_turns(
     library_path: Path,
     library: ctypes.CDLL,
     available_isas: list[str],
-    cache_type: str,
-    layout: str,
+    kind: tuple[str, str],
     seed: int,
 ) -> None:
     """In a batch of many sequences they do, and alone they do not."""
-    case = many_case(seed, cache_type, layout)
+    case = many_case(seed, *kind)
     for isa in available_isas:
         check_each_alone(library_path, library, isa, case)
 
@@ -238,7 +246,7 @@ def test_concurrent_sessions(library_path: Path) -> None:
         case, expected = cases[i], alone[i]
         return all(
             all(a.tobytes() == b.tobytes() for a, b in zip(expected, found, strict=True))
-            for found in (run_ort.run(library_path, case) for _ in range(5))
+            for found in (run_ort.run(library_path, case) for _ in range(examples(12)))
         )
 
     with ThreadPoolExecutor(6) as executor:

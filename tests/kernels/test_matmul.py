@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.kernels import matmul_cases as cases
-from tests.tiers import every
+from tests.tiers import every, examples
 
 ISAS = ("amx", "avx512vnni", "avxvnni", "avx2", "i8mm", "dotprod")
 NUM_CASES = 120
@@ -52,7 +52,7 @@ def test_random_cases(
 def test_a_bias_is_added_last(
     library_path: Path, library: ctypes.CDLL, available_isas: list[str]
 ) -> None:
-    for seed in range(60):
+    for seed in range(examples(63)):
         case = cases.random_case(seed)
         bias = np.random.default_rng(seed).standard_normal(case.n).astype(np.float32)
         for isa in available_isas:

@@ -16,13 +16,12 @@ from tests.kernels import matmul_cases, mlp_cases, mlp_lora_cases, norm_cases
 from tests.kernels.mlp_lora_cases import RANKS, AdaptedMlp, errors, make_case
 from tests.kernels.norm_cases import add_norm, random_norm
 from tests.kernels.test_mlp import Sets, available_sets, use
-from tests.tiers import every
+from tests.tiers import crossed
 
 __all__ = ["available_sets"]  # a fixture
 
 
-@pytest.mark.parametrize("rows", every(2, [9, 1, 40, 2, 300]))
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize(("rows", "dtype"), crossed(4, [9, 1, 40, 2, 300], ["int8", "int4"]))
 def test_every_row_gets_its_own_adapter(
     library_path: Path, library: ctypes.CDLL, available_sets: Sets, dtype: str, rows: int
 ) -> None:
@@ -38,8 +37,7 @@ def test_every_row_gets_its_own_adapter(
         assert changed.min(initial=1) > 0.05, "the adapters change too little to be seen"
 
 
-@pytest.mark.parametrize("rows", every(2, [16, 1, 17, 9, 300]))
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize(("rows", "dtype"), crossed(4, [16, 1, 17, 9, 300], ["int8", "int4"]))
 def test_it_is_what_it_is_made_of(
     library_path: Path, library: ctypes.CDLL, available_sets: Sets, dtype: str, rows: int
 ) -> None:

@@ -13,7 +13,7 @@ from tests.kernels import run_ort
 from tests.kernels.cases import cache_contents
 from tests.kernels.checks import check
 from tests.kernels.reference import Case
-from tests.tiers import every
+from tests.tiers import crossed
 
 KINDS = [("float", "tiled"), ("float16", "tiled"), ("bfloat16", "paired"), ("int8", "tiled")]
 # Past and new tokens: one row, few and many, whose keys end in the middle of a pair, of a tile, of
@@ -63,8 +63,7 @@ def case_with_garbage(
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lengths", every(3, LENGTHS))
+@pytest.mark.parametrize(("lengths", "kind"), crossed(5, LENGTHS, KINDS))
 def test_nothing_of_an_unused_slot_is_seen(
     library_path: Path,
     library: ctypes.CDLL,

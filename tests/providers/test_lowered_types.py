@@ -19,6 +19,7 @@ from onnxport.graphs.passes.retype import FLOAT_DTYPES, retype
 from onnxport.providers.ort import ort_value, start_session
 from tests.exporter import checkpoints
 from tests.providers.conftest import ArtifactMaker
+from tests.tiers import crossed
 
 FAMILIES = (
     "gemma2",
@@ -61,8 +62,7 @@ def logits(artifact: Artifact, lowered: PassResult) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "precision"), crossed(2, FAMILIES, PRECISIONS))
 def test_float16_is_near_float32(tiny_artifact: ArtifactMaker, family: str, precision: str) -> None:
     artifact = Artifact.read(tiny_artifact(family, precision))
     model = artifact.load_graph("paged")
@@ -76,8 +76,7 @@ def test_float16_is_near_float32(tiny_artifact: ArtifactMaker, family: str, prec
 
 @pytest.mark.parametrize("kind", ["paged", "gqa"])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "precision"), crossed(2, FAMILIES, PRECISIONS))
 def test_every_value_has_the_type(
     tiny_artifact: ArtifactMaker, family: str, precision: str, dtype: str, kind: str
 ) -> None:

@@ -21,6 +21,7 @@ from onnxport.providers.registry import get_provider
 from onnxport.providers.step_memory import LEAST_BYTES, StepMemory, parts_of
 from tests.graphs.artifacts import SPEC
 from tests.providers.conftest import ArtifactMaker
+from tests.tiers import crossed
 
 MEMORY = StepMemory(key_bytes=1024, score_bytes=32, block_size=16, most_bytes=1 << 20)
 ROWS = ((1, 30), (1, 3), (5, 5), (2, 17), (1, 9))  # new tokens and length of each sequence
@@ -93,8 +94,10 @@ def loaded(path: Any, provider: str, **options: Any) -> OrtModel:
     return model
 
 
-@pytest.mark.parametrize("provider", ["cpu", "cuda", "migraphx", "webgpu"])
-@pytest.mark.parametrize("wanted", [[0, 1, 6, 8, 9], [0, 9], [6]])
+@pytest.mark.parametrize(
+    ("provider", "wanted"),
+    crossed(2, ["cpu", "cuda", "migraphx", "webgpu"], [[0, 1, 6, 8, 9], [0, 9], [6]]),
+)
 def test_parts_give_what_the_whole_step_does(
     tiny_artifact: ArtifactMaker, provider: str, wanted: list[int]
 ) -> None:

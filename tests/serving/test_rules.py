@@ -172,7 +172,7 @@ def test_what_is_drawn_follows_the_reference_s_distribution(
     row: dict[str, float], allowed: bool
 ) -> None:
     """Chi-square over 8,000 positions of one seed; 99.9 % of the time below the bound."""
-    number, vocab = 8000, 300
+    number, vocab = examples(8000), 300
     logits = np.random.default_rng(8).normal(0, 2, (1, vocab)).astype(np.float32)
     ids = np.arange(3, vocab, 5) if allowed else None
     params = SamplingParams(**row, allowed_token_ids=None if ids is None else tuple(ids.tolist()))  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from onnxport.serving.drawing import RowParams
 from onnxport.serving.sampler import uniform
 from onnxport.serving.topm import top_m
 from tests.serving.samplers import ISAS, Sampler, sampler_named
-from tests.tiers import every, examples
+from tests.tiers import crossed, every, examples
 
 VOCABS = (5, 64, 257, 3000)
 
@@ -104,15 +104,18 @@ def test_only_what_the_reference_allows_is_drawn(
 
 
 @pytest.mark.parametrize(
-    "row",
-    [
-        RowParams(temperature=1.0, top_k=5),
-        RowParams(temperature=1.5, top_p=0.7),
-        RowParams(temperature=1.2, top_k=20, top_p=0.8),
-        RowParams(temperature=4.0, top_p=0.95),
-    ],
+    ("row", "vocab"),
+    crossed(
+        2,
+        [
+            RowParams(temperature=1.0, top_k=5),
+            RowParams(temperature=1.5, top_p=0.7),
+            RowParams(temperature=1.2, top_k=20, top_p=0.8),
+            RowParams(temperature=4.0, top_p=0.95),
+        ],
+        [64, 600],
+    ),
 )
-@pytest.mark.parametrize("vocab", [64, 600])
 def test_an_even_grid_of_numbers_gives_the_reference_s_probabilities(
     sampler: Sampler, row: RowParams, vocab: int
 ) -> None:
@@ -136,7 +139,7 @@ def test_tokens_are_drawn_from_all_with_their_probabilities(
     sampler: Sampler, temperature: float, vocab: int
 ) -> None:
     """Chi-square of 12,000 draws; a normal variable would be beyond the bound once in 30,000."""
-    number = 12_000
+    number = examples(12_000)
     logits = random_logits(1, vocab, 5)
     rows = [RowParams(temperature, uniform=uniform(9, i)) for i in range(number)]
     drawn = sampler.sample(np.repeat(logits, number, axis=0), rows).token_ids
@@ -153,7 +156,7 @@ def test_tokens_are_drawn_from_all_with_their_probabilities(
 
 def test_drawing_over_positions_follows_the_distribution(sampler: Sampler) -> None:
     """Chi-square over 20,000 positions of one seed; 99.9 % of the time below the bound."""
-    number, vocab = 20_000, 16
+    number, vocab = examples(20_000), 16
     logits = random_logits(1, vocab, 2) / 3
     rows = [RowParams(1.0, uniform=uniform(123, position)) for position in range(number)]
     counts = np.bincount(sampler.sample(np.repeat(logits, number, axis=0), rows).token_ids)

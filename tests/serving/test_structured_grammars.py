@@ -339,11 +339,14 @@ def test_a_process_ends_beside_one_that_never_does() -> None:
 def test_a_process_that_ends_waits_for_what_the_library_compiles() -> None:
     """For a while: a thread of it that comes back into Python afterwards would end in a crash."""
     code = (
-        "import time; from tests.serving.structured import vocabulary; "
+        "from tests.serving.tokenizers_for_tests import EOS, byte_level; "  # and no jsonschema
         "from onnxport.serving.structured.compiler import GrammarCompiler, CompileLimits; "
         "from onnxport.serving.structured.spec import StructuredOutputs; "
-        "limits = CompileLimits(timeout_s=0.01); made = GrammarCompiler(vocabulary, limits); "
-        "vocabulary()\n"
+        "from onnxport.serving.structured.vocabulary import Vocabulary; "
+        "from onnxport.serving.tokenizer import Tokenizer; "
+        "words = Tokenizer(byte_level(), frozenset([byte_level().token_to_id(EOS)])); "
+        "known = Vocabulary.build(words, words.vocab_size, words.eos_token_ids); "
+        "made = GrammarCompiler(lambda: known, CompileLimits(timeout_s=0.01))\n"
         "names = {f'p{n}': {'enum': [f'{n}-{m}' for m in range(40)]} for n in range(400)}\n"
         "try: made.compile(StructuredOutputs(json={'type': 'object', 'properties': names}))\n"
         "except Exception as error: print(error)\n"
