@@ -63,6 +63,21 @@ def _shape(
     }
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+    return {
+        **_shape("gpt_oss", 201_088, 2880, 2880, layers, 64, 8, False, 1e-5, 150_000.0),
+        "architectures": ["GptOssForCausalLM"],
+        "head_dim": 64,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "max_position_embeddings": 131_072,
+        "rope_scaling": {**scaling, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+
+
 def _experts(count: int, per_token: int) -> dict[str, Any]:
     return {"num_experts": count, "num_experts_per_tok": per_token, "norm_topk_prob": False}
 
@@ -89,6 +104,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
+    "gpt-oss-20b": _gpt_oss(24, 32),
 }
 
 
@@ -103,9 +119,12 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
         yield prefix + "input_layernorm.weight", (hidden,)
         for name, size in (("q", q), ("k", kv), ("v", kv)):
             yield f"{prefix}self_attn.{name}_proj.weight", (size, hidden)
-            if config["model_type"] == "qwen2":
+            if config["model_type"] in ("qwen2", "gpt_oss"):
                 yield f"{prefix}self_attn.{name}_proj.bias", (size,)
         yield prefix + "self_attn.o_proj.weight", (hidden, q)
+        if config["model_type"] == "gpt_oss":
+            yield prefix + "self_attn.o_proj.bias", (hidden,)
+            yield prefix + "self_attn.sinks", (config["num_attention_heads"],)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
         if config["model_type"] in ("olmoe", "qwen3_moe"):
             whole = config["model_type"] == "olmoe"
@@ -121,6 +140,14 @@ def _feed_forward(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tu
     """Tensors of a feed-forward layer, or of a router and experts."""
     hidden = config["hidden_size"]
     inner = config.get("moe_intermediate_size", config["intermediate_size"])
+    if count := config.get("num_local_experts"):  # gpt-oss, whose experts are MXFP4
+        yield prefix + "router.weight", (count, hidden)
+        yield prefix + "router.bias", (count,)
+        for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+            yield f"{prefix}experts.{name}_proj_blocks", (count, rows, columns // 32, 16)
+            yield f"{prefix}experts.{name}_proj_scales", (count, rows, columns // 32)
+            yield f"{prefix}experts.{name}_proj_bias", (count, rows)
+        return
     experts = range(config.get("num_experts", 0))
     if experts:
         yield prefix + "gate.weight", (len(experts), hidden)
@@ -130,12 +157,21 @@ def _feed_forward(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tu
         yield one + "down_proj.weight", (hidden, inner)
 
 
-def _random_bytes(generator: np.random.Generator, shape: tuple[int, ...]) -> Iterator[bytes]:
-    """Random bfloat16: norms near 1, matrices uniform with the usual 1 / sqrt(inputs) spread."""
+def _random_bytes(
+    generator: np.random.Generator, name: str, shape: tuple[int, ...]
+) -> Iterator[bytes]:
+    """Random bfloat16: norms near 1, matrices uniform with the usual 1 / sqrt(inputs) spread.
+
+    Of MXFP4 any quants, with scales that spread them as far.
+    """
     count = math.prod(shape)
     width = math.sqrt(3 / shape[-1]) if len(shape) == 2 else 0.1
     for start in range(0, count, _CHUNK_ELEMENTS):
         size = min(_CHUNK_ELEMENTS, count - start)
+        if name.endswith(("_blocks", "_scales")):
+            low, high = (0, 256) if name.endswith("_blocks") else (118, 121)
+            yield generator.integers(low, high, size, np.uint8).tobytes()
+            continue
         values = generator.random(size, np.float32)
         values -= 0.5
         values *= 2 * width
@@ -149,16 +185,17 @@ def write_weights(config: dict[str, Any], path: Path, seed: int) -> None:
     header: dict[str, Any] = {}
     offset = 0
     for name, shape in tensor_shapes(config):
-        end = offset + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, end]}
+        kind, size = ("U8", 1) if name.endswith(("_blocks", "_scales")) else ("BF16", 2)
+        end = offset + size * math.prod(shape)
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     generator = np.random.Generator(np.random.SFC64(seed))
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for _, shape in tensor_shapes(config):
-            for chunk in _random_bytes(generator, shape):
+        for name, shape in tensor_shapes(config):
+            for chunk in _random_bytes(generator, name, shape):
                 file.write(chunk)
 
 

@@ -1,10 +1,10 @@
-"""Turn a checkpoint of the Qwen2, Llama or OLMoE shape into a GGUF file, for llama.cpp as a peer.
+"""Turn a checkpoint of make_checkpoint.py into a GGUF file, for llama.cpp as a peer.
 
     PEER_PYTHON -m benchmarks.make_gguf CHECKPOINT MODEL.gguf --head q8_0
 
-It needs the `gguf` package from PyPI. Matrices become Q4_0; embedding and head Q8_0, like those of
-an onnxport artifact in int4, or Q4_0 if asked for. There is no tokenizer in it: the workloads are
-token ids.
+It needs the `gguf` package from PyPI. Qwen2, Llama, OLMoE and gpt-oss are known. Matrices become
+Q4_0, gpt-oss's experts MXFP4 as they are; embedding and head Q8_0, like those of an onnxport
+artifact in int4, or Q4_0 if asked for. There is no tokenizer in it: the workloads are token ids.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ TYPES = {
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
     "f16": gguf.GGMLQuantizationType.F16,
 }
+ARCHITECTURES = {"qwen2": "qwen2", "llama": "llama", "olmoe": "olmoe", "gpt_oss": "gpt-oss"}
 EXPERT_PARTS = ("gate", "up", "down")
 NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
@@ -37,6 +38,11 @@ NAMES = {
     "self_attn.q_norm.weight": "attn_q_norm.weight",
     "self_attn.k_norm.weight": "attn_k_norm.weight",
     "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.router.weight": "ffn_gate_inp.weight",
+    "mlp.router.bias": "ffn_gate_inp.bias",
+    "self_attn.o_proj.bias": "attn_output.bias",
+    "self_attn.sinks": "attn_sinks.weight",
+    **{f"mlp.experts.{name}_proj.bias": f"ffn_{name}_exps.bias" for name in EXPERT_PARTS},
     **{f"mlp.experts.{name}_proj.weight": f"ffn_{name}_exps.weight" for name in EXPERT_PARTS},
     **{
         f"self_attn.{name}_proj.{kind}": f"attn_{name}.{kind}"
@@ -57,17 +63,44 @@ Pack = Callable[[str, NDArray[np.float32]], NDArray[Any]]
 
 
 def tensors(path: Path) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Yield the tensors of a safetensors file in bfloat16, as float32."""
+    """Yield the tensors of a safetensors file: bfloat16 as float32, MXFP4 as llama.cpp packs it."""
     mapped = np.memmap(path, np.uint8, "r")
     (length,) = struct.unpack("<Q", mapped[:8].tobytes())
     header = json.loads(mapped[8 : 8 + length].tobytes())
     header.pop("__metadata__", None)
-    for name, entry in header.items():
-        if entry["dtype"] != "BF16":
-            raise SystemExit(f"{name} is {entry['dtype']}; make_checkpoint.py writes BF16")
-        start, end = (8 + length + offset for offset in entry["data_offsets"])
-        bits = mapped[start:end].view("<u2").astype(np.uint32) << 16
-        yield name, bits.view(np.float32).reshape(entry["shape"])
+
+    def stored(name: str) -> NDArray[Any]:
+        start, end = (8 + length + offset for offset in header[name]["data_offsets"])
+        raw = mapped[start:end]
+        if header[name]["dtype"] == "U8":
+            return raw.reshape(header[name]["shape"])
+        if header[name]["dtype"] != "BF16":
+            raise SystemExit(f"{name} is {header[name]['dtype']}; make_checkpoint.py writes BF16")
+        bits = raw.view("<u2").astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(header[name]["shape"])
+
+    for name in header:
+        if name.endswith("_scales"):
+            continue
+        if name.endswith("_blocks"):
+            base = name.removesuffix("_blocks")
+            values = mxfp4(stored(name), stored(base + "_scales"))
+            name = base + ".weight"
+        else:
+            values, name = stored(name), name.replace("_proj_bias", "_proj.bias")
+        if ".gate_up_proj." not in name:
+            yield name, values
+            continue
+        for at, part in enumerate(("gate", "up")):  # whose rows take turns
+            yield name.replace(".gate_up_proj.", f".{part}_proj."), values[:, at::2]
+
+
+def mxfp4(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """llama.cpp's bytes: a block's scale, and its first half in the low nibbles of 16 bytes."""
+    numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, 2, 16)
+    packed = numbers[..., 0, :] | numbers[..., 1, :] << 4
+    whole = np.concatenate([scales[..., None], packed], axis=-1)
+    return whole.reshape(*scales.shape[:-1], -1)
 
 
 def joined(
@@ -110,7 +143,7 @@ def rope_theta(config: dict[str, Any]) -> float:
     """The base of the rotation, wherever the writer of the checkpoint put it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", "default")
-    if kind != "default":
+    if kind != "default" and config["model_type"] != "gpt_oss":
         raise SystemExit(f"rope_type is {kind}; only the default is supported")
     return float(rope.get("rope_theta") or config["rope_theta"])
 
@@ -125,11 +158,22 @@ def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope_theta(config))
-    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    head = config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(config.get("head_dim", head))
     writer.add_vocab_size(config["vocab_size"])
-    if experts := config.get("num_experts"):
+    if experts := config.get("num_experts", config.get("num_local_experts")):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
+    if config["model_type"] == "gpt_oss":
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config["rope_scaling"]["factor"])
+        writer.add_rope_scaling_orig_ctx_len(
+            config["rope_scaling"]["original_max_position_embeddings"]
+        )
     writer.add_tokenizer_model("none")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
 
@@ -142,25 +186,35 @@ def main() -> None:
     parser.add_argument("--head", choices=TYPES, default="q8_0")
     arguments = parser.parse_args()
     config = json.loads((arguments.checkpoint / "config.json").read_text())
-    if config["model_type"] not in ("qwen2", "llama", "olmoe"):
-        raise SystemExit(f"{config['model_type']} is not supported; qwen2, llama and olmoe are")
-    writer = gguf.GGUFWriter(arguments.output, config["model_type"])
+    if config["model_type"] not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise SystemExit(f"{config['model_type']} is not supported; these are: {known}")
+    writer = gguf.GGUFWriter(arguments.output, ARCHITECTURES[config["model_type"]])
     add_config(writer, config)
+
+    is_gpt_oss = config["model_type"] == "gpt_oss"
 
     def kind_of(target: str) -> gguf.GGMLQuantizationType:
         if target.endswith("ffn_gate_inp.weight"):
             return gguf.GGMLQuantizationType.F32
+        if is_gpt_oss and target.endswith("_exps.weight"):
+            return gguf.GGMLQuantizationType.MXFP4
         return TYPES[arguments.head if target in HEADS else arguments.matrices]
 
-    def pack(name: str, values: NDArray[np.float32]) -> NDArray[Any]:
-        if values.ndim == 1:
+    def is_plain(name: str, values: NDArray[Any]) -> bool:
+        return values.ndim == 1 or name.endswith(".bias")
+
+    def pack(name: str, values: NDArray[Any]) -> NDArray[Any]:
+        if is_plain(name, values) or values.dtype == np.uint8:
             return values
         return gguf.quants.quantize(rotated(name, values, config), kind_of(gguf_name(name)))
 
     for path in sorted(arguments.checkpoint.glob("*.safetensors")):
         for name, packed in joined(tensors(path), config.get("num_experts", 0), pack):
             target = gguf_name(name)
-            raw = None if packed.ndim == 1 else kind_of(target)
+            raw = None if is_plain(name, packed) else kind_of(target)
+            if is_gpt_oss:  # whose norm ahead of the experts is called otherwise
+                target = target.replace("ffn_norm", "post_attention_norm")
             writer.add_tensor(target, packed, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

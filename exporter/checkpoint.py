@@ -15,7 +15,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import CheckpointError
+from onnxport.exporter import fp8, mxfp4
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -37,6 +38,9 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
 }
+_BYTES: Final = "U8"
+_EXPONENTS: Final = "F8_E8M0"  # bytes of scales that are powers of two
+_MXFP4: Final = "MXFP4"  # of two tensors of bytes, see `mxfp4`
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +166,18 @@ def _whole(value: Any) -> int:
 class Checkpoint:
     """Every tensor of a model folder by name. Use as a context manager."""
 
-    def __init__(self, shards: Iterable[Shard]) -> None:
-        """Join `shards`. Raises CheckpointError if two of them hold the same tensor."""
+    def __init__(
+        self, shards: Iterable[Shard], weight_block: tuple[int, int] | None = None
+    ) -> None:
+        """Join `shards`, and quantized tensors with their scales.
+
+        Args:
+            shards: The files.
+            weight_block: Rows and columns that share a scale, of tensors in FP8 that have blocks.
+
+        Raises:
+            CheckpointError: Two of the files hold the same tensor.
+        """
         self._shards = tuple(shards)
         self._owners: dict[str, Shard] = {}
         for shard in self._shards:
@@ -174,19 +188,54 @@ class Checkpoint:
                         "a checkpoint holds each tensor once. Remove the file that does not belong."
                     )
                 self._owners[name] = shard
+        self._tensors = {name: one.tensors[name] for name, one in self._owners.items()}
+        self._scales: dict[str, str] = {}  # by tensor
+        self._blocks: dict[str, tuple[int, int]] = {}  # of those in FP8
+        for name in tuple(self._tensors):
+            if name.endswith(mxfp4.BLOCKS):
+                self._join_mxfp4(name, name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES)
+            for suffix in fp8.SUFFIXES:
+                self._join_fp8(name, name + suffix, weight_block)
+
+    def _join_mxfp4(self, blocks: str, scales: str) -> None:
+        """Make one tensor of numbers of two of bytes, if that is what they are."""
+        first, second = self._tensors[blocks], self._tensors.get(scales)
+        if (
+            second is not None
+            and {first.dtype, second.dtype} == {_BYTES}
+            and len(first.shape) > 2
+            and first.shape == (*second.shape, mxfp4.BLOCK_BYTES)
+        ):
+            *heights, count = second.shape
+            shape = (*heights, count * mxfp4.BLOCK_SIZE)
+            self._tensors[blocks] = replace(first, dtype=_MXFP4, shape=shape)
+            self._scales[blocks] = scales
+            del self._tensors[scales]
+
+    def _join_fp8(self, values: str, scales: str, block: tuple[int, int] | None) -> None:
+        """Take the scales of a tensor in FP8 for a part of it, if that is what they are."""
+        first, second = self._tensors.get(values), self._tensors.get(scales)
+        if first is None or second is None or first.dtype != fp8.DTYPE:
+            return
+        shared = fp8.block_of(first.shape, second.shape, block)
+        if shared is not None and second.dtype in (*_DTYPES, _EXPONENTS):
+            self._blocks[values] = shared
+            self._scales[values] = scales
+            del self._tensors[scales]
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
+    def open(cls, folder: Path, weight_block: tuple[int, int] | None = None) -> Checkpoint:
         """Open the checkpoint in `folder`: the single file, or else those of its index.
 
         That is transformers' order: where there are both, one may be older than the other.
+        `weight_block` is as with the constructor.
 
         Raises:
             CheckpointError: no safetensors weights, a shard missing, truncated or corrupt, or a
                 tensor that the index names and its shard does not hold.
         """
         if (folder / SINGLE_FILE).is_file():
-            return cls([Shard(folder / SINGLE_FILE)])
+            return cls([Shard(folder / SINGLE_FILE)], weight_block)
         if not (folder / INDEX_FILE).is_file():
             raise CheckpointError(_no_weights(folder))
         weight_map = _read_index(folder / INDEX_FILE)
@@ -194,7 +243,7 @@ class Checkpoint:
         try:
             for name in sorted(set(weight_map.values())):
                 shards.append(Shard(folder / name))
-            checkpoint = cls(shards)
+            checkpoint = cls(shards, weight_block)
             for tensor, file in weight_map.items():
                 owner = checkpoint._owners.get(tensor)
                 if owner is None or owner.path.name != file:
@@ -227,25 +276,25 @@ class Checkpoint:
     @property
     def names(self) -> frozenset[str]:
         """The names of all tensors."""
-        return frozenset(self._owners)
+        return frozenset(self._tensors)
 
     def require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check that each tensor in `shapes` is there, floating-point, and has that shape.
 
         Raises CheckpointError that lists every violation, so that one run shows them all.
         """
-        missing = [name for name in shapes if name not in self._owners]
+        missing = [name for name in shapes if name not in self._tensors]
         if missing:
             raise CheckpointError(
                 f"the checkpoint lacks {len(missing)} of {len(shapes)} tensors that its config "
-                f"calls for: {_some(missing)}. It holds {len(self._owners)}, such as "
-                f"{_some(sorted(self._owners), 3)}. Check that config.json belongs to these "
+                f"calls for: {_some(missing)}. It holds {len(self._tensors)}, such as "
+                f"{_some(sorted(self._tensors), 3)}. Check that config.json belongs to these "
                 "weights and that every shard was downloaded."
             )
         wrong = [
             f"{name} is {list(found.shape)}, expected {list(shape)}"
             for name, shape in shapes.items()
-            if (found := self._stored(name)).shape != shape
+            if (found := self._tensors[name]).shape != shape
         ]
         if wrong:
             raise CheckpointError(
@@ -255,7 +304,7 @@ class Checkpoint:
         untyped = [
             f"{name} is {found.dtype} in {self._owners[name].path.name}"
             for name in shapes
-            if (found := self._stored(name)).dtype not in _DTYPES
+            if (found := self._tensors[name]).dtype not in _DTYPES and name not in self._scales
         ]
         if untyped:
             raise CheckpointError(
@@ -264,31 +313,53 @@ class Checkpoint:
             )
 
     def size_bytes(self, name: str) -> int:
-        """Bytes of one tensor as stored."""
-        return self._stored(name).size_bytes
+        """Bytes of one tensor as it is read."""
+        stored = self._tensors[name]
+        if name in self._scales:
+            return math.prod(stored.shape) * np.dtype(np.float32).itemsize
+        return stored.size_bytes
 
     def read(self, name: str) -> NDArray[Any]:
-        """Read one tensor whole, in its own dtype (bfloat16, float16 or float32) and shape."""
-        stored = self._stored(name)
-        data = self._owners[name].read(stored, 0, stored.size_bytes)
-        return data.view(_DTYPES[stored.dtype]).reshape(stored.shape)
+        """Read one tensor whole, in its shape; see `read_rows`."""
+        shape = self._tensors[name].shape
+        if len(shape) > 1:
+            return self.read_rows(name, 0, math.prod(shape[:-1])).reshape(shape)
+        return self._read_rows(name, 0, 1, math.prod(shape)).reshape(shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Read rows `start` to `stop`, in their own dtype; [stop - start, columns].
+        """Read rows `start` to `stop`, [rows, columns].
 
-        The rows of more matrices in one tensor are counted on from one to the next.
+        In their own dtype, bfloat16, float16 or float32; quantized ones in float32. The rows of
+        more matrices in one tensor are counted on from one to the next.
         """
-        stored = self._stored(name)
-        *heights, columns = stored.shape
-        rows = math.prod(heights)
-        assert 0 <= start <= stop <= rows
-        dtype = _DTYPES[stored.dtype]
-        row_bytes = columns * dtype.itemsize
-        data = self._owners[name].read(stored, start * row_bytes, (stop - start) * row_bytes)
-        return data.view(dtype).reshape(stop - start, columns)
+        *heights, columns = self._tensors[name].shape
+        assert 0 <= start <= stop <= math.prod(heights)
+        if name not in self._scales:
+            return self._read_rows(name, start, stop, columns)
+        if name in self._blocks:
+            values = self._read_rows(name, start, stop, columns)
+            return fp8.decode(values, self._all_scales(name), self._blocks[name], start)
+        count = columns // mxfp4.BLOCK_SIZE
+        blocks = self._read_rows(name, start, stop, count * mxfp4.BLOCK_BYTES)
+        scales = self._read_rows(self._scales[name], start, stop, count)
+        return mxfp4.decode(blocks.reshape(stop - start, count, mxfp4.BLOCK_BYTES), scales)
 
-    def _stored(self, name: str) -> StoredTensor:
-        return self._owners[name].tensors[name]
+    def _all_scales(self, name: str) -> NDArray[np.float32]:
+        """The scales of a tensor in FP8, [row blocks, column blocks]."""
+        rows, columns = self._tensors[name].shape
+        height, width = self._blocks[name]
+        counts = (-(-rows // height), -(-columns // width))
+        scales = self._read_rows(self._scales[name], 0, 1, math.prod(counts)).reshape(counts)
+        return mxfp4.POWERS[scales] if scales.dtype == np.uint8 else to_float32(scales)
+
+    def _read_rows(self, name: str, start: int, stop: int, columns: int) -> NDArray[Any]:
+        """Rows of so many numbers of a tensor as it is stored."""
+        owner = self._owners[name]
+        stored = owner.tensors[name]
+        dtype = _DTYPES.get(stored.dtype, np.dtype(np.uint8))
+        row_bytes = columns * dtype.itemsize
+        data = owner.read(stored, start * row_bytes, (stop - start) * row_bytes)
+        return data.view(dtype).reshape(stop - start, columns)
 
 
 def to_float32(values: NDArray[Any]) -> NDArray[np.float32]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -18,7 +19,7 @@ from onnxport.exporter.weights import StoredMatrix, StoredWeights
 from onnxport.graphs import contract as names
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
-from onnxport.graphs.experts import ExpertWeights, Routing, expert_layer
+from onnxport.graphs.experts import ExpertWeights, Routing, Swiglu, expert_layer
 from onnxport.graphs.spec import ArchSpec, ExpertsSpec
 from onnxport.graphs.tensors import TensorRef
 
@@ -160,13 +161,15 @@ class _Decoder:
         gate_up = matrices[f"layers.{layer}.experts.gate_up"]
         down = matrices[f"layers.{layer}.experts.down"]
         assert gate_up.block == down.block
-        stored = [_of_experts(matrix, experts.count) for matrix in (gate_up, down)]
+        first, second = (_of_experts(g, matrix, experts.count) for matrix in (gate_up, down))
         weights = ExpertWeights(
             count=experts.count,
-            gate_up=g.weight(stored[0][0]),
-            down=g.weight(stored[1][0]),
-            gate_up_scales=g.weight(stored[0][1]) if stored[0][1] else "",
-            down_scales=g.weight(stored[1][1]) if stored[1][1] else "",
+            gate_up=first.weight,
+            down=second.weight,
+            gate_up_scales=first.scales,
+            down_scales=second.scales,
+            gate_up_bias=first.bias,
+            down_bias=second.bias,
             bits=gate_up.block.bits if gate_up.block else None,
             block_size=gate_up.block.block_size if gate_up.block else None,
         )
@@ -176,12 +179,14 @@ class _Decoder:
             sigmoid=bool(experts.sigmoid),
             correction=correction,
         )
+        alpha, offset = experts.alpha or 1.0, experts.up_offset or 0.0
         return expert_layer(
             g,
             x,
             logits,
             weights,
             routing,
+            Swiglu(alpha=alpha, up_offset=offset, limit=experts.limit),
             dtype=_activation_dtype(self.weights),
             flatten=len(self.leading) > 1,
             accuracy_level=ACCURACY_LEVEL,
@@ -244,15 +249,27 @@ class _Decoder:
         return g.node("Reshape", [flat, dims], name="head.unflatten")
 
 
-def _of_experts(matrix: StoredMatrix, count: int) -> tuple[TensorRef, TensorRef | None]:
-    """Weights and scales of experts that lie one below the other, one behind the other."""
+class _OfExperts(NamedTuple):
+    """Values of all experts; empty names of what there is not."""
+
+    weight: str
+    scales: str
+    bias: str
+
+
+def _of_experts(g: GraphBuilder, matrix: StoredMatrix, count: int) -> _OfExperts:
+    """What lies one below the other, one behind the other."""
     rows, block = matrix.rows // count, matrix.block
     columns = matrix.columns if block is None else matrix.columns * block.bits // 8
-    weight = matrix.weight.view(matrix.weight.name, (count, rows, columns))
-    if block is None or matrix.scales is None:
-        return weight, None
-    blocks = block.num_blocks(matrix.columns)
-    return weight, matrix.scales.view(matrix.scales.name, (count, rows, blocks))
+
+    def apart(ref: TensorRef | None, *dims: int) -> str:
+        return "" if ref is None else g.weight(ref.view(ref.name, (count, rows, *dims)))
+
+    return _OfExperts(
+        apart(matrix.weight, columns),
+        apart(matrix.scales, 0 if block is None else block.num_blocks(matrix.columns)),
+        apart(matrix.bias),
+    )
 
 
 def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
@@ -289,6 +306,7 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
             attributes=_attributes(spec, layer),
             cos=cos,
             sin=sin,
+            sinks=_sinks(g, weights, layer),
         )
 
     def select(x: str) -> str:
@@ -327,6 +345,7 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
             attributes=_attributes(spec, layer),
             cos=cos,
             sin=sin,
+            sinks=_sinks(g, weights, layer),
         )
 
     decoder = _Decoder(g, spec, weights, (0, 0), attend)
@@ -345,6 +364,12 @@ def _attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
         do_rotary=spec.rotates(layer),
         rotary_interleaved=spec.rope_of(layer).interleaved,
     )
+
+
+def _sinks(g: GraphBuilder, weights: StoredWeights, layer: int) -> str:
+    """The attention sinks of a layer, if it has any."""
+    stored = weights.vectors.get(f"layers.{layer}.sinks")
+    return "" if stored is None else g.weight(stored)
 
 
 def _activation_dtype(weights: StoredWeights) -> int:

@@ -23,6 +23,7 @@ from onnxport.exporter.plan import (
     plan_weights,
     unused_tensors,
 )
+from onnxport.exporter.quantization import read_quantization
 from onnxport.exporter.source import (
     TEMPLATE_FOLDER,
     TOKENIZER_FILES,
@@ -70,6 +71,7 @@ def export_model(
     family = find_family(config)
     spec = family.spec(config, options.context_length)
     further = range(spec.num_layers, spec.num_layers + family.count_further_layers(config))
+    quantization = read_quantization(config)
     config.check_all_used(family.name)
     tokens = special_tokens(folder.path)
     check_tokenizer(folder.path)
@@ -86,9 +88,13 @@ def export_model(
             "onnxport itself serves the paged graph",
             *(GRAPH_FILES["gqa"], ROTARY_MULTIPLE, spec.head_size, spec.rope.rotary_dim),
         )
-    with Checkpoint.open(folder.path) as checkpoint:
+    with Checkpoint.open(folder.path, quantization.weight_block) as checkpoint:
         names = family.names_in(checkpoint.names)
-        names = replace(names, further=(*names.further, *map(names.layer.format, further)))
+        names = replace(
+            names,
+            further=(*names.further, *map(names.layer.format, further)),
+            ignored=(*names.ignored, *quantization.ignored),
+        )
         if family.head_tells and not config.has("tie_word_embeddings"):
             spec = replace(spec, tie_word_embeddings=names.head not in checkpoint.names)
         plan = plan_weights(spec, names)

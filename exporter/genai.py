@@ -17,13 +17,12 @@ from onnxport.graphs.spec import ArchSpec
 FILE: Final = "genai_config.json"
 
 # Families that it does not know by name; all decoders with a GQA graph are run alike.
-_TYPES: Final = dict.fromkeys(
-    (
-        *("dots1", "ernie4_5_moe", "glm", "glm4_moe", "granitemoe", "granitemoeshared", "helium"),
-        *("mixtral", "olmo2", "olmo3", "olmoe", "qwen2_moe", "qwen3_moe", "seed_oss", "solar_open"),
-    ),
-    "llama",
+_LLAMA: Final = (
+    *("dots1", "ernie4_5_moe", "glm", "glm4_moe", "granitemoe", "granitemoeshared", "helium"),
+    *("ministral3", "mixtral", "olmo2", "olmo3", "olmoe", "qwen2_moe", "qwen3_moe", "seed_oss"),
+    "solar_open",
 )
+_TYPES: Final = {**dict.fromkeys(_LLAMA, "llama"), "gpt_oss": "gptoss"}
 
 # Keys of generation_config.json that mean the same there, and their types.
 _SEARCH: Final[Mapping[str, type | tuple[type, ...]]] = {

@@ -1,9 +1,9 @@
 """Which tensors of a checkpoint make up each weight of the graphs, and of what shape.
 
 A weight is named by its role: `embedding`, `final_norm`, `head`, and for each layer
-`layers.N.{input_norm, qkv, q_norm, k_norm, o, o_norm, post_norm, gate_up, down, down_norm}`, where
-a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for `gate_up`
-and `down`, and `shared.{gate_up, down, gate}` of the layer beside them.
+`layers.N.{input_norm, qkv, q_norm, k_norm, sinks, o, o_norm, post_norm, gate_up, down, down_norm}`,
+where a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for
+`gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+from numpy.typing import NDArray
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.families.base import TensorNames
@@ -31,6 +33,7 @@ class Part(NamedTuple):
     rows: int
     first: int = 0  # of them
     shape: tuple[int, ...] | None = None  # of the tensor; None: these rows are all
+    is_transposed: bool = False  # it is [experts, columns, rows]; these are all rows of one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,10 @@ class MatrixPlan:
 
     parts: tuple[Part, ...]
     columns: int
-    biases: tuple[tuple[str, int], ...] = ()  # vector name and its size
+    biases: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of rows as stored: tensors, shapes
     scale: float = 1.0  # what all of it is multiplied with
     interleaved: bool = False  # rows of each two parts, which have as many, take turns
+    in_turns: bool = False  # rows of gate and up take turns in each part
     is_exact: bool = False  # it is not quantized, whatever else is
     whole_blocks: int | None = None  # what blocks that share a scale divide; None: the last may jut
     by_rows: bool = False  # where it is not quantized, it is stored [N, K]
@@ -50,6 +54,12 @@ class MatrixPlan:
     def rows(self) -> int:
         """Output features."""
         return sum(part.rows for part in self.parts)
+
+    def by_parts(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Values of the rows as they are stored, [rows], where parts lie below each other."""
+        if not self.interleaved:
+            return values
+        return values.reshape(-1, self.parts[0].rows, 2).swapaxes(1, 2).ravel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +87,7 @@ class WeightPlan:
             shapes.update(
                 {one.tensor: one.shape or (one.rows, matrix.columns) for one in matrix.parts}
             )
-            shapes.update({name: (size,) for name, size in matrix.biases})
+            shapes.update(matrix.biases)
         shapes.update({vector.tensor: vector.shape for vector in self.vectors.values()})
         return shapes
 
@@ -92,6 +102,8 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
         role, prefix = f"layers.{layer}.", names.layer.format(layer)
         experts = spec.experts_of(layer)
         vectors.update(_layer_norms(spec, names, role, prefix))
+        if spec.attention_sinks:
+            vectors[role + "sinks"] = VectorPlan(prefix + names.sinks, (spec.num_heads,))
         matrices.update(_layer_matrices(spec, names, role, prefix, dense=experts is None))
         if experts is not None:
             matrices.update(_expert_matrices(spec, experts, names, role, prefix))
@@ -163,7 +175,7 @@ def _stacked(
     return MatrixPlan(
         tuple(Part(f"{name}.weight", size) for name, size in sizes),
         columns,
-        tuple((f"{name}.bias", size) for name, size in sizes) if biased else (),
+        tuple((f"{name}.bias", (size,)) for name, size in sizes) if biased else (),
     )
 
 
@@ -175,18 +187,41 @@ def _expert_matrices(
     Behind them what all tokens share.
     """
     hidden, inner, count = spec.hidden_size, experts.size, experts.count
-    whole = math.gcd(hidden, inner)
-    gate_up = _expert_parts(prefix, names.expert_gate_up, (count, 2 * inner, hidden), halves=2)
-    down = _expert_parts(prefix, names.expert_down, (count, hidden, inner), halves=1)
-    router = MatrixPlan((Part(f"{prefix}{names.router}.weight", count),), hidden, is_exact=True)
+    whole = math.gcd(hidden, inner, *names.expert_blocks)
+    gate_up = _expert_parts(
+        prefix,
+        names.expert_gate_up,
+        (count, 2 * inner, hidden),
+        halves=1 if names.experts_in_turns else 2,
+        transposed=names.experts_transposed,
+    )
+    down = _expert_parts(
+        prefix,
+        names.expert_down,
+        (count, hidden, inner),
+        halves=1,
+        transposed=names.experts_transposed,
+    )
+    router = _stacked(prefix, (names.router,), (count,), hidden, biased=bool(experts.biased))
+    biases = (
+        (prefix + names.expert_gate_up_bias, (count, 2 * inner)),
+        (prefix + names.expert_down_bias, (count, hidden)),
+    )
+    first, second = ((one,) if experts.biased else () for one in biases)
     scale = spec.output_scale * (1.0 if experts.scale is None else experts.scale)
     found = {
-        role + "router": router,
+        role + "router": replace(router, is_exact=True),
         role + "experts.gate_up": MatrixPlan(
-            gate_up, hidden, interleaved=True, whole_blocks=whole, by_rows=True
+            gate_up,
+            hidden,
+            first,
+            interleaved=not names.experts_in_turns,
+            in_turns=names.experts_in_turns,
+            whole_blocks=whole,
+            by_rows=True,
         ),
         role + "experts.down": MatrixPlan(
-            down, inner, scale=scale, whole_blocks=whole, by_rows=True
+            down, inner, second, scale=scale, whole_blocks=whole, by_rows=True
         ),
     }
     if experts.shared_size is not None:
@@ -199,7 +234,7 @@ def _expert_matrices(
 
 
 def _expert_parts(
-    prefix: str, names: tuple[str, ...], shape: tuple[int, int, int], *, halves: int
+    prefix: str, names: _Names, shape: tuple[int, int, int], *, halves: int, transposed: bool
 ) -> tuple[Part, ...]:
     """The parts of all experts in turn: `halves` of each.
 
@@ -209,8 +244,9 @@ def _expert_parts(
             all halves of all experts.
         shape: [experts, rows of an expert, columns].
         halves: the parts of an expert, which have as many rows.
+        transposed: the one tensor is [experts, columns, rows].
     """
-    experts, rows, _ = shape
+    experts, rows, columns = shape
     half = rows // halves
     if "{}" in names[0]:
         return tuple(
@@ -219,8 +255,10 @@ def _expert_parts(
             for name in names
         )
     (name,) = names
-    tensor = f"{prefix}{name}.weight"
-    return tuple(Part(tensor, half, at * half, shape) for at in range(experts * halves))
+    stored = (experts, columns, rows) if transposed else shape
+    return tuple(
+        Part(prefix + name, half, at * half, stored, transposed) for at in range(experts * halves)
+    )
 
 
 def unused_tensors(

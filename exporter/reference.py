@@ -37,8 +37,17 @@ class WeightSource(Protocol):
         """
         ...
 
-    def sum_of_experts(self, role: str, x: Array) -> Array:
-        """`x[:, e] @ weight[e].T`, added up over experts; [rows, experts, K] to [rows, N]."""
+    def sum_of_experts(self, role: str, x: Array, parts: Array) -> Array:
+        """`x[:, e] @ weight[e].T + parts[:, e] * bias[e]`, added up over experts.
+
+        Args:
+            role: The weight's.
+            x: [rows, experts, K], multiplied with the parts.
+            parts: [rows, experts].
+
+        Returns:
+            [rows, N].
+        """
         ...
 
     def head(self, x: Array) -> Array:
@@ -96,9 +105,8 @@ def _feed_forward(spec: ArchSpec, layer: int, weights: WeightSource, x: Array) -
         parts = _routing(experts, logits, correction)
         joined = weights.linear(prefix + "experts.gate_up", x)
         halves = joined.reshape(len(x), experts.count, 2, experts.size)
-        activate = _ACTIVATIONS[spec.hidden_act]
-        gated = activate(halves[:, :, 0]) * halves[:, :, 1] * parts[..., None]
-        output = weights.sum_of_experts(prefix + "experts.down", gated)
+        gated = _gated(experts, halves[:, :, 0], halves[:, :, 1]) * parts[..., None]
+        output = weights.sum_of_experts(prefix + "experts.down", gated, parts)
         if experts.shared_size is not None:
             shared = _dense(spec, f"{prefix}shared.", weights, x)
             if experts.shared_gated:
@@ -111,6 +119,15 @@ def _dense(spec: ArchSpec, prefix: str, weights: WeightSource, x: Array) -> Arra
     """One feed-forward layer; [num_tokens, hidden]."""
     gate, up = np.split(weights.linear(prefix + "gate_up", x), 2, axis=-1)
     return weights.linear(prefix + "down", _ACTIVATIONS[spec.hidden_act](gate) * up)
+
+
+def _gated(experts: ExpertsSpec, gate: Array, up: Array) -> Array:
+    """What experts have between their products."""
+    if experts.limit is not None:
+        limit = np.float32(experts.limit)
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    alpha, offset = np.float32(experts.alpha or 1), np.float32(experts.up_offset or 0)
+    return _silu(alpha * gate) / alpha * (up + offset)
 
 
 def _routing(experts: ExpertsSpec, logits: Array, correction: Array | None) -> Array:
@@ -160,9 +177,13 @@ def _attend(
     window = spec.sliding_window[layer]
     visible = (distance >= 0) & (distance < (window or tokens))
     scores = np.where(visible, scores, -np.inf)
+    if spec.attention_sinks:
+        sinks = weights.vector(f"layers.{layer}.sinks")[:, None, None]
+        scores = np.concatenate([scores, np.broadcast_to(sinks, (*scores.shape[:2], 1))], axis=-1)
     scores = np.exp(scores - scores.max(-1, keepdims=True))
     scores /= scores.sum(-1, keepdims=True)
-    result: Array = np.einsum("hqk,khd->qhd", scores, v).reshape(tokens, spec.q_size)
+    seen = scores[..., :tokens]
+    result: Array = np.einsum("hqk,khd->qhd", seen, v).reshape(tokens, spec.q_size)
     return result
 
 

@@ -83,7 +83,9 @@ def read_rope(
         UnsupportedModelError: A RoPE type or key that is not known, or too long a context.
         CheckpointError: A parameter is missing, of a wrong type, or contradicts another.
     """
-    return rope_from(config, {**(defaults or {}), **_parameters(config)}, head_size, context_length)
+    return rope_from(
+        config, {**(defaults or {}), **rope_parameters(config)}, head_size, context_length
+    )
 
 
 def rope_from(
@@ -171,7 +173,7 @@ def _factors(config: Config, values: Mapping[str, Any], is_long: bool) -> tuple[
     return tuple(_number(config, {name: one}, name, 0.0) for one in found)
 
 
-def _parameters(config: Config) -> dict[str, Any]:
+def rope_parameters(config: Config) -> dict[str, Any]:
     """All RoPE keys in the new spelling; nulls left out."""
     values: dict[str, Any] = {}
     for key in ("rope_theta", "partial_rotary_factor"):

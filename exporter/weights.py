@@ -21,7 +21,7 @@ from onnxport.errors import CheckpointError
 from onnxport.exporter import rope
 from onnxport.exporter.checkpoint import Checkpoint, to_float32
 from onnxport.exporter.options import ExportOptions
-from onnxport.exporter.plan import EMBEDDING, HEAD, MatrixPlan, WeightPlan
+from onnxport.exporter.plan import EMBEDDING, HEAD, MatrixPlan, Part, WeightPlan
 from onnxport.exporter.quantize import BlockFormat, quantize_rows
 from onnxport.graphs.artifact_writer import ArtifactWriter
 from onnxport.graphs.spec import ArchSpec, RopeSpec
@@ -120,9 +120,9 @@ class StreamingWeights:
         assert y is not None
         return y
 
-    def sum_of_experts(self, role: str, x: Array) -> Array:
+    def sum_of_experts(self, role: str, x: Array, parts: Array) -> Array:
         """See `WeightSource`."""
-        y = self._store(role, _SumOfProducts(x, self._plan.matrices[role].rows))
+        y = self._store(role, _SumOfProducts(x, parts, self._plan.matrices[role].rows))
         assert y is not None
         return y
 
@@ -150,13 +150,15 @@ class StreamingWeights:
         for panel in self._panels(plan):
             self._convert(target, panel, plan.scale, product)
             self._on_bytes(panel.raw.nbytes)
-        y = None if product is None else product.result()
         bias: TensorRef | None = None
+        values: Array | None = None
         if plan.biases:
             names = tuple(name for name, _ in plan.biases)
             bias, values = self._store_vector(f"{role}.bias", names, plan.scale)
-            if y is not None:
-                y += values
+            values = plan.by_parts(values)
+        y = None if product is None else product.result(values)
+        if y is not None and plan.in_turns:
+            y = _apart(y, len(plan.parts))
         weight = self._writer.add_weight(f"{role}.weight", target.weight)
         scales = None
         if target.scales is not None:
@@ -195,8 +197,9 @@ class StreamingWeights:
         spans = []
         start = 0
         for at, part in enumerate(plan.parts):
-            for i in range(0, part.rows, step):
-                read = (part.tensor, part.first + i, part.first + min(part.rows, i + step))
+            for i in range(0, part.rows, part.rows if part.is_transposed else step):
+                end = part.rows if part.is_transposed else min(part.rows, i + step)
+                read = (part, plan.columns, i, end)
                 if plan.interleaved:  # the even part's rows, and behind each the odd one's
                     place = start - at % 2 * part.rows + 2 * i + at % 2
                 else:
@@ -205,12 +208,19 @@ class StreamingWeights:
             start += part.rows
         ahead: Future[NDArray[Any]] | None = None
         for index, (read, row, place) in enumerate(spans):
-            current = ahead or self._pool.submit(self._checkpoint.read_rows, *read)
+            current = ahead or self._pool.submit(self._read, *read)
             ahead = None
             raw = current.result()
             if index + 1 < len(spans):
-                ahead = self._pool.submit(self._checkpoint.read_rows, *spans[index + 1][0])
-            yield _Panel(read[0], raw, row, place, 2 if plan.interleaved else 1)
+                ahead = self._pool.submit(self._read, *spans[index + 1][0])
+            yield _Panel(read[0].tensor, raw, row, place, 2 if plan.interleaved else 1)
+
+    def _read(self, part: Part, columns: int, first: int, end: int) -> NDArray[Any]:
+        """Rows of a part, [end - first, columns]; of a transposed one all."""
+        if not part.is_transposed:
+            return self._checkpoint.read_rows(part.tensor, part.first + first, part.first + end)
+        at = part.first // part.rows * columns
+        return np.ascontiguousarray(self._checkpoint.read_rows(part.tensor, at, at + columns).T)
 
     def _convert(
         self,
@@ -240,6 +250,12 @@ class StreamingWeights:
             if first < last
         ]:
             task.result()
+
+
+def _apart(y: Array, experts: int) -> Array:
+    """Of each expert gate's features and then up's, where they take turns; [m, N]."""
+    pairs = y.reshape(len(y), experts, -1, 2)
+    return np.ascontiguousarray(pairs.swapaxes(2, 3)).reshape(y.shape)
 
 
 def block_of(role: str, plan: MatrixPlan, options: ExportOptions) -> BlockFormat | None:
@@ -292,16 +308,21 @@ class _Product:
         np.matmul(groups, self._x, out=y[:whole].reshape(-1, self.group, tokens))
         np.matmul(matrix[whole:], self._x, out=y[whole:])
 
-    def result(self) -> Array:
-        """All of it, float32 [m, rows]."""
-        return np.ascontiguousarray(self._y.T)
+    def result(self, bias: Array | None = None) -> Array:
+        """All of it, float32 [m, rows], and a bias [rows] added."""
+        y = np.ascontiguousarray(self._y.T)
+        return y if bias is None else y + bias
 
 
 class _SumOfProducts:
-    """`x[:, i] @ matrices[i].T`, added up over matrices that lie one below the other."""
+    """`x[:, i] @ matrices[i].T + parts[:, i] * biases[i]`, added up over matrices.
 
-    def __init__(self, x: Array, rows: int) -> None:
+    These, and biases, lie one below the other.
+    """
+
+    def __init__(self, x: Array, parts: Array, rows: int) -> None:
         matrices = x.shape[1]  # of x [m, matrices, K]
+        self._parts = parts
         self._rows = rows // matrices
         self._products = [_Product(x[:, i], self._rows) for i in range(matrices)]
         self.group = self._products[0].group
@@ -311,11 +332,13 @@ class _SumOfProducts:
         at, first = divmod(where.start, self._rows)
         self._products[at].add(matrix, slice(first, first + len(matrix)))
 
-    def result(self) -> Array:
+    def result(self, biases: Array | None = None) -> Array:
         """The sum, float32 [m, rows of a matrix]."""
         y = self._products[0].result()
         for product in self._products[1:]:
             y += product.result()
+        if biases is not None:
+            y += np.einsum("mi,ir->mr", self._parts, biases.reshape(-1, self._rows))
         return y
 
 

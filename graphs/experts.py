@@ -9,15 +9,18 @@ So every kernel and every pass knows one kind.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import onnx
 from onnx import TensorProto
 
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.contract import MICROSOFT
+from onnxport.graphs.inspect import attribute_float
 
 LEFT_OUT: Final = -65504.0  # the logit of an expert that is not chosen; the lowest float16
 _LEAST_SCORE: Final = 1e-30  # whose logarithm, -69, is far above that
@@ -29,8 +32,9 @@ class ExpertWeights:
     """Value names of the weights of all experts, and how they are quantized.
 
     Of each expert `gate_up` has twice as many rows as it has features between its products: gate's
-    and up's take turns. Quantized weights are uint8 [experts, rows, columns * bits / 8] in the
-    format of `matmul_nbits`, with scales [experts, rows, columns / block_size].
+    and up's take turns, and so they do in its bias. Quantized weights are uint8 [experts, rows,
+    columns * bits / 8] in the format of `matmul_nbits`, with scales [experts, rows, columns /
+    block_size].
     """
 
     count: int
@@ -38,8 +42,43 @@ class ExpertWeights:
     down: str  # [experts, hidden, size]
     gate_up_scales: str = ""
     down_scales: str = ""
+    gate_up_bias: str = ""  # [experts, 2 * size], of x's type; omitted where down's is
+    down_bias: str = ""  # [experts, hidden]
     bits: int | None = None  # 4 or 8; None: weights are of x's type, without scales
     block_size: int | None = None  # what divides both numbers of columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swiglu:
+    """What an expert has between its products, see `graphs.spec.ExpertsSpec`.
+
+    `g * sigmoid(alpha * g) * (u + up_offset)` of `g = min(gate, limit)` and
+    `u = min(max(up, -limit), limit)`.
+    """
+
+    alpha: float = 1.0
+    up_offset: float = 0.0
+    limit: float | None = None  # None: there is none
+
+    def attributes(self) -> dict[str, Any]:
+        """Those of `MoE` and `QMoE`, where gate and up take turns."""
+        return {
+            "activation_type": "swiglu",
+            "activation_alpha": self.alpha,
+            "activation_beta": self.up_offset,
+            "swiglu_limit": self.limit,
+            "swiglu_fusion": 1,  # ONNX Runtime's CPU kernel has no other
+        }
+
+    @classmethod
+    def of(cls, node: onnx.NodeProto) -> Swiglu:
+        """What a `MoE` or `QMoE` has."""
+        limit = attribute_float(node, "swiglu_limit", math.inf)
+        return cls(
+            alpha=attribute_float(node, "activation_alpha", 1.0),
+            up_offset=attribute_float(node, "activation_beta", 0.0),
+            limit=None if math.isinf(limit) else limit,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,19 +91,23 @@ class Routing:
     correction: str = ""  # float32 [experts], added to scores where they choose; or omitted
 
 
+_SILU: Final = Swiglu()
+
+
 def expert_layer(
     g: GraphBuilder,
     x: str,
     logits: str,
     weights: ExpertWeights,
     routing: Routing,
+    swiglu: Swiglu = _SILU,
     *,
     dtype: int = TensorProto.FLOAT,
     flatten: bool = False,
     accuracy_level: int | None = None,
     name: str = "experts",
 ) -> str:
-    """`sum over chosen e of weight[e] * down[e](silu(gate[e](x)) * up[e](x))`.
+    """`sum over chosen e of weight[e] * down[e](swiglu(gate[e](x), up[e](x)))`.
 
     Args:
         g: The builder.
@@ -72,6 +115,7 @@ def expert_layer(
         logits: The router's [..., experts], of x's type.
         weights: Of the experts.
         routing: Which are chosen, and their weights.
+        swiglu: What is between an expert's products; as it is, `silu(gate) * up`.
         dtype: x's type.
         flatten: Whether there is more than one axis ahead of the last.
         accuracy_level: As of `matmul_nbits`.
@@ -86,7 +130,8 @@ def expert_layer(
         largest, _ = g.node("TopK", [probabilities, _count(g, routing)], outputs=2, name="largest")
         chosen, total = logits, g.node("ReduceSum", [largest, ops.last_axis(g)], name="total")
     rows = ops.reshape(g, chosen, (-1, weights.count), f"{name}.rows") if flatten else chosen
-    y = _operator(g, x, rows, weights, routing.per_token, accuracy_level, name)
+    attributes = {"k": routing.per_token, "normalize_routing_weights": 1, **swiglu.attributes()}
+    y = _operator(g, x, rows, weights, attributes, accuracy_level, name)
     # ONNX Runtime 1.31's CPU kernels go wrong where they are to leave the weights as they are.
     return y if routing.normalized else g.node("Mul", [y, total], name="weighted")
 
@@ -149,26 +194,22 @@ def _operator(
     x: str,
     rows: str,
     weights: ExpertWeights,
-    per_token: int,
+    attributes: dict[str, Any],
     accuracy_level: int | None,
     name: str,
 ) -> str:
     """MoE or QMoE, which weighs experts so that their weights add up to 1."""
-    attributes: dict[str, Any] = {
-        "k": per_token,
-        "normalize_routing_weights": 1,
-        "activation_type": "swiglu",  # with these: silu(gate) * up
-        "activation_alpha": 1.0,
-        "activation_beta": 0.0,
-        "swiglu_fusion": 1,  # gate and up take turns; ONNX Runtime's CPU kernel has no other
-    }
-    gate_up, down = weights.gate_up, weights.down
+    first, second = [weights.gate_up], [weights.down]
+    if weights.bits is not None:
+        first.append(weights.gate_up_scales)
+        second.append(weights.down_scales)
+    biases = [weights.down_bias] if weights.down_bias else []
+    inputs = [x, rows, *first, weights.gate_up_bias, *second, *biases]
     if weights.bits is None:
-        inputs = [x, rows, gate_up, "", down]
         return g.node("MoE", inputs, outputs=None, domain=MICROSOFT, name=name, **attributes)
     return g.node(
         "QMoE",
-        [x, rows, gate_up, weights.gate_up_scales, "", down, weights.down_scales],
+        inputs,
         outputs=None,
         domain=MICROSOFT,
         name=name,

@@ -125,6 +125,11 @@ def attribute_int(node: onnx.NodeProto, name: str, default: int) -> int:
     return next((int(a.i) for a in node.attribute if a.name == name), default)
 
 
+def attribute_float(node: onnx.NodeProto, name: str, default: float) -> float:
+    """A floating attribute, or its default."""
+    return next((float(a.f) for a in node.attribute if a.name == name), default)
+
+
 def set_attribute(node: onnx.NodeProto, name: str, value: int | float | str) -> None:
     """Set an attribute, replacing an older one."""
     kept = [attribute for attribute in node.attribute if attribute.name != name]

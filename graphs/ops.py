@@ -215,6 +215,7 @@ def paged_attention(
     attributes: AttentionAttributes,
     cos: str = "",
     sin: str = "",
+    sinks: str = "",
     name: str = "attention",
 ) -> str:
     """The canonical `com.microsoft.PagedAttention`; returns the output [num_tokens, q_size].
@@ -233,11 +234,13 @@ def paged_attention(
         attributes: Heads, scale, window, RoPE.
         cos: [context_length, rotary_dim / 2], of qkv's dtype; omitted without RoPE.
         sin: Likewise.
+        sinks: [num_heads], of qkv's dtype: a logit of each head that takes part of the softmax and
+            has no value; or omitted.
         name: Node name.
     """
     inputs = [*_query_key_value(qkv), key_cache, value_cache, cumulative_sequence_lengths]
     inputs += [past_sequence_lengths, block_table, cos, sin]
-    inputs += [""] * 6 + [attention_metadata]
+    inputs += ["", sinks, "", "", "", "", attention_metadata]
     outputs = g.node(
         "PagedAttention",
         inputs,
@@ -261,6 +264,7 @@ def group_query_attention(
     attributes: AttentionAttributes,
     cos: str = "",
     sin: str = "",
+    sinks: str = "",
     name: str = "attention",
 ) -> str:
     """`com.microsoft.GroupQueryAttention` on packed or separate QKV; returns [batch, seq, q_size].
@@ -276,10 +280,12 @@ def group_query_attention(
         attributes: Heads, scale, window, RoPE.
         cos: [context_length, rotary_dim / 2], of qkv's dtype; omitted without RoPE.
         sin: Likewise.
+        sinks: [num_heads], of qkv's dtype: a logit of each head that takes part of the softmax and
+            has no value; or omitted.
         name: Node name.
     """
     inputs = [*_query_key_value(qkv), key_cache, value_cache]
-    inputs += [sequence_lengths_minus_one, total_sequence_length, cos, sin]
+    inputs += [sequence_lengths_minus_one, total_sequence_length, cos, sin, "", "", sinks]
     outputs = g.node(
         "GroupQueryAttention",
         inputs,

@@ -106,7 +106,7 @@ class ExpertsSpec:
     A router has a logit for each expert, of which scores are made: a softmax over all experts, or
     the sigmoid of each. A token goes to those with the largest, and what they return is added up by
     their scores. There may be a feed-forward layer beside them that each token is given to, the
-    shared one.
+    shared one; what is said of biases and activations is not said of that.
 
     Raises ValueError when sizes contradict each other.
     """
@@ -121,6 +121,10 @@ class ExpertsSpec:
     scale: float | None = None  # of what experts add: `down` is stored times it; None: 1
     shared_size: int | None = None  # features of the shared layer; None: there is none
     shared_gated: bool | None = None  # it is multiplied with the sigmoid of a product; None: not
+    biased: bool | None = None  # the router and each expert's two products have biases; None: not
+    alpha: float | None = None  # gates are multiplied with sigmoid(alpha * gate); None: 1
+    up_offset: float | None = None  # what is added to what they are multiplied with then; None: 0
+    limit: float | None = None  # of gates from above, and of up's both sides, first; None: none
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -131,7 +135,7 @@ class ExpertsSpec:
             self.per_token <= self.count,
             f"a token is given to {self.per_token} experts, of {self.count}",
         )
-        for name in ("scale", "shared_size"):
+        for name in ("scale", "shared_size", "alpha", "limit"):
             found = getattr(self, name)
             require(found is None or found > 0, f"{name} of the experts must be positive: {found}")
         require(
@@ -189,6 +193,7 @@ class ArchSpec:
     attention_softcap: float | None = None  # c: QK^T, scaled, is c * tanh(it / c); None: as it is
     logits_softcap: float | None = None  # likewise the logits
     experts: ExpertsSpec | None = None  # of feed-forward layers; None: each is one
+    attention_sinks: bool | None = None  # a logit a head that takes part of the softmax; None: none
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -367,25 +372,25 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "attention_softcap": (float, NONE),
     "logits_softcap": (float, NONE),
     "experts": (dict, NONE),
+    "attention_sinks": (bool, NONE),
 }
 _EXPERTS_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     **dict.fromkeys(("count", "per_token", "size"), (int,)),
     "normalized": (bool,),
     "layers": (list, NONE),
-    "sigmoid": (bool, NONE),
-    "corrected": (bool, NONE),
-    "scale": (float, NONE),
+    **dict.fromkeys(("sigmoid", "corrected", "shared_gated", "biased"), (bool, NONE)),
+    **dict.fromkeys(("scale", "alpha", "up_offset", "limit"), (float, NONE)),
     "shared_size": (int, NONE),
-    "shared_gated": (bool, NONE),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
 _LATER: Final = (
     *("residual_scale", "logits_scale", "rotated_layers"),
     *("output_norms", "inner_norm_eps", "local_rope"),
     *("raw_inputs", "whole_qk_norm", "attention_softcap", "logits_softcap"),
-    "experts",
+    *("experts", "attention_sinks"),
 )
 _LATER_OF_ROPE: Final = ("factors",)
 _LATER_OF_EXPERTS: Final = (
     *("layers", "sigmoid", "corrected", "scale", "shared_size", "shared_gated"),
+    *("biased", "alpha", "up_offset", "limit"),
 )

@@ -21,7 +21,8 @@ The header has exactly these members:
 
 The content is the array of that shape in C order: keys, after RoPE, then values, elements
 little-endian. This writer pads the header so that the content starts at a multiple of 64 bytes,
-where it can be mapped into memory as it is; a reader must not rely on that.
+where it can be mapped into memory as it is; a reader must not rely on that. It writes finite
+numbers alone, and its reader checks that, for earlier builds wrote others, too.
 
 Every future version keeps the magic, the version and the checksum in these places, so a reader
 can tell a damaged file from one that it does not know.

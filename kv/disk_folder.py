@@ -17,6 +17,9 @@ What is decided here:
   two looks each process may therefore exceed the bound by an eighth.
 - *No fsync*: a power failure costs entries, which the checksum finds, and never an answer. The
   rename alone keeps a crash of the process from leaving half an entry under its name.
+- *What is sound need not be of use*: the checksum says that an entry is what was written, and
+  `find_fault`, which knows what the bytes mean, whether to use it. One that is not to be used is
+  removed like a damaged one, and can be written anew.
 - *What is not ours stays*: only files with our names and our magic bytes are ever removed, and
   temporary files of our naming once they are an hour old, since another process may be writing.
 - *Access* is what the umask makes it. K/V tell what the prompts said: guard the folder like them.
@@ -32,7 +35,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -55,9 +58,15 @@ logger = logging.getLogger(__name__)
 TEMPORARY_AGE_S: Final = 3600.0  # a temporary file this old was left by a crash
 _LOOKS = 8  # at the folder, per capacity written
 
+FindFault = Callable[[Entry], str | None]  # why an entry is of no use; None: it is of use
+
 _FAMILY = re.compile(r"[0-9a-f]{16}")
 _ENTRY = re.compile(r"[0-9a-f]{64}\.kv")
 _TEMPORARY = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}\.tmp")
+
+
+def no_fault(entry: Entry) -> None:
+    """Find nothing wrong with any entry."""
 
 
 class DiskFolder:
@@ -67,8 +76,20 @@ class DiskFolder:
     construction.
     """
 
-    def __init__(self, folder: Path, capacity_bytes: int, format_: DiskFormat) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        format_: DiskFormat,
+        find_fault: FindFault = no_fault,
+    ) -> None:
         """Create the folder where it is missing, look through it, and make it fit the capacity.
+
+        Args:
+            folder: of the entries.
+            capacity_bytes: most bytes of entries in it, of all models.
+            format_: of the entries.
+            find_fault: is asked of every entry that is read.
 
         Raises:
             CapacityError: the capacity is below one entry.
@@ -83,6 +104,7 @@ class DiskFolder:
         self.format = format_
         self.capacity_bytes = capacity_bytes
         self.num_errors = 0
+        self._find_fault = find_fault
         self._folder = Path(folder)
         identity = f"{VERSION}\n{format_.unit_tokens}\n{format_.model}"
         self._family = hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -124,8 +146,8 @@ class DiskFolder:
     def get(self, key: bytes) -> Entry | None:
         """Read the entry and make it the most recently used; None when it is of no use.
 
-        A file that this process did not know of is found as well. A corrupt one is removed; one
-        that is not ours is left alone. Both are reported and counted once.
+        A file that this process did not know of is found as well. One that is corrupt, or has a
+        fault, is removed; one that is not ours is left alone. Both are reported and counted once.
         """
         name = self._name(key)
         if name in self._strange:
@@ -138,6 +160,8 @@ class DiskFolder:
             if len(data) > limit:
                 raise ForeignFileError(f"it has more than {limit} bytes")
             entry = decode(data, self.format, key)
+            if fault := self._find_fault(entry):
+                raise CorruptFileError(fault)
         except FileNotFoundError:
             self._index.forget(name)
             return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from onnxport.kv.disk_file import KEY_BYTES, DiskFormat, Entry
-from onnxport.kv.disk_folder import DiskFolder
+from onnxport.kv.disk_folder import DiskFolder, FindFault, no_fault
 
 QUEUE_BYTES: Final = 64 << 20
 LAST_WRITE_S: Final = 5.0  # that `close` gives the write in progress, of one entry
@@ -37,6 +37,7 @@ class DiskTier:
         format_: DiskFormat,
         *,
         queue_bytes: int = QUEUE_BYTES,
+        find_fault: FindFault = no_fault,
     ) -> None:
         """Open the folder and start the writer.
 
@@ -46,12 +47,13 @@ class DiskTier:
             format_: of the entries.
             queue_bytes: contents that may wait to be written; the queue takes one more entry
                 until it holds that many.
+            find_fault: returns why an entry that was read is of no use; None: it is.
 
         Raises:
             CapacityError: the capacity is below one entry.
             OnnxportError: the folder cannot be created, read or written.
         """
-        self._folder = DiskFolder(folder, capacity_bytes, format_)
+        self._folder = DiskFolder(folder, capacity_bytes, format_, find_fault)
         self._queue_bytes = queue_bytes
         self._changed = threading.Condition()  # over all below
         self._queue: OrderedDict[bytes, _Queued] = OrderedDict()  # the first is being written

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from onnxport.errors import DeviceLostError, ProviderError
-from onnxport.kv.disk_file import DiskFormat
+from onnxport.kv.disk_file import DiskFormat, Entry
 from onnxport.kv.host_tier import HostTier
 from onnxport.kv.pool import BlockPool, Eviction
 from onnxport.kv.prefix import BlockKeys, unit_tokens
@@ -325,7 +325,7 @@ def open_store(config: EngineConfig, format_: DiskFormat) -> TieredStore:
     if config.kv_disk is not None:
         from onnxport.kv.disk_tier import DiskTier
 
-        disk = DiskTier(config.kv_disk, config.kv_disk_bytes, format_)
+        disk = DiskTier(config.kv_disk, config.kv_disk_bytes, format_, find_fault=fault_of)
     return TieredStore(HostTier(config.host_memory), disk, format_.dtype)
 
 
@@ -340,6 +340,16 @@ def disk_format(limits: Capabilities) -> DiskFormat:
         head_size=format_.head_size,
         dtype=format_.dtype,
     )
+
+
+def fault_of(entry: Entry) -> str | None:
+    """Return why K/V from disk are of no use; None: they are.
+
+    What is not finite is not written, but earlier builds did, and others may: whoever goes on from
+    it fails.
+    """
+    numbers = np.frombuffer(entry.content, element_type(entry.dtype))
+    return None if are_finite(numbers[None])[0] else "it holds numbers that are not finite"
 
 
 def are_finite(blocks: NDArray[np.generic]) -> NDArray[np.bool_]:

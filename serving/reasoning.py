@@ -16,6 +16,8 @@ from onnxport.serving.text import longest_beginning
 
 AUTO: Final = "auto"
 NONE: Final = "none"
+# What messages call it: DeepSeek's API and llama.cpp; vLLM today.
+REASONING_NAMES: Final = ("reasoning_content", "reasoning")
 MOST_BREAKS: Final = 2  # ends of lines behind a closing tag that are a part of it
 
 
@@ -154,6 +156,8 @@ class ReasoningSplitter:
     _has_text: bool = field(default=False, init=False)  # whether the reasoning is more than breaks
     _num_breaks: int = field(default=0, init=False)  # behind the closing tag
     _ends_with: str | None = field(default=None, init=False)  # the tag that may end the answer
+    _num_fed: int = field(default=0, init=False)  # characters
+    _answer_start: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._has_thought = self.thought is not None and self.thought.is_open
@@ -174,9 +178,20 @@ class ReasoningSplitter:
         """Whether all that comes is content, as it is."""
         return self._state == "answer" and self._ends_with is None
 
+    @property
+    def answer_start(self) -> int:
+        """Where in the text the answer begins, or else what is not known to be no part of it.
+
+        What is content is text without a gap from there on.
+        """
+        if self._answer_start is not None:
+            return self._answer_start
+        return self._num_fed - len(self._pending)
+
     def feed(self, text: str) -> Split:
         """Take the next piece of text."""
         self._pending += text
+        self._num_fed += len(text)
         return self._take(final=False)
 
     def finish(self) -> Split:
@@ -197,6 +212,8 @@ class ReasoningSplitter:
         reasoning = self._reason(final) if self._state == "within" else ""
         if self._state == "behind":
             self._begin_answer(final)
+        if self._state == "answer" and self._answer_start is None:
+            self._answer_start = self.answer_start
         content = self._answer(final) if self._state == "answer" else ""
         return Split(reasoning, content)
 

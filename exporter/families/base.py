@@ -24,6 +24,7 @@ class TensorNames:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm.weight"
     k_norm: str = "self_attn.k_norm.weight"
+    sinks: str = "self_attn.sinks"
     o: tuple[str, ...] = ("self_attn.o_proj",)
     post_norm: str = "post_attention_layernorm.weight"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -32,6 +33,12 @@ class TensorNames:
     # With "{}" for the expert, or of one tensor that has all experts.
     expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: tuple[str, ...] = ("mlp.experts.{}.down_proj",)
+    experts_transposed: bool = False  # that tensor is [experts, inputs, outputs], not the reverse
+    experts_in_turns: bool = False  # outputs of gate and up take turns in it
+    expert_blocks: tuple[int, ...] = ()  # inputs whose weights were quantized with one scale
+    # Of all experts: [experts, 2 * size], where gate and up take turns, and [experts, hidden].
+    expert_gate_up_bias: str = "mlp.experts.gate_up_proj_bias"
+    expert_down_bias: str = "mlp.experts.down_proj_bias"
     correction: str = "mlp.gate.e_score_correction_bias"  # of scores where they choose experts
     correction_axes: tuple[int, ...] = ()  # ahead of that of the experts
     shared_gate_up: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
@@ -43,6 +50,13 @@ class TensorNames:
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # suffixes of buffers that we recompute
     images: tuple[str, ...] = ()  # prefixes of the part that reads images
     further: tuple[str, ...] = ()  # prefixes of what guesses a token behind the next one
+
+    def fit(self, found: frozenset[str]) -> bool:
+        """Whether a checkpoint with the tensors `found` may be named so."""
+        (experts, *_) = self.expert_gate_up
+        return self.embedding in found and (
+            "{}" in experts or any(name.endswith(experts) for name in found)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +74,7 @@ class Family:
     def names_in(self, found: frozenset[str]) -> TensorNames:
         """The names that a checkpoint with the tensors `found` gives them."""
         layouts = (self.tensors, *self.other_layouts)
-        return next((one for one in layouts if one.embedding in found), self.tensors)
+        return next((one for one in layouts if one.fit(found)), self.tensors)
 
     def count_further_layers(self, config: Config) -> int:
         """Layers behind the last one, which guess tokens behind the next one."""

@@ -79,8 +79,8 @@ def _multiplier(config: Config, key: str) -> float:
 FAMILY: Final = Family(name="granite", architecture="GraniteForCausalLM", spec=read_spec)
 _EXPERTS: Final = TensorNames(
     router="block_sparse_moe.router.layer",
-    expert_gate_up=("block_sparse_moe.input_linear",),
-    expert_down=("block_sparse_moe.output_linear",),
+    expert_gate_up=("block_sparse_moe.input_linear.weight",),
+    expert_down=("block_sparse_moe.output_linear.weight",),
     shared_gate_up=("shared_mlp.input_linear",),
     shared_down=("shared_mlp.output_linear",),
 )

@@ -1,4 +1,7 @@
-"""Mistral 7B and its kin: Llama with one sliding window for every layer; Mistral Small 3.1."""
+"""Mistral 7B and its kin: Llama with one sliding window for every layer.
+
+And models that read images around it or around Ministral 3: Mistral Small 3.1, Ministral 3.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Final
 
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec
+from onnxport.exporter.families import ministral3
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.families.wrapped import wrapped
 from onnxport.graphs.spec import ArchSpec
@@ -34,6 +38,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
 FAMILY: Final = Family(name="mistral", architecture="MistralForCausalLM", spec=read_spec)
 WITH_IMAGES: Final = wrapped(
     FAMILY,
+    ministral3.FAMILY,
     name="mistral3",
     architecture="Mistral3ForConditionalGeneration",
     image_keys=(

@@ -22,17 +22,17 @@ _OF_IMAGES: Final = ("vision_tower.", "multi_modal_projector.")
 
 
 def wrapped(
-    text: Family,
-    *,
+    *texts: Family,
     name: str,
     architecture: str,
     image_keys: Collection[str],
     defaults: Mapping[str, Any] | None = None,
 ) -> Family:
-    """The family of a model around one of the family `text`.
+    """The family of a model around one of some other families.
 
     Args:
-        text: The text model's family.
+        texts: The text model's: what it may be, first where it does not say. Their tensors have the
+            same names.
         name: transformers' model_type.
         architecture: transformers' class.
         image_keys: Keys of its configuration that are about images alone.
@@ -51,11 +51,12 @@ def wrapped(
             },
             config.path / TEXT_CONFIG,
         )
-        model_type = inner.get("model_type", str, text.name)
-        if model_type != text.name:
+        model_type = inner.get("model_type", str, texts[0].name)
+        text = next((one for one in texts if one.name == model_type), None)
+        if text is None:
             raise UnsupportedModelError(
                 f"{inner.path} is of the model_type {model_type!r}; supported in a {architecture} "
-                f"is {text.name!r}."
+                f"is {' or '.join(repr(one.name) for one in texts)}."
             )
         spec = text.spec(inner, context_length)
         inner.check_all_used(text.name)
@@ -65,8 +66,8 @@ def wrapped(
         name=name,
         architecture=architecture,
         spec=read_spec,
-        tensors=_older(text.tensors),
-        other_layouts=(_newer(text.tensors),),
+        tensors=_older(texts[0].tensors),
+        other_layouts=(_newer(texts[0].tensors),),
         head_tells=True,
     )
 

@@ -14,11 +14,12 @@ import onnx
 from onnx import TensorProto
 
 from onnxport.graphs import contract
+from onnxport.graphs.experts import Swiglu
 from onnxport.graphs.inspect import attribute_int, initializers
 from onnxport.graphs.passes.gated_silu import DOMAIN, OPSET
 from onnxport.graphs.passes.int8_matmul import BITS, BLOCK_SIZES
 from onnxport.graphs.passes.result import PassResult, copy_model
-from onnxport.graphs.passes.split_experts import EXPERTS_INPUTS, QMOE, is_swiglu
+from onnxport.graphs.passes.split_experts import EXPERTS_INPUTS, QMOE, biases_of, is_swiglu
 
 # [..., K] and the router's logits [rows, num_experts] -> [..., N]
 GATED_EXPERTS: Final = "GatedExperts"
@@ -27,9 +28,9 @@ GATED_EXPERTS: Final = "GatedExperts"
 def use_gated_experts(model: onnx.ModelProto) -> PassResult:
     """Replace every QMoE that the operator can compute.
 
-    That is: accuracy level 4; 4 or 8 bits in blocks of 16 to 256; gate and up that take turns, and
-    a SiLU; weights that add up to 1; weights and float32 scales that are initializers; no biases,
-    zero points or third product.
+    That is: accuracy level 4; 4 or 8 bits in blocks of 16 to 256; gate and up that take turns;
+    weights that add up to 1; weights, float32 scales and, of both products or of none, float32
+    biases that are initializers; no zero points or third product.
     """
     copy = copy_model(model)
     replaceable = {info.name for info in copy.graph.input}
@@ -48,9 +49,11 @@ def use_gated_experts(model: onnx.ModelProto) -> PassResult:
 def _fits(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> bool:
     if node.op_type != QMOE or node.domain != contract.MICROSOFT or not is_swiglu(node):
         return False
-    types = [tensors[name].data_type for name in _weights(node) if name in tensors]
+    read = [*_weights(node), *biases_of(node)]
+    types = [tensors[name].data_type for name in read if name in tensors]
+    floats = [TensorProto.FLOAT] * len(biases_of(node))
     return (
-        types == [TensorProto.UINT8, TensorProto.FLOAT] * 2
+        types == [TensorProto.UINT8, TensorProto.FLOAT] * 2 + floats
         and attribute_int(node, "accuracy_level", 0) == contract.INT8_LEVEL
         and attribute_int(node, "expert_weight_bits", 4) in BITS
         and attribute_int(node, "block_size", 0) in BLOCK_SIZES
@@ -67,7 +70,7 @@ def _replacement(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> on
     gate_up, down = (tensors[name].dims for name in _weights(node)[::2])
     return onnx.helper.make_node(
         GATED_EXPERTS,
-        [*node.input[:2], *_weights(node)],
+        [*node.input[:2], *_weights(node), *biases_of(node)],
         list(node.output),
         name=node.name,
         domain=DOMAIN,
@@ -81,4 +84,12 @@ def _replacement(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> on
         block_size=block_size,
         down_bits=bits,
         down_block_size=block_size,
+        **_activation(Swiglu.of(node)),
     )
+
+
+def _activation(swiglu: Swiglu) -> dict[str, float]:
+    """What differs from a SiLU."""
+    silu = Swiglu()
+    found = {name: getattr(swiglu, name) for name in ("alpha", "up_offset", "limit")}
+    return {name: value for name, value in found.items() if value != getattr(silu, name)}

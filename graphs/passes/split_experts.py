@@ -5,12 +5,13 @@ every token, and what a token did not ask for is left out: as many times the wor
 experts for each one that is chosen, but on any device, and with one product for the first halves of
 all of them:
 
-    joined = x gate_up^T, for all experts at once
-    gated  = Where(chosen, silu(gate) * up * part, 0)
-    y      = sum over experts of gated[expert] down[expert]^T
+    joined = x gate_up^T + bias, for all experts at once
+    gated  = Where(chosen, swiglu(gate, up) * part, 0)
+    y      = sum over experts of gated[expert] down[expert]^T, and of part[expert] bias[expert]
 
 An expert is chosen where fewer than k others have a larger logit, or the same one and a lower
-index. It is left out by a choice, not by a part of 0: 0 times infinity is no number.
+index. It is left out by a choice, not by a part of 0: 0 times infinity is no number. Biases, which
+layers may lack, are finite.
 
 Weights of an expert are ranges of the artifact's bytes; nothing is copied or stored twice. So it
 comes before passes that convert weights.
@@ -28,12 +29,14 @@ from onnx import TensorProto
 from onnxport.errors import ArtifactError
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.experts import Swiglu
 from onnxport.graphs.inspect import attribute_int, element_types, initializers, names
 from onnxport.graphs.passes.result import PassResult, copy_model
 from onnxport.graphs.passes.split_matmul import drop_unread, row_range
 
 MOE, QMOE = "MoE", "QMoE"
 EXPERTS_INPUTS = {MOE: [0, 1, 2, 4], QMOE: [0, 1, 2, 3, 5, 6]}  # that the exporter's have
+BIASES = {MOE: (3, 5), QMOE: (4, 7)}  # inputs: gate_up's and down's, which a node has or not
 _WEIGHTS = {MOE: (2, 4), QMOE: (2, 5)}  # inputs: gate_up and down; scales are behind them
 
 
@@ -97,19 +100,27 @@ class _Layer:
         """Make the nodes; weights are declared in `graph`."""
         x, logits = self.node.input[:2]
         count, size = self.count, self.size
+        biases = [self.tensors[name] for name in biases_of(self.node)]
         chosen, parts = self._route(g, logits)
         joined = self._product(g, graph, x, 0, None, "gate_up")
+        if biases:
+            bias = _declare(g, graph, biases[0], "gate_up.bias", [2 * count * size])
+            joined = g.node("Add", [joined, bias], name="gate_up.biased")
         pairs = ops.reshape(g, joined, (0, count * size, 2), "pairs")
         halves = g.node("Split", [pairs], outputs=2, name="halves", axis=-1, num_outputs=2)
         gate, up = (ops.reshape(g, half, (0, count, size), "half") for half in halves)
-        gated = g.node("Mul", [ops.silu(g, gate), up], name="gated")
-        own = g.node("Where", [chosen, g.node("Mul", [gated, parts], name="parts"), self._zero(g)])
+        gated = self._gated(g, gate, up)
+        weighed = g.node("Mul", [gated, parts], name="parts")
+        own = g.node("Where", [chosen, weighed, self._number(g, 0)])
         rows = ops.reshape(g, own, (0, count * size), "own")
         each = g.node("Split", [rows], outputs=count, name="each", axis=-1, num_outputs=count)
         added = [
             self._product(g, graph, one, 1, expert, f"{expert}.down")
             for expert, one in enumerate(each)
         ]
+        if biases:
+            bias = _declare(g, graph, biases[1], "down.bias", list(biases[1].dims))
+            added.append(g.node("MatMul", [ops.reshape(g, parts, (0, count)), bias], name="biases"))
         total = added[0]
         for one in added[1:-1]:
             total = g.node("Add", [total, one], name="sum")
@@ -142,6 +153,21 @@ class _Layer:
         if self.dtype != TensorProto.FLOAT:
             parts = ops.cast(g, parts, self.dtype, "narrow")
         return chosen, parts
+
+    def _gated(self, g: GraphBuilder, gate: str, up: str) -> str:
+        """What there is between the products, see `Swiglu`."""
+        swiglu = Swiglu.of(self.node)
+        if swiglu.limit is not None:
+            low, high = (self._number(g, one) for one in (-swiglu.limit, swiglu.limit))
+            gate = g.node("Min", [gate, high], name="gate.limited")
+            up = g.node("Clip", [up, low, high], name="up.limited")
+        if swiglu.up_offset != 0:
+            up = g.node("Add", [up, self._number(g, swiglu.up_offset)], name="up.offset")
+        if swiglu.alpha == 1:
+            return g.node("Mul", [ops.silu(g, gate), up], name="gated")
+        steep = g.node("Mul", [gate, self._number(g, swiglu.alpha)], name="steep")
+        activated = g.node("Mul", [gate, g.node("Sigmoid", [steep])], name="activated")
+        return g.node("Mul", [activated, up], name="gated")
 
     def _product(
         self,
@@ -187,16 +213,26 @@ class _Layer:
     def _weight(self, which: int) -> TensorProto:
         return self.tensors[self.node.input[_WEIGHTS[self.node.op_type][which]]]
 
-    def _zero(self, g: GraphBuilder) -> str:
+    def _number(self, g: GraphBuilder, value: float) -> str:
         dtype = onnx.helper.tensor_dtype_to_np_dtype(self.dtype)
-        return g.constant(np.zeros((), dtype), "zero")
+        return g.constant(np.array(value, dtype), "number")
+
+
+def _declare(
+    g: GraphBuilder, graph: onnx.GraphProto, whole: TensorProto, name: str, dims: list[int]
+) -> str:
+    """A stored tensor in another shape."""
+    unique = g.declare(name)
+    graph.initializer.append(row_range(whole, unique, (0, 1), 1, dims))
+    return unique
 
 
 def _layer(node: onnx.NodeProto, tensors: dict[str, TensorProto], types: dict[str, int]) -> _Layer:
     """A node that can be split. Raises ArtifactError for another."""
-    weights = [tensors.get(node.input[index]) for index in EXPERTS_INPUTS[node.op_type][2:]]
+    places = EXPERTS_INPUTS[node.op_type][2:]
+    stored = [tensors.get(name) for name in (*(node.input[i] for i in places), *biases_of(node))]
     is_ours = is_swiglu(node) and all(
-        one is not None and one.data_location == TensorProto.EXTERNAL for one in weights
+        one is not None and one.data_location == TensorProto.EXTERNAL for one in stored
     )
     if not is_ours:
         raise ArtifactError(
@@ -207,11 +243,19 @@ def _layer(node: onnx.NodeProto, tensors: dict[str, TensorProto], types: dict[st
 
 
 def is_swiglu(node: onnx.NodeProto) -> bool:
-    """Whether experts are as the exporter writes them: gate and up take turns, without biases."""
+    """Whether experts are as the exporter has them: gate and up take turns, no lone bias."""
     texts = {a.name: a.s for a in node.attribute}
+    given = {index for index, name in enumerate(node.input) if name}
+    needed, biases = set(EXPERTS_INPUTS[node.op_type]), set(BIASES[node.op_type])
     return (
-        [index for index, name in enumerate(node.input) if name] == EXPERTS_INPUTS[node.op_type]
+        given in (needed, needed | biases)
         and texts.get("activation_type") == b"swiglu"
         and attribute_int(node, "swiglu_fusion", 0) == 1
         and attribute_int(node, "normalize_routing_weights", 0) == 1
     )
+
+
+def biases_of(node: onnx.NodeProto) -> list[str]:
+    """The biases of gate_up and of down, if experts have them."""
+    found = [node.input[index] for index in BIASES[node.op_type] if index < len(node.input)]
+    return [name for name in found if name]

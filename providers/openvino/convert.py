@@ -6,12 +6,14 @@ OpenVINO's own ONNX frontend reads the lowered graph. Two things are done for it
   reads declares them as inputs; afterwards each one is replaced by its constant.
 - `FlatPagedAttention`, `MatMulNBits` and `GatherBlockQuantized` have conversions of our own: the
   first into OpenVINO's paged attention, the others into the pattern of a compressed weight that
-  OpenVINO's kernels take, again over the memory map.
+  OpenVINO's kernels take, again over the memory map. So have experts that `lower` kept, see
+  `experts.py`.
 """
 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,14 +26,16 @@ from onnx import TensorProto, helper
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import MICROSOFT
+from onnxport.graphs.experts import Swiglu
 from onnxport.graphs.lora import RANKS, SCALES, WEIGHTS
 from onnxport.graphs.passes.flat_paged import FLAT_PAGED_ATTENTION, flatten_paged
 from onnxport.graphs.passes.gated_silu import DOMAIN
 from onnxport.graphs.passes.lora import ADD_LORA
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
-from onnxport.graphs.passes.split_experts import split_experts
+from onnxport.graphs.passes.split_experts import BIASES, MOE, QMOE, is_swiglu, split_experts
 from onnxport.graphs.passes.split_matmul import split_matmul
+from onnxport.providers.openvino.experts import ExpertWeights, write_experts
 
 RELEASE: Final = "2026.4"  # whose PagedAttentionExtension is known here
 CACHE_PREFIX: Final = "past_key_values."
@@ -49,15 +53,21 @@ class Converted:
 
 
 def lower(
-    artifact: Artifact, lora: Callable[[onnx.ModelProto], PassResult] | None = None
+    artifact: Artifact,
+    lora: Callable[[onnx.ModelProto], PassResult] | None = None,
+    *,
+    keep_experts: bool = False,
 ) -> Iterator[PassResult]:
     """Apply the passes in turn; the last result holds the graph to convert.
 
     Args:
         artifact: what to read.
         lora: the pass that lets adapters be inputs of the graph; None: they are not.
+        keep_experts: leave experts to `convert`, for a plugin that gives tokens to some of them.
     """
-    step = split_experts(artifact.load_graph("paged"))
+    step = split_experts(
+        artifact.load_graph("paged"), lambda node: not (keep_experts and is_swiglu(node))
+    )
     yield step
     step = split_matmul(step.model)
     yield step
@@ -105,6 +115,8 @@ def convert(
         *([(ADD_LORA, DOMAIN, add_lora)] if add_lora is not None else []),
         ("MatMulNBits", MICROSOFT, conversions.matmul_nbits),
         ("GatherBlockQuantized", MICROSOFT, conversions.gather_block_quantized),
+        (MOE, MICROSOFT, conversions.experts),
+        (QMOE, MICROSOFT, conversions.quantized_experts),
     ):
         frontend.add_extension(ConversionExtension(name, domain, conversion))
     try:
@@ -213,7 +225,7 @@ class _Conversions:
         bits, block_size = node.get_attribute("bits"), node.get_attribute("block_size")
         if node.get_input_size() > 3:
             raise ValueError("MatMulNBits with zero points, an order of inputs or a bias")
-        weight = self._dequantized(_name(node, 1), _name(node, 2), features, bits, block_size)
+        weight = self._dequantized(_name(node, 1), _name(node, 2), [features], bits, block_size)
         x = node.get_input(0)
         padding = -depth % block_size
         if padding:  # the last block is stored whole
@@ -227,27 +239,61 @@ class _Conversions:
         table = self._weights[_name(node, 0)]
         if axes != (0, 1) or node.get_input_size() > 3 or table.dtype != np.uint8:
             raise ValueError("GatherBlockQuantized with other axes, types or zero points")
-        rows = self._dequantized(_name(node, 0), _name(node, 2), len(table), bits, block_size)
+        rows = self._dequantized(_name(node, 0), _name(node, 2), [len(table)], bits, block_size)
         return [self._ops.gather(rows, node.get_input(1), self._value(0, np.int64)).output(0)]
 
-    def _dequantized(self, name: str, scales: str, rows: int, bits: int, block_size: int) -> Any:
-        """Unsigned blocks around 2^(bits-1), each with a scale: float [rows, columns].
+    def experts(self, node: Any) -> list[Any]:
+        """MoE, whose weights are float32 after `retype`."""
+        weights = [self.constant(_name(node, index)) for index in (2, 4)]
+        return [self._experts(node, weights, BIASES[MOE])]
+
+    def quantized_experts(self, node: Any) -> list[Any]:
+        """QMoE with compressed weights."""
+        bits, block_size = (
+            node.get_attribute("expert_weight_bits"),
+            node.get_attribute("block_size"),
+        )
+        weights = []
+        for index in (2, 5):
+            name, scales = _name(node, index), _name(node, index + 1)
+            dims = self._weights[name].shape[:2]
+            weights.append(self._dequantized(name, scales, dims, bits, block_size))
+        return [self._experts(node, weights, BIASES[QMOE])]
+
+    def _experts(self, node: Any, weights: Sequence[Any], biases: tuple[int, int]) -> Any:
+        x, logits = (node.get_input(index) for index in range(2))
+        if node.get_input_size() > biases[1]:
+            own = ExpertWeights(*weights, *(self._weights[_name(node, index)] for index in biases))
+        else:
+            own = ExpertWeights(*weights)
+        limit = node.get_attribute("swiglu_limit", math.inf)
+        swiglu = Swiglu(
+            alpha=node.get_attribute("activation_alpha", 1.0),
+            up_offset=node.get_attribute("activation_beta", 0.0),
+            limit=None if math.isinf(limit) else limit,
+        )
+        return write_experts(x, logits, own, node.get_attribute("k"), swiglu)
+
+    def _dequantized(
+        self, name: str, scales: str, dims: Sequence[int], bits: int, block_size: int
+    ) -> Any:
+        """Unsigned blocks around 2^(bits-1), each with a scale: float [*dims, columns].
 
         Constants in this form are what the plugin's kernels take without unpacking them.
         """
         import openvino as ov
 
         ops, stored = self._ops, _writable(self._weights[name]).reshape(-1)
-        blocks = stored.size * 8 // bits // rows // block_size
-        shape = ov.Shape([rows, blocks, block_size])
+        blocks = stored.size * 8 // bits // math.prod(dims) // block_size
+        shape = ov.Shape([*dims, blocks, block_size])
         kind = {4: ov.Type.u4, 8: ov.Type.u8}[bits]
         numbers = self._shared(ov.Tensor(stored, shape, kind))
         zero = ov.op.Constant(kind, ov.Shape([]), [1 << (bits - 1)])
-        factors = _writable(self._weights[scales]).reshape(rows, blocks, 1)
+        factors = _writable(self._weights[scales]).reshape(*dims, blocks, 1)
         scale = self._shared(ov.Tensor(factors, shared_memory=True))
         dtype = scale.get_element_type()
         centred = ops.subtract(ops.convert(numbers, dtype), ops.convert(zero, dtype))
-        size = self._value([rows, blocks * block_size], np.int64)
+        size = self._value([*dims, blocks * block_size], np.int64)
         return ops.reshape(ops.multiply(centred, scale), size, False)
 
     def _value(self, value: Any, dtype: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -42,6 +43,7 @@ CACHE_HINTS: Final = {"float16": "f32", "float32": "f32", "bfloat16": "bf16"}
 # processor has no float16, and computes wrongly where it has.
 LEVELS: Final = PRECISIONS | {2: "f32"}
 LEVEL_DTYPES: Final = {level: NAMES[precision] for level, precision in LEVELS.items()}
+X86: Final = ("x86_64", "amd64")
 FEW_TOKENS: Final = 24  # up to which int8 beats AMX; measured on Sapphire Rapids, two cores
 
 
@@ -51,6 +53,7 @@ class CpuPlugin:
     device = "CPU"
     transposed_keys = False
     takes_extensions = True
+    gathers_experts = platform.machine().lower() in X86  # the plugin does so there alone
     proven = True
     wrong: Final[Mapping[str, str]] = MappingProxyType({"float16": NO_FLOAT16})
 
@@ -64,7 +67,14 @@ class CpuPlugin:
         dtypes.sort(key=lambda dtype: getattr(ov.Type, HINTS[dtype]) != natural)
         caches = [n for n in KV_PRECISIONS if any(n in CACHES[dtype] for dtype in dtypes)]
         beside = {dtype: CACHES[dtype] for dtype in dtypes}
-        return Features(("native",), tuple(dtypes), tuple(caches), beside, LEVEL_DTYPES)
+        return Features(
+            ("native",),
+            tuple(dtypes),
+            tuple(caches),
+            beside,
+            LEVEL_DTYPES,
+            has_experts=self.gathers_experts,
+        )
 
     def check(self, options: LoadOptions) -> None:
         """See `plugin.Plugin.check`."""

@@ -33,6 +33,7 @@ class GpuPlugin:
 
     transposed_keys = True
     takes_extensions = False
+    gathers_experts = False  # some do, as the source has it; which ones, nobody saw here
     proven = False
     wrong: Final[Mapping[str, str]] = MappingProxyType({})
 

@@ -56,6 +56,11 @@ class Plugin(Protocol):
         ...
 
     @property
+    def gathers_experts(self) -> bool:
+        """Whether it gives tokens to some experts alone where they are written as its pattern."""
+        ...
+
+    @property
     def proven(self) -> bool:
         """Whether we ran it; the attention of others must pass a test before it is used."""
         ...

@@ -18,6 +18,7 @@ from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes.flat_paged import flatten_paged
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.result import PassResult
+from onnxport.graphs.passes.split_experts import MOE, QMOE
 from onnxport.providers import memory
 from onnxport.providers.base import (
     Capabilities,
@@ -34,6 +35,7 @@ from onnxport.providers.openvino.compiled import cache_format, placement, precis
 from onnxport.providers.openvino.convert import RELEASE, collect_weights, convert, lower
 from onnxport.providers.openvino.core import new_core
 from onnxport.providers.openvino.cpu import CpuPlugin
+from onnxport.providers.openvino.experts import PRODUCTS, count_gathers
 from onnxport.providers.openvino.extension import load_extension
 from onnxport.providers.openvino.gpu import GpuPlugin
 from onnxport.providers.openvino.lora import OpenVinoLora
@@ -118,7 +120,8 @@ class OpenVinoProvider:
         if options.max_adapters:
             extension = load_extension() if plugin.takes_extensions else None
             lora = OpenVinoLora(artifact, options, extension)
-        lowered = list(lower(artifact, lora.lower if lora else None))
+        passes = lower(artifact, lora.lower if lora else None, keep_experts=plugin.gathers_experts)
+        lowered = list(passes)
         for step in lowered:
             logger.info("%s: %s", artifact.path.name, step)
         model = lowered[-1].model
@@ -141,6 +144,7 @@ class OpenVinoProvider:
             for build in builds
         ]
         _check_precision(graphs[-1].compiled, plugin, options)
+        _check_experts(model, graphs)
         form = _check_caches(graphs, plugin, (spec.num_kv_heads, spec.head_size), options)
         token_bytes = form.layer_bytes / form.block_size
         pool = plan_pool(
@@ -282,6 +286,17 @@ def _check_precision(compiled: Any, plugin: Plugin, options: LoadOptions) -> Non
         )
 
 
+def _check_experts(model: onnx.ModelProto, graphs: Sequence[Graph]) -> None:
+    """Say so where the plugin did not know the pattern of experts that `lower` kept for it."""
+    kept = sum(node.op_type in (MOE, QMOE) for node in model.graph.node)
+    if any(count_gathers(graph.compiled) < PRODUCTS * kept for graph in graphs):
+        logger.warning(
+            "OpenVINO did not recognize all of %d layers of experts, and computes every expert for "
+            "each token there; results are the same, after several times the work",
+            kept,
+        )
+
+
 def _check_caches(
     graphs: Sequence[Graph], plugin: Plugin, heads: tuple[int, int], options: LoadOptions
 ) -> CacheFormat:
@@ -308,13 +323,13 @@ def _check_caches(
 def _accuracy_level(model: onnx.ModelProto, asked: int | None) -> int:
     """What products may round activations to; see graphs.passes.accuracy.
 
-    Without an answer of the caller it is the most precise level of the artifact's MatMulNBits.
-    Int8 is a level of that operator alone: where there is none, it asks for nothing.
+    Without an answer of the caller it is the most precise level of the artifact's MatMulNBits and
+    QMoE. Int8 is a level of these alone: where there are none, it asks for nothing.
     """
     own = [
         attribute_int(node, "accuracy_level", 0)
         for node in model.graph.node
-        if node.op_type == MATMUL_NBITS
+        if node.op_type in (MATMUL_NBITS, QMOE)
     ]
     level = min(own, default=0) if asked is None else asked
     return level if own or level in PRECISIONS else 0

@@ -32,6 +32,7 @@ class UnloadRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     lora_name: Text
+    lora_int_id: int | None = None  # vLLM's number of the same; nobody is told one here
 
 
 def add_routes(app: FastAPI, service: Service, *, allowed: bool) -> None:

@@ -10,8 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 from onnxport.errors import RequestError
 from onnxport.serving.chat import RESERVED
 from onnxport.serving.http.protocol import Strict, expect
-
-REASONING_NAMES = ("reasoning_content", "reasoning")  # DeepSeek's and llama.cpp's; vLLM's today
+from onnxport.serving.reasoning import REASONING_NAMES
 
 
 class ContentPart(Strict):

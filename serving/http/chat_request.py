@@ -146,8 +146,9 @@ class ChatRequest(RequestBody):
 
     @property
     def tells_reasoning(self) -> bool:
-        """Whether the reasoning is wanted; who asks for none does not want it."""
-        return self.include_reasoning is not False and self.reasoning_effort != "none"
+        """Whether the reasoning is wanted: not with no effort, unless thoughts are asked for."""
+        asked = bool((self.chat_template_kwargs or {}).get("enable_thinking"))
+        return self.include_reasoning is not False and (self.reasoning_effort != "none" or asked)
 
     def with_effort(self, template: ChatTemplate) -> ChatRequest:
         """Return the request with `reasoning_effort` as variables of the template, as vLLM has it.

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from onnxport.serving.http.chat_messages import REASONING_NAMES
 from onnxport.serving.http.generation import Job, Usage
 from onnxport.serving.http.service import Service, Tokenizer
 from onnxport.serving.http.tool_formats.cursor import longest_partial
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.reasoning import ReasoningSplitter, Thought
+from onnxport.serving.reasoning import REASONING_NAMES, ReasoningSplitter, Thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +100,11 @@ class DeltaSplitter:
     def has_thought(self) -> bool:
         """Whether reasoning was begun."""
         return self._splitter.has_thought
+
+    @property
+    def answer_start(self) -> int:
+        """Where in the text the answer begins; see `ReasoningSplitter`."""
+        return self._splitter.answer_start
 
     def take(
         self, delta: CompletionDelta, num_tokens: int

@@ -19,6 +19,7 @@ from onnxport.serving.http.errors import ApiError, to_api_error
 from onnxport.serving.http.generation import Job, generate, token_logprobs, unless_disconnected
 from onnxport.serving.http.logprobs import chat_logprobs
 from onnxport.serving.http.middleware import key_tenant
+from onnxport.serving.http.placed_logprobs import Entry, PlacedLogprobs
 from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
 from onnxport.serving.http.responses_request import ResponsesRequest, as_chat, renamed
 from onnxport.serving.http.service import Service
@@ -114,7 +115,11 @@ class Told:
         self._output: list[dict[str, Any]] = []
         self._message: _Message | None = None  # that is being told
         self._reasoning: _Reasoning | None = None  # that is being told
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is not told yet
+        pieces = service.tokenizer.detokenizer(
+            job.prompts[0], skip_special_tokens=skips, spelled=job.params.spelled_token_ids
+        )
+        self._logprobs = PlacedLogprobs(pieces)  # of tokens whose text is not told yet
+        self._num_told = 0  # characters of an answer in which no calls are looked for
         self._status = "in_progress"
 
     def take(self, delta: CompletionDelta) -> Iterator[Event]:
@@ -124,31 +129,31 @@ class Told:
             self.has_begun = True
             yield self._event("response.created", response=self.response())
             yield self._event("response.in_progress", response=self.response())
+        self._add_logprobs(delta)
         thought, delta = self._splitter.take(delta, num_thought)
         if thought is not None and thought.text and self._is_told:
             yield from self._think(thought.text)
         yield from self._answer(delta)
 
-    def _answer(self, delta: CompletionDelta) -> Iterator[Event]:
-        """Yield what a delta adds to the answer."""
+    def _add_logprobs(self, delta: CompletionDelta) -> None:
         if delta.logprobs and self.job.params.logprobs is not None:
             tokens = token_logprobs(delta)
             entries = chat_logprobs(self._service.tokenizer, tokens, self.job.params.logprobs)
-            self._logprobs += entries["content"]
-        parts = self._parse(delta).parts
-        if parts:
+            self._logprobs.add([one for one, _ in tokens], entries["content"])
+
+    def _answer(self, delta: CompletionDelta) -> Iterator[Event]:
+        """Yield what a delta adds to the answer."""
+        start = self._splitter.answer_start
+        self._logprobs.drop(start)  # of what is no part of it
+        parsed = self._parse(delta)
+        if parsed.parts:
             yield from self._end_reasoning("completed")
-        for index, part in enumerate(parts):
+        for part, end in zip(parsed.parts, parsed.ends, strict=True):
             if isinstance(part, str):
-                calls = any(not isinstance(one, str) for one in parts[index + 1 :])
-                num_own = _beginning(self._logprobs, part) if calls else len(self._logprobs)
-                yield from self._tell(part, num_own)
+                yield from self._tell(part, self._logprobs.take(start + end))
                 continue
-            behind = "".join(one for one in parts[index + 1 :] if isinstance(one, str))
-            left = _ending(self._logprobs, behind)
-            self._logprobs.clear()  # those of its own text
+            self._logprobs.drop(start + end)
             yield from self._end_message("completed")
-            self._logprobs += left
             yield from self._call(part)
         if delta.finish_reason:
             yield from self._end("incomplete" if delta.finish_reason == "length" else "completed")
@@ -213,14 +218,14 @@ class Told:
 
     def _parse(self, delta: CompletionDelta) -> Parsed:
         if self._parser is None:
-            return Parsed((delta.text,) if delta.text else ())
+            self._num_told += len(delta.text)
+            return Parsed((delta.text,), (self._num_told,)) if delta.text else Parsed()
         return self._parser.take(delta.text, is_last=delta.finish_reason is not None)
 
     def _think(self, text: str) -> Iterator[Event]:
         """Yield reasoning, whose item begins with it if there is none."""
         if self._reasoning is None:
             self._reasoning = _Reasoning(f"rs_{uuid.uuid4().hex}", len(self._output))
-            self._logprobs.clear()  # of its tag
             yield self._item("added", self._reasoning.item("in_progress", []))
             yield self._part("added", self._reasoning, _thought(""))
         self._reasoning.text += text
@@ -237,19 +242,18 @@ class Told:
         yield self._part("done", told, part)
         yield self._item("done", told.item(status, [part]))
 
-    def _tell(self, text: str, num_logprobs: int) -> Iterator[Event]:
+    def _tell(self, text: str, logprobs: list[Entry]) -> Iterator[Event]:
         """Yield text of a message, which begins with it if there is none.
 
         Args:
             text: the next one.
-            num_logprobs: the first ones of those that wait are of its tokens.
+            logprobs: of its tokens.
         """
         if self._message is None:
             self._message = _Message(f"msg_{uuid.uuid4().hex}", len(self._output))
             yield self._item("added", self._message.item("in_progress", []))
             yield self._part("added", self._message, _text("", []))
-        message, logprobs = self._message, self._logprobs[:num_logprobs]
-        del self._logprobs[:num_logprobs]
+        message = self._message
         message.text += text
         message.logprobs += logprobs
         fields = {"delta": text, "logprobs": logprobs, **message.place}
@@ -260,8 +264,6 @@ class Told:
         if self._message is None:
             return
         message, self._message = self._message, None
-        message.logprobs += self._logprobs  # of tokens without text
-        self._logprobs.clear()
         part = _text(message.text, message.logprobs)
         fields = {"text": message.text, "logprobs": message.logprobs, **message.place}
         yield self._event("response.output_text.done", **fields)
@@ -286,7 +288,9 @@ class Told:
     def _end(self, status: str) -> Iterator[Event]:
         yield from self._end_reasoning(status)
         if self._message is None and not self._output:
-            yield from self._tell("", len(self._logprobs))  # an empty answer is a message, too
+            yield from self._tell("", self._logprobs.take_all())  # an empty answer is one, too
+        if self._message is not None:
+            self._message.logprobs += self._logprobs.take_all()  # of tokens without text
         yield from self._end_message(status)
         self._status = status
         yield self._event(f"response.{status}", response=self.response())
@@ -334,29 +338,6 @@ class _Reasoning:
             "content": content,
             "status": status,
         }
-
-
-def _beginning(logprobs: list[dict[str, Any]], text: str) -> int:
-    """Return how many of the first tokens hold a text; see `_ending`."""
-    num_tokens, rest = 0, text.encode()
-    while num_tokens < len(logprobs) and rest:
-        held = bytes(logprobs[num_tokens]["bytes"])
-        rest = b"" if held.startswith(rest) else rest.removeprefix(held)
-        num_tokens += 1
-    return num_tokens
-
-
-def _ending(logprobs: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Return the log probabilities of the last tokens, as many as hold a text.
-
-    Special tokens among them are not in the text, and the first one may begin before it.
-    """
-    start, rest = len(logprobs), text.encode()
-    while start > 0 and rest:
-        start -= 1
-        held = bytes(logprobs[start]["bytes"])
-        rest = b"" if held.endswith(rest) else rest.removesuffix(held)
-    return logprobs[start:]
 
 
 def _thought(text: str) -> dict[str, Any]:

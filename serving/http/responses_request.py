@@ -66,6 +66,7 @@ CALLED: Final[Mapping[str, str]] = {
     "response_format.json_schema": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
 }
+THOUGHT: Final = {"role", "reasoning_content"}  # what a message has of which no more is known
 _OF_FUNCTION: Final = re.compile(r"^(tools\.[0-9]+)\.function")  # a level that tools lack here
 
 
@@ -210,7 +211,7 @@ class ResponsesRequest(Strict):
         """Return the conversation.
 
         What an assistant thinks, and says before, between and behind calls, is one message with
-        them.
+        them. Thoughts in a row are one, each on lines of its own as the parts of one are.
 
         Raises:
             RequestError: there is none.
@@ -221,10 +222,10 @@ class ResponsesRequest(Strict):
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
         for item in self.input:
+            last = messages[-1] if messages else {}
             match item:
                 case MessageItem():
-                    last = messages[-1] if messages else {}
-                    if item.role == "assistant" and last.keys() == {"role", "reasoning_content"}:
+                    if item.role == "assistant" and last.keys() == THOUGHT:
                         last["content"] = _plain(item.content)
                     elif item.role == "assistant" and "tool_calls" in last:
                         texts = (last.get("content", ""), _plain(item.content))
@@ -232,7 +233,10 @@ class ResponsesRequest(Strict):
                     else:
                         messages.append({"role": item.role, "content": _plain(item.content)})
                 case ReasoningItem() if item.text:
-                    messages.append({"role": "assistant", "reasoning_content": item.text})
+                    if last.keys() == THOUGHT:
+                        last["reasoning_content"] += f"\n{item.text}"
+                    else:
+                        messages.append({"role": "assistant", "reasoning_content": item.text})
                 case CallItem():
                     if not messages or messages[-1]["role"] != "assistant":
                         messages.append({"role": "assistant"})

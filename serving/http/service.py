@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -61,7 +61,13 @@ class Tokenizer(Protocol):
         """Return the bytes of one token, which may be a part of a character."""
         ...
 
-    def detokenizer(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> Pieces:
+    def detokenizer(
+        self,
+        prompt: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        spelled: Collection[int] = (),
+    ) -> Pieces:
         """Return what gives the text of the tokens that follow `prompt`."""
         ...
 

@@ -18,9 +18,15 @@ MOST_TRIED = 20  # blocks at the end of all, whose readers may each look at all 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What one piece of text gave: content and calls, in their order."""
+    """What one piece of text gave: content and calls, in their order.
+
+    Attributes:
+        parts: all of them.
+        ends: where each one ends, in characters of the text from its start on.
+    """
 
     parts: tuple[str | ParsedCall, ...] = ()
+    ends: tuple[int, ...] = ()
 
     @property
     def content(self) -> str:
@@ -51,6 +57,8 @@ class ToolCallParser:
     _found: bool = field(default=False, init=False)
     _behind: bool = field(default=False, init=False)  # a call, and nothing but space since
     _space: str = field(default="", init=False)  # at the end of the content; not told yet
+    _num_taken: int = field(default=0, init=False)  # characters before the pending text
+    _content_end: int = field(default=0, init=False)  # behind the last one that is not in _space
     _awaited: Awaited | None = field(default=None, init=False)  # before a block can be read
 
     def feed(self, text: str) -> Parsed:
@@ -69,11 +77,12 @@ class ToolCallParser:
         parsed = self.feed(text)
         if not is_last:
             return parsed
-        return Parsed(parsed.parts + self.finish().parts)
+        rest = self.finish()
+        return Parsed(parsed.parts + rest.parts, parsed.ends + rest.ends)
 
     def _take(self, final: bool) -> Parsed:
         """Consume as much of the pending text as can be told apart."""
-        parts: list[str | ParsedCall] = []
+        parts: list[tuple[str | ParsedCall, int]] = []
         self._awaited = None
         num_tried = 0
         while self._pending:
@@ -86,15 +95,17 @@ class ToolCallParser:
                 parts.append(self._drop(start))
                 break
             if block.calls:
-                parts += [self._drop(start), *block.calls]
-                self._pending, self._space = self._pending[block.end - start :], ""
+                parts.append(self._drop(start))
+                self._skip(block.end - start)
+                parts += [(call, self._num_taken) for call in block.calls]
                 self._found = self._begun = self._behind = True
             else:
                 num_tried += final
                 parts.append(self._drop(block.end))
         if final and not self._found:
-            parts.append(self._space)
-        return Parsed(tuple(part for part in parts if part))
+            parts.append((self._space, self._num_taken))
+        told = [(part, end) for part, end in parts if part]
+        return Parsed(tuple(part for part, _ in told), tuple(end for _, end in told))
 
     def _opening(self) -> int:
         """Return where the next block may begin; -1: nowhere yet."""
@@ -119,24 +130,43 @@ class ToolCallParser:
             self._awaited = error.awaited
             return None
 
-    def _take_content(self, final: bool) -> str:
-        """Take the text before anything that may be the start of a block."""
+    def _take_content(self, final: bool) -> tuple[str, int]:
+        """Take the text before anything that may be the start of a block, as `_drop` does."""
         if final:
             return self._drop(len(self._pending))
         rest = self._pending.lstrip()
         if any(each.startswith(rest) for each in self._begins()):
-            return ""
+            return self._drop(0)
         held = longest_partial(self._pending, (*self.format.markers, *self.hidden))
         return self._drop(len(self._pending) - held)
 
-    def _drop(self, end: int) -> str:
-        """Advance to `end`, and return what is content; space at its end waits for more."""
-        text, self._pending = self._pending[:end], self._pending[end:]
-        if text.strip():
+    def _skip(self, num_characters: int) -> None:
+        """Advance behind a block, and forget the space before it."""
+        self._pending, self._space = self._pending[num_characters:], ""
+        self._num_taken += num_characters
+
+    def _drop(self, end: int) -> tuple[str, int]:
+        """Advance to `end`; space at the end of content waits for more.
+
+        Returns:
+            What is content, and where it ends in the whole text.
+        """
+        taken, self._pending = self._pending[:end], self._pending[end:]
+        if taken.strip():
             self._begun, self._behind = True, False
+        if last := self._last_of(taken):
+            self._content_end = self._num_taken + last
+        self._num_taken += end
         for token in self.hidden:
-            text = text.replace(token, "")
-        text = self._space + text
+            taken = taken.replace(token, "")
+        text = self._space + taken
         content = text.rstrip()
         self._space = text[len(content) :]
-        return content
+        return content, self._content_end
+
+    def _last_of(self, text: str) -> int:
+        """Return where a text ends without space and hidden tokens at its end."""
+        kept = text.rstrip()
+        while found := next((each for each in self.hidden if kept.endswith(each)), None):
+            kept = kept.removesuffix(found).rstrip()
+        return len(kept)

@@ -268,8 +268,10 @@ def test_origins_are_as_browsers_spell_them(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_reasoning_parsers_have_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parse("serve", "m").reasoning_parser == "auto"
-    assert parse("serve", "m", "--reasoning-parser", "seed_oss").reasoning_parser == "seed_oss"
+    assert parse("serve", "m").reasoning_parser == parse("chat", "m").reasoning_parser == "auto"
+    for command in ("serve", "chat"):
+        found = parse(command, "m", "--reasoning-parser", "seed_oss")
+        assert found.reasoning_parser == "seed_oss"
     with pytest.raises(SystemExit):
         parse("serve", "m", "--reasoning-parser", "qwen9")
     assert "use one of auto, none, qwen3" in capsys.readouterr().err

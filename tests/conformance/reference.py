@@ -32,20 +32,25 @@ class ArtifactWeights:
     def linear(self, role: str, x: Array) -> Array:
         """See `WeightSource`."""
         weight = self._values[f"{role}.weight"]
+        bias = self._values.get(f"{role}.bias")
         if role.endswith(".experts.gate_up"):  # gate's rows and up's take turns
             experts = self._experts(role)
             apart = experts.reshape(len(experts), -1, 2, x.shape[-1]).swapaxes(1, 2)
-            return x @ apart.reshape(-1, x.shape[-1]).T
+            product = x @ apart.reshape(-1, x.shape[-1]).T
+            if bias is None:
+                return product
+            return product + bias.reshape(len(bias), -1, 2).swapaxes(1, 2).ravel()
         if weight.ndim == 2:  # [K, N]
             product = x @ weight.astype(np.float32)
         else:  # quantized: [N, blocks, bytes]
             product = x @ self._dequantize(weight, self._values[f"{role}.scales"]).T
-        bias = self._values.get(f"{role}.bias")
         return product if bias is None else product + bias.astype(np.float32)
 
-    def sum_of_experts(self, role: str, x: Array) -> Array:
+    def sum_of_experts(self, role: str, x: Array, parts: Array) -> Array:
         """See `WeightSource`."""
-        return np.einsum("tek,enk->tn", x, self._experts(role))
+        total = np.einsum("tek,enk->tn", x, self._experts(role))
+        bias = self._values.get(f"{role}.bias")
+        return total if bias is None else total + parts @ bias.astype(np.float32)
 
     def head(self, x: Array) -> Array:
         """See `WeightSource`."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,6 +22,7 @@ from transformers import (
 
 VOCAB = 160
 TOKENS = 32
+EXPERT_WEIGHTS = ("experts.gate_up_proj", "experts.down_proj")
 OFFSET_NORMS = ("gemma2", "gemma3_text")  # families whose norms' weights are stored minus one
 
 VISION: Mapping[str, Mapping[str, Any]] = {
@@ -39,6 +41,24 @@ BASE: Mapping[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+GPT_OSS_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+MINISTRAL_ROPE: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
 
 
 @dataclass(frozen=True)
@@ -51,6 +71,7 @@ class Case:
     shards: bool = False
     context_length: int | None = None  # of the export
     inside: str | None = None  # a model that reads images, too
+    mxfp4: bool = False  # experts of one tensor are stored in it
 
 
 def _rope(kind: str, **values: Any) -> Case:
@@ -193,6 +214,42 @@ CASES: Mapping[str, Case] = {
         shards=True,
         inside="mistral3",
     ),
+    "gpt-oss": Case(  # experts in MXFP4
+        "gpt_oss",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "swiglu_limit": 0.7,
+            "pad_token_id": 0,
+            "rope_parameters": GPT_OSS_ROPE,
+        },
+        torch.bfloat16,
+        mxfp4=True,
+    ),
+    "gpt-oss-16bit": Case(
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "intermediate_size": 64,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "pad_token_id": 0,
+            "rope_parameters": GPT_OSS_ROPE,
+        },
+        torch.bfloat16,
+    ),
+    "ministral3": Case(
+        "ministral3",
+        {"rope_parameters": MINISTRAL_ROPE, "head_dim": 32, "tie_word_embeddings": True},
+        torch.bfloat16,
+        inside="mistral3",
+    ),
+    "ministral3-text": Case("ministral3", {"rope_parameters": MINISTRAL_ROPE, "head_dim": 16}),
     "granitemoe": Case(  # experts of one tensor
         "granitemoe",
         {
@@ -280,11 +337,11 @@ CASES: Mapping[str, Case] = {
     ),
     "mixtral": Case("mixtral", {"num_local_experts": 4, "sliding_window": 6}),
     "olmoe": Case("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}, torch.bfloat16),
-    "qwen3-moe": Case(  # the first layer has none
+    "qwen3-moe": Case(  # the first layer has none; more experts than WebGPU binds outputs at once
         "qwen3_moe",
         {
             "head_dim": 32,
-            "num_experts": 8,
+            "num_experts": 16,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "norm_topk_prob": True,
@@ -401,10 +458,37 @@ def make(case: Case, folder: Path, seed: int = 0, **saving: Any) -> PreTrainedMo
         if name.endswith("correction_bias"):
             buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.to(case.dtype)
+    packed = _pack_experts(model) if case.mxfp4 else {}
     model.save_pretrained(folder, max_shard_size="20KB" if case.shards else "5GB", **saving)
     model.generation_config.save_pretrained(folder)
     # loaded anew: `model.float()` would not bring back the RoPE buffers, which `to` rounded
-    return models.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    found = models.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    if packed:
+        tensors = load_file(folder / "model.safetensors")
+        kept = {name: one for name, one in tensors.items() if not name.endswith(EXPERT_WEIGHTS)}
+        save_file(kept | packed, folder / "model.safetensors")
+        edit_config(folder, quantization_config={"quant_method": "mxfp4"})
+    return found
+
+
+def _pack_experts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Round the experts to numbers of MXFP4; returns these packed, as gpt-oss is published."""
+    packed = {}
+    for name, parameter in model.named_parameters():
+        if not name.endswith(EXPERT_WEIGHTS):
+            continue
+        rows = parameter.data.float().swapaxes(1, 2)  # [experts, outputs, inputs]
+        blocks = rows.reshape(*rows.shape[:2], -1, 32)
+        exponents = torch.floor(torch.log2(blocks.abs().amax(-1, keepdim=True))) - 2
+        levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        scaled = blocks / torch.exp2(exponents)
+        nearest = (scaled.abs()[..., None] - levels).abs().argmin(-1)
+        meant = levels[nearest] * scaled.sign() * torch.exp2(exponents)
+        parameter.data = meant.reshape(rows.shape).swapaxes(1, 2).to(parameter.dtype).contiguous()
+        quants = (nearest + 8 * (scaled < 0)).to(torch.uint8)
+        packed[f"{name}_blocks"] = quants[..., 0::2] | quants[..., 1::2] << 4
+        packed[f"{name}_scales"] = (exponents[..., 0] + 127).to(torch.uint8)
+    return packed
 
 
 def edit_config(folder: Path, **values: Any) -> None:

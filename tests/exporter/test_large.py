@@ -48,7 +48,12 @@ def test_published_shapes_are_understood(shape: str, tmp_path: Path) -> None:
     family = find_family(config)
     spec = family.spec(config, None)
     config.check_all_used(family.name)
-    shapes = dict(make_checkpoint.tensor_shapes(make_checkpoint.SHAPES[shape]))
+    stored = dict(make_checkpoint.tensor_shapes(make_checkpoint.SHAPES[shape]))
+    shapes = {
+        name: (*dims[:-2], 32 * dims[-2]) if name.endswith("_blocks") else dims
+        for name, dims in stored.items()
+        if not name.endswith("_scales")
+    }
     assert plan_weights(spec, family.tensors).shapes() == shapes
     billions = sum(int(np.prod(dims)) for dims in shapes.values()) / 1e9
     if shape != "tiny":

@@ -25,6 +25,7 @@ FAST = {
     "gemma2",
     "gemma3",
     "gemma3-images",
+    "glm4-moe",
     "granite",
     "granitemoe",
     "llama",

@@ -12,10 +12,20 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from onnxport.graphs.builder import GraphBuilder
-from onnxport.graphs.experts import ExpertWeights, Routing, expert_layer
+from onnxport.graphs.experts import ExpertWeights, Routing, Swiglu, expert_layer
 from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef
 
 HIDDEN, SIZE, COUNT, PER_TOKEN, BLOCK = 64, 96, 6, 2, 32
+# All that an activation may have; a quarter of what is made here is beyond the limit.
+CLAMPED = Swiglu(alpha=1.702, up_offset=1.0, limit=0.75)
+VARIANTS = {
+    "plain": (Swiglu(), False),
+    "biased": (Swiglu(), True),
+    "alpha": (Swiglu(alpha=1.702), False),
+    "offset": (Swiglu(up_offset=1.0), False),
+    "limit": (Swiglu(limit=0.75), False),
+    "all": (CLAMPED, True),
+}
 Array = NDArray[np.float32]
 
 
@@ -28,6 +38,8 @@ class Layer:
     gate_up: Array  # [experts, 2 * size, hidden], gate and up take turns
     down: Array  # [experts, hidden, size]
     normalized: bool
+    swiglu: Swiglu
+    biases: tuple[Array, Array] | None  # [experts, 2 * size] and [experts, hidden]
     sigmoid: bool = False
     correction: Array | None = None  # [experts]
 
@@ -63,16 +75,27 @@ class Layer:
             chosen = np.argsort(-ranked, kind="stable")[:PER_TOKEN]
             total = scores[chosen].sum() if self.normalized else 1
             for expert in chosen:
-                gate, up = (self.gate_up[expert, turn::2] @ values for turn in (0, 1))
-                made = self.down[expert] @ (gate / (1 + np.exp(-gate)) * up)
+                joined, added = self.gate_up[expert] @ values, np.float32(0)
+                if self.biases is not None:
+                    joined, added = joined + self.biases[0][expert], self.biases[1][expert]
+                made = self.down[expert] @ self._activated(joined[0::2], joined[1::2]) + added
                 rows[row] += scores[expert] / total * made
         return rows
+
+    def _activated(self, gate: Array, up: Array) -> Array:
+        if self.swiglu.limit is not None:
+            gate = np.minimum(gate, self.swiglu.limit)
+            up = np.clip(up, -self.swiglu.limit, self.swiglu.limit)
+        sigmoid = 1 / (1 + np.exp(-self.swiglu.alpha * gate))
+        activated: Array = gate * sigmoid * (up + self.swiglu.up_offset)
+        return activated
 
 
 def layer(
     folder: Path,
     bits: int | None,
     dtype: int,
+    variant: str = "plain",
     *,
     normalized: bool = True,
     level: int = 1,
@@ -80,6 +103,7 @@ def layer(
     corrected: bool = False,
 ) -> Layer:
     """A layer with random weights; without bits they are of the activations' type."""
+    swiglu, biased = VARIANTS[variant]
     random = np.random.default_rng(7)
     kind = helper.tensor_dtype_to_np_dtype(dtype)
     g, content, meant, names = GraphBuilder("layer"), bytes(64), [], []
@@ -107,22 +131,33 @@ def layer(
         names.append((store(f"{name}.weight", quants), store(f"{name}.scales", scales)))
     x = g.input("x", dtype, ["tokens", HIDDEN])
     logits = g.input("router", dtype, ["tokens", COUNT])
+    biases, stored = [], ["", ""]
+    if biased:
+        for place, (name, size) in enumerate((("gate_up", 2 * SIZE), ("down", HIDDEN))):
+            value = (random.standard_normal((COUNT, size)) / 2).astype(kind)
+            stored[place] = store(f"{name}.bias", value)
+            biases.append(value.astype(np.float32))
     weights = ExpertWeights(
         count=COUNT,
         gate_up=names[0][0],
         down=names[1][0],
         gate_up_scales=names[0][1],
         down_scales=names[1][1],
+        gate_up_bias=stored[0],
+        down_bias=stored[1],
         bits=bits,
         block_size=None if bits is None else BLOCK,
     )
     correction = random.standard_normal(COUNT).astype(np.float32) / 2 if corrected else None
-    added = "" if correction is None else g.constant(correction, "correction")
-    routing = Routing(per_token=PER_TOKEN, normalized=normalized, sigmoid=sigmoid, correction=added)
-    y = expert_layer(g, x, logits, weights, routing, dtype=dtype, accuracy_level=level)
+    name = "" if correction is None else g.constant(correction, "correction")
+    routing = Routing(per_token=PER_TOKEN, normalized=normalized, sigmoid=sigmoid, correction=name)
+    y = expert_layer(g, x, logits, weights, routing, swiglu, dtype=dtype, accuracy_level=level)
     g.node("Identity", [y], outputs=[g.output("y", dtype, ["tokens", HIDDEN])])
     (folder / WEIGHTS_FILE).write_bytes(content)
-    return Layer(g.build(), folder, meant[0], meant[1], normalized, sigmoid, correction)
+    added = (biases[0], biases[1]) if biased else None
+    return Layer(
+        *(g.build(), folder, meant[0], meant[1], normalized, swiglu, added, sigmoid, correction)
+    )
 
 
 def inputs(tokens: int, seed: int = 0) -> tuple[Array, Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,23 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
+from onnxport.graphs.experts import Swiglu
 from onnxport.graphs.inspect import initializers, set_attribute
 from onnxport.graphs.passes.gated_experts import use_gated_experts
 from onnxport.graphs.passes.retype import external_placeholder, retype
 from onnxport.graphs.passes.stored_scales import use_stored_scales
 from onnxport.providers.cpu.library import find_library, matmul_isa
-from tests.graphs.expert_models import BLOCK, COUNT, HIDDEN, PER_TOKEN, SIZE, TYPES, inputs, layer
+from tests.graphs.expert_models import (
+    BLOCK,
+    COUNT,
+    HIDDEN,
+    PER_TOKEN,
+    SIZE,
+    TYPES,
+    VARIANTS,
+    inputs,
+    layer,
+)
 
 KERNEL = pytest.mark.skipif(
     find_library() is None or matmul_isa() is None,
@@ -47,12 +59,28 @@ def test_the_node(tmp_path: Path) -> None:
     }
 
 
+def test_the_node_with_all_that_there_may_be(tmp_path: Path) -> None:
+    plain = use_gated_experts(layer(tmp_path, 4, TYPES["float32"], level=4).model).model
+    made = use_gated_experts(layer(tmp_path, 4, TYPES["float32"], "all", level=4).model).model
+    before, after = plain.graph.node[0], made.graph.node[0]
+    assert list(after.input) == [*before.input, "gate_up.bias", "down.bias"]
+    added = [a for a in after.attribute if a not in before.attribute]
+    assert len(after.attribute) == len(before.attribute) + len(added)
+    wanted = {"alpha": 1.702, "up_offset": 1.0, "limit": 0.75}
+    assert {a.name: a.f for a in added} == pytest.approx(wanted)
+
+
+CASES = [("plain", True), ("plain", False), *((name, True) for name in VARIANTS if name != "plain")]
+
+
 @KERNEL
-@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize(("variant", "normalized"), CASES)
 @pytest.mark.parametrize("dtype", sorted(TYPES))
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_it_computes(tmp_path: Path, bits: int, dtype: str, normalized: bool) -> None:
-    made = layer(tmp_path, bits, TYPES[dtype], normalized=normalized, level=4)
+def test_what_it_computes(
+    tmp_path: Path, bits: int, dtype: str, variant: str, normalized: bool
+) -> None:
+    made = layer(tmp_path, bits, TYPES[dtype], variant, normalized=normalized, level=4)
     stored = made.model
     content = (tmp_path / "model.onnx.data").read_bytes()
 
@@ -66,13 +94,16 @@ def test_what_it_computes(tmp_path: Path, bits: int, dtype: str, normalized: boo
 
     model = use_gated_experts(retype(stored, read).model).model
     model = use_stored_scales(model, stored).model
-    experts = next(node for node in model.graph.node if node.op_type == "GatedExperts")
-    scales = initializers(model)[experts.input[3]]
+    (node,) = [node for node in model.graph.node if node.op_type == "GatedExperts"]
+    scales = initializers(model)[node.input[3]]
     assert scales.data_type == TYPES[dtype]
     x, logits = inputs(9)
     expected = made.expected(x, logits)
     found = made.run(model, x, logits, find_library())
     assert 0 < np.abs(found - expected).max() < 0.02 * np.ptp(expected)
+    if variant != "plain":  # it tells, by more than what rounding may change
+        plain = replace(made, swiglu=Swiglu(), biases=None).expected(x, logits)
+        assert np.abs(plain - expected).max() > 0.05 * np.ptp(expected)
     alone = [made.run(model, x[i : i + 1], logits[i : i + 1], find_library()) for i in range(9)]
     np.testing.assert_array_equal(np.concatenate(alone), found)
 
@@ -117,10 +148,31 @@ def _bias(model: onnx.ModelProto) -> None:
     model.graph.initializer.append(zeros)
 
 
-def _half_scales(model: onnx.ModelProto) -> None:
-    (tensor,) = [one for one in model.graph.initializer if one.name == "down.scales"]
-    dims = tuple(tensor.dims)
-    tensor.CopyFrom(external_placeholder("down.scales", TensorProto.FLOAT16, dims))
+def _half(name: str) -> Callable[[onnx.ModelProto], None]:
+    def edit(model: onnx.ModelProto) -> None:
+        (tensor,) = [one for one in model.graph.initializer if one.name == name]
+        dims = tuple(tensor.dims)
+        tensor.CopyFrom(external_placeholder(name, TensorProto.FLOAT16, dims))
+
+    return edit
+
+
+def _changing(name: str) -> Callable[[onnx.ModelProto], None]:
+    def edit(model: onnx.ModelProto) -> None:
+        (tensor,) = [one for one in model.graph.initializer if one.name == name]
+        model.graph.input.append(
+            onnx.helper.make_tensor_value_info(name, tensor.data_type, tensor.dims)
+        )
+
+    return edit
+
+
+def _without(name: str) -> Callable[[onnx.ModelProto], None]:
+    def edit(model: onnx.ModelProto) -> None:
+        node = next(n for n in model.graph.node if n.op_type == "QMoE")
+        node.input[:] = ["" if one == name else one for one in node.input]
+
+    return edit
 
 
 @pytest.mark.parametrize(
@@ -133,11 +185,31 @@ def _half_scales(model: onnx.ModelProto) -> None:
         _attribute("swiglu_fusion", 2),
         _attribute("normalize_routing_weights", 0),
         _bias,
-        _half_scales,
+        _half("down.scales"),
     ],
 )
 def test_others_stay(tmp_path: Path, edit: Callable[[onnx.ModelProto], None]) -> None:
     model = layer(tmp_path, 4, TYPES["float32"], level=4).model
+    edit(model)
+    result = use_gated_experts(model)
+    assert result.changes == {}
+    assert result.model == model
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        _attribute("accuracy_level", 1),
+        _attribute("activation_type", "relu"),
+        *(
+            make(f"{of}.bias")
+            for make in (_half, _changing, _without)
+            for of in ("gate_up", "down")
+        ),
+    ],
+)
+def test_others_with_biases_stay(tmp_path: Path, edit: Callable[[onnx.ModelProto], None]) -> None:
+    model = layer(tmp_path, 4, TYPES["float32"], "all", level=4).model
     edit(model)
     result = use_gated_experts(model)
     assert result.changes == {}

@@ -69,6 +69,15 @@ def test_layers_with_a_window_may_have_a_rotary_embedding_of_their_own() -> None
 EXPERTS = ExpertsSpec(count=8, per_token=2, size=48, normalized=True)
 
 
+def test_biases_and_activations_of_experts_are_written_where_there_are_some() -> None:
+    new = {"biased": True, "alpha": 1.702, "up_offset": 1.0, "limit": 7.0}
+    assert not new.keys() & EXPERTS.to_json().keys()
+    spec = replace(SPEC, experts=replace(EXPERTS, **new))
+    stored = json.loads(json.dumps(spec.to_json()))
+    assert stored["experts"] == EXPERTS.to_json() | new
+    assert ArchSpec.from_json(stored) == spec
+
+
 @pytest.mark.parametrize("experts", [EXPERTS, replace(EXPERTS, layers=(False, True))])
 def test_experts_survive_json(experts: ExpertsSpec) -> None:
     spec = replace(SPEC, experts=experts)
@@ -92,6 +101,11 @@ def test_experts_survive_json(experts: ExpertsSpec) -> None:
         ({"layers": [True, 1]}, "layers"),
         ({"layers": [True]}, "for 2 layers"),
         ({"shared": 1}, "shared"),
+        ({"biased": 1}, "biased"),
+        ({"alpha": 0.0}, "alpha of the experts must be positive: 0.0"),
+        ({"limit": -7.0}, "limit of the experts must be positive: -7.0"),
+        ({"limit": True}, "limit"),
+        ({"up_offset": "1"}, "up_offset"),
     ],
 )
 def test_experts_that_are_wrong_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -122,6 +122,15 @@ def test_an_unloaded_adapter_is_unknown_at_once_and_its_requests_end_in_order(
     assert "".join(texts) == expected
 
 
+def test_the_name_says_what_is_unloaded(lora_server: RunningServer, folders: list[Path]) -> None:
+    """vLLM's field for a number beside it is known, and needs the name as there."""
+    assert load(lora_server, "a", folders[0]).status_code == 200
+    assert post(lora_server, "unload_lora_adapter", lora_int_id=1).status_code == 400
+    named = post(lora_server, "unload_lora_adapter", lora_name="a", lora_int_id=1)
+    assert named.status_code == 200, named.text
+    assert [each["id"] for each in _models(lora_server)] == [MODEL]
+
+
 def test_what_is_refused(lora_server: RunningServer, folders: list[Path], tmp_path: Path) -> None:
     def refused(answer: httpx.Response, status: int) -> str:
         assert answer.status_code == status, answer.text

@@ -185,6 +185,24 @@ def test_an_effort_says_whether_the_model_thinks(
     assert whole(thinker, asked)["usage"]["prompt_tokens"] != chat["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize("include", [None, False])
+def test_thoughts_that_are_asked_for_beside_no_effort_are_told(
+    thinker: RunningServer, include: bool | None
+) -> None:
+    """The variable of the template says more exactly what is wanted, and nothing is hidden."""
+    more = {} if include is None else {"include_reasoning": include}
+    ask = body(f"{THOUGHTS}yes", True, reasoning_effort="none", **more)
+    message = whole(thinker, ask)["choices"][0]["message"]
+    told = "hm, é" if include is None else None
+    assert (message["content"], message["reasoning"]) == ("yes", told)
+    asked = {"enable_thinking": True}
+    ask = {"model": MODEL, "input": say(f"{THOUGHTS}yes"), "chat_template_kwargs": asked}
+    response = httpx.post(
+        f"{thinker.url}/v1/responses", json={**ask, "reasoning": {"effort": "none"}}
+    ).json()
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message"]
+
+
 def test_an_effort_that_the_template_does_not_know_is_refused(server: RunningServer) -> None:
     response = httpx.post(
         f"{server.url}/v1/chat/completions", json=body("a", reasoning_effort="low")
@@ -379,7 +397,7 @@ def test_responses(thinker: RunningServer, client: OpenAI, thinks: bool | None) 
     assert (reasoning["summary"], reasoning["status"]) == ([], "completed")
     [part] = message["content"]
     names = "".join(each["token"] for each in part["logprobs"])
-    assert names.startswith("yes")
+    assert names == "yes"
     assert call["arguments"] == '{"x": 1}'
     assert last["usage"]["output_tokens_details"]["reasoning_tokens"] > len("hm, é")
     done = httpx.post(f"{thinker.url}/v1/responses", json=ask).json()
@@ -415,7 +433,13 @@ def test_reasoning_of_a_response_can_be_sent_back(thinker: RunningServer) -> Non
     bare = [{"type": "reasoning", "id": "rs_1", "summary": []}, output[1]]
     user = {"role": "user", "content": "a"}
     said = {"role": "assistant", "content": "yes"}
-    for items, message in ((output, {**said, "reasoning": "hm, é"}), (bare, said)):
+    second = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "so"}]}
+    for items, message in (
+        (output, {**said, "reasoning": "hm, é"}),
+        (bare, said),
+        ([output[0], second, output[1]], {**said, "reasoning": "hm, é\nso"}),
+        ([output[0], bare[0], second, output[1]], {**said, "reasoning": "hm, é\nso"}),
+    ):
         ask = {"model": MODEL, "input": [user, *items, user], "max_output_tokens": 1}
         given = httpx.post(f"{thinker.url}/v1/responses", json=ask)
         assert given.status_code == 200, given.text

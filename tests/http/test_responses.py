@@ -296,31 +296,64 @@ def test_log_probabilities_are_those_of_the_text(client: OpenAI) -> None:
     part = message.content[0]
     assert part.type == "output_text"
     assert part.logprobs is not None
-    assert "".join(one.token for one in part.logprobs).startswith("ab")
+    assert "".join(one.token for one in part.logprobs) == "ab"
     assert all(len(one.top_logprobs) == 2 for one in part.logprobs)
     without = client.responses.create(**ask).output[0].content[0]  # type: ignore[union-attr]
     assert without.logprobs == []  # type: ignore[union-attr]
 
 
-class AtOnce(FakeEngine):
-    """Says all in one delta, as an engine may that speculates."""
+class InPieces(FakeEngine):
+    """Says so many tokens a delta, as an engine may that speculates; each has its own logprob."""
+
+    size = 1
 
     async def _stream(self, *given: Any) -> AsyncGenerator[CompletionDelta, None]:
         [text] = self.answers
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        logprobs = [{one: Logprob(-0.5, 1, self.tokenizer.token_text(one))} for one in ids]
-        yield CompletionDelta("r", 0, text, tuple(ids), logprobs, "stop")
+        pieces = self.tokenizer.detokenizer([])
+        for start in range(0, len(ids), self.size):
+            some = ids[start : start + self.size]
+            logprobs = [
+                {one: Logprob(-0.5 - number, 1, self.tokenizer.token_text(one))}
+                for number, one in enumerate(some, start)
+            ]
+            ends = "stop" if start + self.size >= len(ids) else None
+            told = "".join(map(pieces.add, some))
+            yield CompletionDelta("r", 0, told, tuple(some), logprobs, ends)
 
 
-async def test_log_probabilities_of_text_around_calls_that_came_at_once(
-    tokenizer: Tokenizer, model_folder: Path
+TEXT, REST = True, False
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [("a b", TEXT), (f"\n{CALL}", REST), ("\nd", TEXT)],
+        [("a", TEXT), (f"\n{CALL}", REST), ("}", TEXT), (CALL, REST), ("d", TEXT)],
+        [(CALL, REST), (" }", TEXT), (f"\n{CALL}", REST), (">", TEXT)],
+        [("hi", TEXT), (CALL, REST), ("hi", TEXT)],  # one token
+        [(CALL, REST), ("é🙂", TEXT), (CALL + CALL, REST), ("é", TEXT)],  # of two, four tokens
+        [(" \n a", TEXT), (CALL, REST)],
+        [("a <tool_c", TEXT), (CALL, REST), (" b", TEXT), (f"\n{CALL}\n", REST)],
+    ],
+)
+async def test_log_probabilities_of_texts_around_calls(
+    tokenizer: Tokenizer, model_folder: Path, parts: list[tuple[str, bool]], size: int
 ) -> None:
-    client = Client(AtOnce(tokenizer, [f"a b\n{CALL}\nd"]), model_folder)
+    engine = InPieces(tokenizer, ["".join(text for text, _ in parts)])
+    engine.size = size
+    client = Client(engine, model_folder)
     ask: dict[str, Any] = {"model": FAKE, "input": "x", "tools": [TOOL], "include": LOGPROBS}
     output = (await client.post("/v1/responses", **ask)).json()["output"]
-    parts = [item["content"][0] for item in output if item["type"] == "message"]
-    told = ["".join(one["token"] for one in part["logprobs"]) for part in parts]
-    assert told == [part["text"] for part in parts] == ["a b", "\nd"]
+    found = [item["content"][0] for item in output if item["type"] == "message"]
+    assert [part["text"] for part in found] == [text for text, is_text in parts if is_text]
+    expected, number = [], 0
+    for text, is_text in parts:
+        start, number = number, number + len(tokenizer.encode(text, add_special_tokens=False))
+        expected += [list(range(start, number))] if is_text else []
+    told = [[-0.5 - one["logprob"] for one in part["logprobs"]] for part in found]
+    assert told == expected
 
 
 async def test_a_failure_in_the_middle_is_an_event(

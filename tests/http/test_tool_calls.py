@@ -28,6 +28,7 @@ def test_content_and_calls_keep_their_order() -> None:
     parsed = ToolCallParser({"add": {}}).take(f"a\n{CALL}b{CALL}", is_last=True)
     assert parsed.parts == ("a", ADD, "b", ADD)
     assert (parsed.content, parsed.calls) == ("ab", (ADD, ADD))
+    assert parsed.ends == (1, 2 + len(CALL), 3 + len(CALL), 3 + 2 * len(CALL))
 
 
 @pytest.mark.parametrize(
@@ -136,3 +137,9 @@ def test_pieces_make_no_difference(parts: list[str], data: st.DataObject) -> Non
     assert parse(text[:cut], text[cut:]) == whole
     if not whole[1]:
         assert whole[0] == text
+    parser = ToolCallParser({"add": {}})
+    found = [parser.feed(text[:cut]), parser.take(text[cut:], is_last=True)]
+    told = [one for each in found for one in zip(each.parts, each.ends, strict=True)]
+    for part, end in told:
+        assert text[:end].endswith(part if isinstance(part, str) else ("</tool_call>", "}", "}\n"))
+    assert [end for _, end in told] == sorted(end for _, end in told)

@@ -253,6 +253,20 @@ def test_hidden_tokens_are_not_in_content() -> None:
             parser = ToolCallParser(FUNCTIONS, MISTRAL_NAME, hidden)
             parsed = [*map(parser.feed, pieces), parser.finish()]
             assert "".join(each.content for each in parsed) == content
+            ends = [end for each in parsed for end in each.ends]
+            assert (ends[-1], ends) == (len(text), sorted(ends))
+
+
+def test_where_content_ends_before_space_and_hidden_tokens() -> None:
+    text = "a [ARGS] \n[ARGS]b"
+    for cut, parts in (
+        (9, [("a", 1), ("  \nb", len(text))]),
+        (0, [("a  \nb", len(text))]),
+    ):
+        parser = ToolCallParser(FUNCTIONS, MISTRAL_NAME, ("[ARGS]",))
+        parsed = [parser.feed(text[:cut]), parser.take(text[cut:], is_last=True)]
+        told = [pair for each in parsed for pair in zip(each.parts, each.ends, strict=True)]
+        assert told == parts
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Layers of experts: random cases, and what GatedMlp of each expert makes of their rows."""
+"""Layers of experts: random cases, and what operators of each expert make of their rows."""
 
 from __future__ import annotations
 
@@ -26,6 +26,35 @@ COUNTS = ((1, 1), (2, 1), (3, 3), (8, 2), (13, 5), (40, 8))
 
 
 @dataclass(frozen=True)
+class Extras:
+    """What experts may have that GatedMlp has not."""
+
+    gate_up_bias: Floats | None = None  # [experts, 2 * inner], all of gate first
+    down_bias: Floats | None = None  # [experts, N]
+    alpha: float = 1.0
+    up_offset: float = 0.0
+    limit: float = np.inf
+
+    def replace(self, **changes: object) -> Extras:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    @property
+    def attributes(self) -> dict[str, float]:
+        """Those of the operator."""
+        found = {name: getattr(self, name) for name in ("alpha", "up_offset", "limit")}
+        return {name: value for name, value in found.items() if value != getattr(NONE, name)}
+
+    def bounded(self, joined: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Gate, and what it is multiplied with."""
+        gate, up = np.split(joined, 2, -1)
+        limit, offset = joined.dtype.type(self.limit), joined.dtype.type(self.up_offset)
+        return np.minimum(gate, limit), np.clip(up, -limit, limit) + offset
+
+
+NONE = Extras()
+
+
+@dataclass(frozen=True)
 class ExpertsCase:
     """One call of onnxport.GatedExperts."""
 
@@ -34,6 +63,7 @@ class ExpertsCase:
     top_k: int
     normalize: bool
     half: bool = False  # the scales are float16
+    extras: Extras = NONE
 
     @property
     def x(self) -> Floats:
@@ -64,6 +94,41 @@ def random_case(seed: int) -> ExpertsCase:
     return case.replace(normalize=bool(rng.integers(2)), half=seed % 3 == 1)
 
 
+def random_case_with_extras(seed: int) -> ExpertsCase:
+    """Whose alpha is a power of two, so that a SiLU gives the bits of what there is."""
+    case = random_case(seed)
+    rng = np.random.default_rng(1000 + seed)
+    extras = random_extras(seed, case)
+    if seed % 4 == 0:
+        extras = extras.replace(gate_up_bias=None)
+    if seed % 4 == 1:
+        extras = extras.replace(down_bias=None)
+    return case.replace(
+        extras=extras.replace(
+            alpha=float(rng.choice([0.5, 1, 2])),
+            up_offset=float(rng.choice([0, 1, -0.5])),
+            limit=float(rng.choice([np.inf, 2, 0.25])),
+        )
+    )
+
+
+def random_extras(seed: int, case: ExpertsCase) -> Extras:
+    """Biases as large as what they are added to, and GPT-OSS's activation with a nearer limit."""
+    rng = np.random.default_rng(seed)
+    count, first = len(case.experts), case.experts[0]
+    gate_up, down = (
+        rng.standard_normal((count, size)).astype(np.float32)
+        for size in (2 * first.inner, first.down.n)
+    )
+    return Extras(gate_up, down, alpha=1.702, up_offset=1.0, limit=2.0)
+
+
+def case_with_extras(rows: int = 40) -> ExpertsCase:
+    """Whose gates and ups are far from 0, with biases and GPT-OSS's activation."""
+    case = make_case(8, ((4, 32), (4, 32)), (384, 200, 64), rows, (4, 2))
+    return case.replace(extras=random_extras(8, case))
+
+
 def make_case(
     seed: int,
     formats: tuple[tuple[int, int], tuple[int, int]],
@@ -83,7 +148,7 @@ def make_case(
     return ExpertsCase(experts, logits.astype(np.float32), top_k, normalize=True)
 
 
-def model(case: ExpertsCase, constant: bool = True, **attributes: int) -> bytes:
+def model(case: ExpertsCase, constant: bool = True, **attributes: float) -> bytes:
     """A model of the one node; `attributes` replace the node's."""
     first = case.experts[0]
     values = {
@@ -97,11 +162,14 @@ def model(case: ExpertsCase, constant: bool = True, **attributes: int) -> bytes:
         "block_size": first.gate_up.block_size,
         "down_bits": first.down.bits,
         "down_block_size": first.down.block_size,
+        **case.extras.attributes,
         **attributes,
     }
     names = ("gate_up", "gate_up_scales", "down", "down_scales")
+    biases = {"gate_up_bias": case.extras.gate_up_bias, "down_bias": case.extras.down_bias}
+    added = ["" if bias is None else name for name, bias in biases.items()]
     node = helper.make_node(
-        "GatedExperts", ["x", "logits", *names], ["y"], domain="onnxport", **values
+        "GatedExperts", ["x", "logits", *names, *added], ["y"], domain="onnxport", **values
     )
     arrays = [array for of in joined(case) for array in (of.quants, of.scales)]
     tensors = []
@@ -109,6 +177,10 @@ def model(case: ExpertsCase, constant: bool = True, **attributes: int) -> bytes:
         stored = array.astype(np.float16) if case.half and array.dtype == np.float32 else array
         by_expert = stored.reshape(len(case.experts), -1, *stored.shape[1:])
         tensors.append(numpy_helper.from_array(by_expert, name))
+    for name, bias in biases.items():
+        if bias is not None:
+            rows = bias if name == "down_bias" else interleaved(bias.T).T
+            tensors.append(numpy_helper.from_array(np.ascontiguousarray(rows), name))
     shape = [f"rows{i}" for i in range(case.x.ndim - 1)]
     inputs = [
         helper.make_tensor_value_info("x", TensorProto.FLOAT, [*shape, "depth"]),
@@ -156,9 +228,66 @@ def run(library: Path, case: ExpertsCase, threads: int = 2) -> Floats:
 
 
 def expected(library: Path, case: ExpertsCase) -> Floats:
-    """The bits of the output, [rows, N]: GatedMlp of each expert, added up in float32."""
+    """The bits of the output, [rows, N]: GatedMlp of each expert, added up in float32.
+
+    Or its products and a SiLU, where there is more to it.
+    """
     layers = layers_of(case)
-    return add_up(case, [mlp_cases.run(library, of, mlp_cases.fused(of)) for of in layers])
+    if case.extras is NONE:
+        return add_up(case, [mlp_cases.run(library, of, mlp_cases.fused(of)) for of in layers])
+    numbers = np.unique(route(case)[0])
+    made = [_apart(library, case.extras, *one) for one in zip(numbers, layers, strict=True)]
+    return add_up(case, made)
+
+
+def _apart(library: Path, extras: Extras, number: int, of: MlpCase) -> Floats:
+    """An expert's output, [rows, N], with the bits that it has."""
+
+    def product(case: MatMulCase, biases: Floats | None) -> Floats:
+        serialized = matmul_cases.model(case)
+        if biases is not None:
+            serialized = matmul_cases.add_bias(serialized, biases[number])
+        found: Floats = matmul_cases.session(library, serialized).run(["y"], {"x": case.x})[0]
+        return found
+
+    gate, up = extras.bounded(product(of.gate_up, extras.gate_up_bias))
+    alpha = np.float32(extras.alpha)
+    assert np.frexp(alpha)[0] == 0.5, "no power of two"
+    node = helper.make_node("GatedSilu", ["x"], ["y"], domain="onnxport")
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", "m"]) for name in "xy"]
+    graph = helper.make_graph([node], "silu", ends[:1], ends[1:])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("onnxport", 1)]
+    silu = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    session = matmul_cases.session(library, silu)
+    steep = session.run(["y"], {"x": np.concatenate([alpha * gate, up], 1)})[0]
+    return product(of.down.replace(x=steep / alpha), extras.down_bias)
+
+
+def definition(case: ExpertsCase) -> NDArray[np.float64]:
+    """What there is to compute, in float64 but for activations in int8, [rows, N]."""
+    weights, chosen = softmax_weights(case), route(case)[0]
+    total = np.zeros((len(case.logits), case.experts[0].down.n))
+    for number, expert in enumerate(case.experts):
+        joined = matmul_cases.expected(expert.gate_up.replace(x=case.x))
+        if case.extras.gate_up_bias is not None:
+            joined = joined + case.extras.gate_up_bias[number]
+        gate, up = case.extras.bounded(joined)
+        with np.errstate(over="ignore"):
+            activated = gate / (1 + np.exp(-case.extras.alpha * gate)) * up
+        made = matmul_cases.expected(expert.down.replace(x=activated.astype(np.float32)))
+        if case.extras.down_bias is not None:
+            made = made + case.extras.down_bias[number]
+        total += np.where(chosen == number, weights, 0).sum(1, keepdims=True) * made
+    return total
+
+
+def check(case: ExpertsCase, found: Floats) -> None:
+    """Checks the output against the definition, row by row."""
+    wanted = definition(case)
+    error = np.abs(found - wanted).max(1) / np.maximum(np.abs(wanted).max(1), 1e-30)
+    # A quant may round the other way where the float32 before it did.
+    assert error.max() < 0.1
+    assert np.median(error) < 2e-3
 
 
 def layers_of(case: ExpertsCase) -> list[MlpCase]:

@@ -172,7 +172,14 @@ void run_layer() {
 
 void run_experts() {
   Stored first = read_product(), second = read_product();
-  const std::vector<int64_t> sizes = read_array<int64_t>(3);
+  const std::vector<int64_t> sizes = read_array<int64_t>(4);
+  const std::vector<float> numbers = read_array<float>(3);
+  const onnxport::Swiglu swiglu{numbers[0], numbers[1], numbers[2]};
+  std::vector<float> gate_up_bias, down_bias;
+  if (sizes[3]) {
+    gate_up_bias = read_array<float>(first.product.n);
+    down_bias = read_array<float>(second.product.n);
+  }
   const std::vector<float> logits = read_array<float>(first.product.rows * sizes[0]);
   onnxport::GatedExperts experts{{second.product.k, first.product, second.product},
                                  {sizes[0], sizes[1], sizes[2] != 0},
@@ -187,6 +194,11 @@ void run_experts() {
   connect(expert.gate_up, first, gate_up.data);
   expert.down.weights = down.data;
   expert.down.output = output.data();
+  if (sizes[3]) {
+    experts.gate_up_bias = gate_up_bias.data();
+    expert.down.bias = down_bias.data();
+    expert.swiglu = &swiglu;
+  }
   write(output, first, run_experts(*onnxport::active_matmul(), experts, run_on_threads, nullptr));
 }
 

@@ -6,8 +6,9 @@ the activations, quants and scales, and the norm's epsilon, skip and gamma; a la
 the second one without rows or a norm. A product of few outputs is followed by the number of its
 calls, of each how many outputs of the rows must be exact as int32, and whether the calls are
 concurrent. A layer of experts has the weights of all of them, and is followed by how many there
-are, how many a row goes to and whether weights are normalized as int64, and by the logits. The
-answer is the bytes of each output, and after it, where there is a norm, of what it added up.
+are, how many a row goes to, whether weights are normalized and whether there are biases as int64,
+alpha, the offset and the limit, the biases, and the logits. The answer is the bytes of each output,
+and after it, where there is a norm, of what it added up.
 """
 
 from __future__ import annotations
@@ -120,7 +121,12 @@ def run_experts(command: list[str], isas: list[str], cases: list[ExpertsCase]) -
     parts, shapes = [struct.pack("4q", 0, 0, 0, len(cases))], []
     for case in cases:
         parts += [_serialize(of) for of in joined(case)]
-        parts.append(struct.pack("3q", len(case.experts), case.top_k, case.normalize))
+        extras = case.extras
+        biases = [one for one in (extras.gate_up_bias, extras.down_bias) if one is not None]
+        assert len(biases) in (0, 2), "both biases or none"
+        sizes = (len(case.experts), case.top_k, case.normalize, len(biases) > 0)
+        parts.append(struct.pack("4q3f", *sizes, extras.alpha, extras.up_offset, extras.limit))
+        parts += [bias.tobytes() for bias in biases]
         parts.append(case.logits.tobytes())
         shapes.append((len(case.x), case.experts[0].down.n))
     return _run_bytes([*command, *isas], b"".join(parts), shapes)

@@ -64,7 +64,8 @@ def main() -> None:
             mlp_lora_cases.check(adapted, found)
             matmul_lora_cases.check(alone, matmul_lora_cases.run(path, alone))
     for seed in range(FIRST_SEED, FIRST_SEED + num_cases // 5):
-        experts = experts_cases.random_case(seed)
+        make = (experts_cases.random_case, experts_cases.random_case_with_extras)[seed % 2]
+        experts = make(seed)
         for isa in matmul_isas:
             library.onnxport_cpu_set_matmul_isa(isa.encode())
             wanted = experts_cases.expected(path, experts)

@@ -1,4 +1,4 @@
-"""onnxport.GatedExperts: the bits of GatedMlp of each expert, whatever is asked of it."""
+"""onnxport.GatedExperts: the bits of what each expert is made of, whatever is asked of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from tests.kernels import experts_cases, matmul_cases, mlp_cases
@@ -39,6 +40,63 @@ def test_random_cases(
             assert found.tobytes() == wanted.tobytes(), (seed, sets)
 
 
+@pytest.mark.parametrize("first", every(2, range(0, NUM_CASES, GROUP)))
+def test_random_cases_with_biases_and_other_activations(
+    library_path: Path, library: ctypes.CDLL, available_sets: Sets, first: int
+) -> None:
+    for seed in range(first, first + GROUP, 2):
+        case = experts_cases.random_case_with_extras(seed + first // GROUP)
+        for sets in available_sets:
+            use(library, sets)
+            found = experts_cases.run(library_path, case)
+            wanted = experts_cases.expected(library_path, case)
+            assert found.tobytes() == wanted.tobytes(), (seed, sets)
+
+
+def test_it_is_what_it_says_with_biases_and_another_activation(
+    library_path: Path, library: ctypes.CDLL, available_sets: Sets
+) -> None:
+    case = experts_cases.case_with_extras()
+    for sets in available_sets:
+        use(library, sets)
+        experts_cases.check(case, experts_cases.run(library_path, case))
+
+
+@pytest.mark.parametrize("name", ["gate_up_bias", "down_bias", "alpha", "up_offset", "limit"])
+def test_each_of_them_tells(
+    library_path: Path, library: ctypes.CDLL, available_sets: Sets, name: str
+) -> None:
+    case = experts_cases.case_with_extras()
+    without = case.replace(extras=case.extras.replace(**{name: getattr(experts_cases.NONE, name)}))
+    for sets in available_sets:
+        use(library, sets)
+        found = experts_cases.run(library_path, without)
+        experts_cases.check(without, found)
+        largest = np.abs(found).max(1)
+        difference = np.abs(found - experts_cases.run(library_path, case)).max(1)
+        # Rows are from 0.01 to 100 times as large; some show it by more than rounding may change.
+        assert (difference > 0.1 * largest).sum() > 5
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_beyond_the_limit_nothing_changes(
+    library_path: Path, library: ctypes.CDLL, available_sets: Sets, sign: int
+) -> None:
+    case = small_case(5)
+    for expert in case.experts:  # all gates are far above it, and ups, or as far below it
+        expert.gate_up.quants[:] = 0xFF
+        expert.gate_up.scales[: expert.inner] = 1
+        expert.gate_up.scales[expert.inner :] = sign
+    x = np.abs(case.x) + 1
+    near = case.with_x(x, case.logits).replace(extras=experts_cases.Extras(limit=1.5))
+    far = near.with_x(x * 1000, case.logits)
+    for sets in available_sets:
+        use(library, sets)
+        found = experts_cases.run(library_path, near)
+        assert found.tobytes() == experts_cases.run(library_path, far).tobytes()
+        experts_cases.check(near, found)
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("scale", [0.1, 3, 40])
 def test_weights_are_those_of_a_softmax(normalize: bool, scale: float) -> None:
@@ -66,12 +124,19 @@ def test_it_is_what_it_says(library_path: Path, available_sets: Sets) -> None:
     assert np.median(error) < 2e-3
 
 
+@pytest.mark.parametrize("with_extras", [False, True])
 @pytest.mark.parametrize("second", [(4, 32), (8, 128)])
 def test_a_row_is_the_same_alone_and_in_any_batch(
-    library_path: Path, library: ctypes.CDLL, available_sets: Sets, second: tuple[int, int]
+    library_path: Path,
+    library: ctypes.CDLL,
+    available_sets: Sets,
+    second: tuple[int, int],
+    with_extras: bool,
 ) -> None:
     rng = np.random.default_rng(second[1])
     case = experts_cases.make_case(1, ((4, 128), second), (256, 150, 96), 300, (12, 3))
+    if with_extras:
+        case = case.replace(extras=experts_cases.random_extras(1, case))
     serialized = experts_cases.model(case)
     for sets in available_sets:
         use(library, sets)
@@ -116,12 +181,21 @@ def test_of_equal_logits_the_first_ones_are_taken(library_path: Path, available_
     assert found.tobytes() == experts_cases.expected(library_path, case).tobytes()
 
 
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(
+    ("normalize", "with_extras"), [(False, False), (True, False), (True, True)]
+)
 @pytest.mark.parametrize("rows", [1, 40])
 def test_what_is_not_finite_spoils_its_own_row_alone(
-    library_path: Path, library: ctypes.CDLL, available_sets: Sets, rows: int, normalize: bool
+    library_path: Path,
+    library: ctypes.CDLL,
+    available_sets: Sets,
+    rows: int,
+    normalize: bool,
+    with_extras: bool,
 ) -> None:
     case = small_case(rows).replace(normalize=normalize)
+    if with_extras:
+        case = case.replace(extras=experts_cases.random_extras(1, case))
     for sets in available_sets:
         use(library, sets)
         session = matmul_cases.session(library_path, experts_cases.model(case))
@@ -203,10 +277,15 @@ def test_other_ranks(library_path: Path, available_sets: Sets) -> None:
         ({"top_k": 0}, "top_k must be 1 to num_experts, 6, found 0"),
         ({"top_k": 7}, "top_k must be 1 to num_experts, 6, found 7"),
         ({"normalize": 2}, "normalize must be 0 or 1, found 2"),
+        ({"alpha": 0.0}, "alpha must be positive, found 0"),
+        ({"alpha": float("inf")}, "alpha must be positive, found inf"),
+        ({"alpha": float("nan")}, "alpha must be positive, found -?nan"),
+        ({"up_offset": float("inf")}, "up_offset must be finite, found inf"),
+        ({"limit": -7.0}, "limit must be positive, found -7"),
     ],
 )
 def test_what_it_cannot_compute_is_refused(
-    library_path: Path, available_sets: Sets, attributes: dict[str, int], message: str
+    library_path: Path, available_sets: Sets, attributes: dict[str, float], message: str
 ) -> None:
     assert available_sets
     serialized = experts_cases.model(small_case(), **attributes)
@@ -218,6 +297,30 @@ def test_weights_that_may_change_are_refused(library_path: Path, available_sets:
     assert available_sets
     with pytest.raises(Exception, match="gate_up must be an initializer"):
         matmul_cases.session(library_path, experts_cases.model(small_case(), constant=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gate_up_bias", "gate_up_bias must have 840 elements, found 700"),
+        ("down_bias", "down_bias must have 240 elements, found 200"),
+    ],
+)
+def test_biases_that_do_not_fit_or_may_change(
+    library_path: Path, available_sets: Sets, name: str, message: str
+) -> None:
+    assert available_sets
+    case = small_case()
+    extras = experts_cases.random_extras(1, case)
+    short = case.replace(extras=extras.replace(**{name: getattr(extras, name)[:5]}))
+    with pytest.raises(Exception, match=f"GatedExperts: {message}"):
+        matmul_cases.session(library_path, experts_cases.model(short))
+    of = onnx.ModelProto.FromString(experts_cases.model(case.replace(extras=extras)))
+    (tensor,) = [one for one in of.graph.initializer if one.name == name]
+    of.graph.input.append(onnx.helper.make_tensor_value_info(name, tensor.data_type, tensor.dims))
+    session = matmul_cases.session(library_path, of.SerializeToString())
+    with pytest.raises(Exception, match=f"GatedExperts: {name} must be an initializer"):
+        session.run(["y"], case.feeds())
 
 
 @pytest.mark.parametrize(

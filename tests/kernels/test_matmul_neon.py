@@ -101,6 +101,17 @@ def test_layers_of_experts(driver: Path, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ["dotprod", "i8mm"])
+def test_experts_with_biases_and_another_activation(driver: Path, isa: str) -> None:
+    case = experts_cases.case_with_extras()
+    parts = [slice(0, 1), slice(39, 40), slice(3, 5), slice(5, 22)]
+    cuts = [case.with_x(case.x[part], case.logits[part]) for part in parts]
+    whole, *rest = matmul_standalone.run_experts(command(driver), [isa], [case, *cuts])
+    experts_cases.check(case, whole)
+    for part, rows in zip(parts, rest, strict=True):
+        assert rows.tobytes() == whole[part].tobytes()
+
+
+@pytest.mark.parametrize("isa", ["dotprod", "i8mm"])
 def test_input_norms(driver: Path, library: ctypes.CDLL | None, isa: str) -> None:
     cases = [matmul_cases.random_case(seed) for seed in range(NUM_CASES)]
     normed = [(case, norm_cases.random_norm(seed, case.x)) for seed, case in enumerate(cases)]

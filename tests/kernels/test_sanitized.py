@@ -93,6 +93,9 @@ def test_feed_forward_threads_sanitized(tmp_path: Path) -> None:
         layers = experts_cases.layers_of(of)
         outputs = matmul_standalone.run_layers([str(driver)], ["avx2", "portable"], layers)
         assert found.tobytes() == experts_cases.add_up(of, outputs).tobytes()
+    biased = experts_cases.case_with_extras()
+    (found,) = matmul_standalone.run_experts([str(driver)], ["avx2", "portable"], [biased])
+    experts_cases.check(biased, found)
 
     coarse = [
         coarse_cases.with_calls(coarse_cases.gaussian_case(s, 1500, 128, 2), s) for s in (1, 2)

@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -56,7 +57,7 @@ def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
     threads = threading.active_count()
     tiers = []
 
-    def open_one(capacity: int = 16, format_: DiskFormat = FORMAT, **options: int) -> DiskTier:
+    def open_one(capacity: int = 16, format_: DiskFormat = FORMAT, **options: Any) -> DiskTier:
         tier = DiskTier(tmp_path, capacity * FILE_BYTES, format_, **options)
         tiers.append(tier)
         return tier
@@ -217,6 +218,21 @@ def foreign_files() -> list[bytes]:
             others.append(tier.path(key(1)).read_bytes())
     magic = others[0][:8]
     return [*others, b"some text", magic + bytes(1 << 20)]
+
+
+def test_a_sound_file_with_a_fault_is_reported_and_can_be_written_anew(
+    open_tier: OpenTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = [None, "it is of no use"]
+    tier = open_tier(find_fault=lambda found: faults.pop() if found == entry(1) else None)
+    write(tier, 1, 2)
+    assert tier.get(key(1)) is None
+    assert "it is of no use; it is removed" in caplog.text
+    assert (known(tier), tier.num_errors) == ([2], 1)
+    assert not tier.path(key(1)).exists()
+    write(tier, 1)
+    assert [tier.get(key(number)) for number in (1, 2)] == [entry(1), entry(2)]
+    assert tier.num_errors == 1
 
 
 @pytest.mark.parametrize("data", foreign_files(), ids=["shape", "model", "unit", "text", "long"])

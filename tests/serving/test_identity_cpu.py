@@ -5,13 +5,16 @@ Exact to the token, since weights are exact in fp32, and int4 ones are multiplie
 
 from __future__ import annotations
 
+import hashlib
 import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from onnxport import LLM, SamplingParams
+from onnxport.kv.disk_file import CHECKSUM_BYTES
 from onnxport.providers.cpu.library import find_library
 from onnxport.serving.llm import TokensPrompt
 from tests.providers.conftest import ArtifactMaker
@@ -74,6 +77,26 @@ def test_restart(artifact: Path, expected: Any, tmp_path: Path) -> None:
     assert found == expected
     assert cached[0] == 32
     assert (stats.num_blocks_loaded > 0, stats.num_tier_errors) == (True, 0)
+
+
+def test_a_restart_uses_no_numbers_of_a_disk_that_are_not_finite(
+    artifact: Path, expected: Any, tmp_path: Path
+) -> None:
+    """Earlier builds wrote what they had; who goes on from it fails. What was read is made anew."""
+    options = {"kv_disk": tmp_path, "preemption": "recompute"}
+    completions(artifact, **options)
+    whole = {path: path.read_bytes() for path in tmp_path.rglob("*.kv")}
+    for path, data in whole.items():
+        content = data[: -CHECKSUM_BYTES - 4] + np.float32(np.nan).tobytes()
+        path.write_bytes(content + hashlib.sha256(content).digest())
+    found, stats, cached = completions(artifact, **options)
+    assert found == expected
+    assert (cached[0], stats.num_blocks_loaded) == (0, 0)
+    mended = [path for path, data in whole.items() if path.read_bytes() == data]
+    assert len(mended) == stats.num_tier_errors > 0
+    found, stats, cached = completions(artifact, **options)
+    assert found == expected
+    assert (cached[0], stats.num_blocks_loaded > 0) == (16, True)
 
 
 def test_an_int8_cache_changes_nothing_on_its_way_through_the_tiers(

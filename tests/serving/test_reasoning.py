@@ -86,6 +86,7 @@ def test_any_pieces_give_the_same(thought: Thought, words: list[str], data: st.D
     found.append(splitter.finish())
     assert "".join(each.reasoning for each in found) == reasoning
     assert "".join(each.content for each in found) == content
+    assert text[splitter.answer_start :] == content
     before, behind = r"(\s*<think>)?\n*", r"(\n*</think>\n{0,2})?"  # all that is not told
     assert re.fullmatch(before + re.escape(reasoning) + behind + re.escape(content), text)
 
@@ -126,6 +127,8 @@ def test_tags_around_an_answer_are_not_told(text: str, content: str) -> None:
         splitter = ReasoningSplitter(thought)
         found = [splitter.feed(text[at : at + size]) for at in range(0, len(text), size)]
         assert "".join(one.content for one in (*found, splitter.finish())) == content
+        assert text.startswith(content, splitter.answer_start)
+        assert text[: splitter.answer_start].rstrip("\n").endswith((">", "hm"))
 
 
 def test_granite_says_it_in_words() -> None:

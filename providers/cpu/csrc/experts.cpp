@@ -55,7 +55,8 @@ class QuantizedCalls {
 struct Active {
   MatMul gate_up;
   Product down;
-  int64_t first_part;  // of its rows
+  const float* gate_up_bias;  // or null
+  int64_t first_part;         // of its rows
   int64_t quantize_begin = 0, activate_begin = 0, multiply_begin = 0;
 };
 
@@ -177,7 +178,9 @@ struct Run {
   }
 
   Activation activation(const Active& active) const {
-    return {kernels, vectors, expert, active.gate_up, active.down.call, nullptr};
+    Activation made(kernels, vectors, expert, active.gate_up, active.down.call, nullptr);
+    made.bias = active.gate_up_bias;
+    return made;
   }
 
   // The one that has a task. All have some, but for a single row's quantization.
@@ -194,7 +197,10 @@ struct Run {
     gate_up.weights += number * packed_bytes(gate_up);
     down.weights += number * packed_bytes(down);
     down.output = parts + first * down.n;
-    memory.active.push_back({gate_up, Product(kernels, down), first});
+    if (down.bias) down.bias += number * down.n;
+    const float* bias = experts.gate_up_bias;
+    if (bias) bias += number * 2 * expert.inner;
+    memory.active.push_back({gate_up, Product(kernels, down), bias, first});
   }
 
   // Gives the calls their memory for quantized activations, and counts the tasks. The quants of a

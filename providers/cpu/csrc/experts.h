@@ -2,7 +2,8 @@
 //
 //   output = sum over the top_k experts, in order, of weight * down(silu(gate(x)) * up(x))
 //
-// with the bits of GatedMlp for each of them. Each row's experts are its own, so rows are gathered
+// with the bits of GatedMlp for each of them; or with those of products that have biases, and with
+// a Swiglu in place of silu. Each row's experts are its own, so rows are gathered
 // by expert, and each step is done for all experts before the next one: one wait for other threads
 // a step, not one an expert.
 #pragma once
@@ -13,9 +14,10 @@
 namespace onnxport {
 
 struct GatedExperts {
-  GatedMlp expert;  // any of them, and the call; its weights are where the first one's are
+  GatedMlp expert;  // any of them, and the call; its weights, and down's bias, are the first one's
   Routing routing;
   const float* logits;  // [rows][num_experts]
+  const float* gate_up_bias = nullptr;  // [num_experts][2][inner], gate's, then up's; null: none
 };
 
 // Bytes of one expert's packed weights; the next one's lie behind them.

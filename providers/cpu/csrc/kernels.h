@@ -2,6 +2,8 @@
 // sources with its own flags.
 #pragma once
 
+#include <math.h>
+
 #include "attention.h"
 
 namespace onnxport {
@@ -101,13 +103,21 @@ static inline int64_t lora_int4_factors(int64_t rank) {
   return (rank + kLoraInt4Rows - 1) / kLoraInt4Rows * (kLoraInt4Rows / 4) + 2;
 }
 
+// A SiLU with parameters, of g = min(gate, limit) and u = min(max(up, -limit), limit):
+//
+//   output = g / (1 + exp(-alpha * g)) * (u + up_offset)
+struct Swiglu {
+  float alpha = 1.f, up_offset = 0.f, limit = INFINITY;
+};
+
 // The gate of a feed-forward layer: output[i] = activation(gate[i]) * up[i].
 struct Gate {
   const float *gate, *up;
   const float *gate_added, *up_added;  // what is added to them first; null: nothing
   float* output;                       // overlaps none of them
   int64_t count;
-  bool is_gelu;  // GELU as tanh approximates it, else SiLU
+  bool is_gelu;                    // GELU as tanh approximates it, else SiLU
+  const Swiglu* swiglu = nullptr;  // which takes the SiLU's place; null: it does not
 };
 
 struct Kernels {

@@ -47,7 +47,8 @@ Activation::Activation(const MatMulKernels& used, const Kernels& used_vectors, c
       inner(mlp.inner),
       features(group_features(second.block_size)),
       groups(ceil_div(inner, features)),
-      is_gelu(mlp.is_gelu) {}
+      is_gelu(mlp.is_gelu),
+      swiglu(mlp.swiglu) {}
 
 // A group's features of a chunk of rows: all that down needs to know of them.
 bool Activation::run(int64_t index) const {
@@ -68,8 +69,12 @@ bool Activation::run(int64_t index) const {
   const int64_t block_end = block + ceil_div(count, down.block_size);
   for (int64_t row = row_begin; row < row_end; row++, outputs += stride) {
     alignas(64) float activated[kLargestBlock];
-    Gate gate{outputs, outputs + width, nullptr, nullptr, activated, count, is_gelu};
+    Gate gate{outputs, outputs + width, nullptr, nullptr, activated, count, is_gelu, swiglu};
     if (adapters) adapters->connect(gate, row, first);
+    if (bias) {
+      gate.gate_added = bias + first;
+      gate.up_added = gate.gate_added + inner;
+    }
     vectors.gate(gate);
     kernels.quantize(down, activated, row, block, block_end);
   }

@@ -29,6 +29,7 @@ struct GatedMlp {
   MatMul down;     // k is inner
   const MlpLora* lora = nullptr;
   bool is_gelu = false;  // see Gate
+  const Swiglu* swiglu = nullptr;  // likewise
 };
 
 // Sets what follows from the rest: n of gate_up and k of down.

@@ -19,6 +19,8 @@ struct Activation {
   const MlpAdapters* adapters;  // null: none
   int64_t inner, features, groups;  // features of a group
   bool is_gelu;
+  const Swiglu* swiglu;
+  const float* bias = nullptr;  // [2][inner], gate's and up's, where there are no adapters; or null
 
   Activation(const MatMulKernels& kernels, const Kernels& vectors, const GatedMlp& mlp,
              const MatMul& gate_up, const MatMul& down, const MlpAdapters* adapters);

@@ -1,5 +1,8 @@
-// onnxport.GatedExperts: of each row, the sum of GatedMlp of the experts that it is routed to.
+// onnxport.GatedExperts: of each row, the sum of GatedMlp of the experts that it is routed to. These
+// may have biases, and another activation than SiLU.
+#include <cmath>
 #include <memory>
+#include <vector>
 
 #include "experts.h"
 #include "op_weights.h"
@@ -17,6 +20,8 @@ enum ExpertsInput : size_t {
   kGateUpScales,
   kDown,
   kDownScales,
+  kGateUpBias,
+  kDownBias,
   kExpertsInputs
 };
 
@@ -24,6 +29,8 @@ struct ExpertsKernel {
   Api api;
   GatedExperts settings;  // a call fills in the rest
   WeightMemory gate_up, down;
+  std::vector<float> gate_up_bias;
+  Swiglu swiglu;
 
   ExpertsKernel(const Api& a, const GatedExperts& experts)
       : api(a),
@@ -71,6 +78,43 @@ GatedMlp read_expert(const Api& api, const ort::KernelInfo* info) {
   return expert;
 }
 
+void read_swiglu(const Api& api, const ort::KernelInfo* info, ExpertsKernel& kernel) {
+  const Swiglu silu;
+  Swiglu& own = kernel.swiglu;
+  own.alpha = read_float(api, info, "alpha", silu.alpha);
+  own.up_offset = read_float(api, info, "up_offset", silu.up_offset);
+  own.limit = read_float(api, info, "limit", silu.limit);
+  if (!(own.alpha > 0 && std::isfinite(own.alpha)))
+    fail(api, ort::kInvalidArgument, "%s: alpha must be positive, found %g", kName,
+         static_cast<double>(own.alpha));
+  if (!std::isfinite(own.up_offset))
+    fail(api, ort::kInvalidArgument, "%s: up_offset must be finite, found %g", kName,
+         static_cast<double>(own.up_offset));
+  if (!(own.limit > 0))
+    fail(api, ort::kInvalidArgument, "%s: limit must be positive, found %g", kName,
+         static_cast<double>(own.limit));
+  const bool is_silu = own.alpha == silu.alpha && own.up_offset == silu.up_offset &&
+                       own.limit == silu.limit;
+  if (!is_silu) kernel.settings.expert.swiglu = &own;
+}
+
+// Sizes are those of the weights of all experts.
+void read_biases(const Api& api, const ort::KernelInfo* info, const MatMul& gate_up,
+                 const MatMul& down, ExpertsKernel& kernel) {
+  GatedExperts& settings = kernel.settings;
+  const float* stored = read_bias(api, info, kName, gate_up, kGateUpBias, "gate_up_bias");
+  settings.expert.down.bias = read_bias(api, info, kName, down, kDownBias, "down_bias");
+  if (!stored) return;
+  const int64_t inner = settings.expert.inner;
+  std::vector<float>& bias = kernel.gate_up_bias;
+  bias.resize(static_cast<size_t>(gate_up.n));
+  for (int64_t i = 0; i < gate_up.n; i++) {  // gate's and up's take turns
+    const int64_t expert = i / (2 * inner), feature = i % (2 * inner) / 2;
+    bias[static_cast<size_t>((2 * expert + i % 2) * inner + feature)] = stored[i];
+  }
+  settings.gate_up_bias = bias.data();
+}
+
 template <ort::ElementType kStored>
 std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
   GatedExperts experts{read_expert(api, info), read_routing(api, info), nullptr};
@@ -88,6 +132,8 @@ std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo
   expert.gate_up.half_scales = are_halves(stored_scales(first, kStored), elements(first.scales));
   expert.down.half_scales = are_halves(stored_scales(second, kStored), elements(second.scales));
   auto kernel = std::make_unique<ExpertsKernel>(api, experts);
+  read_swiglu(api, info, *kernel);
+  read_biases(api, info, joined, down, *kernel);
   pack_experts_gate_up(experts, first.quants.as<const uint8_t>(), stored_scales(first, kStored),
                        kernel->gate_up.data());
   forget_weights(first, kStored);
@@ -115,6 +161,8 @@ const float* read_logits(const Api& api, const ort::KernelContext* context, int6
 void compute(const ExpertsKernel& kernel, ort::KernelContext* context) {
   const Api& api = kernel.api;
   GatedExperts call = kernel.settings;
+  if (!call.gate_up_bias) refuse_input(api, context, kName, kGateUpBias, "gate_up_bias");
+  if (!call.expert.down.bias) refuse_input(api, context, kName, kDownBias, "down_bias");
   GatedMlp& expert = call.expert;
   Tensor input = read_activations(api, context, kName, expert.gate_up.k);
   expert.gate_up.rows = elements(input) / expert.gate_up.k;
@@ -137,9 +185,10 @@ ort::CustomOp make_operator() {
   op.output_type = [](const ort::CustomOp*, size_t) -> int { return ort::kFloat; };
   op.input_type_count = [](const ort::CustomOp*) { return size_t{kExpertsInputs}; };
   op.output_type_count = [](const ort::CustomOp*) { return size_t{1}; };
-  op.input_characteristic = op.output_characteristic = [](const ort::CustomOp*, size_t) -> int {
-    return ort::kRequired;
+  op.input_characteristic = [](const ort::CustomOp*, size_t index) -> int {
+    return index < kGateUpBias ? ort::kRequired : ort::kOptional;
   };
+  op.output_characteristic = [](const ort::CustomOp*, size_t) -> int { return ort::kRequired; };
   set_kernel<ExpertsKernel, make_kernel<kStored>, compute>(op);
   return op;
 }

@@ -46,6 +46,14 @@ bool has_flag(const Api& api, const ort::KernelInfo* info, const char* name) {
   return !status && value != 0;
 }
 
+float read_float(const Api& api, const ort::KernelInfo* info, const char* name, float other) {
+  float value = 0;
+  Status* status = api.attribute(info, name, &value);
+  if (!status) return value;
+  api.release(status);
+  return other;
+}
+
 Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op, const MatMul& m,
                      const WeightInputs& inputs) {
   const Tensor quants = constant(api, info, op, inputs.quants, inputs.quants_name);
@@ -63,13 +71,13 @@ void forget_weights(const Weights& weights, ort::ElementType scales) {
 }
 
 const float* read_bias(const Api& api, const ort::KernelInfo* info, const char* op,
-                             const MatMul& m, size_t input) {
+                       const MatMul& m, size_t input, const char* name) {
   int is_constant = 0;
   const ort::Value* value = nullptr;
   check(api.constant_input(info, input, &is_constant, &value));
   if (!is_constant) return nullptr;
-  const Tensor bias = describe(api, "bias", value);
-  expect_elements(api, op, "bias", bias, m.n);
+  const Tensor bias = describe(api, name, value);
+  expect_elements(api, op, name, bias, m.n);
   return bias.as<const float>();
 }
 

@@ -28,6 +28,9 @@ int64_t read_attribute(const Api& api, const ort::KernelInfo* info, const char* 
 // Whether a flag is there and set.
 bool has_flag(const Api& api, const ort::KernelInfo* info, const char* name);
 
+// A floating attribute; `other` where there is none.
+float read_float(const Api& api, const ort::KernelInfo* info, const char* name, float other);
+
 // The weights of a product. Throws a Failure where they are no initializers, or have another size.
 Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op,
                      const MatMul& product, const WeightInputs& inputs);
@@ -35,7 +38,7 @@ Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op
 // A product's bias, an initializer [n]; null where the node has none that is constant. Throws a
 // Failure where it has another size.
 const float* read_bias(const Api& api, const ort::KernelInfo* info, const char* op,
-                             const MatMul& product, size_t input);
+                       const MatMul& product, size_t input, const char* name = "bias");
 
 // Throws a Failure where the node has this input: it was no initializer when the session was made.
 void refuse_input(const Api& api, const ort::KernelContext* context, const char* op, size_t input,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from onnxport.cli.values import memory, positive, size
+from onnxport.cli.values import memory, positive, reasoning_parser, size
 from onnxport.errors import CapacityError, RequestError
 from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
 from onnxport.serving.speculation.config import SpeculationConfig
@@ -264,6 +264,18 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, help="makes sampled text reproducible")
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable"
+    )
+
+
+def add_reasoning_option(parser: argparse._ActionsContainer) -> None:
+    """Add how reasoning is told from the answer."""
+    parser.add_argument(
+        "--reasoning-parser",
+        type=reasoning_parser,
+        default="auto",
+        metavar="NAME",
+        help="how reasoning is told from the answer: auto (as the chat template has it), none, or "
+        "one of vLLM's names, such as qwen3, deepseek_r1, seed_oss, granite (auto)",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import closing, suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from onnxport.cli.arguments import (
     add_cache_options,
     add_choice_options,
     add_load_options,
+    add_reasoning_option,
     add_sampling_options,
     add_speculation_options,
     command,
@@ -27,8 +29,12 @@ if TYPE_CHECKING:
     from onnxport.serving.chat import ChatTemplate
     from onnxport.serving.engine import Engine
     from onnxport.serving.params import RequestOptions, SamplingParams
+    from onnxport.serving.reasoning import ReasoningFormat, Split
+    from onnxport.serving.request import Request
 
 PROMPT = "> "
+DIMMED = ("\x1b[2m", "\x1b[0m\n\n")  # what begins and ends reasoning in a terminal
+MARKED = ("<think>\n", "\n</think>\n\n")  # and elsewhere, whatever tags the model has
 HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
 
 
@@ -41,6 +47,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "--max-tokens", type=positive, help="most tokens of an answer (as the context allows)"
     )
     add_sampling_options(parser)
+    add_reasoning_option(parser)
     add_load_options(parser)
     add_choice_options(parser)
     add_cache_options(parser)
@@ -52,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
     """Answer line by line until the end of the input."""
     from onnxport.graphs.artifact import Artifact
     from onnxport.serving.chat import ChatTemplate
+    from onnxport.serving.reasoning import reasoning_format
 
     params = sampling_params(options)
     Artifact.read(options.artifact)  # says what is wrong with a folder that is none
@@ -62,11 +70,44 @@ def run(options: argparse.Namespace) -> int:
         )
     with suppress(ImportError):
         import readline  # noqa: F401 - gives `input` its history and editing
-    with open_session(options.artifact, options) as engine:
+    reasoning = reasoning_format(options.reasoning_parser, template.sources.values())
+    texts = reasoning.tags if reasoning else ()
+    with open_session(options.artifact, options, texts) as engine:
         _tell(HELP)
         treated = request_options(options)
-        _talk(Conversation(engine, template, params, options.system, treated))
+        _talk(Conversation(engine, template, params, options.system, treated, reasoning))
     return 0
+
+
+class Printer:
+    """Prints an answer as it comes: what was thought before it dimmed, or between marks."""
+
+    def __init__(self, *, dims: bool) -> None:
+        """Begin an answer.
+
+        Args:
+            dims: whether the output is a terminal that can.
+        """
+        self._begins, self._ends = DIMMED if dims else MARKED
+        self._is_thinking = False
+
+    def print(self, split: Split) -> None:
+        """Print the next piece."""
+        if split.reasoning:
+            self._print("" if self._is_thinking else self._begins, split.reasoning)
+            self._is_thinking = True
+        if split.content:
+            self.end_thought()
+            self._print(split.content)
+
+    def end_thought(self) -> None:
+        """Print the end of what was thought, if that is what was printed last."""
+        if self._is_thinking:
+            self._is_thinking = False
+            self._print(self._ends)
+
+    def _print(self, *texts: str) -> None:
+        print(*texts, sep="", end="", flush=True)
 
 
 class Conversation:
@@ -79,12 +120,14 @@ class Conversation:
         params: SamplingParams,
         system: str | None,
         options: RequestOptions | None = None,
+        reasoning: ReasoningFormat | None = None,
     ) -> None:
         self._engine = engine
         self._template = template
         self._params = params
         self._system = system
         self._options = options
+        self._reasoning = reasoning
         self._turns = 0
         self.reset()
 
@@ -97,25 +140,49 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Print the answer as it comes; Ctrl-C ends it, and what was said so far counts.
 
+        What was thought goes into the conversation as such, for the template to decide about.
+
         Raises:
             CapacityError: the conversation has become too long; the message is forgotten.
             RequestError: the message cannot be read, or does not fit the template; likewise.
         """
+        from onnxport.serving.reasoning import REASONING_NAMES
+
         messages = [*self._messages, {"role": "user", "content": text}]
         tokenizer = self._engine.tokenizer
         assert tokenizer is not None
-        ids = tokenizer.encode(self._template.render(messages), add_special_tokens=False)
+        prompt = self._template.render(messages)
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
         self._turns += 1
         request = self._engine.prepare(f"turn-{self._turns}", ids, self._params, self._options)
-        said = ""
+        thought, said = self._print(request, prompt)
+        answer = {"role": "assistant", "content": said}
+        if thought:
+            answer |= dict.fromkeys(REASONING_NAMES, thought)
+        self._messages = [*messages, answer]
+
+    def _print(self, request: Request, prompt: str) -> tuple[str, str]:
+        """Run a request, and print the answer as it comes; returns its reasoning and the rest."""
+        from onnxport.serving.reasoning import ReasoningSplitter
+
+        known = self._reasoning
+        splitter = ReasoningSplitter(None if known is None else known.thought(prompt))
+        printer = Printer(dims=_can_dim())
+        thought = said = ""
         with interruptible() as interruption, closing(deltas(self._engine, [request])) as answer:
-            for delta in answer:
-                said += delta.text
-                print(delta.text, end="", flush=True)
-                if interruption.asked:
-                    break
+            try:
+                for delta in answer:
+                    split = splitter.feed(delta.text)
+                    printer.print(split)
+                    thought, said = thought + split.reasoning, said + split.content
+                    if interruption.asked:
+                        break
+                split = splitter.finish()
+                printer.print(split)
+            finally:
+                printer.end_thought()
         print()
-        self._messages = [*messages, {"role": "assistant", "content": said}]
+        return thought + split.reasoning, said + split.content
 
 
 def _talk(conversation: Conversation) -> None:
@@ -141,6 +208,11 @@ def _talk(conversation: Conversation) -> None:
                     _tell(f"{error}. /reset starts a new conversation.")
                 except RequestError as error:  # the message is forgotten
                     _tell(f"{error}.")
+
+
+def _can_dim() -> bool:
+    """Whether the output is a terminal that can print dimmed text."""
+    return os.name == "posix" and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _tell(text: str) -> None:

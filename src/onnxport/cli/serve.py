@@ -21,6 +21,7 @@ from onnxport.cli.arguments import (
     add_export_options,
     add_load_options,
     add_queue_options,
+    add_reasoning_option,
     add_speculation_options,
     command,
 )
@@ -82,14 +83,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         default="auto",
         help="sampling defaults: the model's own (auto) or OpenAI's (none)",
     )
-    group.add_argument(
-        "--reasoning-parser",
-        type=reasoning_parser,
-        default="auto",
-        metavar="NAME",
-        help="how reasoning is told from the answer: auto (as the chat template has it), none, or "
-        "one of vLLM's names, such as qwen3, deepseek_r1, seed_oss, granite (auto)",
-    )
+    add_reasoning_option(group)
     group.add_argument(
         "--tool-call-parser",
         type=tool_call_parser,
@@ -127,17 +121,6 @@ def origin(text: str) -> str:
             "port if it is not the usual one, or '*'"
         )
     return text.lower()
-
-
-def reasoning_parser(text: str) -> str:
-    """Return the name of a reasoning parser."""
-    from onnxport.serving.reasoning import reasoning_format
-
-    try:
-        reasoning_format(text, ())
-    except RequestError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
 
 
 def tool_call_parser(text: str) -> str:

@@ -52,9 +52,11 @@ def load_engine(artifact: Path, options: argparse.Namespace, texts: Collection[s
 
 
 @contextmanager
-def open_session(artifact: Path, options: argparse.Namespace) -> Iterator[Engine]:
-    """Give an engine over the artifact; it is closed at the end."""
-    engine = load_engine(artifact, options)
+def open_session(
+    artifact: Path, options: argparse.Namespace, texts: Collection[str] = ()
+) -> Iterator[Engine]:
+    """Give an engine over the artifact, see `load_engine`; it is closed at the end."""
+    engine = load_engine(artifact, options, texts)
     try:
         yield engine
     finally:

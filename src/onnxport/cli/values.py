@@ -7,6 +7,8 @@ import math
 import re
 from decimal import Decimal
 
+from onnxport.errors import RequestError
+
 SIZE = re.compile(r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?B?)|B)?", re.IGNORECASE)
 
 
@@ -67,3 +69,14 @@ def memory(text: str) -> int | float:
             "size such as 8GiB"
         )
     return value
+
+
+def reasoning_parser(text: str) -> str:
+    """Return the name of a reasoning parser."""
+    from onnxport.serving.reasoning import reasoning_format
+
+    try:
+        reasoning_format(text, ())
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text

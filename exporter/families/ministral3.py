@@ -1,0 +1,70 @@
+"""Ministral 3: Mistral whose queries grow beyond the context that it was first trained with.
+
+There each query is multiplied with `1 + beta * log(1 + floor(position / original))`, which is 1
+within the original context. An artifact is for that: its graphs have no such factor.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter.config import Config, decoder_spec
+from onnxport.exporter.families.base import Family
+from onnxport.exporter.ropeconfig import rope_parameters
+from onnxport.graphs.spec import ArchSpec
+
+_BETA: Final = "llama_4_scaling_beta"
+_ORIGINAL: Final = "original_max_position_embeddings"
+
+logger = logging.getLogger(__name__)
+
+
+def read_spec(config: Config, context_length: int | None) -> ArchSpec:
+    """Ministral 3: heads of 128 unless given; one optional window for all layers."""
+    rope = rope_parameters(config)
+    beta = _number(config, _BETA, rope.pop(_BETA, None))
+    original = _number(config, _ORIGINAL, rope.get(_ORIGINAL))
+    rope.pop("max_position_embeddings", None)  # transformers repeats the model's there
+    window = config.get("sliding_window", int, None)
+    if beta:
+        context_length = _within(config, int(original), context_length)
+    return decoder_spec(
+        config,
+        family="ministral3",
+        head_size=None if config.is_null("head_dim") else 128,
+        num_kv_heads=8,
+        sliding_window=(window,) * config.require("num_hidden_layers", int),
+        context_length=context_length,
+        rope={"rope_theta": 1_000_000.0, **rope},
+    )
+
+
+def _number(config: Config, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CheckpointError(
+            f"{config.path}: the RoPE key {name!r} is {value!r}; Ministral 3 needs a number."
+        )
+    return value
+
+
+def _within(config: Config, original: int, asked: int | None) -> int:
+    """A context in which queries stay as they are."""
+    if asked is not None and asked > original:
+        raise UnsupportedModelError(
+            f"{config.path}: a context length of {asked} tokens was asked for; beyond {original}, "
+            f"its {_ORIGINAL}, this model's queries grow with their positions, which is not "
+            f"supported. Choose one from 1 to {original}."
+        )
+    trained = config.require("max_position_embeddings", int)
+    if asked is None and trained > original:
+        logger.warning(
+            "the context is %d tokens, not %d: beyond that this model's queries grow with their "
+            "positions, which is not supported",
+            *(original, trained),
+        )
+    return min(trained, original) if asked is None else asked
+
+
+FAMILY: Final = Family(name="ministral3", architecture="Ministral3ForCausalLM", spec=read_spec)
