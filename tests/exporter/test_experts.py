@@ -66,6 +66,21 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family: str, tmp_path: 
     assert sum(found.values()) == sum(expected.values())
 
 
+def test_gpt_oss_has_yarn_unless_told_otherwise(tmp_path: Path) -> None:
+    written: dict[str, Any] = {**checkpoints.BASE, "model_type": "gpt_oss", "rms_norm_eps": 1e-5}
+    for given in ({}, {"rope_theta": 500.0}, {"rope_parameters": {"rope_type": "default"}}):
+        (tmp_path / "config.json").write_text(json.dumps({**written, **given}))
+        peer = AutoConfig.from_pretrained(tmp_path).rope_parameters
+        rope = configs.spec_of(Config.read(tmp_path)).rope
+        assert (rope.type, rope.theta) == (peer["rope_type"], peer["rope_theta"])
+        if rope.type == "yarn":
+            assert rope.factor == peer["factor"] == 32
+            assert rope.original_context_length == peer["original_max_position_embeddings"]
+            assert (rope.beta_fast, rope.beta_slow) == (peer["beta_fast"], peer["beta_slow"])
+            assert rope.truncate == peer["truncate"]
+    assert rope.type == "default"
+
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Solar-Open-100B": {
         "architectures": ["SolarOpenForCausalLM"],
