@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onnxport.errors import CheckpointError, ExportError, UnsupportedModelError
@@ -231,6 +232,46 @@ def test_groups_divide_both_sizes_or_the_precision_is_refused(tmp_path: Path) ->
         if node.op_type == "QMoE" and attribute.name == "block_size"
     }
     assert blocks == {32}  # of 128 that were asked for: experts have 64 and 32 inputs
+
+
+@pytest.mark.parametrize(
+    ("case", "names", "known"),
+    [
+        ("glm4-moe", ("model.layers.3.eh_proj.weight", "model.layers.3.mlp.gate.weight"), True),
+        ("ernie-moe", ("model.mtp_block.0.up_proj.weight", "model.mtp_emb_norm.0.weight"), True),
+        ("glm4-moe", ("model.layers.4.eh_proj.weight",), False),  # one layer further
+    ],
+)
+def test_what_guesses_further_tokens_stays_behind(
+    case: str,
+    names: tuple[str, ...],
+    known: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As in published checkpoints: tensors in any order over files, those of a layer more, too."""
+    folder = tmp_path / "checkpoint"
+    model = checkpoints.make(checkpoints.CASES[case], folder)
+    checkpoints.edit_config(folder, num_nextn_predict_layers=1)
+    tensors = load_file(folder / "model.safetensors") | dict.fromkeys(names, torch.ones(2))
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-{i % 3}.safetensors" for i, name in enumerate(sorted(tensors)[::-1])}
+    for file in set(files.values()):
+        save_file(
+            {name: tensors[name].clone() for name in files if files[name] == file}, folder / file
+        )
+    index = json.dumps({"weight_map": files})
+    (folder / "model.safetensors.index.json").write_text(index)
+    options = ExportOptions(precision="fp32")
+    if not known:
+        with pytest.raises(CheckpointError, match=re.escape(names[0])):
+            export_model(folder, tmp_path / "artifact", options)
+        return
+    path = export_model(folder, tmp_path / "artifact", options)
+    assert f"{len(names)} tensors are left out" in caplog.text
+    with np.load(path / "golden.npz") as golden:
+        expected = checkpoints.logits(model, golden["token_ids"])[golden["logits_indices"]]
+        np.testing.assert_allclose(golden["logits"], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["granitemoe", "qwen3-moe"])
