@@ -6,17 +6,24 @@ Published checkpoints have experts in MXFP4; fine-tuned ones may have them in 16
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from onnxport.errors import UnsupportedModelError
 from onnxport.exporter import mxfp4
 from onnxport.exporter.config import Config, decoder_spec, windows_by_type
 from onnxport.exporter.expertsconfig import experts_spec
 from onnxport.exporter.families.base import Family, TensorNames
+from onnxport.exporter.ropeconfig import rope_parameters
 from onnxport.graphs.spec import ArchSpec
 
 _SLIDING: Final = "sliding_attention"
 _FULL: Final = "full_attention"
+_YARN: Final = {  # where the configuration has no RoPE parameters but, perhaps, the base
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
@@ -35,6 +42,7 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         o_bias=biased,
         sliding_window=windows_by_type(config, window, types),
         context_length=context_length,
+        rope=_rope(config),
     )
     experts = experts_spec(
         config,
@@ -50,6 +58,12 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     )
     config.ignore("initial_context_length")  # transformers does not read it, either
     return replace(spec, experts=experts, attention_sinks=True)
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    """The RoPE parameters: YaRN as in the published models unless told otherwise."""
+    told = config.has("rope_parameters") or config.has("rope_scaling")
+    return {"rope_theta": 150_000.0, **({} if told else _YARN), **rope_parameters(config)}
 
 
 def _check_quantization(config: Config) -> None:

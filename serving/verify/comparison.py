@@ -85,12 +85,16 @@ def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
     return result
 
 
-def measured_error(tolerance: Tolerance, *found: Comparison) -> float:
+def measured_error(tolerance: Tolerance, *found: Comparison, has_experts: bool = False) -> float:
     """How far any logit may be from exact, in standard deviations, by what was measured.
 
     Never below what float32 arithmetic is allowed, for few rows were measured, and rounding grows
-    with the length of the context; and never above what this arithmetic is allowed.
+    with the length of the context; and never above what this arithmetic is allowed. With experts
+    it is that, but in float32: rounding gives a token of a near tie to another expert, which moves
+    logits many times as far, and so seldom that the few rows that were measured may show none.
     """
+    if has_experts and tolerance is not EXACT:
+        return tolerance.max_diff
     measured = max(EXACT.max_diff, *(one.max_diff for one in found))
     return min(tolerance.max_diff, measured)
 

@@ -193,7 +193,8 @@ class Verifier:
             return Checked(report, ())  # wrong logits say all that wrong tokens could
         prompts = make_prompts(self._token_ids, capabilities)
         alone = decode_alone(model, prompts.all)
-        error = measured_error(tolerance, logits.whole, logits.stepwise, logits.consistency)
+        measured = (logits.whole, logits.stepwise, logits.consistency)
+        error = measured_error(tolerance, *measured, has_experts=self._has_experts)
         own_limit = 0.0 if logits.bit_invariant else tie_limit(error, error)
         report = replace(report, variants=run_variants(model, prompts, alone, own_limit))
         reference = self._reference

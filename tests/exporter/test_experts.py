@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from onnxport.errors import CheckpointError, ExportError, UnsupportedModelError
@@ -64,6 +65,21 @@ def test_absent_keys_mean_what_they_mean_to_transformers(family: str, tmp_path: 
     expected = dict(model.named_parameters()) | dict(model.named_buffers())
     expected = {name: one.numel() for name, one in expected.items() if "inv_freq" not in name}
     assert sum(found.values()) == sum(expected.values())
+
+
+def test_gpt_oss_has_yarn_unless_told_otherwise(tmp_path: Path) -> None:
+    written: dict[str, Any] = {**checkpoints.BASE, "model_type": "gpt_oss", "rms_norm_eps": 1e-5}
+    for given in ({}, {"rope_theta": 500.0}, {"rope_parameters": {"rope_type": "default"}}):
+        (tmp_path / "config.json").write_text(json.dumps({**written, **given}))
+        peer = AutoConfig.from_pretrained(tmp_path).rope_parameters
+        rope = configs.spec_of(Config.read(tmp_path)).rope
+        assert (rope.type, rope.theta) == (peer["rope_type"], peer["rope_theta"])
+        if rope.type == "yarn":
+            assert rope.factor == peer["factor"] == 32
+            assert rope.original_context_length == peer["original_max_position_embeddings"]
+            assert (rope.beta_fast, rope.beta_slow) == (peer["beta_fast"], peer["beta_slow"])
+            assert rope.truncate == peer["truncate"]
+    assert rope.type == "default"
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -216,6 +232,46 @@ def test_groups_divide_both_sizes_or_the_precision_is_refused(tmp_path: Path) ->
         if node.op_type == "QMoE" and attribute.name == "block_size"
     }
     assert blocks == {32}  # of 128 that were asked for: experts have 64 and 32 inputs
+
+
+@pytest.mark.parametrize(
+    ("case", "names", "known"),
+    [
+        ("glm4-moe", ("model.layers.3.eh_proj.weight", "model.layers.3.mlp.gate.weight"), True),
+        ("ernie-moe", ("model.mtp_block.0.up_proj.weight", "model.mtp_emb_norm.0.weight"), True),
+        ("glm4-moe", ("model.layers.4.eh_proj.weight",), False),  # one layer further
+    ],
+)
+def test_what_guesses_further_tokens_stays_behind(
+    case: str,
+    names: tuple[str, ...],
+    known: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As in published checkpoints: tensors in any order over files, those of a layer more, too."""
+    folder = tmp_path / "checkpoint"
+    model = checkpoints.make(checkpoints.CASES[case], folder)
+    checkpoints.edit_config(folder, num_nextn_predict_layers=1)
+    tensors = load_file(folder / "model.safetensors") | dict.fromkeys(names, torch.ones(2))
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-{i % 3}.safetensors" for i, name in enumerate(sorted(tensors)[::-1])}
+    for file in set(files.values()):
+        save_file(
+            {name: tensors[name].clone() for name in files if files[name] == file}, folder / file
+        )
+    index = json.dumps({"weight_map": files})
+    (folder / "model.safetensors.index.json").write_text(index)
+    options = ExportOptions(precision="fp32")
+    if not known:
+        with pytest.raises(CheckpointError, match=re.escape(names[0])):
+            export_model(folder, tmp_path / "artifact", options)
+        return
+    path = export_model(folder, tmp_path / "artifact", options)
+    assert f"{len(names)} tensors are left out" in caplog.text
+    with np.load(path / "golden.npz") as golden:
+        expected = checkpoints.logits(model, golden["token_ids"])[golden["logits_indices"]]
+        np.testing.assert_allclose(golden["logits"], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["granitemoe", "qwen3-moe"])

@@ -56,6 +56,8 @@ def test_an_offset_moves_logits_but_not_probabilities() -> None:
     assert measured_error(COARSE, same, found) == found.max_diff
     assert measured_error(COARSE, same, same) == EXACT.max_diff
     assert measured_error(HALF, same, found) == HALF.max_diff
+    assert measured_error(COARSE, same, found, has_experts=True) == COARSE.max_diff
+    assert measured_error(EXACT, same, same, has_experts=True) == EXACT.max_diff
 
 
 def test_divergence_is_that_of_the_worst_row() -> None:
