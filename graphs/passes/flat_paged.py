@@ -41,6 +41,7 @@ POSITIONS: Final = "positions"
 BLOCK_INDICES: Final = "block_indices"
 BLOCK_INDICES_BEGINS: Final = "block_indices_begins"
 MAX_CONTEXT_LEN: Final = "max_context_len"
+SINKS: Final = 10  # the operator's input of these, [1, num_heads, 1, 1]; left out where none are
 _REPLACED: Final = (contract.BLOCK_TABLE, contract.ATTENTION_METADATA)
 _ADDED: Final[Mapping[str, tuple[int, list[str]]]] = {
     POSITIONS: (TensorProto.INT64, [contract.NUM_TOKENS]),
@@ -87,6 +88,14 @@ def flatten_paged(model: onnx.ModelProto) -> PassResult:
     return PassResult("flat_paged", copy, {"PagedAttention flattened": len(layers)})
 
 
+def has_sinks(model: onnx.ModelProto) -> bool:
+    """Whether heads of a flattened graph have sinks."""
+    return any(
+        node.op_type == FLAT_PAGED_ATTENTION and len(node.input) > SINKS
+        for node in model.graph.node
+    )
+
+
 def _replace_inputs(model: onnx.ModelProto, presents: set[str]) -> None:
     """Declare the flat inputs in place of the block table, and drop the caches' outputs."""
     graph = model.graph
@@ -121,6 +130,8 @@ class _Rewriter:
             for x, heads in zip((query, key, value), widths, strict=True)
         ]
         scale = layer.scale if layer.scale is not None else layer.head_size**-0.5
+        sink = layer.input(PagedInput.HEAD_SINK)
+        sinks = [ops.reshape(g, sink, [1, layer.num_heads, 1, 1], "sinks")] if sink else []
         g.node(
             FLAT_PAGED_ATTENTION,
             [
@@ -132,6 +143,7 @@ class _Rewriter:
                 BLOCK_INDICES,
                 BLOCK_INDICES_BEGINS,
                 MAX_CONTEXT_LEN,
+                *sinks,
             ],
             outputs=[layer.outputs[0]],
             domain=DOMAIN,
@@ -231,7 +243,6 @@ def _refuse(layer: PagedAttentionNode, types: dict[str, int]) -> None:
         "RoPE without its tables": layer.do_rotary and not layer.input(PagedInput.SIN),
         "a RoPE offset": layer.rotary_offset != 0,
         "softcap": layer.softcap != 0,
-        "head sinks": bool(layer.input(PagedInput.HEAD_SINK)),
         "a slot mapping": bool(layer.input(PagedInput.SLOT_MAPPING)),
         "attention that is not causal": not layer.is_causal,
         "a quantized cache": layer.is_quantized,

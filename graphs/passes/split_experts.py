@@ -214,8 +214,9 @@ class _Layer:
         return self.tensors[self.node.input[_WEIGHTS[self.node.op_type][which]]]
 
     def _number(self, g: GraphBuilder, value: float) -> str:
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(self.dtype)
-        return g.constant(np.array(value, dtype), "number")
+        """A constant of the activations' type, exact where they become float32 later."""
+        wide = g.constant(np.array(value, np.float32), "number")
+        return wide if self.dtype == TensorProto.FLOAT else ops.cast(g, wide, self.dtype, "narrow")
 
 
 def _declare(

@@ -28,7 +28,7 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import MICROSOFT
 from onnxport.graphs.experts import Swiglu
 from onnxport.graphs.lora import RANKS, SCALES, WEIGHTS
-from onnxport.graphs.passes.flat_paged import FLAT_PAGED_ATTENTION, flatten_paged
+from onnxport.graphs.passes.flat_paged import FLAT_PAGED_ATTENTION, SINKS, flatten_paged
 from onnxport.graphs.passes.gated_silu import DOMAIN
 from onnxport.graphs.passes.lora import ADD_LORA
 from onnxport.graphs.passes.result import PassResult
@@ -188,7 +188,7 @@ class _Conversions:
         """
         import openvino as ov
 
-        flat = [node.get_input(index) for index in range(10)]
+        flat = [node.get_input(index) for index in range(node.get_input_size())]
         scale, window = node.get_attribute("scale"), node.get_attribute("local_window_size")
 
         def none(kind: Any) -> Any:
@@ -208,7 +208,7 @@ class _Conversions:
             none(np.int32),  # score_aggregation_window
             *(none(np.int32), none(np.int32), none(np.float32)),  # rotated blocks, deltas, table
             *(none(np.float32), zero(), zero()),  # xattention threshold, block size, stride
-            none(np.float32),  # sinks
+            flat[SINKS] if len(flat) > SINKS else none(np.float32),
             *(zero(), none(np.int32), none(np.int32), none(np.int32)),  # adaptive RKV
             none(np.int32),  # token_type_ids
             *(none(np.uint8), none(np.int32)),  # qq_bias and its begins

@@ -15,7 +15,7 @@ import onnx
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import attribute_int
-from onnxport.graphs.passes.flat_paged import flatten_paged
+from onnxport.graphs.passes.flat_paged import flatten_paged, has_sinks
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.split_experts import MOE, QMOE
@@ -116,15 +116,13 @@ class OpenVinoProvider:
         _check_attention(options)
         plugin.check(options)
         spec = artifact.manifest.model
-        lora = None
-        if options.max_adapters:
-            extension = load_extension() if plugin.takes_extensions else None
-            lora = OpenVinoLora(artifact, options, extension)
+        lora = _lora(artifact, plugin, options)
         passes = lower(artifact, lora.lower if lora else None, keep_experts=plugin.gathers_experts)
         lowered = list(passes)
         for step in lowered:
             logger.info("%s: %s", artifact.path.name, step)
         model = lowered[-1].model
+        _check_sinks(model, plugin)
         builds = plugin.builds(core, options, _accuracy_level(model, options.matmul_accuracy_level))
         _check_trust(core, plugin, builds[-1])
         attached = {name: value for step in lowered for name, value in step.attached.items()}
@@ -166,6 +164,14 @@ class OpenVinoProvider:
         adapters = lora.adapters() if lora else None
         held = [tensor for one in converted for tensor in one.memory]
         return OpenVinoModel(graphs, capabilities, pairs, blocks, held, adapters)
+
+
+def _lora(artifact: Artifact, plugin: Plugin, options: LoadOptions) -> OpenVinoLora | None:
+    """What adds adapters; None where there are none."""
+    if not options.max_adapters:
+        return None
+    extension = load_extension() if plugin.takes_extensions else None
+    return OpenVinoLora(artifact, options, extension)
 
 
 def _variants(lowered: Sequence[PassResult], *, adapted: bool) -> list[_Variant]:
@@ -259,6 +265,15 @@ def _check_attention(options: LoadOptions) -> None:
         raise ProviderError(
             f"the openvino provider has no {options.attention!r} attention; it runs OpenVINO's "
             "own, ask for native or leave it out"
+        )
+
+
+def _check_sinks(model: onnx.ModelProto, plugin: Plugin) -> None:
+    """Refuse attention sinks on a device where nobody saw them, for `_check_trust` tries none."""
+    if has_sinks(model) and not plugin.proven:
+        raise ProviderError(
+            f"the heads of this model have attention sinks, which were never tried on OpenVINO's "
+            f"{plugin.device}; use openvino on the processor, or another provider"
         )
 
 

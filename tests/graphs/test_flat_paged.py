@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
 from onnxport.errors import ArtifactError
 from onnxport.graphs import contract as c
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes import flat_paged
-from onnxport.graphs.passes.flat_paged import flatten_paged
+from onnxport.graphs.passes.flat_paged import flatten_paged, has_sinks
 from tests.graphs.paged_models import op_types
 
 
@@ -89,6 +89,21 @@ def test_without_rotation_no_table_is_read() -> None:
     kinds = op_types(flatten_paged(paged(do_rotary=0)).model)
     assert "Gather" not in kinds
     assert kinds.count("Split") == 2
+
+
+def test_sinks_are_one_more_input() -> None:
+    model = paged()
+    assert not has_sinks(flatten_paged(model).model)
+    sinks = numpy_helper.from_array(np.arange(4, dtype=np.float32), "sinks")
+    model.graph.initializer.append(sinks)
+    for node in model.graph.node:
+        node.input[11] = sinks.name
+    found = flatten_paged(model).model
+    assert has_sinks(found)
+    inputs = [n.input for n in found.graph.node if n.op_type == flat_paged.FLAT_PAGED_ATTENTION]
+    assert [len(names) for names in inputs] == [flat_paged.SINKS + 1] * 2
+    makers = {node.output[0]: node for node in found.graph.node}
+    assert {makers[names[flat_paged.SINKS]].input[0] for names in inputs} == {sinks.name}
 
 
 def test_a_graph_without_paged_attention_is_left_alone() -> None:
