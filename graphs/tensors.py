@@ -68,7 +68,7 @@ def convert(name: str, value: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any
     Raises ArtifactError where a finite number becomes infinite, with the largest of `value`.
     """
     with np.errstate(over="ignore"):
-        converted = np.ascontiguousarray(value, dtype)
+        converted = np.asarray(value, dtype, order="C")  # which keeps a scalar one
     lost = ~np.isfinite(converted)
     if not lost.any() or not (lost & np.isfinite(value)).any():
         return converted

@@ -15,11 +15,12 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.passes.native import NativeLimits
 from onnxport.providers.base import Device, Features, LoadOptions, Probe
-from onnxport.providers.device import Recipe, load_on_device, why_not_started
+from onnxport.providers.device import load_on_device, why_not_started
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.ort import Target
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.page_lock import page_lock
+from onnxport.providers.recipe import Recipe
 from onnxport.providers.self_test import HEAD_SIZE, distrust
 
 logger = logging.getLogger(__name__)

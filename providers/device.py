@@ -9,8 +9,8 @@ bindings.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.emulated_attention import emulate_attention
 from onnxport.graphs.passes.join_products import join_products
 from onnxport.graphs.passes.lora import add_lora, lora_products
-from onnxport.graphs.passes.native import NativeLimits, keep_native
+from onnxport.graphs.passes.native import keep_native
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_experts import split_experts
@@ -42,7 +42,7 @@ from onnxport.providers.buckets import Buckets
 from onnxport.providers.cpu.library import find_library
 from onnxport.providers.device_arrays import DeviceArrays
 from onnxport.providers.device_blocks import DeviceBlocks, cache_shape, device_caches
-from onnxport.providers.device_logits import DeviceLogits, PageLock
+from onnxport.providers.device_logits import DeviceLogits
 from onnxport.providers.ort import (
     CPU,
     Target,
@@ -54,6 +54,7 @@ from onnxport.providers.ort import (
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.placement import check_host_operators, host_operators, placement
 from onnxport.providers.pool import PoolPlan, plan_pool
+from onnxport.providers.recipe import Recipe
 from onnxport.providers.replay import DecodeReplay
 from onnxport.providers.step_memory import StepMemory
 
@@ -69,32 +70,6 @@ TYPES: Final = {
     "float16": TensorProto.FLOAT16,
     "bfloat16": TensorProto.BFLOAT16,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """What a device wants."""
-
-    provider: str
-    device: str  # its name
-    dtypes: tuple[str, ...]  # of activations, the preferred first
-    native: NativeLimits | None  # of its PagedAttention; None: it has none
-    native_block_size: Callable[[int], int]  # head size -> tokens
-    why_not_native: str = ""  # why `native` is None
-    block_size_power: bool = True  # native blocks are powers of two of at least 16 tokens
-    max_batch_rows: int | None = None
-    # What its execution provider takes so that it can replay decode steps, see providers.replay;
-    # None: it cannot.
-    capture_options: Mapping[str, str] | None = None
-    selects_logits: bool = False  # it runs graphs.logit_selection; see providers.device_logits
-    page_lock: PageLock | None = None  # makes host memory fast to copy to; None: it cannot
-    bucketed: bool = False  # it compiles a graph for each shape: pad to few of them
-    has_gelu: bool = True  # of ONNX, with tanh; else it is written out
-    has_min_max: bool = True  # of floats; else they are written out
-    joins_products: bool = False  # each node costs, or it has no Split in many parts
-    expected_on_host: frozenset[str] = frozenset()  # operator types that it is known not to have
-    free_bytes: int | None = None  # device memory; None: it does not tell
-    buffer_bytes: int | None = None  # its largest buffer; None: no limit
 
 
 def load_on_device(

@@ -20,19 +20,22 @@ _FLOATS: Final = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.
 
 
 def write_min_max(model: onnx.ModelProto) -> PassResult:
-    """Replace Min and Max of a value and a number that is stored, where both are floats.
+    """Replace Min and Max of a value and a number that is stored, or cast, where both are floats.
 
     Integers, which are the host's, and others stay.
     """
     copy = copy_model(model)
     types, stored = element_types(model), initializers(model)
+    numbers = {name for name, tensor in stored.items() if not tensor.dims}
+    numbers |= {
+        n.output[0] for n in model.graph.node if n.op_type == "Cast" and n.input[0] in numbers
+    }
 
     def fits(node: onnx.NodeProto) -> bool:
         is_either = node.op_type in _COMPARISONS and node.domain == "" and len(node.input) == 2
         if not is_either or types.get(node.input[0]) not in _FLOATS:
             return False
-        number = stored.get(node.input[1])
-        return number is not None and not number.dims and node.input[0] not in stored
+        return node.input[1] in numbers and node.input[0] not in stored
 
     found = [node for node in model.graph.node if fits(node)]
     if not found:

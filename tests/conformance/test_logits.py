@@ -46,6 +46,12 @@ def test_a_sequence_in_pieces(loaded: Loaded, sizes: list[int]) -> None:
     check_logits(loaded.rule, expected, run_in_pieces(loaded, SYSTEM, sizes), f"in {sizes}")
 
 
+def test_a_sequence_where_software_leaves_out_the_rest(glimpsed: Loaded) -> None:
+    """What a family's graph is made of shows in one: that it loads, and a prompt in two steps."""
+    expected = glimpsed.reference.logits(SYSTEM)
+    check_logits(glimpsed.rule, expected, run_in_pieces(glimpsed, SYSTEM, [16]), "in two steps")
+
+
 def test_a_ragged_batch(loaded: Loaded) -> None:
     """Prompts that begin, go on and decode, in one step."""
     pasts = [0, 42, 16, 31, 5, 0]

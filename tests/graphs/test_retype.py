@@ -204,6 +204,14 @@ def test_constants_and_inline_initializers_are_converted() -> None:
     np.testing.assert_array_equal(constant, [1, 2, 3, 4])
 
 
+def test_a_number_stays_one() -> None:
+    number = numpy_helper.from_array(np.array(0.5, np.float16), "number")
+    node = helper.make_node("Min", ["x", "number"], ["y"])
+    result = retype(small([node], number, out=TensorProto.FLOAT16), numpy_helper.to_array)
+    (converted,) = result.model.graph.initializer
+    assert (converted.data_type, list(converted.dims)) == (TensorProto.FLOAT, [])
+
+
 def test_an_unknown_type_attribute_is_refused() -> None:
     node = helper.make_node("RandomNormal", [], ["y"], shape=[2], dtype=TensorProto.FLOAT16)
     with pytest.raises(ArtifactError, match="RandomNormal"):

@@ -40,6 +40,18 @@ def test_it_computes_the_same(dtype: int) -> None:
     np.testing.assert_array_equal(least, np.minimum(x, kind.type(0.5)))
 
 
+def test_a_number_that_is_cast_is_one() -> None:
+    before = model(TensorProto.FLOAT16, np.array(0.5, np.float32))
+    before.graph.node.insert(
+        0, helper.make_node("Cast", ["number"], ["narrow"], to=TensorProto.FLOAT16)
+    )
+    for node in before.graph.node[1:]:
+        node.input[1] = "narrow"
+    result = write_min_max(before)
+    assert [node.op_type for node in result.model.graph.node][0::2] == ["Cast", "Where", "Where"]
+    onnx.checker.check_model(result.model, full_check=True)
+
+
 @pytest.mark.parametrize(
     ("dtype", "number", "stored_first"),
     [

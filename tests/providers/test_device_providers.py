@@ -299,7 +299,10 @@ def test_where_there_is_no_gelu_it_is_written_out(
         ("qwen3-moe", "int4"),
         *(
             pytest.param(*one, marks=pytest.mark.slow)
-            for one in (("ernie-moe", "int8"), ("mixtral", "fp16"), ("glm4-moe", "fp16"))
+            for one in (
+                *(("ernie-moe", "int8"), ("mixtral", "fp16")),
+                *(("glm4-moe", "fp16"), ("gpt-oss", "int4")),
+            )
         ),
     ],
 )
@@ -314,7 +317,7 @@ def test_experts_on_webgpu_are_of_operators_that_it_has(
     """Its Split binds all its outputs at once, and it has neither Min nor Max of floats."""
     path = tiny_artifact(case, precision)
     prompt = [([5, 9, 17, 4, 99, 30, 7, 8, 2], 0, [0]), ([11, 3], 0, [1])]
-    options = {"dtype": dtype, "attention": "decomposed"}
+    options = {"dtype": dtype, "attention": "decomposed", "matmul_accuracy_level": 1}
     started: list[onnx.ModelProto] = []
     start = device.start_session
 

@@ -1,0 +1,35 @@
+"""What tells devices that ONNX Runtime drives apart; `providers.device` does the rest for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from onnxport.graphs.passes.native import NativeLimits
+from onnxport.providers.device_logits import PageLock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a device wants."""
+
+    provider: str
+    device: str  # its name
+    dtypes: tuple[str, ...]  # of activations, the preferred first
+    native: NativeLimits | None  # of its PagedAttention; None: it has none
+    native_block_size: Callable[[int], int]  # head size -> tokens
+    why_not_native: str = ""  # why `native` is None
+    block_size_power: bool = True  # native blocks are powers of two of at least 16 tokens
+    max_batch_rows: int | None = None
+    # What its execution provider takes so that it can replay decode steps, see providers.replay;
+    # None: it cannot.
+    capture_options: Mapping[str, str] | None = None
+    selects_logits: bool = False  # it runs graphs.logit_selection; see providers.device_logits
+    page_lock: PageLock | None = None  # makes host memory fast to copy to; None: it cannot
+    bucketed: bool = False  # it compiles a graph for each shape: pad to few of them
+    has_gelu: bool = True  # of ONNX, with tanh; else it is written out
+    has_min_max: bool = True  # of floats; else they are written out
+    joins_products: bool = False  # each node costs, or it has no Split in many parts
+    expected_on_host: frozenset[str] = frozenset()  # operator types that it is known not to have
+    free_bytes: int | None = None  # device memory; None: it does not tell
+    buffer_bytes: int | None = None  # its largest buffer; None: no limit
