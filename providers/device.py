@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
+from numpy.typing import NDArray
 from onnx import TensorProto
 
 from onnxport.errors import ProviderError
@@ -24,12 +25,14 @@ from onnxport.graphs.lora import LoraProduct
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.emulated_attention import emulate_attention
+from onnxport.graphs.passes.join_products import join_products
 from onnxport.graphs.passes.lora import add_lora, lora_products
 from onnxport.graphs.passes.native import NativeLimits, keep_native
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_experts import split_experts
 from onnxport.graphs.passes.write_gelu import write_gelu
+from onnxport.graphs.passes.write_min_max import write_min_max
 from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers import memory
@@ -87,6 +90,8 @@ class Recipe:
     page_lock: PageLock | None = None  # makes host memory fast to copy to; None: it cannot
     bucketed: bool = False  # it compiles a graph for each shape: pad to few of them
     has_gelu: bool = True  # of ONNX, with tanh; else it is written out
+    has_min_max: bool = True  # of floats; else they are written out
+    joins_products: bool = False  # each node costs, or it has no Split in many parts
     expected_on_host: frozenset[str] = frozenset()  # operator types that it is known not to have
     free_bytes: int | None = None  # device memory; None: it does not tell
     buffer_bytes: int | None = None  # its largest buffer; None: no limit
@@ -124,8 +129,10 @@ def load_on_device(
     steps = list(lowering.steps())
     for step in steps:
         logger.info("%s: %s", artifact.path.name, step)
-    converted = {name: value for step in steps for name, value in step.attached.items()}
     model = steps[-1].model
+    attached_to = {tensor.name for tensor in model.graph.initializer}
+    made = (item for step in steps for item in step.attached.items())
+    converted = {name: value for name, value in made if name in attached_to}
     spec, item_bytes = artifact.manifest.model, numpy_dtype(TYPES[lowering.dtype]).itemsize
     held_bytes = weight_bytes(model, converted) + lowering.adapter_bytes()
     if captures:
@@ -221,11 +228,17 @@ class _Lowering:
         yield self._split
         step = self._retyped
         yield step
+        if recipe.joins_products:
+            step = join_products(step.model, self._read)
+            yield step
         if options.matmul_accuracy_level is not None:
             step = set_accuracy(step.model, options.matmul_accuracy_level)
             yield step
         if not recipe.has_gelu:
             step = write_gelu(step.model)
+            yield step
+        if not recipe.has_min_max:
+            step = write_min_max(step.model)
             yield step
         if options.max_adapters:
             check_stack_dtype(options, self.dtype)
@@ -270,6 +283,11 @@ class _Lowering:
         """The graph in the type of the activations; it is looked at before it is lowered."""
         has_halves = self._recipe.dtypes != ("float32",)
         return retype(self._graph, self._artifact.read_tensor, self.dtype, keep_tables=has_halves)
+
+    def _read(self, tensor: TensorProto) -> NDArray[Any]:
+        """An initializer of the graph in the type of the activations."""
+        converted = self._retyped.attached.get(tensor.name)
+        return self._artifact.read_tensor(tensor) if converted is None else converted
 
     def _choose_dtype(self) -> str:
         """The type of activations and cache."""

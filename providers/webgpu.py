@@ -107,6 +107,8 @@ class WebGpuProvider:
             native=None if reason else NATIVE,
             why_not_native=reason,
             native_block_size=lambda head_size: BLOCK_SIZE,
+            has_min_max=False,
+            joins_products=True,
             buffer_bytes=BUFFER_BYTES,
         )
 

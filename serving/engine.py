@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from onnxport.errors import (
-    CapacityError,
-    DeviceLostError,
-    DeviceMemoryError,
-    OnnxportError,
-    OverloadedError,
-    RequestError,
-)
+from onnxport.errors import DeviceLostError, OnnxportError, OverloadedError, RequestError
 from onnxport.graphs.spec import ArchSpec
 from onnxport.kv.table import Reservation
 from onnxport.providers.base import Capabilities, Model
@@ -29,10 +21,10 @@ from onnxport.serving.fallback import Loss, Standby
 from onnxport.serving.growth import Growth
 from onnxport.serving.guesses import NO_DRAFTS, Drafts, Guesses, Guessing
 from onnxport.serving.intake import Intake
-from onnxport.serving.limits import remaining_total
 from onnxport.serving.narrowing import narrowed
-from onnxport.serving.outputs import CompletionDelta, Failure
+from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.recovery import Recovery
 from onnxport.serving.request import Request
 from onnxport.serving.retries import Retries
 from onnxport.serving.runtime import Runtime
@@ -43,8 +35,6 @@ from onnxport.serving.stats import EngineStats
 from onnxport.serving.structured.compiler import GrammarCompiler
 from onnxport.serving.tally import Tally
 from onnxport.serving.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 NOBODY: Mapping[str, int] = MappingProxyType({})
 
@@ -103,6 +93,9 @@ class Engine:
             self._tally,
             clock,
             eos_token_ids,
+        )
+        self._recovery = Recovery(
+            runtime, self._intake, self._sequences, self._retries, self._tally, clock
         )
         self._beside = Beside()
         self._sampling_threads = sampling_threads
@@ -210,7 +203,7 @@ class Engine:
         if self.queue_room(request.options) < 1:
             raise self.overload()
         if self.losses:
-            self._fit(request)
+            self._recovery.fit(request)
             request.name_blocks(self.capabilities.block_size)
         if request.adapter is not None:
             self._intake.renew_adapter(request)
@@ -270,7 +263,7 @@ class Engine:
             plan = self._retries.next_plan(self._scheduler, loading, drafts)
             return growths + self._execute(plan) if plan.requests else growths
         except DeviceLostError as error:
-            return growths + self._fall_back(error)
+            return growths + self._recovery.fall_back(error)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
@@ -330,7 +323,7 @@ class Engine:
             self._scheduler.rollback(reservation)
             if isinstance(error, DeviceLostError) or not isinstance(error, Exception):
                 raise
-            return self._fail(plan, error)
+            return self._recovery.fail(plan, error)
         self._sequences.start(plan, start_s)
         accepted = self._guessing.accept(plan, drawn)
         self._scheduler.commit(plan, reservation, accepted)
@@ -369,63 +362,3 @@ class Engine:
         if self._runtime.offloader:
             self._runtime.offloader.costs.note_step(elapsed_s, plan.num_tokens)
         self._guessing.note_step(plan, elapsed_s)
-
-    def _fail(self, plan: StepPlan, error: Exception) -> list[Growth]:
-        """Nothing was computed: look for the request that made the step fail."""
-        self._tally.num_failed_steps += 1
-        requests = plan.requests
-        if len(requests) > 1:
-            logger.warning("a step of %d requests failed: %s", len(requests), error)
-            self._retries.split(requests)
-            return []
-        if plan.drafts:
-            logger.warning("a step with %d guessed tokens failed: %s", plan.num_tokens - 1, error)
-            self._retries.repeat(requests[0])
-            return []
-        if isinstance(error, DeviceMemoryError) and self._retries.shorten(
-            requests[0], plan.num_tokens, self._runtime.rows
-        ):
-            logger.warning(
-                "a step of %d tokens failed; steps have at most %d for now: %s",
-                plan.num_tokens,
-                self._retries.budget_tokens,
-                error,
-            )
-            return []
-        logger.error("request %s failed", requests[0].request_id, exc_info=error)
-        return self._sequences.end(requests[0], "error", Failure.of(error))
-
-    def _fall_back(self, error: DeviceLostError) -> list[Growth]:
-        """The device is gone: go on with another provider, or end every request."""
-        self._tally.num_failed_steps += 1
-        yielded = self._runtime.fall_back(error)
-        self._retries.clear(self._runtime.tokens)
-        now = self._clock()
-        for request in yielded:
-            self._tally.tell("preempted", request, now)
-        self._intake.move_to(self._runtime.limits, self._runtime.rows)
-        growths: list[Growth] = []
-        for request in list(self._scheduler.requests()):
-            if self.failure is not None:
-                growths += self._sequences.end(request, "error", Failure(self.failure))
-                continue
-            try:
-                self._fit(request)
-            except CapacityError as reason:
-                growths += self._sequences.end(request, "error", Failure(str(reason)))
-        return growths
-
-    def _fit(self, request: Request) -> None:
-        """Let a request that was accepted for another model get no longer than this one takes.
-
-        Raises:
-            CapacityError: it is too long already.
-        """
-        longest = remaining_total(
-            len(request.tokens),
-            request.max_total_tokens,
-            self.capabilities,
-            only_prompt=request.options.only_prompt,
-        )
-        for one in with_siblings(request):
-            one.max_total_tokens = longest

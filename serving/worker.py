@@ -9,7 +9,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import InvalidStateError
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 from onnxport.errors import DeviceLostError, OnnxportError, RequestError
 from onnxport.providers.base import Capabilities
 from onnxport.serving.adapters.registry import Adapter
+from onnxport.serving.calls import Call, in_a_thread
 from onnxport.serving.engine import Engine
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
@@ -32,21 +33,6 @@ from onnxport.serving.tokenizer import Tokenizer
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-async def _in_a_thread(work: Callable[[], T]) -> T:
-    """Return what `work` returns in a thread of its own, for which the process does not wait."""
-    call: Future[T] = Future()
-
-    def run() -> None:
-        if call.set_running_or_notify_cancel():
-            try:
-                call.set_result(work())
-            except BaseException as error:
-                call.set_exception(error)
-
-    threading.Thread(target=run, name="onnxport-reading", daemon=True).start()
-    return await asyncio.wrap_future(call)
 
 
 class _Stream:
@@ -75,7 +61,7 @@ class AsyncEngine:
         self._wakeup = threading.Condition()
         # All below is guarded by _wakeup.
         self._commands: list[Callable[[], None]] = []
-        self._calls: set[Future[Any]] = set()  # what `_between_steps` waits for
+        self._calls: set[Call[Any]] = set()  # what `_between_steps` waits for
         self._streams: dict[str, _Stream] = {}
         self._accepting = True
         self._stopping = False
@@ -147,7 +133,7 @@ class AsyncEngine:
             OnnxportError: the engine is closed or has failed.
         """
         adapters = self._engine.adapters
-        content = await _in_a_thread(lambda: adapters.read(path))
+        content = await in_a_thread(lambda: adapters.read(path))
         return await self._between_steps(lambda: adapters.load(name, content, in_place=in_place))
 
     async def unload_adapter(self, name: str) -> None:
@@ -252,19 +238,11 @@ class AsyncEngine:
 
     async def _between_steps(self, work: Callable[[], T]) -> T:
         """Return what `work` returns in the engine's thread."""
-        call: Future[T] = Future()
-
-        def run() -> None:
-            if call.set_running_or_notify_cancel():
-                try:
-                    call.set_result(work())
-                except Exception as error:
-                    call.set_exception(error)
-
+        call = Call(work)
         with self._wakeup:
             self._check_running()
             self._calls.add(call)
-            self._commands.append(run)
+            self._commands.append(call.run)
             self._wakeup.notify()
         try:
             return await asyncio.wrap_future(call)

@@ -33,6 +33,7 @@ from onnxport.graphs.experts import Swiglu
 NOTHING: Final = float(np.finfo(np.float32).tiny)  # normal, so that no processor takes it for 0
 NO_LIMIT: Final = float(np.finfo(np.float32).max)
 GATHERS: Final = "GatherMatmul"  # layerType of the product in the runtime graph
+PRODUCTS: Final = 2  # that a layer has of them: gate and up, which are one, and down
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes.flat_paged import flatten_paged
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.result import PassResult
-from onnxport.graphs.passes.split_experts import QMOE
+from onnxport.graphs.passes.split_experts import MOE, QMOE
 from onnxport.providers import memory
 from onnxport.providers.base import (
     Capabilities,
@@ -35,6 +35,7 @@ from onnxport.providers.openvino.compiled import cache_format, placement, precis
 from onnxport.providers.openvino.convert import RELEASE, collect_weights, convert, lower
 from onnxport.providers.openvino.core import new_core
 from onnxport.providers.openvino.cpu import CpuPlugin
+from onnxport.providers.openvino.experts import PRODUCTS, count_gathers
 from onnxport.providers.openvino.extension import load_extension
 from onnxport.providers.openvino.gpu import GpuPlugin
 from onnxport.providers.openvino.lora import OpenVinoLora
@@ -143,6 +144,7 @@ class OpenVinoProvider:
             for build in builds
         ]
         _check_precision(graphs[-1].compiled, plugin, options)
+        _check_experts(model, graphs)
         form = _check_caches(graphs, plugin, (spec.num_kv_heads, spec.head_size), options)
         token_bytes = form.layer_bytes / form.block_size
         pool = plan_pool(
@@ -281,6 +283,17 @@ def _check_precision(compiled: Any, plugin: Plugin, options: LoadOptions) -> Non
         raise ProviderError(
             f"dtype is {options.dtype!r}, and OpenVINO made a graph in {found}; "
             f"{plugin.wrong[found]}"
+        )
+
+
+def _check_experts(model: onnx.ModelProto, graphs: Sequence[Graph]) -> None:
+    """Say so where the plugin did not know the pattern of experts that `lower` kept for it."""
+    kept = sum(node.op_type in (MOE, QMOE) for node in model.graph.node)
+    if any(count_gathers(graph.compiled) < PRODUCTS * kept for graph in graphs):
+        logger.warning(
+            "OpenVINO did not recognize all of %d layers of experts, and computes every expert for "
+            "each token there; results are the same, after several times the work",
+            kept,
         )
 
 

@@ -113,7 +113,9 @@ def serve(
     ready: Callable[[], None],
     options: ServerOptions,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then let running requests finish and return.
+    """Serve until SIGINT, SIGTERM or SIGHUP, then let running requests finish and return.
+
+    SIGHUP, of a terminal that was closed, counts unless it is ignored, as `nohup` has it.
 
     Args:
         app: the application.
@@ -139,7 +141,10 @@ def serve(
 
     # uvicorn raises the signals it caught again when it is done; they must not end the process
     # before the engine is closed.
-    previous = {number: signal.signal(number, stop) for number in SIGNALS}
+    numbers = [*SIGNALS]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, stop) for number in numbers}
     try:
         server.run(sockets=[sock])
     finally:

@@ -239,7 +239,9 @@ def test_chat_in_a_terminal(artifact: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_signals(artifact: Path, number: int, code: int) -> None:
     chat = subprocess.Popen(
         command("chat", artifact),

@@ -96,7 +96,7 @@ def test_memory_does_not_grow_with_the_model(precision: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     folder = make(tmp_path / "checkpoint", hidden_size=1024, intermediate_size=8192)
     arguments = [sys.executable, "-m", "onnxport", "export", str(folder), str(tmp_path / "out")]

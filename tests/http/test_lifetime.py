@@ -93,7 +93,7 @@ def test_an_error_inside_a_stream_is_an_event(start_server: StartServer) -> None
     assert "Traceback" in err  # the cause is in the log
 
 
-@pytest.mark.parametrize("number", every(2, [signal.SIGTERM, signal.SIGINT]))
+@pytest.mark.parametrize("number", every(2, [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_an_idle_server_waits_for_nothing(start_server: StartServer, number: int) -> None:
     """An hour for running requests is no hour for a connection that asks nothing."""
     server = start_server(grace_s=3600)

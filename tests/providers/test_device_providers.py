@@ -9,11 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
+from onnx import TensorProto
 
 from onnxport.errors import CapacityError, ProviderError
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.inspect import element_types
 from onnxport.providers import cuda, device, directml, migraphx, placement, webgpu
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.ort import CPU, Target
@@ -22,6 +25,7 @@ from tests.exporter.checkpoints import VOCAB
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.models import opened, run_rows
 
+FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16)
 NAMES = {
     "cuda": cuda.EXECUTION_PROVIDER,
     "migraphx": migraphx.EXECUTION_PROVIDER,
@@ -287,6 +291,51 @@ def test_where_there_is_no_gelu_it_is_written_out(
         model.close()
     written = "3 GELUs written out" in caplog.text
     assert written == (provider == "directml")
+
+
+@pytest.mark.parametrize(
+    ("case", "precision"),
+    [
+        ("qwen3-moe", "int4"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in (("ernie-moe", "int8"), ("mixtral", "fp16"), ("glm4-moe", "fp16"))
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_experts_on_webgpu_are_of_operators_that_it_has(
+    tiny_artifact: ArtifactMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    precision: str,
+    dtype: str,
+) -> None:
+    """Its Split binds all its outputs at once, and it has neither Min nor Max of floats."""
+    path = tiny_artifact(case, precision)
+    prompt = [([5, 9, 17, 4, 99, 30, 7, 8, 2], 0, [0]), ([11, 3], 0, [1])]
+    options = {"dtype": dtype, "attention": "decomposed"}
+    started: list[onnx.ModelProto] = []
+    start = device.start_session
+
+    def note(model: bytes, *rest: Any) -> Any:
+        started.append(onnx.ModelProto.FromString(model))
+        return start(model, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "start_session", note)
+        model = emulated(path, "webgpu", **options)
+    other = emulated(path, "cuda", **options)
+    try:
+        found, expected = (run_rows(one, prompt) for one in (model, other))
+    finally:
+        model.close()
+        other.close()
+    np.testing.assert_allclose(found, expected, atol=1e-4 if dtype == "float32" else 0.05)
+    types = element_types(started[0])
+    nodes = started[0].graph.node
+    assert max(len(node.output) for node in nodes if node.op_type == "Split") <= 3
+    assert not [n for n in nodes if n.op_type in ("Min", "Max") and types[n.output[0]] in FLOATS]
 
 
 def test_a_buffer_limit_makes_the_pool_smaller(tiny_artifact: ArtifactMaker) -> None:

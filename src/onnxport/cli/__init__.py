@@ -23,7 +23,7 @@ from onnxport.version import __version__
 COMMANDS = ("export", "generate", "chat", "serve", "verify", "bench", "devices")
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 BROKEN_PIPE = 141
-TERMINATED = 143
+BY_SIGNAL = 128  # likewise, and the signal's number
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,7 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 is success, 1 an error that the message explains, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
+    0 is success, 1 an error that the message explains, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM,
+    129 a terminal that was closed (SIGHUP), unless that is ignored, as `nohup` has it.
     """
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # a text may have what a terminal cannot show
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     if getattr(options, "verbose", False):
         logging.getLogger("onnxport").setLevel(logging.INFO)
-    previous = signal.signal(signal.SIGTERM, _terminate)
+    previous = {number: signal.signal(number, _terminate) for number in _ending_signals()}
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -71,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return OnnxportError.exit_code
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     return code
 
 
@@ -82,9 +84,17 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for good
 
 
+def _ending_signals() -> list[signal.Signals]:
+    """Signals that end a command, where Python would not unwind it."""
+    numbers = [signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)  # Windows has none
+    return numbers
+
+
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     """End as by an exception, so that nothing half-done is left behind."""
-    raise SystemExit(TERMINATED)
+    raise SystemExit(BY_SIGNAL + number)
 
 
 def _version(options: argparse.Namespace) -> int:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from onnxport.cli.arguments import EXPORT_OPTIONS, Commands, add_export_options, command
@@ -68,7 +66,7 @@ def export(source: str, destination: Path, options: ExportOptions) -> Path:
     from onnxport.exporter.export import export_model
 
     start_s = time.monotonic()
-    with _unwound_by_sigterm(), _progress_bar() as progress:
+    with _progress_bar() as progress:
         folder = export_model(source, destination, options, progress)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
     print(
@@ -77,20 +75,6 @@ def export(source: str, destination: Path, options: ExportOptions) -> Path:
         file=sys.stderr,
     )
     return folder
-
-
-@contextmanager
-def _unwound_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does, so that a half-made artifact is removed."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager

@@ -1,0 +1,111 @@
+"""What is done when a step fails: look for the request that made it, or for another provider."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from onnxport.errors import CapacityError, DeviceLostError, DeviceMemoryError
+from onnxport.serving.draft import StepPlan
+from onnxport.serving.growth import Growth
+from onnxport.serving.intake import Intake
+from onnxport.serving.limits import remaining_total
+from onnxport.serving.outputs import Failure
+from onnxport.serving.request import Request
+from onnxport.serving.retries import Retries
+from onnxport.serving.runtime import Runtime
+from onnxport.serving.sampling import with_siblings
+from onnxport.serving.sequences import Sequences
+from onnxport.serving.tally import Tally
+
+logger = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Ends the requests that cannot go on after a failure, and lets all others."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        intake: Intake,
+        sequences: Sequences,
+        retries: Retries,
+        tally: Tally,
+        clock: Callable[[], float],
+    ) -> None:
+        """Work on the parts of an engine.
+
+        Args:
+            runtime: the model, and how another one takes its place.
+            intake: checks requests for that model.
+            sequences: end.
+            retries: is told with whom and how far requests are tried again.
+            tally: is told of failed steps, and of requests that yield.
+            clock: the time in seconds, of which it is told.
+        """
+        self._runtime = runtime
+        self._intake = intake
+        self._sequences = sequences
+        self._retries = retries
+        self._tally = tally
+        self._clock = clock
+
+    def fail(self, plan: StepPlan, error: Exception) -> list[Growth]:
+        """Nothing was computed: look for the request that made the step fail."""
+        self._tally.num_failed_steps += 1
+        requests = plan.requests
+        if len(requests) > 1:
+            logger.warning("a step of %d requests failed: %s", len(requests), error)
+            self._retries.split(requests)
+            return []
+        if plan.drafts:
+            logger.warning("a step with %d guessed tokens failed: %s", plan.num_tokens - 1, error)
+            self._retries.repeat(requests[0])
+            return []
+        if isinstance(error, DeviceMemoryError) and self._retries.shorten(
+            requests[0], plan.num_tokens, self._runtime.rows
+        ):
+            logger.warning(
+                "a step of %d tokens failed; steps have at most %d for now: %s",
+                plan.num_tokens,
+                self._retries.budget_tokens,
+                error,
+            )
+            return []
+        logger.error("request %s failed", requests[0].request_id, exc_info=error)
+        return self._sequences.end(requests[0], "error", Failure.of(error))
+
+    def fall_back(self, error: DeviceLostError) -> list[Growth]:
+        """The device is gone: go on with another provider, or end every request."""
+        self._tally.num_failed_steps += 1
+        yielded = self._runtime.fall_back(error)
+        self._retries.clear(self._runtime.tokens)
+        now = self._clock()
+        for request in yielded:
+            self._tally.tell("preempted", request, now)
+        self._intake.move_to(self._runtime.limits, self._runtime.rows)
+        growths: list[Growth] = []
+        for request in list(self._runtime.scheduler.requests()):
+            if self._runtime.failure is not None:
+                growths += self._sequences.end(request, "error", Failure(self._runtime.failure))
+                continue
+            try:
+                self.fit(request)
+            except CapacityError as reason:
+                growths += self._sequences.end(request, "error", Failure(str(reason)))
+        return growths
+
+    def fit(self, request: Request) -> None:
+        """Let a request that was accepted for another model get no longer than this one takes.
+
+        Raises:
+            CapacityError: it is too long already.
+        """
+        longest = remaining_total(
+            len(request.tokens),
+            request.max_total_tokens,
+            self._runtime.limits,
+            only_prompt=request.options.only_prompt,
+        )
+        for one in with_siblings(request):
+            one.max_total_tokens = longest
