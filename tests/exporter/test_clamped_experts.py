@@ -52,7 +52,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pa
     """Qwen3 MoE with other layers of experts, and its checkpoint."""
     folder = tmp_path_factory.mktemp("checkpoint")
     case = checkpoints.CASES["qwen3-moe"]
-    made = checkpoints.make(replace(case, config={**case.config, "mlp_only_layers": []}), folder)
+    config = {**case.config, "mlp_only_layers": [], "num_experts": COUNT}
+    made = checkpoints.make(replace(case, config=config), folder)
     tensors = load_file(folder / "model.safetensors")
     for layer, block in enumerate(made.model.layers):
         old, block.mlp = block.mlp, Mixture().eval()
