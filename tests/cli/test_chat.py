@@ -12,6 +12,7 @@ import pytest
 
 from onnxport.cli.chat import Conversation
 from onnxport.providers.null import NullOptions
+from onnxport.serving.channels import ChannelFormat
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
@@ -46,11 +47,12 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 def talk(
     engine: Engine,
     *texts: str,
-    reasoning: ReasoningFormat | None = THINK,
+    reasoning: ReasoningFormat | ChannelFormat | None = THINK,
     max_tokens: int | None = None,
+    source: str = TEMPLATE,
 ) -> list[str]:
     """Say something, several times; returns what the model is given each time."""
-    template, params = ChatTemplate({"default": TEMPLATE}), SamplingParams(max_tokens=max_tokens)
+    template, params = ChatTemplate({"default": source}), SamplingParams(max_tokens=max_tokens)
     conversation = Conversation(engine, template, params, None, reasoning=reasoning)
     prompts = []
     prepare = engine.prepare
@@ -123,12 +125,12 @@ def test_messages_that_have_channels(tmp_path: Path, capsys: pytest.CaptureFixtu
     tokenizer.eos_token_ids = frozenset({end})
     options = NullOptions(vocab_size=tokenizer.vocab_size, num_blocks=64)
     model = ScriptedModel(options, tokenizer, ("<|start|>", "assistant"), RETURN)
-    params = SamplingParams(max_tokens=400)
     format_ = reasoning_format("openai_gptoss", ())
+    told = answer(message("analysis", "hm, é"), message("final", "yes"))
     with closing(Engine(model, tokenizer, EngineConfig(seed=1))) as engine:
-        template = ChatTemplate({"default": OSS_TEMPLATE})
-        conversation = Conversation(engine, template, params, None, reasoning=format_)
-        conversation.answer(say(answer(message("analysis", "hm, é"), message("final", "yes"))))
-        assert capsys.readouterr().out == "<think>\nhm, é\n</think>\n\nyes\n"
-        conversation.answer(say(message("final", "again")))
-        assert capsys.readouterr().out == "again\n"
+        _, prompt = talk(engine, say(told), "and?", reasoning=format_, source=OSS_TEMPLATE)
+    assert capsys.readouterr().out.startswith("<think>\nhm, é\n</think>\n\nyes\n")
+    assert prompt.endswith(
+        "<|start|>assistant<|channel|>final<|message|>yes<|end|>"
+        "<|start|>user<|message|>and?<|end|><|start|>assistant"
+    )
