@@ -14,6 +14,7 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.providers.cpu.library import find_library
 from tests.exporter import checkpoints
 from tests.exporter.run_graphs import Graph, Kind, PagedRunner, start
+from tests.tiers import crossed
 
 KERNEL = find_library()
 
@@ -44,8 +45,10 @@ def test_the_gqa_graph_takes_a_padded_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["decomposed", "custom"])
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "int4"])
-@pytest.mark.parametrize("name", ["llama-mqa-biases", "llama-tied", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    crossed(3, ["llama-mqa-biases", "llama-tied", "qwen3"], ["fp32", "fp16", "int4"]),
+)
 def test_a_step_may_need_no_logits(name: str, precision: str, kind: Kind, tmp_path: Path) -> None:
     if kind == "custom" and KERNEL is None:
         pytest.skip("the C++ kernel was not built")

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from tests.exporter import checkpoints
+from tests.tiers import crossed
 
 PROMPT = checkpoints.tokens(seed=3, count=9)
 
@@ -55,8 +56,10 @@ def test_generates_transformers_tokens(name: str, tmp_path: Path) -> None:
     assert generate(path, PROMPT, 16) == expected
 
 
-@pytest.mark.parametrize("precision", ["int4", "int8", "fp16"])
-@pytest.mark.parametrize("name", ["gemma3", "llama", "olmoe", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    crossed(3, ["gemma3", "llama", "olmoe", "qwen2", "qwen3"], ["int4", "int8", "fp16"]),
+)
 def test_opens_other_precisions(name: str, precision: str, tmp_path: Path) -> None:
     checkpoints.make(checkpoints.CASES[name], tmp_path / "checkpoint")
     options = ExportOptions(precision=precision, group_size=32)

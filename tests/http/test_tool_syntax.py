@@ -199,7 +199,7 @@ SERVED = {
 PROMPTED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
-@pytest.fixture(scope="module", params=every(2, SERVED))
+@pytest.fixture(scope="module", params=every(4, SERVED))
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, RunningServer]]:

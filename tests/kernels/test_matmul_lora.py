@@ -25,7 +25,7 @@ from tests.kernels.matmul_lora_cases import (
 )
 from tests.kernels.norm_cases import add_norm, random_norm
 from tests.kernels.test_mlp import Sets, available_sets, use
-from tests.tiers import every
+from tests.tiers import crossed, every
 
 __all__ = ["available_sets"]  # a fixture
 
@@ -66,8 +66,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(
             assert part.tobytes() == whole[rows].tobytes(), (sets, count)
 
 
-@pytest.mark.parametrize("rows", [5, 40])
-@pytest.mark.parametrize("slot", range(len(RANKS)))
+@pytest.mark.parametrize(("slot", "rows"), crossed(2, range(len(RANKS)), [5, 40]))
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_one_adapter_for_all(
     library_path: Path, available_sets: Sets, dtype: str, slot: int, rows: int

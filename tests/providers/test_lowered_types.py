@@ -62,7 +62,7 @@ def logits(artifact: Artifact, lowered: PassResult) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize(("family", "precision"), crossed(2, FAMILIES, PRECISIONS))
+@pytest.mark.parametrize(("family", "precision"), crossed(4, FAMILIES, PRECISIONS))
 def test_float16_is_near_float32(tiny_artifact: ArtifactMaker, family: str, precision: str) -> None:
     artifact = Artifact.read(tiny_artifact(family, precision))
     model = artifact.load_graph("paged")

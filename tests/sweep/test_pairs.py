@@ -92,7 +92,7 @@ LANES: Mapping[str, tuple[str, LoadOptions]] = {
 }
 CASES = covering_cases(AXES)
 # In `make fast` a few cases on the CPU; one of each structure and kind of guessing.
-FAST = 6
+FAST = 4
 
 
 def test_every_pair_is_in_a_case() -> None:
