@@ -108,6 +108,19 @@ def plan_pool(
     return PoolPlan(block_size, num_blocks, block_bytes, longest)
 
 
+def check_weights(free_bytes: int | None, weight_bytes: int) -> None:
+    """Refuse weights that leave nothing, before time is spent on them; see `plan_pool`.
+
+    Raises:
+        CapacityError: They do not fit.
+    """
+    if free_bytes is not None and weight_bytes >= free_bytes:
+        raise CapacityError(
+            f"the weights do not fit: they take {_size(weight_bytes)}, and {_size(free_bytes)} are "
+            "free. Free memory, or export at a lower precision."
+        )
+
+
 def _is_exact(options: LoadOptions) -> bool:
     """Whether the caller gave the pool's size, not a share of what is there."""
     return options.kv_cache_tokens is not None or isinstance(options.kv_memory, int)

@@ -42,7 +42,7 @@ from onnxport.providers.openvino.lora import OpenVinoLora
 from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.openvino.plugin import PRECISIONS, Build, Plugin
 from onnxport.providers.openvino.self_test import distrust
-from onnxport.providers.pool import PoolPlan, plan_pool
+from onnxport.providers.pool import PoolPlan, check_weights, plan_pool
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +133,7 @@ class OpenVinoProvider:
         if len(variants) > 1 and (room.free_bytes or 0) < 2 * room.weight_bytes:
             variants = variants[-1:]
             room = plugin.room(core, weight_bytes, len(builds))
+        check_weights(room.free_bytes, room.weight_bytes)
         converted = [
             convert(variant.model, weights, lora.convert if lora else None) for variant in variants
         ]

@@ -417,3 +417,17 @@ def test_the_paged_attention_has_the_inputs_that_are_known() -> None:
     inputs = [ov.opset15.constant(np.zeros(1, np.float32)).output(0)] * 27
     with pytest.raises(RuntimeError, match="28"):
         ov.op._PagedAttentionExtension(inputs)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_compiled(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onnxport.providers.openvino import provider
+
+    def compiled(*_: object) -> None:
+        raise AssertionError("it was compiled")
+
+    monkeypatch.setattr(provider, "_compile", compiled)
+    monkeypatch.setattr(provider.memory, "available_bytes", lambda: 1000)
+    with pytest.raises(CapacityError, match="the weights do not fit: they take .* 1000 bytes are"):
+        OpenVinoProvider().load(Artifact.read(tiny_artifact("llama", "int4")), LoadOptions())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -357,3 +358,29 @@ def test_real_providers(
     assert "was tried" not in text
     (path,) = tmp_path.glob("*.json")
     assert all(f'"{name}": {{' in path.read_text() for name in available)
+
+
+@dataclass
+class FailingLate(FakeProvider):
+    """It fails with a large model in its hands."""
+
+    held: list[weakref.ref[Machine]] = field(default_factory=list)
+
+    def load(self, artifact: object, options: LoadOptions) -> TimedModel:
+        large = Machine()
+        self.held.append(weakref.ref(large))
+        try:
+            raise RuntimeError("of the device's library")
+        except RuntimeError as error:
+            raise CapacityError("the cache does not fit") from error
+
+
+def test_what_failed_to_load_is_not_in_memory(machine: Machine, fake: Maker) -> None:
+    first = FailingLate(machine)
+
+    class Second(FakeProvider):
+        def load(self, artifact: object, options: LoadOptions) -> TimedModel:
+            assert [one() for one in first.held] == [None]
+            return super().load(artifact, options)
+
+    assert pick(machine, {"a": first, "b": Second(machine)}) == "b"
