@@ -97,7 +97,9 @@ class CudaProvider:
         else:
             device, free_bytes, capability = _gpus({})[self._device_id]
             recipe = replace(_recipe(device.name, capability), free_bytes=free_bytes)
-            if reason := distrust(self._target(), "float16", block_size(HEAD_SIZE)):
+            sinks = bool(artifact.manifest.model.attention_sinks)
+            reason = distrust(self._target(), "float16", block_size(HEAD_SIZE), sinks=sinks)
+            if reason:
                 recipe = replace(recipe, native=None, why_not_native=reason)
         return load_on_device(artifact, options, recipe, self._target(), emulate=self._emulate)
 

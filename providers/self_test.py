@@ -3,12 +3,13 @@
 A kernel that a driver compiles badly returns wrong numbers, not errors. One layer with random
 content is run on the device and, decomposed and in float32, on the CPU: a prompt that is longer
 than the tiles of known kernels, more of it, single tokens, and both kinds in one batch; all that
-with a sliding window too.
+with a sliding window too. Where a model has head sinks, so does the layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -33,6 +34,7 @@ REFERENCE_BLOCK_SIZE: Final = 16  # tokens; the numbers do not depend on it
 QKV: Final = "qkv"
 OUT: Final = "out"
 WIDTH: Final = (HEADS + 2 * KV_HEADS) * HEAD_SIZE
+SINKS: Final = (2.0, -1.0, 4.0, 0.5)  # logits of the heads; what is seen has about 0
 TOLERANCE: Final = 0.05  # of outputs that are about 1; bfloat16 rounds such by 0.004
 TYPES: Final = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
 # Runs all STEPS of a graph on a device; returns the outputs, float32 [tokens, heads * head_size].
@@ -43,53 +45,57 @@ WINDOWS: Final = (None, 9)  # tokens that a query sees; None: all
 TABLES: Final = ((3, 1, 4, 15, 9, 7, 0, 11), (2, 6, 5, 8, 10, 12, 13, 14))  # blocks of the rows
 
 
-def distrust(target: Target, dtype: str, block_size: int) -> str:
+def distrust(target: Target, dtype: str, block_size: int, *, sinks: bool = False) -> str:
     """Return why the PagedAttention of a device is not to be used; "" where it may be.
 
     Args:
         target: the device.
         dtype: of activations and cache: float16 or bfloat16.
         block_size: tokens of a block, at least 16.
+        sinks: whether it is to be used with head sinks.
     """
     kind = TYPES[dtype]
-    return distrust_runner(lambda model: _run(model, kind, target, block_size), kind, dtype)
+    run = partial(_run, kind=kind, target=target, block_size=block_size)
+    return distrust_runner(run, kind, dtype, sinks=sinks)
 
 
-def distrust_runner(run: Runner, kind: int, dtype: str) -> str:
+def distrust_runner(run: Runner, kind: int, dtype: str, *, sinks: bool = False) -> str:
     """Like `distrust`, of anything that runs a graph.
 
     Args:
         run: the device.
         kind: TensorProto type of the graph that it is given.
         dtype: in which the device computes.
+        sinks: see `distrust`.
     """
     for window in WINDOWS:
-        if reason := _distrust(run, kind, dtype, window):
+        if reason := _distrust(run, kind, dtype, window, sinks=sinks):
             return reason
     return ""
 
 
-def _distrust(run: Runner, kind: int, dtype: str, window: int | None) -> str:
+def _distrust(run: Runner, kind: int, dtype: str, window: int | None, *, sinks: bool) -> str:
     """See `distrust_runner`; with one window."""
     try:
-        found = run(_graph(kind, window))
+        found = run(_graph(kind, window, sinks=sinks))
     except ProviderError as error:
         return f"it has no PagedAttention in {dtype} ({error})"
     except Exception as error:  # ONNX Runtime's own classes derive from Exception alone
         return f"its PagedAttention fails in {dtype}: {error}"
-    reference = decompose(_graph(TensorProto.FLOAT, window)).model
+    reference = decompose(_graph(TensorProto.FLOAT, window, sinks=sinks)).model
     expected = _run(reference, TensorProto.FLOAT, CPU, REFERENCE_BLOCK_SIZE)
     with np.errstate(all="ignore"):  # what was found may be anything
         off = float(np.max([np.abs(a - b).max() for a, b in zip(expected, found, strict=True)]))
     if off <= TOLERANCE:
         return ""
+    where = f"{' with head sinks' if sinks else ''}{' with a sliding window' if window else ''}"
     return (  # not-a-number comes here too
-        f"its PagedAttention computes wrongly here{' with a sliding window' if window else ''}: "
-        f"outputs of about 1 are off by {off:.2g} in {dtype}, where {TOLERANCE} may be"
+        f"its PagedAttention computes wrongly here{where}: outputs of about 1 are off by {off:.2g} "
+        f"in {dtype}, where {TOLERANCE} may be"
     )
 
 
-def _graph(kind: int, window: int | None) -> onnx.ModelProto:
+def _graph(kind: int, window: int | None, *, sinks: bool = False) -> onnx.ModelProto:
     """One PagedAttention in a type, between activations in float32."""
     g = GraphBuilder("self_test")
     int32, batch = TensorProto.INT32, contract.BATCH
@@ -121,6 +127,7 @@ def _graph(kind: int, window: int | None) -> onnx.ModelProto:
         ),
         cos=g.constant(np.cos(angles).astype(typed), "cos"),
         sin=g.constant(np.sin(angles).astype(typed), "sin"),
+        sinks=g.constant(np.array(SINKS, typed), "sinks") if sinks else "",
     )
     g.output(OUT, TensorProto.FLOAT, [contract.NUM_TOKENS, HEADS * HEAD_SIZE])
     g.node("Cast", [attention], outputs=[OUT], to=TensorProto.FLOAT)

@@ -10,6 +10,7 @@ import pytest
 from onnx import TensorProto
 
 from onnxport.graphs.inspect import set_attribute
+from onnxport.graphs.paged import PagedInput
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.providers import self_test
 from onnxport.providers.cpu.library import find_library
@@ -33,9 +34,26 @@ def device_with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("device_with_attention")
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_a_right_one_is_trusted(block_size: int) -> None:
-    assert self_test.distrust(CPU, "float32", block_size) == ""
+def test_a_right_one_is_trusted(block_size: int, sinks: bool) -> None:
+    assert self_test.distrust(CPU, "float32", block_size, sinks=sinks) == ""
+
+
+@pytest.mark.usefixtures("device_with_attention")
+def test_one_that_takes_no_notice_of_sinks_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = self_test._run
+
+    def without(model: onnx.ModelProto, *args: Any, **options: Any) -> list[Any]:
+        for node in model.graph.node:
+            if node.op_type == "PagedAttention":
+                node.input[PagedInput.HEAD_SINK] = ""
+        return right(model, *args, **options)
+
+    monkeypatch.setattr(self_test, "_run", without)
+    assert self_test.distrust(CPU, "float32", 16) == ""
+    reason = self_test.distrust(CPU, "float32", 16, sinks=True)
+    assert "computes wrongly here with head sinks: outputs" in reason
 
 
 @pytest.mark.usefixtures("device_with_attention")
@@ -54,8 +72,8 @@ def test_a_wrong_one_is_not(
     right = self_test._graph
     made: list[int | None] = []
 
-    def wrong(kind: int, window: int | None) -> onnx.ModelProto:
-        model = right(kind, window)
+    def wrong(kind: int, window: int | None, *, sinks: bool) -> onnx.ModelProto:
+        model = right(kind, window, sinks=sinks)
         if window == windows[-1] and window not in made:  # the device's first, then the reference
             for node in model.graph.node:
                 if node.op_type == "PagedAttention":
