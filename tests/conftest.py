@@ -61,11 +61,14 @@ def pytest_collection() -> Generator[None, object, object]:
 def _allow_interrupts() -> None:
     """Let child processes be interrupted.
 
-    A shell starts background jobs with SIGINT ignored, and ignored signals are inherited, so the
-    tests that interrupt a process would depend on how pytest itself was started.
+    A shell starts background jobs with SIGINT ignored, and `nohup` what it starts with SIGHUP, and
+    ignored signals are inherited, so the tests that send one to a process would depend on how
+    pytest itself was started.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _know_no_certificates() -> None:

@@ -120,13 +120,13 @@ def lower(
 
 
 def _is_run_whole(node: onnx.NodeProto, level: int | None, *, has_kernel: bool) -> bool:
-    """Whether an operator computes experts: ONNX Runtime's for floats, ours with int8 activations.
+    """Whether an operator of ours computes experts, with int8 activations.
 
-    ONNX Runtime's kernels of quantized ones give a row other bits where there are other rows (4
-    bits), or round activations to int8 at any level (8 bits).
+    ONNX Runtime's give a row other bits where there are other rows (floats and 4 bits), or round
+    activations to int8 at any level (8 bits).
     """
     if node.op_type != QMOE:
-        return True
+        return False
     level = attribute_int(node, "accuracy_level", 0) if level is None else level
     return has_kernel and level == INT8_LEVEL
 
