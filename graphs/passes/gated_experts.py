@@ -84,12 +84,12 @@ def _replacement(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> on
         block_size=block_size,
         down_bits=bits,
         down_block_size=block_size,
-        **_activation(Swiglu.of(node)),
+        **swiglu_attributes(node),
     )
 
 
-def _activation(swiglu: Swiglu) -> dict[str, float]:
-    """What differs from a SiLU."""
-    silu = Swiglu()
+def swiglu_attributes(node: onnx.NodeProto) -> dict[str, float]:
+    """What the activation of a `MoE` or `QMoE` differs in from a SiLU, as our operators have it."""
+    swiglu, silu = Swiglu.of(node), Swiglu()
     found = {name: getattr(swiglu, name) for name in ("alpha", "up_offset", "limit")}
     return {name: value for name, value in found.items() if value != getattr(silu, name)}

@@ -16,7 +16,7 @@ memory of their own for as long as the session lives.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import onnx
@@ -62,6 +62,7 @@ def retype(
     dtype: str = "float32",
     *,
     keep_tables: bool = True,
+    kept: Collection[str] = (),
 ) -> PassResult:
     """Change the floating values of a graph to one type.
 
@@ -74,6 +75,7 @@ def retype(
         dtype: One of FLOAT_DTYPES.
         keep_tables: Keep 16-bit tables that are only gathered from; not on a device that has no
             16-bit floats at all.
+        kept: Initializers that stay as they are: another pass replaces what reads them.
 
     Raises:
         ValueError: Another dtype.
@@ -85,7 +87,7 @@ def retype(
     if has_subgraphs(model.graph.node) or model.functions:
         raise ArtifactError("retype: the graph has control flow or functions; none is expected")
     retyper = _Retyper(copy_model(model), read_tensor, FLOAT_DTYPES[dtype])
-    retyper.convert(keep_tables=keep_tables)
+    retyper.convert(keep_tables=keep_tables, left=kept)
     return PassResult(
         "retype", retyper.model, dict(retyper.changes), retyper.attached, retyper.sources
     )
@@ -120,7 +122,7 @@ class _Retyper:
         self._replaced = _replaced_types(model, target)
         self._taken = names(model)
 
-    def convert(self, *, keep_tables: bool) -> None:
+    def convert(self, *, keep_tables: bool, left: Collection[str]) -> None:
         """Convert what the graph declares, stores and computes, in this order."""
         graph = self.model.graph
         self._keep_logits()
@@ -129,7 +131,7 @@ class _Retyper:
             if info.name != contract.LOGITS and kind.elem_type in self._replaced:
                 kind.elem_type = self._target
                 self.changes["inputs and outputs"] += 1
-        self._convert_initializers(keep_tables=keep_tables)
+        self._convert_initializers(keep_tables=keep_tables, left=left)
         for node in graph.node:
             if contract.LOGITS not in node.output:
                 self._convert_attributes(node)
@@ -155,7 +157,7 @@ class _Retyper:
         cast = self._cast(inner, contract.LOGITS, TensorProto.FLOAT, "logits.cast")
         self.model.graph.node.append(cast)
 
-    def _convert_initializers(self, *, keep_tables: bool) -> None:
+    def _convert_initializers(self, *, keep_tables: bool, left: Collection[str]) -> None:
         """Convert initializers; kept tables are cast behind their Gather, or once, as a whole."""
         readers = consumers(self.model)
         outputs = {info.name for info in self.model.graph.output}
@@ -165,7 +167,7 @@ class _Retyper:
         for tensor in self.model.graph.initializer:
             reads = readers.get(tensor.name, [])
             is_scale = any(index in _FLOAT_INPUTS.get(n.op_type, ()) for n, index in reads)
-            if tensor.data_type not in self._replaced or is_scale:
+            if tensor.data_type not in self._replaced or is_scale or tensor.name in left:
                 kept.append(tensor)
                 continue
             widens = self._target == TensorProto.FLOAT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import onnx
@@ -14,6 +15,7 @@ from onnxport.graphs.contract import INT8_LEVEL
 from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.coarse_head import coarse_head_bytes, use_coarse_head
+from onnxport.graphs.passes.float_experts import float_expert_weights, use_float_experts
 from onnxport.graphs.passes.gated_experts import use_gated_experts
 from onnxport.graphs.passes.gated_gelu import fuse_gated_gelu
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
@@ -70,12 +72,14 @@ def lower(
         summaries: whether these can summarize their outputs.
     """
     cache_dtype, layout = cache
-    has_kernel = int8 and layout != "plain"
     level = options.matmul_accuracy_level
-    step = split_experts(graph, lambda node: not _is_run_whole(node, level, has_kernel=has_kernel))
+    is_native = layout != "plain"
+    is_whole = partial(_is_run_whole, level=level, is_native=is_native, int8=int8)
+    step = split_experts(graph, lambda node: not is_whole(node))
     yield step
     stored = step.model
-    step = retype(stored, artifact.read_tensor)
+    floats = float_expert_weights(stored) if is_native else frozenset()
+    step = retype(stored, artifact.read_tensor, kept=floats)
     yield step
     if options.matmul_accuracy_level is not None:
         step = set_accuracy(step.model, options.matmul_accuracy_level)
@@ -83,7 +87,9 @@ def lower(
     if lora is not None:
         step = lora.lower(step.model)
         yield step
-    if layout != "plain":
+    if is_native:
+        step = use_float_experts(step.model)
+        yield step
         step = fuse_gated_silu(step.model)
         yield step
         step = fuse_gated_gelu(step.model)
@@ -119,16 +125,16 @@ def lower(
         yield decompose(step.model)
 
 
-def _is_run_whole(node: onnx.NodeProto, level: int | None, *, has_kernel: bool) -> bool:
-    """Whether an operator of ours computes experts, with int8 activations.
+def _is_run_whole(node: onnx.NodeProto, *, level: int | None, is_native: bool, int8: bool) -> bool:
+    """Whether an operator of ours computes experts: floats, or with int8 activations.
 
     ONNX Runtime's give a row other bits where there are other rows (floats and 4 bits), or round
     activations to int8 at any level (8 bits).
     """
     if node.op_type != QMOE:
-        return False
+        return is_native
     level = attribute_int(node, "accuracy_level", 0) if level is None else level
-    return has_kernel and level == INT8_LEVEL
+    return is_native and int8 and level == INT8_LEVEL
 
 
 def converted(steps: Sequence[PassResult]) -> dict[str, NDArray[Any]]:

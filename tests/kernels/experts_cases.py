@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,17 @@ class Extras:
 
 
 NONE = Extras()
+
+
+class Routed(Protocol):
+    """What decides which experts a row is given to."""
+
+    @property
+    def logits(self) -> Floats: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def normalize(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -322,7 +333,7 @@ def add_up(case: ExpertsCase, outputs: list[Floats]) -> Floats:
     return np.asarray(total, np.float32)
 
 
-def route(case: ExpertsCase) -> tuple[Ints, Floats]:
+def route(case: Routed) -> tuple[Ints, Floats]:
     """Each row's experts and weights, [rows, top_k], with the bits that they have."""
     logits = case.logits
     usable = np.isfinite(logits.max(1)) & ~np.isnan(logits).any(1)
@@ -365,7 +376,7 @@ def power(x: Floats) -> Floats:
     return np.where(x > f(-87), np.ldexp(y, exponent.astype(np.int32)), f(0))
 
 
-def softmax_weights(case: ExpertsCase) -> NDArray[np.float64]:
+def softmax_weights(case: Routed) -> NDArray[np.float64]:
     """The weights in float64, [rows, top_k]."""
     logits = case.logits.astype(np.float64)
     powers = np.exp(logits - logits.max(1, keepdims=True))

@@ -37,8 +37,9 @@ def build(
 ) -> Path:
     """Compiles a driver; `set_flags` are those of the sources named, as CMake gives them."""
     names = (
-        *("coarse", "coarse_plane", "coarse_run", "experts", "kernels_portable", "lora", "matmul"),
-        *("mlp", "mlp_lora", "pack", "pages", "routing"),
+        *("coarse", "coarse_plane", "coarse_run", "experts", "float_experts"),
+        *("kernels_portable", "lora", "matmul", "mlp", "mlp_lora", "pack", "pages"),
+        *("routed_rows", "routing"),
         *("summary_avx2", "summary_avx512", "summary_portable"),
     )
     sources = [CSRC / f"{name}.cpp" for name in (*CORE, *names)]

@@ -13,6 +13,7 @@ from onnxport.providers.cpu.library import load_library
 from tests.kernels import (
     coarse_cases,
     experts_cases,
+    float_experts_cases,
     matmul_cases,
     matmul_lora_cases,
     mlp_cases,
@@ -70,6 +71,10 @@ def main() -> None:
             library.onnxport_cpu_set_matmul_isa(isa.encode())
             wanted = experts_cases.expected(path, experts)
             assert experts_cases.run(path, experts).tobytes() == wanted.tobytes(), (seed, isa)
+        floats = float_experts_cases.random_case(seed)
+        for isa in isas:
+            library.onnxport_cpu_set_isa(isa.encode())
+            float_experts_cases.check(floats, float_experts_cases.run(path, floats))
     for seed in range(FIRST_SEED, FIRST_SEED + num_cases // 10):
         few, calls = coarse_cases.with_calls(coarse_cases.random_case(seed), seed)
         for isa in matmul_isas:

@@ -18,6 +18,7 @@ FILES = [
     "coarse",
     "experts",
     "float16_cache",
+    "float_experts",
     "input_norm",
     "int8_cache",
     "invariance",

@@ -24,6 +24,7 @@ from tests.kernels import (
 from tests.kernels.cases import random_case
 from tests.kernels.checks import check
 from tests.kernels.test_emulated import is_emulated
+from tests.kernels.test_float_experts import check_standalone
 
 ROOT = Path(__file__).parents[2]
 NUM_CASES = 200
@@ -96,6 +97,15 @@ def test_feed_forward_threads_sanitized(tmp_path: Path) -> None:
     biased = experts_cases.case_with_extras()
     (found,) = matmul_standalone.run_experts([str(driver)], ["avx2", "portable"], [biased])
     experts_cases.check(biased, found)
+
+    folder = tmp_path / "floats"
+    folder.mkdir()
+    flags = {"kernels_avx2": "-mavx2 -mfma -mf16c", **flags}
+    driver = matmul_standalone.build(
+        *("g++", folder, flags, "-fsanitize=thread", "-g1"), driver="float_experts_driver"
+    )
+    for isa in ("avx2", "portable"):
+        check_standalone([str(driver)], isa)
 
     coarse = [
         coarse_cases.with_calls(coarse_cases.gaussian_case(s, 1500, 128, 2), s) for s in (1, 2)

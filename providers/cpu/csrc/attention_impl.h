@@ -6,6 +6,7 @@
 #include "lora_impl.h"
 #include "micro_impl.h"
 #include "prepare_impl.h"
+#include "row_product_impl.h"
 
 namespace {
 
@@ -486,6 +487,7 @@ const Kernels kKernels = {ONNXPORT_KERNELS_NAME,
                           finish,
                           gate,
                           lora_shrink,
-                          lora_expand};
+                          lora_expand,
+                          multiply_rows};
 
 }  // namespace

@@ -10,14 +10,13 @@
 #include "mlp_step.h"
 #include "pages.h"
 #include "product.h"
+#include "routed_rows.h"
 
 namespace onnxport {
 namespace {
 
 // Below this many activations, waking another thread costs more than it saves; and what a task has.
 constexpr int64_t kSerialQuantize = 1 << 13, kQuantizeTask = 1 << 12;
-// Logits, and products of a weight and a float, in a task: some ten microseconds.
-constexpr int64_t kRouteTask = 1 << 14, kCombineTask = 1 << 15;
 // Rows that are computed at once, at most, by what they take up between the steps. Each time all
 // experts' weights are read, so they are many: with 8 of 128 experts, 64 rows for each of them.
 constexpr int64_t kMostRows = 1024, kMostBytes = 64 << 20;
@@ -62,27 +61,23 @@ struct Active {
 
 // What a thread that calls keeps; others use it only until its call is over.
 struct Memory {
-  Buffer chosen, weights, counts, row_of, place_of, parts;
+  RoutedRows rows;
+  Buffer parts;
   QuantizedCalls inputs, activations;
   std::vector<Active> active;
 };
 
-// So many rows from one on. Their parts are what experts make of them: those of the first expert's
-// rows, of the second one's, and so on.
+// So many rows from one on.
 struct Run {
   const MatMulKernels& kernels;
   const Kernels& vectors;
   const GatedExperts& experts;
   const GatedMlp& expert;
   Memory& memory;
-  int64_t first_row, rows, num_parts;
-  int32_t* chosen;   // [rows][top_k], experts
-  float* weights;    // [rows][top_k]
-  int32_t* place_of;  // [rows][top_k], of the part
-  int32_t* row_of;   // [num_parts]
-  float* parts;      // [num_parts][n]
-  int64_t quantize_rows, activate_tasks, multiply_tasks;
-  int64_t rows_per_route, rows_per_quantize, rows_per_combine;
+  RoutedRows& routed;
+  int64_t first_row, rows;
+  float* parts;  // [num_parts][n]
+  int64_t quantize_rows, activate_tasks, multiply_tasks, rows_per_quantize;
   std::atomic<bool> out_of_memory{false};
 
   Run(const MatMulKernels& used, const GatedExperts& layer, Memory& kept, int64_t first,
@@ -92,50 +87,22 @@ struct Run {
         experts(layer),
         expert(layer.expert),
         memory(kept),
+        routed(kept.rows),
         first_row(first),
-        rows(count),
-        num_parts(count * layer.routing.top_k) {
-    const auto size = static_cast<size_t>(num_parts);
-    chosen = kept.chosen.reserve<int32_t>(size);
-    weights = kept.weights.reserve<float>(size);
-    place_of = kept.place_of.reserve<int32_t>(size);
-    row_of = kept.row_of.reserve<int32_t>(size);
-    parts = kept.parts.reserve<float>(size * static_cast<size_t>(expert.down.n));
-    rows_per_route = std::max<int64_t>(1, kRouteTask / layer.routing.num_experts);
-    rows_per_combine = std::max<int64_t>(1, kCombineTask / (layer.routing.top_k * expert.down.n));
+        rows(count) {
+    routed.reserve(layer.routing, layer.logits + first * layer.routing.num_experts, count);
+    parts = kept.parts.reserve<float>(static_cast<size_t>(routed.num_parts() * expert.down.n));
   }
 
-  int64_t route_tasks() const { return ceil_div(rows, rows_per_route); }
   int64_t quantize_tasks() const { return ceil_div(quantize_rows, rows_per_quantize); }
-  int64_t combine_tasks() const { return ceil_div(rows, rows_per_combine); }
-
-  void route_rows(int64_t index) const {
-    const int64_t begin = index * rows_per_route, end = std::min(rows, begin + rows_per_route);
-    const Routing& routing = experts.routing;
-    for (int64_t row = begin; row < end; row++)
-      route(routing, experts.logits + (first_row + row) * routing.num_experts,
-            chosen + row * routing.top_k, weights + row * routing.top_k);
-  }
 
   // Gives each expert its rows, in order, and makes its calls. After all rows are routed.
   void group() {
-    const int64_t num_experts = experts.routing.num_experts;
-    auto* const next = memory.counts.reserve<int64_t>(static_cast<size_t>(num_experts));
-    std::fill(next, next + num_experts, 0);
-    for (int64_t i = 0; i < num_parts; i++) next[chosen[i]]++;
     memory.active.clear();
-    memory.active.reserve(static_cast<size_t>(num_experts));
-    int64_t first = 0;
-    for (int64_t number = 0; number < num_experts; number++) {
-      const int64_t count = next[number];
-      if (count > 0) activate_expert(number, first, count);
-      next[number] = first;
-      first += count;
-    }
-    for (int64_t i = 0; i < num_parts; i++) {
-      place_of[i] = static_cast<int32_t>(next[chosen[i]]++);
-      row_of[place_of[i]] = static_cast<int32_t>(i / experts.routing.top_k);
-    }
+    memory.active.reserve(static_cast<size_t>(experts.routing.num_experts));
+    routed.group([&](int64_t number, int64_t first, int64_t count) {
+      activate_expert(number, first, count);
+    });
     connect();
   }
 
@@ -165,16 +132,12 @@ struct Run {
   }
 
   void combine_rows(int64_t index) const {
-    const int64_t begin = index * rows_per_combine, end = std::min(rows, begin + rows_per_combine);
-    const int64_t top_k = experts.routing.top_k, n = expert.down.n;
-    for (int64_t row = begin; row < end; row++)
-      combine(parts, place_of + row * top_k, weights + row * top_k, top_k, n,
-              expert.down.output + (first_row + row) * n);
+    routed.combine_rows(index, parts, expert.down.n, expert.down.output + first_row * expert.down.n);
   }
 
  private:
   const float* input_of(int64_t part) const {
-    return expert.gate_up.input + (first_row + row_of[part]) * expert.gate_up.k;
+    return expert.gate_up.input + (first_row + routed.row_of(part)) * expert.gate_up.k;
   }
 
   Activation activation(const Active& active) const {
@@ -243,8 +206,8 @@ int run_rows(Run& run, ParallelFor parallel_for, void* context) {
   const auto step = [&](int64_t count, Task task) {
     return run_tasks(count, task, &run, parallel_for, context);
   };
-  int result = step(run.route_tasks(), [](void* argument, size_t index) {
-    static_cast<const Run*>(argument)->route_rows(static_cast<int64_t>(index));
+  int result = step(run.routed.route_tasks(), [](void* argument, size_t index) {
+    static_cast<const Run*>(argument)->routed.route_rows(static_cast<int64_t>(index));
   });
   if (result != 0) return result;
   run.group();
@@ -261,7 +224,7 @@ int run_rows(Run& run, ParallelFor parallel_for, void* context) {
     static_cast<const Run*>(argument)->multiply(static_cast<int64_t>(index));
   });
   if (result != 0) return result;
-  return step(run.combine_tasks(), [](void* argument, size_t index) {
+  return step(run.routed.combine_tasks(run.expert.down.n), [](void* argument, size_t index) {
     static_cast<const Run*>(argument)->combine_rows(static_cast<int64_t>(index));
   });
 }

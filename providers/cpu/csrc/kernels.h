@@ -120,6 +120,19 @@ struct Gate {
   const Swiglu* swiglu = nullptr;  // which takes the SiLU's place; null: it does not
 };
 
+// Products with weights in floats, one row of which is an output's:
+//
+//   output[r][n] = sum over i of inputs[r][i] * weights[n][i]
+//
+// The bits of a number depend on its row and its weights alone.
+struct RowProduct {
+  CacheType type;              // of the weights, but for kInt8
+  const void* weights;         // [outputs][depth]
+  const float* const* inputs;  // [rows], each [depth]
+  float* output;               // [rows][stride], of which `outputs`
+  int64_t depth, rows, outputs, stride;
+};
+
 struct Kernels {
   const char* name;
 
@@ -154,6 +167,8 @@ struct Kernels {
 
   void (*lora_shrink)(const LoraShrink& call);
   void (*lora_expand)(const LoraExpand& call);
+
+  void (*multiply_rows)(const RowProduct& call);
 };
 
 // Null where this build or this processor cannot run them.

@@ -112,7 +112,8 @@ Status* register_operators(ort::SessionOptions* options, const ort::ApiBase* bas
       gated_silu_operator(),  gated_gelu_operator(), lora_operator(),
       lora_half_operator(),   lora_int8_operator(),  matmul_operator(),
       matmul_half_operator(), mlp_operator(),        mlp_half_operator(),
-      experts_operator(),     experts_half_operator()};
+      experts_operator(),     experts_half_operator(),
+      float_experts_operator(), float_experts_half_operator(), float_experts_bfloat16_operator()};
   return guarded(api, [&] {
     // The runtime keeps pointers to the domain and the operators; neither is ever freed.
     ort::CustomOpDomain* domain = nullptr;

@@ -1,10 +1,10 @@
 // onnxport.GatedExperts: of each row, the sum of GatedMlp of the experts that it is routed to. These
 // may have biases, and another activation than SiLU.
-#include <cmath>
 #include <memory>
 #include <vector>
 
 #include "experts.h"
+#include "op_routing.h"
 #include "op_weights.h"
 #include "pages.h"
 
@@ -47,24 +47,6 @@ struct ExpertsKernel {
   }
 };
 
-Routing read_routing(const Api& api, const ort::KernelInfo* info) {
-  Routing routing{};
-  routing.num_experts = read_attribute(api, info, "num_experts");
-  routing.top_k = read_attribute(api, info, "top_k");
-  const int64_t normalize = read_attribute(api, info, "normalize");
-  if (routing.num_experts < 1 || routing.num_experts > INT32_MAX)
-    fail(api, ort::kInvalidArgument, "%s: num_experts must be 1 or more, found %lld", kName,
-         static_cast<long long>(routing.num_experts));
-  if (routing.top_k < 1 || routing.top_k > routing.num_experts)
-    fail(api, ort::kInvalidArgument, "%s: top_k must be 1 to num_experts, %lld, found %lld", kName,
-         static_cast<long long>(routing.num_experts), static_cast<long long>(routing.top_k));
-  if (normalize != 0 && normalize != 1)
-    fail(api, ort::kInvalidArgument, "%s: normalize must be 0 or 1, found %lld", kName,
-         static_cast<long long>(normalize));
-  routing.normalizes = normalize != 0;
-  return routing;
-}
-
 GatedMlp read_expert(const Api& api, const ort::KernelInfo* info) {
   GatedMlp expert{};
   expert.inner = read_attribute(api, info, "inner");
@@ -76,26 +58,6 @@ GatedMlp read_expert(const Api& api, const ort::KernelInfo* info) {
   expert.down.block_size = read_attribute(api, info, "down_block_size");
   complete(expert);
   return expert;
-}
-
-void read_swiglu(const Api& api, const ort::KernelInfo* info, ExpertsKernel& kernel) {
-  const Swiglu silu;
-  Swiglu& own = kernel.swiglu;
-  own.alpha = read_float(api, info, "alpha", silu.alpha);
-  own.up_offset = read_float(api, info, "up_offset", silu.up_offset);
-  own.limit = read_float(api, info, "limit", silu.limit);
-  if (!(own.alpha > 0 && std::isfinite(own.alpha)))
-    fail(api, ort::kInvalidArgument, "%s: alpha must be positive, found %g", kName,
-         static_cast<double>(own.alpha));
-  if (!std::isfinite(own.up_offset))
-    fail(api, ort::kInvalidArgument, "%s: up_offset must be finite, found %g", kName,
-         static_cast<double>(own.up_offset));
-  if (!(own.limit > 0))
-    fail(api, ort::kInvalidArgument, "%s: limit must be positive, found %g", kName,
-         static_cast<double>(own.limit));
-  const bool is_silu = own.alpha == silu.alpha && own.up_offset == silu.up_offset &&
-                       own.limit == silu.limit;
-  if (!is_silu) kernel.settings.expert.swiglu = &own;
 }
 
 // Sizes are those of the weights of all experts.
@@ -117,7 +79,7 @@ void read_biases(const Api& api, const ort::KernelInfo* info, const MatMul& gate
 
 template <ort::ElementType kStored>
 std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
-  GatedExperts experts{read_expert(api, info), read_routing(api, info), nullptr};
+  GatedExperts experts{read_expert(api, info), read_routing(api, info, kName), nullptr};
   GatedMlp& expert = experts.expert;
   // As the graph has them, without what fills up panels.
   MatMul joined = expert.gate_up, down = expert.down;
@@ -132,7 +94,8 @@ std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo
   expert.gate_up.half_scales = are_halves(stored_scales(first, kStored), elements(first.scales));
   expert.down.half_scales = are_halves(stored_scales(second, kStored), elements(second.scales));
   auto kernel = std::make_unique<ExpertsKernel>(api, experts);
-  read_swiglu(api, info, *kernel);
+  kernel->swiglu = read_swiglu(api, info, kName);
+  if (!is_silu(kernel->swiglu)) kernel->settings.expert.swiglu = &kernel->swiglu;
   read_biases(api, info, joined, down, *kernel);
   pack_experts_gate_up(experts, first.quants.as<const uint8_t>(), stored_scales(first, kStored),
                        kernel->gate_up.data());
@@ -141,21 +104,6 @@ std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo
                     kernel->down.data());
   forget_weights(second, kStored);
   return kernel;
-}
-
-const float* read_logits(const Api& api, const ort::KernelContext* context, int64_t rows,
-                         int64_t num_experts) {
-  const ort::Value* value = nullptr;
-  check(api.input(context, kLogits, &value));
-  const Tensor logits = describe(api, "router_logits", value);
-  const int64_t last = logits.dims[logits.rank - 1];
-  if (last != num_experts || elements(logits) != rows * num_experts)
-    fail(api, ort::kInvalidArgument,
-         "%s: router_logits must have %lld experts of each of A's %lld rows, found %lld elements "
-         "with a last dimension of %lld",
-         kName, static_cast<long long>(num_experts), static_cast<long long>(rows),
-         static_cast<long long>(elements(logits)), static_cast<long long>(last));
-  return logits.as<const float>();
 }
 
 void compute(const ExpertsKernel& kernel, ort::KernelContext* context) {
@@ -167,7 +115,7 @@ void compute(const ExpertsKernel& kernel, ort::KernelContext* context) {
   Tensor input = read_activations(api, context, kName, expert.gate_up.k);
   expert.gate_up.rows = elements(input) / expert.gate_up.k;
   expert.gate_up.input = input.as<const float>();
-  call.logits = read_logits(api, context, expert.gate_up.rows, call.routing.num_experts);
+  call.logits = read_logits(api, context, kName, expert.gate_up.rows, call.routing.num_experts);
   input.dims[input.rank - 1] = expert.down.n;
   expert.down.output = static_cast<float*>(open_output(api, context, input));
   Parallel parallel{api, context};

@@ -81,6 +81,13 @@ const float* read_bias(const Api& api, const ort::KernelInfo* info, const char* 
   return bias.as<const float>();
 }
 
+const void* read_floats(const Api& api, const ort::KernelInfo* info, const char* op, size_t input,
+                        const char* name, int64_t count) {
+  const Tensor floats = constant(api, info, op, input, name);
+  expect_elements(api, op, name, floats, count);
+  return floats.data;
+}
+
 void refuse_input(const Api& api, const ort::KernelContext* context, const char* op, size_t input,
                   const char* name) {
   if (optional_input(api, context, input))

@@ -40,6 +40,11 @@ Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op
 const float* read_bias(const Api& api, const ort::KernelInfo* info, const char* op,
                        const MatMul& product, size_t input, const char* name = "bias");
 
+// So many floats that the node has as an initializer, as they are stored: they stay where they are
+// for as long as the session lives. Throws a Failure where they are no initializer, or not so many.
+const void* read_floats(const Api& api, const ort::KernelInfo* info, const char* op, size_t input,
+                        const char* name, int64_t count);
+
 // Throws a Failure where the node has this input: it was no initializer when the session was made.
 void refuse_input(const Api& api, const ort::KernelContext* context, const char* op, size_t input,
                   const char* name);
