@@ -166,6 +166,8 @@ class GraphBuilder:
 
     def build(self) -> onnx.ModelProto:
         """The model, with the contract's opsets and IR version."""
+        powers = onnx.TensorProto.FLOAT8E8M0
+        has_powers = any(one.data_type == powers for one in self._initializers)
         graph = helper.make_graph(
             self._nodes, self._name, self._inputs, self._outputs, self._initializers
         )
@@ -175,7 +177,7 @@ class GraphBuilder:
                 helper.make_opsetid("", contract.ONNX_OPSET),
                 helper.make_opsetid(contract.MICROSOFT, contract.MICROSOFT_OPSET),
             ],
-            ir_version=contract.IR_VERSION,
+            ir_version=contract.IR_VERSION_POWERS if has_powers else contract.IR_VERSION,
             producer_name="onnxport",
             producer_version=__version__,
         )
