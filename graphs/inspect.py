@@ -130,6 +130,11 @@ def attribute_float(node: onnx.NodeProto, name: str, default: float) -> float:
     return next((float(a.f) for a in node.attribute if a.name == name), default)
 
 
+def attribute_text(node: onnx.NodeProto, name: str, default: str = "") -> str:
+    """A textual attribute, or its default."""
+    return next((a.s.decode() for a in node.attribute if a.name == name), default)
+
+
 def set_attribute(node: onnx.NodeProto, name: str, value: int | float | str) -> None:
     """Set an attribute, replacing an older one."""
     kept = [attribute for attribute in node.attribute if attribute.name != name]

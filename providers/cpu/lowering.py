@@ -32,8 +32,9 @@ from onnxport.graphs.passes.stored_scales import use_stored_scales
 from onnxport.graphs.tensors import WEIGHTS_FILE, numpy_dtype
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu.caches import CACHE_DTYPES, Layout
-from onnxport.providers.cpu.choices import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
+from onnxport.providers.cpu.choices import COMPUTE_DTYPE, HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
 from onnxport.providers.graph_cache import Conversion, LoweredGraph
+from onnxport.providers.int8_experts import int8_experts
 from onnxport.providers.memory_plan import MEMORY_PLAN
 from onnxport.providers.ort import weight_bytes
 
@@ -72,7 +73,13 @@ def lower(
     cache_dtype, layout = cache
     has_kernel = int8 and layout != "plain"
     level = options.matmul_accuracy_level
-    step = split_experts(graph, lambda node: not _is_run_whole(node, level, has_kernel=has_kernel))
+
+    def is_split(node: onnx.NodeProto) -> bool:
+        return not _is_run_whole(node, level, has_kernel=has_kernel)
+
+    step = made = int8_experts(artifact, graph, COMPUTE_DTYPE, is_split)
+    yield step
+    step = split_experts(step.model, is_split, made)
     yield step
     stored = step.model
     step = retype(stored, artifact.read_tensor)
