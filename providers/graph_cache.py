@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -75,6 +76,16 @@ class LoweredGraph:
     # Of its initializers, without copies of converted ones, and of what operators keep besides.
     stored_bytes: int
     conversions: tuple[Conversion, ...] | None  # None: something else is attached, keep it not
+
+    @property
+    def int8_bytes(self) -> int:
+        """Memory for experts in MXFP4 that `convert` makes integers of."""
+        return sum(
+            math.prod(one.dims)
+            * (2 if one.stored == NUMBERS else np.dtype(DTYPES[one.dtype]).itemsize)
+            for one in self.conversions or ()
+            if one.stored in (NUMBERS, SCALES)
+        )
 
     def convert(self, artifact: Artifact) -> dict[str, NDArray[Any]]:
         """The contents of converted initializers."""

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from onnxport.errors import CapacityError
 from onnxport.graphs.passes.int8_experts import Which, int8_bytes, write_int8_experts
 from onnxport.providers import memory
+from onnxport.providers.pool import check_int8_experts
 
 if TYPE_CHECKING:
     from onnxport.graphs.artifact import Artifact
@@ -24,11 +24,5 @@ def int8_experts(
         ArtifactError: See there.
         CapacityError: There is no memory for what is made.
     """
-    needed, free = int8_bytes(graph, dtype, which), memory.available_bytes()
-    if needed >= free:
-        raise CapacityError(
-            "experts in MXFP4 do not fit: here is no operator for them as they are, in 8 bits they "
-            f"take {needed / 2**20:,.1f} MiB, and {free / 2**20:,.1f} MiB are free. Free memory, "
-            "or export without --expert-precision."
-        )
+    check_int8_experts(memory.available_bytes(), int8_bytes(graph, dtype, which))
     return write_int8_experts(graph, artifact.read_tensor, dtype, which)

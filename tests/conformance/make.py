@@ -69,11 +69,12 @@ def make_artifact(folder: Path, case: str, precision: str) -> Path:
 
         checkpoint = path.with_name("checkpoint")
         checkpoints.make(checkpoints.CASES[case], checkpoint)
-        export_model(checkpoint, path, _options(precision))
+        export_model(checkpoint, path, export_options(precision))
     return path
 
 
-def _options(precision: str) -> ExportOptions:
+def export_options(precision: str) -> ExportOptions:
+    """How a case is exported in one of the precisions above."""
     if precision == MXFP4:
         return ExportOptions(precision="int4", expert_precision="mxfp4", group_size=GROUP_SIZE)
     return ExportOptions(precision=precision, group_size=GROUP_SIZE)
