@@ -18,6 +18,7 @@ FILES = [
     "coarse",
     "experts",
     "float16_cache",
+    "fp4_experts",
     "input_norm",
     "int8_cache",
     "invariance",

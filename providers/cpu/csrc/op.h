@@ -81,6 +81,7 @@ ort::CustomOp base_operator();
 
 ort::CustomOp experts_operator();       // scales in float32
 ort::CustomOp experts_half_operator();  // scales in float16
+ort::CustomOp experts_fp4_operator();   // scales in E8M0
 ort::CustomOp gated_silu_operator();
 ort::CustomOp gated_gelu_operator();
 ort::CustomOp lora_operator();       // adapters in float32
