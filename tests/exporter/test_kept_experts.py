@@ -22,8 +22,10 @@ from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions, Progress
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.contract import IR_VERSION, IR_VERSION_POWERS
+from onnxport.providers.cpu.library import matmul_isa
 from tests.conformance.reference import Reference
 from tests.exporter import checkpoints
+from tests.providers.models import Row, opened, run_rows
 
 CASE = "gpt-oss"
 KEPT = ExportOptions(precision="fp16", expert_precision="mxfp4", threads=2)
@@ -104,6 +106,38 @@ def test_transformers_computes_the_same(model: Made, tmp_path: Path, precision: 
     with np.load(artifact.path / "golden.npz") as golden:
         found = checkpoints.logits(model[0], golden["token_ids"])[golden["logits_indices"]]
         np.testing.assert_allclose(golden["logits"], found, atol=1e-4)
+
+
+WAYS: list[Any] = [
+    pytest.param("cpu", {"attention": "custom"}, 0.2, id="cpu-int8-activations"),
+    pytest.param("cpu", {"attention": "custom", "matmul_accuracy_level": 1}, 1e-4, id="cpu"),
+    pytest.param("cpu", {"attention": "decomposed", "matmul_accuracy_level": 1}, 1e-4, id="plain"),
+    pytest.param("openvino", {"matmul_accuracy_level": 1}, 1e-4, id="openvino"),
+]
+
+
+@pytest.mark.parametrize(("provider", "options", "limit"), WAYS)
+def test_providers_compute_what_transformers_does(
+    model: Made, tmp_path: Path, provider: str, options: dict[str, Any], limit: float
+) -> None:
+    """Weights are exact, so only activations in int8 make a difference."""
+    if provider == "openvino":
+        pytest.importorskip("openvino", reason="it is not installed: pip install '.[openvino]'")
+    if limit > 1e-4 and matmul_isa() is None:
+        pytest.skip("the kernels are not there, or not this processor's")
+    options = {"attention": None, "kv_cache_dtype": "float32", **options}
+    path = export_model(model[1], tmp_path / "artifact", replace(KEPT, precision="fp32"))
+    prompts = [checkpoints.tokens(seed, 20) for seed in range(4)]
+    expected = np.stack([checkpoints.logits(model[0], prompt)[-1] for prompt in prompts])
+    rows: list[Row] = [(one.tolist(), 0, [2 * i, 2 * i + 1]) for i, one in enumerate(prompts)]
+    with opened(path, provider=provider, **options) as loaded:
+        found = run_rows(loaded, rows)
+        alone = np.concatenate([run_rows(loaded, [row]) for row in rows])
+    off = np.abs(found - expected).max() / expected.std()
+    assert off < limit
+    if limit > 1e-4:
+        assert off > 1e-4  # our operator, then
+        assert found.tobytes() == alone.tobytes()
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -78,27 +78,17 @@ CASES = [("plain", True), ("plain", False), *((name, True) for name in VARIANTS 
 @KERNEL
 @pytest.mark.parametrize(("variant", "normalized"), CASES)
 @pytest.mark.parametrize("dtype", sorted(TYPES))
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 8, FP4])
 def test_what_it_computes(
-    tmp_path: Path, bits: int, dtype: str, variant: str, normalized: bool
+    tmp_path: Path, bits: int | str, dtype: str, variant: str, normalized: bool
 ) -> None:
     made = layer(tmp_path, bits, TYPES[dtype], variant, normalized=normalized, level=4)
     stored = made.model
-    content = (tmp_path / "model.onnx.data").read_bytes()
-
-    def read(tensor: TensorProto) -> np.ndarray:
-        entries = {
-            entry.key: int(entry.value) for entry in tensor.external_data if entry.key != "location"
-        }
-        kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-        begin = entries["offset"]
-        return np.frombuffer(content[begin : begin + entries["length"]], kind).reshape(tensor.dims)
-
-    model = use_gated_experts(retype(stored, read).model).model
+    model = use_gated_experts(retype(stored, made.read).model).model
     model = use_stored_scales(model, stored).model
     (node,) = [node for node in model.graph.node if node.op_type == "GatedExperts"]
     scales = initializers(model)[node.input[3]]
-    assert scales.data_type == TYPES[dtype]
+    assert scales.data_type == (TensorProto.UINT8 if bits == FP4 else TYPES[dtype])
     x, logits = inputs(9)
     expected = made.expected(x, logits)
     found = made.run(model, x, logits, find_library())
