@@ -15,6 +15,7 @@ from onnxport.graphs.passes.int8_experts import int8_bytes
 from onnxport.providers import memory
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu import lowering
+from onnxport.providers.cpu.library import matmul_isa
 from onnxport.providers.openvino.cpu import CpuPlugin
 from onnxport.providers.registry import get_provider
 from tests.conformance.make import MXFP4
@@ -26,6 +27,9 @@ from tests.providers.models import Row, opened, run_rows
 PROMPTS = [checkpoints.tokens(seed, 20).tolist() for seed in range(4)]
 ROWS: list[Row] = [(prompt, 0, [2 * i, 2 * i + 1]) for i, prompt in enumerate(PROMPTS)]
 EXACT: dict[str, Any] = {"matmul_accuracy_level": 1, "kv_cache_dtype": "float32"}
+served = pytest.mark.skipif(
+    matmul_isa() is None, reason="the kernels are not there, or not this processor's"
+)
 EARLIER = "lowered by an earlier start"
 
 
@@ -38,6 +42,30 @@ def path(tiny_artifact: ArtifactMaker) -> Path:
 def expected(path: Path) -> np.ndarray:
     reference = Reference(path)
     return np.stack([reference.logits(prompt)[-1] for prompt in PROMPTS])
+
+
+@served
+@pytest.mark.parametrize("max_adapters", [0, 1])
+def test_cpu_computes_them_as_they_are(
+    path: Path,
+    expected: np.ndarray,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    max_adapters: int,
+) -> None:
+    caplog.set_level(logging.INFO)
+    options = {"graph_cache": tmp_path, "max_adapters": max_adapters}
+    found = []
+    for start in range(2):
+        with opened(path, "custom", kv_cache_dtype="float32", **options) as model:
+            found.append(run_rows(model, ROWS))
+            alone = np.concatenate([run_rows(model, [row]) for row in ROWS])
+        assert found[-1].tobytes() == found[0].tobytes() == alone.tobytes()
+        kept = start and not max_adapters  # graphs with adapters are not
+        assert (EARLIER in caplog.text) == bool(kept)
+    assert "3 layers of experts with int8 activations" in caplog.text
+    assert "written in 8 bits" not in caplog.text
+    assert 1e-4 < np.abs(found[0] - expected).max() / expected.std() < 0.6
 
 
 @pytest.mark.parametrize("attention", ["custom", "decomposed"])
