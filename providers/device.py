@@ -110,7 +110,9 @@ def load_on_device(
     made = (item for step in steps for item in step.attached.items())
     converted = {name: value for name, value in made if name in attached_to}
     spec, item_bytes = artifact.manifest.model, numpy_dtype(TYPES[lowering.dtype]).itemsize
-    held_bytes = weight_bytes(model, converted) + lowering.adapter_bytes()
+    # What was converted stays in the host's memory; a device has a copy of its own.
+    held_bytes = weight_bytes(model, converted if target.is_host else {})
+    held_bytes += lowering.adapter_bytes()
     if captures:
         held_bytes += BUCKET_ROWS * spec.vocab_size * 4  # logits, which have a place of their own
     pool = plan_pool(

@@ -12,11 +12,12 @@ import pytest
 from onnxport.errors import CapacityError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.passes.int8_experts import int8_bytes
-from onnxport.providers import memory
+from onnxport.providers import cuda, device, memory
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu import lowering
 from onnxport.providers.cpu.library import matmul_isa
 from onnxport.providers.openvino.cpu import CpuPlugin
+from onnxport.providers.ort import CPU, Target
 from onnxport.providers.registry import get_provider
 from tests.conformance.make import MXFP4
 from tests.conformance.reference import Reference
@@ -140,6 +141,26 @@ def test_devices(path: Path, expected: np.ndarray, provider: str, dtype: str) ->
         model.close()
     limit = 1e-4 if dtype == "float32" else 0.2
     assert np.abs(found - expected).max() < limit * expected.std()
+
+
+def test_what_a_device_holds_of_them(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device has its own copy alone; the host has what was made, and what is packed of it."""
+    held: list[int] = []
+
+    def note(*_: Any, weight_bytes: int, **rest: Any) -> None:
+        held.append(weight_bytes)
+        raise CapacityError("that is all")
+
+    monkeypatch.setattr(device, "plan_pool", note)
+    artifact, options = Artifact.read(path), LoadOptions(dtype="float16", attention="decomposed")
+    recipe = cuda._recipe("a GPU", (8, 0))
+    for target in (CPU, Target("CUDAExecutionProvider", "cuda")):
+        with pytest.raises(CapacityError, match="that is all"):
+            device.load_on_device(artifact, options, recipe, target, emulate=False)
+    made = int8_bytes(artifact.load_graph("paged"), "float16")
+    stored = artifact.manifest.files["model.onnx.data"].size
+    assert held[0] - held[1] == made
+    assert held[1] == pytest.approx(stored + made // 2, rel=0.05)
 
 
 @pytest.mark.parametrize(
