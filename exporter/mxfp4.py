@@ -14,8 +14,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-BITS: Final = 4
-BLOCK_SIZE: Final = 32
+from onnxport.graphs import fp4
+
+BLOCK_SIZE: Final = fp4.BLOCK_SIZE
 BLOCK_BYTES: Final = BLOCK_SIZE // 2
 BLOCKS: Final = "_blocks"
 SCALES: Final = "_scales"

@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from onnxport.errors import ExportError
-from onnxport.exporter import mxfp4
 from onnxport.exporter.quantize import BlockFormat
+from onnxport.graphs import fp4
 from onnxport.graphs.manifest import EXPERT_PRECISIONS, PRECISIONS
 
 GROUP_SIZES: Final = (32, 64, 128)
@@ -103,7 +103,7 @@ class ExportOptions:
             ExportError: No group size that is allowed divides `whole`.
         """
         if experts and self.keeps_experts:
-            return BlockFormat(mxfp4.BITS, mxfp4.BLOCK_SIZE, is_fp4=True)
+            return BlockFormat(fp4.BITS, fp4.BLOCK_SIZE, is_fp4=True)
         bits = _BITS.get(self.head if head else self.precision)
         if bits is None:
             return None

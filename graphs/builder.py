@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from onnxport.graphs import contract
+from onnxport.graphs.inspect import has_powers
 from onnxport.graphs.tensors import TensorRef
 from onnxport.version import __version__
 
@@ -166,8 +167,6 @@ class GraphBuilder:
 
     def build(self) -> onnx.ModelProto:
         """The model, with the contract's opsets and IR version."""
-        powers = onnx.TensorProto.FLOAT8E8M0
-        has_powers = any(one.data_type == powers for one in self._initializers)
         graph = helper.make_graph(
             self._nodes, self._name, self._inputs, self._outputs, self._initializers
         )
@@ -177,10 +176,12 @@ class GraphBuilder:
                 helper.make_opsetid("", contract.ONNX_OPSET),
                 helper.make_opsetid(contract.MICROSOFT, contract.MICROSOFT_OPSET),
             ],
-            ir_version=contract.IR_VERSION_POWERS if has_powers else contract.IR_VERSION,
+            ir_version=contract.IR_VERSION,
             producer_name="onnxport",
             producer_version=__version__,
         )
+        if has_powers(model):
+            model.ir_version = contract.IR_VERSION_POWERS
         return model
 
     def _unique(self, name: str, taken: set[str]) -> str:

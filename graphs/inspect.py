@@ -95,6 +95,11 @@ def initializers(model: onnx.ModelProto) -> dict[str, TensorProto]:
     return {tensor.name: tensor for tensor in model.graph.initializer}
 
 
+def has_powers(model: onnx.ModelProto) -> bool:
+    """Whether there are scales of MXFP4, which ONNX knows from `contract.IR_VERSION_POWERS` on."""
+    return any(one.data_type == TensorProto.FLOAT8E8M0 for one in model.graph.initializer)
+
+
 def producers(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
     """The node that makes each value."""
     return {name: node for node in model.graph.node for name in node.output if name}

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from onnx import TensorProto, numpy_helper
 
 from onnxport.errors import ArtifactError
-from onnxport.graphs import fp4
+from onnxport.graphs import contract, fp4
 from onnxport.graphs.experts import FP4, GLOBAL_SCALES
 from onnxport.graphs.inspect import (
     attribute_int,
     attribute_text,
+    has_powers,
     initializers,
     names,
     set_attribute,
@@ -86,6 +87,8 @@ def write_int8_experts(
         set_attribute(node, "expert_weight_bits", fp4.INT8_BITS)
     if nodes:
         drop_unread(copy)
+        if not has_powers(copy):
+            copy.ir_version = contract.IR_VERSION
     changes = {"layers of experts in MXFP4 written in 8 bits": len(nodes)} if nodes else {}
     return PassResult("int8_experts", copy, changes, attached, sources)
 

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnxport.errors import ArtifactError
 from onnxport.exporter import mxfp4
-from onnxport.graphs import fp4
+from onnxport.graphs import contract, fp4
 from onnxport.graphs.experts import FP4, Swiglu
 from onnxport.graphs.inspect import initializers, set_attribute
 from onnxport.graphs.passes.int8_experts import int8_bytes, is_fp4, write_int8_experts
@@ -86,6 +86,8 @@ def test_the_node(tmp_path: Path) -> None:
     assert given == {**kept, "expert_weight_bits": 8}
     tensors = initializers(result.model)
     assert "global_scale" not in tensors
+    versions = (made.model.ir_version, result.model.ir_version)
+    assert versions == (contract.IR_VERSION_POWERS, contract.IR_VERSION)
     assert {one.data_type for one in tensors.values()} == {
         *(TensorProto.UINT8, TensorProto.FLOAT, TensorProto.FLOAT16)
     }
