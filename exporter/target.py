@@ -19,7 +19,7 @@ Array = NDArray[np.float32]
 
 
 class Target:
-    """The arrays that a matrix is converted into."""
+    """The arrays that a matrix is converted into, or where it `keeps` what it is."""
 
     def __init__(
         self,
@@ -40,7 +40,8 @@ class Target:
             by_rows: Whether it is stored [N, K] if it is not quantized, and not [K, N].
         """
         rows = plan.rows if rows is None else rows
-        self.block = block
+        self._block = block
+        self.keeps = block is not None and block.is_fp4
         self._dtype = dtype
         self._by_rows = by_rows
         self.weight: NDArray[Any]
@@ -55,7 +56,7 @@ class Target:
 
     def convert(self, name: str, values: Array, where: slice, meant: Array | None) -> None:
         """Store `values` at the rows `where`; what they then mean goes to `meant`."""
-        if self.block is None:
+        if self._block is None:
             converted = to_dtype(name, values, self._dtype)
             if self._by_rows:
                 self.weight[where] = converted
@@ -66,7 +67,7 @@ class Target:
             return
         assert self.scales is not None
         scales = self.scales[where]
-        quantize_rows(values, self.block, self.weight[where], scales, meant)
+        quantize_rows(values, self._block, self.weight[where], scales, meant)
         if not np.isfinite(scales).all():
             raise not_finite(name, values, self._dtype)
 

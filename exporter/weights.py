@@ -149,7 +149,7 @@ class StreamingWeights:
         by_rows = by_rows or plan.by_rows
         block = block_of(role, plan, self._options)
         target = Target(plan, block, self._options.activation_dtype, by_rows=by_rows)
-        for panel in self._panels(plan, block):
+        for panel in self._panels(plan, keeps=target.keeps):
             self._convert(target, panel, plan, product)
             self._on_bytes(panel.num_bytes)
         bias: TensorRef | None = None
@@ -193,9 +193,8 @@ class StreamingWeights:
         values = np.concatenate(parts)
         return self._writer.add_weight(name, values), values.astype(np.float32)
 
-    def _panels(self, plan: MatrixPlan, block: BlockFormat | None) -> Iterator[_Panel]:
+    def _panels(self, plan: MatrixPlan, *, keeps: bool) -> Iterator[_Panel]:
         """Panels of rows in order; the next one is read while one is used."""
-        keeps = block is not None and block.is_fp4
         step = max(1, _PANEL_ELEMENTS // plan.columns)
         spans = []
         start = 0
@@ -249,7 +248,7 @@ class StreamingWeights:
             raw = [one[first:last] for one in panel.raw]
             shape = (last - first, plan.columns)
             meant = None if product is None else np.empty(shape, np.float32)
-            if len(raw) == 2:
+            if target.keeps:
                 target.keep(panel.name, raw[0], raw[1], panel.places(first, last), meant)
             else:
                 values = _times(to_float32(raw[0]), plan.scale)
