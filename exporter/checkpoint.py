@@ -40,7 +40,7 @@ _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
 }
 _BYTES: Final = "U8"
 _EXPONENTS: Final = "F8_E8M0"  # bytes of scales that are powers of two
-_MXFP4: Final = "MXFP4"  # of two tensors of bytes, see `mxfp4`
+MXFP4: Final = "MXFP4"  # of two tensors of bytes, see `mxfp4`
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class Checkpoint:
         ):
             *heights, count = second.shape
             shape = (*heights, count * mxfp4.BLOCK_SIZE)
-            self._tensors[blocks] = replace(first, dtype=_MXFP4, shape=shape)
+            self._tensors[blocks] = replace(first, dtype=MXFP4, shape=shape)
             self._scales[blocks] = scales
             del self._tensors[scales]
 
@@ -319,6 +319,10 @@ class Checkpoint:
             return math.prod(stored.shape) * np.dtype(np.float32).itemsize
         return stored.size_bytes
 
+    def dtype(self, name: str) -> str:
+        """What a tensor is stored in, as safetensors calls it, or MXFP4 for two of bytes."""
+        return self._tensors[name].dtype
+
     def read(self, name: str) -> NDArray[Any]:
         """Read one tensor whole, in its shape; see `read_rows`."""
         shape = self._tensors[name].shape
@@ -339,10 +343,16 @@ class Checkpoint:
         if name in self._blocks:
             values = self._read_rows(name, start, stop, columns)
             return fp8.decode(values, self._all_scales(name), self._blocks[name], start)
-        count = columns // mxfp4.BLOCK_SIZE
+        return mxfp4.decode(*self.read_blocks(name, start, stop))
+
+    def read_blocks(
+        self, name: str, start: int, stop: int
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Read rows of a tensor in MXFP4 as they are stored: blocks and scales, see `mxfp4`."""
+        count = self._tensors[name].shape[-1] // mxfp4.BLOCK_SIZE
         blocks = self._read_rows(name, start, stop, count * mxfp4.BLOCK_BYTES)
         scales = self._read_rows(self._scales[name], start, stop, count)
-        return mxfp4.decode(blocks.reshape(stop - start, count, mxfp4.BLOCK_BYTES), scales)
+        return blocks.reshape(stop - start, count, mxfp4.BLOCK_BYTES), scales
 
     def _all_scales(self, name: str) -> NDArray[np.float32]:
         """The scales of a tensor in FP8, [row blocks, column blocks]."""

@@ -172,6 +172,7 @@ class _Decoder:
             down_bias=second.bias,
             bits=gate_up.block.bits if gate_up.block else None,
             block_size=gate_up.block.block_size if gate_up.block else None,
+            is_fp4=gate_up.block is not None and gate_up.block.is_fp4,
         )
         routing = Routing(
             per_token=experts.per_token,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from onnxport.errors import CheckpointError
+from onnxport.errors import CheckpointError, ExportError
 from onnxport.exporter import genai, golden
-from onnxport.exporter.checkpoint import Checkpoint
+from onnxport.exporter.checkpoint import MXFP4, Checkpoint
 from onnxport.exporter.config import Config
 from onnxport.exporter.decoder import gqa_graph, paged_graph
 from onnxport.exporter.families import find_family
@@ -17,6 +17,7 @@ from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
 from onnxport.exporter.options import ExportOptions, Progress, ProgressCallback
 from onnxport.exporter.plan import (
+    EXPERTS,
     HEAD,
     WeightPlan,
     check_unused,
@@ -99,6 +100,8 @@ def export_model(
             spec = replace(spec, tie_word_embeddings=names.head not in checkpoint.names)
         plan = plan_weights(spec, names)
         _check_tensors(checkpoint, plan, spec, names)
+        if options.keeps_experts:
+            _check_kept(checkpoint, plan, config)
         with ArtifactWriter(
             destination,
             overwrite=options.overwrite,
@@ -130,6 +133,28 @@ def _check_tensors(
             )
     if spec.tie_word_embeddings and names.head in checkpoint.names:
         _check_same(checkpoint, names.embedding, names.head, spec)
+
+
+def _check_kept(checkpoint: Checkpoint, plan: WeightPlan, config: Config) -> None:
+    """Experts that are to stay in MXFP4 are in it, as they are to be stored."""
+    asked = f"{config.path}: the expert precision mxfp4 was asked for"
+    experts = {role: one for role, one in plan.matrices.items() if role.endswith(EXPERTS)}
+    if not experts:
+        raise ExportError(f"{asked}, and this model has no experts; leave it out.")
+    tensors = {part.tensor for one in experts.values() for part in one.parts}
+    others = sorted(name for name in tensors if checkpoint.dtype(name) != MXFP4)
+    if others:
+        raise ExportError(
+            f"{asked}, which keeps what is stored so, and {len(others)} of {len(tensors)} tensors "
+            f"of experts are not: {others[0]} is {checkpoint.dtype(others[0])}. Leave it out, and "
+            "experts are of the precision that the rest has."
+        )
+    assert all(one.scale == 1 and not one.interleaved for one in experts.values())
+    logger.warning(
+        "onnxruntime-genai will not run %s on a processor: ONNX Runtime has no kernel for experts "
+        "in MXFP4 there. onnxport itself serves the paged graph",
+        GRAPH_FILES["gqa"],
+    )
 
 
 def _check_same(checkpoint: Checkpoint, first: str, second: str, spec: ArchSpec) -> None:
@@ -200,6 +225,7 @@ def _manifest(
         precision=options.precision,
         group_size=options.group_size if options.is_quantized else None,
         head_precision=options.head,
+        expert_precision=options.expert_precision if options.keeps_experts else None,
         activation_dtype=options.activation_dtype.name,
         source=Source(folder.name, folder.revision),
         eos_token_ids=tokens.eos,

@@ -14,7 +14,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK_SIZE: Final = 32
+from onnxport.graphs import fp4
+
+BLOCK_SIZE: Final = fp4.BLOCK_SIZE
 BLOCK_BYTES: Final = BLOCK_SIZE // 2
 BLOCKS: Final = "_blocks"
 SCALES: Final = "_scales"
@@ -35,8 +37,9 @@ def decode(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.f
         scales: uint8 [rows, blocks].
 
     Returns:
-        float32 [rows, blocks * 32]; NaN where a scale is none.
+        float32 [rows, blocks * 32]; NaN where a scale is none, infinity beyond the largest.
     """
     pairs = _PAIRS[blocks]
-    pairs *= POWERS[scales][..., None, None]
+    with np.errstate(over="ignore"):
+        pairs *= POWERS[scales][..., None, None]
     return pairs.reshape(len(blocks), -1)

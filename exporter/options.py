@@ -11,7 +11,8 @@ import numpy as np
 
 from onnxport.errors import ExportError
 from onnxport.exporter.quantize import BlockFormat
-from onnxport.graphs.manifest import PRECISIONS
+from onnxport.graphs import fp4
+from onnxport.graphs.manifest import EXPERT_PRECISIONS, PRECISIONS
 
 GROUP_SIZES: Final = (32, 64, 128)
 _BITS: Final = {"int4": 4, "int8": 8}
@@ -24,11 +25,15 @@ class ExportOptions:
     `head_precision` is that of the lm_head and of the embedding table, tied or not; "same" is
     `precision`. None chooses int8 for an int4 model, whose logits a 4-bit head would blur most
     for the least gain, and "same" otherwise.
+
+    `expert_precision` is that of experts; "same" is `precision`. "mxfp4" keeps what a checkpoint
+    has in MXFP4 as it is, and is an error where its experts are anything else.
     """
 
     precision: str = "int4"  # of the projections: int4, int8, fp16, fp32
     group_size: int = 128  # input features that share a scale: 32, 64, 128
     head_precision: str | None = None  # same, int4, int8, fp16
+    expert_precision: str = "same"  # same, mxfp4
     context_length: int | None = None  # tokens; None: the model's own
     overwrite: bool = False  # replace an older artifact, once the new one is complete
     revision: str | None = None  # branch, tag or commit on the hub
@@ -42,6 +47,7 @@ class ExportOptions:
             ("precision", self.precision, PRECISIONS),
             ("group size", self.group_size, GROUP_SIZES),
             ("head precision", self.head_precision, heads),
+            ("expert precision", self.expert_precision, ("same", *EXPERT_PRECISIONS)),
         ):
             if value not in allowed:
                 listed = ", ".join(str(item) for item in allowed if item is not None)
@@ -60,6 +66,11 @@ class ExportOptions:
         return self.precision if self.head_precision == "same" else self.head_precision
 
     @property
+    def keeps_experts(self) -> bool:
+        """Whether experts stay in MXFP4."""
+        return self.expert_precision != "same"
+
+    @property
     def activation_dtype(self) -> np.dtype[Any]:
         """The type of activations, norms, biases and scales in the graphs."""
         return np.dtype(np.float32 if self.precision == "fp32" else np.float16)
@@ -75,19 +86,24 @@ class ExportOptions:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether any matrix is quantized."""
+        """Whether any matrix is quantized here."""
         return bool({self.precision, self.head} & set(_BITS))
 
-    def block(self, *, head: bool = False, whole: int | None = None) -> BlockFormat | None:
-        """How the projections (or the head) are quantized; None: they are not.
+    def block(
+        self, *, head: bool = False, experts: bool = False, whole: int | None = None
+    ) -> BlockFormat | None:
+        """How the projections (or the head, or experts) are quantized; None: they are not.
 
         Args:
             head: of the head and the embedding.
+            experts: of experts.
             whole: input features that have no last block which juts out; None: that may be.
 
         Raises:
             ExportError: No group size that is allowed divides `whole`.
         """
+        if experts and self.keeps_experts:
+            return BlockFormat(fp4.BITS, fp4.BLOCK_SIZE, is_fp4=True)
         bits = _BITS.get(self.head if head else self.precision)
         if bits is None:
             return None

@@ -22,6 +22,7 @@ from onnxport.graphs.spec import ArchSpec, ExpertsSpec
 HEAD: Final = "head"
 EMBEDDING: Final = "embedding"
 FINAL_NORM: Final = "final_norm"
+EXPERTS: Final = (".experts.gate_up", ".experts.down")  # what roles of experts end in
 
 _Names = tuple[str, ...]
 

@@ -21,6 +21,7 @@ class BlockFormat:
 
     bits: int  # 4 or 8
     block_size: int  # input features that share a scale: 32, 64 or 128
+    is_fp4: bool = False  # numbers are those of `mxfp4`, kept as a checkpoint has them
 
     @property
     def zero_point(self) -> int:
@@ -37,7 +38,8 @@ class BlockFormat:
         return -(-k // self.block_size)
 
     def size_bytes(self, n: int, k: int, scale_bytes: int) -> int:
-        """Bytes of an [n, k] matrix, quants and scales."""
+        """Bytes of an [n, k] matrix, quants and scales; those of MXFP4 are bytes anyway."""
+        scale_bytes = 1 if self.is_fp4 else scale_bytes
         return n * self.num_blocks(k) * (self.blob_bytes + scale_bytes)
 
 

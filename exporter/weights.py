@@ -17,12 +17,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import CheckpointError
 from onnxport.exporter import rope
 from onnxport.exporter.checkpoint import Checkpoint, to_float32
 from onnxport.exporter.options import ExportOptions
-from onnxport.exporter.plan import EMBEDDING, HEAD, MatrixPlan, Part, WeightPlan
-from onnxport.exporter.quantize import BlockFormat, quantize_rows
+from onnxport.exporter.plan import EMBEDDING, EXPERTS, HEAD, MatrixPlan, Part, WeightPlan
+from onnxport.exporter.quantize import BlockFormat
+from onnxport.exporter.target import Target, to_dtype
 from onnxport.graphs.artifact_writer import ArtifactWriter
 from onnxport.graphs.spec import ArchSpec, RopeSpec
 from onnxport.graphs.tensors import TensorRef
@@ -31,6 +31,8 @@ _PANEL_ELEMENTS: Final = 1 << 22  # 16 MiB of float32
 _SMALL_PRODUCT: Final = 1 << 18  # multiplications; OpenBLAS threads what is larger
 
 Array = NDArray[np.float32]
+# [rows, K] in the checkpoint's dtype; or MXFP4 to be kept, see `Checkpoint.read_blocks`.
+_Rows = tuple[NDArray[Any]] | tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class StreamingWeights:
         (name,) = (part.tensor for part in plan.parts)
         rows = [to_float32(self._checkpoint.read_rows(name, int(i), int(i) + 1)) for i in token_ids]
         values = np.concatenate(rows)
-        target = _Target(plan, block, self._options.activation_dtype, rows=len(token_ids))
+        target = Target(plan, block, self._options.activation_dtype, rows=len(token_ids))
         embedded = np.empty_like(values)
         target.convert(name, values, slice(0, len(token_ids)), embedded)
         if not self._tied:
@@ -146,10 +148,10 @@ class StreamingWeights:
         plan = self._plan.matrices[role]
         by_rows = by_rows or plan.by_rows
         block = block_of(role, plan, self._options)
-        target = _Target(plan, block, self._options.activation_dtype, by_rows=by_rows)
-        for panel in self._panels(plan):
-            self._convert(target, panel, plan.scale, product)
-            self._on_bytes(panel.raw.nbytes)
+        target = Target(plan, block, self._options.activation_dtype, by_rows=by_rows)
+        for panel in self._panels(plan, keeps=target.keeps):
+            self._convert(target, panel, plan, product)
+            self._on_bytes(panel.num_bytes)
         bias: TensorRef | None = None
         values: Array | None = None
         if plan.biases:
@@ -187,11 +189,11 @@ class StreamingWeights:
             if offset != 0:
                 values = values + np.float32(offset)
             values = _times(values, scale)
-            parts.append(_to_dtype(tensor, values.ravel(), dtype))
+            parts.append(to_dtype(tensor, values.ravel(), dtype))
         values = np.concatenate(parts)
         return self._writer.add_weight(name, values), values.astype(np.float32)
 
-    def _panels(self, plan: MatrixPlan) -> Iterator[_Panel]:
+    def _panels(self, plan: MatrixPlan, *, keeps: bool) -> Iterator[_Panel]:
         """Panels of rows in order; the next one is read while one is used."""
         step = max(1, _PANEL_ELEMENTS // plan.columns)
         spans = []
@@ -199,38 +201,43 @@ class StreamingWeights:
         for at, part in enumerate(plan.parts):
             for i in range(0, part.rows, part.rows if part.is_transposed else step):
                 end = part.rows if part.is_transposed else min(part.rows, i + step)
-                read = (part, plan.columns, i, end)
+                read = (part, plan.columns, i, end, keeps)
                 if plan.interleaved:  # the even part's rows, and behind each the odd one's
                     place = start - at % 2 * part.rows + 2 * i + at % 2
                 else:
                     place = start + i
                 spans.append((read, start + i, place))
             start += part.rows
-        ahead: Future[NDArray[Any]] | None = None
+        ahead: Future[_Rows] | None = None
         for index, (read, row, place) in enumerate(spans):
             current = ahead or self._pool.submit(self._read, *read)
             ahead = None
             raw = current.result()
             if index + 1 < len(spans):
                 ahead = self._pool.submit(self._read, *spans[index + 1][0])
-            yield _Panel(read[0].tensor, raw, row, place, 2 if plan.interleaved else 1)
+            # What is in MXFP4 counts as the floats that it stands for, kept or not.
+            size = len(raw[0]) * plan.columns * 4 if keeps else raw[0].nbytes
+            yield _Panel(read[0].tensor, raw, size, row, place, 2 if plan.interleaved else 1)
 
-    def _read(self, part: Part, columns: int, first: int, end: int) -> NDArray[Any]:
-        """Rows of a part, [end - first, columns]; of a transposed one all."""
+    def _read(self, part: Part, columns: int, first: int, end: int, keeps: bool) -> _Rows:
+        """Rows of a part; of a transposed one all."""
+        if keeps:
+            return self._checkpoint.read_blocks(part.tensor, part.first + first, part.first + end)
         if not part.is_transposed:
-            return self._checkpoint.read_rows(part.tensor, part.first + first, part.first + end)
+            return (self._checkpoint.read_rows(part.tensor, part.first + first, part.first + end),)
         at = part.first // part.rows * columns
-        return np.ascontiguousarray(self._checkpoint.read_rows(part.tensor, at, at + columns).T)
+        values = self._checkpoint.read_rows(part.tensor, at, at + columns)
+        return (np.ascontiguousarray(values.T),)
 
     def _convert(
         self,
-        target: _Target,
+        target: Target,
         panel: _Panel,
-        scale: float,
+        plan: MatrixPlan,
         product: _Product | _SumOfProducts | None,
     ) -> None:
-        """Convert a panel, times a scale, on all threads, and multiply what was stored."""
-        rows = len(panel.raw)
+        """Convert a panel, times the scale, on all threads, and multiply what was stored."""
+        rows = len(panel.raw[0])
         # The same groups of rows are multiplied whatever the threads: a BLAS may add up a row in
         # another order where it is the last of a group, or the group a smaller one.
         group = 1 if product is None else product.group
@@ -238,9 +245,14 @@ class StreamingWeights:
         edges = np.minimum(edges, rows)
 
         def work(first: int, last: int) -> None:
-            values = _times(to_float32(panel.raw[first:last]), scale)
-            meant = None if product is None else np.empty_like(values)
-            target.convert(panel.name, values, panel.places(first, last), meant)
+            raw = [one[first:last] for one in panel.raw]
+            shape = (last - first, plan.columns)
+            meant = None if product is None else np.empty(shape, np.float32)
+            if target.keeps:
+                target.keep(panel.name, raw[0], raw[1], panel.places(first, last), meant)
+            else:
+                values = _times(to_float32(raw[0]), plan.scale)
+                target.convert(panel.name, values, panel.places(first, last), meant)
             if product is not None and meant is not None:
                 product.add(meant, slice(panel.start + first, panel.start + last))
 
@@ -250,6 +262,10 @@ class StreamingWeights:
             if first < last
         ]:
             task.result()
+
+
+def _times(values: Array, scale: float) -> Array:
+    return values if scale == 1 else values * np.float32(scale)
 
 
 def _apart(y: Array, experts: int) -> Array:
@@ -262,7 +278,8 @@ def block_of(role: str, plan: MatrixPlan, options: ExportOptions) -> BlockFormat
     """How a matrix is quantized; None: it is not."""
     if plan.is_exact:
         return None
-    return options.block(head=role in {HEAD, EMBEDDING}, whole=plan.whole_blocks)
+    is_head, is_expert = role in {HEAD, EMBEDDING}, role.endswith(EXPERTS)
+    return options.block(head=is_head, experts=is_expert, whole=plan.whole_blocks)
 
 
 def _store_rope(
@@ -276,7 +293,8 @@ def _store_rope(
 @dataclass(frozen=True, slots=True)
 class _Panel:
     name: str  # of the tensor, for errors
-    raw: NDArray[Any]  # [rows, K] in the checkpoint's dtype
+    raw: _Rows
+    num_bytes: int  # of the checkpoint, see `Checkpoint.size_bytes`
     start: int  # first row, where parts lie one below the other
     place: int  # first row in the stored matrix
     step: int  # from there to the next one
@@ -340,73 +358,3 @@ class _SumOfProducts:
         if biases is not None:
             y += np.einsum("mi,ir->mr", self._parts, biases.reshape(-1, self._rows))
         return y
-
-
-class _Target:
-    """The arrays that a matrix is converted into."""
-
-    def __init__(
-        self,
-        plan: MatrixPlan,
-        block: BlockFormat | None,
-        dtype: np.dtype[Any],
-        *,
-        rows: int | None = None,
-        by_rows: bool = True,
-    ) -> None:
-        rows = plan.rows if rows is None else rows
-        self._block = block
-        self._dtype = dtype
-        self._by_rows = by_rows
-        self.weight: NDArray[Any]
-        self.scales: NDArray[Any] | None = None
-        if block is None:
-            dims = (rows, plan.columns) if by_rows else (plan.columns, rows)
-            self.weight = np.empty(dims, dtype)
-        else:
-            blocks = block.num_blocks(plan.columns)
-            self.weight = np.empty((rows, blocks, block.blob_bytes), np.uint8)
-            self.scales = np.empty((rows, blocks), dtype)
-
-    def convert(self, name: str, values: Array, where: slice, meant: Array | None) -> None:
-        """Store `values` at the rows `where`; what they then mean goes to `meant`."""
-        if self._block is None:
-            converted = _to_dtype(name, values, self._dtype)
-            if self._by_rows:
-                self.weight[where] = converted
-            else:
-                self.weight[:, where] = converted.T
-            if meant is not None:
-                meant[...] = converted
-            return
-        assert self.scales is not None
-        scales = self.scales[where]
-        quantize_rows(values, self._block, self.weight[where], scales, meant)
-        if not np.isfinite(scales).all():
-            raise _not_finite(name, values, self._dtype)
-
-
-def _times(values: Array, scale: float) -> Array:
-    return values if scale == 1 else values * np.float32(scale)
-
-
-def _to_dtype(name: str, values: Array, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Narrow to `dtype`. Raises CheckpointError for what is not finite there."""
-    with np.errstate(over="ignore"):
-        converted = values.astype(dtype)
-    if not np.isfinite(converted).all():
-        raise _not_finite(name, values, dtype)
-    return converted
-
-
-def _not_finite(name: str, values: Array, dtype: np.dtype[Any]) -> CheckpointError:
-    if not np.isfinite(values).all():
-        return CheckpointError(
-            f"the tensor {name} holds values that are not finite (NaN or infinity): the checkpoint "
-            "is damaged, or was saved from a training run that diverged."
-        )
-    largest = float(np.abs(values).max())
-    return CheckpointError(
-        f"the tensor {name} holds {largest:.4g}, which is beyond the largest {dtype} "
-        f"({np.finfo(dtype).max:.6g}). Export with the precision fp32."
-    )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
 from onnxport.graphs import contract
+from onnxport.graphs.inspect import has_powers
 from onnxport.graphs.tensors import TensorRef
 from onnxport.version import __version__
 
@@ -179,6 +180,8 @@ class GraphBuilder:
             producer_name="onnxport",
             producer_version=__version__,
         )
+        if has_powers(model):
+            model.ir_version = contract.IR_VERSION_POWERS
         return model
 
     def _unique(self, name: str, taken: set[str]) -> str:

@@ -66,6 +66,7 @@ MICROSOFT: Final = "com.microsoft"  # domain of PagedAttention, GroupQueryAttent
 ONNX_OPSET: Final = 21
 MICROSOFT_OPSET: Final = 1
 IR_VERSION: Final = 10
+IR_VERSION_POWERS: Final = 12  # of a graph that has tensors of FLOAT8E8M0: the first to know them
 
 
 def summary_floats(vocab: int) -> int:

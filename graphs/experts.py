@@ -22,6 +22,9 @@ from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.contract import MICROSOFT
 from onnxport.graphs.inspect import attribute_float
 
+FP4: Final = "fp4"  # QMoE's quant_type where it is given; without, quantized to integers
+GLOBAL_SCALES: Final = (15, 16)  # QMoE's inputs with a number for each expert, of MXFP4 alone
+
 LEFT_OUT: Final = -65504.0  # the logit of an expert that is not chosen; the lowest float16
 _LEAST_SCORE: Final = 1e-30  # whose logarithm, -69, is far above that
 _VECTOR: Final = 16  # floats that processors compute at once, at most
@@ -46,6 +49,7 @@ class ExpertWeights:
     down_bias: str = ""  # [experts, hidden]
     bits: int | None = None  # 4 or 8; None: weights are of x's type, without scales
     block_size: int | None = None  # what divides both numbers of columns
+    is_fp4: bool = False  # numbers are E2M1, scales are exponents, E8M0: MXFP4, in blocks of 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +207,10 @@ def _operator(
     if weights.bits is not None:
         first.append(weights.gate_up_scales)
         second.append(weights.down_scales)
-    biases = [weights.down_bias] if weights.down_bias else []
-    inputs = [x, rows, *first, weights.gate_up_bias, *second, *biases]
+    inputs = [x, rows, *first, weights.gate_up_bias, *second, weights.down_bias]
+    if weights.is_fp4:  # the operator wants a scale of all of an expert besides
+        ones = g.constant(np.ones(weights.count, np.float32), "global_scale")
+        inputs += [*[""] * (GLOBAL_SCALES[0] - len(inputs)), ones, ones]
     if weights.bits is None:
         return g.node("MoE", inputs, outputs=None, domain=MICROSOFT, name=name, **attributes)
     return g.node(
@@ -213,6 +219,7 @@ def _operator(
         outputs=None,
         domain=MICROSOFT,
         name=name,
+        quant_type=FP4 if weights.is_fp4 else None,
         expert_weight_bits=weights.bits,
         block_size=weights.block_size,
         weights_prepacked=0,

@@ -95,6 +95,11 @@ def initializers(model: onnx.ModelProto) -> dict[str, TensorProto]:
     return {tensor.name: tensor for tensor in model.graph.initializer}
 
 
+def has_powers(model: onnx.ModelProto) -> bool:
+    """Whether there are scales of MXFP4, which ONNX knows from `contract.IR_VERSION_POWERS` on."""
+    return any(one.data_type == TensorProto.FLOAT8E8M0 for one in model.graph.initializer)
+
+
 def producers(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
     """The node that makes each value."""
     return {name: node for node in model.graph.node for name in node.output if name}
@@ -128,6 +133,11 @@ def attribute_int(node: onnx.NodeProto, name: str, default: int) -> int:
 def attribute_float(node: onnx.NodeProto, name: str, default: float) -> float:
     """A floating attribute, or its default."""
     return next((float(a.f) for a in node.attribute if a.name == name), default)
+
+
+def attribute_text(node: onnx.NodeProto, name: str, default: str = "") -> str:
+    """A textual attribute, or its default."""
+    return next((a.s.decode() for a in node.attribute if a.name == name), default)
 
 
 def set_attribute(node: onnx.NodeProto, name: str, value: int | float | str) -> None:

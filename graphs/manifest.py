@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from onnxport.errors import ArtifactError
-from onnxport.graphs.fields import check_fields
+from onnxport.graphs.fields import check_fields, with_nulls, without_nulls
 from onnxport.graphs.spec import ArchSpec
 from onnxport.version import __version__
 
@@ -17,6 +17,7 @@ FORMAT_VERSION: Final = 1
 MANIFEST_FILE: Final = "manifest.json"
 GRAPH_FILES: Final = {"paged": "model.onnx", "gqa": "model_gqa.onnx"}
 PRECISIONS: Final = ("int4", "int8", "fp16", "fp32")
+EXPERT_PRECISIONS: Final = ("mxfp4",)  # besides those
 KV_FILES: Final = ("model.onnx", "model.onnx.data")  # what the K/V of a token depend on
 ACTIVATION_DTYPES: Final = ("float16", "bfloat16", "float32")
 
@@ -45,6 +46,7 @@ class Manifest:
     precision: str  # of the projections: one of PRECISIONS
     group_size: int | None  # input features that share a scale; None where nothing is quantized
     head_precision: str  # of the lm_head (and a tied embedding): one of PRECISIONS
+    expert_precision: str | None = None  # one of EXPERT_PRECISIONS; None: `precision`
     activation_dtype: str  # of the stored graphs' activations: one of ACTIVATION_DTYPES
     source: Source
     eos_token_ids: tuple[int, ...]
@@ -59,6 +61,7 @@ class Manifest:
         for name, value, allowed in (
             ("precision", self.precision, PRECISIONS),
             ("head_precision", self.head_precision, PRECISIONS),
+            ("expert_precision", self.expert_precision, (None, *EXPERT_PRECISIONS)),
             ("activation_dtype", self.activation_dtype, ACTIVATION_DTYPES),
         ):
             if value not in allowed:
@@ -87,6 +90,7 @@ class Manifest:
             "precision": self.precision,
             "group_size": self.group_size,
             "head_precision": self.head_precision,
+            "expert_precision": self.expert_precision,
             "activation_dtype": self.activation_dtype,
             "eos_token_ids": list(self.eos_token_ids),
             "bos_token_id": self.bos_token_id,
@@ -97,7 +101,7 @@ class Manifest:
                 for name, info in sorted(self.files.items())
             },
         }
-        return json.dumps(value, indent=2) + "\n"
+        return json.dumps(without_nulls(value, _LATER), indent=2) + "\n"
 
     @classmethod
     def loads(cls, text: str) -> Manifest:
@@ -113,7 +117,7 @@ class Manifest:
                 f"version {FORMAT_VERSION}. Export the model again, or install the version of "
                 f"onnxport that wrote it ({value.get('exporter_version')})."
             )
-        fields = check_fields("manifest.json", value, _FIELDS)
+        fields = check_fields("manifest.json", with_nulls(value, _LATER), _FIELDS)
         source = check_fields("source", fields["source"], _SOURCE_FIELDS)
         tokens = fields["eos_token_ids"]
         if not all(isinstance(t, int) and not isinstance(t, bool) for t in tokens):
@@ -139,6 +143,7 @@ _FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "precision": (str,),
     "group_size": _INT_OR_NULL,
     "head_precision": (str,),
+    "expert_precision": (str, type(None)),
     "activation_dtype": (str,),
     "eos_token_ids": (list,),
     "bos_token_id": _INT_OR_NULL,
@@ -146,6 +151,8 @@ _FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "model": (dict,),
     "files": (dict,),
 }
+# Fields that artifacts of before lack, as those do today where they are None.
+_LATER: Final = ("expert_precision",)
 _SOURCE_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "name": (str,),
     "revision": (str, type(None)),

@@ -43,6 +43,7 @@ from onnxport.providers.cpu.library import find_library
 from onnxport.providers.device_arrays import DeviceArrays
 from onnxport.providers.device_blocks import DeviceBlocks, cache_shape, device_caches
 from onnxport.providers.device_logits import DeviceLogits
+from onnxport.providers.int8_experts import int8_experts
 from onnxport.providers.ort import (
     CPU,
     Target,
@@ -109,7 +110,9 @@ def load_on_device(
     made = (item for step in steps for item in step.attached.items())
     converted = {name: value for name, value in made if name in attached_to}
     spec, item_bytes = artifact.manifest.model, numpy_dtype(TYPES[lowering.dtype]).itemsize
-    held_bytes = weight_bytes(model, converted) + lowering.adapter_bytes()
+    # What was converted stays in the host's memory; a device has a copy of its own.
+    held_bytes = weight_bytes(model, converted if target.is_host else {})
+    held_bytes += lowering.adapter_bytes()
     if captures:
         held_bytes += BUCKET_ROWS * spec.vocab_size * 4  # logits, which have a place of their own
     pool = plan_pool(
@@ -190,9 +193,11 @@ class _Lowering:
         self.options = options
         self._recipe = recipe
         self._emulate = emulate
-        self._split = split_experts(artifact.load_graph("paged"))
-        self._graph = self._split.model
+        self._graph = artifact.load_graph("paged")
         self.dtype = self._choose_dtype()
+        self._int8 = int8_experts(artifact, self._graph, self.dtype)
+        self._split = split_experts(self._int8.model, made=self._int8)
+        self._graph = self._split.model
         self.why_decomposed = ""
         self.attention = self._choose_attention()
         self.block_size = self._choose_block_size()
@@ -200,6 +205,7 @@ class _Lowering:
     def steps(self) -> Iterator[PassResult]:
         """Apply the passes in turn; the last result holds the graph to run."""
         options, recipe = self.options, self._recipe
+        yield self._int8
         yield self._split
         step = self._retyped
         yield step
@@ -261,8 +267,8 @@ class _Lowering:
 
     def _read(self, tensor: TensorProto) -> NDArray[Any]:
         """An initializer of the graph in the type of the activations."""
-        converted = self._retyped.attached.get(tensor.name)
-        return self._artifact.read_tensor(tensor) if converted is None else converted
+        made = self._retyped.attached.get(tensor.name, self._split.attached.get(tensor.name))
+        return self._artifact.read_tensor(tensor) if made is None else made
 
     def _choose_dtype(self) -> str:
         """The type of activations and cache."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -21,32 +22,49 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.graphs import fp4
 from onnxport.graphs.artifact import GRAPH_FILES, WEIGHTS_FILE, Artifact
 from onnxport.graphs.tensors import convert
 from onnxport.version import __version__
 
 logger = logging.getLogger(__name__)
 
-FORMAT: Final = 1  # of the files; others are made anew
+FORMAT: Final = 2  # of the files; others are made anew
 MAGIC: Final = b"onnxport graph\n"
 SUFFIX: Final = ".graph"
 MOST_BYTES: Final = 64 << 20  # of all files; the least recently used ones go
+NUMBERS, SCALES = "uint8", "float8_e8m0fnu"  # of MXFP4
 DTYPES: Final[Mapping[str, Any]] = {
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
+    NUMBERS: np.uint8,
+    SCALES: ml_dtypes.float8_e8m0fnu,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """An initializer that is a tensor of the weights file in another type."""
+    """An initializer that is made of a tensor of the weights file.
+
+    That is in another floating type; or it is NUMBERS or SCALES, see `graphs.fp4`.
+    """
 
     name: str
     offset: int  # bytes
-    dims: tuple[int, ...]
+    dims: tuple[int, ...]  # in the file
     stored: str  # its type in the file: one of DTYPES
     dtype: str  # one of DTYPES
+
+    def make(self, artifact: Artifact) -> NDArray[Any]:
+        """The contents."""
+        stored, dtype = np.dtype(DTYPES[self.stored]), np.dtype(DTYPES[self.dtype])
+        source = artifact.map_file(WEIGHTS_FILE, self.offset, self.dims, stored)
+        if self.stored == NUMBERS:
+            return fp4.int8_numbers(source)
+        if self.stored == SCALES:
+            return fp4.int8_scales(self.name, source, dtype)
+        return convert(self.name, source, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +77,16 @@ class LoweredGraph:
     stored_bytes: int
     conversions: tuple[Conversion, ...] | None  # None: something else is attached, keep it not
 
+    @property
+    def int8_bytes(self) -> int:
+        """Memory for experts in MXFP4 that `convert` makes integers of."""
+        made = {NUMBERS: 2, SCALES: np.dtype(np.float32).itemsize}  # bytes of one in the file
+        return sum(made.get(one.stored, 0) * math.prod(one.dims) for one in self.conversions or ())
+
     def convert(self, artifact: Artifact) -> dict[str, NDArray[Any]]:
         """The contents of converted initializers."""
         assert self.conversions is not None, "this graph cannot come from a file"
-        return {
-            one.name: convert(
-                one.name,
-                artifact.map_file(WEIGHTS_FILE, one.offset, one.dims, np.dtype(DTYPES[one.stored])),
-                np.dtype(DTYPES[one.dtype]),
-            )
-            for one in self.conversions
-        }
+        return {one.name: one.make(artifact) for one in self.conversions}
 
 
 def graph_key(

@@ -121,6 +121,21 @@ def check_weights(free_bytes: int | None, weight_bytes: int) -> None:
         )
 
 
+def check_int8_experts(free_bytes: int, made_bytes: int) -> None:
+    """Refuse experts in MXFP4 that do not fit in 8 bits, before they are made.
+
+    Raises:
+        CapacityError: They do not.
+    """
+    if made_bytes >= free_bytes:
+        raise CapacityError(
+            f"the weights do not fit: experts in MXFP4 become 8 bits here, which take "
+            f"{_size(made_bytes)}, and {_size(free_bytes)} are free. Free memory, choose a "
+            "provider that computes them as they are (see docs/providers.md), or export without "
+            "--expert-precision."
+        )
+
+
 def _is_exact(options: LoadOptions) -> bool:
     """Whether the caller gave the pool's size, not a share of what is there."""
     return options.kv_cache_tokens is not None or isinstance(options.kv_memory, int)

@@ -170,6 +170,13 @@ def report(*providers: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def test_experts_of_another_precision_are_no_evidence() -> None:
+    found = report()
+    found["artifact"] |= {"name": "model", "precision": "int4", "expert_precision": "mxfp4"}
+    with pytest.raises(EvidenceError, match="model has experts in mxfp4 and the rest in int4"):
+        matrix.reduce_report(found)
+
+
 def test_a_report_is_reduced() -> None:
     missing = provider(modes=[], provider="webgpu")
     (found,) = matrix.reduce_report(report(provider(), missing))

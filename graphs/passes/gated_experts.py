@@ -14,12 +14,14 @@ import onnx
 from onnx import TensorProto
 
 from onnxport.graphs import contract
-from onnxport.graphs.experts import Swiglu
-from onnxport.graphs.inspect import attribute_int, initializers
+from onnxport.graphs.experts import FP4, Swiglu
+from onnxport.graphs.inspect import attribute_int, initializers, names
 from onnxport.graphs.passes.gated_silu import DOMAIN, OPSET
+from onnxport.graphs.passes.int8_experts import WEIGHTS, check_fp4, is_fp4
 from onnxport.graphs.passes.int8_matmul import BITS, BLOCK_SIZES
 from onnxport.graphs.passes.result import PassResult, copy_model
 from onnxport.graphs.passes.split_experts import EXPERTS_INPUTS, QMOE, biases_of, is_swiglu
+from onnxport.graphs.passes.split_matmul import drop_unread
 
 # [..., K] and the router's logits [rows, num_experts] -> [..., N]
 GATED_EXPERTS: Final = "GatedExperts"
@@ -28,9 +30,14 @@ GATED_EXPERTS: Final = "GatedExperts"
 def use_gated_experts(model: onnx.ModelProto) -> PassResult:
     """Replace every QMoE that the operator can compute.
 
-    That is: accuracy level 4; 4 or 8 bits in blocks of 16 to 256; gate and up that take turns;
-    weights that add up to 1; weights, float32 scales and, of both products or of none, float32
-    biases that are initializers; no zero points or third product.
+    That is: accuracy level 4; 4 or 8 bits in blocks of 16 to 256, or MXFP4; gate and up that take
+    turns; weights that add up to 1; weights, float32 scales and, of both products or of none,
+    float32 biases that are initializers; no zero points or third product.
+
+    Scales of MXFP4 are exponents, which the operator reads as bytes, for its library knows no E8M0.
+
+    Raises:
+        ArtifactError: Experts in MXFP4 of another kind than the exporter writes.
     """
     copy = copy_model(model)
     replaceable = {info.name for info in copy.graph.input}
@@ -38,8 +45,14 @@ def use_gated_experts(model: onnx.ModelProto) -> PassResult:
         name: tensor for name, tensor in initializers(copy).items() if name not in replaceable
     }
     nodes = [node for node in copy.graph.node if _fits(node, tensors)]
+    in_fp4 = [node for node in nodes if is_fp4(node)]
+    for node in in_fp4:
+        for place in WEIGHTS:
+            node.input[place + 1] = _as_bytes(copy, tensors[node.input[place + 1]])
     for node in nodes:
         node.CopyFrom(_replacement(node, tensors))
+    if in_fp4:
+        drop_unread(copy)
     if nodes and DOMAIN not in {opset.domain for opset in copy.opset_import}:
         copy.opset_import.append(onnx.helper.make_opsetid(DOMAIN, OPSET))
     changes = {"layers of experts with int8 activations": len(nodes)} if nodes else {}
@@ -47,17 +60,32 @@ def use_gated_experts(model: onnx.ModelProto) -> PassResult:
 
 
 def _fits(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> bool:
+    scales = TensorProto.FLOAT
+    if is_fp4(node):
+        check_fp4(node, tensors)
+        scales = TensorProto.FLOAT8E8M0
     if node.op_type != QMOE or node.domain != contract.MICROSOFT or not is_swiglu(node):
         return False
     read = [*_weights(node), *biases_of(node)]
     types = [tensors[name].data_type for name in read if name in tensors]
     floats = [TensorProto.FLOAT] * len(biases_of(node))
     return (
-        types == [TensorProto.UINT8, TensorProto.FLOAT] * 2 + floats
+        types == [TensorProto.UINT8, scales] * 2 + floats
         and attribute_int(node, "accuracy_level", 0) == contract.INT8_LEVEL
         and attribute_int(node, "expert_weight_bits", 4) in BITS
         and attribute_int(node, "block_size", 0) in BLOCK_SIZES
     )
+
+
+def _as_bytes(model: onnx.ModelProto, exponents: TensorProto) -> str:
+    """Declare the same bytes under another name, as bytes."""
+    name, taken = f"{exponents.name}.bytes", names(model)
+    while name in taken:
+        name += "_"
+    tensor = model.graph.initializer.add()
+    tensor.CopyFrom(exponents)
+    tensor.name, tensor.data_type = name, TensorProto.UINT8
+    return name
 
 
 def _weights(node: onnx.NodeProto) -> list[str]:
@@ -84,6 +112,7 @@ def _replacement(node: onnx.NodeProto, tensors: Mapping[str, TensorProto]) -> on
         block_size=block_size,
         down_bits=bits,
         down_block_size=block_size,
+        **({"quant_type": FP4} if is_fp4(node) else {}),
         **swiglu_attributes(node),
     )
 

@@ -13,25 +13,35 @@ An expert is chosen where fewer than k others have a larger logit, or the same o
 index. It is left out by a choice, not by a part of 0: 0 times infinity is no number. Biases, which
 layers may lack, are finite.
 
-Weights of an expert are ranges of the artifact's bytes; nothing is copied or stored twice. So it
-comes before passes that convert weights.
+Weights of an expert are ranges of the artifact's bytes, or of what `write_int8_experts` made;
+nothing is copied or stored twice. So it comes before passes that convert weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import TensorProto
 
 from onnxport.errors import ArtifactError
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
-from onnxport.graphs.experts import Swiglu
-from onnxport.graphs.inspect import attribute_int, element_types, initializers, names
+from onnxport.graphs.experts import FP4, GLOBAL_SCALES, Swiglu
+from onnxport.graphs.inspect import (
+    attribute_int,
+    attribute_text,
+    element_types,
+    initializers,
+    names,
+)
 from onnxport.graphs.passes.result import PassResult, copy_model
+from onnxport.graphs.passes.retype import external_placeholder
 from onnxport.graphs.passes.split_matmul import drop_unread, row_range
 
 MOE, QMOE = "MoE", "QMoE"
@@ -41,13 +51,16 @@ _WEIGHTS = {MOE: (2, 4), QMOE: (2, 5)}  # inputs: gate_up and down; scales are b
 
 
 def split_experts(
-    model: onnx.ModelProto, which: Callable[[onnx.NodeProto], bool] = lambda node: True
+    model: onnx.ModelProto,
+    which: Callable[[onnx.NodeProto], bool] = lambda node: True,
+    made: PassResult | None = None,
 ) -> PassResult:
     """Replace `MoE` and `QMoE` by what they compute, expert by expert.
 
     Args:
         model: A graph as an artifact has it: weights are external data.
         which: Of these nodes.
+        made: What made the graph, if it attached weights of experts.
 
     Raises:
         ArtifactError: Experts of another kind than the exporter writes.
@@ -59,6 +72,7 @@ def split_experts(
     if not found:
         return PassResult("split_experts", copy, {})
     tensors, types = initializers(copy), element_types(copy)
+    weights = _Weights(copy.graph, made)
     g = GraphBuilder("experts")
     g.reserve(names(copy) - found.keys())
     nodes: list[onnx.NodeProto] = []
@@ -66,16 +80,43 @@ def split_experts(
         if node.output[0] not in found:
             nodes.append(node)
             continue
-        layer = _layer(node, tensors, types)
+        layer = _layer(node, tensors, types, weights)
         with g.scope(node.name):
-            layer.write(g, copy.graph)
+            layer.write(g)
         nodes.extend(g.take_nodes())
     kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del copy.graph.node[:]
     copy.graph.node.extend(kept)
     copy.graph.initializer.extend(g.take_initializers())
     drop_unread(copy)
-    return PassResult("split_experts", copy, {"layers of experts split": len(found)})
+    changes = {"layers of experts split": len(found)}
+    return PassResult("split_experts", copy, changes, weights.attached, weights.sources)
+
+
+class _Weights:
+    """Declares rows of tensors in a graph; those of attached ones are attached, too."""
+
+    def __init__(self, graph: onnx.GraphProto, made: PassResult | None) -> None:
+        self.attached: dict[str, NDArray[Any]] = {}
+        self.sources: dict[str, TensorProto] = {}
+        self._graph = graph
+        self._made = made
+
+    def declare(
+        self, name: str, whole: TensorProto, rows: tuple[int, int], count: int, dims: list[int]
+    ) -> str:
+        """Rows [first, end) of the `count` that a tensor has, under a name of their own."""
+        if self._made is None or whole.name not in self._made.attached:
+            self._graph.initializer.append(row_range(whole, name, rows, count, dims))
+            return name
+        values = self._made.attached[whole.name].reshape(count, -1)[slice(*rows)]
+        self.attached[name] = values.reshape(dims)
+        source = self._made.sources[whole.name]
+        each = math.prod(whole.dims) // math.prod(source.dims)  # of one number in the artifact
+        stored = [*dims[:-1], dims[-1] // each]
+        self.sources[name] = row_range(source, name, rows, count, stored)
+        self._graph.initializer.append(external_placeholder(name, whole.data_type, tuple(dims)))
+        return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +126,7 @@ class _Layer:
     node: onnx.NodeProto
     tensors: dict[str, TensorProto]
     dtype: int  # of activations
+    weights: _Weights
 
     @property
     def count(self) -> int:
@@ -96,15 +138,15 @@ class _Layer:
         """Features between an expert's two products."""
         return int(self._weight(0).dims[1]) // 2
 
-    def write(self, g: GraphBuilder, graph: onnx.GraphProto) -> None:
-        """Make the nodes; weights are declared in `graph`."""
+    def write(self, g: GraphBuilder) -> None:
+        """Make the nodes, and declare weights."""
         x, logits = self.node.input[:2]
         count, size = self.count, self.size
         biases = [self.tensors[name] for name in biases_of(self.node)]
         chosen, parts = self._route(g, logits)
-        joined = self._product(g, graph, x, 0, None, "gate_up")
+        joined = self._product(g, x, 0, None, "gate_up")
         if biases:
-            bias = _declare(g, graph, biases[0], "gate_up.bias", [2 * count * size])
+            bias = self._whole(g, biases[0], "gate_up.bias", [2 * count * size])
             joined = g.node("Add", [joined, bias], name="gate_up.biased")
         pairs = ops.reshape(g, joined, (0, count * size, 2), "pairs")
         halves = g.node("Split", [pairs], outputs=2, name="halves", axis=-1, num_outputs=2)
@@ -115,11 +157,10 @@ class _Layer:
         rows = ops.reshape(g, own, (0, count * size), "own")
         each = g.node("Split", [rows], outputs=count, name="each", axis=-1, num_outputs=count)
         added = [
-            self._product(g, graph, one, 1, expert, f"{expert}.down")
-            for expert, one in enumerate(each)
+            self._product(g, one, 1, expert, f"{expert}.down") for expert, one in enumerate(each)
         ]
         if biases:
-            bias = _declare(g, graph, biases[1], "down.bias", list(biases[1].dims))
+            bias = self._whole(g, biases[1], "down.bias", list(biases[1].dims))
             added.append(g.node("MatMul", [ops.reshape(g, parts, (0, count)), bias], name="biases"))
         total = added[0]
         for one in added[1:-1]:
@@ -169,15 +210,7 @@ class _Layer:
         activated = g.node("Mul", [gate, g.node("Sigmoid", [steep])], name="activated")
         return g.node("Mul", [activated, up], name="gated")
 
-    def _product(
-        self,
-        g: GraphBuilder,
-        graph: onnx.GraphProto,
-        x: str,
-        which: int,
-        expert: int | None,
-        name: str,
-    ) -> str:
+    def _product(self, g: GraphBuilder, x: str, which: int, expert: int | None, name: str) -> str:
         """`x @ weight.T` of an expert, or of all, one below the other."""
         stored = self._weight(which)
         count, rows = self.count, int(stored.dims[1])
@@ -185,8 +218,7 @@ class _Layer:
 
         def declare(tensor: TensorProto, dims: list[int]) -> str:
             unique = g.declare(f"{name}.{'scales' if tensor is not stored else 'weight'}")
-            graph.initializer.append(row_range(tensor, unique, (first, end), count, dims))
-            return unique
+            return self.weights.declare(unique, tensor, (first, end), count, dims)
 
         n = (end - first) * rows
         if self.node.op_type == MOE:
@@ -210,6 +242,10 @@ class _Layer:
             name=name,
         )
 
+    def _whole(self, g: GraphBuilder, tensor: TensorProto, name: str, dims: list[int]) -> str:
+        """A tensor in another shape."""
+        return self.weights.declare(g.declare(name), tensor, (0, 1), 1, dims)
+
     def _weight(self, which: int) -> TensorProto:
         return self.tensors[self.node.input[_WEIGHTS[self.node.op_type][which]]]
 
@@ -219,38 +255,37 @@ class _Layer:
         return wide if self.dtype == TensorProto.FLOAT else ops.cast(g, wide, self.dtype, "narrow")
 
 
-def _declare(
-    g: GraphBuilder, graph: onnx.GraphProto, whole: TensorProto, name: str, dims: list[int]
-) -> str:
-    """A stored tensor in another shape."""
-    unique = g.declare(name)
-    graph.initializer.append(row_range(whole, unique, (0, 1), 1, dims))
-    return unique
-
-
-def _layer(node: onnx.NodeProto, tensors: dict[str, TensorProto], types: dict[str, int]) -> _Layer:
+def _layer(
+    node: onnx.NodeProto,
+    tensors: dict[str, TensorProto],
+    types: dict[str, int],
+    weights: _Weights,
+) -> _Layer:
     """A node that can be split. Raises ArtifactError for another."""
     places = EXPERTS_INPUTS[node.op_type][2:]
     stored = [tensors.get(name) for name in (*(node.input[i] for i in places), *biases_of(node))]
-    is_ours = is_swiglu(node) and all(
-        one is not None and one.data_location == TensorProto.EXTERNAL for one in stored
+    is_ours = (
+        is_swiglu(node)
+        and attribute_text(node, "quant_type", "int") == "int"
+        and all(one is not None and one.data_location == TensorProto.EXTERNAL for one in stored)
     )
     if not is_ours:
         raise ArtifactError(
             f"split_experts: {node.op_type} {node.name!r} is not as the exporter writes it; export "
             "the model again with this version"
         )
-    return _Layer(node, tensors, types[node.input[0]])
+    return _Layer(node, tensors, types[node.input[0]], weights)
 
 
 def is_swiglu(node: onnx.NodeProto) -> bool:
     """Whether experts are as the exporter has them: gate and up take turns, no lone bias."""
-    texts = {a.name: a.s for a in node.attribute}
     given = {index for index, name in enumerate(node.input) if name}
     needed, biases = set(EXPERTS_INPUTS[node.op_type]), set(BIASES[node.op_type])
+    if attribute_text(node, "quant_type") == FP4:
+        needed |= set(GLOBAL_SCALES)
     return (
         given in (needed, needed | biases)
-        and texts.get("activation_type") == b"swiglu"
+        and attribute_text(node, "activation_type") == "swiglu"
         and attribute_int(node, "swiglu_fusion", 0) == 1
         and attribute_int(node, "normalize_routing_weights", 0) == 1
     )

@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
+from onnxport.providers import memory
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu import library
 from onnxport.providers.cpu.caches import Layout
 from onnxport.providers.graph_cache import GraphCache, LoweredGraph, graph_key
+from onnxport.providers.pool import check_int8_experts
 
 if TYPE_CHECKING:
     import onnx
@@ -57,9 +59,13 @@ class GraphSource:
         Args:
             cache: type and layout of the KV caches; "plain" for the decomposed graph.
             lora: adds adapters, if there are to be any; such a graph was never kept.
+
+        Raises:
+            CapacityError: There is no memory for weights that are made.
         """
         if self._known is not None:
             logger.info("%s: lowered by an earlier start", self._artifact.path.name)
+            check_int8_experts(memory.available_bytes(), self._known.int8_bytes)
             return self._known, self._known.convert(self._artifact)
         graph, converted = self._lower(cache, lora)
         if self._kept:

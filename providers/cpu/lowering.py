@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import onnx
@@ -34,8 +33,9 @@ from onnxport.graphs.passes.stored_scales import use_stored_scales
 from onnxport.graphs.tensors import WEIGHTS_FILE, numpy_dtype
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu.caches import CACHE_DTYPES, Layout
-from onnxport.providers.cpu.choices import HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
+from onnxport.providers.cpu.choices import COMPUTE_DTYPE, HEAD_SIZE_MULTIPLE, MAX_HEAD_SIZE
 from onnxport.providers.graph_cache import Conversion, LoweredGraph
+from onnxport.providers.int8_experts import int8_experts
 from onnxport.providers.memory_plan import MEMORY_PLAN
 from onnxport.providers.ort import weight_bytes
 
@@ -74,8 +74,13 @@ def lower(
     cache_dtype, layout = cache
     level = options.matmul_accuracy_level
     is_native = layout != "plain"
-    is_whole = partial(_is_run_whole, level=level, is_native=is_native, int8=int8)
-    step = split_experts(graph, lambda node: not is_whole(node))
+
+    def is_split(node: onnx.NodeProto) -> bool:
+        return not _is_run_whole(node, level=level, is_native=is_native, int8=int8)
+
+    step = made = int8_experts(artifact, graph, COMPUTE_DTYPE, is_split)
+    yield step
+    step = split_experts(step.model, is_split, made)
     yield step
     stored = step.model
     floats = float_expert_weights(stored) if is_native else frozenset()

@@ -35,6 +35,7 @@ from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_experts import BIASES, MOE, QMOE, is_swiglu, split_experts
 from onnxport.graphs.passes.split_matmul import split_matmul
+from onnxport.providers.int8_experts import int8_experts
 from onnxport.providers.openvino.experts import ExpertWeights, write_experts
 
 RELEASE: Final = "2026.4"  # whose PagedAttentionExtension is known here
@@ -65,9 +66,9 @@ def lower(
         lora: the pass that lets adapters be inputs of the graph; None: they are not.
         keep_experts: leave experts to `convert`, for a plugin that gives tokens to some of them.
     """
-    step = split_experts(
-        artifact.load_graph("paged"), lambda node: not (keep_experts and is_swiglu(node))
-    )
+    step = made = int8_experts(artifact, artifact.load_graph("paged"), "float32")
+    yield step
+    step = split_experts(step.model, lambda node: not (keep_experts and is_swiglu(node)), made)
     yield step
     step = split_matmul(step.model)
     yield step

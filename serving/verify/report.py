@@ -83,9 +83,16 @@ class ArtifactReport:
     family: str
     precision: str
     head_precision: str
+    expert_precision: str | None  # null: that of the rest
     group_size: int | None
     fingerprint: str
     format_version: int
+
+    @property
+    def weights(self) -> str:
+        """What they are stored in, and experts where that is something else."""
+        experts = self.expert_precision
+        return self.precision + ("" if experts is None else f" with experts in {experts}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +131,7 @@ def describe(artifact: Artifact) -> ArtifactReport:
         family=manifest.family,
         precision=manifest.precision,
         head_precision=manifest.head_precision,
+        expert_precision=manifest.expert_precision,
         group_size=manifest.group_size,
         fingerprint=manifest.fingerprint,
         format_version=manifest.format_version,

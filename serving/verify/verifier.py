@@ -238,8 +238,9 @@ def plan_modes(
         options: of the caller.
         features: of the provider.
     """
-    precisions = {artifact.manifest.precision, artifact.manifest.head_precision}
-    quantized = bool(precisions & {"int4", "int8"})
+    manifest = artifact.manifest
+    precisions = {manifest.precision, manifest.head_precision, manifest.expert_precision}
+    quantized = bool(precisions & {"int4", "int8", "mxfp4"})
     level = options.matmul_accuracy_level
     levels = (FLOAT32_LEVEL, None) if quantized and level is None else (level,)
     if features is None:

@@ -12,14 +12,25 @@ import pytest
 
 from onnxport.cli import build_parser, main
 from onnxport.cli.arguments import ENGINE_OPTIONS, engine_config, load_options, sampling_params
+from onnxport.cli.export import export_options
 from onnxport.cli.values import memory, seconds, size
 from onnxport.errors import CapacityError, RequestError
+from onnxport.exporter.options import ExportOptions
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.params import SamplingParams
 
 
 def parse(*arguments: str) -> argparse.Namespace:
     return build_parser().parse_args(arguments)
+
+
+def test_export_options() -> None:
+    assert export_options(parse("export", "a", "b")) == ExportOptions()
+    given = ["--precision", "int8", "--head-precision", "same", "--expert-precision", "mxfp4"]
+    expected = ExportOptions(precision="int8", head_precision="same", expert_precision="mxfp4")
+    assert export_options(parse("export", "a", "b", *given)) == expected
+    with pytest.raises(SystemExit):
+        parse("export", "a", "b", "--expert-precision", "int4")
 
 
 @pytest.mark.parametrize(

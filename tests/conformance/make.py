@@ -18,6 +18,7 @@ from onnxport.exporter.options import ExportOptions
 
 FAMILIES: Final = ("llama", "mistral-window", "qwen2", "qwen3")
 PRECISIONS: Final = ("fp32", "fp16", "int8", "int4")
+MXFP4: Final = "mxfp4"  # int4 with experts in MXFP4, as the checkpoint has them
 # Each family and each precision once, where all pairs would take too long.
 DIAGONAL: Final = (
     ("llama", "fp16"),
@@ -36,6 +37,7 @@ ONCE: Final = (
     ("glm", "int4"),
     ("glm4-moe", "fp16"),
     ("gpt-oss", "int4"),
+    ("gpt-oss", MXFP4),
     ("granite", "int8"),
     ("granitemoe", "int4"),
     ("helium", "fp16"),
@@ -67,8 +69,15 @@ def make_artifact(folder: Path, case: str, precision: str) -> Path:
 
         checkpoint = path.with_name("checkpoint")
         checkpoints.make(checkpoints.CASES[case], checkpoint)
-        export_model(checkpoint, path, ExportOptions(precision=precision, group_size=GROUP_SIZE))
+        export_model(checkpoint, path, export_options(precision))
     return path
+
+
+def export_options(precision: str) -> ExportOptions:
+    """How a case is exported in one of the precisions above."""
+    if precision == MXFP4:
+        return ExportOptions(precision="int4", expert_precision="mxfp4", group_size=GROUP_SIZE)
+    return ExportOptions(precision=precision, group_size=GROUP_SIZE)
 
 
 def main(folder: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.exporter import mxfp4
 from onnxport.exporter.reference import Array, forward
 from onnxport.graphs.artifact import Artifact
 
@@ -63,6 +64,10 @@ class ArtifactWeights:
         scales = self._values.get(f"{role}.scales")
         if scales is None:
             return weight.astype(np.float32)
+        if scales.dtype.name == "float8_e8m0fnu":
+            blocks = weight.reshape(-1, scales.shape[-1], mxfp4.BLOCK_BYTES)
+            exponents = scales.view(np.uint8).reshape(-1, scales.shape[-1])
+            return mxfp4.decode(blocks, exponents).reshape(*weight.shape[:2], -1)
         rows = self._dequantize(
             weight.reshape(-1, scales.shape[-1], weight.shape[-1] // scales.shape[-1]),
             scales.reshape(-1, scales.shape[-1]),

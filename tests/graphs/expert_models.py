@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
+from onnxport.exporter import mxfp4
 from onnxport.graphs.builder import GraphBuilder
-from onnxport.graphs.experts import ExpertWeights, Routing, Swiglu, expert_layer
+from onnxport.graphs.experts import FP4, ExpertWeights, Routing, Swiglu, expert_layer
 from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef
 
 HIDDEN, SIZE, COUNT, PER_TOKEN, BLOCK = 64, 96, 6, 2, 32
@@ -44,7 +48,12 @@ class Layer:
     correction: Array | None = None  # [experts]
 
     def run(
-        self, model: onnx.ModelProto, x: Array, logits: Array, library: Path | None = None
+        self,
+        model: onnx.ModelProto,
+        x: Array,
+        logits: Array,
+        library: Path | None = None,
+        attached: Mapping[str, NDArray[Any]] | None = None,
     ) -> Array:
         """What a graph makes of the layer's inputs; `library` has operators of our own."""
         options = ort.SessionOptions()
@@ -54,6 +63,10 @@ class Layer:
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(self.folder)
         )
+        values = {
+            name: ort.OrtValue.ortvalue_from_numpy(one) for name, one in (attached or {}).items()
+        }
+        options.add_external_initializers(list(values), list(values.values()))
         session = ort.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
@@ -61,6 +74,17 @@ class Layer:
         feeds = {"x": x.astype(dtype), "router": logits.astype(dtype)}
         found: Array = session.run(None, feeds)[0].astype(np.float32)
         return found
+
+    def read(self, tensor: TensorProto) -> NDArray[Any]:
+        """The contents of an initializer."""
+        if tensor.data_location != TensorProto.EXTERNAL:
+            return numpy_helper.to_array(tensor)
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        content = (self.folder / entries["location"]).read_bytes()
+        kind = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        begin = int(entries["offset"])
+        raw = content[begin : begin + int(entries["length"])]
+        return np.frombuffer(raw, kind).reshape(tensor.dims)
 
     def expected(self, x: Array, logits: Array) -> Array:
         """The definition, token by token."""
@@ -93,7 +117,7 @@ class Layer:
 
 def layer(
     folder: Path,
-    bits: int | None,
+    bits: int | str | None,
     dtype: int,
     variant: str = "plain",
     *,
@@ -102,7 +126,10 @@ def layer(
     sigmoid: bool = False,
     corrected: bool = False,
 ) -> Layer:
-    """A layer with random weights; without bits they are of the activations' type."""
+    """A layer with random weights; without bits they are of the activations' type.
+
+    `bits` may be FP4.
+    """
     swiglu, biased = VARIANTS[variant]
     random = np.random.default_rng(7)
     kind = helper.tensor_dtype_to_np_dtype(dtype)
@@ -121,6 +148,16 @@ def layer(
             names.append((store(f"{name}.weight", value), ""))
             meant.append(value.astype(np.float32))
             continue
+        if bits == FP4:
+            blocks = random.integers(0, 256, (*shape[:2], shape[2] // BLOCK, 16), np.uint8)
+            exponents = random.integers(120, 124, blocks.shape[:-1], np.uint8)
+            rows = blocks.reshape(-1, *blocks.shape[2:]), exponents.reshape(-1, exponents.shape[2])
+            meant.append(mxfp4.decode(*rows).reshape(shape))
+            numbers = store(f"{name}.weight", blocks.reshape(*shape[:2], -1))
+            powers = exponents.view(ml_dtypes.float8_e8m0fnu)
+            names.append((numbers, store(f"{name}.scales", powers)))
+            continue
+        assert isinstance(bits, int)
         scales = (random.random((*shape[:2], shape[2] // BLOCK)) / 2 ** (bits + 1)).astype(kind)
         quants = random.integers(0, 256, (*shape[:2], shape[2] * bits // 8), np.uint8)
         levels = quants
@@ -145,8 +182,9 @@ def layer(
         down_scales=names[1][1],
         gate_up_bias=stored[0],
         down_bias=stored[1],
-        bits=bits,
+        bits=4 if bits == FP4 else bits,  # type: ignore[arg-type]
         block_size=None if bits is None else BLOCK,
+        is_fp4=bits == FP4,
     )
     correction = random.standard_normal(COUNT).astype(np.float32) / 2 if corrected else None
     name = "" if correction is None else g.constant(correction, "correction")

@@ -11,7 +11,8 @@ import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
 
-from onnxport.graphs.experts import Swiglu
+from onnxport.errors import ArtifactError
+from onnxport.graphs.experts import FP4, Swiglu
 from onnxport.graphs.inspect import initializers, set_attribute
 from onnxport.graphs.passes.gated_experts import use_gated_experts
 from onnxport.graphs.passes.retype import external_placeholder, retype
@@ -28,6 +29,7 @@ from tests.graphs.expert_models import (
     inputs,
     layer,
 )
+from tests.graphs.test_int8_experts import EDITS
 
 KERNEL = pytest.mark.skipif(
     find_library() is None or matmul_isa() is None,
@@ -76,27 +78,17 @@ CASES = [("plain", True), ("plain", False), *((name, True) for name in VARIANTS 
 @KERNEL
 @pytest.mark.parametrize(("variant", "normalized"), CASES)
 @pytest.mark.parametrize("dtype", sorted(TYPES))
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 8, FP4])
 def test_what_it_computes(
-    tmp_path: Path, bits: int, dtype: str, variant: str, normalized: bool
+    tmp_path: Path, bits: int | str, dtype: str, variant: str, normalized: bool
 ) -> None:
     made = layer(tmp_path, bits, TYPES[dtype], variant, normalized=normalized, level=4)
     stored = made.model
-    content = (tmp_path / "model.onnx.data").read_bytes()
-
-    def read(tensor: TensorProto) -> np.ndarray:
-        entries = {
-            entry.key: int(entry.value) for entry in tensor.external_data if entry.key != "location"
-        }
-        kind = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
-        begin = entries["offset"]
-        return np.frombuffer(content[begin : begin + entries["length"]], kind).reshape(tensor.dims)
-
-    model = use_gated_experts(retype(stored, read).model).model
+    model = use_gated_experts(retype(stored, made.read).model).model
     model = use_stored_scales(model, stored).model
     (node,) = [node for node in model.graph.node if node.op_type == "GatedExperts"]
     scales = initializers(model)[node.input[3]]
-    assert scales.data_type == TYPES[dtype]
+    assert scales.data_type == (TensorProto.UINT8 if bits == FP4 else TYPES[dtype])
     x, logits = inputs(9)
     expected = made.expected(x, logits)
     found = made.run(model, x, logits, find_library())
@@ -214,6 +206,49 @@ def test_others_with_biases_stay(tmp_path: Path, edit: Callable[[onnx.ModelProto
     result = use_gated_experts(model)
     assert result.changes == {}
     assert result.model == model
+
+
+@pytest.mark.parametrize("variant", ["plain", "all"])
+def test_the_node_of_experts_in_mxfp4(tmp_path: Path, variant: str) -> None:
+    made = layer(tmp_path, FP4, TYPES["float32"], variant, level=4)
+    before = made.model.SerializeToString()
+    result = use_gated_experts(made.model)
+    assert made.model.SerializeToString() == before
+    node = result.model.graph.node[0]
+    names = ["gate_up.weight", "gate_up.scales.bytes", "down.weight", "down.scales.bytes"]
+    biases = ["gate_up.bias", "down.bias"] if variant == "all" else []
+    assert list(node.input) == ["x", "router", *names, *biases]
+    values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    assert values["quant_type"] == b"fp4"
+    assert (values["K"], values["inner"], values["N"]) == (HIDDEN, SIZE, HIDDEN)
+    sizes = ("bits", "down_bits", "block_size", "down_block_size")
+    assert [values[name] for name in sizes] == [4, 4, 32, 32]
+    tensors = initializers(result.model)
+    assert tensors.keys() == {*names, *biases}
+    stored = initializers(made.model)
+    for name in ("gate_up", "down"):
+        found = tensors[f"{name}.scales.bytes"]
+        assert found.data_type == TensorProto.UINT8
+        expected = made.read(stored[f"{name}.scales"]).view(np.uint8)
+        np.testing.assert_array_equal(made.read(found), expected)
+    assert use_stored_scales(result.model, made.model).model == result.model
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_experts_in_mxfp4_of_another_kind_are_refused(
+    tmp_path: Path, edit: Callable[[onnx.ModelProto], None]
+) -> None:
+    model = layer(tmp_path, FP4, TYPES["float32"], level=4).model
+    edit(model)
+    with pytest.raises(ArtifactError, match="QMoE 'experts', of experts in MXFP4, is not as"):
+        use_gated_experts(model)
+
+
+@pytest.mark.parametrize("edit", [_attribute("accuracy_level", 1), _half("down.bias")])
+def test_others_in_mxfp4_stay(tmp_path: Path, edit: Callable[[onnx.ModelProto], None]) -> None:
+    model = layer(tmp_path, FP4, TYPES["float32"], "all", level=4).model
+    edit(model)
+    assert use_gated_experts(model).model == model
 
 
 def test_floats_stay(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.kernels import matmul_cases, mlp_cases
 from tests.kernels.matmul_cases import BITS, BLOCK_SIZES, Floats, MatMulCase
 from tests.kernels.mlp_cases import MlpCase
 
+INT4 = (4, 32)
 Ints = NDArray[np.int64]
 
 LANES = 8  # sums that the sum of all experts' powers is made of
@@ -77,6 +78,10 @@ class ExpertsCase:
     extras: Extras = NONE
 
     @property
+    def is_fp4(self) -> bool:
+        return self.experts[0].gate_up.is_fp4
+
+    @property
     def x(self) -> Floats:
         """The input, [..., K]."""
         return self.experts[0].x
@@ -136,7 +141,7 @@ def random_extras(seed: int, case: ExpertsCase) -> Extras:
 
 def case_with_extras(rows: int = 40) -> ExpertsCase:
     """Whose gates and ups are far from 0, with biases and GPT-OSS's activation."""
-    case = make_case(8, ((4, 32), (4, 32)), (384, 200, 64), rows, (4, 2))
+    case = make_case(8, (INT4, INT4), (384, 200, 64), rows, (4, 2))
     return case.replace(extras=random_extras(8, case))
 
 
@@ -159,7 +164,7 @@ def make_case(
     return ExpertsCase(experts, logits.astype(np.float32), top_k, normalize=True)
 
 
-def model(case: ExpertsCase, constant: bool = True, **attributes: float) -> bytes:
+def model(case: ExpertsCase, constant: bool = True, **attributes: float | str) -> bytes:
     """A model of the one node; `attributes` replace the node's."""
     first = case.experts[0]
     values = {
@@ -174,6 +179,7 @@ def model(case: ExpertsCase, constant: bool = True, **attributes: float) -> byte
         "down_bits": first.down.bits,
         "down_block_size": first.down.block_size,
         **case.extras.attributes,
+        **({"quant_type": "fp4"} if case.is_fp4 else {}),
         **attributes,
     }
     names = ("gate_up", "gate_up_scales", "down", "down_scales")
@@ -182,7 +188,7 @@ def model(case: ExpertsCase, constant: bool = True, **attributes: float) -> byte
     node = helper.make_node(
         "GatedExperts", ["x", "logits", *names, *added], ["y"], domain="onnxport", **values
     )
-    arrays = [array for of in joined(case) for array in (of.quants, of.scales)]
+    arrays = [array for of in joined(case) for array in (of.quants, of.stored_scales)]
     tensors = []
     for array, name in zip(arrays, names, strict=True):
         stored = array.astype(np.float16) if case.half and array.dtype == np.float32 else array
@@ -241,10 +247,10 @@ def run(library: Path, case: ExpertsCase, threads: int = 2) -> Floats:
 def expected(library: Path, case: ExpertsCase) -> Floats:
     """The bits of the output, [rows, N]: GatedMlp of each expert, added up in float32.
 
-    Or its products and a SiLU, where there is more to it.
+    Or its products and a SiLU, where there is more to it; those of MXFP4 are NumPy's.
     """
     layers = layers_of(case)
-    if case.extras is NONE:
+    if case.extras is NONE and not case.is_fp4:
         return add_up(case, [mlp_cases.run(library, of, mlp_cases.fused(of)) for of in layers])
     numbers = np.unique(route(case)[0])
     made = [_apart(library, case.extras, *one) for one in zip(numbers, layers, strict=True)]
@@ -255,6 +261,9 @@ def _apart(library: Path, extras: Extras, number: int, of: MlpCase) -> Floats:
     """An expert's output, [rows, N], with the bits that it has."""
 
     def product(case: MatMulCase, biases: Floats | None) -> Floats:
+        if case.is_fp4:
+            made = matmul_cases.product_bits(case)
+            return made if biases is None else made + biases[number]
         serialized = matmul_cases.model(case)
         if biases is not None:
             serialized = matmul_cases.add_bias(serialized, biases[number])

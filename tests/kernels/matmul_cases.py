@@ -32,6 +32,8 @@ class MatMulCase:
     x: Floats  # [..., K]
     quants: NDArray[np.uint8]  # [N, blocks, block_size * bits / 8]
     scales: Floats  # [N, blocks]
+    # The quants are E2M1: levels are twice what they are, and scales half of what those are.
+    is_fp4: bool = False
 
     def replace(self, **changes: object) -> MatMulCase:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -50,7 +52,18 @@ class MatMulCase:
         levels = self.quants
         if self.bits == 4:
             levels = np.stack([levels & 15, levels >> 4], -1).reshape(*levels.shape[:2], -1)
+        if self.is_fp4:
+            return twice_e2m1(levels.astype(np.int64))
         return levels.astype(np.int64) - (1 << (self.bits - 1))
+
+    @property
+    def stored_scales(self) -> Floats | NDArray[np.uint8]:
+        """The scales as the operator's input has them: of E2M1 E8M0, 2^(byte - 127) or NaN."""
+        if not self.is_fp4:
+            return self.scales
+        mantissas, exponents = np.frexp(self.scales)
+        assert ((mantissas == 0.5) | np.isnan(mantissas)).all(), "no powers of two"
+        return np.where(np.isnan(mantissas), 255, exponents - 1 + 128).astype(np.uint8)
 
     def blocks_of(self, x: Floats) -> Floats:
         """Rows [rows, K] cut into blocks, [rows, blocks, block_size], zeros after the end."""
@@ -89,6 +102,13 @@ def make_case(seed: int, bits: int, block_size: int, k: int, n: int, rows: int) 
     )
 
 
+def as_fp4(seed: int, case: MatMulCase, exponents: tuple[int, int]) -> MatMulCase:
+    """The same nibbles as E2M1, with random scales: E8M0 from one to another."""
+    first, last = exponents
+    powers = np.random.default_rng(seed).integers(first, last + 1, case.scales.shape) - 128
+    return case.replace(is_fp4=True, scales=np.ldexp(np.float32(1), powers.astype(np.int32)))
+
+
 def quantize(case: MatMulCase) -> tuple[Floats, Floats]:
     """The activations' quants [rows, blocks, block_size] and scales [rows, blocks].
 
@@ -108,6 +128,37 @@ def expected(case: MatMulCase) -> NDArray[np.float64]:
     sums = np.einsum("rbi,nbi->rbn", quants.astype(np.float64), case.levels.astype(np.float64))
     weights = case.scales.T.astype(np.float64)[None]
     return np.asarray((sums * scales.astype(np.float64)[..., None] * weights).sum(1))
+
+
+def product_bits(case: MatMulCase) -> Floats:
+    """The bits of the product, [rows, N], where scales are powers of two.
+
+    What a block adds is then a float32 times a power of two. Where that is a float32, `fma` is a
+    sum; where it is too small or too large for one, float64 adds it.
+    """
+    quants, scales = quantize(case)
+    total = np.zeros((len(quants), case.n), np.float32)
+    for block in range(quants.shape[1]):
+        sums = quants[:, block].astype(np.float64) @ case.levels[:, block].T.astype(np.float64)
+        shares = sums.astype(np.float32) * scales[:, block, None]
+        exact = shares.astype(np.float64) * case.scales[:, block].astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounded = exact.astype(np.float32)
+            wide = (total + exact).astype(np.float32)
+            total = np.where(rounded == exact, total + rounded, wide)
+    return total
+
+
+def twice_e2m1(nibbles: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Twice what numbers of a sign, two bits of exponent and one of mantissa are.
+
+    That is m / 2 with the exponent 0, and (1 + m / 2) * 2^(e - 1) with another one.
+    """
+    mantissas, exponents, signs = nibbles & 1, nibbles >> 1 & 3, nibbles >> 3
+    magnitudes = np.where(
+        exponents == 0, mantissas, (2 + mantissas) << np.maximum(exponents - 1, 0)
+    )
+    return magnitudes * (1 - 2 * signs)
 
 
 def float_product(case: MatMulCase) -> NDArray[np.float64]:

@@ -44,11 +44,16 @@ struct Stored {
   MatMul product{};
   std::vector<float> x, scales;
   std::vector<float> skip, gamma, residual;  // of a norm; empty for none
-  std::vector<uint8_t> quants;
+  std::vector<uint8_t> quants, exponents;    // exponents, E8M0, in place of scales
+
+  onnxport::Scales stored_scales() const {
+    if (product.is_fp4) return {exponents.data(), onnxport::Scales::kE8M0};
+    return scales.data();
+  }
 };
 
 Stored read_product() {
-  const std::vector<int64_t> sizes = read_array<int64_t>(6);
+  const std::vector<int64_t> sizes = read_array<int64_t>(7);
   Stored stored;
   MatMul& m = stored.product;
   m.k = sizes[0];
@@ -58,8 +63,12 @@ Stored read_product() {
   m.rows = sizes[4];
   stored.x = read_array<float>(m.rows * m.k);
   stored.quants = read_array<uint8_t>(m.n * num_blocks(m) * m.block_size * m.bits / 8);
-  stored.scales = read_array<float>(m.n * num_blocks(m));
-  m.half_scales = onnxport::are_halves(stored.scales.data(), m.n * num_blocks(m));
+  m.is_fp4 = sizes[6] != 0;
+  if (m.is_fp4)
+    stored.exponents = read_array<uint8_t>(m.n * num_blocks(m));
+  else
+    stored.scales = read_array<float>(m.n * num_blocks(m));
+  m.half_scales = onnxport::are_halves(stored.stored_scales(), m.n * num_blocks(m));
   if (sizes[5] != 0) {
     m.norm.epsilon = read_array<float>(1)[0];
     stored.skip = read_array<float>(m.rows * m.k);
@@ -117,7 +126,7 @@ void run_product() {
   Stored stored = read_product();
   MatMul m = stored.product;
   const Packed packed(m);
-  pack_weights(m, stored.quants.data(), stored.scales.data(), packed.data);
+  pack_weights(m, stored.quants.data(), stored.stored_scales(), packed.data);
   std::vector<float> output(static_cast<size_t>(m.rows * m.n));
   connect(m, stored, packed.data);
   m.output = output.data();
@@ -131,7 +140,7 @@ void run_coarse() {
   const bool at_once = read_array<int64_t>(1)[0] != 0;
   MatMul m = stored.product;
   const Packed packed(m);
-  pack_weights(m, stored.quants.data(), stored.scales.data(), packed.data);
+  pack_weights(m, stored.quants.data(), stored.stored_scales(), packed.data);
   connect(m, stored, packed.data);
   onnxport::CoarseProduct coarse(m);
   std::vector<std::vector<float>> outputs(calls.size());
@@ -161,8 +170,8 @@ void run_layer() {
   onnxport::GatedMlp mlp{second.product.k, first.product, second.product};
   complete(mlp);
   const Packed gate_up(mlp.gate_up), down(mlp.down);
-  pack_gate_up(mlp, first.quants.data(), first.scales.data(), gate_up.data);
-  pack_weights(mlp.down, second.quants.data(), second.scales.data(), down.data);
+  pack_gate_up(mlp, first.quants.data(), first.stored_scales(), gate_up.data);
+  pack_weights(mlp.down, second.quants.data(), second.stored_scales(), down.data);
   std::vector<float> output(static_cast<size_t>(mlp.gate_up.rows * mlp.down.n));
   connect(mlp.gate_up, first, gate_up.data);
   mlp.down.weights = down.data;
@@ -188,8 +197,8 @@ void run_experts() {
   complete(expert);
   expert.down.n = second.product.n / sizes[0];
   const Packed gate_up(expert.gate_up, sizes[0]), down(expert.down, sizes[0]);
-  pack_experts_gate_up(experts, first.quants.data(), first.scales.data(), gate_up.data);
-  pack_experts_down(experts, second.quants.data(), second.scales.data(), down.data);
+  pack_experts_gate_up(experts, first.quants.data(), first.stored_scales(), gate_up.data);
+  pack_experts_down(experts, second.quants.data(), second.stored_scales(), down.data);
   std::vector<float> output(static_cast<size_t>(first.product.rows * expert.down.n));
   connect(expert.gate_up, first, gate_up.data);
   expert.down.weights = down.data;

@@ -1,8 +1,9 @@
 """Builds matmul_driver.cpp and runs products and feed-forward layers through it.
 
 The input is the numbers of products, of layers, of products of few outputs and of layers of
-experts, then for each product K, N, bits, block_size, rows and whether there is a norm as int64,
-the activations, quants and scales, and the norm's epsilon, skip and gamma; a layer is two of them,
+experts, then for each product K, N, bits, block_size, rows, whether there is a norm and whether
+weights are E2M1 as int64, the activations, quants and scales, which are bytes of E8M0 beside E2M1,
+and the norm's epsilon, skip and gamma; a layer is two of them,
 the second one without rows or a norm. A product of few outputs is followed by the number of its
 calls, of each how many outputs of the rows must be exact as int32, and whether the calls are
 concurrent. A layer of experts has the weights of all of them, and is followed by how many there
@@ -149,11 +150,11 @@ def _run_driver(
 
 def _serialize(case: MatMulCase, norm: Norm | None = None) -> bytes:
     rows = case.rows()
-    sizes = (case.k, case.n, case.bits, case.block_size, len(rows), norm is not None)
-    arrays = [rows, case.quants, case.scales]
+    sizes = (case.k, case.n, case.bits, case.block_size, len(rows), norm is not None, case.is_fp4)
+    arrays = [rows, case.quants, case.stored_scales]
     if norm is not None:
         arrays += [np.float32(norm.epsilon), norm.skip, norm.gamma]
-    return struct.pack("6q", *sizes) + b"".join(np.asarray(a, order="C").tobytes() for a in arrays)
+    return struct.pack("7q", *sizes) + b"".join(np.asarray(a, order="C").tobytes() for a in arrays)
 
 
 def _run_bytes(command: list[str], data: bytes, shapes: list[tuple[int, ...]]) -> list[Floats]:

@@ -70,8 +70,11 @@ int main(int count, char** arguments) {
     const auto quants = read_array<uint8_t>(m.n * num_blocks(m) * m.block_size * m.bits / 8);
     const auto scales = read_array<float>(m.n * num_blocks(m));
     const auto halves = read_array<uint16_t>(m.n * num_blocks(m));
+    const auto exponents = read_array<uint8_t>(m.n * num_blocks(m));
     for (const onnxport::Scales& stored :
-         {onnxport::Scales(scales.data()), onnxport::Scales(halves.data(), true)}) {
+         {onnxport::Scales(scales.data()),
+          onnxport::Scales(halves.data(), onnxport::Scales::kFloat16),
+          onnxport::Scales(exponents.data(), onnxport::Scales::kE8M0)}) {
       m.half_scales = onnxport::are_halves(stored, m.n * num_blocks(m));
       for (const auto pack : {onnxport::pack_weights, onnxport::pack_weights_in_parts}) {
         // What was in the memory before must not show.

@@ -6,6 +6,7 @@ LD_PRELOAD=libasan.so ASAN_OPTIONS=detect_leaks=0 python -m tests.kernels.saniti
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tests.kernels import (
     coarse_cases,
     experts_cases,
     float_experts_cases,
+    fp4_cases,
     matmul_cases,
     matmul_lora_cases,
     mlp_cases,
@@ -66,8 +68,8 @@ def main() -> None:
             matmul_lora_cases.check(alone, matmul_lora_cases.run(path, alone))
     for seed in range(FIRST_SEED, FIRST_SEED + num_cases // 5):
         make = (experts_cases.random_case, experts_cases.random_case_with_extras)[seed % 2]
-        experts = make(seed)
-        for isa in matmul_isas:
+        both = [make(seed), fp4_cases.random_case(seed)][: 1 + seed % 2]
+        for isa, experts in itertools.product(matmul_isas, both):
             library.onnxport_cpu_set_matmul_isa(isa.encode())
             wanted = experts_cases.expected(path, experts)
             assert experts_cases.run(path, experts).tobytes() == wanted.tobytes(), (seed, isa)

@@ -19,6 +19,7 @@ FILES = [
     "experts",
     "float16_cache",
     "float_experts",
+    "fp4_experts",
     "input_norm",
     "int8_cache",
     "invariance",

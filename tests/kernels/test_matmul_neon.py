@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import platform
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from onnxport.providers.cpu.library import find_library, load_library
 from tests.kernels import (
     coarse_cases,
     experts_cases,
+    fp4_cases,
     matmul_cases,
     matmul_standalone,
     mlp_cases,
@@ -28,6 +30,7 @@ SETS = {
     "matmul_i8mm": "-march=armv8.2-a+dotprod+i8mm",
 }
 NUM_CASES = 60
+FEW_POWERS = (115, 124)
 
 pytestmark = [
     pytest.mark.slow,
@@ -98,6 +101,39 @@ def test_layers_of_experts(driver: Path, isa: str) -> None:
         outputs = matmul_standalone.run_layers(command(driver), [isa], layers)
         (found,) = matmul_standalone.run_experts(command(driver), [isa], [case])
         assert found.tobytes() == experts_cases.add_up(case, outputs).tobytes()
+
+
+@pytest.mark.parametrize("isa", ["dotprod", "i8mm"])
+def test_products_in_mxfp4(driver: Path, isa: str) -> None:
+    """The bits of exact sums of integers, the largest ones among them."""
+    shapes = itertools.product(matmul_cases.ROWS, (1, 33, 96), (1, 64, 257))
+    made = [
+        matmul_cases.as_fp4(seed, matmul_cases.make_case(seed, 4, 32, k, n, rows), FEW_POWERS)
+        for seed, (rows, n, k) in enumerate(shapes)
+    ]
+    extreme = [
+        matmul_cases.as_fp4(0, matmul_cases.make_case(0, 4, 32, 64, 40, rows), FEW_POWERS).replace(
+            x=np.full((rows, 64), sign, np.float32), quants=np.full((40, 2, 16), six, np.uint8)
+        )
+        for rows in (1, 7, 16)
+        for sign in (1, -1)
+        for six in (0x77, 0xFF)
+    ]
+    cases = made + extreme
+    for case, found in zip(cases, matmul_standalone.run(command(driver), isa, cases), strict=True):
+        assert found.tobytes() == matmul_cases.product_bits(case).tobytes()
+
+
+@pytest.mark.parametrize("isa", ["dotprod", "i8mm"])
+def test_experts_in_mxfp4(driver: Path, isa: str) -> None:
+    case = fp4_cases.make_case(8, (384, 200, 64), 40, (4, 2))
+    case = case.replace(extras=experts_cases.random_extras(8, case))
+    parts = [slice(0, 1), slice(39, 40), slice(3, 5), slice(5, 22)]
+    cuts = [case.with_x(case.x[part], case.logits[part]) for part in parts]
+    whole, *rest = matmul_standalone.run_experts(command(driver), [isa], [case, *cuts])
+    experts_cases.check(case, whole)
+    for part, rows in zip(parts, rest, strict=True):
+        assert rows.tobytes() == whole[part].tobytes()
 
 
 @pytest.mark.parametrize("isa", ["dotprod", "i8mm"])

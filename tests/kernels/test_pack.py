@@ -65,20 +65,39 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return executable
 
 
-def check(driver: Path, cases: list[MatMulCase]) -> None:
+def half_powers(exponents: NDArray[np.uint8]) -> Floats | NDArray[np.float16]:
+    """Half of what E8M0 stand for, as they are packed."""
+    with np.errstate(over="ignore", under="ignore"):
+        powers = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
+        powers[exponents == 255] = np.nan
+        halves = powers.astype(np.float16)
+    return halves if (halves == powers).all() else powers
+
+
+def check(
+    driver: Path, cases: list[MatMulCase], exponents: NDArray[np.uint8] | None = None
+) -> None:
+    """Packs all cases, with their own scales and with E8M0, which are random if there are none."""
     parts = [struct.pack("q", len(cases))]
+    powers = [
+        np.random.default_rng(i).integers(95 + i % 20, 143, case.scales.shape, np.uint8)
+        if exponents is None
+        else exponents
+        for i, case in enumerate(cases)
+    ]
     with np.errstate(over="ignore"):
         halves = [case.scales.astype(np.float16) for case in cases]
-    for case, half in zip(cases, halves, strict=True):
+    for case, half, power in zip(cases, halves, powers, strict=True):
         parts.append(struct.pack("4q", case.k, case.n, case.bits, case.block_size))
-        parts += [case.quants.tobytes(), case.scales.tobytes(), half.tobytes()]
+        parts += [array.tobytes() for array in (case.quants, case.scales, half, power)]
     done = subprocess.run([str(driver)], input=b"".join(parts), capture_output=True, check=True)
     found = np.frombuffer(done.stdout, np.uint8)
-    for case, half in zip(cases, halves, strict=True):
+    for case, half, power in zip(cases, halves, powers, strict=True):
         from_floats = half if are_halves(case.scales) else case.scales
-        for way in ("alone", "in parts", "alone, halves", "in parts, halves"):
-            expected = packed(case, half if "halves" in way else from_floats)
-            what = f"{way}: k {case.k}, n {case.n}, bits {case.bits}, block {case.block_size}"
+        kinds = {"floats": from_floats, "halves": half, "E8M0": half_powers(power)}
+        for kind, way in itertools.product(kinds, ("alone", "in parts")):
+            expected = packed(case, kinds[kind])
+            what = f"{kind}, {way}: {case.k}, {case.n}, {case.bits} bits, {case.block_size}"
             assert np.array_equal(found[: expected.size], expected), what
             found = found[expected.size :]
     assert found.size == 0
@@ -103,6 +122,25 @@ def test_one_scale_that_is_no_float16(driver: Path, odd: float) -> None:
     scales = case.scales.copy()
     scales[17, 1] = odd
     check(driver, [case, case.replace(scales=scales), case])
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "is_half"),
+    [(104, 143, True), (103, 143, False), (104, 144, False), (0, 254, False)],
+)
+def test_every_e8m0(driver: Path, first: int, last: int, is_half: bool) -> None:
+    """A float16 if half of each of them is one, subnormal ones among them; else floats."""
+    of = make_case(0, 4, 32, k=96, n=100, rows=1)
+    exponents = np.resize(np.arange(first, last + 1, dtype=np.uint8), of.scales.shape)
+    assert half_powers(exponents).dtype == (np.float16 if is_half else np.float32)
+    check(driver, [of], exponents)
+
+
+def test_an_e8m0_that_is_no_number(driver: Path) -> None:
+    of = make_case(0, 4, 32, k=96, n=100, rows=1)
+    exponents = np.full(of.scales.shape, 120, np.uint8)
+    exponents[7, 1] = 255
+    check(driver, [of], exponents)
 
 
 def test_every_half(driver: Path) -> None:

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
+from tests.conformance.make import export_options
 from tests.exporter import checkpoints
 
 ArtifactMaker = Callable[[str, str], Path]
@@ -17,14 +18,17 @@ WIDE_VOCAB = 20_011
 
 @pytest.fixture(scope="session")
 def tiny_artifact(tmp_path_factory: pytest.TempPathFactory) -> ArtifactMaker:
-    """Returns `make(case, precision) -> artifact folder`, of a case of `checkpoints.CASES`."""
+    """Returns `make(case, precision) -> artifact folder`, of a case of `checkpoints.CASES`.
+
+    The precision may be MXFP4, see `tests.conformance.make`.
+    """
     made: dict[tuple[str, str], Path] = {}
 
     def make(case: str, precision: str) -> Path:
         if (case, precision) not in made:
             folder = tmp_path_factory.mktemp(f"{case}-{precision}")
             checkpoints.make(checkpoints.CASES[case], folder / "checkpoint")
-            options = ExportOptions(precision=precision, group_size=32)
+            options = export_options(precision)
             made[case, precision] = export_model(
                 folder / "checkpoint", folder / "artifact", options
             )

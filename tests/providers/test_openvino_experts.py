@@ -10,6 +10,8 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, numpy_helper
 
+from onnxport.graphs.experts import FP4
+from onnxport.graphs.passes.int8_experts import write_int8_experts
 from onnxport.graphs.passes.retype import retype
 from onnxport.providers.base import Model
 from onnxport.providers.openvino import convert, cpu, experts
@@ -36,10 +38,12 @@ def compiled(made: Layer) -> Any:
         external_data_helper.load_external_data_for_tensor(tensor, str(made.folder))
         return numpy_helper.to_array(tensor)
 
-    lowered = retype(made.model, read)
+    int8 = write_int8_experts(made.model, read, "float32")
+    lowered = retype(int8.model, read)
+    attached = {**int8.attached, **lowered.attached}
     weights = {
-        tensor.name: lowered.attached[tensor.name]
-        if tensor.name in lowered.attached
+        tensor.name: attached[tensor.name]
+        if tensor.name in attached
         else read(tensor)
         if tensor.data_location == TensorProto.EXTERNAL
         else numpy_helper.to_array(tensor)
@@ -56,9 +60,9 @@ def run(graph: Any, x: NDArray[np.float32], logits: NDArray[np.float32]) -> NDAr
 @gathers
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("dtype", sorted(TYPES))
-@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("bits", [None, 4, 8, FP4])
 def test_the_experts_chosen_are_computed_alone(
-    tmp_path: Path, bits: int | None, dtype: str, normalized: bool
+    tmp_path: Path, bits: int | str | None, dtype: str, normalized: bool
 ) -> None:
     made = layer(tmp_path, bits, TYPES[dtype], normalized=normalized)
     graph = compiled(made)
@@ -71,12 +75,12 @@ def test_the_experts_chosen_are_computed_alone(
 
 
 @gathers
-@pytest.mark.parametrize("bits", [4, 8])
-def test_weights_stay_integers(tmp_path: Path, bits: int) -> None:
+@pytest.mark.parametrize("bits", [4, 8, FP4])
+def test_weights_stay_integers(tmp_path: Path, bits: int | str) -> None:
     nodes = compiled(layer(tmp_path, bits, TYPES["float16"])).get_runtime_model().get_ops()
     products = [n for n in nodes if n.get_rt_info()["layerType"].astype(str) == experts.GATHERS]
     kinds = {node.input(1).get_element_type() for node in products}
-    assert kinds == {{4: ov.Type.u4, 8: ov.Type.u8}[bits]}
+    assert kinds == {{4: ov.Type.u4, 8: ov.Type.u8, FP4: ov.Type.u8}[bits]}
 
 
 @gathers

@@ -218,6 +218,20 @@ def test_float32_first_then_as_it_is_served(
     assert report.speed is not None
 
 
+def test_experts_in_mxfp4_are_quantized(tmp_path: Path) -> None:
+    artifact = fake_artifact(tmp_path, "fp16")
+    features = Features(("native",), ("float32",), ("float32",))
+    options = LoadOptions(dtype="float32", kv_cache_dtype="float32")
+    (mode,) = plan_modes(artifact, options, features)
+    assert not mode.coarse
+    assert describe(artifact).weights == "fp16"
+    artifact.manifest.expert_precision = "mxfp4"
+    exact, served = plan_modes(artifact, options, features)
+    assert (exact.options.matmul_accuracy_level, exact.coarse) == (1, False)
+    assert (served.options.matmul_accuracy_level, served.coarse) == (None, True)
+    assert describe(artifact).weights == "fp16 with experts in mxfp4"
+
+
 def test_what_the_caller_chose_stays(tmp_path: Path) -> None:
     features = Features(("native",), ("float16", "float32"), ("float16", "float32"))
     artifact = fake_artifact(tmp_path, "int4")

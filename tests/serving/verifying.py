@@ -103,6 +103,7 @@ def fake_artifact(folder: Path, precision: str = "fp32") -> Any:
         family="null",
         precision=precision,
         head_precision=precision,
+        expert_precision=None,
         group_size=None,
         fingerprint="0123456789abcdef",
         format_version=1,

@@ -1,7 +1,8 @@
 // Products with block-quantized weights in plain pointers and integers, free of ONNX Runtime.
 //
 // Weights are symmetric, as com.microsoft.MatMulNBits stores them without zero points: a value is
-// (quant - 2^(bits - 1)) * scale, and block_size input features of an output share a scale.
+// (quant - 2^(bits - 1)) * scale, and block_size input features of an output share a scale. Or they
+// are MXFP4, see Numbers, with scales that are powers of two.
 // Activations are rounded to int8 when called: a row's block of inputs shares the scale
 // max|x| / 127. So |x - quant * scale| <= max|x| / 254, and an output differs from the product
 // with exact activations by no more than the sum over its blocks of max|x| / 254 * sum|w|.
@@ -26,6 +27,12 @@ namespace onnxport {
 constexpr int64_t kPanel = 32;  // output features that are stored together
 constexpr int64_t kHalfPanel = kPanel / 2;  // or, of adapters, are where there are no more
 constexpr int64_t kLargestBlock = 256;
+
+// What weights are: integers of four or eight bits, or E2M1 (OCP Microscaling Formats, 1.0): a sign,
+// two bits of exponent and one of mantissa, which are 0, 0.5, 1, 1.5, 2, 3, 4 or 6. Twice such a
+// number is an integer from -12 to 12. That is what is multiplied, and scales are packed as half of
+// what they are, so that nothing is rounded.
+enum class Numbers { kInt4, kInt8, kFp4 };
 
 // What is done to activations before they are quantized: residual = input + skip, and of that
 //
@@ -53,6 +60,7 @@ struct MatMul {
   int64_t bits;        // 4 or 8
   int64_t block_size;  // 16, 32, 64, 128 or 256
   bool half_scales;    // scales are packed as float16; see are_halves
+  bool is_fp4;         // 4 bits are E2M1; see Numbers
   const uint8_t* weights;
   const float* bias;  // [n], added to every row; null: none
 
@@ -145,6 +153,10 @@ bool set_matmul_isa(const char* name);
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t num_blocks(const MatMul& m) { return ceil_div(m.k, m.block_size); }
 static inline int64_t num_panels(const MatMul& m) { return ceil_div(m.n, kPanel); }
+static inline Numbers numbers_of(const MatMul& m) {
+  if (m.bits == 8) return Numbers::kInt8;
+  return m.is_fp4 ? Numbers::kFp4 : Numbers::kInt4;
+}
 static inline int64_t quant_bytes(const MatMul& m, int64_t panel = kPanel) {
   return panel * m.block_size * m.bits / 8;
 }
@@ -172,22 +184,28 @@ static inline int64_t row_block(const MatMul& m, int64_t row, int64_t block) {
   return block * m.padded_rows + row;
 }
 
-// Scales as they are stored.
+// Scales as they are stored. E8M0 is a power of two, as its exponent plus 127 in a byte; 255 is NaN.
+// Weights that have such scales are E2M1.
 struct Scales {
-  const void* data;  // float, or float16
-  bool is_half;
+  enum Type { kFloat, kFloat16, kE8M0 };
+  const void* data;
+  Type type;
 
-  Scales(const float* floats) : data(floats), is_half(false) {}
-  Scales(const void* stored, bool half) : data(stored), is_half(half) {}
+  Scales(const float* floats) : data(floats), type(kFloat) {}
+  Scales(const void* stored, Type of) : data(stored), type(of) {}
 };
+static inline int64_t scale_bytes(Scales::Type type) {
+  return type == Scales::kFloat ? 4 : type == Scales::kFloat16 ? 2 : 1;
+}
 
-// Whether each of so many scales is a float16, or a float that is zero or in the normal range of
-// float16 and has no bit that it lacks: packing it as one loses nothing. Products of one row wait
-// for memory, of which float scales are one byte in 17 at 4 bits in blocks of 128.
+// Whether each of so many scales is a float16; a float that is zero or in the normal range of
+// float16 and has no bit that it lacks; or an E8M0 of which half is a float16, be it subnormal:
+// packing it as one loses nothing. Products of one row wait for memory, of which float scales are
+// one byte in 17 at 4 bits in blocks of 128, and one in five in blocks of 32.
 bool are_halves(const Scales& scales, int64_t count);
 
 // Fills the packed weights, num_panels * panel_bytes at a cache line, from the operator's inputs:
-// quants [n][blocks][block_size * bits / 8], scales [n][blocks].
+// quants [n][blocks][block_size * bits / 8], scales [n][blocks]. Scales of E8M0 are halved.
 void pack_weights(const MatMul& call, const uint8_t* quants, const Scales& scales,
                   uint8_t* packed);
 

@@ -9,6 +9,7 @@
 #include "matmul_vec_avx512.h"
 
 #include "matmul_one_impl.h"
+#include "unpack_amx.h"
 
 namespace onnxport {
 namespace {
@@ -234,22 +235,6 @@ ONNXPORT_INLINE void add_sums(const Unit& unit, char* sums, Ahead& ahead, Tallie
   }
 }
 
-// Nibbles to signed bytes, in the order of the 8-bit format: the nibble's three low bits as they
-// are, and its highest one, turned over, as all the others. That is a product of a matrix of bits
-// with the packed byte, of which five bits are turned over.
-ONNXPORT_INLINE void unpack(const uint8_t* weights, int64_t bytes, uint8_t* out) {
-  const __m512i low = _mm512_set1_epi64(0x0102040808080808);
-  const __m512i high = _mm512_set1_epi64(0x1020408080808080);
-  for (int64_t i = 0; i < bytes; i += 128, out += 256) {
-    ONNXPORT_UNROLL
-    for (int c = 0; c < 128; c += 64) {
-      const __m512i packed = Vec::load_bytes(weights + i + c);
-      _mm512_store_si512(out + c, _mm512_gf2p8affine_epi64_epi8(packed, low, 0xf8));
-      _mm512_store_si512(out + 128 + c, _mm512_gf2p8affine_epi64_epi8(packed, high, 0xf8));
-    }
-  }
-}
-
 // Some blocks of a panel, one after the other, as the tile registers read them. Their scales are
 // needed for one unit longer, so they stay while the next stretch is read.
 struct Stretch {
@@ -264,7 +249,10 @@ struct Stretch {
     stride = m.bits == 4 ? kPanel * m.block_size : bytes;
     scales = memory.scales[scales == memory.scales[0] ? 1 : 0];
     for (int64_t i = 0; i < count; i++, weights += bytes) {
-      if (m.bits == 4) unpack(weights, quants, memory.unpacked + i * stride);
+      if (m.is_fp4)
+        unpack_fp4(weights, quants, memory.unpacked + i * stride);
+      else if (m.bits == 4)
+        unpack(weights, quants, memory.unpacked + i * stride);
       const float* from = read_scales(m, weights + quants, 0, kPanel, scales[i]);
       if (from != scales[i]) memcpy(scales[i], from, sizeof scales[i]);
     }

@@ -14,15 +14,17 @@ namespace {
 constexpr int64_t kMostCoarseRows = 16;
 
 void multiply_for_avx2(const MatMul& m, const Part& part) {
-  if (is_for_many(m))
-    multiply_many<kPanel>(m, part);
-  else
+  if (!is_for_many(m))
     multiply_dots_or_one<Dot>(m, part);
+  else if (m.is_fp4)
+    multiply_many<Numbers::kFp4, kPanel>(m, part);
+  else
+    multiply_many<Numbers::kInt4, kPanel>(m, part);
 }
 
 void multiply_half_for_avx2(const MatMul& m, const Part& part) {
   if (is_for_many(m))
-    multiply_many<kHalfPanel>(m, part);
+    multiply_many<Numbers::kInt4, kHalfPanel>(m, part);
   else
     multiply_half<Dot>(m, part);
 }

@@ -26,9 +26,9 @@ void multiply_half_panel(const MatMul& m, const Part& part) {
     multiply_half<PairDot>(m, part);
 }
 
-int64_t row_unit(int64_t rows) { return rows == 1 ? 1 : PairDot<4>::kRows; }
+int64_t row_unit(int64_t rows) { return rows == 1 ? 1 : PairDot<Numbers::kInt4>::kRows; }
 
-constexpr MatMulKernels kKernels = {"i8mm", kChunkRows, rows_of_units<PairDot<4>::kRows>,
+constexpr MatMulKernels kKernels = {"i8mm", kChunkRows, rows_of_units<PairDot<Numbers::kInt4>::kRows>,
                                     quantize, multiply, multiply_half_panel, kCoarseRows, scale_outputs,
                                     summarize_portable, 1, nullptr, row_unit};
 

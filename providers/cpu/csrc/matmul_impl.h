@@ -1,10 +1,11 @@
 // Activations to int8, and products, over an instruction set's vectors. Compiled once for each set.
 //
-// A matmul_vec_*.h, included before, defines Vec, vectors of kLanes outputs, and Dot<bits>, which
-// multiplies eight inputs at a time:
+// A matmul_vec_*.h, included before, defines Vec, vectors of kLanes outputs, and Dot<Numbers>, which
+// multiplies eight inputs at a time with weights that are such numbers:
 //
 //   kRows        rows that one unit of inputs and sums holds
 //   kOutputs     of a panel
+//   kBits        of a weight
 //   kMostUnits   units whose sums the registers hold, beside columns(units) vectors of outputs
 //   Weights      eight inputs of kLanes outputs; prepare() makes them of twice four inputs
 //   Inputs       eight inputs of kRows rows, block_size apart
@@ -12,7 +13,8 @@
 //   Partial      what add() adds to: the sum itself, or where kGroup is not zero a narrower one,
 //                zero at first, that holds kGroup inputs' products and goes into the sum by widen()
 //   load_half    of Vec: kLanes float16, as floats
-//   kZeroPoint8  of Vec: what prepare() adds to weights of eight bits
+//   look_up      of Vec: what a table of 16 bytes has for each nibble
+//   kZeroPoint8, kZeroPointFp4  of Vec: what prepare() adds to weights of eight bits, and of E2M1
 //   kAhead       of Vec: how many bytes ahead several rows ask for a panel's weights
 //   kStreams     of Vec: panels that one row reads side by side, and
 //   kStreamAhead  how many bytes ahead it asks for each: see matmul_one_impl.h
@@ -42,6 +44,12 @@ constexpr int64_t kChunkRows = 128;  // whose quants stay in the L2 cache
 constexpr int64_t kCoarseRows = 8;  // more of them wait for instructions, not for memory
 constexpr int64_t kFarInputs = 4096;  // or do not, of more input features than these
 
+// What weights have too much when they are multiplied.
+ONNXPORT_INLINE int32_t zero_point(const MatMul& m) {
+  if (m.bits == 8) return static_cast<int32_t>(Vec::kZeroPoint8);
+  return m.is_fp4 ? Vec::kZeroPointFp4 : 8;
+}
+
 // One block of one row.
 ONNXPORT_INLINE void quantize_block(const MatMul& m, const float* x, int64_t at) {
   // Magnitudes compare like integers, and a NaN is then the largest of all.
@@ -54,7 +62,7 @@ ONNXPORT_INLINE void quantize_block(const MatMul& m, const float* x, int64_t at)
   else
     for (int64_t i = 0; i < m.block_size; i += 16) memset(quants + i, 0, 16);
   m.scales[at] = usable ? maximum / 127.f : maximum < kSmallest ? 0.f : NAN;
-  m.corrections[at] = -sum * static_cast<int32_t>(m.bits == 4 ? 8 : Vec::kZeroPoint8);
+  m.corrections[at] = -sum * zero_point(m);
 }
 
 // residual = x + skip; returns its mean of squares, of sixteen sums however wide vectors are. A
@@ -363,13 +371,13 @@ struct Half : Dot {
   }
 };
 
-// See MatMulKernels::multiply_half.
-template <template <int> class Dots>
+// See MatMulKernels::multiply_half. Those are adapters', of integers.
+template <template <Numbers> class Dots>
 void multiply_half(const MatMul& m, const Part& part) {
   if (m.bits == 4)
-    multiply_panels<Half<Dots<4>>>(m, part);
+    multiply_panels<Half<Dots<Numbers::kInt4>>>(m, part);
   else
-    multiply_panels<Half<Dots<8>>>(m, part);
+    multiply_panels<Half<Dots<Numbers::kInt8>>>(m, part);
 }
 
 // See MatMulKernels::scale_outputs.
@@ -411,12 +419,13 @@ int64_t rows_of_units(int64_t rows) {
   return rows == 1 ? 1 : ceil_div(rows, kRows) * kRows;
 }
 
-template <template <int> class Dots>
+template <template <Numbers> class Dots>
 void multiply_dots(const MatMul& m, const Part& part) {
-  if (m.bits == 4)
-    multiply_panels<Dots<4>>(m, part);
-  else
-    multiply_panels<Dots<8>>(m, part);
+  switch (numbers_of(m)) {
+    case Numbers::kInt4: return multiply_panels<Dots<Numbers::kInt4>>(m, part);
+    case Numbers::kInt8: return multiply_panels<Dots<Numbers::kInt8>>(m, part);
+    case Numbers::kFp4: return multiply_panels<Dots<Numbers::kFp4>>(m, part);
+  }
 }
 
 }  // namespace

@@ -10,7 +10,8 @@
 //   sum of w q = sum of w (q + 128) - 128 sum of w
 //
 // with weights from -8 to 7 and q + 128 from 1 to 255, so that 32 inputs put at most 16 * 8 * 255 =
-// 32640 into each half of a lane. Sums are exact; the bits of outputs are those of matmul_impl.h.
+// 32640 into each half of a lane. Twice an E2M1 is from -12 to 12: 16 inputs put at most 8 * 12 * 255 =
+// 24480 there, and 32 could put 48960. Sums are exact; the bits of outputs are those of matmul_impl.h.
 #pragma once
 
 #include "matmul_one_impl.h"
@@ -21,9 +22,11 @@ namespace {
 constexpr int64_t kManyRows = 8;      // with fewer, unpacking costs more than it saves
 constexpr int64_t kSharingRows = 64;  // whose inputs and totals stay in the first cache meanwhile
 
-// A panel's weights of one block.
-template <int64_t kOutputs>
+// A panel's weights of one block, which were those of nibbles.
+template <Numbers kNumbers, int64_t kPanelOutputs>
 struct Unpacked {
+  static constexpr int64_t kOutputs = kPanelOutputs;
+  static constexpr int64_t kGroup = kNumbers == Numbers::kFp4 ? 16 : 32;  // inputs in 16 bits
   static constexpr int kCount = kOutputs / Vec::kLanes;  // vectors
   static constexpr int64_t kFourInputs = kOutputs * 4;  // bytes
 
@@ -56,16 +59,23 @@ ONNXPORT_INLINE void store_bytes(uint8_t* p, Vec::Ints a) {
   _mm256_store_si256(reinterpret_cast<Vec::Ints*>(p), a);
 }
 
+template <Numbers kNumbers>
+ONNXPORT_INLINE Vec::Ints signed_weights(Vec::Ints nibbles) {
+  if constexpr (kNumbers == Numbers::kFp4) return Vec::look_up(kFp4, nibbles);
+  return _mm256_sub_epi8(nibbles, _mm256_set1_epi8(8));
+}
+
 // Unpacks one block, and asks for the next one meanwhile.
-template <int64_t kOutputs>
-ONNXPORT_ALONE void unpack(const MatMul& m, const uint8_t* weights, Unpacked<kOutputs>& out) {
-  constexpr int kCount = Unpacked<kOutputs>::kCount;
-  constexpr int64_t kFourInputs = Unpacked<kOutputs>::kFourInputs;
+template <Numbers kNumbers, int64_t kOutputs>
+ONNXPORT_ALONE void unpack(const MatMul& m, const uint8_t* weights,
+                           Unpacked<kNumbers, kOutputs>& out) {
+  constexpr int kCount = Unpacked<kNumbers, kOutputs>::kCount;
+  constexpr int64_t kFourInputs = Unpacked<kNumbers, kOutputs>::kFourInputs;
   const int64_t ahead = block_bytes(m, kOutputs);
   const uint8_t* packed = weights + quant_bytes(m, kOutputs);
   out.scales = read_scales(m, packed, 0, kOutputs, out.converted);
   prefetch_scales(m, packed + ahead, kOutputs);
-  const Vec::Ints eight = _mm256_set1_epi8(8), ones = _mm256_set1_epi8(1);
+  const Vec::Ints ones = _mm256_set1_epi8(1);
   Vec::Ints sums[kCount];
   ONNXPORT_UNROLL
   for (int c = 0; c < kCount; c++) sums[c] = _mm256_setzero_si256();
@@ -76,11 +86,11 @@ ONNXPORT_ALONE void unpack(const MatMul& m, const uint8_t* weights, Unpacked<kOu
       const int64_t at = c * Vec::kLanes * 4;
       if (at % 64 == 0) Vec::prefetch(weights + at + ahead);
       const Vec::Ints both = Vec::load_bytes(weights + at);
-      const Vec::Ints low = _mm256_sub_epi8(Vec::low_nibbles(both), eight);
-      const Vec::Ints high = _mm256_sub_epi8(Vec::high_nibbles(both), eight);
+      const Vec::Ints low = signed_weights<kNumbers>(Vec::low_nibbles(both));
+      const Vec::Ints high = signed_weights<kNumbers>(Vec::high_nibbles(both));
       store_bytes(to + at, low);
       store_bytes(to + kFourInputs + at, high);
-      // Of at most 256 inputs, 128 in each half of a lane: no less than -1024.
+      // Of at most 256 inputs, 128 in each half of a lane: no less than -1024, or -1536 of E2M1.
       sums[c] = _mm256_add_epi16(sums[c], _mm256_maddubs_epi16(ones, _mm256_add_epi8(low, high)));
     }
   }
@@ -109,12 +119,13 @@ ONNXPORT_INLINE void add_four(const int8_t* quants, int64_t block_size, const ui
 }
 
 // Adds the products of a block of kRows rows, the first of which is at `at`, to their totals.
-template <int kRows, int64_t kOutputs>
-ONNXPORT_ALONE void multiply_rows(const MatMul& m, const Unpacked<kOutputs>& unpacked, int64_t at,
+template <int kRows, class Unpacked>
+ONNXPORT_ALONE void multiply_rows(const MatMul& m, const Unpacked& unpacked, int64_t at,
                                   float* totals) {
-  constexpr int kCount = Unpacked<kOutputs>::kCount;
-  constexpr int64_t kFourInputs = Unpacked<kOutputs>::kFourInputs;
-  const int64_t block_size = m.block_size, group = block_size < 32 ? block_size : 32;
+  constexpr int kCount = Unpacked::kCount;
+  constexpr int64_t kFourInputs = Unpacked::kFourInputs, kOutputs = Unpacked::kOutputs;
+  constexpr int64_t kGroup = Unpacked::kGroup;
+  const int64_t block_size = m.block_size, group = block_size < kGroup ? block_size : kGroup;
   const int8_t* quants = m.quants + at * block_size;
   const uint8_t* weights = unpacked.quants;
   Vec::Ints sums[kRows][kCount];
@@ -160,10 +171,10 @@ ONNXPORT_ALONE void multiply_rows(const MatMul& m, const Unpacked<kOutputs>& unp
 }
 
 // A panel's outputs of `count` rows, at most kSharingRows.
-template <int64_t kOutputs>
+template <Numbers kNumbers, int64_t kOutputs>
 ONNXPORT_ALONE void multiply_panel(const MatMul& m, int64_t panel, int64_t row, int64_t count,
                                    float* totals) {
-  Unpacked<kOutputs> unpacked;
+  Unpacked<kNumbers, kOutputs> unpacked;
   memset(totals, 0, static_cast<size_t>(count * kOutputs) * sizeof(float));
   const uint8_t* weights = m.weights + panel * panel_bytes(m, kOutputs);
   const int64_t bytes = block_bytes(m, kOutputs);
@@ -179,15 +190,15 @@ ONNXPORT_ALONE void multiply_panel(const MatMul& m, int64_t panel, int64_t row, 
   }
 }
 
-template <int64_t kOutputs>
+template <Numbers kNumbers, int64_t kOutputs>
 void multiply_many(const MatMul& m, const Part& part) {
-  constexpr int kCount = Unpacked<kOutputs>::kCount;
+  constexpr int kCount = Unpacked<kNumbers, kOutputs>::kCount;
   alignas(64) float totals[kSharingRows * kOutputs];
   for (int64_t panel = part.panel_begin; panel < part.panel_end; panel++) {
     float* to = part.output + (panel - part.panel_begin) * kOutputs;
     for (int64_t row = part.row_begin; row < part.row_end; row += kSharingRows) {
       const int64_t left = part.row_end - row, count = left < kSharingRows ? left : kSharingRows;
-      multiply_panel<kOutputs>(m, panel, row, count, totals);
+      multiply_panel<kNumbers, kOutputs>(m, panel, row, count, totals);
       for (int64_t r = 0; r < count; r++) {
         Vec::Floats outputs[kCount];
         for (int c = 0; c < kCount; c++)

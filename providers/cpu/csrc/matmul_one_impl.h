@@ -108,14 +108,14 @@ void multiply_one(const MatMul& m, const Part& part) {
 }
 
 // Whatever the number of rows.
-template <template <int> class Dots>
+template <template <Numbers> class Dots>
 void multiply_dots_or_one(const MatMul& m, const Part& part) {
-  if (m.rows > 1)
-    multiply_dots<Dots>(m, part);
-  else if (m.bits == 4)
-    multiply_one<Dots<4>>(m, part);
-  else
-    multiply_one<Dots<8>>(m, part);
+  if (m.rows > 1) return multiply_dots<Dots>(m, part);
+  switch (numbers_of(m)) {
+    case Numbers::kInt4: return multiply_one<Dots<Numbers::kInt4>>(m, part);
+    case Numbers::kInt8: return multiply_one<Dots<Numbers::kInt8>>(m, part);
+    case Numbers::kFp4: return multiply_one<Dots<Numbers::kFp4>>(m, part);
+  }
 }
 
 }  // namespace

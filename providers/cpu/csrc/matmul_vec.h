@@ -24,5 +24,12 @@ alignas(16) constexpr int8_t kEvenFirst[16] = {0, 2,  4,  6,  1, 3,  5,  7,
 alignas(16) constexpr int8_t kInOrder[16] = {0, 1, 2,  3,  4,  5,  6,  7,
                                              8, 9, 10, 11, 12, 13, 14, 15};
 
+// Twice what nibbles of E2M1 are, and the same without signs: plus kFp4ZeroPoint.
+constexpr int8_t kFp4ZeroPoint = 12;
+alignas(16) constexpr int8_t kFp4[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                         0, -1, -2, -3, -4, -6, -8, -12};
+alignas(16) constexpr int8_t kUnsignedFp4[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                 12, 11, 10, 9,  8,  6,  4,  0};
+
 }  // namespace
 }  // namespace onnxport

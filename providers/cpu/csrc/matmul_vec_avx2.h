@@ -16,6 +16,7 @@ struct Vec {
 #else
   static constexpr int64_t kZeroPoint8 = 0;
 #endif
+  static constexpr int32_t kZeroPointFp4 = kFp4ZeroPoint;
   static constexpr int64_t kStreams = 2, kStreamAhead = 1024;  // the best on a Zen 3
   static constexpr int64_t kAhead = 2048;
   using Floats = __m256;
@@ -47,6 +48,10 @@ struct Vec {
   }
   static inline Ints low_nibbles(Ints a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
   static inline Ints high_nibbles(Ints a) { return low_nibbles(_mm256_srli_epi16(a, 4)); }
+  static inline Ints look_up(const int8_t* table, Ints nibbles) {
+    const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(bytes), nibbles);
+  }
   ONNXPORT_INLINE void prefetch(const uint8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
   }
@@ -107,9 +112,9 @@ struct DotBase {
 
 #if defined(__AVXVNNI__)
 
-template <int kBitsOfWeights>
+template <Numbers kNumbers>
 struct Dot : DotBase {
-  static constexpr int kBits = kBitsOfWeights;
+  static constexpr int kBits = kNumbers == Numbers::kInt8 ? 8 : 4;
   static constexpr int kGroup = 0;
   using Partial = Sum;
   struct Weights {
@@ -117,6 +122,8 @@ struct Dot : DotBase {
   };
 
   static inline Weights prepare(Vec::Ints first, Vec::Ints second) {
+    if constexpr (kNumbers == Numbers::kFp4)
+      return {Vec::look_up(kUnsignedFp4, first), Vec::look_up(kUnsignedFp4, second)};
     const Vec::Ints flip = _mm256_set1_epi8(kBits == 8 ? -128 : 0);
     return {_mm256_xor_si256(first, flip), _mm256_xor_si256(second, flip)};
   }
@@ -139,20 +146,20 @@ struct Dot : DotBase {
 
 // AVX2 multiplies unsigned by signed bytes and adds two products in 16 bits, with saturation. The
 // operands below can never reach it.
-template <int kBits>
+template <Numbers kNumbers>
 struct Dot;
 
-// Weights are 0 to 15, so 32 inputs put at most 16 * 15 * 127 = 30480 into each half of a lane.
-template <>
-struct Dot<4> : DotBase {
+// Weights are 0 to kMost, and kInputs of them put half as many products into each half of a lane.
+template <int kMost, int kInputs>
+struct NibbleDot : DotBase {
+  static_assert(kInputs / 2 * kMost * 127 <= INT16_MAX, "sums of 16 bits");
   static constexpr int kBits = 4;
-  static constexpr int kGroup = 32;
+  static constexpr int kGroup = kInputs;
   using Partial = Vec::Ints;
   struct Weights {
     Vec::Ints first, second;
   };
 
-  static inline Weights prepare(Vec::Ints first, Vec::Ints second) { return {first, second}; }
   static inline void add(Partial& part, const Weights& w, const Inputs& x) {
     part = _mm256_add_epi16(part, _mm256_maddubs_epi16(w.first, x.first));
     part = _mm256_add_epi16(part, _mm256_maddubs_epi16(w.second, x.second));
@@ -162,10 +169,24 @@ struct Dot<4> : DotBase {
   }
 };
 
+// At most 16 * 15 * 127 = 30480.
+template <>
+struct Dot<Numbers::kInt4> : NibbleDot<15, 32> {
+  static inline Weights prepare(Vec::Ints first, Vec::Ints second) { return {first, second}; }
+};
+
+// At most 8 * 24 * 127 = 24384; 32 inputs could make 48768.
+template <>
+struct Dot<Numbers::kFp4> : NibbleDot<24, 16> {
+  static inline Weights prepare(Vec::Ints first, Vec::Ints second) {
+    return {Vec::look_up(kUnsignedFp4, first), Vec::look_up(kUnsignedFp4, second)};
+  }
+};
+
 // The unsigned factor is a weight's magnitude, up to 128; its sign goes to the input, which is
 // never -128 and so has a negative. Two products are at most 2 * 128 * 127 = 32512.
 template <>
-struct Dot<8> : DotBase {
+struct Dot<Numbers::kInt8> : DotBase {
   static constexpr int kBits = 8;
   static constexpr int kGroup = 0;
   using Partial = Sum;

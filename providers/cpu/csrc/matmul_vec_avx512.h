@@ -12,6 +12,7 @@ namespace {
 struct Vec {
   static constexpr int kLanes = 16;
   static constexpr int64_t kZeroPoint8 = 128;  // one factor must be unsigned
+  static constexpr int32_t kZeroPointFp4 = kFp4ZeroPoint;
   static constexpr int64_t kStreams = 4;
 #if defined(__AMX_INT8__)
   static constexpr int64_t kStreamAhead = 3072;  // the best on a Xeon with AMX
@@ -41,6 +42,10 @@ struct Vec {
   static inline Ints load_bytes(const uint8_t* p) { return _mm512_load_si512(p); }
   static inline Ints low_nibbles(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
   static inline Ints high_nibbles(Ints a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
+  static inline Ints look_up(const int8_t* table, Ints nibbles) {
+    const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), nibbles);
+  }
   // Into the second cache, which waits for more lines at once than the first.
   ONNXPORT_INLINE void prefetch(const uint8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
@@ -69,9 +74,9 @@ struct Vec {
   }
 };
 
-template <int kBitsOfWeights>
+template <Numbers kNumbers>
 struct Dot {
-  static constexpr int kBits = kBitsOfWeights;
+  static constexpr int kBits = kNumbers == Numbers::kInt8 ? 8 : 4;
   static constexpr int64_t kOutputs = kPanel;
   static constexpr int kRows = 1;
   static constexpr int kMostUnits = 8;
@@ -87,6 +92,8 @@ struct Dot {
   };
 
   static inline Weights prepare(Vec::Ints first, Vec::Ints second) {
+    if constexpr (kNumbers == Numbers::kFp4)
+      return {Vec::look_up(kUnsignedFp4, first), Vec::look_up(kUnsignedFp4, second)};
     const Vec::Ints flip = _mm512_set1_epi8(kBits == 8 ? -128 : 0);
     return {_mm512_xor_si512(first, flip), _mm512_xor_si512(second, flip)};
   }

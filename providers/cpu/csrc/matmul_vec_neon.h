@@ -13,6 +13,7 @@ namespace {
 struct Vec {
   static constexpr int kLanes = 4;
   static constexpr int64_t kZeroPoint8 = 0;
+  static constexpr int32_t kZeroPointFp4 = 0;
   static constexpr int64_t kAhead = 2048;
   using Floats = float32x4_t;
   using Ints = int32x4_t;
@@ -39,6 +40,9 @@ struct Vec {
   }
   static inline Ints high_nibbles(Ints a) {
     return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(a), 4));
+  }
+  static inline Ints look_up(const int8_t* table, Ints nibbles) {
+    return vreinterpretq_s32_s8(vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s32(nibbles)));
   }
   ONNXPORT_INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
 
@@ -72,9 +76,9 @@ struct Vec {
 };
 
 // Four inputs of a row by four outputs at once.
-template <int kBitsOfWeights>
+template <Numbers kNumbers>
 struct Dot {
-  static constexpr int kBits = kBitsOfWeights;
+  static constexpr int kBits = kNumbers == Numbers::kInt8 ? 8 : 4;
   static constexpr int64_t kOutputs = kPanel;
   static constexpr int kRows = 1;
   static constexpr int kMostUnits = 4;
@@ -88,6 +92,10 @@ struct Dot {
   };
 
   static inline Weights prepare(Vec::Ints first, Vec::Ints second) {
+    if constexpr (kNumbers == Numbers::kFp4) {
+      first = Vec::look_up(kFp4, first);
+      second = Vec::look_up(kFp4, second);
+    }
     return {vreinterpretq_s8_s32(first), vreinterpretq_s8_s32(second)};
   }
   static inline Inputs inputs(const int8_t* quants, int64_t) { return vld1_s8(quants); }
@@ -102,9 +110,9 @@ struct Dot {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 
 // Eight inputs of two rows by two outputs at once.
-template <int kBitsOfWeights>
+template <Numbers kNumbers>
 struct PairDot {
-  static constexpr int kBits = kBitsOfWeights;
+  static constexpr int kBits = kNumbers == Numbers::kInt8 ? 8 : 4;
   static constexpr int64_t kOutputs = kPanel;
   static constexpr int kRows = 2;
   static constexpr int kMostUnits = 4;
@@ -120,6 +128,10 @@ struct PairDot {
   };
 
   static inline Weights prepare(Vec::Ints first, Vec::Ints second) {
+    if constexpr (kNumbers == Numbers::kFp4) {
+      first = Vec::look_up(kFp4, first);
+      second = Vec::look_up(kFp4, second);
+    }
     return {vreinterpretq_s8_s32(vzip1q_s32(first, second)),
             vreinterpretq_s8_s32(vzip2q_s32(first, second))};
   }

@@ -109,11 +109,21 @@ Status* register_operators(ort::SessionOptions* options, const ort::ApiBase* bas
       make_operator(ort::kFloat), make_operator(ort::kFloat16), make_operator(ort::kBFloat16),
       make_operator(ort::kInt8),  make_operator(ort::kUint8),   make_operator(ort::kFloat8E4M3FN)};
   static const ort::CustomOp own_operators[] = {
-      gated_silu_operator(),  gated_gelu_operator(), lora_operator(),
-      lora_half_operator(),   lora_int8_operator(),  matmul_operator(),
-      matmul_half_operator(), mlp_operator(),        mlp_half_operator(),
-      experts_operator(),     experts_half_operator(),
-      float_experts_operator(), float_experts_half_operator(), float_experts_bfloat16_operator()};
+      gated_silu_operator(),
+      gated_gelu_operator(),
+      lora_operator(),
+      lora_half_operator(),
+      lora_int8_operator(),
+      matmul_operator(),
+      matmul_half_operator(),
+      mlp_operator(),
+      mlp_half_operator(),
+      experts_operator(),
+      experts_half_operator(),
+      experts_fp4_operator(),
+      float_experts_operator(),
+      float_experts_half_operator(),
+      float_experts_bfloat16_operator()};
   return guarded(api, [&] {
     // The runtime keeps pointers to the domain and the operators; neither is ever freed.
     ort::CustomOpDomain* domain = nullptr;

@@ -1,6 +1,7 @@
 // onnxport.GatedExperts: of each row, the sum of GatedMlp of the experts that it is routed to. These
-// may have biases, and another activation than SiLU.
+// may have biases, and another activation than SiLU; and weights that are MXFP4.
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "experts.h"
@@ -12,6 +13,7 @@ namespace onnxport::op {
 namespace {
 
 constexpr const char* kName = "GatedExperts";
+constexpr int64_t kFp4Bits = 4, kFp4Block = 32;  // of MXFP4
 
 enum ExpertsInput : size_t {
   kActivations,
@@ -60,6 +62,31 @@ GatedMlp read_expert(const Api& api, const ort::KernelInfo* info) {
   return expert;
 }
 
+/ Whether weights are E2M1, for which everything has to fit. `scales` is what the node's are.
+bool read_is_fp4(const Api& api, const ort::KernelInfo* info, const GatedMlp& expert,
+                 ort::ElementType scales) {
+  const std::string type = read_text(api, info, kName, "quant_type", "int");
+  const bool is_fp4 = type == "fp4";
+  if (!is_fp4 && type != "int")
+    fail(api, ort::kInvalidArgument, "%s: quant_type must be \"int\" or \"fp4\", found \"%s\"",
+         kName, type.c_str());
+  const MatMul &first = expert.gate_up, &second = expert.down;
+  for (const MatMul& m : {first, second})
+    if (is_fp4 && (m.bits != kFp4Bits || m.block_size != kFp4Block))
+      fail(api, ort::kInvalidArgument,
+           "%s: quant_type \"fp4\" has 4 bits in blocks of 32, found bits %lld, block_size %lld, "
+           "down_bits %lld, down_block_size %lld",
+           kName, static_cast<long long>(first.bits), static_cast<long long>(first.block_size),
+           static_cast<long long>(second.bits), static_cast<long long>(second.block_size));
+  if (is_fp4 != (scales == ort::kUint8))
+    fail(api, ort::kInvalidArgument,
+         "%s: scales are uint8, exponents, with quant_type \"fp4\", and float or float16 with "
+         "\"int\", found %s with \"%s\"",
+         kName, scales == ort::kUint8 ? "uint8" : scales == ort::kFloat ? "float" : "float16",
+         type.c_str());
+  return is_fp4;
+}
+
 // Sizes are those of the weights of all experts.
 void read_biases(const Api& api, const ort::KernelInfo* info, const MatMul& gate_up,
                  const MatMul& down, ExpertsKernel& kernel) {
@@ -82,6 +109,7 @@ std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo
   GatedExperts experts{read_expert(api, info), read_routing(api, info, kName), nullptr};
   GatedMlp& expert = experts.expert;
   // As the graph has them, without what fills up panels.
+  expert.gate_up.is_fp4 = expert.down.is_fp4 = read_is_fp4(api, info, expert, kStored);
   MatMul joined = expert.gate_up, down = expert.down;
   joined.n = 2 * expert.inner;
   check_product(kName, joined);
@@ -145,5 +173,6 @@ ort::CustomOp make_operator() {
 
 ort::CustomOp experts_operator() { return make_operator<ort::kFloat>(); }
 ort::CustomOp experts_half_operator() { return make_operator<ort::kFloat16>(); }
+ort::CustomOp experts_fp4_operator() { return make_operator<ort::kUint8>(); }
 
 }  // namespace onnxport::op

@@ -54,6 +54,28 @@ float read_float(const Api& api, const ort::KernelInfo* info, const char* name, 
   return other;
 }
 
+std::string read_text(const Api& api, const ort::KernelInfo* info, const char* op,
+                      const char* name, const char* other) {
+  char text[64];
+  size_t size = sizeof text;
+  Status* status = api.attribute(info, name, text, &size);
+  if (!status) return text;
+  api.release(status);
+  if (size > sizeof text)
+    fail(api, ort::kInvalidArgument, "%s: %s is %zu characters long", op, name, size - 1);
+  // Whether there is none, or one of another type, the runtime tells in its message only.
+  int64_t integer;
+  float real;
+  status = api.attribute(info, name, &integer);
+  if (status) {
+    api.release(status);
+    status = api.attribute(info, name, &real);
+  }
+  if (!status) fail(api, ort::kInvalidArgument, "%s: %s must be a string", op, name);
+  api.release(status);
+  return other;
+}
+
 Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op, const MatMul& m,
                      const WeightInputs& inputs) {
   const Tensor quants = constant(api, info, op, inputs.quants, inputs.quants_name);
@@ -66,7 +88,7 @@ Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op
 
 void forget_weights(const Weights& weights, ort::ElementType scales) {
   forget_file_pages(weights.quants.data, static_cast<size_t>(elements(weights.quants)));
-  const int64_t bytes = elements(weights.scales) * (scales == ort::kFloat16 ? 2 : 4);
+  const int64_t bytes = elements(weights.scales) * scale_bytes(scale_type(scales));
   forget_file_pages(weights.scales.data, static_cast<size_t>(bytes));
 }
 

@@ -1,6 +1,8 @@
 // Quantized weights among an operator's inputs.
 #pragma once
 
+#include <string>
+
 #include "matmul.h"
 #include "op.h"
 
@@ -8,12 +10,17 @@ namespace onnxport::op {
 
 struct Weights {
   Tensor quants;  // [n][blocks][block_size * bits / 8], uint8
-  Tensor scales;  // [n][blocks], float or float16
+  Tensor scales;  // [n][blocks], float, float16, or uint8, which are E8M0
 };
+
+inline Scales::Type scale_type(ort::ElementType type) {
+  if (type == ort::kUint8) return Scales::kE8M0;
+  return type == ort::kFloat16 ? Scales::kFloat16 : Scales::kFloat;
+}
 
 // The scales, as pack_weights takes them.
 inline Scales stored_scales(const Weights& weights, ort::ElementType type) {
-  return {weights.scales.data, type == ort::kFloat16};
+  return {weights.scales.data, scale_type(type)};
 }
 
 // What the inputs are called in messages; the scales follow the quants.
@@ -30,6 +37,10 @@ bool has_flag(const Api& api, const ort::KernelInfo* info, const char* name);
 
 // A floating attribute; `other` where there is none.
 float read_float(const Api& api, const ort::KernelInfo* info, const char* name, float other);
+
+// A string; `other` where there is none. Throws a Failure where it is something else, or is long.
+std::string read_text(const Api& api, const ort::KernelInfo* info, const char* op,
+                      const char* name, const char* other);
 
 // The weights of a product. Throws a Failure where they are no initializers, or have another size.
 Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op,

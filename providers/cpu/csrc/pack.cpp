@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <exception>
 #include <thread>
@@ -18,6 +19,9 @@ namespace {
 constexpr int64_t kMostThreads = 4;
 // Packed bytes that are worth a thread: it takes some ten microseconds to start.
 constexpr int64_t kPartBytes = 1 << 20;
+
+// The E8M0 that is no number; and those of 2^-23 to 2^16, half of which is a float16.
+constexpr uint8_t kNoPower = 255, kLeastHalf = 127 - 23, kMostHalf = 127 + 16;
 
 // A side of the square tiles that are turned over in registers.
 constexpr int64_t kTile = 4;
@@ -84,14 +88,25 @@ void pack_block(const uint8_t* from, int64_t row_bytes, int64_t words, int64_t c
     }
 }
 
+// Half of the power of two that an E8M0 is: 2^(exponent - 128), which the two least ones write without
+// an exponent of their own.
+float half_of_power(uint8_t exponent) {
+  if (exponent == kNoPower) return NAN;
+  return bits_float(exponent > 1 ? (exponent - 1u) << 23 : 0x200000u << exponent);
+}
+
 float scale_at(const Scales& scales, int64_t place) {
-  if (scales.is_half) return float_from_half(static_cast<const uint16_t*>(scales.data)[place]);
-  return static_cast<const float*>(scales.data)[place];
+  switch (scales.type) {
+    case Scales::kFloat16:
+      return float_from_half(static_cast<const uint16_t*>(scales.data)[place]);
+    case Scales::kE8M0: return half_of_power(static_cast<const uint8_t*>(scales.data)[place]);
+    default: return static_cast<const float*>(scales.data)[place];
+  }
 }
 
 uint16_t half_at(const Scales& scales, int64_t place) {
-  if (scales.is_half) return static_cast<const uint16_t*>(scales.data)[place];
-  return half_from_float(static_cast<const float*>(scales.data)[place]);
+  if (scales.type == Scales::kFloat16) return static_cast<const uint16_t*>(scales.data)[place];
+  return half_from_float(scale_at(scales, place));
 }
 
 // A block's scales of count output features, which are stride apart.
@@ -112,7 +127,14 @@ void pack_scales(const MatMul& call, const Scales& scales, int64_t first, int64_
 }  // namespace
 
 bool are_halves(const Scales& stored, int64_t count) {
-  if (stored.is_half) return true;
+  if (stored.type == Scales::kFloat16) return true;
+  if (stored.type == Scales::kE8M0) {
+    const auto* exponents = static_cast<const uint8_t*>(stored.data);
+    bool is_other = false;
+    for (int64_t i = 0; i < count; i++)
+      is_other |= static_cast<uint8_t>(exponents[i] - kLeastHalf) > kMostHalf - kLeastHalf;
+    return !is_other;
+  }
   const auto* scales = static_cast<const float*>(stored.data);
   // Without branches, so that the loop becomes vectors: every bit that a float16 lacks, and
   // exponents out of its range.

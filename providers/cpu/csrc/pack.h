@@ -16,8 +16,8 @@ void in_parts(int64_t count, int64_t bytes, const Range& pack);
 
 // The scales from a place on.
 inline Scales scales_from(const Scales& scales, int64_t place) {
-  const int64_t bytes = place * (scales.is_half ? 2 : 4);
-  return {static_cast<const uint8_t*>(scales.data) + bytes, scales.is_half};
+  const int64_t bytes = place * scale_bytes(scales.type);
+  return {static_cast<const uint8_t*>(scales.data) + bytes, scales.type};
 }
 
 // As pack_weights, of every step-th row of those that are stored, from the first one on.

@@ -36,6 +36,7 @@ EXPORT_OPTIONS = (
     "precision",
     "group_size",
     "head_precision",
+    "expert_precision",
     "context_length",
     "revision",
     "token",
@@ -68,6 +69,11 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
         "--head-precision",
         choices=("same", *PRECISIONS),
         help="of output head and embedding (int8 for an int4 model, else the same)",
+    )
+    group.add_argument(
+        "--expert-precision",
+        choices=("same", "mxfp4"),
+        help="of experts; mxfp4 keeps those of a checkpoint that has them so (same)",
     )
     group.add_argument(
         "--context-length", type=positive, metavar="TOKENS", help="shorten the model's context"

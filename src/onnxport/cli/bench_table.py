@@ -50,7 +50,7 @@ def _setup(setup: Setup | ServerSetup) -> str:
     peak = setup.peak_memory_bytes
     memory = "" if peak is None else f", peak memory {peak / MIB:.0f} MiB"
     return (
-        f"{artifact.name}: {artifact.family}, {artifact.precision} with head in "
+        f"{artifact.name}: {artifact.family}, {artifact.weights}, head in "
         f"{artifact.head_precision}; {loaded.provider} ({versions}), {loaded.attention} attention, "
         f"{loaded.compute_dtype}, KV cache {loaded.kv_cache_dtype}, {setup.threads} threads; "
         f"loaded in {setup.load_s:.2f} s{memory}"

@@ -69,8 +69,9 @@ def export(source: str, destination: Path, options: ExportOptions) -> Path:
     with _progress_bar() as progress:
         folder = export_model(source, destination, options, progress)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+    experts = f" with experts in {options.expert_precision}" if options.keeps_experts else ""
     print(
-        f"Exported {source} to {options.precision}: {size:,.1f} MB in "
+        f"Exported {source} to {options.precision}{experts}: {size:,.1f} MB in "
         f"{time.monotonic() - start_s:.1f} s.",
         file=sys.stderr,
     )

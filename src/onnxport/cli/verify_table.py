@@ -19,7 +19,7 @@ def lines(report: Report) -> Iterator[str]:
     """Yield the lines."""
     artifact, machine = report.artifact, report.machine
     yield (
-        f"{artifact.name}: {artifact.family}, {artifact.precision}, "
+        f"{artifact.name}: {artifact.family}, {artifact.weights}, "
         f"{artifact.fingerprint[:12]}; files match their checksums"
     )
     yield from _wrapped(

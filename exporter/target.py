@@ -1,0 +1,113 @@
+"""What a weight is stored as: floats, quantized, or in MXFP4 as the checkpoint has it."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import CheckpointError
+from onnxport.exporter import mxfp4
+from onnxport.exporter.plan import MatrixPlan
+from onnxport.exporter.quantize import BlockFormat, quantize_rows
+
+POWERS: Final = np.dtype(ml_dtypes.float8_e8m0fnu)  # of scales that are exponents
+
+Array = NDArray[np.float32]
+
+
+class Target:
+    """The arrays that a matrix is converted into, or where it `keeps` what it is."""
+
+    def __init__(
+        self,
+        plan: MatrixPlan,
+        block: BlockFormat | None,
+        dtype: np.dtype[Any],
+        *,
+        rows: int | None = None,
+        by_rows: bool = True,
+    ) -> None:
+        """Make them.
+
+        Args:
+            plan: The matrix.
+            block: How it is quantized; None: it is not.
+            dtype: What it, or its scales, are stored in.
+            rows: How many of them there are; None: all.
+            by_rows: Whether it is stored [N, K] if it is not quantized, and not [K, N].
+        """
+        rows = plan.rows if rows is None else rows
+        self._block = block
+        self.keeps = block is not None and block.is_fp4
+        self._dtype = dtype
+        self._by_rows = by_rows
+        self.weight: NDArray[Any]
+        self.scales: NDArray[Any] | None = None
+        if block is None:
+            dims = (rows, plan.columns) if by_rows else (plan.columns, rows)
+            self.weight = np.empty(dims, dtype)
+        else:
+            blocks = block.num_blocks(plan.columns)
+            self.weight = np.empty((rows, blocks, block.blob_bytes), np.uint8)
+            self.scales = np.empty((rows, blocks), POWERS if block.is_fp4 else dtype)
+
+    def convert(self, name: str, values: Array, where: slice, meant: Array | None) -> None:
+        """Store `values` at the rows `where`; what they then mean goes to `meant`."""
+        if self._block is None:
+            converted = to_dtype(name, values, self._dtype)
+            if self._by_rows:
+                self.weight[where] = converted
+            else:
+                self.weight[:, where] = converted.T
+            if meant is not None:
+                meant[...] = converted
+            return
+        assert self.scales is not None
+        scales = self.scales[where]
+        quantize_rows(values, self._block, self.weight[where], scales, meant)
+        if not np.isfinite(scales).all():
+            raise not_finite(name, values, self._dtype)
+
+    def keep(
+        self,
+        name: str,
+        blocks: NDArray[np.uint8],
+        scales: NDArray[np.uint8],
+        where: slice,
+        meant: Array | None,
+    ) -> None:
+        """Store rows in MXFP4 as they are; what they mean goes to `meant`."""
+        assert self.scales is not None
+        numbers = mxfp4.decode(blocks, scales)
+        if not np.isfinite(numbers).all():
+            raise not_finite(name, numbers, numbers.dtype)
+        self.weight[where] = blocks
+        self.scales[where] = scales.view(POWERS)
+        if meant is not None:
+            meant[...] = numbers
+
+
+def to_dtype(name: str, values: Array, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Narrow to `dtype`. Raises CheckpointError for what is not finite there."""
+    with np.errstate(over="ignore"):
+        converted = values.astype(dtype)
+    if not np.isfinite(converted).all():
+        raise not_finite(name, values, dtype)
+    return converted
+
+
+def not_finite(name: str, values: Array, dtype: np.dtype[Any]) -> CheckpointError:
+    """The error for values that are not finite, or not in `dtype`."""
+    if not np.isfinite(values).all():
+        return CheckpointError(
+            f"the tensor {name} holds values that are not finite (NaN or infinity): the checkpoint "
+            "is damaged, or was saved from a training run that diverged."
+        )
+    largest = float(np.abs(values).max())
+    return CheckpointError(
+        f"the tensor {name} holds {largest:.4g}, which is beyond the largest {dtype} "
+        f"({np.finfo(dtype).max:.6g}). Export with the precision fp32."
+    )
