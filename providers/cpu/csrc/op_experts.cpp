@@ -108,8 +108,8 @@ template <ort::ElementType kStored>
 std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
   GatedExperts experts{read_expert(api, info), read_routing(api, info, kName), nullptr};
   GatedMlp& expert = experts.expert;
-  // As the graph has them, without what fills up panels.
   expert.gate_up.is_fp4 = expert.down.is_fp4 = read_is_fp4(api, info, expert, kStored);
+  // As the graph has them, without what fills up panels.
   MatMul joined = expert.gate_up, down = expert.down;
   joined.n = 2 * expert.inner;
   check_product(kName, joined);
