@@ -62,7 +62,7 @@ GatedMlp read_expert(const Api& api, const ort::KernelInfo* info) {
   return expert;
 }
 
-/ Whether weights are E2M1, for which everything has to fit. `scales` is what the node's are.
+// Whether weights are E2M1, for which everything has to fit. `scales` is what the node's are.
 bool read_is_fp4(const Api& api, const ort::KernelInfo* info, const GatedMlp& expert,
                  ort::ElementType scales) {
   const std::string type = read_text(api, info, kName, "quant_type", "int");
