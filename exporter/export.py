@@ -19,6 +19,7 @@ from onnxport.exporter.options import ExportOptions, Progress, ProgressCallback
 from onnxport.exporter.plan import (
     EXPERTS,
     HEAD,
+    MatrixPlan,
     WeightPlan,
     check_unused,
     plan_weights,
@@ -102,6 +103,12 @@ def export_model(
         _check_tensors(checkpoint, plan, spec, names)
         if options.keeps_experts:
             _check_kept(checkpoint, plan, config)
+        elif options.block() and {*_expert_dtypes(checkpoint, plan).values()} == {MXFP4}:
+            logger.warning(
+                "experts are stored in MXFP4 and are quantized again, to %s, which changes them; "
+                "the expert precision mxfp4 keeps them as they are",
+                options.precision,
+            )
         with ArtifactWriter(
             destination,
             overwrite=options.overwrite,
@@ -135,21 +142,30 @@ def _check_tensors(
         _check_same(checkpoint, names.embedding, names.head, spec)
 
 
+def _experts(plan: WeightPlan) -> list[MatrixPlan]:
+    return [one for role, one in plan.matrices.items() if role.endswith(EXPERTS)]
+
+
+def _expert_dtypes(checkpoint: Checkpoint, plan: WeightPlan) -> dict[str, str]:
+    """What each tensor of experts is stored in."""
+    tensors = sorted({part.tensor for one in _experts(plan) for part in one.parts})
+    return {name: checkpoint.dtype(name) for name in tensors}
+
+
 def _check_kept(checkpoint: Checkpoint, plan: WeightPlan, config: Config) -> None:
     """Experts that are to stay in MXFP4 are in it, as they are to be stored."""
     asked = f"{config.path}: the expert precision mxfp4 was asked for"
-    experts = {role: one for role, one in plan.matrices.items() if role.endswith(EXPERTS)}
-    if not experts:
+    found = _expert_dtypes(checkpoint, plan)
+    if not found:
         raise ExportError(f"{asked}, and this model has no experts; leave it out.")
-    tensors = {part.tensor for one in experts.values() for part in one.parts}
-    others = sorted(name for name in tensors if checkpoint.dtype(name) != MXFP4)
+    others = [name for name, dtype in found.items() if dtype != MXFP4]
     if others:
         raise ExportError(
-            f"{asked}, which keeps what is stored so, and {len(others)} of {len(tensors)} tensors "
-            f"of experts are not: {others[0]} is {checkpoint.dtype(others[0])}. Leave it out, and "
+            f"{asked}, which keeps what is stored so, and {len(others)} of {len(found)} tensors "
+            f"of experts are not: {others[0]} is {found[others[0]]}. Leave it out, and "
             "experts are of the precision that the rest has."
         )
-    assert all(one.scale == 1 and not one.interleaved for one in experts.values())
+    assert all(one.scale == 1 and not one.interleaved for one in _experts(plan))
     logger.warning(
         "onnxruntime-genai will not run %s on a processor: ONNX Runtime has no kernel for experts "
         "in MXFP4 there. onnxport itself serves the paged graph",

@@ -96,6 +96,15 @@ def test_without_asking_nothing_changes(model: Made, tmp_path: Path) -> None:
                 assert len(node.input) == 8
 
 
+@pytest.mark.parametrize(("precision", "says"), [("int4", True), ("int8", True), ("fp16", False)])
+def test_it_says_so_where_experts_are_quantized_again(
+    model: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture, precision: str, says: bool
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        export_model(model[1], tmp_path / "a", ExportOptions(precision=precision, group_size=32))
+    assert ("expert precision mxfp4 keeps them as they are" in caplog.text) == says
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_transformers_computes_the_same(model: Made, tmp_path: Path, precision: str) -> None:
     options = replace(KEPT, precision=precision)
