@@ -1,5 +1,6 @@
-// Runs serialized layers of experts in floats without ONNX Runtime or Python, for processors that
-// have neither here. float_experts_cases.py writes the input; see there for the format.
+// Runs serialized layers of experts in floats without ONNX Runtime or Python,
+// for processors that have neither here. float_experts_cases.py writes the
+// input; see there for the format.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -10,16 +11,16 @@
 
 namespace {
 
-template <class T>
-std::vector<T> read_array(int64_t count) {
+template <class T> std::vector<T> read_array(int64_t count) {
   std::vector<T> values(static_cast<size_t>(count));
   const size_t got = std::fread(values.data(), sizeof(T), values.size(), stdin);
-  if (got != values.size()) std::exit(3);
+  if (got != values.size())
+    std::exit(3);
   return values;
 }
 
 // Three threads that take the tasks from the last to the first.
-int run_on_threads(void*, size_t count, onnxport::Task task, void* argument) {
+int run_on_threads(void *, size_t count, onnxport::Task task, void *argument) {
   std::atomic<size_t> left{count};
   const auto work = [&] {
     for (size_t i = left.load(); i > 0;)
@@ -47,7 +48,8 @@ void run_case() {
   experts.routing = {sizes[4], sizes[5], sizes[6] != 0};
   experts.rows = sizes[8];
   const int64_t bytes = experts.type == onnxport::kFloat32 ? 4 : 2;
-  const int64_t features = 2 * sizes[4] * experts.inner, outputs = sizes[4] * experts.n;
+  const int64_t features = 2 * sizes[4] * experts.inner,
+                outputs = sizes[4] * experts.n;
   const auto x = read_array<float>(experts.rows * experts.depth);
   const auto logits = read_array<float>(experts.rows * sizes[4]);
   const auto gate_up = read_array<char>(features * experts.depth * bytes);
@@ -66,15 +68,18 @@ void run_case() {
   experts.input = x.data();
   experts.logits = logits.data();
   experts.output = output.data();
-  if (run_float_experts(experts, run_on_threads, nullptr) != 0) std::exit(4);
+  if (run_float_experts(experts, run_on_threads, nullptr) != 0)
+    std::exit(4);
   std::fwrite(output.data(), sizeof(float), output.size(), stdout);
 }
 
-}  // namespace
+} // namespace
 
 // The argument is the instruction set to use.
-int main(int argc, char** argv) {
-  if (argc != 2 || !onnxport::set_isa(argv[1])) return 2;
-  for (int64_t left = read_array<int64_t>(1)[0]; left > 0; left--) run_case();
+int main(int argc, char **argv) {
+  if (argc != 2 || !onnxport::set_isa(argv[1]))
+    return 2;
+  for (int64_t left = read_array<int64_t>(1)[0]; left > 0; left--)
+    run_case();
   return 0;
 }

@@ -1,5 +1,5 @@
-// Divides a layer of experts in floats into tasks: features of gate and up with the activation behind
-// them, then outputs of down, then the sums of each row.
+// Divides a layer of experts in floats into tasks: features of gate and up with the activation
+// behind them, then outputs of down, then the sums of each row.
 #include "float_experts.h"
 
 #include <algorithm>
@@ -117,7 +117,7 @@ struct Run {
 
  private:
   // Tasks of the same weights are neighbours.
-  template <int64_t Active::*kBegin>
+  template <int64_t Active::* kBegin>
   Piece piece_at(int64_t index, int64_t outputs) const {
     const auto is_before = [](int64_t number, const Active& one) { return number < one.*kBegin; };
     const Active& found = *(std::upper_bound(active.begin(), active.end(), index, is_before) - 1);

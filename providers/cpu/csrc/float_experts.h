@@ -8,10 +8,10 @@
 namespace onnxport {
 
 struct FloatExperts {
-  CacheType type;             // of the weights, but for kInt8
-  int64_t depth, inner, n;    // numbers of a row, between the products, and of an output
-  const void* gate_up;        // [num_experts][2 * inner][depth], a row of gate, then the same one of up
-  const void* down;           // [num_experts][n][inner]
+  CacheType type;           // of the weights, but for kInt8
+  int64_t depth, inner, n;  // numbers of a row, between the products, and of an output
+  const void* gate_up;  // [num_experts][2 * inner][depth], a row of gate, then the same one of up
+  const void* down;     // [num_experts][n][inner]
   const float* gate_up_bias;  // [num_experts][2 * inner], likewise; null: none
   const float* down_bias;     // [num_experts][n]; null: none
   const Swiglu* swiglu;       // null: a SiLU
@@ -23,8 +23,8 @@ struct FloatExperts {
   float* output;        // [rows][n]
 };
 
-// Computes the output. Returns zero or what parallel_for returned. Throws std::bad_alloc only. The bits
-// of a row's result depend on that row and the weights alone.
+// Computes the output. Returns zero or what parallel_for returned. Throws std::bad_alloc only. The
+// bits of a row's result depend on that row and the weights alone.
 int run_float_experts(const FloatExperts& experts, ParallelFor parallel_for, void* context);
 
 }  // namespace onnxport

@@ -79,9 +79,9 @@ void* open_output(const Api& api, ort::KernelContext* context, const Tensor& sha
 // so. The rest is null.
 ort::CustomOp base_operator();
 
-ort::CustomOp experts_operator();       // scales in float32
-ort::CustomOp experts_half_operator();  // scales in float16
-ort::CustomOp experts_fp4_operator();   // scales in E8M0
+ort::CustomOp experts_operator();                 // scales in float32
+ort::CustomOp experts_half_operator();            // scales in float16
+ort::CustomOp experts_fp4_operator();             // scales in E8M0
 ort::CustomOp float_experts_operator();           // weights in float32
 ort::CustomOp float_experts_half_operator();      // weights in float16
 ort::CustomOp float_experts_bfloat16_operator();  // weights in bfloat16

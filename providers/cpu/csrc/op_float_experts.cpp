@@ -56,8 +56,7 @@ std::unique_ptr<ExpertsKernel> make_kernel(const Api& api, const ort::KernelInfo
   experts.routing = read_routing(api, info, kName);
   const int64_t features = experts.routing.num_experts * experts.inner;
   const int64_t outputs = experts.routing.num_experts * experts.n;
-  experts.gate_up =
-      read_floats(api, info, kName, kGateUp, "gate_up", 2 * features * experts.depth);
+  experts.gate_up = read_floats(api, info, kName, kGateUp, "gate_up", 2 * features * experts.depth);
   experts.down = read_floats(api, info, kName, kDown, "down", outputs * experts.inner);
   experts.gate_up_bias = read_own_bias(api, info, 2 * features, kGateUpBias, "gate_up_bias");
   experts.down_bias = read_own_bias(api, info, outputs, kDownBias, "down_bias");

@@ -23,8 +23,8 @@ class RoutedRows {
   int64_t route_tasks() const;
   void route_rows(int64_t index) const;
 
-  // Once all rows are routed: calls add(expert, first_part, count) for each expert that has rows, in
-  // order, and numbers the parts.
+  // Once all rows are routed: calls add(expert, first_part, count) for each expert that has rows,
+  // in order, and numbers the parts.
   template <class F>
   void group(F add) {
     const int64_t* first = count_parts();

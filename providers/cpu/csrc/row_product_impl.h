@@ -1,8 +1,8 @@
 // Products with weights in floats as they are stored. Compiled once per instruction set.
 //
-// A number is one sum for each lane, over the inputs in order, and then the sum of the lanes. However
-// many rows and outputs are held in registers at once, and however inputs are cut into blocks, that is
-// the same.
+// A number is one sum for each lane, over the inputs in order, and then the sum of the lanes.
+// However many rows and outputs are held in registers at once, and however inputs are cut into
+// blocks, that is the same.
 #pragma once
 
 #include <string.h>
@@ -18,8 +18,8 @@ constexpr int kProductOutputs = 4;                                        // in 
 constexpr int kProductRows = Vec::kMaxRows >= 8 ? 6 : Vec::kMaxRows / 2;  // many rows beside them
 constexpr int kAloneOutputs = 8;  // of a row alone: what hides the time that an addition takes
 
-// Of many rows, so many share the weights of so many outputs and inputs as the first cache holds with
-// what they read of their own.
+// Of many rows, so many share the weights of so many outputs and inputs as the first cache holds
+// with what they read of their own.
 constexpr int64_t kBlockRows = 18, kBlockOutputs = 64, kBlockInputs = 256;
 
 // How many rows go together where there are not so many left.
@@ -90,16 +90,16 @@ static inline void product_rows(const RowProduct& p, int64_t row, int64_t output
   }
 }
 
-// What is at work on kBlockRows rows and kBlockOutputs outputs, vectors of different rows or outputs
-// side by side: rows that lie a power of two apart would drive each other out of the cache.
+// What is at work on kBlockRows rows and kBlockOutputs outputs, vectors of different rows or
+// outputs side by side: rows that lie a power of two apart would drive each other out of the cache.
 struct ProductBlock {
   alignas(64) float inputs[kBlockInputs / Vec::kWidth][kBlockRows][Vec::kWidth];
   alignas(64) float weights[kBlockInputs / Vec::kWidth][kProductOutputs][Vec::kWidth];
   float sums[kBlockRows][kBlockOutputs][Vec::kWidth];  // whose lanes are not added up yet
 };
 
-// Adds the products of `count` inputs to the sums of kProductOutputs outputs from one on, and of all
-// rows from one on.
+// Adds the products of `count` inputs to the sums of kProductOutputs outputs from one on, and of
+// all rows from one on.
 template <int kRows>
 static inline void add_block(ProductBlock& block, int64_t row, int64_t rows, int64_t output,
                              int64_t count) {
@@ -164,7 +164,8 @@ static void product_block(const RowProduct& p, int64_t row, int64_t rows, int64_
     for (int64_t o = 0; o < kBlockOutputs; o += kProductOutputs) {
       const bool is_last = o + kProductOutputs == kBlockOutputs;
       const int64_t ahead = is_last ? kBlockInputs - o * p.depth : kProductOutputs * p.depth;
-      copy_weights<Type>(product_weights<Type>(p, output + o) + begin, p.depth, count, ahead, block);
+      copy_weights<Type>(product_weights<Type>(p, output + o) + begin, p.depth, count, ahead,
+                         block);
       add_block<kProductRows>(block, 0, rows, o, count);
     }
   }
