@@ -69,6 +69,25 @@ def test_random_cases_sanitized(library: ctypes.CDLL, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(platform.system() != "Linux", reason="needs g++'s ThreadSanitizer")
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_threads_of_experts_in_floats_sanitized(tmp_path: Path) -> None:
+    """The same for experts whose weights are floats."""
+    if not os.path.isabs(runtime("libtsan.so")):
+        pytest.skip("g++ has no ThreadSanitizer library")
+    sets = {"portable": ""}
+    if matmul_isa() is not None and platform.machine() == "x86_64":
+        sets["avx2"] = "-mavx2 -mfma -mf16c"
+    flags = dict.fromkeys(["kernels_avx2", "matmul_avx2", "summary_avx2"], sets.get("avx2", ""))
+    options = ("-fsanitize=thread", "-g1")
+    driver = matmul_standalone.build(
+        "g++", tmp_path, flags, *options, driver="float_experts_driver"
+    )
+    for isa in sets:
+        check_standalone([str(driver)], isa)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.system() != "Linux", reason="needs g++'s ThreadSanitizer")
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 def test_feed_forward_threads_sanitized(tmp_path: Path) -> None:
     """The same for products, the layers that are made of them, and products of few outputs."""
     if not os.path.isabs(runtime("libtsan.so")):
@@ -97,15 +116,6 @@ def test_feed_forward_threads_sanitized(tmp_path: Path) -> None:
     biased = experts_cases.case_with_extras()
     (found,) = matmul_standalone.run_experts([str(driver)], ["avx2", "portable"], [biased])
     experts_cases.check(biased, found)
-
-    folder = tmp_path / "floats"
-    folder.mkdir()
-    flags = {"kernels_avx2": "-mavx2 -mfma -mf16c", **flags}
-    driver = matmul_standalone.build(
-        *("g++", folder, flags, "-fsanitize=thread", "-g1"), driver="float_experts_driver"
-    )
-    for isa in ("avx2", "portable"):
-        check_standalone([str(driver)], isa)
 
     coarse = [
         coarse_cases.with_calls(coarse_cases.gaussian_case(s, 1500, 128, 2), s) for s in (1, 2)
