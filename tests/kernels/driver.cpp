@@ -1,12 +1,11 @@
 // Runs serialized problems without ONNX Runtime or Python, for processors that have neither here.
 // standalone.py writes the input and reads the output; see there for the format.
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
 #include <vector>
 
+#include "drivers.h"
 #include "kernels.h"
 
 namespace {
@@ -39,23 +38,6 @@ struct Array {
   }
   void write() const { std::fwrite(bytes.data(), 1, bytes.size(), stdout); }
 };
-
-// Three threads that take the tasks from the last to the first.
-int run_on_threads(void*, size_t count, onnxport::Task task, void* argument) {
-  std::atomic<size_t> left{count};
-  const auto work = [&] {
-    for (size_t i = left.load(); i > 0;)
-      if (left.compare_exchange_weak(i, i - 1)) {
-        task(argument, i - 1);
-        i = left.load();
-      }
-  };
-  std::thread second(work), third(work);
-  work();
-  second.join();
-  third.join();
-  return 0;
-}
 
 }  // namespace
 

@@ -1,40 +1,13 @@
-// Runs serialized layers of experts in floats without ONNX Runtime or Python,
-// for processors that have neither here. float_experts_cases.py writes the
-// input; see there for the format.
-#include <atomic>
+// Runs serialized layers of experts in floats without ONNX Runtime or Python, for processors that
+// have neither here. float_experts_cases.py writes the input; see there for the format.
 #include <cstdio>
 #include <cstdlib>
-#include <thread>
 #include <vector>
 
+#include "drivers.h"
 #include "float_experts.h"
 
 namespace {
-
-template <class T> std::vector<T> read_array(int64_t count) {
-  std::vector<T> values(static_cast<size_t>(count));
-  const size_t got = std::fread(values.data(), sizeof(T), values.size(), stdin);
-  if (got != values.size())
-    std::exit(3);
-  return values;
-}
-
-// Three threads that take the tasks from the last to the first.
-int run_on_threads(void *, size_t count, onnxport::Task task, void *argument) {
-  std::atomic<size_t> left{count};
-  const auto work = [&] {
-    for (size_t i = left.load(); i > 0;)
-      if (left.compare_exchange_weak(i, i - 1)) {
-        task(argument, i - 1);
-        i = left.load();
-      }
-  };
-  std::thread second(work), third(work);
-  work();
-  second.join();
-  third.join();
-  return 0;
-}
 
 void run_case() {
   const std::vector<int64_t> sizes = read_array<int64_t>(9);
@@ -48,8 +21,7 @@ void run_case() {
   experts.routing = {sizes[4], sizes[5], sizes[6] != 0};
   experts.rows = sizes[8];
   const int64_t bytes = experts.type == onnxport::kFloat32 ? 4 : 2;
-  const int64_t features = 2 * sizes[4] * experts.inner,
-                outputs = sizes[4] * experts.n;
+  const int64_t features = 2 * sizes[4] * experts.inner, outputs = sizes[4] * experts.n;
   const auto x = read_array<float>(experts.rows * experts.depth);
   const auto logits = read_array<float>(experts.rows * sizes[4]);
   const auto gate_up = read_array<char>(features * experts.depth * bytes);
@@ -68,18 +40,15 @@ void run_case() {
   experts.input = x.data();
   experts.logits = logits.data();
   experts.output = output.data();
-  if (run_float_experts(experts, run_on_threads, nullptr) != 0)
-    std::exit(4);
+  if (run_float_experts(experts, run_on_threads, nullptr) != 0) std::exit(4);
   std::fwrite(output.data(), sizeof(float), output.size(), stdout);
 }
 
-} // namespace
+}  // namespace
 
 // The argument is the instruction set to use.
-int main(int argc, char **argv) {
-  if (argc != 2 || !onnxport::set_isa(argv[1]))
-    return 2;
-  for (int64_t left = read_array<int64_t>(1)[0]; left > 0; left--)
-    run_case();
+int main(int argc, char** argv) {
+  if (argc != 2 || !onnxport::set_isa(argv[1])) return 2;
+  for (int64_t left = read_array<int64_t>(1)[0]; left > 0; left--) run_case();
   return 0;
 }

@@ -1,12 +1,12 @@
 // Runs serialized products and feed-forward layers without ONNX Runtime or Python, for processors that have neither here.
 // matmul_standalone.py writes the input and reads the output; see there for the format.
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
 #include <vector>
 
 #include "coarse.h"
+#include "drivers.h"
 #include "experts.h"
 #include "kernels.h"
 #include "mlp.h"
@@ -14,31 +14,6 @@
 namespace {
 
 using onnxport::MatMul;
-
-template <class T>
-std::vector<T> read_array(int64_t count) {
-  std::vector<T> values(static_cast<size_t>(count));
-  const size_t got = std::fread(values.data(), sizeof(T), values.size(), stdin);
-  if (got != values.size()) std::exit(3);
-  return values;
-}
-
-// Three threads that take the tasks from the last to the first.
-int run_on_threads(void*, size_t count, onnxport::Task task, void* argument) {
-  std::atomic<size_t> left{count};
-  const auto work = [&] {
-    for (size_t i = left.load(); i > 0;)
-      if (left.compare_exchange_weak(i, i - 1)) {
-        task(argument, i - 1);
-        i = left.load();
-      }
-  };
-  std::thread second(work), third(work);
-  work();
-  second.join();
-  third.join();
-  return 0;
-}
 
 struct Stored {
   MatMul product{};
