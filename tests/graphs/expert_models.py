@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxport.exporter import mxfp4
 from onnxport.graphs.builder import GraphBuilder
 from onnxport.graphs.experts import FP4, ExpertWeights, Routing, Swiglu, expert_layer
+from onnxport.graphs.inspect import set_attribute
+from onnxport.graphs.passes.retype import external_placeholder
 from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef
 
 HIDDEN, SIZE, COUNT, PER_TOKEN, BLOCK = 64, 96, 6, 2, 32
@@ -31,6 +33,7 @@ VARIANTS = {
     "all": (CLAMPED, True),
 }
 Array = NDArray[np.float32]
+Edit = Callable[[onnx.ModelProto], None]  # of a layer's graph, in place
 
 
 @dataclass
@@ -206,3 +209,35 @@ def inputs(tokens: int, seed: int = 0) -> tuple[Array, Array]:
 
 
 TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+
+
+def with_attribute(name: str, value: int | str) -> Edit:
+    """The operator of experts says something else."""
+
+    def edit(model: onnx.ModelProto) -> None:
+        set_attribute(
+            next(n for n in model.graph.node if n.op_type in {"MoE", "QMoE"}), name, value
+        )
+
+    return edit
+
+
+def in_float16(name: str) -> Edit:
+    """A tensor is declared in float16."""
+
+    def edit(model: onnx.ModelProto) -> None:
+        (tensor,) = [one for one in model.graph.initializer if one.name == name]
+        dims = tuple(tensor.dims)
+        tensor.CopyFrom(external_placeholder(name, TensorProto.FLOAT16, dims))
+
+    return edit
+
+
+def as_input(name: str) -> Edit:
+    """A tensor may be given at run time."""
+
+    def edit(model: onnx.ModelProto) -> None:
+        (tensor,) = [one for one in model.graph.initializer if one.name == name]
+        model.graph.input.append(helper.make_tensor_value_info(name, tensor.data_type, tensor.dims))
+
+    return edit

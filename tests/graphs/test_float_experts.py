@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 from onnx import TensorProto
 
-from onnxport.graphs.inspect import initializers, set_attribute
+from onnxport.graphs.inspect import initializers
 from onnxport.graphs.passes.float_experts import float_expert_weights, use_float_experts
-from onnxport.graphs.passes.retype import external_placeholder, retype
+from onnxport.graphs.passes.retype import retype
 from onnxport.providers.cpu.library import find_library
 from tests.graphs.expert_models import (
     COUNT,
@@ -21,8 +19,12 @@ from tests.graphs.expert_models import (
     SIZE,
     TYPES,
     VARIANTS,
+    Edit,
+    as_input,
+    in_float16,
     inputs,
     layer,
+    with_attribute,
 )
 
 KERNEL = pytest.mark.skipif(find_library() is None, reason="the C++ kernels were not built")
@@ -83,45 +85,19 @@ def test_what_it_computes(tmp_path: Path, dtype: str, variant: str) -> None:
         np.testing.assert_array_equal(np.concatenate(several), found)
 
 
-def _attribute(name: str, value: int | str) -> Callable[[onnx.ModelProto], None]:
-    def edit(model: onnx.ModelProto) -> None:
-        set_attribute(next(n for n in model.graph.node if n.op_type == "MoE"), name, value)
-
-    return edit
-
-
-def _half(name: str) -> Callable[[onnx.ModelProto], None]:
-    def edit(model: onnx.ModelProto) -> None:
-        (tensor,) = [one for one in model.graph.initializer if one.name == name]
-        dims = tuple(tensor.dims)
-        tensor.CopyFrom(external_placeholder(name, TensorProto.FLOAT16, dims))
-
-    return edit
-
-
-def _changing(name: str) -> Callable[[onnx.ModelProto], None]:
-    def edit(model: onnx.ModelProto) -> None:
-        (tensor,) = [one for one in model.graph.initializer if one.name == name]
-        model.graph.input.append(
-            onnx.helper.make_tensor_value_info(name, tensor.data_type, tensor.dims)
-        )
-
-    return edit
-
-
 @pytest.mark.parametrize(
     "edit",
     [
-        _attribute("activation_type", "relu"),
-        _attribute("swiglu_fusion", 2),
-        _attribute("normalize_routing_weights", 0),
-        _half("down.weight"),
-        _half("gate_up.bias"),
-        _changing("gate_up.weight"),
-        _changing("down.bias"),
+        with_attribute("activation_type", "relu"),
+        with_attribute("swiglu_fusion", 2),
+        with_attribute("normalize_routing_weights", 0),
+        in_float16("down.weight"),
+        in_float16("gate_up.bias"),
+        as_input("gate_up.weight"),
+        as_input("down.bias"),
     ],
 )
-def test_others_stay(tmp_path: Path, edit: Callable[[onnx.ModelProto], None]) -> None:
+def test_others_stay(tmp_path: Path, edit: Edit) -> None:
     model = layer(tmp_path, None, TYPES["float32"], "all").model
     edit(model)
     result = use_float_experts(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +12,9 @@ from onnx import TensorProto, numpy_helper
 
 from onnxport.errors import ArtifactError
 from onnxport.graphs.experts import FP4, Swiglu
-from onnxport.graphs.inspect import initializers, set_attribute
+from onnxport.graphs.inspect import initializers
 from onnxport.graphs.passes.gated_experts import use_gated_experts
-from onnxport.graphs.passes.retype import external_placeholder, retype
+from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.stored_scales import use_stored_scales
 from onnxport.providers.cpu.library import find_library, matmul_isa
 from tests.graphs.expert_models import (
@@ -26,8 +25,12 @@ from tests.graphs.expert_models import (
     SIZE,
     TYPES,
     VARIANTS,
+    Edit,
+    as_input,
+    in_float16,
     inputs,
     layer,
+    with_attribute,
 )
 from tests.graphs.test_int8_experts import EDITS
 
@@ -126,13 +129,6 @@ def test_a_row_has_the_same_bits_however_its_experts_are_chosen(
         np.testing.assert_array_equal(np.concatenate(several), found)
 
 
-def _attribute(name: str, value: int | str) -> Callable[[onnx.ModelProto], None]:
-    def edit(model: onnx.ModelProto) -> None:
-        set_attribute(next(n for n in model.graph.node if n.op_type == "QMoE"), name, value)
-
-    return edit
-
-
 def _bias(model: onnx.ModelProto) -> None:
     node = next(n for n in model.graph.node if n.op_type == "QMoE")
     node.input[4] = "bias"
@@ -140,26 +136,7 @@ def _bias(model: onnx.ModelProto) -> None:
     model.graph.initializer.append(zeros)
 
 
-def _half(name: str) -> Callable[[onnx.ModelProto], None]:
-    def edit(model: onnx.ModelProto) -> None:
-        (tensor,) = [one for one in model.graph.initializer if one.name == name]
-        dims = tuple(tensor.dims)
-        tensor.CopyFrom(external_placeholder(name, TensorProto.FLOAT16, dims))
-
-    return edit
-
-
-def _changing(name: str) -> Callable[[onnx.ModelProto], None]:
-    def edit(model: onnx.ModelProto) -> None:
-        (tensor,) = [one for one in model.graph.initializer if one.name == name]
-        model.graph.input.append(
-            onnx.helper.make_tensor_value_info(name, tensor.data_type, tensor.dims)
-        )
-
-    return edit
-
-
-def _without(name: str) -> Callable[[onnx.ModelProto], None]:
+def _without(name: str) -> Edit:
     def edit(model: onnx.ModelProto) -> None:
         node = next(n for n in model.graph.node if n.op_type == "QMoE")
         node.input[:] = ["" if one == name else one for one in node.input]
@@ -170,17 +147,17 @@ def _without(name: str) -> Callable[[onnx.ModelProto], None]:
 @pytest.mark.parametrize(
     "edit",
     [
-        _attribute("accuracy_level", 1),
-        _attribute("expert_weight_bits", 2),
-        _attribute("block_size", 512),
-        _attribute("activation_type", "relu"),
-        _attribute("swiglu_fusion", 2),
-        _attribute("normalize_routing_weights", 0),
+        with_attribute("accuracy_level", 1),
+        with_attribute("expert_weight_bits", 2),
+        with_attribute("block_size", 512),
+        with_attribute("activation_type", "relu"),
+        with_attribute("swiglu_fusion", 2),
+        with_attribute("normalize_routing_weights", 0),
         _bias,
-        _half("down.scales"),
+        in_float16("down.scales"),
     ],
 )
-def test_others_stay(tmp_path: Path, edit: Callable[[onnx.ModelProto], None]) -> None:
+def test_others_stay(tmp_path: Path, edit: Edit) -> None:
     model = layer(tmp_path, 4, TYPES["float32"], level=4).model
     edit(model)
     result = use_gated_experts(model)
@@ -191,16 +168,16 @@ def test_others_stay(tmp_path: Path, edit: Callable[[onnx.ModelProto], None]) ->
 @pytest.mark.parametrize(
     "edit",
     [
-        _attribute("accuracy_level", 1),
-        _attribute("activation_type", "relu"),
+        with_attribute("accuracy_level", 1),
+        with_attribute("activation_type", "relu"),
         *(
             make(f"{of}.bias")
-            for make in (_half, _changing, _without)
+            for make in (in_float16, as_input, _without)
             for of in ("gate_up", "down")
         ),
     ],
 )
-def test_others_with_biases_stay(tmp_path: Path, edit: Callable[[onnx.ModelProto], None]) -> None:
+def test_others_with_biases_stay(tmp_path: Path, edit: Edit) -> None:
     model = layer(tmp_path, 4, TYPES["float32"], "all", level=4).model
     edit(model)
     result = use_gated_experts(model)
@@ -235,17 +212,15 @@ def test_the_node_of_experts_in_mxfp4(tmp_path: Path, variant: str) -> None:
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_experts_in_mxfp4_of_another_kind_are_refused(
-    tmp_path: Path, edit: Callable[[onnx.ModelProto], None]
-) -> None:
+def test_experts_in_mxfp4_of_another_kind_are_refused(tmp_path: Path, edit: Edit) -> None:
     model = layer(tmp_path, FP4, TYPES["float32"], level=4).model
     edit(model)
     with pytest.raises(ArtifactError, match="QMoE 'experts', of experts in MXFP4, is not as"):
         use_gated_experts(model)
 
 
-@pytest.mark.parametrize("edit", [_attribute("accuracy_level", 1), _half("down.bias")])
-def test_others_in_mxfp4_stay(tmp_path: Path, edit: Callable[[onnx.ModelProto], None]) -> None:
+@pytest.mark.parametrize("edit", [with_attribute("accuracy_level", 1), in_float16("down.bias")])
+def test_others_in_mxfp4_stay(tmp_path: Path, edit: Edit) -> None:
     model = layer(tmp_path, FP4, TYPES["float32"], "all", level=4).model
     edit(model)
     assert use_gated_experts(model).model == model

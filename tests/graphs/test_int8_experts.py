@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,22 @@ from onnxport.errors import ArtifactError
 from onnxport.exporter import mxfp4
 from onnxport.graphs import contract, fp4
 from onnxport.graphs.experts import FP4, Swiglu
-from onnxport.graphs.inspect import initializers, set_attribute
+from onnxport.graphs.inspect import initializers
 from onnxport.graphs.passes.int8_experts import int8_bytes, is_fp4, write_int8_experts
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_experts import split_experts
 from onnxport.graphs.tensors import numpy_dtype
-from tests.graphs.expert_models import COUNT, HIDDEN, SIZE, TYPES, VARIANTS, inputs, layer
+from tests.graphs.expert_models import (
+    COUNT,
+    HIDDEN,
+    SIZE,
+    TYPES,
+    VARIANTS,
+    Edit,
+    inputs,
+    layer,
+    with_attribute,
+)
 
 NAMES = {kind: name for name, kind in TYPES.items()}
 
@@ -152,13 +161,6 @@ def test_others_stay(tmp_path: Path, bits: int | None) -> None:
     assert write_int8_experts(made.model, made.read, "float32").model == made.model
 
 
-def _attribute(name: str, value: int | str) -> Callable[[onnx.ModelProto], None]:
-    def edit(model: onnx.ModelProto) -> None:
-        set_attribute(next(n for n in model.graph.node if n.op_type == "QMoE"), name, value)
-
-    return edit
-
-
 def _global_scale(model: onnx.ModelProto) -> None:
     (tensor,) = [one for one in model.graph.initializer if one.name == "global_scale"]
     values = np.ones(COUNT, np.float32)
@@ -171,7 +173,7 @@ def _without_global_scales(model: onnx.ModelProto) -> None:
     del node.input[6:]
 
 
-def _typed(name: str, kind: int) -> Callable[[onnx.ModelProto], None]:
+def _typed(name: str, kind: int) -> Edit:
     def edit(model: onnx.ModelProto) -> None:
         (tensor,) = [one for one in model.graph.initializer if one.name == name]
         tensor.data_type = kind
@@ -180,10 +182,10 @@ def _typed(name: str, kind: int) -> Callable[[onnx.ModelProto], None]:
 
 
 EDITS: list[Any] = [
-    _attribute("expert_weight_bits", 8),
-    _attribute("block_size", 16),
-    _attribute("activation_type", "relu"),
-    _attribute("swiglu_fusion", 2),
+    with_attribute("expert_weight_bits", 8),
+    with_attribute("block_size", 16),
+    with_attribute("activation_type", "relu"),
+    with_attribute("swiglu_fusion", 2),
     _global_scale,
     _without_global_scales,
     _typed("down.scales", TensorProto.UINT8),
@@ -192,9 +194,7 @@ EDITS: list[Any] = [
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_experts_of_another_kind_are_refused(
-    tmp_path: Path, edit: Callable[[onnx.ModelProto], None]
-) -> None:
+def test_experts_of_another_kind_are_refused(tmp_path: Path, edit: Edit) -> None:
     made = layer(tmp_path, FP4, TYPES["float32"])
     edit(made.model)
     with pytest.raises(ArtifactError, match="QMoE 'experts', of experts in MXFP4, is not as"):
@@ -204,7 +204,7 @@ def test_experts_of_another_kind_are_refused(
 @pytest.mark.parametrize("kind", ["fp4", "nvfp4", "fp8"])
 def test_only_integers_are_split(tmp_path: Path, kind: str) -> None:
     made = layer(tmp_path, FP4, TYPES["float32"])
-    _attribute("quant_type", kind)(made.model)
+    with_attribute("quant_type", kind)(made.model)
     with pytest.raises(ArtifactError, match="QMoE 'experts' is not as the exporter writes it"):
         split_experts(made.model)
 
