@@ -79,6 +79,14 @@ def mask_words(vocab: int) -> int:
     return -(-vocab // 32)
 
 
+def block_table(group: int) -> str:
+    """Block table input of a group of layers, see `graphs.cache_groups`; the first is BLOCK_TABLE.
+
+    Graphs whose layers are in several groups are lowered ones. All tables have one shape.
+    """
+    return f"{BLOCK_TABLE}.{group}" if group else BLOCK_TABLE
+
+
 def past_key(layer: int) -> str:
     """Key cache input of `layer`; paged: [num_blocks, block_size, kv_heads, head_size]."""
     return f"past_key_values.{layer}.key"

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.contract import ACCURACY_LEVELS
 from onnxport.graphs.lora import LoraAdapter
 
@@ -109,6 +110,9 @@ class LoadOptions:
     # read less where `StepInputs.exact_logits` allows it. Tokens are the same, but for the chance
     # that docs/providers.md tells.
     coarse_head: bool = True
+    # Whether layers with a sliding window have block tables of their own where the provider can,
+    # so that blocks behind the window are used again.
+    hybrid_kv_cache: bool = True
 
     def __post_init__(self) -> None:
         """Spell types in one way, and refuse what no provider could mean."""
@@ -125,8 +129,10 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ProviderError(f"{name} is {value!r}; give a whole number")
-        if not isinstance(self.coarse_head, bool):
-            raise ProviderError(f"coarse_head is {self.coarse_head!r}; give true or false")
+        for name in ("coarse_head", "hybrid_kv_cache"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ProviderError(f"{name} is {value!r}; give true or false")
         if not isinstance(self.capture_graphs, bool | None):
             raise ProviderError(
                 f"capture_graphs is {self.capture_graphs!r}; give true or false, or leave it out "
@@ -180,17 +186,29 @@ class KVFormat:
     """
 
     model: str  # identifies the weights: hex SHA-256 of the manifest's file checksums
-    num_layers: int
+    num_layers: int  # that a block has room for
     num_kv_heads: int
     head_size: int
     dtype: str  # of the elements: float32, float16, bfloat16
+    # Of each layer of the model, its group and its place in that group's blocks, where there are
+    # several groups (`Capabilities.windows`); (): one, of all layers in their order.
+    places: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, artifact: Artifact, dtype: str) -> KVFormat:
-        """The format of an artifact's blocks, with elements of `dtype`."""
-        spec = artifact.manifest.model
-        fingerprint = artifact.manifest.fingerprint
-        return cls(fingerprint, spec.num_layers, spec.num_kv_heads, spec.head_size, dtype)
+    def of(cls, artifact: Artifact, dtype: str, groups: LayerGroups | None = None) -> KVFormat:
+        """The format of an artifact's blocks, with elements of `dtype`.
+
+        Args:
+            artifact: the model.
+            dtype: of the elements.
+            groups: how its layers are divided; None: not at all.
+        """
+        spec, fingerprint = artifact.manifest.model, artifact.manifest.fingerprint
+        layers = spec.num_layers
+        places: tuple[tuple[int, int], ...] = ()
+        if groups is not None and len(groups.windows) > 1:
+            layers, places = groups.num_places, groups.places
+        return cls(fingerprint, layers, spec.num_kv_heads, spec.head_size, dtype, places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +222,7 @@ class Capabilities:
     kv_cache_dtype: str
     block_size: int  # tokens per KV block
     num_blocks: int  # blocks in the pool, all of them usable
-    kv_block_bytes: int  # bytes of one block over all layers, keys and values
+    kv_block_bytes: int  # bytes of one block over all layers that it has, keys and values
     kv_format: KVFormat  # of what `Model.read_blocks` returns and `write_blocks` takes
     max_model_len: int  # longest sequence in tokens
     vocab_size: int
@@ -219,6 +237,14 @@ class Capabilities:
     # Whether `run` may compute less by StepInputs.exact_logits and allowed_tokens.
     takes_exact_logits: bool = False
     summarizes_logits: bool = False  # whether `run` writes StepInputs.summaries
+    # Of each group of layers that has block tables of its own, the tokens that a query sees, its
+    # own included; None: all. Blocks behind a window may be given to others.
+    windows: tuple[int | None, ...] = (None,)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that there is room for, even if no window gives any up."""
+        return self.num_blocks // len(self.windows) * self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +274,9 @@ class StepInputs:
     # [num_logits, contract.summary_floats(vocab)]. None: nothing. Only where `summarizes_logits`.
     summary_scales: NDArray[np.float32] | None = None
     summaries: NDArray[np.float32] | None = None
+    # Of the second group of layers and those behind it, as `block_table`: see
+    # `Capabilities.windows`. Entries that no query of the step sees may be any block.
+    more_block_tables: tuple[NDArray[np.int32], ...] = ()
 
 
 class Model(Protocol):
