@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from onnxport.errors import CapacityError
+from onnxport.kv.groups import CacheGroups
 from onnxport.kv.prefix import BlockKeys
 
 
@@ -15,6 +16,7 @@ class Eviction(NamedTuple):
 
     block: int
     keys: BlockKeys
+    group: int = 0  # of layers, that it holds K/V of
 
 
 class BlockPool:
@@ -24,12 +26,34 @@ class BlockPool:
     all tokens up to its end. When its last owner releases it, it stays findable under that key,
     among the free blocks, until it is handed out again: that is the prefix cache. Blank blocks,
     those without a key, are handed out first, the last released one first; then cached ones, the
-    longest unused first.
+    longest unused first. Any block may be any group's of layers; a key is found group by group.
     """
 
-    __slots__ = ("_blank", "_by_key", "_cached", "_keys", "_refs", "block_size", "num_blocks")
+    __slots__ = (
+        "_blank",
+        "_by_key",
+        "_cached",
+        "_group",
+        "_keys",
+        "_refs",
+        "block_size",
+        "groups",
+        "num_blocks",
+    )
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, windows: Sequence[int | None] = (None,)
+    ) -> None:
+        """Begin with all blocks blank.
+
+        Args:
+            num_blocks: how many.
+            block_size: tokens of each.
+            windows: of each group of layers, see `CacheGroups`.
+
+        Raises:
+            CapacityError: that holds nothing.
+        """
         if num_blocks < 1 or block_size < 1:
             raise CapacityError(
                 f"a KV pool of {num_blocks} blocks of {block_size} tokens holds nothing; "
@@ -37,9 +61,11 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.groups = CacheGroups(windows, block_size)
         self._refs = [0] * num_blocks
         self._keys: list[BlockKeys | None] = [None] * num_blocks
-        self._by_key: dict[bytes, int] = {}
+        self._group = [0] * num_blocks  # of blocks that have a key
+        self._by_key: tuple[dict[bytes, int], ...] = tuple({} for _ in windows)
         self._blank = list(range(num_blocks - 1, -1, -1))  # a stack
         self._cached: OrderedDict[int, None] = OrderedDict()  # free, the longest unused first
 
@@ -67,16 +93,16 @@ class BlockPool:
         for block in self._cached:
             keys = self._keys[block]
             assert keys is not None
-            found.append(Eviction(block, keys))
+            found.append(Eviction(block, keys, self._group[block]))
         return tuple(found)
 
     def ref_count(self, block: int) -> int:
         """How many owners `block` has; 0 when it is free."""
         return self._refs[block]
 
-    def find(self, key: bytes) -> int | None:
-        """The block, used or free, that holds the tokens up to `key`."""
-        return self._by_key.get(key)
+    def find(self, key: bytes, group: int = 0) -> int | None:
+        """The block, used or free, that holds the tokens up to `key` for a group of layers."""
+        return self._by_key[group].get(key)
 
     def allocate(self, count: int, evictions: list[Eviction]) -> list[int]:
         """Take `count` free blocks, each with one owner.
@@ -97,7 +123,7 @@ class BlockPool:
                 block = self._cached.popitem(last=False)[0]
                 keys = self._keys[block]
                 assert keys is not None
-                evictions.append(Eviction(block, keys))
+                evictions.append(Eviction(block, keys, self._group[block]))
                 self._forget(block)
             self._refs[block] = 1
             blocks.append(block)
@@ -111,18 +137,28 @@ class BlockPool:
                 del self._cached[block]
             self._refs[block] += 1
 
-    def register(self, block: int, keys: BlockKeys) -> None:
+    def register(self, block: int, keys: BlockKeys, group: int = 0) -> None:
         """Make a full block findable. If another one is found under its key already, that stays."""
         assert self._refs[block] > 0, f"block {block} is free and cannot be registered"
-        if self._keys[block] is None and keys[-1] not in self._by_key:
+        if self._keys[block] is None and keys[-1] not in self._by_key[group]:
             self._keys[block] = keys
-            self._by_key[keys[-1]] = block
+            self._group[block] = group
+            self._by_key[group][keys[-1]] = block
 
     def unregister(self, block: int) -> None:
         """Make a used block unfindable, as its content turned out to be wrong."""
         assert self._refs[block] > 0, f"block {block} is free and cannot be unregistered"
         if self._keys[block] is not None:
             self._forget(block)
+
+    def hide(self, key: bytes, group: int) -> None:
+        """Make the block under a key, used or free, unfindable, if there is one."""
+        block = self.find(key, group)
+        if block is not None:
+            self._forget(block)
+            if self._refs[block] == 0:
+                del self._cached[block]
+                self._blank.append(block)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Take one owner from each block; those without another are free.
@@ -144,8 +180,9 @@ class BlockPool:
         """Forget every key; free blocks hold nothing then."""
         self._blank.extend(self._cached)
         self._cached.clear()
-        for block in list(self._by_key.values()):
-            self._forget(block)
+        for found in self._by_key:
+            for block in list(found.values()):
+                self._forget(block)
 
     def check(self, owners: Iterable[Sequence[int]]) -> None:
         """Assert that every block is blank, cached or owned exactly as often as its count says.
@@ -161,12 +198,15 @@ class BlockPool:
             keys = self._keys[block]
             assert (block in blank) == (refs == 0 and keys is None), f"block {block}: blank?"
             assert (block in self._cached) == (refs == 0 and keys is not None), f"{block}: cached?"
-            assert keys is None or self._by_key[keys[-1]] == block, f"block {block}: key"
-        assert len(self._by_key) == sum(keys is not None for keys in self._keys), "a stray key"
+            assert keys is None or self.find(keys[-1], self._group[block]) == block, (
+                f"block {block}: key"
+            )
+        named = sum(keys is not None for keys in self._keys)
+        assert sum(map(len, self._by_key)) == named, "a stray key"
         assert all(0 <= block < self.num_blocks for block in counts), "an id outside the pool"
 
     def _forget(self, block: int) -> None:
         keys = self._keys[block]
         assert keys is not None
-        del self._by_key[keys[-1]]
+        del self._by_key[self._group[block]][keys[-1]]
         self._keys[block] = None

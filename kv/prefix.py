@@ -33,6 +33,17 @@ def root_key(adapter: str | None = None, cache_salt: str | None = None) -> bytes
     return hashlib.sha256(json.dumps(["onnxport", adapter, cache_salt]).encode()).digest()
 
 
+def stored_keys(keys: BlockKeys, group: int) -> BlockKeys:
+    """The keys under which what a group of layers has of a block is stored outside the pool.
+
+    Those of the first group are the block's own; the others' are SHA-256(key, group in 4 bytes).
+    """
+    if not group:
+        return keys
+    number = group.to_bytes(4, "little")
+    return tuple(hashlib.sha256(key + number).digest() for key in keys)
+
+
 class KeyChain:
     """The keys of one sequence, which grows."""
 

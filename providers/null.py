@@ -24,6 +24,7 @@ from onnxport.providers.base import Capabilities, KVFormat, StepInputs
 from onnxport.providers.blocks import HostBlocks, plain_layout
 
 MAX_ADAPTER_RANK = 16
+MARK_BITS = 24  # a group's number is above them in what it stores, and tokens below
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _POISON = np.int64(-(1 << 62))  # in slots whose content must not be read
 
@@ -35,6 +36,8 @@ class NullOptions:
     vocab_size: int = 512
     num_blocks: int = 64
     block_size: int = 16
+    windows: tuple[int | None, ...] = (None,)  # of each group of layers
+    one_table: bool = False  # the groups have one table in common, and nothing is given up
     max_model_len: int = 4096
     max_batch_rows: int | None = None
     max_batch_tokens: int | None = None
@@ -53,6 +56,9 @@ class NullOptions:
 
 class NullModel:
     """A `Model` whose next token is a hash of the tokens before it.
+
+    Each group of layers keeps all tokens, in blocks of its own if it has a table, and adds a hash
+    of those that its window shows.
 
     In canonical form a block is int64 [1, 2, 1, block_size, 1]: its tokens are the key, their
     positions the value. Poisoned slots are copied along, so that using them is still caught.
@@ -77,7 +83,8 @@ class NullModel:
     @property
     def capabilities(self) -> Capabilities:
         """What the options say."""
-        options = self.options
+        options, count = self.options, len(self._tables)
+        places = tuple((group, 0) for group in range(count)) if count > 1 else ()
         return Capabilities(
             provider="null",
             device="none",
@@ -87,7 +94,7 @@ class NullModel:
             block_size=options.block_size,
             num_blocks=options.num_blocks,
             kv_block_bytes=16 * options.block_size,
-            kv_format=KVFormat("null", 1, 1, 1, "int64"),
+            kv_format=KVFormat("null", 1, 1, 1, "int64", places),
             max_model_len=options.max_model_len,
             vocab_size=options.vocab_size,
             max_batch_rows=options.max_batch_rows,
@@ -96,6 +103,7 @@ class NullModel:
             max_adapters=options.max_adapters,
             max_adapter_rank=MAX_ADAPTER_RANK if options.max_adapters else 0,
             takes_exact_logits=options.takes_exact_logits,
+            windows=self._tables,
         )
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
@@ -118,18 +126,24 @@ class NullModel:
         rows = np.repeat(np.arange(len(new)), new)
         starts = inputs.cumulative_sequence_lengths[:-1]
         positions = np.arange(len(rows)) - starts[rows] + past[rows]
-        blocks = inputs.block_table[rows, positions // self.options.block_size]
+        tables = np.stack((inputs.block_table, *inputs.more_block_tables))
+        blocks = tables[:, rows, positions // self.options.block_size]  # [groups, num_tokens]
         slots = positions % self.options.block_size
         keys = blocks.astype(np.int64) * self.options.block_size + slots
-        assert len(np.unique(keys)) == len(keys), "two tokens are written to one slot"
+        assert len(np.unique(keys)) == keys.size, "two tokens are written to one slot"
         if self.options.fails(number):
             self._tokens[blocks, slots] = self._positions[blocks, slots] = _POISON
             raise ProviderError(f"run {number} was told to fail")
-        self._tokens[blocks, slots] = inputs.input_ids
+        marks = np.arange(len(tables), dtype=np.int64)[:, None] << MARK_BITS
+        self._tokens[blocks, slots] = inputs.input_ids + marks
         if inputs.adapter_slots is not None:  # K/V depend on the adapter
             self._tokens[blocks, slots] += self._adapter_marks(inputs.adapter_slots)[rows]
         self._positions[blocks, slots] = positions
-        hashes = self._prefix_hashes(inputs.block_table, past + new)
+        hashes = np.zeros((len(past), int((past + new).max())), np.uint64)
+        for group, window in enumerate(self.options.windows):
+            stored = min(group, len(tables) - 1)
+            tokens = self._seen(tables[stored], past, past + new, window)
+            hashes += _hashes(tokens + ((group - stored) << MARK_BITS), window)
         at = inputs.logits_indices
         logits = self._logits(hashes[rows[at], positions[at]])
         if inputs.exact_logits is not None and self.options.takes_exact_logits:
@@ -203,27 +217,59 @@ class NullModel:
             self.poison(written)
             raise ProviderError(f"transfer {number} was told to fail")
 
-    def _prefix_hashes(
-        self, block_table: NDArray[np.int32], lengths: NDArray[np.int64]
-    ) -> NDArray[np.uint64]:
-        """Return a hash of tokens [0, i] for each row and position i, uint64 [batch, length]."""
+    @property
+    def _tables(self) -> tuple[int | None, ...]:
+        """The window of each block table."""
+        return (None,) if self.options.one_table else self.options.windows
+
+    def _seen(
+        self,
+        block_table: NDArray[np.int32],
+        past: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        window: int | None,
+    ) -> NDArray[np.int64]:
+        """Return what is stored of each row's positions, -1 where no new one sees it.
+
+        Args:
+            block_table: of a group of layers.
+            past: tokens of each row before the step.
+            lengths: and after it.
+            window: how many tokens are seen; None: all.
+        """
         batch, longest = len(lengths), int(lengths.max())
         tokens = self._tokens[block_table].reshape(batch, -1)[:, :longest]
         stored = self._positions[block_table].reshape(batch, -1)[:, :longest]
         wanted = np.arange(longest)
-        valid = wanted < lengths[:, None]
-        wrong = np.argwhere(valid & (stored != wanted))
+        seen = wanted < lengths[:, None]
+        if window is not None:  # the first new token sees the earliest one
+            seen &= wanted > past[:, None] - window
+        wrong = np.argwhere(seen & (stored != wanted))
         assert not len(wrong), (
             f"row {wrong[0][0]} reads position {wrong[0][1]} and finds what was written for "
             f"{stored[tuple(wrong[0])]}"
         )
-        mixed = _mix(tokens.astype(np.uint64) * _GAMMA + _mix(wanted.astype(np.uint64)))
-        return np.where(valid, mixed, np.uint64(0)).cumsum(axis=1, dtype=np.uint64)
+        return np.where(seen, tokens, -1)
 
     def _logits(self, hashes: NDArray[np.uint64]) -> NDArray[np.float32]:
         """Return logits in [0, 8), float32 [num_logits, vocab]."""
         bits = _mix(_mix(hashes)[:, None] + self._vocab)
         return (bits >> np.uint64(40)).astype(np.float32) * np.float32(8 * 2.0**-24)
+
+
+def _hashes(tokens: NDArray[np.int64], window: int | None) -> NDArray[np.uint64]:
+    """Return a hash of the last `window` tokens up to each position, uint64 [batch, length].
+
+    Args:
+        tokens: int64 [batch, length]; what is negative is not there.
+        window: how many; None: all.
+    """
+    places = _mix(np.arange(tokens.shape[1], dtype=np.uint64))
+    mixed = np.where(tokens >= 0, _mix(tokens.astype(np.uint64) * _GAMMA + places), np.uint64(0))
+    sums: NDArray[np.uint64] = mixed.cumsum(axis=1, dtype=np.uint64)
+    if window is not None:
+        sums[:, window:] -= sums[:, :-window].copy()
+    return sums
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -295,11 +341,15 @@ def check_inputs(inputs: StepInputs, limits: Capabilities) -> None:
     assert inputs.attention_metadata.tolist() == [new.max(), total.max(), total.min()]
     assert ((inputs.input_ids >= 0) & (inputs.input_ids < limits.vocab_size)).all()
     used = -(-total // limits.block_size)
-    table = inputs.block_table
-    assert used.max() <= table.shape[1], "the block table is too narrow"
-    beyond = np.arange(table.shape[1]) >= used[:, None]
-    assert (table[beyond] == 0).all(), "an unused entry of the block table is not 0"
-    assert ((table >= 0) & (table < limits.num_blocks)).all()
+    assert len(inputs.more_block_tables) == len(limits.windows) - 1, "a block table for each group"
+    for table in (inputs.block_table, *inputs.more_block_tables):
+        assert table.shape == inputs.block_table.shape
+        assert table.dtype == np.int32
+        assert table.flags.c_contiguous
+        assert used.max() <= table.shape[1], "the block table is too narrow"
+        beyond = np.arange(table.shape[1]) >= used[:, None]
+        assert (table[beyond] == 0).all(), "an unused entry of the block table is not 0"
+        assert ((table >= 0) & (table < limits.num_blocks)).all()
     if inputs.adapter_slots is not None:
         slots = inputs.adapter_slots
         assert slots.dtype == np.int32

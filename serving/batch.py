@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
@@ -44,6 +44,7 @@ class BatchPacker:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         *,
+        num_groups: int = 1,
         takes_exact_logits: bool = False,
         mask_words: int = 0,
         summary_floats: int = 0,
@@ -53,6 +54,7 @@ class BatchPacker:
         Args:
             max_num_seqs: rows that there is room for; more make it grow.
             max_num_batched_tokens: most tokens of a step; likewise.
+            num_groups: of layers, each with a block table.
             takes_exact_logits: whether the model gains by being told how many logits are needed.
             mask_words: words that say which tokens a row may get; 0: the model would not gain, or
                 nobody can tell it.
@@ -61,7 +63,8 @@ class BatchPacker:
         """
         self._takes_exact_logits = takes_exact_logits
         self._input_ids = _Buffer(np.int64, max_num_batched_tokens)
-        self._block_table = _Buffer(np.int32, max_num_seqs)
+        self._block_tables = [_Buffer(np.int32, max_num_seqs) for _ in range(num_groups)]
+        self._more_groups = range(1, num_groups)
         self._cumulative = _Buffer(np.int32, max_num_seqs + 1)
         self._past = _Buffer(np.int32, max_num_seqs)
         self._metadata = _Buffer(np.int32, 3)
@@ -92,11 +95,12 @@ class BatchPacker:
         ends = list(accumulate(plan.num_new))
         total = list(map(operator.add, plan.num_past, plan.num_new))
         exact, allowed = self._pack_allowed(plan)
+        tables = self._pack_block_tables(plan)
         races = _races(plan) if exact is not None else None
         scales = _summary_scales(plan) if self._summary_floats else None
         return StepInputs(
             input_ids=self._pack_input_ids(plan, ends[-1]),
-            block_table=self._pack_block_table(plan),
+            block_table=tables[0],
             cumulative_sequence_lengths=self._cumulative.fill([0, *ends]),
             past_sequence_lengths=self._past.fill(plan.num_past),
             attention_metadata=self._metadata.fill([max(plan.num_new), max(total), min(total)]),
@@ -107,6 +111,7 @@ class BatchPacker:
             races=None if races is None else self._pack_races(races),
             summary_scales=None if scales is None else self._summary_scales.fill(scales),
             summaries=None if scales is None else self._room_for_summaries(len(scales)),
+            more_block_tables=tables[1:],
         )
 
     def _pack_allowed(
@@ -150,15 +155,19 @@ class BatchPacker:
             self._exact_logits.fill(self._exact)
         if inputs.races is not None and (races := _races(plan)) is not None:
             self._pack_races(races)
-        table = inputs.block_table
-        width = table.shape[1]
-        for row, num_new in enumerate(plan.num_new_blocks):
+        width = inputs.block_table.shape[1]
+        for row, num_new in enumerate(plan.num_new_columns):
             if not num_new:
                 continue
-            blocks = plan.requests[row].table.blocks
+            table = plan.requests[row].table
+            blocks = table.blocks
             if len(blocks) > width:
-                return replace(inputs, block_table=self._pack_block_table(plan))
-            self._block_table.view[row * width + len(blocks) - 1] = blocks[-1]
+                first, *others = self._pack_block_tables(plan)
+                return replace(inputs, block_table=first, more_block_tables=tuple(others))
+            place = row * width + len(blocks) - 1
+            self._block_tables[0].view[place] = blocks[-1]
+            for group in self._more_groups:
+                self._block_tables[group].view[place] = table.groups[group][-1]
         return inputs
 
     def _pack_input_ids(self, plan: StepPlan, num_tokens: int) -> NDArray[np.int64]:
@@ -177,19 +186,30 @@ class BatchPacker:
                 view[start:end] = request.tokens[past : past + new]
         return packed
 
-    def _pack_block_table(self, plan: StepPlan) -> NDArray[np.int32]:
+    def _pack_block_tables(self, plan: StepPlan) -> tuple[NDArray[np.int32], ...]:
         tables = [request.table.blocks for request in plan.requests]
         width = max(map(len, tables))
-        packed = self._block_table.shaped((len(tables), width))
-        view = self._block_table.view
-        start = 0
-        for blocks in tables:
-            end = start + len(blocks)
-            view[start:end] = blocks
-            start += width
-            if end < start:
-                view[end:start] = array("i", bytes(4 * (start - end)))
-        return packed
+        packed = [_pack_blocks(self._block_tables[0], tables, width)]
+        for group in self._more_groups:
+            tables = [request.table.groups[group] for request in plan.requests]
+            packed.append(_pack_blocks(self._block_tables[group], tables, width))
+        return tuple(packed)
+
+
+def _pack_blocks(
+    buffer: _Buffer[np.int32], tables: Sequence[array[int]], width: int
+) -> NDArray[np.int32]:
+    """Fill a buffer with tables, each in a row of `width`, whose rest is 0."""
+    packed = buffer.shaped((len(tables), width))
+    view = buffer.view
+    start = 0
+    for blocks in tables:
+        end = start + len(blocks)
+        view[start:end] = blocks
+        start += width
+        if end < start:
+            view[end:start] = array("i", bytes(4 * (start - end)))
+    return packed
 
 
 def _follows(plan: StepPlan, last: StepPlan) -> bool:

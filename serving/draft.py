@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from onnxport.kv.pool import BlockPool
-from onnxport.kv.table import blocks_for
+from onnxport.kv.table import NOTHING, Found, blocks_for
 from onnxport.serving.request import Request
 from onnxport.serving.shares import Turns
 
@@ -24,9 +24,9 @@ class StepPlan:
     num_past: tuple[int, ...]  # tokens of each row that are in the cache, shared ones included
     num_new: tuple[int, ...]  # tokens of each row to compute, >= 1, drafts included
     num_logits: tuple[int, ...]  # last tokens of each row that logits are needed after
-    num_new_blocks: tuple[int, ...]  # blank blocks each row takes for them
-    shared: Mapping[int, tuple[int, ...]]  # row -> cached blocks that it goes on from
-    copied: frozenset[int]  # rows that write to a block which others own too, hence to a copy
+    num_new_columns: tuple[int, ...]  # blank columns of blocks that each row takes for them
+    shared: Mapping[int, Found]  # row -> what is cached, that it goes on from
+    copied: frozenset[int]  # rows that write to blocks which others own too, hence to copies
     sampled: tuple[int, ...]  # rows that reach their last token, and so sample the next one
     drafts: Mapping[int, tuple[int, ...]]  # row -> guessed tokens that are computed after its own
     preempted: tuple[Request, ...]  # running requests that give their blocks back
@@ -39,10 +39,10 @@ class StepPlan:
 
 
 def fit_chunk(
-    num_past: int, pending: int, budget: int, held_blocks: int, free_blocks: int, block_size: int
+    num_past: int, pending: int, budget: int, held: int, free: int, block_size: int
 ) -> int:
-    """How many of `pending` tokens fit both the token budget and the blocks, held and free."""
-    room = (held_blocks + free_blocks) * block_size - num_past
+    """How many of `pending` tokens fit both the token budget and the columns, held and free."""
+    room = (held + free) * block_size - num_past
     return min(pending, budget, room)
 
 
@@ -53,16 +53,18 @@ class Draft:
         budget: tokens that are left.
         rows: rows that are left.
         free: blocks that are left; those that preempted requests give back are counted.
-        claimed: blocks that prompts which have begun have still to take, of those left.
+        claimed: blocks that prompts which have begun have still to take, of those left. Of a long
+            chunk they may take more for a while, which is given up behind the window.
         closed: whether no waiting request may start in this step any more.
         drafts: row -> guessed tokens that are computed after its own.
-        found: the cached blocks that prompts can go on from.
+        found: what is cached that prompts can go on from.
         leading: keys of the blocks that are being computed, and by whom.
     """
 
     __slots__ = (
         "_copies_of",
         "_dropped",
+        "_groups",
         "_pool",
         "_taken",
         "budget",
@@ -75,7 +77,7 @@ class Draft:
         "leading",
         "num_decodes",
         "num_new",
-        "num_new_blocks",
+        "num_new_columns",
         "num_past",
         "preempted",
         "requests",
@@ -87,30 +89,32 @@ class Draft:
 
     def __init__(self, pool: BlockPool, budget_tokens: int, rows: int) -> None:
         self._pool = pool
+        self._groups = pool.groups
         self._taken: set[int] = set()  # free blocks that rows go on from
         self._dropped: dict[int, int] = {}  # block -> owners that are preempted
-        self._copies_of: dict[int, int] = {}  # block -> rows that write to a copy of it
+        # Block of the first group -> rows that write to a copy of its column.
+        self._copies_of: dict[int, int] = {}
         self.budget = budget_tokens
         self.rows = rows
         self.free = pool.num_free
         self.claimed = 0
         self.closed = False
         self.drafts: dict[int, tuple[int, ...]] = {}
-        self.found: dict[Request, tuple[int, ...]] = {}
+        self.found: dict[Request, Found] = {}
         self.leading: dict[bytes, Request] = {}
         self.requests: list[Request] = []
         self.num_decodes = 0
         self.num_past: list[int] = []
         self.num_new: list[int] = []
-        self.num_new_blocks: list[int] = []
-        self.shared: dict[int, tuple[int, ...]] = {}
+        self.num_new_columns: list[int] = []
+        self.shared: dict[int, Found] = {}
         self.copied: set[int] = set()
         self.preempted: list[Request] = []
         self.yielding: set[Request] = set()
         self.turns: dict[int, Turns] = {}
 
-    def add_decode(self, request: Request, num_blocks: int, *, copies: bool) -> None:
-        """Add a row of one token, which takes `num_blocks` blocks, or one for a copy."""
+    def add_decode(self, request: Request, num_columns: int, *, copies: bool) -> None:
+        """Add a row of one token, which takes `num_columns` columns, or one for a copy."""
         if copies:
             self.copied.add(len(self.requests))
             last = request.table.blocks[-1]
@@ -118,36 +122,39 @@ class Draft:
         self.requests.append(request)
         self.num_past.append(request.num_computed_tokens)
         self.num_new.append(1)
-        self.num_new_blocks.append(0 if copies else num_blocks)
+        self.num_new_columns.append(0 if copies else num_columns)
         self.num_decodes += 1
         self.budget -= 1
-        self.free -= num_blocks
+        self.free -= num_columns * len(self._groups)
 
     def add_draft(self, row: int, tokens: Sequence[int]) -> None:
         """Let a row that decodes compute guessed tokens too, as far as budget and blocks go.
 
         Blocks that prompts have still to take are not touched.
         """
-        held = len(self.requests[row].table) + self.num_new_blocks[row]
+        held = len(self.requests[row].table) + self.num_new_columns[row]
         end = self.num_past[row] + self.num_new[row]
-        free = max(0, self.free - self.claimed)
+        free = max(0, self.free - self.claimed) // len(self._groups)
         block_size = self._pool.block_size
         taken = fit_chunk(end, len(tokens), self.budget, held, free, block_size)
         if taken <= 0:
             return
-        num_blocks = max(0, blocks_for(end + taken, block_size) - held)
+        num_columns = max(0, blocks_for(end + taken, block_size) - held)
         self.drafts[row] = tuple(tokens[:taken])
         self.num_new[row] += taken
-        self.num_new_blocks[row] += num_blocks
+        self.num_new_columns[row] += num_columns
         self.budget -= taken
-        self.free -= num_blocks
+        self.free -= num_columns * len(self._groups)
 
     def must_copy(self, block: int) -> bool:
-        """Whether a row that writes to `block` would write to somebody else's."""
+        """Whether a row that writes to the column of `block` would write to somebody else's.
+
+        A column that is not full has as many owners in every group as in the first one.
+        """
         given_up = self._copies_of.get(block, 0) + self._dropped.get(block, 0)
         return self._pool.ref_count(block) - given_up > 1
 
-    def open(self, request: Request, num_past: int, shared: tuple[int, ...]) -> int:
+    def open(self, request: Request, num_past: int, shared: Found) -> int:
         """Add a row that goes on after `num_past` tokens, by way of `shared`; returns its number.
 
         The blocks are taken already, and `extend` has to give it tokens.
@@ -158,7 +165,7 @@ class Draft:
         self.requests.append(request)
         self.num_past.append(num_past)
         self.num_new.append(0)
-        self.num_new_blocks.append(0)
+        self.num_new_columns.append(0)
         return row
 
     def extend(self, row: int, budget: int) -> int:
@@ -166,35 +173,51 @@ class Draft:
         request = self.requests[row]
         block_size = self._pool.block_size
         num_past = self.num_past[row] + self.num_new[row]
-        pending = len(request.tokens) - num_past
+        left = len(request.tokens) - num_past
         if request.scores_missing:
-            pending = min(pending, MOST_SCORED - self.num_new[row])
-        held = len(request.table) + len(self.shared.get(row, ())) + self.num_new_blocks[row]
-        taken = fit_chunk(num_past, pending, budget, held, self.free, block_size)
-        num_blocks = max(0, blocks_for(num_past + taken, block_size) - held)
+            left = min(left, MOST_SCORED - self.num_new[row])
+        shared = self.shared.get(row, NOTHING)
+        held = len(request.table) + len(shared) + self.num_new_columns[row]
+        claim = self.pending(request, shared, self.num_new_columns[row])
+        free = self.free // len(self._groups)
+        taken = fit_chunk(num_past, left, budget, held, free, block_size)
+        num_columns = max(0, blocks_for(num_past + taken, block_size) - held)
         self.num_new[row] += taken
-        self.num_new_blocks[row] += num_blocks
+        self.num_new_columns[row] += num_columns
         self.budget -= taken
-        self.free -= num_blocks
-        self.claimed -= num_blocks
+        self.free -= num_columns * len(self._groups)
+        self.claimed += self.pending(request, shared, self.num_new_columns[row]) - claim
         return taken
 
-    def take(self, shared: Iterable[int]) -> None:
+    def pending(self, request: Request, shared: Found = NOTHING, num_new: int = 0) -> int:
+        """How many blocks a prompt has still to take, to be computed up to its end.
+
+        Args:
+            request: the prompt.
+            shared: what it goes on from, beside the columns that it has.
+            num_new: columns that it takes besides.
+        """
+        table = request.table
+        total = blocks_for(len(request.tokens), self._pool.block_size)
+        given_up = shared.given_up(table) if shared else table.given_up
+        return self._groups.pending(total, len(table) + len(shared) + num_new, given_up)
+
+    def take(self, shared: Found) -> None:
         """Keep these blocks, used or free, for a row that goes on from them."""
-        taken = [block for block in shared if self._is_free(block)]
+        taken = [block for block in shared.blocks() if self._is_free(block)]
         self._taken.update(taken)
         self.free -= len(taken)
 
-    def num_taken(self, shared: Iterable[int]) -> int:
+    def num_taken(self, shared: Found) -> int:
         """How many of these blocks are free, so that going on from them uses them up."""
-        return sum(self._is_free(block) for block in shared)
+        return sum(self._is_free(block) for block in shared.blocks())
 
     def preempt(self, request: Request) -> None:
         """Let a running request yield."""
         self.preempted.append(request)
         self.yielding.add(request)
         self.rows += request.num_rows
-        for block in request.table.blocks:
+        for block in request.table.held():
             self._dropped[block] = self._dropped.get(block, 0) + 1
             self.free += self._is_free(block)
 
@@ -214,7 +237,7 @@ class Draft:
             num_past=tuple(self.num_past),
             num_new=tuple(self.num_new),
             num_logits=tuple(num_logits),
-            num_new_blocks=tuple(self.num_new_blocks),
+            num_new_columns=tuple(self.num_new_columns),
             shared=self.shared,
             copied=frozenset(self.copied),
             sampled=tuple(sampled),

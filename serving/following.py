@@ -31,14 +31,14 @@ def following(plan: StepPlan, queues: Queues, pool: BlockPool) -> StepPlan | Non
     ):
         return None
     num_past = tuple([past + 1 for past in plan.num_past])
-    num_new_blocks = []
+    num_new_columns = []
     for request, past in zip(requests, num_past, strict=True):
         blocks = request.table.blocks
         is_full = past == len(blocks) * block_size
         if request.forked and not is_full and pool.ref_count(blocks[-1]) > 1:
             return None
-        num_new_blocks.append(int(is_full))
-    if sum(num_new_blocks) > pool.num_free:
+        num_new_columns.append(int(is_full))
+    if sum(num_new_columns) * len(pool.groups) > pool.num_free:
         return None
     return StepPlan(
         requests=requests,
@@ -46,7 +46,7 @@ def following(plan: StepPlan, queues: Queues, pool: BlockPool) -> StepPlan | Non
         num_past=num_past,
         num_new=plan.num_new,
         num_logits=plan.num_logits,
-        num_new_blocks=tuple(num_new_blocks),
+        num_new_columns=tuple(num_new_columns),
         shared={},
         copied=frozenset(),
         sampled=plan.sampled,

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable
 
 from onnxport.errors import CapacityError, RequestError
+from onnxport.kv.groups import CacheGroups
 from onnxport.kv.table import blocks_for
 from onnxport.providers.base import Capabilities
 from onnxport.serving.request import TOKEN_ID_TYPECODE
@@ -58,7 +59,8 @@ def max_total_tokens(
             f"{parts}, and the context length is {limits.max_model_len} tokens; "
             "shorten the prompt or ask for fewer tokens"
         )
-    needed = blocks_for(total - 1, limits.block_size)
+    groups = CacheGroups(limits.windows, limits.block_size)
+    needed = groups.resident(blocks_for(total - 1, limits.block_size))
     if needed > limits.num_blocks:
         raise CapacityError(
             f"{parts}, which need {needed} KV blocks of {limits.block_size} tokens, and the cache "
@@ -95,4 +97,5 @@ def remaining_total(
 def longest_total(limits: Capabilities, *, only_prompt: bool = False) -> int:
     """Return how long prompt and output of any sequence may get, in tokens."""
     longest = limits.max_model_len + only_prompt
-    return min(longest, limits.num_blocks * limits.block_size + 1)
+    groups = CacheGroups(limits.windows, limits.block_size)
+    return min(longest, groups.longest(limits.num_blocks) * limits.block_size + 1)

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -25,7 +26,7 @@ from onnxport.errors import DeviceLostError, ProviderError
 from onnxport.kv.disk_file import DiskFormat, Entry
 from onnxport.kv.host_tier import HostTier
 from onnxport.kv.pool import BlockPool, Eviction
-from onnxport.kv.prefix import BlockKeys, unit_tokens
+from onnxport.kv.prefix import BlockKeys, stored_keys, unit_tokens
 from onnxport.kv.table import blocks_for
 from onnxport.kv.tiers import TieredStore
 from onnxport.providers.base import Capabilities, Model
@@ -33,6 +34,7 @@ from onnxport.providers.blocks import convert
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.request import Request
 from onnxport.serving.scheduler import Scheduler
+from onnxport.serving.transfer_costs import Costs
 
 logger = logging.getLogger(__name__)
 
@@ -40,33 +42,21 @@ LOADED_BLOCKS = 64  # most blocks that one step loads, so that running requests 
 PERSISTED_BLOCKS = 32  # read from the device at once when everything is saved
 PERSIST_TIMEOUT_S = 20  # for writing the cache to disk at the end
 CLOSE_TIMEOUT_S = 5  # for what was queued to be written before that
-MEMORY = 0.8  # weight of the past in a moving average
-MEASURED_TOKENS = 16  # a step of fewer says little about what computing a block costs
 
 
-class Costs:
-    """What it takes to compute a block again, and to save and load it: measured, in seconds."""
+class Missing(NamedTuple):
+    """A block that the store has and the pool has not."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self.token_s: float | None = None  # to compute one, in a step of many
-        self.move_s: float | None = None  # to save and load one block
+    keys: BlockKeys
+    group: int
 
-    def note_step(self, seconds: float, num_tokens: int) -> None:
-        """A step of `num_tokens` took `seconds`."""
-        if num_tokens >= MEASURED_TOKENS:
-            self.token_s = _average(self.token_s, seconds / num_tokens)
 
-    def note_move(self, seconds: float, num_blocks: int) -> None:
-        """Moving `num_blocks` one way took `seconds`."""
-        self.move_s = _average(self.move_s, 2 * seconds / num_blocks)
+class Loading(NamedTuple):
+    """What a waiting request can go on from."""
 
-    @property
-    def moving_is_cheaper(self) -> bool:
-        """Whether a block is moved in less time than it is computed; True until both are known."""
-        if self.token_s is None or self.move_s is None:
-            return True
-        return self.move_s < self.token_s * self._block_size
+    held: tuple[int, ...]  # blocks of the pool
+    missing: tuple[Missing, ...]  # what has to be loaded beside them, in the order of columns
+    needed: int  # blocks that it takes besides
 
 
 class Offloader:
@@ -134,7 +124,7 @@ class Offloader:
 
     def save(self, evictions: Sequence[Eviction], scheduler: Scheduler) -> None:
         """Save blocks that are about to be overwritten, as far as they are worth it."""
-        worth = [one for one in evictions if self._is_worth_saving(one.keys, scheduler)]
+        worth = [one for one in evictions if self._is_worth_saving(one, scheduler)]
         if worth:
             for keys, units in self._read(worth):
                 for key, content in zip(keys, units, strict=True):
@@ -151,21 +141,20 @@ class Offloader:
         loading: set[Request] = set()
         kept: set[int] = set()  # free blocks that the requests in front go on from
         promised = 0  # blocks that these will take besides
-        for request in scheduler.next_in_line():
-            shared = scheduler.hits(request)
-            keys = self._loadable(request, len(shared), budget + 1)
-            if not keys:
+        for request in scheduler.planner.next_in_line():
+            plan = self._plan(request, scheduler)
+            if not plan.missing:
                 continue
-            taken = self._free_ones(shared) - kept
-            needed = blocks_for(len(request.tokens), self._pool.block_size) - len(shared)
+            taken = self._free_ones(plan.held) - kept
+            needed = plan.needed + len(plan.missing)
             if self._pool.num_free - len(kept) - promised < len(taken) + needed:
                 break  # it could not start, and would load the same again and again
-            loaded = self._load(shared, keys[:budget], scheduler) if budget else 0
-            kept |= self._free_ones(scheduler.hits(request))
-            promised += needed - loaded
-            if loaded == min(len(keys), budget) < len(keys):
+            loaded = self._load(plan.held, plan.missing[:budget], scheduler) if budget else []
+            kept |= self._free_ones((*plan.held, *loaded))
+            promised += needed - len(loaded)
+            if len(loaded) == min(len(plan.missing), budget) < len(plan.missing):
                 loading.add(request)
-            budget -= loaded
+            budget -= len(loaded)
         return loading
 
     def close(self, *, lost: bool = False) -> None:
@@ -191,7 +180,7 @@ class Offloader:
         self._pool = pool
         self._unit = unit_tokens(limits.block_size)
         self._dtype = np.dtype(element_type(limits.kv_format.dtype))
-        self.costs = Costs(limits.block_size)
+        self.costs = Costs(limits.block_size, len(limits.windows))
         self._try_out()
 
     def _try_out(self) -> None:
@@ -209,56 +198,74 @@ class Offloader:
     def _free_ones(self, blocks: Iterable[int]) -> set[int]:
         return {block for block in blocks if self._pool.ref_count(block) == 0}
 
-    def _is_worth_saving(self, keys: BlockKeys, scheduler: Scheduler) -> bool:
-        if all(key in self._store for key in keys):
+    def _is_worth_saving(self, eviction: Eviction, scheduler: Scheduler) -> bool:
+        if self._has(eviction.keys, eviction.group):
             return False
         if self._config.preemption == "auto":
             return self.costs.moving_is_cheaper
-        return self._config.preemption == "swap" or not scheduler.is_swapped(keys[-1])
+        return self._config.preemption == "swap" or not scheduler.is_swapped(eviction.keys[-1])
 
-    def _loadable(self, request: Request, start: int, limit: int) -> list[BlockKeys]:
-        """The keys of blocks, from number `start` of a request on, that the store has."""
-        found: list[BlockKeys] = []
-        if request.keys is None:
-            return found
-        stop = min(len(request.keys), (len(request.tokens) - 1) // self._pool.block_size)
-        for index in range(start, min(stop, start + limit)):
-            keys = request.keys.block(index)
-            if not all(key in self._store for key in keys):
-                break
-            found.append(keys)
-        return found
+    def _has(self, keys: BlockKeys, group: int) -> bool:
+        """Whether the store has a block."""
+        return all(key in self._store for key in stored_keys(keys, group))
+
+    def _plan(self, request: Request, scheduler: Scheduler) -> Loading:
+        """Look how far a request could go on from what the pool and the store have."""
+        keys, groups, find = request.keys, self._pool.groups, self._pool.find
+        if keys is None:
+            return Loading((), (), 0)
+
+        def has(column: int, group: int) -> bool:
+            block = keys.block(column)
+            return find(block[-1], group) is not None or self._has(block, group)
+
+        columns = scheduler.planner.columns_ahead(request)
+        end = groups.reach(columns, has)
+        held, missing = [], []
+        for column in range(columns.start, end):
+            for group in range(len(groups)):
+                if column not in groups.needed(group, columns.start, end):
+                    continue
+                block = find(keys.key(column), group)
+                if block is None:
+                    missing.append(Missing(keys.block(column), group))
+                else:
+                    held.append(block)
+        given_up = [groups.needed(group, columns.start, end).start for group in range(len(groups))]
+        total = blocks_for(len(request.tokens), self._pool.block_size)
+        return Loading(tuple(held), tuple(missing), groups.pending(total, end, given_up))
 
     def _load(
-        self, shared: tuple[int, ...], wanted: Sequence[BlockKeys], scheduler: Scheduler
-    ) -> int:
-        """Load blocks and leave them free, cached and lately used; returns how many.
+        self, held: tuple[int, ...], wanted: Sequence[Missing], scheduler: Scheduler
+    ) -> list[int]:
+        """Load blocks and leave them free, cached and lately used; returns them.
 
-        The blocks that they continue, `shared`, are held meanwhile, lest they are evicted for it.
+        The blocks that they belong to, `held`, are kept meanwhile, lest they are evicted for it.
         """
         units = []
-        for keys in wanted:
+        for one in wanted:
+            keys = stored_keys(one.keys, one.group)
             entries = [self._store.get(key) for key in keys]
             found = [entry for entry in entries if entry is not None]
             if len(found) < len(keys):
                 break
             units.append([self._array(entry.content, entry.dtype) for entry in found])
         if not units:
-            return 0
-        self._pool.share(shared)
+            return []
+        self._pool.share(held)
         evictions: list[Eviction] = []
         blocks = self._pool.allocate(len(units), evictions)
         num_loaded = 0
         try:
             self.save(evictions, scheduler)
             num_loaded = self._write(blocks, units)
-            for block, keys in zip(blocks[:num_loaded], wanted, strict=False):
-                self._pool.register(block, keys)
+            for block, one in zip(blocks[:num_loaded], wanted, strict=False):
+                self._pool.register(block, one.keys, one.group)
         finally:
             self._pool.release(reversed(blocks))
-            self._pool.release(reversed(shared))
+            self._pool.release(reversed(held))
         self.num_loaded += num_loaded
-        return num_loaded
+        return blocks[:num_loaded]
 
     def _write(self, blocks: Sequence[int], units: Sequence[list[NDArray[np.generic]]]) -> int:
         """Write the units of each block to the device; returns how many blocks, all or none."""
@@ -275,7 +282,7 @@ class Offloader:
         return len(blocks)
 
     def _read(self, evictions: Sequence[Eviction]) -> Iterator[tuple[BlockKeys, list[bytes]]]:
-        """Yield the keys and the canonical content of each block's units.
+        """Yield the keys, as they are stored, and the canonical content of each block's units.
 
         Blocks that hold what is no finite number are left out: whoever goes on from them fails. The
         pool forgets them when somebody has, and there they would be found again.
@@ -293,7 +300,7 @@ class Offloader:
         sound = are_finite(content).tolist()
         for one, units, is_sound in zip(evictions, np.moveaxis(parts, 4, 1), sound, strict=True):
             if is_sound:
-                yield one.keys, [unit.tobytes() for unit in units]
+                yield stored_keys(one.keys, one.group), [unit.tobytes() for unit in units]
         self.costs.note_move(self._clock() - start, num)
 
     def _everything(self) -> Iterator[tuple[bytes, bytes]]:
@@ -370,7 +377,3 @@ def are_finite(blocks: NDArray[np.generic]) -> NDArray[np.bool_]:
 def element_type(name: str) -> DTypeLike:
     """Return NumPy's type of a K/V element."""
     return ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
-
-
-def _average(past: float | None, value: float) -> float:
-    return value if past is None else MEMORY * past + (1 - MEMORY) * value

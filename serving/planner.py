@@ -16,7 +16,8 @@ The policy:
 * What is left of the budget and of the blocks when everybody has got theirs may go to drafts:
   tokens that are guessed to follow those of a row that decodes. They cost nobody anything but time.
 * A waiting request starts when free blocks hold all its tokens beside what prompts that have begun
-  have still to take, so blocks run out only by decoding. A request that has to wait for room
+  have still to take, so blocks run out only by decoding. Of layers with a window all is what the
+  window sees: what is behind it is given up after each step. A request that has to wait for room
   keeps all that come after it waiting too.
 * When blocks run out, the newest of the lowest-priority running requests yields: its blocks are
   released, its tokens kept, and it waits to go on. Running requests of a lower priority also
@@ -39,7 +40,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from onnxport.kv.pool import BlockPool
-from onnxport.kv.table import blocks_for
+from onnxport.kv.table import NOTHING, Found
 from onnxport.serving.draft import Draft, StepPlan
 from onnxport.serving.queues import Queues
 from onnxport.serving.request import Request
@@ -89,22 +90,32 @@ class Planner:
                 break
             yield request
 
-    def hits(self, request: Request) -> tuple[int, ...]:
+    def hits(self, request: Request) -> Found:
         """The cached blocks that hold the next tokens of `request`.
 
         At least one token is left to compute: the next one is sampled from its logits.
         """
-        keys, block_size = request.keys, self._pool.block_size
-        start, partial = divmod(request.num_computed_tokens, block_size)
-        if keys is None or partial:
-            return ()
+        keys, groups, find = request.keys, self._pool.groups, self._pool.find
+        if keys is None:
+            return NOTHING
+        columns = self.columns_ahead(request)
+        end = groups.reach(columns, lambda column, group: find(keys.key(column), group) is not None)
+        if end == columns.start:
+            return NOTHING
         found = []
-        for index in range(start, min(len(keys), (len(request.tokens) - 1) // block_size)):
-            block = self._pool.find(keys.key(index))
-            if block is None:
-                break
-            found.append(block)
-        return tuple(found)
+        for group in range(len(groups)):
+            needed = groups.needed(group, columns.start, end)
+            blocks = [find(keys.key(column), group) for column in needed]
+            found.append(tuple([block for block in blocks if block is not None]))
+        return Found(end - columns.start, tuple(found))
+
+    def columns_ahead(self, request: Request) -> range:
+        """The columns of a request that it could go on from if they were cached."""
+        block_size = self._pool.block_size
+        start, partial = divmod(request.num_computed_tokens, block_size)
+        if request.keys is None or partial:
+            return range(start, start)
+        return range(start, min(len(request.keys), (len(request.tokens) - 1) // block_size))
 
     def plan(
         self,
@@ -150,9 +161,9 @@ class Planner:
         if first is None or first in loading or not self._yields(first):
             return draft
         shared = self.hits(first)
-        needed = blocks_for(len(first.tokens), self._pool.block_size) - len(shared)
+        needed = draft.pending(first, shared)
         running = self._queues.running
-        claimed = sum(self._claim(request) + self._takes(request) for request in running)
+        claimed = sum(self._claim(draft, one) + self._takes(one) for one in running)
         for victim in reversed(running):
             room = draft.free - draft.num_taken(shared) - claimed
             if draft.rows >= first.num_rows and room >= needed:
@@ -160,7 +171,7 @@ class Planner:
             if victim.rank[0] <= first.rank[0]:
                 return self._draft(budget)
             draft.preempt(victim)
-            claimed -= self._claim(victim) + self._takes(victim)
+            claimed -= self._claim(draft, victim) + self._takes(victim)
         room = draft.free - draft.num_taken(shared) - claimed
         return draft if room >= needed else self._draft(budget)
 
@@ -168,18 +179,16 @@ class Planner:
         """Whether any running request has a lower priority than `first`."""
         return bool(self._queues.running) and self._queues.running[-1].rank[0] > first.rank[0]
 
-    def _claim(self, request: Request) -> int:
+    def _claim(self, draft: Draft, request: Request) -> int:
         """How many blocks a running prompt has still to take; 0 for one that decodes."""
-        if len(request.tokens) - request.num_computed_tokens <= 1:
-            return 0
-        return blocks_for(len(request.tokens), self._pool.block_size) - len(request.table)
+        decodes = len(request.tokens) - request.num_computed_tokens <= 1
+        return 0 if decodes else draft.pending(request)
 
-    def _takes(self, request: Request) -> bool:
-        """Whether a running request decodes and its blocks are full, so that it takes one now."""
+    def _takes(self, request: Request) -> int:
+        """How many blocks a running request takes now if it decodes: a column if its are full."""
         decodes = len(request.tokens) - request.num_computed_tokens == 1
-        return decodes and (
-            request.num_computed_tokens == len(request.table) * self._pool.block_size
-        )
+        is_full = request.num_computed_tokens == len(request.table) * self._pool.block_size
+        return len(self._pool.groups) if decodes and is_full else 0
 
     def _plan_decodes(self, draft: Draft, only: Collection[Request] | None) -> list[Request]:
         """Plan the running requests that need one token; returns the others.
@@ -187,7 +196,7 @@ class Planner:
         Blocks that are missing come from the last in rank, which may be the very one that needs
         them.
         """
-        block_size = self._pool.block_size
+        block_size, column = self._pool.block_size, len(self._pool.groups)
         prefills: list[Request] = []
         last_first = reversed(self._queues.running)
         for request in self._queues.running:
@@ -200,7 +209,7 @@ class Planner:
             blocks = request.table.blocks
             missing = int(num_past == len(blocks) * block_size)
             copies = request.forked and not missing and draft.must_copy(blocks[-1])
-            while missing + copies > draft.free and request not in draft.yielding:
+            while (missing + copies) * column > draft.free and request not in draft.yielding:
                 draft.closed = True
                 victim = next(last_first)
                 if victim not in draft.yielding:
@@ -219,7 +228,7 @@ class Planner:
         loading: Collection[Request],
     ) -> None:
         """Share what is left of the budget between running prompts and waiting ones."""
-        draft.claimed = sum(map(self._claim, prefills))
+        draft.claimed = sum(self._claim(draft, request) for request in prefills)
         if only is not None:
             prefills = [request for request in prefills if request in only]
         for request in prefills:
@@ -264,11 +273,13 @@ class Planner:
             if request.num_rows > draft.rows:
                 draft.closed = True
                 break
+            if request in loading:
+                draft.claimed += draft.pending(request)  # what is loaded is free until it starts
             if request in loading or not self._look_up(draft, request):
                 draft.rows -= request.num_rows  # the next steps keep them for it
                 continue
             shared = draft.found[request]
-            needed = blocks_for(len(request.tokens), self._pool.block_size) - len(shared)
+            needed = draft.pending(request, shared)
             if draft.num_taken(shared) + needed > draft.free - draft.claimed:
                 draft.closed = True
                 break
@@ -330,17 +341,23 @@ class Planner:
     def _open(self, draft: Draft, request: Request) -> int | None:
         """Open a row for a prompt; None if it cannot go on in this step."""
         shared = draft.found[request]
-        block_size = self._pool.block_size
+        block_size, groups = self._pool.block_size, self._pool.groups
         num_past = request.num_computed_tokens + len(shared) * block_size
         if request.running:
             key = self._key_at(request, num_past)
             if key is not None and draft.leading[key] is not request:
                 return None
             is_full = num_past == (len(request.table) + len(shared)) * block_size
-            if draft.num_taken(shared) + is_full > draft.free:
-                return None
+            if draft.num_taken(shared) + is_full * len(groups) > draft.free:
+                if not shared or not groups.windowed or len(groups) > draft.free:
+                    return None
+                # All of it at once may be more than the pool has, where windows see but a part.
+                shared, num_past = NOTHING, request.num_computed_tokens
+            before = draft.pending(request)
             draft.take(shared)
-            draft.claimed -= len(shared)
+            draft.claimed += draft.pending(request, shared) - before
+        elif len(groups) > draft.free:  # for this step others have taken more than they keep
+            return None
         return draft.open(request, num_past, shared)
 
     def _key_at(self, request: Request, num_past: int) -> bytes | None:

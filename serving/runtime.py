@@ -162,6 +162,7 @@ class Runtime:
         self.packer = BatchPacker(
             self.rows,
             self.tokens,
+            num_groups=len(limits.windows),
             takes_exact_logits=limits.takes_exact_logits,
             mask_words=mask_words(limits.vocab_size) if is_native else 0,
             summary_floats=(
@@ -195,4 +196,5 @@ class Runtime:
 
 def new_pool(model: Model) -> BlockPool:
     """Return the pool of a model's blocks, all of them free."""
-    return BlockPool(model.capabilities.num_blocks, model.capabilities.block_size)
+    limits = model.capabilities
+    return BlockPool(limits.num_blocks, limits.block_size, limits.windows)

@@ -14,7 +14,7 @@ from itertools import count
 
 from onnxport.kv import table as kv
 from onnxport.kv.pool import BlockPool
-from onnxport.kv.table import Claim, Reservation, blocks_for, release_tail
+from onnxport.kv.table import NOTHING, BlockTable, Claim, Reservation, blocks_for
 from onnxport.serving.config import SchedulingPolicy
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.following import following
@@ -83,6 +83,11 @@ class Scheduler:
         """The sequences that hold a row, the first in rank first."""
         return self._queues.running
 
+    @property
+    def planner(self) -> Planner:
+        """What looks at requests and blocks, and changes nothing."""
+        return self._planner
+
     def requests(self) -> Iterator[Request]:
         """Every unfinished request, the running ones first; siblings that wait are left out."""
         yield from self._queues.running
@@ -123,6 +128,7 @@ class Scheduler:
             one.rank = (priority, arrival, one.index)
             one.tenant = self.tenant_of(one.options)
             self._tenants[one.tenant] += 1
+            one.table = BlockTable(len(self._pool.groups))
         self._queues.waiting.add(request)
         self._queued[request.tenant] += 1
         self._fit_rows(request)
@@ -149,6 +155,8 @@ class Scheduler:
         self._planner = Planner(pool, self._queues, max_num_seqs, max_num_batched_tokens)
         for request in list(self._queues.waiting):
             request.name_blocks(pool.block_size)
+            for one in (request, *request.siblings):
+                one.table = BlockTable(len(pool.groups))
             self._fit_rows(request)
         return yielded
 
@@ -164,7 +172,7 @@ class Scheduler:
         else:
             self._queues.waiting.remove(request)
             self._leave_queue(request)
-        release_tail(self._pool, request.table)
+        kv.release_tail(self._pool, request.table)
         for one in (request, *request.siblings):
             assert one.finish_reason is None, f"{one} has ended already"
             one.finish_reason = reason
@@ -175,16 +183,7 @@ class Scheduler:
 
     def distrust(self, request: Request) -> None:
         """Hide what a request has computed from others; its K/V may be wrong."""
-        for block in request.table.blocks:
-            self._pool.unregister(block)
-
-    def next_in_line(self) -> Iterator[Request]:
-        """See `Planner.next_in_line`."""
-        return self._planner.next_in_line()
-
-    def hits(self, request: Request) -> tuple[int, ...]:
-        """See `Planner.hits`."""
-        return self._planner.hits(request)
+        kv.hide(self._pool, request.table, request.keys)
 
     def plan(
         self,
@@ -223,10 +222,10 @@ class Scheduler:
         self._last = None
         claims = []
         for row, (request, num_new) in enumerate(
-            zip(plan.requests, plan.num_new_blocks, strict=True)
+            zip(plan.requests, plan.num_new_columns, strict=True)
         ):
             if num_new or row in plan.shared or row in plan.copied:
-                shared = plan.shared.get(row, ())
+                shared = plan.shared.get(row, NOTHING)
                 claims.append(Claim(request.table, shared, num_new, row in plan.copied))
         kv.share(self._pool, claims)
         for request in plan.preempted:
@@ -252,7 +251,7 @@ class Scheduler:
                 the request's. What was computed of the others is given up.
         """
         kv.commit(self._pool, reservation)
-        block_size = self._pool.block_size
+        block_size, gives_up = self._pool.block_size, bool(self._pool.groups.windowed)
         for row, request in enumerate(plan.requests):
             num_past, num_new = plan.num_past[row], plan.num_new[row]
             if row in plan.shared or not request.running:
@@ -264,10 +263,12 @@ class Scheduler:
             if row in plan.drafts:
                 right = accepted.get(row, ()) if accepted else ()
                 total -= len(plan.drafts[row]) - len(right)
-                release_tail(self._pool, request.table, blocks_for(total, block_size))
+                kv.release_tail(self._pool, request.table, blocks_for(total, block_size))
             request.num_computed_tokens = total
             if total // block_size > num_past // block_size and request.keys is not None:
                 self._register(request, num_past // block_size, total // block_size, right)
+            if gives_up:
+                kv.give_up(self._pool, request.table, total)
         for row in plan.sampled:
             if plan.requests[row].siblings:
                 self._fork(plan.requests[row])
@@ -277,14 +278,17 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert the invariants of requests and blocks (for tests; linear in everything)."""
-        self._pool.check([request.table.blocks for request in self.requests()])
+        groups = self._pool.groups
+        self._pool.check([tuple(request.table.held()) for request in self.requests()])
         assert self._queues.num_rows == sum(request.num_rows for request in self._queues.running)
         assert self._queues.num_rows <= self._max_num_seqs
         for request in self.requests():
             assert request.finish_reason is None
             assert 0 <= request.num_computed_tokens < len(request.tokens)
             needed = blocks_for(request.num_computed_tokens, self._pool.block_size)
-            assert len(request.table) == needed, f"{request}: {len(request.table)} blocks"
+            assert len(request.table) == needed, f"{request}: {len(request.table)} columns"
+            for group, gone in enumerate(request.table.given_up):
+                assert gone == groups.first_seen(group, request.num_computed_tokens), request
             assert not any(one.running or len(one.table) for one in request.siblings)
         assert all(request.running for request in self._queues.running)
         assert not any(one.running or one.num_computed_tokens for one in self._queues.waiting)
@@ -319,7 +323,7 @@ class Scheduler:
         if request.keys is not None:
             full = request.num_computed_tokens // self._pool.block_size
             self._swapped.update(request.keys.key(index) for index in range(full))
-        release_tail(self._pool, request.table)
+        kv.release_tail(self._pool, request.table)
         self._queues.running.remove(request)
         self._queues.num_rows -= request.num_rows
         request.running = False
@@ -350,11 +354,11 @@ class Scheduler:
     def _register(
         self, request: Request, start: int, stop: int, accepted: Sequence[int] = ()
     ) -> None:
-        """Make blocks `start` to `stop - 1` of a request findable; they are full.
+        """Make columns `start` to `stop - 1` of a request findable; they are full.
 
         Args:
-            request: whose blocks.
-            start: the first block.
+            request: whose columns.
+            start: the first one.
             stop: the one after the last.
             accepted: tokens in them that are about to be appended to the request's own.
         """
@@ -363,8 +367,7 @@ class Scheduler:
         if len(keys) < stop:
             tokens = request.tokens
             keys.extend(tokens + array(tokens.typecode, accepted) if accepted else tokens)
-        for index in range(start, stop):
-            self._pool.register(request.table.blocks[index], keys.block(index))
+        kv.register(self._pool, request.table, keys, start, stop)
 
     def _fork(self, request: Request) -> None:
         """Let the siblings of a request go on from its prompt."""

@@ -1,4 +1,4 @@
-"""Everything at once: random requests, clients, faults, for ten thousand steps.
+"""Everything at once: random requests, clients, faults, for thousands of steps.
 
 A run is decided by its seed, which is printed, but for what the disk has written in time.
 """
@@ -22,7 +22,7 @@ from onnxport.serving.worker import AsyncEngine
 from tests.serving.helpers import Clock, alone, checked_step, null_engine, null_model, submit
 from tests.serving.watch import Watch
 
-STEPS = 5_000  # of each of two runs
+STEPS = 5_000  # of each run
 SAMPLE = 4  # the tokens of every fourth request are checked
 PREFIXES = [[random.Random(seed).randrange(512) for _ in range(70)] for seed in range(4)]
 DRAIN_STEPS = 3_000
@@ -91,10 +91,20 @@ def faulty_disk(monkeypatch: pytest.MonkeyPatch) -> list[Faults]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "policy"), [(1, "fcfs"), (2, "fair")])
-def test_ten_thousand_steps_of_faults(
+@pytest.mark.parametrize(
+    ("seed", "policy", "num_blocks", "windows"),
+    [
+        (1, "fcfs", 72, (None,)),
+        (2, "fair", 72, (None,)),
+        (3, "fcfs", 120, (None, 24, 24)),
+        (4, "fair", 30, (20,)),
+    ],
+)
+def test_thousands_of_steps_of_faults(
     seed: int,
     policy: Any,
+    num_blocks: int,
+    windows: tuple[int | None, ...],
     tmp_path: Path,
     faulty_disk: list[Faults],
     monkeypatch: pytest.MonkeyPatch,
@@ -105,7 +115,8 @@ def test_ten_thousand_steps_of_faults(
     faulty_disk.append(faults)
     clock = Clock(tick_s=0.0005)
     engine = null_engine(
-        num_blocks=72,
+        num_blocks=num_blocks,
+        windows=windows,
         max_num_seqs=8,
         max_num_batched_tokens=40,
         max_queued_requests=20,
@@ -183,7 +194,7 @@ def test_ten_thousand_steps_of_faults(
     for (name, index), tokens in found.items():
         if int(name) % SAMPLE:
             continue
-        expected = alone(*requests[name], index)
+        expected = alone(*requests[name], index, windows)
         whole = reasons[name, index] == "length"
         assert tokens == (expected if whole else expected[: len(tokens)]), f"{name}-{index}"
     engine.close()

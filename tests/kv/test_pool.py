@@ -207,10 +207,10 @@ def test_check_sees_every_inconsistency() -> None:
     pool._cached[2] = None
     pools.append(pool)
     pool = broken("block 1: key")
-    pool._by_key[key(1)] = 0
+    pool._by_key[0][key(1)] = 0
     pools.append(pool)
     pool = broken("stray key")
-    pool._by_key[key(8)] = 2
+    pool._by_key[0][key(8)] = 2
     pools.append(pool)
     for pool, words in zip(pools, expected, strict=True):
         with pytest.raises(AssertionError, match=words):

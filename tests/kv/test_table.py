@@ -11,6 +11,7 @@ from onnxport.kv.table import (
     BlockTable,
     Claim,
     Copy,
+    Found,
     Reservation,
     blocks_for,
     commit,
@@ -31,6 +32,11 @@ def filled(pool: BlockPool, count: int) -> BlockTable:
     table = BlockTable()
     commit(pool, take(pool, Claim(table, num_new=count)))
     return table
+
+
+def whole(*blocks: int) -> Found:
+    """Columns of one group."""
+    return Found(len(blocks), (blocks,))
 
 
 def key(number: int) -> tuple[bytes, ...]:
@@ -65,7 +71,7 @@ def test_a_reservation_that_is_rolled_back_leaves_tables_as_they_were() -> None:
 def test_shared_blocks_come_before_new_ones() -> None:
     pool = BlockPool(num_blocks=6, block_size=4)
     a, b = filled(pool, 2), BlockTable()
-    reservation = take(pool, Claim(b, shared=(0, 1), num_new=1))
+    reservation = take(pool, Claim(b, shared=whole(0, 1), num_new=1))
     assert list(b.blocks) == [0, 1, 2]
     assert (pool.ref_count(0), pool.ref_count(2)) == (2, 1)
     rollback(pool, reservation)
@@ -80,7 +86,7 @@ def test_shared_free_blocks_are_safe_from_what_is_taken_beside_them() -> None:
         pool.register(block, key(block))
     release_tail(pool, a)
     b, c = BlockTable(), BlockTable()
-    reservation = take(pool, Claim(b, num_new=2), Claim(c, shared=(0,)))
+    reservation = take(pool, Claim(b, num_new=2), Claim(c, shared=whole(0)))
     assert (list(b.blocks), list(c.blocks)) == ([2, 1], [0])
     assert reservation.evictions == (Eviction(1, key(1)),)
     rollback(pool, reservation)
@@ -148,10 +154,12 @@ def test_a_rollback_restores_any_step_exactly(data: st.DataObject) -> None:
         )
         for table in tables
     ]
-    claims.append(Claim(BlockTable(), shared=found[: data.draw(st.integers(0, 2))], num_new=1))
+    claims.append(
+        Claim(BlockTable(), shared=whole(*found[: data.draw(st.integers(0, 2))]), num_new=1)
+    )
     blocks = [list(claim.table.blocks) for claim in claims]
     refs = copy.copy(pool._refs)
-    named = dict(pool._by_key)
+    named = copy.deepcopy(pool._by_key)
     reservation = take(pool, *claims)
     rollback(pool, reservation)
     assert [list(claim.table.blocks) for claim in claims] == blocks

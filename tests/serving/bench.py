@@ -53,9 +53,15 @@ class Bench:
     """Requests by name; sibling 1 of "a" is "a1"."""
 
     def __init__(
-        self, num_blocks: int, *, rows: int = 8, budget: int = 16, policy: SchedulingPolicy = "fcfs"
+        self,
+        num_blocks: int,
+        *,
+        rows: int = 8,
+        budget: int = 16,
+        policy: SchedulingPolicy = "fcfs",
+        windows: Sequence[int | None] = (None,),
     ) -> None:
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE, windows)
         self.scheduler = Scheduler(self.pool, min(rows, budget), budget, policy)
         self.requests: dict[str, Request] = {}
 

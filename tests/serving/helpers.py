@@ -42,6 +42,8 @@ def null_engine(
     *,
     num_blocks: int = 64,
     block_size: int = 4,
+    windows: tuple[int | None, ...] = (None,),
+    one_table: bool = False,
     max_model_len: int = 512,
     vocab_size: int = 512,
     max_num_seqs: int = 8,
@@ -67,6 +69,8 @@ def null_engine(
             vocab_size=vocab_size,
             num_blocks=num_blocks,
             block_size=block_size,
+            windows=windows,
+            one_table=one_table,
             max_model_len=max_model_len,
             max_batch_rows=max_batch_rows,
             max_batch_tokens=max_batch_tokens,
@@ -135,21 +139,30 @@ def text(deltas: Sequence[CompletionDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def alone(prompt: Sequence[int], params: SamplingParams = GREEDY, index: int = 0) -> list[int]:
+def alone(
+    prompt: Sequence[int],
+    params: SamplingParams = GREEDY,
+    index: int = 0,
+    windows: tuple[int | None, ...] = (None,),
+) -> list[int]:
     """The tokens of completion `index`, computed as a request of its own.
 
-    It has an engine without prefix cache to itself, its prompt is computed at once, and all of its
-    logits are exact.
+    It has an engine without prefix cache to itself, its prompt is computed at once, all of its
+    logits are exact, and no block is given up.
     """
     seed = None if params.seed is None else params.seed + index * SEED_STEP
-    return list(_alone(tuple(prompt), dataclasses.replace(params, n=1, seed=seed)))
+    return list(_alone(tuple(prompt), dataclasses.replace(params, n=1, seed=seed), windows))
 
 
 @cache
-def _alone(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
+def _alone(
+    prompt: tuple[int, ...], params: SamplingParams, windows: tuple[int | None, ...]
+) -> tuple[int, ...]:
     engine = null_engine(
         num_blocks=512,
         max_num_batched_tokens=512,
+        windows=windows,
+        one_table=True,
         takes_exact_logits=False,
         enable_prefix_caching=False,
     )

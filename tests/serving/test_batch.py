@@ -11,6 +11,7 @@ def packed(bench: Bench, packer: BatchPacker) -> dict[str, list[object]]:
     reservation = bench.scheduler.reserve(plan)
     inputs = packer.pack(plan)
     arrays = {name: getattr(inputs, name) for name in inputs.__slots__}
+    assert arrays.pop("more_block_tables") == ()
     result = {name: array.tolist() for name, array in arrays.items() if array is not None}
     bench.scheduler.commit(plan, reservation)
     for row in plan.sampled:

@@ -113,7 +113,7 @@ def test_drafts_get_what_others_leave_of_the_blocks(num_blocks: int, drafted: in
     plan = bench.scheduler.plan(drafts={bench.requests["a"]: [7] * 6})
     # a has room for one more token in its block; b takes its second one with its last two tokens.
     assert [one[2] for one in rows(plan)] == [1 + min(drafted, 5), 2]
-    assert plan.num_new_blocks[0] == -(-(3 + 1 + min(drafted, 5)) // 4) - 1
+    assert plan.num_new_columns[0] == -(-(3 + 1 + min(drafted, 5)) // 4) - 1
 
 
 def test_drafts_share_the_budget() -> None:
@@ -141,7 +141,7 @@ def test_drafts_leave_blocks_to_a_prompt_that_needs_them_later(
     # Both take their second block; the last one that is free is b's third.
     plan = bench.scheduler.plan(drafts={bench.requests["a"]: [7] * 6})
     assert plan.num_new == (4, 4)
-    assert plan.num_new_blocks == (1, 1)
+    assert plan.num_new_columns == (1, 1)
 
 
 def test_a_draft_never_preempts() -> None:

@@ -24,6 +24,7 @@ from tests.tiers import examples
 MAIN = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
 BRANCHES = [MAIN, [*MAIN[:6], *range(60, 76)], [*MAIN[:8], *range(80, 96)], [1] * 22]
 NORMAL = ("length", "stop")
+MOST_TOKENS = 32  # of a sequence
 MIXES: Sequence[dict[str, Any]] = (
     {},
     {},
@@ -38,6 +39,7 @@ class EngineMachine(RuleBasedStateMachine):
     """Every accepted sequence gets its own tokens and exactly one finish reason."""
 
     tiers: Sequence[dict[str, Any]] = ({},)
+    windows: Sequence[tuple[int | None, ...]] = ((None,),)
 
     @initialize(
         num_blocks=st.integers(2, 14),
@@ -48,6 +50,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         tier=st.integers(0, 5),
         queue=st.sampled_from([2, 1000]),
+        window=st.integers(0, 11),
     )
     def start(
         self,
@@ -59,14 +62,17 @@ class EngineMachine(RuleBasedStateMachine):
         caching: bool,
         tier: int,
         queue: int,
+        window: int,
     ) -> None:
+        self.groups = self.windows[window % len(self.windows)]
         tiers = self.tiers[tier % len(self.tiers)]
         self.clock = Clock()
         self.run_fails = self.transfer_fails = False
         self.sampler_fails = 0
         self.engine = null_engine(
-            num_blocks=num_blocks,
+            num_blocks=num_blocks * len(self.groups),
             block_size=block_size,
+            windows=self.groups,
             max_num_seqs=rows,
             max_num_batched_tokens=rows + spare_tokens,
             max_queued_requests=queue,
@@ -104,7 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(
         branch=st.sampled_from(BRANCHES),
         length=st.integers(1, 22),
-        max_tokens=st.integers(1, 10),
+        max_tokens=st.integers(1, MOST_TOKENS - 22),
         seed=st.integers(0, 3),
         n=st.sampled_from([1, 1, 2, 3]),
         mix=st.sampled_from(MIXES),
@@ -222,7 +228,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.close()
         assert self.reasons.keys() == self.tokens.keys() == self.watch.events.keys()
         for (name, index), found in self.tokens.items():
-            expected = alone(*self.requests[name], index)
+            expected = alone(*self.requests[name], index, self.groups)
             if self.reasons[name, index] in NORMAL:
                 assert found == expected
             else:
@@ -253,7 +259,7 @@ class GuessingMachine(TieredMachine):
         prompt, params = self.requests[request.request_id]
         fails, self.sampler_fails = self.sampler_fails, 0
         try:
-            return alone(prompt, params, request.index)
+            return alone(prompt, params, request.index, self.groups)
         finally:
             self.sampler_fails = fails
 
@@ -276,7 +282,9 @@ class LosingMachine(TieredMachine):
             pool_tokens = num_blocks * block_size  # each has room for what the one before took
             options = NullOptions(
                 block_size=block_size,
-                num_blocks=num_blocks,
+                num_blocks=num_blocks * len(self.groups),
+                windows=self.groups,
+                one_table=len(models) % 2 == 0,
                 max_model_len=512,
                 max_batch_rows=rows,
                 fails=lambda run: self.run_fails,
@@ -302,7 +310,40 @@ class LosingMachine(TieredMachine):
         assert self.engine.failure is None
 
 
+WINDOWS: Sequence[tuple[int | None, ...]] = (
+    (None, 5),
+    (None, 8, 8),
+    (4,),
+    (None, 1),
+    (9, 2),
+    (None, 6, 3, 3),
+)
+
+
+class WindowedMachine(TieredMachine):
+    """The same, with layers that give up what is behind their windows."""
+
+    tiers = ({}, {}, *TieredMachine.tiers)
+    windows = WINDOWS
+
+
+class GuessingWindowedMachine(GuessingMachine):
+    windows = WINDOWS
+
+
+class LosingWindowedMachine(LosingMachine):
+    """Every other device has one table for all layers, and so needs more room."""
+
+    windows = WINDOWS
+
+    def standby(self, pool_tokens: int) -> dict[str, Any]:
+        return super().standby(max(pool_tokens, MOST_TOKENS))
+
+
 TestEngineMachine = EngineMachine.TestCase
+TestWindowedMachine = WindowedMachine.TestCase
+TestGuessingWindowedMachine = GuessingWindowedMachine.TestCase
+TestLosingWindowedMachine = LosingWindowedMachine.TestCase
 TestTieredMachine = TieredMachine.TestCase
 TestGuessingMachine = GuessingMachine.TestCase
 TestLosingMachine = LosingMachine.TestCase
@@ -314,3 +355,6 @@ TestEngineMachine.settings = TestTieredMachine.settings = settings(
 )
 TestLosingMachine.settings = settings(TestEngineMachine.settings, max_examples=examples(100))
 TestGuessingMachine.settings = TestLosingMachine.settings
+TestWindowedMachine.settings = TestEngineMachine.settings
+TestGuessingWindowedMachine.settings = TestLosingMachine.settings
+TestLosingWindowedMachine.settings = TestLosingMachine.settings

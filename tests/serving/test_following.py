@@ -68,10 +68,10 @@ def test_a_step_that_follows_shares_what_stays_the_same() -> None:
     assert rows(second) == [("a", 6, 1), ("b", 6, 1)]
     assert second.requests is first.requests
     assert second.num_new is first.num_new
-    assert second.num_new_blocks == (0, 0)
+    assert second.num_new_columns == (0, 0)
     bench.step()
     bench.step()
-    assert bench.scheduler.plan().num_new_blocks == (1, 1)  # behind 8 tokens, in blocks of 4
+    assert bench.scheduler.plan().num_new_columns == (1, 1)  # behind 8 tokens, in blocks of 4
 
 
 @pytest.mark.parametrize(

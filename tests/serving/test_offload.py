@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from onnxport.providers.base import Capabilities
 from onnxport.providers.null import NullModel
+from onnxport.serving import offload
 from onnxport.serving.engine import Engine
 from onnxport.serving.offload import are_finite
 from onnxport.serving.params import SamplingParams
@@ -380,3 +381,25 @@ def test_a_request_ends_while_its_blocks_are_loading() -> None:
     assert not engine.has_work
     submit(engine, "c", [1, 2, 3])
     assert tokens(run(engine)["c"]) == alone([1, 2, 3])
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 8)])
+def test_what_is_being_loaded_keeps_its_room(
+    monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...]
+) -> None:
+    """In a pool for one and a half, the next request must not start from nothing in its place."""
+    monkeypatch.setattr(offload, "LOADED_BLOCKS", 4)
+    engine = null_engine(
+        num_blocks=26, windows=windows, preemption="swap", kv_host_memory=MIB, max_model_len=80
+    )
+    prompts = {name: [ord(name)] * 64 for name in "abc"}
+    for name, prompt in prompts.items():
+        submit(engine, f"{name} first", prompt)
+        run(engine)
+    fill(engine)
+    for name, prompt in prompts.items():
+        submit(engine, name, prompt)
+    deltas = run(engine)
+    for name, prompt in prompts.items():
+        assert tokens(deltas[name]) == alone(prompt, windows=windows)
+        assert deltas[name][0].num_cached_tokens == 60

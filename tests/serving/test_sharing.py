@@ -2,6 +2,7 @@
 
 import pytest
 
+from onnxport.kv.table import Found
 from tests.serving.bench import Bench, names, rows
 
 PREFIX = list(range(100, 112))  # three blocks
@@ -22,7 +23,7 @@ def test_a_hit_goes_on_after_the_cached_blocks() -> None:
     bench.submit("b", [*PREFIX, 2, 3], cached=True)
     plan = bench.step()
     assert rows(plan) == [("b", 12, 2)]
-    assert plan.shared == {0: (0, 1, 2)}
+    assert plan.shared == {0: Found(3, ((0, 1, 2),))}
     assert bench.blocks("b") == [0, 1, 2, 3]
     assert bench.requests["b"].num_cached_tokens == 12
     assert (bench.scheduler.num_looked_up, bench.scheduler.num_found) == (13 + 14, 12)
@@ -278,7 +279,7 @@ def test_completions_of_whole_blocks_copy_nothing() -> None:
     bench.submit("a", 8, n=2)
     bench.step()
     plan = bench.step()
-    assert (plan.copied, plan.num_new_blocks) == (frozenset(), (1, 1))
+    assert (plan.copied, plan.num_new_columns) == (frozenset(), (1, 1))
     assert [bench.blocks(name) for name in ("a", "a1")] == [[0, 1, 2], [0, 1, 3]]
 
 
