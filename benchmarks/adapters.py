@@ -134,6 +134,7 @@ def main() -> None:
             max_adapters=max_adapters,
             max_adapter_rank=rank,
             adapter_dtype=arguments.adapter_dtype,
+            hybrid_kv_cache=False,  # `step` has one block table
         )
         return open_model(arguments.artifact, arguments.provider, options)
 

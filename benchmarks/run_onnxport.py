@@ -58,6 +58,7 @@ def load(arguments: argparse.Namespace) -> Onnxport:
             kv_cache_dtype=arguments.kv_cache_dtype,
             graph_cache=arguments.graph_cache,
             coarse_head=not arguments.no_coarse_head,
+            hybrid_kv_cache=not arguments.no_hybrid_kv_cache,
         ),
         EngineConfig(
             max_num_batched_tokens=arguments.max_num_batched_tokens,
@@ -88,6 +89,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--no-coarse-head", action="store_true", help="read all of the head in every step"
+    )
+    parser.add_argument(
+        "--no-hybrid-kv-cache", action="store_true", help="keep all K/V behind sliding windows"
     )
     parser.add_argument("--preemption", choices=("auto", "recompute", "swap"), default="auto")
     parser.add_argument(

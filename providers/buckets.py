@@ -180,8 +180,9 @@ def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
         num_rows = size_of(rows + len(chunks), 2 * buckets.max_rows)
         chunks += [0] * (num_rows - rows - len(chunks))
         padding = _chunk_rows(buckets, chunks, table_width, num_blocks)
-    table = np.zeros((rows, table_width), np.int32)
-    table[:, :width] = inputs.block_table
+    table, *others = (
+        _widened(one, padding.table) for one in (inputs.block_table, *inputs.more_block_tables)
+    )
     lengths = np.concatenate([new, padding.new])
     past = np.concatenate([inputs.past_sequence_lengths, padding.past])
     totals = lengths + past
@@ -189,7 +190,7 @@ def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
     slots = inputs.adapter_slots
     padded = StepInputs(
         input_ids=_extended(inputs.input_ids, num_tokens, 0),
-        block_table=np.concatenate([table, padding.table]),
+        block_table=table,
         cumulative_sequence_lengths=np.cumsum([0, *lengths], dtype=np.int32),
         past_sequence_lengths=past,
         attention_metadata=np.array([lengths.max(), totals.max(), totals.min()], np.int32),
@@ -199,6 +200,7 @@ def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
             inputs.logits_indices[-1] if wanted else 0,
         ),
         adapter_slots=None if slots is None else _extended(slots, len(lengths), 0),
+        more_block_tables=tuple(others),
     )
     return PaddedStep(padded, query_tile, wanted)
 
@@ -235,6 +237,15 @@ def _chunk_rows(buckets: Buckets, chunks: list[int], width: int, first_spare: in
         first_spare += count
     new = np.array(chunks, np.int32)
     return _Padding(new, np.zeros_like(new), table)
+
+
+def _widened(table: NDArray[np.int32], below: NDArray[np.int32]) -> NDArray[np.int32]:
+    """A block table as wide as the rows `below` it, with these."""
+    rows, width = table.shape
+    wide = np.zeros((rows + len(below), below.shape[1]), np.int32)
+    wide[:rows, :width] = table
+    wide[rows:] = below
+    return wide
 
 
 def _extended(values: NDArray[_Integer], length: int, fill: int) -> NDArray[_Integer]:

@@ -9,41 +9,27 @@ bindings.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Final
 
-from numpy.typing import NDArray
 from onnx import TensorProto
 
 from onnxport.errors import ProviderError
-from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.block_transfers import zeros_graph
-from onnxport.graphs.lora import LoraProduct
-from onnxport.graphs.passes.accuracy import set_accuracy
-from onnxport.graphs.passes.decompose import decompose
-from onnxport.graphs.passes.emulated_attention import emulate_attention
-from onnxport.graphs.passes.join_products import join_products
-from onnxport.graphs.passes.lora import add_lora, lora_products
-from onnxport.graphs.passes.native import keep_native
-from onnxport.graphs.passes.result import PassResult
-from onnxport.graphs.passes.retype import retype
-from onnxport.graphs.passes.split_experts import split_experts
-from onnxport.graphs.passes.write_gelu import write_gelu
-from onnxport.graphs.passes.write_min_max import write_min_max
-from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers import memory
-from onnxport.providers.adapters import Adapters, AdapterStacks, check_stack_dtype, stack_bytes
-from onnxport.providers.base import Attention, Capabilities, KVFormat, LoadOptions
+from onnxport.providers.base import Capabilities, KVFormat, LoadOptions
 from onnxport.providers.buckets import Buckets
 from onnxport.providers.cpu.library import find_library
-from onnxport.providers.device_arrays import DeviceArrays
-from onnxport.providers.device_blocks import DeviceBlocks, cache_shape, device_caches
+from onnxport.providers.device_blocks import (
+    DeviceBlocks,
+    cache_shape,
+    device_caches,
+    layer_caches,
+)
 from onnxport.providers.device_logits import DeviceLogits
-from onnxport.providers.int8_experts import int8_experts
+from onnxport.providers.device_lowering import TYPES, DeviceLowering
 from onnxport.providers.ort import (
     CPU,
     Target,
@@ -61,16 +47,10 @@ from onnxport.providers.step_memory import StepMemory
 
 logger = logging.getLogger(__name__)
 
-PLAIN_BLOCK_SIZE: Final = 16  # tokens, of the decomposed graph
 TRANSFER_BLOCKS: Final = 8  # moved at a time by devices that compile a graph for each shape
 BUCKET_TOKENS: Final = 2048  # most tokens of a step, on devices that compile for shapes
 BUCKET_ROWS: Final = 256  # most sequences of a step there
 MOST_PADDING: Final = 4  # times: tokens and blocks are less than doubled, each
-TYPES: Final = {
-    "float32": TensorProto.FLOAT,
-    "float16": TensorProto.FLOAT16,
-    "bfloat16": TensorProto.BFLOAT16,
-}
 
 
 def load_on_device(
@@ -92,7 +72,7 @@ def load_on_device(
             f"capture_graphs was asked for; the {recipe.provider} provider has nothing to replay, "
             "leave it out"
         )
-    lowering = _Lowering(artifact, options, recipe, emulate=emulate)
+    lowering = DeviceLowering(artifact, options, recipe, target, emulate=emulate)
     if options.capture_graphs and lowering.attention != "native":
         raise ProviderError(
             "capture_graphs was asked for; only steps with native attention can be replayed, and "
@@ -123,6 +103,7 @@ def load_on_device(
         free_bytes=recipe.free_bytes,
         weight_bytes=held_bytes,
         buffer_bytes=recipe.buffer_bytes,
+        groups=lowering.groups,
     )
     attached = {name: ort_value(value) for name, value in converted.items()}
     session_options = _session_options(options, custom=emulate and lowering.attention == "native")
@@ -140,12 +121,13 @@ def load_on_device(
         check_host_operators(
             on_host, recipe.expected_on_host, options.allowed_on_host, recipe.provider
         )
-    shape = cache_shape(model, spec.num_layers)
+    shape = cache_shape(model, lowering.groups.num_places)
     buckets = _buckets(pool, captures=captures) if recipe.bucketed or captures else None
     spare = max(1, buckets.spare_blocks) if buckets else 0
     caches = device_caches(shape, pool.num_blocks + spare, pool.block_size, target)
     group = TRANSFER_BLOCKS if recipe.bucketed else None
     blocks = DeviceBlocks(caches, shape, pool.num_blocks, target, group)
+    caches = layer_caches(caches, lowering.groups)
     capabilities = _capabilities(artifact, recipe, lowering, pool)
     capabilities = replace(
         capabilities, placement=placement(session), on_host=on_host, emulated=emulate
@@ -183,161 +165,6 @@ def _recording(target: Target, recipe: Recipe) -> Target:
     return replace(target, options={**target.options, **(recipe.capture_options or {})})
 
 
-class _Lowering:
-    """What becomes of an artifact's graph, decided from the options and the recipe."""
-
-    def __init__(
-        self, artifact: Artifact, options: LoadOptions, recipe: Recipe, *, emulate: bool
-    ) -> None:
-        self._artifact = artifact
-        self.options = options
-        self._recipe = recipe
-        self._emulate = emulate
-        self._graph = artifact.load_graph("paged")
-        self.dtype = self._choose_dtype()
-        self._int8 = int8_experts(artifact, self._graph, self.dtype)
-        self._split = split_experts(self._int8.model, made=self._int8)
-        self._graph = self._split.model
-        self.why_decomposed = ""
-        self.attention = self._choose_attention()
-        self.block_size = self._choose_block_size()
-
-    def steps(self) -> Iterator[PassResult]:
-        """Apply the passes in turn; the last result holds the graph to run."""
-        options, recipe = self.options, self._recipe
-        yield self._int8
-        yield self._split
-        step = self._retyped
-        yield step
-        if recipe.joins_products:
-            step = join_products(step.model, self._read)
-            yield step
-        if options.matmul_accuracy_level is not None:
-            step = set_accuracy(step.model, options.matmul_accuracy_level)
-            yield step
-        if not recipe.has_gelu:
-            step = write_gelu(step.model)
-            yield step
-        if not recipe.has_min_max:
-            step = write_min_max(step.model)
-            yield step
-        if options.max_adapters:
-            check_stack_dtype(options, self.dtype)
-            step = add_lora(step.model, self._artifact.manifest.model)
-            yield step
-        if self.attention == "decomposed":
-            yield decompose(step.model, bounds="shapes" if recipe.bucketed else "metadata")
-            return
-        assert recipe.native is not None
-        step = keep_native(step.model, recipe.native)
-        yield step
-        if self._emulate:
-            yield emulate_attention(step.model)
-
-    def adapter_bytes(self) -> int:
-        """Memory of a full stack of adapters."""
-        if not self.options.max_adapters:
-            return 0
-        item_bytes = numpy_dtype(TYPES[self.dtype]).itemsize
-        return stack_bytes(*self._adapted(), self.options, item_bytes)
-
-    def adapters(self, target: Target, *, steady: bool) -> Adapters:
-        """Slots for adapters, of a device; `steady` where it replays steps."""
-        products, spec = self._adapted()
-        stacks = AdapterStacks(
-            products,
-            spec,
-            numpy_dtype(TYPES[self.dtype]),
-            DeviceArrays(target, steady=steady),
-            few_shapes=self._recipe.bucketed,
-            steady=steady,
-        )
-        return Adapters(spec, self.options, stacks)
-
-    def _adapted(self) -> tuple[list[LoraProduct], ArchSpec]:
-        """What adapters add to."""
-        spec = self._artifact.manifest.model
-        return lora_products(self._retyped.model, spec), spec
-
-    @cached_property
-    def _retyped(self) -> PassResult:
-        """The graph in the type of the activations; it is looked at before it is lowered."""
-        has_halves = self._recipe.dtypes != ("float32",)
-        return retype(self._graph, self._artifact.read_tensor, self.dtype, keep_tables=has_halves)
-
-    def _read(self, tensor: TensorProto) -> NDArray[Any]:
-        """An initializer of the graph in the type of the activations."""
-        made = self._retyped.attached.get(tensor.name, self._split.attached.get(tensor.name))
-        return self._artifact.read_tensor(tensor) if made is None else made
-
-    def _choose_dtype(self) -> str:
-        """The type of activations and cache."""
-        asked, allowed = self.options.dtype, self._recipe.dtypes
-        cache = next(i for i in self._graph.graph.input if i.name == contract.past_key(0))
-        stored = cache.type.tensor_type.elem_type
-        own = next(name for name, kind in TYPES.items() if kind == stored)
-        if asked not in ("auto", *allowed):
-            raise ProviderError(
-                f"dtype is {asked!r}; the {self._recipe.provider} provider computes in "
-                f"{', '.join(allowed)} on {self._recipe.device}, ask for one of these or auto"
-            )
-        dtype = asked if asked != "auto" else own if own in allowed else allowed[0]
-        if self.options.kv_cache_dtype not in ("auto", dtype):
-            raise ProviderError(
-                f"kv_cache_dtype is {self.options.kv_cache_dtype!r}; the {self._recipe.provider} "
-                f"provider caches in the type of its activations, which is {dtype}: ask for that "
-                "or auto, or choose another dtype"
-            )
-        return dtype
-
-    def _choose_attention(self) -> Attention:
-        """Native where the device takes this graph, unless told otherwise."""
-        asked = self.options.attention
-        if asked == "decomposed":
-            self.why_decomposed = "that was asked for"
-            return "decomposed"
-        if asked == "custom":
-            raise ProviderError(
-                f"the {self._recipe.provider} provider has no 'custom' attention; ask for native "
-                "or decomposed, or leave it out"
-            )
-        problem = self._why_not_native()
-        if problem and asked == "native":
-            raise ProviderError(
-                f"native attention was asked for on {self._recipe.device}: {problem}"
-            )
-        if problem:
-            self.why_decomposed = problem
-            logger.info("%s: attention is decomposed: %s", self._recipe.provider, problem)
-        return "decomposed" if problem else "native"
-
-    def _why_not_native(self) -> str:
-        """Why the device's own PagedAttention cannot be used; "" where it can."""
-        limits = self._recipe.native
-        if limits is None:
-            return self._recipe.why_not_native or f"{self._recipe.device} has no PagedAttention"
-        if self._emulate and find_library() is None:
-            return "the C++ kernel that would stand in for it was not built"
-        try:
-            keep_native(self._retyped.model, limits)
-        except ProviderError as error:
-            return str(error)
-        return ""
-
-    def _choose_block_size(self) -> int:
-        native = self.attention == "native"
-        spec = self._artifact.manifest.model
-        default = self._recipe.native_block_size(spec.head_size) if native else PLAIN_BLOCK_SIZE
-        size = self.options.block_size or default
-        power = size >= 16 and size & (size - 1) == 0
-        if native and self._recipe.block_size_power and not power:
-            raise ProviderError(
-                f"block_size is {size}; {self._recipe.provider}'s PagedAttention takes powers of "
-                f"two of at least 16, {default} by default"
-            )
-        return size
-
-
 def _buckets(pool: PoolPlan, *, captures: bool) -> Buckets:
     limits = (BUCKET_TOKENS, BUCKET_ROWS, pool.max_model_len, pool.block_size)
     # A native PagedAttention looks up the blocks that there are; how wide the table is, is nothing.
@@ -360,7 +187,7 @@ def why_not_started(target: Target) -> str:
 
 
 def _capabilities(
-    artifact: Artifact, recipe: Recipe, lowering: _Lowering, pool: PoolPlan
+    artifact: Artifact, recipe: Recipe, lowering: DeviceLowering, pool: PoolPlan
 ) -> Capabilities:
     spec, options = artifact.manifest.model, lowering.options
     return Capabilities(
@@ -372,7 +199,7 @@ def _capabilities(
         block_size=pool.block_size,
         num_blocks=pool.num_blocks,
         kv_block_bytes=pool.block_bytes,
-        kv_format=KVFormat.of(artifact, lowering.dtype),
+        kv_format=KVFormat.of(artifact, lowering.dtype, lowering.groups),
         max_model_len=pool.max_model_len,
         vocab_size=spec.vocab_size,
         max_batch_rows=BUCKET_ROWS if recipe.bucketed else recipe.max_batch_rows,
@@ -382,6 +209,7 @@ def _capabilities(
         max_adapter_rank=options.max_adapter_rank if options.max_adapters else 0,
         takes_exact_logits=recipe.selects_logits,
         summarizes_logits=recipe.selects_logits,
+        windows=lowering.groups.windows,
     )
 
 

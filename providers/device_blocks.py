@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from onnxport.graphs import block_transfers as graphs
 from onnxport.graphs.block_transfers import CacheShape
+from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers.blocks import block_index
 from onnxport.providers.ort import (
@@ -23,7 +24,7 @@ from onnxport.providers.ort import (
 
 
 class DeviceBlocks:
-    """The caches of all layers; the transfers of `providers.base.Model` on them.
+    """The caches of what a block has room for; the transfers of `providers.base.Model` on them.
 
     What fails on the device is raised as ONNX Runtime raises it, see `providers.transfers`.
     """
@@ -39,7 +40,7 @@ class DeviceBlocks:
         """Start the graphs.
 
         Args:
-            caches: keys and values of each layer, of `num_blocks` blocks at least.
+            caches: keys and values of each layer of a block, of `num_blocks` blocks at least.
             shape: what they are.
             num_blocks: of the pool; there is a block more where `group` is given.
             target: the execution provider that holds them.
@@ -172,6 +173,21 @@ def device_caches(
         session.run_with_iobinding(binding)
         caches.append(CacheTensor(past, present, binding.get_outputs()[0]))
     return caches
+
+
+def layer_caches(caches: Sequence[CacheTensor], groups: LayerGroups) -> list[CacheTensor]:
+    """The caches of all layers, where those of the places of a block are there: see LayerGroups.
+
+    Args:
+        caches: as `device_caches` makes them, of `groups.num_places` layers.
+        groups: of the layers.
+    """
+    names = list(graphs.cache_names(len(groups.places)))
+    return [
+        CacheTensor(*names[2 * layer + which], caches[2 * place + which].value)
+        for layer, (_, place) in enumerate(groups.places)
+        for which in range(2)
+    ]
 
 
 def cache_shape(model: onnx.ModelProto, num_layers: int) -> CacheShape:

@@ -75,6 +75,7 @@ class DirectMLProvider:
             native=None,
             native_block_size=no_native_blocks,
             bucketed=True,
+            shares_caches=False,
             has_gelu=False,
             expected_on_host=EXPECTED_ON_HOST,
         )

@@ -96,6 +96,7 @@ class MIGraphXProvider:
             native=None,
             native_block_size=no_native_blocks,
             bucketed=True,
+            shares_caches=False,
             expected_on_host=EXPECTED_ON_HOST,
             free_bytes=free_bytes,
         )

@@ -81,6 +81,8 @@ class OrtModel(Transfers):
         self._binding = session.io_binding()
         self._input_names = {node.name for node in session.get_inputs()}
         self._takes_exact_logits = contract.EXACT_LOGITS in self._input_names
+        # Of the second group of layers and those behind it.
+        self._tables = [contract.block_table(i) for i in range(1, len(capabilities.windows))]
         self._all_logits = np.zeros(0, np.int32)  # as EXACT_LOGITS: all of each row
         # As ALLOWED_TOKENS: all of each row.
         self._all_tokens = np.zeros((0, contract.mask_words(capabilities.vocab_size)), np.int32)
@@ -196,6 +198,9 @@ class OrtModel(Transfers):
         ):
             if name in self._input_names:
                 self._bind_input(name, array)
+        assert len(inputs.more_block_tables) == len(self._tables), "each group has a block table"
+        for name, table in zip(self._tables, inputs.more_block_tables, strict=True):
+            self._bind_input(name, table)
         if contract.QUERY_TILE in self._input_names:
             self._bind_input(contract.QUERY_TILE, np.zeros(query_tile, np.int8))
         if self._takes_exact_logits:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onnxport.errors import CapacityError, ProviderError
+from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.spec import ArchSpec
+from onnxport.kv.groups import CacheGroups
 from onnxport.providers.base import LoadOptions
 
 CACHE_FRACTION = 0.4  # of the memory that the weights leave free, unless told otherwise
@@ -19,7 +21,7 @@ class PoolPlan:
 
     block_size: int  # tokens
     num_blocks: int
-    block_bytes: int  # over all layers, keys and values
+    block_bytes: int  # over all layers that it has room for, keys and values
     max_model_len: int  # tokens
 
 
@@ -32,6 +34,7 @@ def plan_pool(
     free_bytes: int | None,
     weight_bytes: int,
     buffer_bytes: int | None = None,
+    groups: LayerGroups | None = None,
 ) -> PoolPlan:
     """Size the pool from the options, or from the memory that is free.
 
@@ -41,6 +44,9 @@ def plan_pool(
     the pool takes CACHE_FRACTION of it, or UNKNOWN_BYTES where the device does not tell, and no
     more than MOST_SEQUENCES sequences of full length can fill.
 
+    Where layers are in several groups, a token takes room in a block of each: `kv_cache_tokens` fit
+    even if no window gives a block up, and a sequence may be as long as it can get when they do.
+
     Args:
         spec: The model.
         options: `kv_cache_tokens`, `kv_memory` and `max_model_len` are used.
@@ -49,11 +55,13 @@ def plan_pool(
         free_bytes: Memory that can be taken before the weights are loaded; None: not known.
         weight_bytes: What the weights will take of it.
         buffer_bytes: The largest buffer that the device has, for the keys or values of a layer.
+        groups: Layers that share block tables; None: all do, and none gives blocks up.
 
     Raises:
         ProviderError: `max_model_len` exceeds the model's context, or `kv_memory` is a share of
             memory that is not known.
-        CapacityError: The weights and what was asked for, or a single block, do not fit.
+        CapacityError: The weights and what was asked for, or a single block of each group, do not
+            fit.
     """
     longest = options.max_model_len or spec.context_length
     if longest > spec.context_length:
@@ -62,50 +70,66 @@ def plan_pool(
             f"{spec.context_length}; ask for at most that, or export with a longer "
             "--context-length"
         )
-    token_bytes = round(2 * spec.num_layers * spec.num_kv_heads * spec.head_size * item_bytes)
+    groups = groups or LayerGroups.single(spec.num_layers)
+    num_groups, num_places = len(groups.windows), groups.num_places
+    place_bytes = round(2 * num_places * spec.num_kv_heads * spec.head_size * item_bytes)
+    token_bytes = num_groups * place_bytes
     left = None if free_bytes is None else max(0, free_bytes - weight_bytes)
     pool_bytes, asked = _asked(options, left, longest, token_bytes)
-    block_bytes = block_size * token_bytes
+    block_bytes = block_size * place_bytes
     num_blocks = pool_bytes // block_bytes
+    if options.kv_cache_tokens is not None:
+        num_blocks -= num_blocks % num_groups  # whole columns
     if buffer_bytes is not None:
-        most = buffer_bytes * 2 * spec.num_layers // block_bytes
+        most = buffer_bytes * 2 * num_places // block_bytes
         if most < num_blocks and _is_exact(options):
             raise CapacityError(
                 f"the KV cache does not fit: {asked}, and the device's buffers hold up to "
                 f"{_size(buffer_bytes)}, so the keys or values of a layer can be {most} blocks of "
-                f"{block_size} tokens; ask for {most * block_size} tokens or fewer"
+                f"{block_size} tokens; ask for {most // num_groups * block_size} tokens or fewer"
             )
         num_blocks = min(num_blocks, most)
-    if num_blocks < 1 or (left is not None and num_blocks * block_bytes > left):
-        slots = (
-            f", slots for {options.max_adapters} adapters of rank {options.max_adapter_rank} "
-            "included (max_adapters, max_adapter_rank)"
-            if options.max_adapters
-            else ""
-        )
-        there = (
-            "the device does not tell its memory"
-            if free_bytes is None or left is None
-            else f"{_size(left)} are left, for {_size(free_bytes)} are free and the weights take "
-            f"{_size(weight_bytes)}{slots}"
-        )
+    if num_blocks < num_groups or (left is not None and num_blocks * block_bytes > left):
+        there = _there(options, free_bytes, weight_bytes)
+        layers, smallest = f"{num_places} layers", f"one block of {block_size} tokens"
+        if num_groups > 1:
+            layers, smallest = f"{num_groups} groups of {layers}", f"{smallest} for each group"
         raise CapacityError(
             f"the KV cache does not fit: {asked}, and {there}. A token "
-            f"takes 2 x {spec.num_layers} layers x {spec.num_kv_heads} KV heads x "
-            f"{spec.head_size} channels x {item_bytes} bytes = {token_bytes} bytes, and the "
-            f"smallest cache is one block of {block_size} tokens, {_size(block_bytes)}. Ask for "
-            "another kv_cache_tokens or kv_memory, free memory, or export at a lower precision."
+            f"takes 2 x {layers} x {spec.num_kv_heads} KV heads x {spec.head_size} channels x "
+            f"{item_bytes} bytes = {token_bytes} bytes, and the smallest cache is {smallest}, "
+            f"{_size(num_groups * block_bytes)}. Ask for another kv_cache_tokens or kv_memory, "
+            "free memory, or export at a lower precision."
         )
-    pool_tokens = num_blocks * block_size
+    # What a sequence gives up behind a window, it may take again.
+    most_tokens = CacheGroups(groups.windows, block_size).longest(num_blocks) * block_size
     if options.max_model_len is None:
-        longest = min(longest, pool_tokens)
-    elif longest > pool_tokens:
+        longest = min(longest, most_tokens)
+    elif longest > most_tokens:
+        held = f"{most_tokens} tokens"
+        if num_groups > 1:
+            held = f"for {num_groups} groups of layers, which is a sequence of {held}"
         raise CapacityError(
             f"max_model_len is {longest} tokens, but the KV cache holds {num_blocks} blocks of "
-            f"{block_size}, {pool_tokens} tokens; lower max_model_len, or raise kv_cache_tokens "
-            "or kv_memory"
+            f"{block_size}, {held}; lower max_model_len, or raise kv_cache_tokens or kv_memory"
         )
     return PoolPlan(block_size, num_blocks, block_bytes, longest)
+
+
+def _there(options: LoadOptions, free_bytes: int | None, weight_bytes: int) -> str:
+    """What memory there is for a pool."""
+    if free_bytes is None:
+        return "the device does not tell its memory"
+    slots = (
+        f", slots for {options.max_adapters} adapters of rank {options.max_adapter_rank} "
+        "included (max_adapters, max_adapter_rank)"
+        if options.max_adapters
+        else ""
+    )
+    return (
+        f"{_size(max(0, free_bytes - weight_bytes))} are left, for {_size(free_bytes)} are free "
+        f"and the weights take {_size(weight_bytes)}{slots}"
+    )
 
 
 def check_weights(free_bytes: int | None, weight_bytes: int) -> None:

@@ -27,6 +27,9 @@ class Recipe:
     selects_logits: bool = False  # it runs graphs.logit_selection; see providers.device_logits
     page_lock: PageLock | None = None  # makes host memory fast to copy to; None: it cannot
     bucketed: bool = False  # it compiles a graph for each shape: pad to few of them
+    # Caches of two layers may be one memory, for it runs node after node. A graph that is compiled
+    # as a whole may copy one of them before the other is written.
+    shares_caches: bool = True
     has_gelu: bool = True  # of ONNX, with tanh; else it is written out
     has_min_max: bool = True  # of floats; else they are written out
     joins_products: bool = False  # each node costs, or it has no Split in many parts

@@ -104,6 +104,8 @@ class DecodeReplay:
             contract.PAST_SEQUENCE_LENGTHS: inputs.past_sequence_lengths,
             contract.LOGITS_INDICES: inputs.logits_indices,
         }
+        for group, table in enumerate(inputs.more_block_tables, 1):
+            arrays[contract.block_table(group)] = table
         return {name: array for name, array in arrays.items() if name in self._names}
 
     def _record(self, step: PaddedStep, arrays: dict[str, NDArray[Any]]) -> _Recording:

@@ -113,13 +113,18 @@ def parts_of(
         own = np.flatnonzero((indices >= begin) & (indices < stop))
         wanted = indices[own] if len(own) else np.array([stop - 1], np.int32)
         slots = inputs.adapter_slots
+        table, *others = (
+            np.ascontiguousarray(one[first:end, :width])
+            for one in (inputs.block_table, *inputs.more_block_tables)
+        )
         part = StepInputs(
             input_ids=inputs.input_ids[begin:stop],
-            block_table=np.ascontiguousarray(inputs.block_table[first:end, :width]),
+            block_table=table,
             cumulative_sequence_lengths=starts,
             past_sequence_lengths=past,
             attention_metadata=np.array([new.max(), lengths.max(), lengths.min()], np.int32),
             logits_indices=wanted - np.int32(begin),
             adapter_slots=None if slots is None else slots[first:end],
+            more_block_tables=tuple(others),
         )
         yield part, own

@@ -70,18 +70,18 @@ def measure(model: Model, clock: Clock, best_s: float | None = None) -> Figures:
     """
     limits = model.capabilities
     most_tokens = limits.max_batch_tokens or PROMPT_TOKENS
-    longest = min(limits.max_model_len, limits.num_blocks * limits.block_size, most_tokens)
+    longest = min(limits.max_model_len, limits.kv_tokens, most_tokens)
     short, prompt = min(SHORT_TOKENS, longest), min(PROMPT_TOKENS, longest)
-    width = -(-short // limits.block_size)
+    row_blocks = -(-short // limits.block_size) * len(limits.windows)
     most_rows = min(limits.max_batch_rows or ROWS, most_tokens)
-    rows = min(ROWS, most_rows, limits.num_blocks // width)
+    rows = min(ROWS, most_rows, limits.num_blocks // row_blocks)
     model.run(_batch(limits, 1, past=0, new=short))
     found = Figures(_median_s(model, _batch(limits, 1, past=short - 1, new=1), clock))
     if best_s is not None and found.score_s > best_s:
         return found
     if rows > 1:  # the other rows attend to copies of what the first one wrote
-        targets = range(width, rows * width)
-        model.copy_blocks([target % width for target in targets], targets)
+        targets = range(row_blocks, rows * row_blocks)
+        model.copy_blocks([target % row_blocks for target in targets], targets)
     decode_s = _median_s(model, _batch(limits, rows, past=short - 1, new=1), clock)
     prefill_s = _median_s(model, _batch(limits, 1, past=0, new=prompt), clock)
     return Figures(found.decode_s, decode_s * ROWS / rows, prefill_s * PROMPT_TOKENS / prompt)
@@ -101,14 +101,17 @@ def _median_s(model: Model, inputs: StepInputs, clock: Clock) -> float:
 
 def _batch(limits: Capabilities, rows: int, *, past: int, new: int) -> StepInputs:
     """Rows of equal length, each with blocks of its own, that ask for one token's logits each."""
-    width = -(-(past + new) // limits.block_size)
+    width, num_groups = -(-(past + new) // limits.block_size), len(limits.windows)
+    blocks = _int32(range(rows * num_groups * width)).reshape(rows, num_groups, width)
+    first, *others = np.ascontiguousarray(blocks.swapaxes(0, 1))
     return StepInputs(
         input_ids=_int64([token % limits.vocab_size for token in range(past, past + new)] * rows),
-        block_table=_int32(range(rows * width)).reshape(rows, width),
+        block_table=first,
         cumulative_sequence_lengths=_int32(range(0, rows * new + 1, new)),
         past_sequence_lengths=_int32([past] * rows),
         attention_metadata=_int32([new, past + new, past + new]),
         logits_indices=_int32(range(new - 1, rows * new, new)),
+        more_block_tables=tuple(others),
     )
 
 

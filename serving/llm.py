@@ -90,6 +90,7 @@ class LLM:
         adapter_dtype: str = "auto",
         graph_cache: str | Path | None = None,
         coarse_head: bool = True,
+        hybrid_kv_cache: bool = True,
         **limits: Unpack[EngineOptions],
     ) -> None:
         """Load an artifact.
@@ -127,6 +128,8 @@ class LLM:
             coarse_head: let the provider keep half a byte more for each of the output head's
                 weights, where it then reads less for greedy and top-k sampling (cpu); no token
                 depends on it.
+            hybrid_kv_cache: let layers with a sliding window have blocks of their own, so that
+                those behind the window are used again (cpu); no token depends on it.
             limits: more limits of the engine, by the names of `EngineConfig`.
 
         Raises:
@@ -150,6 +153,7 @@ class LLM:
             adapter_dtype=adapter_dtype,
             graph_cache=None if graph_cache is None else Path(graph_cache),
             coarse_head=coarse_head,
+            hybrid_kv_cache=hybrid_kv_cache,
         )
         folder = Path(model)
         engine = open_engine(

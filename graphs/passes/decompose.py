@@ -165,7 +165,8 @@ class _Rewriter:
 
     def _plan(self, layer: PagedAttentionNode) -> PagedPlan:
         key = (
-            *layer.inputs[PagedInput.CUMULATIVE_SEQUENCE_LENGTHS : PagedInput.BLOCK_TABLE + 1],
+            layer.input(PagedInput.CUMULATIVE_SEQUENCE_LENGTHS),
+            layer.input(PagedInput.PAST_SEQUENCE_LENGTHS),
             layer.input(PagedInput.SLOT_MAPPING),
             layer.input(PagedInput.ATTENTION_METADATA),
         )
@@ -266,9 +267,9 @@ class _Rewriter:
             x = ops.cast(g, x, cache_dtype)
         if plan.written is not None:
             x = g.node("Gather", [x, plan.written], axis=0)
-        cache = layer.input(position)
-        g.node("ScatterND", [cache, plan.slots, x], outputs=[present])
-        blocks = g.node("Gather", [present, plan.tile_blocks], axis=0)
+        cache, table = layer.input(position), plan.of_table(layer.input(PagedInput.BLOCK_TABLE))
+        g.node("ScatterND", [cache, table.slots, x], outputs=[present])
+        blocks = g.node("Gather", [present, table.tile_blocks], axis=0)
         if cache_dtype != dtype:
             blocks = ops.cast(g, blocks, dtype)
         shape = plan.kv_shape(layer.kv_num_heads, layer.head_size)

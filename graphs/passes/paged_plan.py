@@ -1,4 +1,4 @@
-"""What all layers of a decomposed paged graph share, computed once a run.
+"""What all layers of a decomposed paged graph share, computed once a run; block ids once a table.
 
 Integers are int64 throughout: an execution provider without int64 arithmetic leaves these small
 nodes to the CPU, where their inputs come from. Sizes derive from host values alone (shapes and
@@ -14,7 +14,7 @@ For T tokens, B sequences with `new` tokens each, tiles of C tokens:
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from onnx import TensorProto
@@ -26,15 +26,20 @@ from onnxport.graphs.paged import PagedAttentionNode, PagedInput
 SCOPE: Final = "paged"  # of the names of all nodes here
 
 
+class TablePlan(NamedTuple):
+    """What the layers of one block table share."""
+
+    slots: str  # int64 [written, 2], block and offset where keys and values are written
+    tile_blocks: str  # int64 [tiles, blocks], the block ids that a tile reads
+
+
 class PagedPlan:
     """Emits the shared nodes into a builder on construction, further ones when asked for.
 
     Attributes:
-        slots: int64 [written, 2], block and offset where keys and values are written.
         written: int64 [written], the tokens to write; None for all T of them.
         tile_tokens: int64 [tiles, C], the token of each tile row; rows past the end of their
             sequence repeat some token and their result is dropped.
-        tile_blocks: int64 [tiles, blocks], the block ids that a tile reads.
         token_rows: int64 [T], the row of [tiles * C] that holds a token's result.
     """
 
@@ -52,13 +57,22 @@ class PagedPlan:
         """
         self._g = g
         self._memo: dict[tuple[object, ...], str] = {}
-        self._read_inputs(layer)
+        table = self._read_inputs(layer)
         if query_tile is None:
             self._bound_by_metadata(layer.input(PagedInput.ATTENTION_METADATA), tile_tokens)
         else:
             self._bound_by_shapes(query_tile, tile_tokens)
-        self._place_tokens(layer.input(PagedInput.SLOT_MAPPING))
-        self._place_tiles()
+        slots = self._place_tokens(layer.input(PagedInput.SLOT_MAPPING), table)
+        tile_blocks = self._place_tiles(table)
+        self._tables = {layer.input(PagedInput.BLOCK_TABLE): TablePlan(slots, tile_blocks)}
+
+    def of_table(self, block_table: str) -> TablePlan:
+        """What follows from a block table. All have the shape of the first layer's."""
+        if block_table not in self._tables:
+            with self._g.scope(SCOPE, root=True):
+                table = ops.cast(self._g, block_table, TensorProto.INT64, name="plan")
+                self._tables[block_table] = TablePlan(self._slots(table), self._tile_blocks(table))
+        return self._tables[block_table]
 
     def rotary_rows(self, table: str) -> str:
         """Rows [T, 1, width] of a cos or sin table at the tokens' positions."""
@@ -142,8 +156,12 @@ class PagedPlan:
             visible = g.node("And", [visible, inside], name="window")
         return visible
 
-    def _read_inputs(self, layer: PagedAttentionNode) -> None:
-        """Inputs as int64, and the sizes that they have: T, B, block size, width of the table."""
+    def _read_inputs(self, layer: PagedAttentionNode) -> str:
+        """Inputs as int64, and the sizes that they have: T, B, block size, width of the table.
+
+        Returns:
+            The block table.
+        """
         g = self._g
         cumulative, past, table = (
             ops.cast(g, layer.input(position), TensorProto.INT64, name="plan")
@@ -154,7 +172,6 @@ class PagedPlan:
             )
         )
         self._past = past
-        self._table = table
         ends = self._ints(np.iinfo(np.int64).max)
         self._ends = g.node("Slice", [cumulative, self._ints(1), ends], name="ends")
         self._starts = g.node("Slice", [cumulative, self._ints(0), self._ints(-1)], name="starts")
@@ -164,6 +181,7 @@ class PagedPlan:
         self._width = self._dim(layer.input(PagedInput.BLOCK_TABLE), 1)
         self._num_blocks = self._dim(layer.input(PagedInput.KEY_CACHE), 0)
         self._block_size = self._dim(layer.input(PagedInput.KEY_CACHE), 1)
+        return table
 
     def _bound_by_metadata(self, metadata: str, tile_tokens: int) -> None:
         """C, and the blocks that the longest sequence needs; without metadata as in shapes."""
@@ -190,8 +208,13 @@ class PagedPlan:
         tile = self._min(self._min(length, self._num_tokens), self._int(tile_tokens))
         return self._max(tile, self._int(1))
 
-    def _place_tokens(self, slot_mapping: str) -> None:
-        """The sequence, position and slot of each token; a mapped slot may be -1, unwritten."""
+    def _place_tokens(self, slot_mapping: str, table: str) -> str:
+        """The sequence and position of each token; returns slots. A mapped one of -1 is unwritten.
+
+        Args:
+            slot_mapping: slots that are given; "": they follow from the block table.
+            table: the block table.
+        """
         g = self._g
         tokens = g.node("Range", [self._int(0), self._num_tokens, self._int(1)], name="tokens")
         self._owner = self._count_ends(tokens, self._ends)
@@ -199,21 +222,34 @@ class PagedPlan:
         past = g.node("Gather", [self._past, self._owner], name="token.past")
         self._positions = self._add(past, self._offset)
         self.written: str | None = None
-        if slot_mapping:
-            slot = ops.cast(g, slot_mapping, TensorProto.INT64, name="slots")
-            kept = g.node("GreaterOrEqual", [slot, self._int(0)], name="written")
-            self.written = ops.reshape(g, g.node("NonZero", [kept], name="written"), [-1])
-            slot = g.node("Gather", [slot, self.written], name="slots")
-            block = self._div(slot, self._block_size)
-            offset = g.node("Mod", [slot, self._block_size], name="slot.offset")
-        else:
-            pairs = self._columns(self._owner, self._div(self._positions, self._block_size))
-            block = g.node("GatherND", [self._table, pairs], name="slot.block")
-            offset = g.node("Mod", [self._positions, self._block_size], name="slot.offset")
-        self.slots = self._columns(block, offset)
+        self._mapped: str | None = None
+        if not slot_mapping:
+            self._columns_of_tokens = self._columns(
+                self._owner, self._div(self._positions, self._block_size)
+            )
+            return self._slots(table)
+        slot = ops.cast(g, slot_mapping, TensorProto.INT64, name="slots")
+        kept = g.node("GreaterOrEqual", [slot, self._int(0)], name="written")
+        self.written = ops.reshape(g, g.node("NonZero", [kept], name="written"), [-1])
+        slot = g.node("Gather", [slot, self.written], name="slots")
+        block = self._div(slot, self._block_size)
+        offset = g.node("Mod", [slot, self._block_size], name="slot.offset")
+        self._mapped = self._columns(block, offset)
+        return self._mapped
 
-    def _place_tiles(self) -> None:
-        """Which tokens each tile holds, which blocks it reads, and the way back."""
+    def _slots(self, table: str) -> str:
+        """Where tokens are written by a block table, unless that is given."""
+        if self._mapped is not None:
+            return self._mapped
+        g = self._g
+        block = g.node("GatherND", [table, self._columns_of_tokens], name="slot.block")
+        key = ("offset",)
+        if key not in self._memo:
+            self._memo[key] = g.node("Mod", [self._positions, self._block_size], name="slot.offset")
+        return self._columns(block, self._memo[key])
+
+    def _place_tiles(self, table: str) -> str:
+        """Which tokens each tile holds, and the way back; returns which blocks it reads."""
         g = self._g
         count = self._ceil_div(self._new, self._tile)  # [B]
         last = g.node("CumSum", [count, self._int(0)], name="tile.ends")
@@ -221,7 +257,7 @@ class PagedPlan:
         rows = self._min(self._batch, self._num_tokens)
         self._tiles = self._add(rows, self._div(self._sub(self._num_tokens, rows), self._tile))
         tiles = g.node("Range", [self._int(0), self._tiles, self._int(1)], name="tiles")
-        owner = self._count_ends(tiles, last)  # [tiles]
+        self._tile_owner = owner = self._count_ends(tiles, last)  # [tiles]
         within = self._sub(tiles, g.node("Gather", [first, owner]))
         begin = self._column(self._mul(within, self._tile))
         steps = g.node("Range", [self._int(0), self._tile, self._int(1)], name="steps")
@@ -234,18 +270,20 @@ class PagedPlan:
         axes = self._ints(1, 3)  # from [tiles, C] to [tiles, 1, C, 1]
         self._query_positions = g.node("Unsqueeze", [self._add(past, offset), axes])
         self._last_positions = g.node("Unsqueeze", [self._last(self._add(past, new)), axes])
-        # An entry that no key needs may be anything: bring it into the pool, its keys are hidden.
-        table = self._max(self._min(self._table, self._last(self._num_blocks)), self._int(0))
-        used = g.node(
-            "Slice",
-            [table, self._ints(0), self._shape(self._blocks), self._ints(1)],
-            name="used.blocks",
-        )
-        self.tile_blocks = g.node("Gather", [used, owner], axis=0, name="tile.blocks")
+        tile_blocks = self._tile_blocks(table)
         home = g.node("Gather", [first, self._owner], name="token.tile")
         tile = self._add(home, self._div(self._offset, self._tile))
         inner = g.node("Mod", [self._offset, self._tile], name="token.inner")
         self.token_rows = self._add(self._mul(tile, self._tile), inner)
+        return tile_blocks
+
+    def _tile_blocks(self, table: str) -> str:
+        """The blocks that each tile reads, by a block table."""
+        # An entry that no key needs may be anything: bring it into the pool, its keys are hidden.
+        table = self._max(self._min(table, self._last(self._num_blocks)), self._int(0))
+        bounds = [self._ints(0), self._shape(self._blocks), self._ints(1)]
+        used = self._g.node("Slice", [table, *bounds], name="used.blocks")
+        return self._g.node("Gather", [used, self._tile_owner], axis=0, name="tile.blocks")
 
     def _count_ends(self, items: str, ends: str) -> str:
         """For each of `items` [N], the first b with items < ends[b], clipped to the batch."""

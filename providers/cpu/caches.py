@@ -69,9 +69,9 @@ def row_bytes(dtype: str, head_size: int) -> int:
 
 
 def allocate(
-    spec: ArchSpec, pool: PoolPlan, dtype: str, layout: Layout
+    spec: ArchSpec, num_places: int, pool: PoolPlan, dtype: str, layout: Layout
 ) -> tuple[list[CachePair], Blocks]:
-    """Zeroed caches of all layers, and what moves their blocks."""
+    """Zeroed caches of the layers that a block has room for, and what moves their blocks."""
     kind = CACHE_DTYPES[dtype]
     elements = row_bytes(dtype, spec.head_size) // int(np.dtype(kind).itemsize)
     shape = (pool.num_blocks, pool.block_size, spec.num_kv_heads, elements)
@@ -80,7 +80,7 @@ def allocate(
             huge_page_zeros(shape, kind, small_bytes=SMALL_BYTES),
             huge_page_zeros(shape, kind, small_bytes=SMALL_BYTES),
         )
-        for _ in range(spec.num_layers)
+        for _ in range(num_places)
     ]
     if dtype == INT8:
         return pairs, int8_blocks(pairs)

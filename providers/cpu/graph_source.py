@@ -16,6 +16,7 @@ from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu import library
 from onnxport.providers.cpu.caches import Layout
 from onnxport.providers.graph_cache import GraphCache, LoweredGraph, graph_key
+from onnxport.providers.layer_groups import layer_groups
 from onnxport.providers.pool import check_int8_experts
 
 if TYPE_CHECKING:
@@ -27,7 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class GraphSource:
-    """Reads what was kept; else reads the artifact's graph, applies the passes and keeps that."""
+    """Reads what was kept; else reads the artifact's graph, applies the passes and keeps that.
+
+    Attributes:
+        groups: layers that share block tables.
+    """
 
     def __init__(self, artifact: Artifact, options: LoadOptions, *, custom: bool) -> None:
         """Look for a graph that was kept.
@@ -39,6 +44,7 @@ class GraphSource:
         """
         self._artifact = artifact
         self._options = options
+        self.groups = layer_groups(artifact.manifest.model, options)
         self._kept = find_graph_cache(artifact, options, custom=custom)
         self._known = self._kept.read() if self._kept else None
 
@@ -83,12 +89,13 @@ class GraphSource:
         # Its passes import onnx.
         from onnxport.providers.cpu import lowering
 
-        artifact, int8 = self._artifact, library.matmul_isa() is not None
-        summaries = library.summarizes()
-        options = self._options
+        artifact = self._artifact
         steps = list(
             lowering.lower(
-                self._graph, artifact, options, cache, lora, int8=int8, summaries=summaries
+                *(self._graph, artifact, self._options, cache, lora),
+                groups=self.groups,
+                int8=library.matmul_isa() is not None,
+                summaries=library.summarizes(),
             )
         )
         for step in steps:
@@ -107,6 +114,7 @@ def find_graph_cache(
         return None
     import onnxruntime as ort
 
+    groups = layer_groups(artifact.manifest.model, options)
     choices = {
         "provider": "cpu",
         "onnxruntime": ort.__version__,
@@ -118,6 +126,7 @@ def find_graph_cache(
         "prefers_pairs": library.prefers_pairs(),
         "converts_half": library.converts_half(),
         "coarse_head": options.coarse_head,
+        "cache_groups": str(groups.places) if len(groups.windows) > 1 else None,
     }
     graphs = Path(contract.__file__).parent
     key = graph_key(artifact, (graphs, graphs / "passes", Path(__file__).parent), choices)

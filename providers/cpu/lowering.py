@@ -10,6 +10,7 @@ import onnx
 from numpy.typing import NDArray
 
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.contract import INT8_LEVEL
 from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes.accuracy import set_accuracy
@@ -19,6 +20,7 @@ from onnxport.graphs.passes.gated_experts import use_gated_experts
 from onnxport.graphs.passes.gated_gelu import fuse_gated_gelu
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
+from onnxport.graphs.passes.group_tables import group_tables
 from onnxport.graphs.passes.input_norm import fuse_input_norm
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
@@ -57,6 +59,7 @@ def lower(
     cache: tuple[str, Layout],
     lora: HostLora | None,
     *,
+    groups: LayerGroups,
     int8: bool,
     summaries: bool,
 ) -> Iterator[PassResult]:
@@ -68,6 +71,7 @@ def lower(
         options: `matmul_accuracy_level` and `coarse_head` are used.
         cache: type and layout of the KV caches; "plain" for the decomposed graph.
         lora: adds adapters, if there are to be any.
+        groups: layers that share block tables.
         int8: whether the processor has our products with int8 activations.
         summaries: whether these can summarize their outputs.
     """
@@ -121,12 +125,16 @@ def lower(
             if summaries:
                 step = summarize_logits(step.model)
                 yield step
+        step = group_tables(step.model, groups)
+        yield step
         step = set_kv_dtype(step.model, cache_dtype)
         yield step
         yield keep_native(step.model, replace(KERNEL_LIMITS, attributes={"cache_layout": layout}))
     else:
         from onnxport.graphs.passes.decompose import decompose
 
+        step = group_tables(step.model, groups)
+        yield step
         yield decompose(step.model)
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
+from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, Device, Features, KVFormat, LoadOptions, Probe
 from onnxport.providers.cpu import library
@@ -94,7 +95,8 @@ class CpuProvider:
         source = GraphSource(artifact, options, custom=kernel is not None)
         cache_dtype, layout = cache = choose_cache(options, kernel, is_exact=source.is_exact)
         free_bytes = memory.available_bytes()
-        plan = _pool_planner(artifact, options, kernel, cache_dtype, free_bytes)
+        groups = source.groups
+        plan = _pool_planner(artifact, options, kernel, cache_dtype, groups, free_bytes)
         # What cannot fit at all is refused before the lowering reads and converts weights.
         plan(weight_bytes=artifact.manifest.files[WEIGHTS_FILE].size)
         lora = _host_lora(artifact, options, kernel)
@@ -105,11 +107,12 @@ class CpuProvider:
         attached = {name: ort_value(value) for name, value in converted.items()}
         session_options = _session_options(options, kernel, attached)
         session = start_session(graph.model, artifact.path, session_options)
-        pairs, blocks = allocate(artifact.manifest.model, pool, cache_dtype, layout)
+        spec = artifact.manifest.model
+        pairs, blocks = allocate(spec, groups.num_places, pool, cache_dtype, layout)
         model = OrtModel(
             session,
-            _capabilities(session, artifact, options, kernel, pool, cache_dtype),
-            _cache_tensors(pairs),
+            _capabilities(session, artifact, options, kernel, pool, cache_dtype, groups),
+            _cache_tensors(pairs, groups),
             blocks,
             attached,
             adapters=lora.adapters() if lora else None,
@@ -134,7 +137,12 @@ def processor_name() -> str:
 
 
 def _pool_planner(
-    artifact: Artifact, options: LoadOptions, kernel: Path | None, cache_dtype: str, free_bytes: int
+    artifact: Artifact,
+    options: LoadOptions,
+    kernel: Path | None,
+    cache_dtype: str,
+    groups: LayerGroups,
+    free_bytes: int,
 ) -> partial[PoolPlan]:
     """What plans the pool beside `weight_bytes`."""
     spec = artifact.manifest.model
@@ -145,6 +153,7 @@ def _pool_planner(
         block_size=choose_block_size(options, kernel),
         item_bytes=row_bytes(cache_dtype, spec.head_size) / spec.head_size,
         free_bytes=free_bytes,
+        groups=groups,
     )
 
 
@@ -190,6 +199,7 @@ def _capabilities(
     kernel: Path | None,
     pool: PoolPlan,
     cache_dtype: str,
+    groups: LayerGroups,
 ) -> Capabilities:
     """What was loaded."""
     inputs = {one.name for one in session.get_inputs()}
@@ -202,7 +212,7 @@ def _capabilities(
         block_size=pool.block_size,
         num_blocks=pool.num_blocks,
         kv_block_bytes=pool.block_bytes,
-        kv_format=KVFormat.of(artifact, canonical_dtype(cache_dtype)),
+        kv_format=KVFormat.of(artifact, canonical_dtype(cache_dtype), groups),
         max_model_len=pool.max_model_len,
         vocab_size=artifact.manifest.model.vocab_size,
         max_batch_rows=None,
@@ -211,16 +221,17 @@ def _capabilities(
         max_adapter_rank=options.max_adapter_rank if options.max_adapters else 0,
         takes_exact_logits=contract.EXACT_LOGITS in inputs,
         summarizes_logits=contract.SUMMARY_SCALES in inputs,
+        windows=groups.windows,
     )
 
 
-def _cache_tensors(pairs: Sequence[CachePair]) -> list[CacheTensor]:
-    """Each layer's caches under the graph's names, in the same memory."""
+def _cache_tensors(pairs: Sequence[CachePair], groups: LayerGroups) -> list[CacheTensor]:
+    """Each layer's caches under the graph's names, in the same memory; see `LayerGroups`."""
     return [
         CacheTensor(past(layer), present(layer), ort_value(cache))
-        for layer, pair in enumerate(pairs)
+        for layer, (_, place) in enumerate(groups.places)
         for cache, past, present in zip(
-            pair,
+            pairs[place],
             (contract.past_key, contract.past_value),
             (contract.present_key, contract.present_value),
             strict=True,

@@ -53,13 +53,13 @@ def _run(
 
 
 def _step(
-    request: Any, known: set[str], block_size: int, step: dict[str, NDArray[Any]]
+    request: Any, known: set[str], block_size: int, step: dict[str, Any]
 ) -> NDArray[np.float32]:
     import openvino as ov
 
     qkv, none = step.pop(self_test.QKV), np.empty(0, np.int32)
     tokens = np.zeros(len(qkv), np.int64)  # only how many there are matters
-    inputs = StepInputs(input_ids=tokens, logits_indices=none, **step)
+    inputs = StepInputs(input_ids=tokens, logits_indices=none, more_block_tables=(), **step)
     for name, array in {self_test.QKV: qkv, **flat_inputs(inputs, block_size)}.items():
         if name in known:
             request.set_tensor(name, ov.Tensor(array))

@@ -63,6 +63,7 @@ def build_speculator(
         kv_memory=DRAFT_KV_MEMORY if config.kv_cache_tokens is None else None,
         graph_cache=shared.graph_cache,
         coarse_head=shared.coarse_head,
+        hybrid_kv_cache=False,  # a draft model's rows have one block table
     )
     model = open_model(config.model, config.provider or provider, options, trials)
     logger.info("loaded the draft model %s", describe(model.capabilities))

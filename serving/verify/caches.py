@@ -109,13 +109,13 @@ def compare_caches(
 
 def _token_bytes(model: Model) -> int:
     limits = model.capabilities
-    return limits.kv_block_bytes // limits.block_size
+    return len(limits.windows) * limits.kv_block_bytes // limits.block_size
 
 
 def _logits(model: Model, token_ids: list[int]) -> NDArray[np.float32]:
     """Logits of the last rows of a sequence, half of it in one step, the rest in another."""
     limits = model.capabilities
-    length = min(CONTEXT_TOKENS, limits.max_model_len, limits.num_blocks * limits.block_size)
+    length = min(CONTEXT_TOKENS, limits.max_model_len, limits.kv_tokens)
     tokens = [stream(token_ids, at, 0) for at in range(length)]
     sequence, first = LoneSequence(model, length), length // 2
     if first:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.lora import LoraAdapter
+from onnxport.kv.groups import CacheGroups
 from onnxport.providers.base import Capabilities, Model, StepInputs
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
@@ -43,7 +44,8 @@ class LentModel:
         if num_blocks is not None:
             limits = self._capabilities
             assert 1 <= num_blocks <= limits.num_blocks
-            longest = min(limits.max_model_len, num_blocks * limits.block_size)
+            groups = CacheGroups(limits.windows, limits.block_size)
+            longest = min(limits.max_model_len, groups.longest(num_blocks) * limits.block_size)
             self._capabilities = replace(limits, num_blocks=num_blocks, max_model_len=longest)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from onnxport.kv.groups import CacheGroups
 from onnxport.kv.table import blocks_for
 from onnxport.providers.base import Capabilities
 
@@ -41,7 +42,7 @@ def make_prompts(token_ids: Sequence[int], limits: Capabilities) -> Prompts:
     they decode, and one has a whole block and three tokens more.
     """
     size = limits.block_size
-    room = min(limits.max_model_len, limits.num_blocks * size) - NEW_TOKENS
+    room = min(limits.max_model_len, limits.kv_tokens) - NEW_TOKENS
     own = [
         (length, max(0, length - OWN_TAIL_TOKENS), tail)
         for length, tail in ((size - 3, 7), (size - 3, 8), (size + 3, 9))
@@ -66,6 +67,8 @@ def stream(token_ids: Sequence[int], position: int, number: int) -> int:
     return int(token_ids[(at * (2 * lap + 1) + lap + 3 * number) % len(token_ids)])
 
 
-def longest_need(prompts: Sequence[Prompt], block_size: int) -> int:
-    """Blocks that the longest of `prompts` needs to its last token."""
-    return max(blocks_for(len(prompt) + NEW_TOKENS, block_size) for prompt in prompts)
+def longest_need(prompts: Sequence[Prompt], limits: Capabilities) -> int:
+    """Blocks that the longest of `prompts` needs to its last token, at once."""
+    groups = CacheGroups(limits.windows, limits.block_size)
+    longest = max(map(len, prompts)) + NEW_TOKENS
+    return groups.resident(blocks_for(longest, limits.block_size))

@@ -74,7 +74,7 @@ def measure_speed(
         ProviderError: the device failed.
     """
     limits = model.capabilities
-    room = min(limits.max_model_len, limits.num_blocks * limits.block_size)
+    room = min(limits.max_model_len, limits.kv_tokens)
     length = max(1, min(PREFILL_TOKENS, room - 1))
     prompt = _prompt(token_ids, length, 0)
     times = _prefill_times(model, prompt, clock)
@@ -127,7 +127,7 @@ def _fits(model: Model, rows: int) -> bool:
     """Whether `rows` sequences decode at once."""
     limits = model.capabilities
     length = DECODE_PROMPT_TOKENS + DECODE_STEPS
-    needed = rows * blocks_for(length, limits.block_size)
+    needed = rows * blocks_for(length, limits.block_size) * len(limits.windows)
     return (
         length < limits.max_model_len
         and needed <= limits.num_blocks

@@ -39,7 +39,7 @@ def save_prompt(model: Model, prompt: Prompt) -> SavedPrompt:
     sequence = LoneSequence(model, len(prompt))
     logits = sequence.step(prompt, [len(prompt) - 1])
     first_token = int(logits[0].argmax())
-    blocks = model.read_blocks(sequence.blocks)  # [n, layers, 2, heads, block_size, head_size]
+    blocks = read_layers(model, sequence.tables)
     shape = blocks.shape
     joined = np.moveaxis(blocks, 0, 3).reshape(*shape[1:4], -1, shape[5])
     return SavedPrompt(prompt, first_token, joined[:, :, :, : len(prompt)].copy())
@@ -53,8 +53,7 @@ def resume(model: Model, saved: SavedPrompt, num_new: int) -> Tokens:
     """
     sequence = LoneSequence(model, len(saved.prompt) + num_new, reverse=True)
     size = model.capabilities.block_size
-    used = sequence.blocks[: blocks_for(len(saved.prompt), size)]
-    model.write_blocks(used, convert(_split(saved.cache, size), _cache_dtype(model)))
+    write_layers(model, sequence.tables, convert(_split(saved.cache, size), _cache_dtype(model)))
     sequence.num_computed = len(saved.prompt)
     tokens = [saved.first_token]
     while len(tokens) < num_new:
@@ -83,6 +82,31 @@ def check_transfer(
     """
     found = [(one.prompt, resume(model, one, len(expected[one.prompt]))) for one in saved]
     return Transfer(source, judge("transfer", model, expected, found, allowed))
+
+
+def read_layers(model: Model, tables: Sequence[Sequence[int]]) -> NDArray[np.generic]:
+    """Read all layers' blocks: [n, layers, 2, heads, block_size, head_size]."""
+    groups = [model.read_blocks(table) for table in tables]
+    places = model.capabilities.kv_format.places
+    if not places:
+        return groups[0]
+    return np.stack([groups[group][:, place] for group, place in places], axis=1)
+
+
+def write_layers(
+    model: Model, tables: Sequence[Sequence[int]], blocks: NDArray[np.generic]
+) -> None:
+    """Write what `read_layers` returned to the first blocks of each group; where no layer is, 0."""
+    form = model.capabilities.kv_format
+    if not form.places:
+        model.write_blocks(tables[0][: len(blocks)], blocks)
+        return
+    for group, table in enumerate(tables):
+        content = np.zeros((len(blocks), form.num_layers, *blocks.shape[2:]), blocks.dtype)
+        for layer, (owner, place) in enumerate(form.places):
+            if owner == group:
+                content[:, place] = blocks[:, layer]
+        model.write_blocks(table[: len(blocks)], content)
 
 
 def _split(cache: NDArray[np.generic], block_size: int) -> NDArray[np.generic]:

@@ -159,7 +159,7 @@ def _preempted(model: Model, prompts: Prompts) -> tuple[list[Prompt], Decoded] |
     limits = model.capabilities
     # Those that need another block while they decode come first and start together.
     order = list(dict.fromkeys((*prompts.own, *prompts.fixed)))
-    num_blocks = max(3, longest_need(order, limits.block_size))
+    num_blocks = max(3 * len(limits.windows), longest_need(order, limits))
     if num_blocks > limits.num_blocks:
         return f"the KV cache has {limits.num_blocks} blocks, too few to share"
     config = _config(rows=len(order), tokens=sum(map(len, order)))

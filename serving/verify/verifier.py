@@ -276,7 +276,8 @@ def _compare_logits(model: Model, golden: Golden, token_ids: list[int]) -> _Logi
     num_golden = len(golden.token_ids)
     whole = run(model, golden, num_golden)
     stepwise = run(model, golden, max(1, num_golden // 2))
-    length = min(CONSISTENCY_TOKENS, model.capabilities.max_model_len)
+    limits = model.capabilities
+    length = min(CONSISTENCY_TOKENS, limits.max_model_len, limits.kv_tokens)
     tokens = np.array([stream(token_ids, at, 0) for at in range(length)], np.int64)
     first = max(1, length - CONSISTENCY_ROWS)
     rows = list(range(first, length)) or [0]

@@ -165,9 +165,13 @@ def test_memory_is_for_the_provider() -> None:
         ["bench", "throughput", "m"],
     ],
 )
-def test_a_coarse_head_is_a_permission_that_is_given(command: list[str]) -> None:
+def test_a_coarse_head_and_a_hybrid_cache_are_permissions_that_are_given(
+    command: list[str],
+) -> None:
     assert load_options(parse(*command)).coarse_head
     assert not load_options(parse(*command, "--no-coarse-head")).coarse_head
+    assert load_options(parse(*command)).hybrid_kv_cache
+    assert not load_options(parse(*command, "--no-hybrid-kv-cache")).hybrid_kv_cache
 
 
 @pytest.mark.parametrize("command", [["generate", "m", "x"], ["chat", "m"]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,20 @@ import pytest
 from openai import OpenAI
 
 from onnxport.cli.cache import cached_artifact, is_artifact
+from onnxport.cli.serve import kv_tokens
 from onnxport.exporter.options import ExportOptions
+from onnxport.providers.null import NullModel, NullOptions
 
 from .conftest import SMALL, onnxport, serving, write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
+
+
+def test_a_cache_with_windows_holds_at_least_what_fits_for_certain() -> None:
+    limits = NullModel(NullOptions(num_blocks=9, block_size=16)).capabilities
+    assert kv_tokens(replace(limits, windows=(None,))) == "144 tokens"
+    assert kv_tokens(replace(limits, windows=(None, 20))) == "at least 64 tokens"
+    assert kv_tokens(replace(limits, windows=(20,))) == "at least 144 tokens"
 
 
 def test_an_artifact(artifact: Path) -> None:

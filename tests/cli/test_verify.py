@@ -191,6 +191,7 @@ def test_the_command_is_recorded_without_folders() -> None:
     assert recorded("x", *given) == (
         "onnxport verify model --provider cuda --kv-cache-dtype float16 --emulate --no-coarse-head"
     )
+    assert recorded("x", "--no-hybrid-kv-cache") == "onnxport verify model --no-hybrid-kv-cache"
 
 
 def test_other_logits_fail(artifact: Path, tmp_path: Path) -> None:

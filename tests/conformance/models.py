@@ -67,20 +67,40 @@ class Unreliable(Wrapped):
         raise ProviderError("this step was told to fail")
 
 
-def step(rows: Sequence[tuple[Sequence[int], int, Sequence[int]]], **changes: Any) -> StepInputs:
-    """One batch of rows: new tokens, past length, block ids. Logits of every token."""
+def num_columns(limits: Capabilities) -> int:
+    """How many columns of blocks a pool has: one of each group of layers."""
+    return limits.num_blocks // len(limits.windows)
+
+
+def tables_of(limits: Capabilities, columns: Sequence[int]) -> list[list[int]]:
+    """The blocks of each group of layers: its own of every column."""
+    count = len(limits.windows)
+    return [[column * count + group for column in columns] for group in range(count)]
+
+
+def step(
+    rows: Sequence[tuple[Sequence[int], int, Sequence[int]]],
+    limits: Capabilities | None = None,
+    **changes: Any,
+) -> StepInputs:
+    """One batch of rows: new tokens, past length, blocks. Logits of every token.
+
+    Where `limits` has groups of layers, blocks are columns, see `tables_of`.
+    """
     new = [len(tokens) for tokens, _, _ in rows]
     total = [len(tokens) + past for tokens, past, _ in rows]
     width = max(len(blocks) for _, _, blocks in rows)
     table = np.zeros((len(rows), width), np.int32)
     for row, (_, _, blocks) in enumerate(rows):
         table[row, : len(blocks)] = blocks
+    count = 1 if limits is None else len(limits.windows)
     inputs = StepInputs(
         input_ids=np.array([token for tokens, _, _ in rows for token in tokens], np.int64),
-        block_table=table,
+        block_table=table * count,
         cumulative_sequence_lengths=np.cumsum([0, *new]).astype(np.int32),
         past_sequence_lengths=np.array([past for _, past, _ in rows], np.int32),
         attention_metadata=np.array([max(new), max(total), min(total)], np.int32),
         logits_indices=np.arange(sum(new), dtype=np.int32),
+        more_block_tables=tuple(table * count + group for group in range(1, count)),
     )
     return dataclasses.replace(inputs, **changes)

@@ -50,7 +50,7 @@ class Adapted:
         tables = self.tables([len(tokens) for tokens, _ in rows])
         slots = np.array([slot for _, slot in rows], np.int32)
         batch = [(tokens, 0, table) for (tokens, _), table in zip(rows, tables, strict=True)]
-        return self.model.run(step(batch, adapter_slots=slots)).copy()
+        return self.model.run(step(batch, self.model.capabilities, adapter_slots=slots)).copy()
 
     def wanted(self, rows: list[tuple[list[int], int]]) -> NDArray[np.float32]:
         """What `run` should return where slot n holds adapter n."""
@@ -117,15 +117,15 @@ def test_a_batch_of_several_and_none(adapted: Adapted) -> None:
 
 def test_decoding_behind_a_prompt_and_chunks_beside(adapted: Adapted) -> None:
     """Rows of one token and of more in one step, and logits of few of them."""
-    new = [1, 5, 1, 7, 2]
+    new, limits = [1, 5, 1, 7, 2], adapted.model.capabilities
     tables = adapted.tables([len(tokens) for tokens in TOKENS])
     cases = list(zip(TOKENS, new, tables, strict=True))
     slots = np.array(ROWS, np.int32)
     before = [(tokens[:-count], 0, table) for tokens, count, table in cases]
-    adapted.model.run(step(before, adapter_slots=slots))
+    adapted.model.run(step(before, limits, adapter_slots=slots))
     after = [(tokens[-count:], len(tokens) - count, table) for tokens, count, table in cases]
     last = (np.cumsum(new) - 1).astype(np.int32)
-    found = adapted.model.run(step(after, adapter_slots=slots, logits_indices=last))
+    found = adapted.model.run(step(after, limits, adapter_slots=slots, logits_indices=last))
     wanted = [adapted.reference.logits(t, slot)[-1] for t, slot in zip(TOKENS, ROWS, strict=True)]
     check_logits(adapted.rule, np.array(wanted), found, "the last tokens")
 
@@ -136,7 +136,8 @@ def test_without_any_adapter_it_is_the_model(adapted: Adapted) -> None:
     check_logits(adapted.rule, adapted.wanted(rows), expected, "slots of none")
     tables = adapted.tables([len(tokens) for tokens, _ in rows])
     batch = [(tokens, 0, table) for (tokens, _), table in zip(rows, tables, strict=True)]
-    np.testing.assert_array_equal(adapted.model.run(step(batch)), expected)
+    found = adapted.model.run(step(batch, adapted.model.capabilities))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_slots_are_filled_and_emptied_between_steps(adapted: Adapted) -> None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from onnxport.providers.base import Capabilities
 from tests.conformance.conftest import Loaded
-from tests.conformance.models import step
+from tests.conformance.models import step, tables_of
 from tests.conformance.workload import SYSTEM
 
 
@@ -52,7 +52,8 @@ def test_a_copy_is_exact(loaded: Loaded) -> None:
 
 
 def test_a_copied_half_filled_block_forks_a_sequence(loaded: Loaded) -> None:
-    model, size = loaded.model, loaded.model.capabilities.block_size
+    model, limits = loaded.model, loaded.model.capabilities
+    size = limits.block_size
     prompt = SYSTEM[: size + size // 2] if size < 32 else SYSTEM[: size // 2]
     full = len(prompt) // size
 
@@ -62,15 +63,18 @@ def test_a_copied_half_filled_block_forks_a_sequence(loaded: Loaded) -> None:
             [([token], len(prompt) + at, table) for token, table in zip(pair, tables, strict=True)]
             for at, pair in enumerate([(5, 6), (50, 60), (8, 8)])
         ]
-        return np.stack([model.run(step(rows)).copy() for rows in steps])
+        return np.stack([model.run(step(rows, limits)).copy() for rows in steps])
 
     left, right = list(range(1, full + 3)), list(range(6, full + 8))
     for table in (left, right):
-        model.run(step([(prompt, 0, table)]))
+        model.run(step([(prompt, 0, table)], limits))
     expected = decode([left, right])
     assert (expected[-1, 0] != expected[-1, 1]).any()
-    model.run(step([(prompt, 0, left)]))
-    model.copy_blocks([left[full]], [11])
+    model.run(step([(prompt, 0, left)], limits))
+    sources, targets = (
+        [block for (block,) in tables_of(limits, [column])] for column in (left[full], 11)
+    )
+    model.copy_blocks(sources, targets)
     assert (decode([left, [*left[:full], 11, 12]]) == expected).all()
 
 
@@ -86,10 +90,15 @@ def test_a_step_writes_its_own_slots_alone(loaded: Loaded, lengths: tuple[int, .
     before = model.read_blocks(everything)
     past = size - 1  # so that a row of several tokens goes over into its second block
     tables = [[3 * row + 5, 3 * row + 4, 3 * row + 3] for row in range(len(lengths))]
-    model.run(step([(SYSTEM[:n], past, t) for n, t in zip(lengths, tables, strict=True)]))
+    rows = [(SYSTEM[:n], past, table) for n, table in zip(lengths, tables, strict=True)]
+    model.run(step(rows, limits))
     changed = (model.read_blocks(everything) != before).any(axis=(1, 2, 3, 5))
     written, free = np.zeros_like(changed), np.zeros_like(changed)  # [block, slot]
-    for count, table in zip(lengths, tables, strict=True):
+    for count, table in (
+        (count, table)
+        for count, columns in zip(lengths, tables, strict=True)
+        for table in tables_of(limits, columns)
+    ):
         slots = [(table[at // size], at % size) for at in range(past, 3 * size)]
         used = -(-(past + count) // size) * size - past
         written[tuple(np.transpose(slots[:count]))] = True

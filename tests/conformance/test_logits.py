@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.conformance.conftest import Loaded
-from tests.conformance.models import step
+from tests.conformance.models import num_columns, step
 from tests.conformance.rules import check_logits
 from tests.conformance.workload import PROMPTS, SYSTEM
 
@@ -15,7 +15,7 @@ from tests.conformance.workload import PROMPTS, SYSTEM
 def blocks_of(loaded: Loaded, count: int, first: int = 0) -> list[int]:
     """Enough blocks for `count` tokens, from the end of the pool and in falling order."""
     limits = loaded.model.capabilities
-    last = limits.num_blocks - 1 - first
+    last = num_columns(limits) - 1 - first
     return list(range(last, last - -(-count // limits.block_size), -1))
 
 
@@ -25,7 +25,9 @@ def run_in_pieces(loaded: Loaded, tokens: list[int], sizes: list[int]) -> NDArra
     for size in [*sizes, len(tokens)]:
         piece = tokens[past : past + size]
         if piece:
-            found.append(loaded.model.run(step([(piece, past, blocks)])).copy())
+            found.append(
+                loaded.model.run(step([(piece, past, blocks)], loaded.model.capabilities)).copy()
+            )
         past += len(piece)
     return np.concatenate(found)
 
@@ -54,21 +56,22 @@ def test_a_sequence_where_software_leaves_out_the_rest(glimpsed: Loaded) -> None
 
 def test_a_ragged_batch(loaded: Loaded) -> None:
     """Prompts that begin, go on and decode, in one step."""
-    pasts = [0, 42, 16, 31, 5, 0]
+    pasts, limits = [0, 42, 16, 31, 5, 0], loaded.model.capabilities
     tables, first = [], 0
     for prompt, past in zip(PROMPTS, pasts, strict=True):
         tables.append(blocks_of(loaded, len(prompt), first))
         first += len(tables[-1])
         if past:
-            loaded.model.run(step([(prompt[:past], 0, tables[-1])]))
+            loaded.model.run(step([(prompt[:past], 0, tables[-1])], limits))
     cases = list(zip(PROMPTS, pasts, tables, strict=True))
-    found = loaded.model.run(step([(p[past:], past, table) for p, past, table in cases]))
+    found = loaded.model.run(step([(p[past:], past, table) for p, past, table in cases], limits))
     wanted = [loaded.reference.logits(p)[past:] for p, past, _ in cases]
     check_logits(loaded.rule, np.concatenate(wanted), found, "a ragged batch")
 
 
 def test_only_the_rows_that_are_asked_for(loaded: Loaded) -> None:
     rows = np.array([39, 0, 7], np.int32)
-    inputs = step([(SYSTEM, 0, blocks_of(loaded, len(SYSTEM)))], logits_indices=rows)
+    blocks, limits = blocks_of(loaded, len(SYSTEM)), loaded.model.capabilities
+    inputs = step([(SYSTEM, 0, blocks)], limits, logits_indices=rows)
     found = loaded.model.run(inputs)
     check_logits(loaded.rule, loaded.reference.logits(SYSTEM)[rows], found, "three rows")

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from onnxport.providers.base import Model
+from onnxport.serving.verify.transfers import read_layers, write_layers
 from tests.conformance.conftest import Loaded
 from tests.conformance.lanes import partner_of
-from tests.conformance.models import Narrow, Unreliable, Wrapped, step
+from tests.conformance.models import Narrow, Unreliable, Wrapped, step, tables_of
 from tests.conformance.rules import check_tokens
 from tests.conformance.workload import (
     COMPLETIONS,
@@ -35,7 +36,7 @@ def preempted(model: Model, **config: object) -> Outcome:
     """In a pool that holds one and a half of the longest sequences."""
     limits = model.capabilities
     count = -(-3 * LONGEST // (2 * limits.block_size))
-    outcome = serve(Narrow(model, count), **config)
+    outcome = serve(Narrow(model, count * len(limits.windows)), **config)
     assert outcome.stats.num_preemptions > 0
     return outcome
 
@@ -120,10 +121,11 @@ def test_a_sequence_moves_in_mid_generation(loaded: Loaded) -> None:
         tokens, past, last = list(SYSTEM), 0, None
         for model in route:
             if last is not None and model is not last:
-                content = last.read_blocks(blocks)
+                content = read_layers(last, tables_of(last.capabilities, blocks))
                 dtype = np.dtype(model.capabilities.kv_format.dtype)
-                model.write_blocks(blocks, content.astype(dtype))
-            logits = model.run(step([(tokens[past:], past, blocks)]))
+                tables = tables_of(model.capabilities, blocks)
+                write_layers(model, tables, content.astype(dtype))
+            logits = model.run(step([(tokens[past:], past, blocks)], model.capabilities))
             past, last = len(tokens), model
             tokens.append(int(logits[-1].argmax()))
         return tokens[len(SYSTEM) :]

@@ -1,6 +1,7 @@
 """Tiny artifacts, exported once a session."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -53,3 +54,13 @@ def wide_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(weights, path, {"format": "pt"})
     options = ExportOptions(precision="int4", group_size=32)
     return export_model(folder / "checkpoint", folder / "artifact", options)
+
+
+@pytest.fixture(scope="session")
+def alternating_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers, every other one with a window of 20 tokens, which is in two or three blocks."""
+    folder = tmp_path_factory.mktemp("alternating")
+    case = checkpoints.CASES["gemma2"]
+    sizes = {"num_hidden_layers": 4, "sliding_window": 20}
+    checkpoints.make(replace(case, config={**case.config, **sizes}), folder / "checkpoint")
+    return export_model(folder / "checkpoint", folder / "artifact", export_options("int8"))

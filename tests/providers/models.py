@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from onnxport.providers.base import Attention, LoadOptions, Model, StepInputs
+from onnxport.providers.base import Attention, LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
 from onnxport.providers.registry import open_model
+from tests.conformance.models import step
 
 Row = tuple[list[int], int, list[int]]  # new tokens, past length, block ids
 
@@ -35,15 +36,6 @@ def opened(
 
 def run_rows(model: Model, rows: list[Row]) -> NDArray[np.float32]:
     """Run one batch; returns each row's logits of its last token, float32 [len(rows), vocab]."""
-    new = [len(tokens) for tokens, _, _ in rows]
-    total = [len(tokens) + past for tokens, past, _ in rows]
-    width = max(len(blocks) for _, _, blocks in rows)
-    inputs = StepInputs(
-        input_ids=np.array([token for tokens, _, _ in rows for token in tokens], np.int64),
-        block_table=np.array([b + [0] * (width - len(b)) for _, _, b in rows], np.int32),
-        cumulative_sequence_lengths=np.cumsum([0, *new]).astype(np.int32),
-        past_sequence_lengths=np.array([past for _, past, _ in rows], np.int32),
-        attention_metadata=np.array([max(new), max(total), min(total)], np.int32),
-        logits_indices=(np.cumsum(new) - 1).astype(np.int32),
-    )
-    return model.run(inputs).copy()
+    ends = np.cumsum([len(tokens) for tokens, _, _ in rows])
+    last = (ends - 1).astype(np.int32)
+    return model.run(step(rows, model.capabilities, logits_indices=last)).copy()

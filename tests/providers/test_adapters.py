@@ -94,7 +94,7 @@ def logits(model: Model, slot: int) -> NDArray[np.float32]:
     tokens = checkpoints.tokens(3, 24).tolist()
     blocks = list(range(-(-len(tokens) // model.capabilities.block_size)))
     slots = np.array([slot], np.int32) if slot else None
-    return model.run(step([(tokens, 0, blocks)], adapter_slots=slots)).copy()
+    return model.run(step([(tokens, 0, blocks)], model.capabilities, adapter_slots=slots)).copy()
 
 
 @pytest.mark.parametrize("attention", [pytest.param("custom", marks=KERNEL), "decomposed"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -117,6 +118,23 @@ def test_padding_writes_distinct_spare_slots_alone(case: tuple[Buckets, StepInpu
     assert len(written) == len(padded.input_ids) - len(inputs.input_ids)
     assert len(set(written)) == len(written)
     assert all(POOL <= block < POOL + buckets.spare_blocks for block, _ in written)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(steps() | steps(decoding=True))
+def test_block_tables_of_all_groups_are_padded_alike(case: tuple[Buckets, StepInputs]) -> None:
+    """Padding rows have the same spare blocks in each: nobody reads what layers leave there."""
+    buckets, inputs = case
+    others = tuple(inputs.block_table + np.int32(number) for number in (1, 2))
+    padded = pad(replace(inputs, more_block_tables=others), buckets, POOL).inputs
+    alone = pad(inputs, buckets, POOL).inputs
+    np.testing.assert_array_equal(padded.block_table, alone.block_table)
+    rows, width = inputs.block_table.shape
+    for table, other in zip(others, padded.more_block_tables, strict=True):
+        np.testing.assert_array_equal(other[:rows, :width], table)
+        assert not other[:rows, width:].any()
+        np.testing.assert_array_equal(other[rows:], padded.block_table[rows:])
+        assert (other.dtype, other.flags.c_contiguous) == (np.int32, True)
 
 
 @settings(max_examples=examples(400), deadline=None)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.providers.base import Attention, LoadOptions, Model, StepInputs
 from onnxport.providers.cpu import lowering
 from onnxport.providers.cpu.library import matmul_isa
@@ -210,9 +211,11 @@ def test_its_memory_is_counted(wide_artifact: Path) -> None:
         options = LoadOptions(coarse_head=coarse_head)
         graph = artifact.load_graph("paged")
         cache = ("float32", "tiled")
+        groups = LayerGroups.single(artifact.manifest.model.num_layers)
+        chosen = (graph, artifact, options, cache, None)
         steps = list(
-            lowering.lower(graph, artifact, options, cache, None, int8=True, summaries=True)
-        )  # type: ignore[arg-type]
+            lowering.lower(*chosen, groups=groups, int8=True, summaries=True)  # type: ignore[arg-type]
+        )
         lowered = lowering.lowered_graph(artifact, steps, is_exact=False, is_native=True)
         sizes.append(lowered.stored_bytes)
     assert sizes[1] - sizes[0] == HIDDEN * WIDE_VOCAB // 2

@@ -11,6 +11,7 @@ import pytest
 
 from onnxport.errors import CapacityError
 from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.passes.int8_experts import int8_bytes
 from onnxport.providers import cuda, device, memory
 from onnxport.providers.base import LoadOptions
@@ -180,7 +181,9 @@ def test_cpu_has_an_operator_for_them(
     options = LoadOptions(matmul_accuracy_level=level)
     cache = ("float32", layout)
     graph = artifact.load_graph("paged")
-    steps = list(lowering.lower(graph, artifact, options, cache, None, int8=int8, summaries=False))
+    groups = LayerGroups.single(artifact.manifest.model.num_layers)
+    chosen = (graph, artifact, options, cache, None)
+    steps = list(lowering.lower(*chosen, groups=groups, int8=int8, summaries=False))
     kinds = [node.op_type for node in steps[-1].model.graph.node]
     assert "QMoE" not in kinds
     assert kinds.count("GatedExperts") == (3 if is_whole else 0)

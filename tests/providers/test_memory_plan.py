@@ -72,6 +72,17 @@ def test_logits_that_must_be_exact_do_not_count(wide_artifact: Path, coarse_head
     check_plans(wide_artifact, coarse_head=coarse_head)
 
 
+@pytest.mark.parametrize(("case", "num_tables"), [("gemma2", 2), ("gemma3", 3)])
+@pytest.mark.parametrize("max_adapters", [0, 1])
+def test_tables_of_several_groups_do_not_count(
+    tiny_artifact: ArtifactMaker, case: str, num_tables: int, max_adapters: int
+) -> None:
+    path = tiny_artifact(case, "int4")
+    with opened(path, "custom") as model:
+        assert len(model.capabilities.windows) == num_tables
+    check_plans(path, max_adapters=max_adapters)
+
+
 def check_plans(path: Path, **options: object) -> None:
     with opened(path, "custom", **options) as model:
         recorder = model._binding = Recorder(model._binding)  # type: ignore[attr-defined]
@@ -79,6 +90,9 @@ def check_plans(path: Path, **options: object) -> None:
         words = mask_words(model.capabilities.vocab_size) if takes else 0
         for new, logits, past in STEPS:
             plain = step(new, logits, past, model.capabilities.block_size)
+            first, others = plain.block_table, range(1, len(model.capabilities.windows))
+            tables = tuple(first + first.size * number for number in others)
+            plain = replace(plain, more_block_tables=tables)
             rows = len(plain.logits_indices)
             masks = np.full((rows, words), -1, np.int32)
             masked = replace(plain, exact_logits=np.ones(rows, np.int32), allowed_tokens=masks)

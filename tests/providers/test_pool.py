@@ -11,6 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnxport.errors import CapacityError, ProviderError
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
+from onnxport.graphs.cache_groups import LayerGroups, group_layers
 from onnxport.graphs.tensors import TensorRef
 from onnxport.providers import memory
 from onnxport.providers.base import LoadOptions
@@ -34,6 +35,19 @@ def plan(options: LoadOptions, free: int, *, item_bytes: int = 4, block_size: in
         item_bytes=item_bytes,
         free_bytes=free,
         weight_bytes=WEIGHTS,
+    )
+
+
+def plan_groups(options: LoadOptions, groups: LayerGroups, free: int = WEIGHTS + 2**40) -> PoolPlan:
+    """As `plan`, with blocks of 16 tokens of so many layers."""
+    return plan_pool(
+        SPEC,
+        options,
+        block_size=16,
+        item_bytes=4,
+        free_bytes=free,
+        weight_bytes=WEIGHTS,
+        groups=groups,
     )
 
 
@@ -164,3 +178,68 @@ def test_slots_of_adapters_are_named_where_memory_is_short() -> None:
     with pytest.raises(CapacityError) as caught:
         plan(LoadOptions(), WEIGHTS)
     assert "adapters" not in str(caught.value)
+
+
+PLACE = BLOCK // 2  # bytes of a block of one layer
+TWO = group_layers((16, None), CONTEXT)  # groups of one layer each
+
+
+@pytest.mark.parametrize(("tokens", "num_blocks"), [(16, 2), (31, 2), (32, 4), (47, 4), (48, 6)])
+def test_so_many_tokens_fit_in_the_blocks_of_every_group(tokens: int, num_blocks: int) -> None:
+    assert TWO.windows == (None, 16)
+    found = plan_groups(LoadOptions(kv_cache_tokens=tokens), TWO)
+    assert (found.block_bytes, found.num_blocks) == (PLACE, num_blocks)
+    assert found.num_blocks // 2 == tokens // 16
+
+
+@pytest.mark.parametrize(("num_blocks", "columns"), [(2, 1), (3, 1), (4, 2), (5, 3)])
+def test_a_sequence_may_take_what_it_gave_up(num_blocks: int, columns: int) -> None:
+    """A window of 16 tokens is in two blocks at most."""
+    found = plan_groups(LoadOptions(kv_memory=num_blocks * PLACE + 1), TWO)
+    assert found == PoolPlan(16, num_blocks, PLACE, columns * 16)
+    options = LoadOptions(kv_memory=num_blocks * PLACE, max_model_len=columns * 16)
+    assert plan_groups(options, TWO).max_model_len == columns * 16
+    options = LoadOptions(kv_memory=num_blocks * PLACE, max_model_len=columns * 16 + 1)
+    with pytest.raises(CapacityError) as caught:
+        plan_groups(options, TWO)
+    assert (
+        f"is {columns * 16 + 1} tokens, but the KV cache holds {num_blocks} blocks of 16, for 2 "
+        f"groups of layers, which is a sequence of {columns * 16} tokens; lower"
+        in str(caught.value)
+    )
+
+
+def test_a_window_of_all_layers_lets_a_sequence_be_longer_than_the_pool() -> None:
+    window = LayerGroups.single(2, 32)
+    found = plan_groups(LoadOptions(kv_memory=3 * BLOCK), window)
+    assert found == PoolPlan(16, 3, BLOCK, CONTEXT)
+    assert plan_groups(LoadOptions(kv_memory=2 * BLOCK), window).max_model_len == 32
+    with pytest.raises(CapacityError, match=r"holds 2 blocks of 16, 32 tokens; lower"):
+        plan_groups(LoadOptions(kv_memory=2 * BLOCK, max_model_len=33), window)
+
+
+def test_the_default_is_cut_to_what_sequences_of_all_groups_can_fill() -> None:
+    assert plan_groups(LoadOptions(), TWO).num_blocks == 2 * MOST_SEQUENCES * CONTEXT // 16
+
+
+def test_a_pool_that_does_not_fit_says_what_groups_take() -> None:
+    with pytest.raises(CapacityError) as caught:
+        plan_groups(LoadOptions(kv_memory=2 * PLACE - 1), TWO)
+    text = str(caught.value)
+    assert "2 x 2 groups of 1 layers x 2 KV heads x 32 channels x 4 bytes = 1024 bytes" in text
+    assert "the smallest cache is one block of 16 tokens for each group, 16384 bytes" in text
+    with pytest.raises(
+        CapacityError, match=r"kv_cache_tokens is 4096, 4\.0 MiB, and 4\.0 MiB are left"
+    ):
+        plan_groups(LoadOptions(kv_cache_tokens=4096), TWO, WEIGHTS + 2**22 - 1)
+    assert plan_groups(LoadOptions(kv_cache_tokens=4096), TWO, WEIGHTS + 2**22).num_blocks == 512
+
+
+def test_a_buffer_of_the_device_holds_a_layer_of_a_group() -> None:
+    kept = {"item_bytes": 4, "free_bytes": 2**30, "weight_bytes": 0, "groups": TWO}
+    options = LoadOptions(kv_cache_tokens=80)
+    size = 16 * 2 * 32 * 4  # of a block's keys, in one layer
+    with pytest.raises(CapacityError, match=r"can be 9 blocks of 16 tokens; ask for 64 tokens"):
+        plan_pool(SPEC, options, block_size=16, buffer_bytes=10 * size - 1, **kept)
+    found = plan_pool(SPEC, options, block_size=16, buffer_bytes=10 * size, **kept)
+    assert found.num_blocks == 10

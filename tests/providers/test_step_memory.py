@@ -87,6 +87,18 @@ def test_a_part_is_a_step_of_its_own() -> None:
     assert len(nothing) == 0
 
 
+def test_a_part_has_its_rows_of_all_block_tables() -> None:
+    inputs = step([0, 9])
+    other = replace(inputs, more_block_tables=(inputs.block_table + 10, inputs.block_table + 20))
+    parts = list(parts_of(other, [(0, 2), (2, 3), (3, 5)], 16))
+    assert [part.block_table.shape for part, _ in parts] == [(2, 2), (1, 1), (2, 2)]
+    for part, _ in parts:
+        for number, table in enumerate(part.more_block_tables, 1):
+            assert table.tolist() == (part.block_table + 10 * number).tolist()
+            assert table.flags.c_contiguous
+        assert len(part.more_block_tables) == 2
+
+
 def loaded(path: Any, provider: str, **options: Any) -> OrtModel:
     chosen = LoadOptions(kv_cache_tokens=512, threads=2, block_size=16, **options)
     model = get_provider(provider, emulate=provider != "cpu").load(Artifact.read(path), chosen)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from onnxport.providers import trial
-from onnxport.providers.base import Capabilities, StepInputs
+from onnxport.providers.base import Capabilities, Model, StepInputs
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.providers.trial import Figures, measure
+from onnxport.serving.verify.decoding import LentModel
+from tests.providers.models import opened
 
 Cost = Callable[[int, int], float]  # seconds of a run of so many tokens in so many rows
 
@@ -133,3 +136,52 @@ def test_it_fits_every_pool(
         assert most_rows == 8
     if options.max_model_len >= 128 and enough_tokens:
         assert most_tokens == 128
+
+
+class Grouped(LentModel):
+    """A model that keeps what it was told; every look at its clock takes a while."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.steps: list[StepInputs] = []
+        self.copies: list[tuple[int, int]] = []
+        self.now_s = 0.0
+
+    def clock(self) -> float:
+        self.now_s += trial.PHASE_S
+        return self.now_s
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        self.steps.append(inputs)
+        return super().run(inputs)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.copies += zip(sources, targets, strict=True)
+        super().copy_blocks(sources, targets)
+
+
+@pytest.mark.parametrize(("tokens", "num_rows"), [(1024, 8), (64, 4), (16, 1)])
+def test_groups_of_layers_have_blocks_of_their_own(
+    alternating_artifact: Path, tokens: int, num_rows: int
+) -> None:
+    with opened(alternating_artifact, "custom", kv_cache_tokens=tokens) as model:
+        grouped = Grouped(model)
+        found = measure(grouped, grouped.clock)
+    assert found.prefill_s is not None
+    first, *_, last = grouped.steps
+    widest = max(grouped.steps, key=lambda step: len(step.block_table))
+    assert len(widest.block_table) == num_rows
+    assert len(last.input_ids) == min(128, tokens)
+    for step in grouped.steps:
+        tables = np.stack([step.block_table, *step.more_block_tables])
+        assert len(tables) == 2
+        assert len(np.unique(tables)) == tables.size
+        assert tables.max() < model.capabilities.num_blocks
+        assert all(table.flags.c_contiguous for table in step.more_block_tables)
+    # Each row attends to copies of what the first step wrote in each group.
+    copied = {target: source for source, target in grouped.copies}
+    for wrote, reads in (
+        (first.block_table, widest.block_table),
+        (first.more_block_tables[0], widest.more_block_tables[0]),
+    ):
+        assert {copied.get(block, block) for block in reads[:, 0].tolist()} == {wrote[0, 0]}

@@ -238,7 +238,14 @@ def test_limits_of_other_types_are_refused(given: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"threads": "2"}, {"max_model_len": 10.0}, {"coarse_head": "no"}, {"threads": True}]
+    "given",
+    [
+        {"threads": "2"},
+        {"max_model_len": 10.0},
+        {"coarse_head": "no"},
+        {"hybrid_kv_cache": 1},
+        {"threads": True},
+    ],
 )
 def test_load_options_of_other_types_are_refused(given: dict[str, object]) -> None:
     with pytest.raises(ProviderError, match=f"{next(iter(given))} is .*; give "):

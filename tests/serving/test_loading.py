@@ -134,9 +134,15 @@ PARTICULAR = LoadOptions(
     max_adapters=3,
     max_adapter_rank=8,
     coarse_head=False,
+    hybrid_kv_cache=False,
 )
 SUITED = LoadOptions(
-    threads=2, kv_cache_tokens=99, max_adapters=3, max_adapter_rank=8, coarse_head=False
+    threads=2,
+    kv_cache_tokens=99,
+    max_adapters=3,
+    max_adapter_rank=8,
+    coarse_head=False,
+    hybrid_kv_cache=False,
 )
 
 
@@ -239,6 +245,7 @@ def test_llm_passes_every_option_on(
         max_adapters=2,
         max_adapter_rank=32,
         coarse_head=False,
+        hybrid_kv_cache=False,
     ) as llm:
         assert llm._engine.config == EngineConfig(3, 100, 4)
         assert opened[0][2] == LoadOptions(
@@ -254,6 +261,7 @@ def test_llm_passes_every_option_on(
             max_adapters=2,
             max_adapter_rank=32,
             coarse_head=False,
+            hybrid_kv_cache=False,
         )
         assert llm._engine.adapters._base is SPEC
         assert [one.provider for one in llm._engine._runtime._fallbacks] == ["auto"]

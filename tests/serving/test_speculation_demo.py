@@ -188,7 +188,13 @@ def test_the_draft_model_may_keep_what_the_model_may(
     config = SpeculationConfig("draft_model", model=pair[1], kv_cache_tokens=512)
     shared = LoadOptions(threads=3, max_adapters=1, graph_cache=tmp_path, coarse_head=False)
     build_speculator(config, pair[0], "cpu", 64, shared=shared).close()
-    wanted = LoadOptions(threads=1, kv_cache_tokens=512, graph_cache=tmp_path, coarse_head=False)
+    wanted = LoadOptions(
+        threads=1,
+        kv_cache_tokens=512,
+        graph_cache=tmp_path,
+        coarse_head=False,
+        hybrid_kv_cache=False,
+    )
     assert asked == [wanted]
 
 

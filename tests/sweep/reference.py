@@ -13,24 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.kv.table import blocks_for
-from onnxport.providers.base import Model, StepInputs
+from onnxport.providers.base import Model
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import sample
 from onnxport.serving.sampling import Position, row_params
+from tests.conformance.models import step
 
 
 def logits_after(model: Model, token_ids: list[int], slot: int) -> NDArray[np.float32]:
     """Return the logits after the last token, float32 [1, vocab]."""
     length = len(token_ids)
-    blocks = blocks_for(length, model.capabilities.block_size)
-    inputs = StepInputs(
-        np.array(token_ids, np.int64),
-        np.arange(blocks, dtype=np.int32)[None],
-        np.array([0, length], np.int32),
-        np.zeros(1, np.int32),
-        np.array([length] * 3, np.int32),
-        np.array([length - 1], np.int32),
-        np.array([slot], np.int32) if slot else None,
+    columns = range(blocks_for(length, model.capabilities.block_size))
+    inputs = step(
+        [(token_ids, 0, columns)],
+        model.capabilities,
+        logits_indices=np.array([length - 1], np.int32),
+        adapter_slots=np.array([slot], np.int32) if slot else None,
     )
     return model.run(inputs).copy()
 

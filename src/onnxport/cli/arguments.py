@@ -143,6 +143,12 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         help="read all of the output head in every step; otherwise cpu keeps half a byte more for "
         "each of its weights and reads less for greedy and top-k sampling, with the same tokens",
     )
+    group.add_argument(
+        "--no-hybrid-kv-cache",
+        action="store_true",
+        help="keep K/V of all tokens in all layers; otherwise cpu, cuda and webgpu use blocks "
+        "again that layers with a sliding window no longer see, with the same tokens",
+    )
 
 
 def add_choice_options(parser: argparse.ArgumentParser) -> None:
@@ -344,6 +350,7 @@ def load_options(options: argparse.Namespace) -> LoadOptions:
         capture_graphs=options.capture_graphs,
         graph_cache=graph_cache_folder(options),
         coarse_head=not options.no_coarse_head,
+        hybrid_kv_cache=not options.no_hybrid_kv_cache,
     )
 
 

@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from socket import socket
+from typing import TYPE_CHECKING
 
 from onnxport.cli.adapters import add_adapter_options
 from onnxport.cli.arguments import (
@@ -28,6 +29,9 @@ from onnxport.cli.arguments import (
 from onnxport.cli.session import load_engine
 from onnxport.cli.values import port, seconds
 from onnxport.errors import ExportError, RequestError
+
+if TYPE_CHECKING:
+    from onnxport.providers.base import Capabilities
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +185,11 @@ def _artifact(options: argparse.Namespace) -> tuple[Path, str]:
     return cached_artifact(source, export_options(options)), name
 
 
+def kv_tokens(loaded: Capabilities) -> str:
+    """Tell how many tokens there is room for; windows that give blocks up make room for more."""
+    return f"{'at least ' if any(loaded.windows) else ''}{loaded.kv_tokens} tokens"
+
+
 def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace) -> int:
     """Load the artifact and serve it."""
     import asyncio
@@ -215,8 +224,7 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
         loaded = engine.capabilities
         print(
             f"Serving {name} on {url(options.host, sock)} ({loaded.provider}, {loaded.attention} "
-            f"attention, {loaded.num_blocks * loaded.block_size} tokens of KV cache). "
-            "Ctrl-C stops it.",
+            f"attention, {kv_tokens(loaded)} of KV cache). Ctrl-C stops it.",
             file=sys.stderr,
             flush=True,
         )

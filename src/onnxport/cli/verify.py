@@ -33,7 +33,10 @@ RECORDED = (  # options that decide what is verified, in the order in which `com
     "threads",
     "allow_on_host",
 )
-FLAGS = ("emulate", "no_variants", "no_speed", "no_caches", "no_coarse_head")
+FLAGS = (
+    *("emulate", "no_variants", "no_speed", "no_caches"),
+    *("no_coarse_head", "no_hybrid_kv_cache"),
+)
 
 
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
