@@ -78,6 +78,21 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     }
 
 
+def _gemma3(hidden: int, inner: int, layers: int, heads: int, kv: int, window: int) -> Any:
+    config = _shape("gemma3_text", 262_144, hidden, inner, layers, heads, kv, True, 1e-6, 1e6)
+    del config["hidden_act"]
+    return {
+        **config,
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window": window,
+        "sliding_window_pattern": 6,
+    }
+
+
 def _experts(count: int, per_token: int) -> dict[str, Any]:
     return {"num_experts": count, "num_experts_per_tok": per_token, "norm_topk_prob": False}
 
@@ -105,6 +120,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "norm_topk_prob": True,
     },
     "gpt-oss-20b": _gpt_oss(24, 32),
+    "gemma-3-1b": _gemma3(1152, 6912, 26, 4, 1, 512),
 }
 
 
@@ -126,6 +142,11 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
             yield prefix + "self_attn.o_proj.bias", (hidden,)
             yield prefix + "self_attn.sinks", (config["num_attention_heads"],)
         yield prefix + "post_attention_layernorm.weight", (hidden,)
+        if config["model_type"] == "gemma3_text":
+            yield prefix + "self_attn.q_norm.weight", (head,)
+            yield prefix + "self_attn.k_norm.weight", (head,)
+            yield prefix + "pre_feedforward_layernorm.weight", (hidden,)
+            yield prefix + "post_feedforward_layernorm.weight", (hidden,)
         if config["model_type"] in ("olmoe", "qwen3_moe"):
             whole = config["model_type"] == "olmoe"
             yield prefix + "self_attn.q_norm.weight", (q if whole else head,)
