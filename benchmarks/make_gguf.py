@@ -2,8 +2,8 @@
 
     PEER_PYTHON -m benchmarks.make_gguf CHECKPOINT MODEL.gguf --head q8_0
 
-It needs the `gguf` package from PyPI. Qwen2, Llama, OLMoE and gpt-oss are known. Matrices become
-Q4_0, gpt-oss's experts MXFP4 as they are; embedding and head Q8_0, like those of an onnxport
+It needs the `gguf` package from PyPI. Qwen2, Llama, OLMoE, gpt-oss and Gemma 3 are known. Matrices
+become Q4_0, gpt-oss's experts MXFP4 as they are; embedding and head Q8_0, like those of an onnxport
 artifact in int4, or Q4_0 if asked for. There is no tokenizer in it: the workloads are token ids.
 """
 
@@ -26,7 +26,13 @@ TYPES = {
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
     "f16": gguf.GGMLQuantizationType.F16,
 }
-ARCHITECTURES = {"qwen2": "qwen2", "llama": "llama", "olmoe": "olmoe", "gpt_oss": "gpt-oss"}
+ARCHITECTURES = {
+    "qwen2": "qwen2",
+    "llama": "llama",
+    "olmoe": "olmoe",
+    "gpt_oss": "gpt-oss",
+    "gemma3_text": "gemma3",
+}
 EXPERT_PARTS = ("gate", "up", "down")
 NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
@@ -48,6 +54,15 @@ NAMES = {
         f"self_attn.{name}_proj.{kind}": f"attn_{name}.{kind}"
         for name in "qkv"
         for kind in ("weight", "bias")
+    },
+}
+# What is called otherwise in some.
+OWN_NAMES = {
+    "gpt_oss": {"post_attention_layernorm.weight": "post_attention_norm.weight"},
+    "gemma3_text": {
+        "post_attention_layernorm.weight": "post_attention_norm.weight",
+        "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+        "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
     },
 }
 WHOLE = {
@@ -121,12 +136,12 @@ def joined(
             yield whole, np.stack(parts.pop(whole))
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, model_type: str) -> str:
     """What llama.cpp calls a tensor."""
     if name in WHOLE:
         return WHOLE[name]
     _, _, layer, rest = name.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest]}"
+    return f"blk.{layer}.{OWN_NAMES.get(model_type, {}).get(rest) or NAMES[rest]}"
 
 
 def rotated(name: str, values: NDArray[np.float32], config: dict[str, Any]) -> NDArray[np.float32]:
@@ -174,6 +189,10 @@ def add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_orig_ctx_len(
             config["rope_scaling"]["original_max_position_embeddings"]
         )
+    if config["model_type"] == "gemma3_text":
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+        writer.add_sliding_window(config["sliding_window"])
     writer.add_tokenizer_model("none")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
 
@@ -192,7 +211,8 @@ def main() -> None:
     writer = gguf.GGUFWriter(arguments.output, ARCHITECTURES[config["model_type"]])
     add_config(writer, config)
 
-    is_gpt_oss = config["model_type"] == "gpt_oss"
+    model_type = config["model_type"]
+    is_gpt_oss = model_type == "gpt_oss"
 
     def kind_of(target: str) -> gguf.GGMLQuantizationType:
         if target.endswith("ffn_gate_inp.weight"):
@@ -205,16 +225,17 @@ def main() -> None:
         return values.ndim == 1 or name.endswith(".bias")
 
     def pack(name: str, values: NDArray[Any]) -> NDArray[Any]:
+        if model_type == "gemma3_text" and name.endswith("norm.weight"):
+            return values + 1  # what is multiplied with
         if is_plain(name, values) or values.dtype == np.uint8:
             return values
-        return gguf.quants.quantize(rotated(name, values, config), kind_of(gguf_name(name)))
+        target = gguf_name(name, model_type)
+        return gguf.quants.quantize(rotated(name, values, config), kind_of(target))
 
     for path in sorted(arguments.checkpoint.glob("*.safetensors")):
         for name, packed in joined(tensors(path), config.get("num_experts", 0), pack):
-            target = gguf_name(name)
+            target = gguf_name(name, model_type)
             raw = None if is_plain(name, packed) else kind_of(target)
-            if is_gpt_oss:  # whose norm ahead of the experts is called otherwise
-                target = target.replace("ffn_norm", "post_attention_norm")
             writer.add_tensor(target, packed, raw_dtype=raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
