@@ -7,16 +7,15 @@ from typing import Any
 
 import onnx
 import pytest
-from onnx import TensorProto
 
 from onnxport.graphs.inspect import set_attribute
 from onnxport.graphs.paged import PagedAttentionNode, attention_nodes
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.providers import behind_windows
 from onnxport.providers.behind_windows import reads_behind_windows
-from onnxport.providers.cpu.library import find_library
 from onnxport.providers.ort import CPU, quiet_options
 from tests.graphs.paged_models import paged_case, paged_model
+from tests.providers.models import use_kernel
 
 Windows = tuple[int | None, ...]
 
@@ -24,17 +23,7 @@ Windows = tuple[int | None, ...]
 @pytest.fixture(autouse=True)
 def device_with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU with our kernel be the device, in the type that the kernel takes."""
-    library = find_library()
-    if library is None:
-        pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
-
-    def options() -> Any:
-        chosen = quiet_options()
-        chosen.register_custom_ops_library(str(library))
-        return chosen
-
-    monkeypatch.setattr(behind_windows, "quiet_options", options)
-    monkeypatch.setattr(behind_windows, "TYPES", {"float32": TensorProto.FLOAT})
+    use_kernel(monkeypatch, behind_windows)
 
 
 def layers(windows: Windows, seed: int = 28) -> list[PagedAttentionNode]:

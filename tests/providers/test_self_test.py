@@ -13,24 +13,14 @@ from onnxport.graphs.inspect import set_attribute
 from onnxport.graphs.paged import PagedInput
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.providers import self_test
-from onnxport.providers.cpu.library import find_library
-from onnxport.providers.ort import CPU, quiet_options
+from onnxport.providers.ort import CPU
+from tests.providers.models import use_kernel
 
 
 @pytest.fixture
 def device_with_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU with our kernel be the device, in the type that the kernel takes."""
-    library = find_library()
-    if library is None:
-        pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
-
-    def options() -> Any:
-        chosen = quiet_options()
-        chosen.register_custom_ops_library(str(library))
-        return chosen
-
-    monkeypatch.setattr(self_test, "quiet_options", options)
-    monkeypatch.setattr(self_test, "TYPES", {"float32": TensorProto.FLOAT})
+    use_kernel(monkeypatch, self_test)
 
 
 @pytest.mark.usefixtures("device_with_attention")
