@@ -129,7 +129,7 @@ class LLM:
                 weights, where it then reads less for greedy and top-k sampling (cpu); no token
                 depends on it.
             hybrid_kv_cache: let layers with a sliding window have blocks of their own, so that
-                those behind the window are used again (cpu); no token depends on it.
+                those behind the window are used again (cpu, cuda, webgpu); no token depends on it.
             limits: more limits of the engine, by the names of `EngineConfig`.
 
         Raises:

@@ -80,6 +80,7 @@ class LlamaCpp:
         options.n_batch = options.n_ubatch = BATCH_TOKENS
         options.n_threads = options.n_threads_batch = self._threads
         options.kv_unified = True
+        options.swa_full = False  # layers with a window keep that alone, as its server has it
         return llama.llama_init_from_model(self._model, options)
 
     def _step(
