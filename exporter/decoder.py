@@ -14,11 +14,20 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from onnxport.exporter.plan import EMBEDDING, FINAL_NORM, HEAD
+from onnxport.exporter.draft_inputs import declare_states, normed_features
+from onnxport.exporter.graph_parts import (
+    activation_dtype,
+    attributes,
+    declare_caches,
+    rope_tables,
+    sinks,
+)
+from onnxport.exporter.plan import EMBEDDING, FEATURES, FINAL_NORM, HEAD
 from onnxport.exporter.weights import StoredMatrix, StoredWeights
 from onnxport.graphs import contract as names
 from onnxport.graphs import ops
 from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.experts import ExpertWeights, Routing, Swiglu, expert_layer
 from onnxport.graphs.spec import ArchSpec, ExpertsSpec
 from onnxport.graphs.tensors import TensorRef
@@ -38,8 +47,8 @@ class _Decoder:
     leading: tuple[int, ...]  # reshape dimensions before the last: (0,) or (0, 0)
     attend: Attend
 
-    def body(self, select: Callable[[str], str] | None) -> str:
-        """Token ids to normalized hidden states.
+    def body(self, select: Callable[[str], str] | None) -> tuple[str, str]:
+        """Token ids to hidden states, normalized and as they are.
 
         `select` picks the rows that need logits. It is applied after the last attention, for what
         follows mixes no positions; None: all.
@@ -49,15 +58,17 @@ class _Decoder:
         delta = ""
         for layer in range(spec.num_layers):
             with g.scope(f"layers.{layer}"):
-                read, hidden = self.read(hidden, delta, f"layers.{layer}.input_norm")
+                if spec.draft is not None and layer == 0:
+                    read, hidden = self.read_states(spec.draft, hidden)
+                else:
+                    read, hidden = self.read(hidden, delta, f"layers.{layer}.input_norm")
                 attended = self.attention(layer, read)
                 if layer == spec.num_layers - 1 and select is not None:
                     attended, hidden = select(attended), select(hidden)
                 delta = self.output(f"layers.{layer}.o", self.linear(f"layers.{layer}.o", attended))
                 read, hidden = self.read(hidden, delta, f"layers.{layer}.post_norm")
                 delta = self.mlp(layer, read)
-        normed, _ = self.norm(hidden, delta, FINAL_NORM)
-        return normed
+        return self.norm(hidden, delta, FINAL_NORM)
 
     def embed(self) -> str:
         """Rows of the embedding table."""
@@ -82,6 +93,18 @@ class _Decoder:
             g.constant(np.array([value], np.int64), "slice") for value in (0, matrix.columns, -1)
         )
         return g.node("Slice", [rows, start, stop, axis], name="embed.unpad")
+
+    def read_states(self, draft: DraftSpec, embedded: str) -> tuple[str, str]:
+        """What the first layer of a draft head reads, and the stream that it adds to."""
+        dtype = activation_dtype(self.weights)
+        features = normed_features(self.g, draft, self.weights, dtype, self.spec.rms_norm_eps)
+        given = self.linear(FEATURES, features)
+        own = ops.cast(self.g, names.DRAFT_HIDDEN_STATES, dtype, "own.cast")
+        hidden = self.g.node("Add", [given, own], name="states")
+        token, _ = self.norm(embedded, "", "layers.0.input_norm")
+        state, _ = self.norm(hidden, "", "layers.0.hidden_norm")
+        read = self.g.node("Concat", [token, state], name="token_and_state", axis=-1)
+        return read, state if draft.norm_before_residual else hidden
 
     def read(self, hidden: str, delta: str, role: str) -> tuple[str, str]:
         """Add `delta` if there is one; returns (what attention or MLP reads, hidden)."""
@@ -188,7 +211,7 @@ class _Decoder:
             weights,
             routing,
             Swiglu(alpha=alpha, up_offset=offset, limit=experts.limit),
-            dtype=_activation_dtype(self.weights),
+            dtype=activation_dtype(self.weights),
             flatten=len(self.leading) > 1,
             accuracy_level=ACCURACY_LEVEL,
         )
@@ -276,7 +299,7 @@ def _of_experts(g: GraphBuilder, matrix: StoredMatrix, count: int) -> _OfExperts
 def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     """The paged graph of the contract: packed sequences, block tables, caches in place."""
     g = GraphBuilder("paged")
-    dtype = _activation_dtype(weights)
+    dtype = activation_dtype(weights)
     g.input(names.INPUT_IDS, TensorProto.INT64, [names.NUM_TOKENS])
     int32_inputs: tuple[tuple[str, list[int | str]], ...] = (
         (names.BLOCK_TABLE, [names.BATCH, names.MAX_NUM_BLOCKS]),
@@ -287,10 +310,12 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     )
     for name, dims in int32_inputs:
         g.input(name, TensorProto.INT32, dims)
-    g.output(names.LOGITS, TensorProto.FLOAT, [names.NUM_LOGITS, spec.vocab_size])
+    g.output(names.LOGITS, TensorProto.FLOAT, [names.NUM_LOGITS, spec.num_logits])
+    if spec.draft is not None:
+        declare_states(g, spec.draft, spec.hidden_size)
     pool: list[int | str] = [names.NUM_BLOCKS, names.BLOCK_SIZE, spec.num_kv_heads, spec.head_size]
-    _declare_caches(g, spec, dtype, pool, pool)
-    tables = _rope_tables(g, spec, weights, dtype)
+    declare_caches(g, spec, dtype, pool, pool)
+    tables = rope_tables(g, spec, weights, dtype)
 
     def attend(layer: int, qkv: str | tuple[str, str, str]) -> str:
         cos, sin = tables[layer]
@@ -304,24 +329,29 @@ def paged_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
             past_sequence_lengths=names.PAST_SEQUENCE_LENGTHS,
             block_table=names.BLOCK_TABLE,
             attention_metadata=names.ATTENTION_METADATA,
-            attributes=_attributes(spec, layer),
+            attributes=attributes(spec, layer),
             cos=cos,
             sin=sin,
-            sinks=_sinks(g, weights, layer),
+            sinks=sinks(g, weights, layer),
         )
 
     def select(x: str) -> str:
         return g.node("Gather", [x, names.LOGITS_INDICES], name="select", axis=0)
 
     decoder = _Decoder(g, spec, weights, (0,), attend)
-    decoder.logits(decoder.body(select))
+    normed, hidden = decoder.body(select)
+    decoder.logits(normed)
+    if spec.draft is not None:
+        told = normed if spec.draft.norm_output else hidden
+        last = names.LAST_HIDDEN_STATES
+        g.node("Cast", [told], outputs=[last], name="last.cast", to=TensorProto.FLOAT)
     return g.build()
 
 
 def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
     """The graph of onnxruntime-genai's Generator: a batch, an attention mask, one cache each."""
     g = GraphBuilder("gqa")
-    dtype = _activation_dtype(weights)
+    dtype = activation_dtype(weights)
     g.input(names.INPUT_IDS, TensorProto.INT64, [names.BATCH, "seq"])
     g.input(names.ATTENTION_MASK, TensorProto.INT64, [names.BATCH, "total_sequence_length"])
     g.output(names.LOGITS, TensorProto.FLOAT, [names.BATCH, "seq", spec.vocab_size])
@@ -329,8 +359,8 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
         [names.BATCH, spec.num_kv_heads, length, spec.head_size]
         for length in ("past_sequence_length", "total_sequence_length")
     )
-    _declare_caches(g, spec, dtype, past, total)
-    tables = _rope_tables(g, spec, weights, dtype)
+    declare_caches(g, spec, dtype, past, total)
+    tables = rope_tables(g, spec, weights, dtype)
     less_one, longest = ops.gqa_sequence_lengths(g, names.ATTENTION_MASK)
 
     def attend(layer: int, qkv: str | tuple[str, str, str]) -> str:
@@ -343,66 +373,12 @@ def gqa_graph(spec: ArchSpec, weights: StoredWeights) -> onnx.ModelProto:
             (names.present_key(layer), names.present_value(layer)),
             sequence_lengths_minus_one=less_one,
             total_sequence_length=longest,
-            attributes=_attributes(spec, layer),
+            attributes=attributes(spec, layer),
             cos=cos,
             sin=sin,
-            sinks=_sinks(g, weights, layer),
+            sinks=sinks(g, weights, layer),
         )
 
     decoder = _Decoder(g, spec, weights, (0, 0), attend)
-    decoder.logits(decoder.body(None))
+    decoder.logits(decoder.body(None)[0])
     return g.build()
-
-
-def _attributes(spec: ArchSpec, layer: int) -> ops.AttentionAttributes:
-    """Attention's attributes. The window counts the query's own token, as the spec's does."""
-    return ops.AttentionAttributes(
-        num_heads=spec.num_heads,
-        kv_num_heads=spec.num_kv_heads,
-        scale=spec.attention_scale,
-        softcap=spec.attention_softcap,
-        local_window_size=spec.sliding_window[layer],
-        do_rotary=spec.rotates(layer),
-        rotary_interleaved=spec.rope_of(layer).interleaved,
-    )
-
-
-def _sinks(g: GraphBuilder, weights: StoredWeights, layer: int) -> str:
-    """The attention sinks of a layer, if it has any."""
-    stored = weights.vectors.get(f"layers.{layer}.sinks")
-    return "" if stored is None else g.weight(stored)
-
-
-def _activation_dtype(weights: StoredWeights) -> int:
-    return weights.vectors[FINAL_NORM].data_type
-
-
-def _declare_caches(
-    g: GraphBuilder, spec: ArchSpec, dtype: int, past: list[int | str], present: list[int | str]
-) -> None:
-    for layer in range(spec.num_layers):
-        g.input(names.past_key(layer), dtype, past)
-        g.input(names.past_value(layer), dtype, past)
-        g.output(names.present_key(layer), dtype, present)
-        g.output(names.present_value(layer), dtype, present)
-
-
-def _rope_tables(
-    g: GraphBuilder, spec: ArchSpec, weights: StoredWeights, dtype: int
-) -> list[tuple[str, str]]:
-    """Each layer's cos and sin tables in the activations' type; empty names where nothing rotates.
-
-    They are stored in float32, for long positions.
-    """
-
-    def table(ref: TensorRef) -> str:
-        stored = g.weight(ref)
-        if dtype == TensorProto.FLOAT:
-            return stored
-        return ops.cast(g, stored, dtype, f"{stored}.cast")
-
-    tables = {rope: (table(cos), table(sin)) for rope, (cos, sin) in weights.ropes.items()}
-    return [
-        tables[spec.rope_of(layer)] if spec.rotates(layer) else ("", "")
-        for layer in range(spec.num_layers)
-    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +13,9 @@ from onnxport.exporter.config import Config
 from onnxport.exporter.decoder import gqa_graph, paged_graph
 from onnxport.exporter.families import find_family
 from onnxport.exporter.families.base import TensorNames
+from onnxport.exporter.families.eagle3 import is_head
 from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
-from onnxport.exporter.options import ExportOptions, Progress, ProgressCallback
+from onnxport.exporter.options import ExportOptions, ProgressCallback
 from onnxport.exporter.plan import (
     EXPERTS,
     HEAD,
@@ -25,6 +25,7 @@ from onnxport.exporter.plan import (
     plan_weights,
     unused_tensors,
 )
+from onnxport.exporter.progress import advance_through
 from onnxport.exporter.quantization import read_quantization
 from onnxport.exporter.source import (
     TEMPLATE_FOLDER,
@@ -70,6 +71,11 @@ def export_model(
     options = options or ExportOptions()
     folder = find_checkpoint(source, revision=options.revision, token=options.token)
     config = Config.read(folder.path)
+    if is_head(config):
+        raise ExportError(
+            f"{folder.path} is a draft head, which needs the model that it guesses for: name its "
+            "checkpoint with --target (in Python: export_head)."
+        )
     family = find_family(config)
     spec = family.spec(config, options.context_length)
     further = range(spec.num_layers, spec.num_layers + family.count_further_layers(config))
@@ -114,7 +120,7 @@ def export_model(
             overwrite=options.overwrite,
             expected_bytes=_artifact_bytes(spec, plan, options),
         ) as writer:
-            advance = _advance(checkpoint, plan, progress)
+            advance = advance_through(checkpoint, plan, progress)
             with StreamingWeights(spec, plan, checkpoint, writer, options, advance) as weights:
                 writer.write_bytes(golden.FILE, golden.make_golden(spec, weights))
             writer.write_graph("paged", paged_graph(spec, weights.stored))
@@ -202,22 +208,6 @@ def _artifact_bytes(spec: ArchSpec, plan: WeightPlan, options: ExportOptions) ->
         else:
             total += block.size_bytes(matrix.rows, matrix.columns, activation_bytes)
     return total
-
-
-def _advance(
-    checkpoint: Checkpoint, plan: WeightPlan, progress: ProgressCallback | None
-) -> Callable[[int], None]:
-    """A function that counts bytes and reports them."""
-    total = sum(checkpoint.size_bytes(name) for name in plan.shapes())
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress(Progress(done, total, "converting weights"))
-
-    return advance
 
 
 def _write_small_files(

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.exporter.reference import WeightSource, forward
+from onnxport.exporter.reference import WeightSource, draft_forward, forward
 from onnxport.graphs.spec import ArchSpec
 
 FILE: Final = "golden.npz"
@@ -34,4 +34,33 @@ def make_golden(spec: ArchSpec, weights: WeightSource) -> bytes:
     logits = forward(spec, weights, token_ids, rows)
     buffer = io.BytesIO()
     np.savez(buffer, token_ids=token_ids, logits_indices=rows, logits=logits)
+    return buffer.getvalue()
+
+
+def make_draft_golden(spec: ArchSpec, weights: WeightSource) -> bytes:
+    """The same of a draft head, with states that are made up.
+
+    It holds besides `target_hidden_states` float32 [num_tokens, features], `draft_hidden_states`
+    float32 [num_tokens, hidden] and `last_hidden_states` float32 [num_logits, hidden]. The last
+    tokens come with the head's own states.
+    """
+    assert spec.draft is not None
+    token_ids, rows = golden_tokens(spec)
+    count, dice = len(token_ids), np.random.Generator(np.random.SFC64(0))
+    given = dice.standard_normal((count, spec.draft.features), np.float32)
+    own = dice.standard_normal((count, spec.hidden_size), np.float32)
+    first = count - count // _ROWS  # of those with the head's own
+    given[first:] = 0
+    own[:first] = 0
+    logits, last = draft_forward(spec, weights, token_ids, (given, own), rows)
+    buffer = io.BytesIO()
+    np.savez(
+        buffer,
+        token_ids=token_ids,
+        target_hidden_states=given,
+        draft_hidden_states=own,
+        logits_indices=rows,
+        logits=logits,
+        last_hidden_states=last,
+    )
     return buffer.getvalue()

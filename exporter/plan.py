@@ -3,7 +3,8 @@
 A weight is named by its role: `embedding`, `final_norm`, `head`, and for each layer
 `layers.N.{input_norm, qkv, q_norm, k_norm, sinks, o, o_norm, post_norm, gate_up, down, down_norm}`,
 where a layer with experts has `router`, `correction`, `experts.gate_up` and `experts.down` for
-`gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them.
+`gate_up` and `down`, and `shared.{gate_up, down, gate}` of the layer beside them. A draft head has
+`features`, `joint_norm` or `apart_norm.N`, and `layers.0.hidden_norm` besides.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from numpy.typing import NDArray
 
 from onnxport.errors import CheckpointError
 from onnxport.exporter.families.base import TensorNames
+from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.spec import ArchSpec, ExpertsSpec
 
 HEAD: Final = "head"
 EMBEDDING: Final = "embedding"
 FINAL_NORM: Final = "final_norm"
+FEATURES: Final = "features"
 EXPERTS: Final = (".experts.gate_up", ".experts.down")  # what roles of experts end in
 
 _Names = tuple[str, ...]
@@ -96,16 +99,22 @@ class WeightPlan:
 def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
     """Name every tensor that `spec` calls for."""
     embedding = MatrixPlan((Part(names.embedding, spec.vocab_size),), spec.hidden_size)
-    head = MatrixPlan((Part(names.head, spec.vocab_size),), spec.hidden_size)
+    head = MatrixPlan((Part(names.head, spec.num_logits),), spec.hidden_size)
     matrices = {EMBEDDING: embedding, HEAD: embedding if spec.tie_word_embeddings else head}
     vectors = {FINAL_NORM: _norm(names, names.final_norm, spec.hidden_size, spec.logits_scale)}
+    if spec.draft is not None:
+        matrices[FEATURES] = _stacked(
+            "", (names.features,), (spec.hidden_size,), spec.draft.features, biased=False
+        )
+        vectors.update(_draft_norms(spec.hidden_size, spec.draft, names))
     for layer in range(spec.num_layers):
         role, prefix = f"layers.{layer}.", names.layer.format(layer)
         experts = spec.experts_of(layer)
         vectors.update(_layer_norms(spec, names, role, prefix))
         if spec.attention_sinks:
             vectors[role + "sinks"] = VectorPlan(prefix + names.sinks, (spec.num_heads,))
-        matrices.update(_layer_matrices(spec, names, role, prefix, dense=experts is None))
+        width = spec.attention_inputs(layer)
+        matrices.update(_layer_matrices(spec, names, role, prefix, width, dense=experts is None))
         if experts is not None:
             matrices.update(_expert_matrices(spec, experts, names, role, prefix))
             if experts.corrected:
@@ -117,6 +126,19 @@ def plan_weights(spec: ArchSpec, names: TensorNames) -> WeightPlan:
 
 def _norm(names: TensorNames, tensor: str, size: int, scale: float | None = None) -> VectorPlan:
     return VectorPlan(tensor, (size,), names.norm_offset, 1.0 if scale is None else scale)
+
+
+def _draft_norms(hidden: int, draft: DraftSpec, names: TensorNames) -> dict[str, VectorPlan]:
+    """Norms that only a draft head has."""
+    prefix = names.layer.format(0)
+    found = {"layers.0.hidden_norm": _norm(names, prefix + names.hidden_norm, hidden)}
+    if draft.joint_norm:
+        found["joint_norm"] = _norm(names, names.joint_norm, draft.features)
+    if draft.apart_norm:
+        for place in range(len(draft.target_layers)):
+            tensor = names.apart_norm.format(place)
+            found[f"apart_norm.{place}"] = _norm(names, tensor, draft.target_hidden_size)
+    return found
 
 
 def _layer_norms(
@@ -137,11 +159,11 @@ def _layer_norms(
 
 
 def _layer_matrices(
-    spec: ArchSpec, names: TensorNames, role: str, prefix: str, *, dense: bool
+    spec: ArchSpec, names: TensorNames, role: str, prefix: str, inputs: int, *, dense: bool
 ) -> dict[str, MatrixPlan]:
-    """Attention's projections, and those of a feed-forward layer if it is one."""
+    """Attention's projections of `inputs`, and those of a feed-forward layer if it is one."""
     widths = (spec.q_size, spec.kv_size, spec.kv_size)
-    qkv = _stacked(prefix, names.qkv, widths, spec.hidden_size, biased=spec.qkv_bias)
+    qkv = _stacked(prefix, names.qkv, widths, inputs, biased=spec.qkv_bias)
     o = _stacked(prefix, names.o, (spec.hidden_size,), spec.q_size, biased=spec.o_bias)
     found = {role + "qkv": qkv, role + "o": replace(o, scale=spec.output_scale)}
     if dense:

@@ -72,10 +72,52 @@ def forward(
     Returns:
         float32 [num_logits, vocab].
     """
+    normed, _ = _normed(spec, weights, token_ids, logits_indices, None)
+    return _softcap(weights.head(normed), spec.logits_softcap)
+
+
+def draft_forward(
+    spec: ArchSpec,
+    weights: WeightSource,
+    token_ids: NDArray[np.int64],
+    states: tuple[Array, Array],
+    logits_indices: NDArray[np.int32],
+) -> tuple[Array, Array]:
+    """What a draft head makes of one sequence from position 0.
+
+    Args:
+        spec: The head.
+        weights: Its weights.
+        token_ids: int64 [num_tokens].
+        states: Of the token before each, float32: the model's, [num_tokens, features], and the
+            head's own, [num_tokens, hidden_size]; one of them is zeros in each row.
+        logits_indices: int32 [num_logits], the positions that need logits.
+
+    Returns:
+        Logits, float32 [num_logits, spec.num_logits], and the head's states there, float32
+        [num_logits, hidden_size].
+    """
+    assert spec.draft is not None
+    normed, hidden = _normed(spec, weights, token_ids, logits_indices, states)
+    logits = _softcap(weights.head(normed), spec.logits_softcap)
+    return logits, normed if spec.draft.norm_output else hidden
+
+
+def _normed(
+    spec: ArchSpec,
+    weights: WeightSource,
+    token_ids: NDArray[np.int64],
+    logits_indices: NDArray[np.int32],
+    states: tuple[Array, Array] | None,
+) -> tuple[Array, Array]:
+    """The last hidden states, [num_logits, hidden]: normalized and as they are."""
     tables = {one: rope.tables(one, spec.context_length, len(token_ids)) for one in spec.ropes}
     hidden = weights.embed(token_ids)
     for layer in range(spec.num_layers):
-        read = _read(spec, weights, f"layers.{layer}.input_norm", hidden)
+        if layer == 0 and states is not None:
+            read, hidden = _read_states(spec, weights, hidden, states)
+        else:
+            read = _read(spec, weights, f"layers.{layer}.input_norm", hidden)
         attended = _attend(spec, layer, weights, read, tables[spec.rope_of(layer)])
         if layer == spec.num_layers - 1:  # what follows mixes no positions
             hidden, attended = hidden[logits_indices], attended[logits_indices]
@@ -83,8 +125,30 @@ def forward(
         hidden = hidden + _output(spec, weights, f"layers.{layer}.o", projected)
         read = _read(spec, weights, f"layers.{layer}.post_norm", hidden)
         hidden = hidden + _feed_forward(spec, layer, weights, read)
-    logits = weights.head(_rms_norm(hidden, weights.vector("final_norm"), spec.rms_norm_eps))
-    return _softcap(logits, spec.logits_softcap)
+    return _rms_norm(hidden, weights.vector("final_norm"), spec.rms_norm_eps), hidden
+
+
+def _read_states(
+    spec: ArchSpec, weights: WeightSource, embedded: Array, states: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    """What a head's first layer reads, [num_tokens, 2 * hidden], and the stream it adds to."""
+    draft, (features, own) = spec.draft, states
+    assert draft is not None
+    epsilon = spec.rms_norm_eps
+    if draft.joint_norm:
+        features = _rms_norm(features, weights.vector("joint_norm"), epsilon)
+    if draft.apart_norm:
+        parts = np.split(features, len(draft.target_layers), axis=-1)
+        normed = [
+            _rms_norm(part, weights.vector(f"apart_norm.{place}"), epsilon)
+            for place, part in enumerate(parts)
+        ]
+        features = np.concatenate(normed, axis=-1)
+    hidden = weights.linear("features", features) + own
+    token = _rms_norm(embedded, weights.vector("layers.0.input_norm"), epsilon)
+    state = _rms_norm(hidden, weights.vector("layers.0.hidden_norm"), epsilon)
+    read = np.concatenate([token, state], axis=-1)
+    return read, state if draft.norm_before_residual else hidden
 
 
 def _read(spec: ArchSpec, weights: WeightSource, role: str, hidden: Array) -> Array:

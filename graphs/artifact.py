@@ -212,6 +212,15 @@ class Artifact:
         return location, offset, length
 
 
+def refuse_head(artifact: Artifact) -> None:
+    """Raise ArtifactError where an artifact is a draft head, which says nothing by itself."""
+    if artifact.manifest.model.draft is not None:
+        raise ArtifactError(
+            f"{artifact.path} is a draft head, and no model: name it where the model that it "
+            'guesses for is served, --speculative-config \'{"method": "eagle3", "model": "…"}\''
+        )
+
+
 def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Every tensor of a model, those in attributes, subgraphs and functions included."""
     yield from _graph_tensors(model.graph)

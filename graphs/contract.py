@@ -41,6 +41,16 @@ LOGITS_SUMMARIES: Final = "logits_summaries"  # float32 [num_logits, summary_flo
 NO_SUMMARY: Final = -1.0
 NO_SUMS: Final = 0.0
 
+# Paged graph, an output of lowered graphs that tell what their model makes of each token: what
+# chosen layers read of the residual stream, side by side. A draft head (`graphs.draft_spec`)
+# guesses by it what follows: a token is given to it with what the model made of the one before,
+# or, where the model has not computed that, with what the head itself did. Of these two inputs
+# one is zeros in each row.
+HIDDEN_STATES: Final = "hidden_states"  # float32 [num_tokens, features]
+TARGET_HIDDEN_STATES: Final = "target_hidden_states"  # head, input: float32 [num_tokens, features]
+DRAFT_HIDDEN_STATES: Final = "draft_hidden_states"  # head, input: float32 [num_tokens, hidden]
+LAST_HIDDEN_STATES: Final = "last_hidden_states"  # head, output: float32 [num_logits, hidden]
+
 # Paged graph, an input that a lowering for compiled shapes has instead of ATTENTION_METADATA. Only
 # its length counts, and is the name of its dimension too: query tokens in an attention tile.
 QUERY_TILE: Final = "query_tile"  # int8 [query_tile]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from onnxport.errors import ArtifactError
+from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.fields import (
     NONE,
     check_fields,
@@ -194,6 +195,8 @@ class ArchSpec:
     logits_softcap: float | None = None  # likewise the logits
     experts: ExpertsSpec | None = None  # of feed-forward layers; None: each is one
     attention_sinks: bool | None = None  # a logit a head that takes part of the softmax; None: none
+    stream_scale: float | None = None  # what the residual stream is that over; None: 1
+    draft: DraftSpec | None = None  # it is a draft head; None: a model
 
     def __post_init__(self) -> None:
         """Check that the sizes agree."""
@@ -233,7 +236,7 @@ class ArchSpec:
             self.experts is None or self.hidden_act == "silu",
             f"experts have the activation silu, hidden_act is {self.hidden_act!r}",
         )
-        for name in ("inner_norm_eps", "attention_softcap", "logits_softcap"):
+        for name in ("inner_norm_eps", "attention_softcap", "logits_softcap", "stream_scale"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be positive, is {value}")
         require(
@@ -257,6 +260,15 @@ class ArchSpec:
     def qkv_size(self) -> int:
         """Width of the packed projection: queries, then keys, then values."""
         return self.q_size + 2 * self.kv_size
+
+    @property
+    def num_logits(self) -> int:
+        """Tokens that have a logit: all, but for a draft head."""
+        return self.vocab_size if self.draft is None else self.draft.vocab_size
+
+    def attention_inputs(self, layer: int) -> int:
+        """Channels that the projections of a layer's attention read."""
+        return 2 * self.hidden_size if self.draft and layer == 0 else self.hidden_size
 
     def rotates(self, layer: int) -> bool:
         """Whether RoPE rotates the queries and keys of a layer."""
@@ -303,6 +315,8 @@ class ArchSpec:
             inner["local_rope"] = self.local_rope.to_json()
         if self.experts is not None:
             inner["experts"] = self.experts.to_json()
+        if self.draft is not None:
+            inner["draft"] = plain(self.draft)
         return without_nulls(plain(self), _LATER) | inner
 
     @classmethod
@@ -319,6 +333,8 @@ class ArchSpec:
             fields["local_rope"] = RopeSpec.from_json(fields["local_rope"])
         if fields["experts"] is not None:
             fields["experts"] = ExpertsSpec.from_json(fields["experts"])
+        if fields["draft"] is not None:
+            fields["draft"] = DraftSpec.from_json(fields["draft"])
         return construct(cls, "model", fields)
 
 
@@ -373,6 +389,8 @@ _ARCH_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "logits_softcap": (float, NONE),
     "experts": (dict, NONE),
     "attention_sinks": (bool, NONE),
+    "stream_scale": (float, NONE),
+    "draft": (dict, NONE),
 }
 _EXPERTS_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     **dict.fromkeys(("count", "per_token", "size"), (int,)),
@@ -387,7 +405,7 @@ _LATER: Final = (
     *("residual_scale", "logits_scale", "rotated_layers"),
     *("output_norms", "inner_norm_eps", "local_rope"),
     *("raw_inputs", "whole_qk_norm", "attention_softcap", "logits_softcap"),
-    *("experts", "attention_sinks"),
+    *("experts", "attention_sinks", "stream_scale", "draft"),
 )
 _LATER_OF_ROPE: Final = ("factors",)
 _LATER_OF_EXPERTS: Final = (

@@ -47,6 +47,11 @@ class TensorNames:
     o_norm: str = "post_attention_layernorm.weight"  # of models that normalize what layers add
     down_norm: str = "post_feedforward_layernorm.weight"  # likewise
     norm_offset: float = 0.0  # what the weights of all norms lack
+    # Of a draft head: the product of what the model's layers read, and norms, see `DraftSpec`.
+    features: str = "fc"
+    joint_norm: str = "input_norm.weight"
+    apart_norm: str = "fc_norm.{}.weight"  # with "{}" for the place of the model's layer
+    hidden_norm: str = "hidden_norm.weight"  # behind the prefix of the first layer
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # suffixes of buffers that we recompute
     images: tuple[str, ...] = ()  # prefixes of the part that reads images
     further: tuple[str, ...] = ()  # prefixes of what guesses a token behind the next one

@@ -59,6 +59,7 @@ def gemma_spec(config: Config, **differences: Any) -> ArchSpec:
         inner_norm_eps=spec.rms_norm_eps,
         attention_scale=_query_scale(config),
         residual_scale=1 / math.sqrt(spec.hidden_size),
+        stream_scale=math.sqrt(spec.hidden_size),
         output_norms=True,
     )
 

@@ -65,6 +65,7 @@ def _multiplied(config: Config, **differences: Any) -> ArchSpec:
         rms_norm_eps=spec.rms_norm_eps / embedding**2,
         attention_scale=_multiplier(config, "attention_multiplier"),
         residual_scale=_multiplier(config, "residual_multiplier") / embedding,
+        stream_scale=embedding,
         logits_scale=1 / _multiplier(config, "logits_scaling"),
     )
 

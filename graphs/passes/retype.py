@@ -51,6 +51,17 @@ FLOAT_DTYPES: Final = {
 _TYPED_OPS: Final = frozenset({"Cast", "Constant", "ConstantOfShape"})
 _TYPE_ATTRIBUTES: Final = frozenset({"dtype", "to", "output_dtype"})
 
+# Inputs and outputs of graphs that are float32 always; behind and ahead of them is a Cast.
+_FLOAT_VALUES: Final = frozenset(
+    [
+        contract.LOGITS,
+        contract.HIDDEN_STATES,
+        contract.TARGET_HIDDEN_STATES,
+        contract.DRAFT_HIDDEN_STATES,
+        contract.LAST_HIDDEN_STATES,
+    ]
+)
+
 # Attention operators: inputs that are cos and sin tables, and inputs that are float32 always.
 _ROPE_INPUTS: Final = {"PagedAttention": (8, 9), "GroupQueryAttention": (7, 8)}
 _FLOAT_INPUTS: Final = {"PagedAttention": (14, 15), "GroupQueryAttention": (12, 13)}
@@ -66,7 +77,8 @@ def retype(
 ) -> PassResult:
     """Change the floating values of a graph to one type.
 
-    KV cache inputs and outputs change type too. The output `logits` is float32 afterwards.
+    KV cache inputs and outputs change type too. The output `logits` is float32 afterwards, and
+    hidden states that go in or come out stay that.
     A graph whose activations are of the type already is left as it is.
 
     Args:
@@ -128,12 +140,12 @@ class _Retyper:
         self._keep_logits()
         for info in (*graph.input, *graph.output, *graph.value_info):
             kind = info.type.tensor_type
-            if info.name != contract.LOGITS and kind.elem_type in self._replaced:
+            if info.name not in _FLOAT_VALUES and kind.elem_type in self._replaced:
                 kind.elem_type = self._target
                 self.changes["inputs and outputs"] += 1
         self._convert_initializers(keep_tables=keep_tables, left=left)
         for node in graph.node:
-            if contract.LOGITS not in node.output:
+            if _FLOAT_VALUES.isdisjoint(node.output):
                 self._convert_attributes(node)
         self._remove_casts()
 

@@ -25,12 +25,18 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace an older artifact when the new is done"
     )
+    parser.add_argument(
+        "--target",
+        metavar="MODEL",
+        help="the model, a folder or hub id, that SOURCE guesses for: an EAGLE-3 draft head",
+    )
     add_export_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Export and say what was written."""
-    folder = export(options.source, options.destination, export_options(options))
+    chosen = export_options(options)
+    folder = export(options.source, options.destination, chosen, options.target)
     print(f"Wrote {folder}.")
     return 0
 
@@ -61,13 +67,19 @@ def export_options(options: argparse.Namespace, **changes: Any) -> ExportOptions
     return found
 
 
-def export(source: str, destination: Path, options: ExportOptions) -> Path:
-    """Export with a progress bar, and say how long it took."""
+def export(
+    source: str, destination: Path, options: ExportOptions, target: str | None = None
+) -> Path:
+    """Export with a progress bar, and say how long it took; with a target, a draft head."""
+    from onnxport.exporter.draft_head import export_head
     from onnxport.exporter.export import export_model
 
     start_s = time.monotonic()
     with _progress_bar() as progress:
-        folder = export_model(source, destination, options, progress)
+        if target is not None:
+            folder = export_head(source, target, destination, options, progress)
+        else:
+            folder = export_model(source, destination, options, progress)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
     experts = f" with experts in {options.expert_precision}" if options.keeps_experts else ""
     print(
