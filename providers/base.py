@@ -113,6 +113,9 @@ class LoadOptions:
     # Whether layers with a sliding window have block tables of their own where the provider can,
     # so that blocks behind the window are used again.
     hybrid_kv_cache: bool = True
+    # Layers, from 0: `run` tells what these read of the residual stream, see
+    # `StepInputs.hidden_states`.
+    hidden_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Spell types in one way, and refuse what no provider could mean."""
@@ -129,6 +132,12 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise ProviderError(f"{name} is {value!r}; give a whole number")
+        layers = self.hidden_layers
+        whole = all(type(layer) is int and layer >= 0 for layer in layers)
+        if not whole or len(set(layers)) < len(layers):
+            raise ProviderError(
+                f"hidden_layers are {list(layers)}; they must be distinct layers, numbered from 0"
+            )
         for name in ("coarse_head", "hybrid_kv_cache"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -225,7 +234,7 @@ class Capabilities:
     kv_block_bytes: int  # bytes of one block over all layers that it has, keys and values
     kv_format: KVFormat  # of what `Model.read_blocks` returns and `write_blocks` takes
     max_model_len: int  # longest sequence in tokens
-    vocab_size: int
+    vocab_size: int  # logits of a row: the model's tokens, or those that a draft head guesses
     max_batch_rows: int | None  # most sequences in one run; None: no limit
     placement: Mapping[str, int]  # execution provider -> number of nodes it really runs
     max_batch_tokens: int | None = None  # most tokens in one run; None: no limit
@@ -240,6 +249,7 @@ class Capabilities:
     # Of each group of layers that has block tables of its own, the tokens that a query sees, its
     # own included; None: all. Blocks behind a window may be given to others.
     windows: tuple[int | None, ...] = (None,)
+    features: int = 0  # numbers of each token that `run` tells by StepInputs.hidden_states; 0: none
 
     @property
     def kv_tokens(self) -> int:
@@ -277,6 +287,13 @@ class StepInputs:
     # Of the second group of layers and those behind it, as `block_table`: see
     # `Capabilities.windows`. Entries that no query of the step sees may be any block.
     more_block_tables: tuple[NDArray[np.int32], ...] = ()
+    # [num_tokens, Capabilities.features], which `run` writes: what LoadOptions.hidden_layers read
+    # of each token, side by side. None: nobody wants to know.
+    hidden_states: NDArray[np.float32] | None = None
+    # Of a draft head alone, and of each of them: `contract` says what they are.
+    target_hidden_states: NDArray[np.float32] | None = None  # [num_tokens, features]
+    draft_hidden_states: NDArray[np.float32] | None = None  # [num_tokens, hidden]
+    last_hidden_states: NDArray[np.float32] | None = None  # [num_logits, hidden], `run` writes it
 
 
 class Model(Protocol):

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from onnxport.errors import ProviderError
 from onnxport.graphs.passes.decompose import DEFAULT_TILE_TOKENS
 from onnxport.providers.base import StepInputs
+from onnxport.providers.hidden_states import padded_states
 
 _Integer = TypeVar("_Integer", bound=np.integer[Any])
 
@@ -202,7 +203,7 @@ def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
         adapter_slots=None if slots is None else _extended(slots, len(lengths), 0),
         more_block_tables=tuple(others),
     )
-    return PaddedStep(padded, query_tile, wanted)
+    return PaddedStep(padded_states(inputs, padded), query_tile, wanted)
 
 
 def _check(inputs: StepInputs, buckets: Buckets) -> None:

@@ -30,6 +30,7 @@ from onnxport.providers.device_blocks import (
 )
 from onnxport.providers.device_logits import DeviceLogits
 from onnxport.providers.device_lowering import TYPES, DeviceLowering
+from onnxport.providers.hidden_states import check_hidden_layers
 from onnxport.providers.ort import (
     CPU,
     Target,
@@ -72,6 +73,12 @@ def load_on_device(
             f"capture_graphs was asked for; the {recipe.provider} provider has nothing to replay, "
             "leave it out"
         )
+    tells = check_hidden_layers(artifact, options) > 0 or artifact.manifest.model.draft is not None
+    if options.capture_graphs and tells:
+        raise ProviderError(
+            "capture_graphs was asked for; hidden states, which a draft head reads and tells, are "
+            "not in steps that are replayed: leave it out, or guess by another method"
+        )
     lowering = DeviceLowering(artifact, options, recipe, target, emulate=emulate)
     if options.capture_graphs and lowering.attention != "native":
         raise ProviderError(
@@ -81,7 +88,7 @@ def load_on_device(
     captures = options.capture_graphs
     if captures is None:
         can = recipe.capture_options is not None and lowering.attention == "native"
-        captures = can and not emulate
+        captures = can and not emulate and not tells
     steps = list(lowering.steps())
     for step in steps:
         logger.info("%s: %s", artifact.path.name, step)
@@ -94,7 +101,7 @@ def load_on_device(
     held_bytes = weight_bytes(model, converted if target.is_host else {})
     held_bytes += lowering.adapter_bytes()
     if captures:
-        held_bytes += BUCKET_ROWS * spec.vocab_size * 4  # logits, which have a place of their own
+        held_bytes += BUCKET_ROWS * spec.num_logits * 4  # logits, which have a place of their own
     pool = plan_pool(
         spec,
         options,
@@ -134,7 +141,7 @@ def load_on_device(
     )
     logits, replay = None, None
     if recipe.selects_logits:
-        logits = DeviceLogits(spec.vocab_size, target, None if emulate else recipe.page_lock)
+        logits = DeviceLogits(spec.num_logits, target, None if emulate else recipe.page_lock)
     if captures:
         assert logits is not None, "what can replay steps can select logits"
         assert buckets is not None, "what is replayed is padded"
@@ -201,7 +208,7 @@ def _capabilities(
         kv_block_bytes=pool.block_bytes,
         kv_format=KVFormat.of(artifact, lowering.dtype, lowering.groups),
         max_model_len=pool.max_model_len,
-        vocab_size=spec.vocab_size,
+        vocab_size=spec.num_logits,
         max_batch_rows=BUCKET_ROWS if recipe.bucketed else recipe.max_batch_rows,
         max_batch_tokens=BUCKET_TOKENS if recipe.bucketed else None,
         placement={},
@@ -210,6 +217,7 @@ def _capabilities(
         takes_exact_logits=recipe.selects_logits,
         summarizes_logits=recipe.selects_logits,
         windows=lowering.groups.windows,
+        features=check_hidden_layers(artifact, options),
     )
 
 

@@ -20,6 +20,7 @@ from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.emulated_attention import emulate_attention
 from onnxport.graphs.passes.group_tables import group_tables
+from onnxport.graphs.passes.hidden_states import tell_hidden_states
 from onnxport.graphs.passes.join_products import join_products
 from onnxport.graphs.passes.lora import add_lora, lora_products
 from onnxport.graphs.passes.native import keep_native
@@ -105,6 +106,10 @@ class DeviceLowering:
         yield self._split
         step = self._retyped
         yield step
+        if options.hidden_layers:
+            spec = self._artifact.manifest.model
+            step = tell_hidden_states(step.model, options.hidden_layers, spec)
+            yield step
         if recipe.joins_products:
             step = join_products(step.model, self._read)
             yield step

@@ -14,6 +14,7 @@ from onnxport.graphs.lora import TOKEN_SLOTS, LoraAdapter
 from onnxport.providers.adapters import Adapters, Values, refuse_slots
 from onnxport.providers.base import Capabilities, StepInputs
 from onnxport.providers.failures import device_error
+from onnxport.providers.hidden_states import HiddenStates, join_states
 from onnxport.providers.memory_plan import MEMORY_PLAN, plan_dimension
 from onnxport.providers.ort import CacheTensor
 from onnxport.providers.transfers import CLOSED, Blocks, Transfers
@@ -90,6 +91,7 @@ class OrtModel(Transfers):
         self._summarizes = contract.SUMMARY_SCALES in self._input_names
         self._no_scales = np.zeros(0, np.float32)  # as SUMMARY_SCALES: nothing of any row
         self._no_summaries = self._summaries = np.zeros((0, 0), np.float32)
+        self._states = HiddenStates(session)
         self._plan: int | None = None  # the dimension that is bound
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
         self._bound_logits: NDArray[np.float32] | None = None  # the front of them
@@ -139,6 +141,12 @@ class OrtModel(Transfers):
         self._adapters.put(slot, adapter)
 
     def _run_whole(self, inputs: StepInputs) -> NDArray[np.float32]:
+        logits = self._run_padded(inputs)
+        if self._states:
+            self._states.deliver(inputs)
+        return logits
+
+    def _run_padded(self, inputs: StepInputs) -> NDArray[np.float32]:
         if self._replay is not None and len(inputs.input_ids) == len(inputs.block_table):
             step = self._padded(inputs)
             used = None if self._adapters is None else self._adapters.step(step.inputs)
@@ -171,6 +179,7 @@ class OrtModel(Transfers):
         logits = np.empty((len(inputs.logits_indices), limits.vocab_size), np.float32)
         for part, own in parts_of(inputs, ranges, limits.block_size):
             logits[own] = self._run_whole(part)[: len(own)]
+            join_states(inputs, part, own)
         return logits
 
     def _padded(self, inputs: StepInputs) -> PaddedStep:
@@ -217,6 +226,8 @@ class OrtModel(Transfers):
             self._bind_input(contract.RACES, self._no_races if races is None else races)
         if self._summarizes:
             self._bind_summaries(inputs)
+        if self._states:
+            self._states.bind(self._binding, inputs, self._bind_input)
         if MEMORY_PLAN in self._input_names:
             dimension = plan_dimension(
                 inputs,

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from onnxport.graphs.passes.decompose import DEFAULT_TILE_TOKENS
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import StepInputs
+from onnxport.providers.hidden_states import slice_states
 from onnxport.providers.pool import PoolPlan
 
 SHARE: Final = 0.5  # of what weights and pool leave; all else that a step takes is in the rest
@@ -127,4 +128,4 @@ def parts_of(
             adapter_slots=None if slots is None else slots[first:end],
             more_block_tables=tuple(others),
         )
-        yield part, own
+        yield slice_states(inputs, part, slice(begin, stop), own), own

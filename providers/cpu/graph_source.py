@@ -126,6 +126,7 @@ def find_graph_cache(
         "prefers_pairs": library.prefers_pairs(),
         "converts_half": library.converts_half(),
         "coarse_head": options.coarse_head,
+        "hidden_layers": str(options.hidden_layers) if options.hidden_layers else None,
         "cache_groups": str(groups.places) if len(groups.windows) > 1 else None,
     }
     graphs = Path(contract.__file__).parent

@@ -21,6 +21,7 @@ from onnxport.graphs.passes.gated_gelu import fuse_gated_gelu
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.group_tables import group_tables
+from onnxport.graphs.passes.hidden_states import tell_hidden_states
 from onnxport.graphs.passes.input_norm import fuse_input_norm
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
@@ -90,6 +91,9 @@ def lower(
     floats = float_expert_weights(stored) if is_native else frozenset()
     step = retype(stored, artifact.read_tensor, kept=floats)
     yield step
+    if options.hidden_layers:
+        step = tell_hidden_states(step.model, options.hidden_layers, artifact.manifest.model)
+        yield step
     if options.matmul_accuracy_level is not None:
         step = set_accuracy(step.model, options.matmul_accuracy_level)
         yield step

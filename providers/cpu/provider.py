@@ -37,6 +37,7 @@ from onnxport.providers.cpu.choices import (
 )
 from onnxport.providers.cpu.graph_source import GraphSource
 from onnxport.providers.cpu.settling import settle_later
+from onnxport.providers.hidden_states import check_hidden_layers
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.ort import (
     CPU,
@@ -91,6 +92,7 @@ class CpuProvider:
     def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:
         """See `providers.base.Provider.load`."""
         check(options)
+        check_hidden_layers(artifact, options)
         kernel = choose_kernel(options, artifact.manifest.model.head_size)
         source = GraphSource(artifact, options, custom=kernel is not None)
         cache_dtype, layout = cache = choose_cache(options, kernel, is_exact=source.is_exact)
@@ -214,7 +216,7 @@ def _capabilities(
         kv_block_bytes=pool.block_bytes,
         kv_format=KVFormat.of(artifact, canonical_dtype(cache_dtype), groups),
         max_model_len=pool.max_model_len,
-        vocab_size=artifact.manifest.model.vocab_size,
+        vocab_size=artifact.manifest.model.num_logits,
         max_batch_rows=None,
         placement=placement(session),
         max_adapters=options.max_adapters,
@@ -222,6 +224,7 @@ def _capabilities(
         takes_exact_logits=contract.EXACT_LOGITS in inputs,
         summarizes_logits=contract.SUMMARY_SCALES in inputs,
         windows=groups.windows,
+        features=check_hidden_layers(artifact, options),
     )
 
 

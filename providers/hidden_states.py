@@ -1,0 +1,154 @@
+"""Hidden states that go into a graph and come out of it, beside tokens and logits.
+
+Models that a draft head reads tell theirs; a head takes them, and tells its own
+(`graphs.contract`, `StepInputs.hidden_states`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import ProviderError
+from onnxport.graphs import contract
+from onnxport.graphs.artifact import Artifact
+from onnxport.providers.base import LoadOptions, StepInputs
+
+Floats = NDArray[np.float32]
+# An output -> whether it has a row for each token, not for each row of logits.
+_OUTPUTS: Final = {contract.HIDDEN_STATES: True, contract.LAST_HIDDEN_STATES: False}
+
+
+def check_hidden_layers(artifact: Artifact, options: LoadOptions) -> int:
+    """Return how many numbers of each token the model is to tell.
+
+    Raises ProviderError for a layer that it has not.
+    """
+    spec = artifact.manifest.model
+    if any(layer >= spec.num_layers for layer in options.hidden_layers):
+        raise ProviderError(
+            f"hidden_layers are {list(options.hidden_layers)}; {artifact.path.name} has "
+            f"{spec.num_layers} layers, numbered from 0"
+        )
+    return len(options.hidden_layers) * spec.hidden_size
+
+
+def refuse_hidden_states(artifact: Artifact, options: LoadOptions, provider: str) -> None:
+    """Raise ProviderError where a provider that knows none is asked for them."""
+    if options.hidden_layers or artifact.manifest.model.draft is not None:
+        what = "run draft heads" if artifact.manifest.model.draft else "tell hidden states"
+        raise ProviderError(
+            f"the {provider} provider does not {what}; cpu, cuda, webgpu, migraphx and directml do"
+        )
+
+
+@dataclass(slots=True)
+class _Output:
+    """What is bound for an output."""
+
+    per_token: bool
+    width: int
+    room: Floats
+    bound: Floats | None = None  # the front of `room`
+
+
+class HiddenStates:
+    """The hidden states of one session."""
+
+    def __init__(self, session: Any) -> None:
+        """Look for them among inputs and outputs."""
+        names = {node.name for node in session.get_inputs()}
+        self._takes = contract.TARGET_HIDDEN_STATES in names
+        self._outputs = {
+            node.name: _Output(_OUTPUTS[node.name], node.shape[1], np.empty(0, np.float32))
+            for node in session.get_outputs()
+            if node.name in _OUTPUTS
+        }
+
+    def __bool__(self) -> bool:
+        return self._takes or bool(self._outputs)
+
+    def bind(
+        self, binding: Any, inputs: StepInputs, bind_input: Callable[[str, Floats], None]
+    ) -> None:
+        """Let the next run read what a step brings, and write what it tells."""
+        if self._takes:
+            given, own = inputs.target_hidden_states, inputs.draft_hidden_states
+            assert given is not None, "a draft head needs its model's states"
+            assert own is not None, "a draft head needs its own states"
+            bind_input(contract.TARGET_HIDDEN_STATES, given)
+            bind_input(contract.DRAFT_HIDDEN_STATES, own)
+        for name, output in self._outputs.items():
+            rows = len(inputs.input_ids if output.per_token else inputs.logits_indices)
+            if output.bound is not None and len(output.bound) == rows:
+                continue
+            if output.room.size < rows * output.width:
+                output.room = np.empty(rows * output.width, np.float32)
+            output.bound = output.room[: rows * output.width].reshape(rows, output.width)
+            shape, address = output.bound.shape, output.bound.ctypes.data
+            binding.bind_output(name, "cpu", 0, np.float32, shape, address)
+
+    def deliver(self, inputs: StepInputs) -> None:
+        """Give a step what the run told, without the rows that padded it."""
+        for name, wanted in (
+            (contract.HIDDEN_STATES, inputs.hidden_states),
+            (contract.LAST_HIDDEN_STATES, inputs.last_hidden_states),
+        ):
+            if name in self._outputs and wanted is not None:
+                bound = self._outputs[name].bound
+                assert bound is not None
+                wanted[:] = bound[: len(wanted)]
+
+
+def slice_states(
+    inputs: StepInputs, part: StepInputs, tokens: slice, logits: NDArray[np.intp]
+) -> StepInputs:
+    """A part of a step with the part's states; see `join_states`.
+
+    Args:
+        inputs: the whole step.
+        part: of it, without states.
+        tokens: of the part.
+        logits: rows of logits that are the part's own.
+    """
+    told, given, own, last = (
+        inputs.hidden_states,
+        inputs.target_hidden_states,
+        inputs.draft_hidden_states,
+        inputs.last_hidden_states,
+    )
+    return replace(
+        part,
+        hidden_states=None if told is None else told[tokens],
+        target_hidden_states=None if given is None else given[tokens],
+        draft_hidden_states=None if own is None else own[tokens],
+        last_hidden_states=None if last is None else last[logits],
+    )
+
+
+def join_states(inputs: StepInputs, part: StepInputs, logits: NDArray[np.intp]) -> None:
+    """Bring what a part of a step has told of rows of logits to the whole."""
+    if inputs.last_hidden_states is not None:
+        assert part.last_hidden_states is not None
+        inputs.last_hidden_states[logits] = part.last_hidden_states
+
+
+def padded_states(inputs: StepInputs, padded: StepInputs) -> StepInputs:
+    """A padded step with the states that the step brings, zeros behind them."""
+    given, own = inputs.target_hidden_states, inputs.draft_hidden_states
+    if given is None or own is None:
+        return padded
+    rows = len(padded.input_ids)
+    return replace(
+        padded, target_hidden_states=_taller(given, rows), draft_hidden_states=_taller(own, rows)
+    )
+
+
+def _taller(states: Floats, rows: int) -> Floats:
+    tall = np.zeros((rows, states.shape[1]), np.float32)
+    tall[: len(states)] = states
+    return tall
