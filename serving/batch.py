@@ -48,6 +48,7 @@ class BatchPacker:
         takes_exact_logits: bool = False,
         mask_words: int = 0,
         summary_floats: int = 0,
+        features: int = 0,
     ) -> None:
         """Make the buffers.
 
@@ -60,6 +61,7 @@ class BatchPacker:
                 nobody can tell it.
             summary_floats: how much the model can tell of a row of logits; 0: nothing, or nobody
                 would read it.
+            features: numbers that the model tells of each token; 0: none.
         """
         self._takes_exact_logits = takes_exact_logits
         self._input_ids = _Buffer(np.int64, max_num_batched_tokens)
@@ -77,6 +79,8 @@ class BatchPacker:
         self._summary_floats = summary_floats
         self._summary_scales = _Buffer(np.float32, max_num_seqs)
         self._summaries = _Buffer(np.float32, max_num_seqs * summary_floats)
+        self._features = features
+        self._hidden_states = _Buffer(np.float32, max_num_seqs * features)
         self._packed: tuple[StepPlan, StepInputs] | None = None  # what is in the buffers
 
     def pack(self, plan: StepPlan) -> StepInputs:
@@ -112,6 +116,7 @@ class BatchPacker:
             summary_scales=None if scales is None else self._summary_scales.fill(scales),
             summaries=None if scales is None else self._room_for_summaries(len(scales)),
             more_block_tables=tables[1:],
+            hidden_states=self._room_for_states(ends[-1]),
         )
 
     def _pack_allowed(
@@ -145,6 +150,11 @@ class BatchPacker:
 
     def _room_for_summaries(self, rows: int) -> NDArray[np.float32]:
         return self._summaries.shaped((rows, self._summary_floats))
+
+    def _room_for_states(self, num_tokens: int) -> NDArray[np.float32] | None:
+        if not self._features:
+            return None
+        return self._hidden_states.shaped((num_tokens, self._features))
 
     def _follow(self, plan: StepPlan, inputs: StepInputs) -> StepInputs:
         """Pack what has changed since the last plan, which gave `inputs`."""

@@ -326,6 +326,8 @@ class Engine:
             return self._recovery.fail(plan, error)
         self._sequences.start(plan, start_s)
         accepted = self._guessing.accept(plan, drawn)
+        if self._runtime.hidden_states is not None:
+            self._guessing.note_states(plan, self._runtime.hidden_states, accepted)
         self._scheduler.commit(plan, reservation, accepted)
         for request, found in scores:
             assert request.scores is not None

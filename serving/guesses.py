@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.request import Request
 from onnxport.serving.sampling import Drawn
@@ -13,6 +16,21 @@ from onnxport.serving.stats import SpeculationCounters
 
 Drafts = Mapping[Request, Sequence[int]]
 NO_DRAFTS: Drafts = MappingProxyType({})
+
+
+class StateReader(Protocol):
+    """Reads what the model makes of each token."""
+
+    def note_states(self, request: Request, first: int, states: NDArray[np.float32]) -> None:
+        """The model has computed tokens of a request, that are its own by now.
+
+        Args:
+            request: the one.
+            first: the number of the first of these tokens, from 0; those before it may have been
+                told of, or not.
+            states: float32 [num_tokens, features], which the next step may overwrite.
+        """
+        ...
 
 
 class Guesses(Protocol):
@@ -24,6 +42,11 @@ class Guesses(Protocol):
     @property
     def counters(self) -> SpeculationCounters:
         """What was guessed so far, and how much of it was right."""
+        ...
+
+    @property
+    def reader(self) -> StateReader | None:
+        """Who has to be told of the model's states; None: nobody."""
         ...
 
     def rests(self) -> bool:
@@ -115,6 +138,26 @@ class Guessing:
             accepted[row] = draft[:right]
             self._guesses.note_verified(request, len(draft), right)
         return accepted
+
+    def note_states(
+        self, plan: StepPlan, states: NDArray[np.float32], accepted: Mapping[int, Sequence[int]]
+    ) -> None:
+        """Tell who reads them of the model's states, but for those of wrong guesses.
+
+        Args:
+            plan: of a step that is not committed yet.
+            states: float32 [plan.num_tokens, features].
+            accepted: what `accept` returned.
+        """
+        reader = self._guesses.reader if self._guesses else None
+        if reader is None:
+            return
+        start = 0
+        for row, request in enumerate(plan.requests):
+            new = plan.num_new[row]
+            wrong = len(plan.drafts.get(row, ())) - len(accepted.get(row, ()))
+            reader.note_states(request, plan.num_past[row], states[start : start + new - wrong])
+            start += new
 
     def note_step(self, plan: StepPlan, elapsed_s: float) -> None:
         """A step is done; only those of decodes alone can be compared."""

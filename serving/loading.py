@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from onnxport.errors import CapacityError, ProviderError
+from onnxport.graphs.artifact import refuse_head
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.registry import AUTO, get_provider, open_model, read_artifact
 from onnxport.serving.config import EngineConfig
@@ -71,7 +72,12 @@ def open_engine(
     """
     config = config or EngineConfig()
     chosen = options or LoadOptions()
+    if config.speculation is not None:
+        from onnxport.serving.speculation.build import build_speculator, hidden_layers
+
+        chosen = replace(chosen, hidden_layers=hidden_layers(config.speculation))
     artifact = read_artifact(path, chosen)
+    refuse_head(artifact)
     eos_token_ids = frozenset(artifact.manifest.eos_token_ids)
     tokenizer = None
     if needs_tokenizer or (path / TOKENIZER_FILE).is_file():
@@ -85,8 +91,6 @@ def open_engine(
 
     speculator = None
     if config.speculation is not None:
-        from onnxport.serving.speculation.build import build_speculator
-
         tokens = config.max_num_batched_tokens
         speculator = build_speculator(config.speculation, path, provider, tokens, trials, chosen)
 

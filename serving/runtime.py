@@ -38,6 +38,7 @@ class Runtime:
         pool: the blocks of its cache.
         packer: makes its inputs.
         summaries: what the model told of the last step's logits beside them; None: nothing.
+        hidden_states: what it made of the last step's tokens, `StepInputs.hidden_states`.
         adapters: what is in its slots for adapters.
         offloader: moves blocks to the tiers; None without any.
         scheduler: the same for every model, as are the requests in it.
@@ -64,6 +65,7 @@ class Runtime:
         self.losses = standby.losses
         self.failure: str | None = None
         self.summaries: NDArray[np.float32] | None = None
+        self.hidden_states: NDArray[np.float32] | None = None
         self._take(model, new_pool(model))
         self.adapters = AdapterRegistry(model, base)
         self.offloader = Offloader(model, self.pool, config, clock) if config.host_memory else None
@@ -97,7 +99,7 @@ class Runtime:
             ProviderError: the step failed, and may be tried again.
         """
         logits = self.model.run(inputs)
-        self.summaries = inputs.summaries
+        self.summaries, self.hidden_states = inputs.summaries, inputs.hidden_states
         return logits
 
     def load(self) -> set[Request]:
@@ -168,8 +170,9 @@ class Runtime:
             summary_floats=(
                 summary_floats(limits.vocab_size) if is_native and limits.summarizes_logits else 0
             ),
+            features=limits.features,
         )
-        self.summaries = None
+        self.summaries = self.hidden_states = None
 
     def _move_to(self, model: Model) -> list[Request]:
         """Go on with `model`, which is closed if that is not possible."""

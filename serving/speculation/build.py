@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import numpy as np
+
 from onnxport.errors import ArtifactError
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
+from onnxport.graphs.manifest import DRAFT_TOKENS
+from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.registry import open_model
 from onnxport.serving.fallback import describe
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.draft_model import ModelDrafter
 from onnxport.serving.speculation.forced import ForcedDrafter
+from onnxport.serving.speculation.head import HeadDrafter
 from onnxport.serving.speculation.ngram import NgramDrafter
 from onnxport.serving.speculation.speculator import Speculator
 from onnxport.serving.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -54,7 +59,7 @@ def build_speculator(
     if config.model is None:
         ngrams = NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
         return Speculator(ForcedDrafter(ngrams), config)
-    check_same_tokens(target, config.model)
+    check_draft(config, target)
     shared = shared or LoadOptions()
     threads = config.threads or _default_threads(config.model)
     options = LoadOptions(
@@ -65,17 +70,66 @@ def build_speculator(
         coarse_head=shared.coarse_head,
         hybrid_kv_cache=False,  # a draft model's rows have one block table
     )
+    head = _spec(config.model).draft
+    # What "auto" tries is a model by itself, which a head is not: it takes the first that can.
+    trials = trials if head is None else None
     model = open_model(config.model, config.provider or provider, options, trials)
     logger.info("loaded the draft model %s", describe(model.capabilities))
-    vocab_size = Artifact.read(target, check_graphs=False).manifest.model.vocab_size
-    drafter = ModelDrafter(model, max_num_batched_tokens, vocab_size, threads)
-    return Speculator(drafter, config)
+    vocab_size = _spec(target).vocab_size
+    if head is None:
+        drafter = ModelDrafter(model, max_num_batched_tokens, vocab_size, threads)
+        return Speculator(drafter, config)
+    tokens = np.load(config.model / DRAFT_TOKENS, allow_pickle=False)
+    sizes = head.features, _spec(config.model).hidden_size
+    reader = HeadDrafter(model, tokens, sizes, max_num_batched_tokens, vocab_size, threads)
+    return Speculator(reader, config, reader=reader)
+
+
+def hidden_layers(config: SpeculationConfig | None) -> tuple[int, ...]:
+    """Return the layers of the model whose states are read to guess: `LoadOptions.hidden_layers`.
+
+    Raises:
+        ArtifactError: the head's folder is not a valid artifact.
+    """
+    if config is None or config.method != "eagle3" or config.model is None:
+        return ()
+    head = _spec(config.model).draft
+    return () if head is None else head.target_layers
 
 
 def _default_threads(draft: Path) -> int | None:
     """Return how many threads a draft model gets if nobody says; None: the provider's choice."""
     weights = Artifact.read(draft, check_graphs=False).manifest.files[WEIGHTS_FILE]
     return 1 if weights.size <= FEW_BYTES else None
+
+
+def _spec(path: Path) -> ArchSpec:
+    return Artifact.read(path, check_graphs=False).manifest.model
+
+
+def check_draft(config: SpeculationConfig, target: Path) -> None:
+    """Raise ArtifactError unless what guesses is what the method needs, and fits the model."""
+    assert config.model is not None
+    head = _spec(config.model).draft
+    if (head is not None) != (config.method == "eagle3"):
+        kind, method = ("a draft head", "eagle3") if head else ("a model", "draft_model")
+        raise ArtifactError(
+            f"{config.model} is {kind}, which the speculation method {config.method} cannot use; "
+            f"the method for it is {method}"
+        )
+    if head is not None:
+        spec, ours = _spec(config.model), _spec(target)
+        for what, made_for, found in (
+            ("layers", head.target_num_layers, ours.num_layers),
+            ("numbers in a hidden state", head.target_hidden_size, ours.hidden_size),
+            ("tokens", spec.vocab_size, ours.vocab_size),
+        ):
+            if made_for != found:
+                raise ArtifactError(
+                    f"the head {config.model} is for a model of {made_for} {what}, and {target} "
+                    f"has {found}; take a head that was trained for this model"
+                )
+    check_same_tokens(target, config.model)
 
 
 def check_same_tokens(target: Path, draft: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, cast, get_args
 from onnxport.errors import CapacityError
 
 MOST, MOST_GUESSED = 2**31, 100_000  # of any count, and of tokens that are guessed at once
-SpeculationMethod = Literal["ngram", "draft_model", "grammar"]
+SpeculationMethod = Literal["ngram", "draft_model", "eagle3", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +21,14 @@ class SpeculationConfig:
     Attributes:
         method: "grammar" takes what the form of a request's output demands; "ngram" does, too, and
             elsewhere takes what followed the last time that these tokens came in prompt and output;
-            "draft_model" asks a smaller model.
+            "draft_model" asks a smaller model; "eagle3" a head that reads what the model made of
+            the tokens before.
         num_speculative_tokens: most tokens that are guessed at once; how many really are is
             chosen by what is measured to be right, and to pay.
         prompt_lookup_max: the longest n-gram that is looked up; "ngram" only.
         prompt_lookup_min: the shortest; "ngram" only.
-        model: the draft model's artifact folder; "draft_model" only, which needs it.
+        model: the artifact folder of the draft model, or of the head; "draft_model" and "eagle3"
+            only, which need it. For what follows likewise.
         provider: what the draft model runs on; None: as the model it drafts for.
         threads: its compute threads; None: one for a model of up to 1 MiB, else the provider's
             choice.
@@ -108,11 +110,15 @@ class SpeculationConfig:
     def _check_method(self) -> None:
         """Refuse what would be ignored."""
         foreign: tuple[str, ...] = ("model", "provider", "threads", "kv_cache_tokens")
-        if self.method == "draft_model":
+        if self.method in ("draft_model", "eagle3"):
             if self.model is None:
+                needed = (
+                    "an artifact with the same tokenizer"
+                    if self.method == "draft_model"
+                    else "what `onnxport export HEAD FOLDER --target MODEL` made of a head"
+                )
                 raise CapacityError(
-                    "the speculation method draft_model needs a model: the folder of an artifact "
-                    "with the same tokenizer"
+                    f"the speculation method {self.method} needs a model: the folder of {needed}"
                 )
             foreign = ("prompt_lookup_max", "prompt_lookup_min")
         elif self.method == "grammar":

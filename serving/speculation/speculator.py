@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from onnxport.serving.guesses import StateReader
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.acceptance import Acceptance
 from onnxport.serving.speculation.answers import AnswerLengths
@@ -53,6 +54,7 @@ class Speculator:
         drafter: Drafter,
         config: SpeculationConfig,
         clock: Callable[[], float] = time.perf_counter,
+        reader: StateReader | None = None,
     ) -> None:
         """Take over `drafter`; `close` closes it.
 
@@ -60,7 +62,9 @@ class Speculator:
             drafter: guesses.
             config: the most that may be guessed.
             clock: the time in seconds.
+            reader: the same, if it has to be told of the model's states.
         """
+        self._reader = reader
         self._asker = Asker(drafter, config.num_speculative_tokens, clock)
         self._is_cheap = drafter.is_cheap
         self._config = config
@@ -86,6 +90,11 @@ class Speculator:
         return SpeculationCounters(
             self._num_drafts, self._num_draft_tokens, sum(accepted), accepted
         )
+
+    @property
+    def reader(self) -> StateReader | None:
+        """See `Guesses.reader`."""
+        return None if self._asker.drafter is None else self._reader
 
     def rests(self) -> bool:
         """See `Guesses.rests`."""

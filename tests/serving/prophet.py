@@ -32,6 +32,10 @@ class Prophet:
     def counters(self) -> SpeculationCounters:
         return SpeculationCounters(self.num_drafts, self.num_drafted, self.num_accepted, ())
 
+    @property
+    def reader(self) -> None:
+        return None
+
     def rests(self) -> bool:
         return False
 

@@ -32,13 +32,19 @@ def test_draft_model() -> None:
     assert config.num_speculative_tokens == 5
 
 
+def test_eagle3() -> None:
+    text = '{"method": "eagle3", "model": "a", "num_speculative_tokens": 3, "provider": "cpu"}'
+    expected = SpeculationConfig("eagle3", 3, model=Path("a"), provider="cpu")
+    assert SpeculationConfig.parse(text) == expected
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("{", "not JSON"),
         ("[1]", "with a method"),
         ("{}", "with a method"),
-        ('{"method": "medusa"}', "'medusa'; it must be one of ngram, draft_model, grammar"),
+        ('{"method": "medusa"}', "'medusa'; it must be one of ngram, draft_model, eagle3, grammar"),
         ('{"method": "ngram", "lookup": 3, "a": 1}', "has 'a', 'lookup', which is not known"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens is 0"),
         ('{"method": "ngram", "num_speculative_tokens": "5"}', "num_speculative_tokens is '5'"),
@@ -51,7 +57,9 @@ def test_draft_model() -> None:
         ('{"method": "ngram", "provider": "cpu"}', "ngram does not use provider"),
         ('{"method": "grammar", "model": "a"}', "grammar does not use model"),
         ('{"method": "grammar", "prompt_lookup_max": 9}', "does not use prompt_lookup_max"),
-        ('{"method": "draft_model"}', "needs a model"),
+        ('{"method": "draft_model"}', "needs a model: the folder of an artifact with the same"),
+        ('{"method": "eagle3"}', "`onnxport export HEAD FOLDER --target MODEL`"),
+        ('{"method": "eagle3", "model": "a", "prompt_lookup_min": 1}', "eagle3 does not use"),
         ('{"method": "draft_model", "model": 3}', "model is 3; it must be text"),
         ('{"method": "draft_model", "model": "a", "provider": 1}', "provider is 1"),
         ('{"method": "draft_model", "model": "a", "prompt_lookup_max": 3}', "does not use"),

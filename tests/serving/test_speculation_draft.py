@@ -22,7 +22,7 @@ from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.rules import logit_rules
-from onnxport.serving.speculation import draft_model
+from onnxport.serving.speculation import growing
 from onnxport.serving.speculation.draft_model import ModelDrafter
 from onnxport.serving.speculation.packing import DraftRow, advance, pack, room
 from tests.serving.helpers import alone
@@ -130,7 +130,7 @@ def test_growing_drafts_are_packed_again_only_where_they_must(
         packed.append([row.num_past for row in rows])
         return pack(rows, block_size)
 
-    monkeypatch.setattr(draft_model, "pack", noting)
+    monkeypatch.setattr(growing, "pack", noting)
     one = drafter()
     size = one._limits.block_size
     long = request([1] * (3 * size - 3))

@@ -72,12 +72,13 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
 def run(options: argparse.Namespace) -> int:
     """Verify with one provider, or with each that there is."""
     from onnxport.cli.verify_table import lines
-    from onnxport.graphs.artifact import Artifact
+    from onnxport.graphs.artifact import Artifact, refuse_head
     from onnxport.serving.verify.machine import this_machine
     from onnxport.serving.verify.report import SCHEMA, Report, describe
     from onnxport.serving.verify.verifier import Checks, Verifier
 
     artifact = Artifact.read(options.artifact, verify="sha256")
+    refuse_head(artifact)
     checks = Checks(
         variants=not options.no_variants,
         speed=not options.no_speed,

@@ -1,0 +1,120 @@
+"""Guessing with a head that reads what the model made of the tokens before (EAGLE-3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.kv.table import release_tail
+from onnxport.providers.base import Model, StepInputs
+from onnxport.serving import numpy_sampler
+from onnxport.serving.request import Request
+from onnxport.serving.sampler import Sampled
+from onnxport.serving.speculation.growing import Draft, GrowingDrafter
+from onnxport.serving.speculation.states import Count, HeadSequence, States
+
+MOST_BYTES = 256 << 20  # of states that wait, over all requests
+
+
+class HeadDrafter(GrowingDrafter[HeadSequence]):
+    """Lets a draft head go on from the model's own states.
+
+    States come with the model's steps and wait until the request is guessed for. What is missing
+    of those before, be it a prefix that was cached, or what was dropped, the head does without:
+    its cache begins behind that. RoPE tells distances alone, so a cache may begin anywhere. A
+    guess is in the cache with what the head itself made of the one before, and is computed again
+    with the model's state once it has come true.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokens: NDArray[np.int32],
+        sizes: tuple[int, int],
+        max_num_batched_tokens: int,
+        vocab_size: int,
+        num_threads: int | None = None,
+    ) -> None:
+        """Take over `model`; `close` closes it.
+
+        Args:
+            model: the head.
+            tokens: int32 [logits], the token that each logit is of.
+            sizes: numbers of a state, and of what the head itself makes of a token.
+            max_num_batched_tokens: most tokens that it computes in a call to catch up.
+            vocab_size: of the model that it drafts for.
+            num_threads: most that sample at once; None: as many as there are physical cores.
+        """
+        super().__init__(model, max_num_batched_tokens, vocab_size, num_threads)
+        self._tokens = tokens
+        self._features, self._hidden = sizes
+        # Noise is of places among the logits, which are not those of the model's tokens here.
+        self.may_race = len(tokens) == vocab_size and bool((tokens == np.arange(vocab_size)).all())
+        self._waiting = Count()
+        self._most_waiting = MOST_BYTES // (self._features * np.dtype(np.float32).itemsize)
+
+    def note_states(self, request: Request, first: int, states: States) -> None:
+        """See `guesses.StateReader.note_states`."""
+        sequence = self._sequences.get(request)
+        if sequence is None:
+            sequence = HeadSequence(first + 1, total=self._waiting)
+            self._sequences[request] = sequence
+        sequence.add(first, states)
+        for sibling in request.siblings:
+            self.forget(sibling)
+            self._sequences[sibling] = sequence.fork()
+        while self._waiting.tokens > self._most_waiting:
+            self.forget(next(iter(self._sequences)))
+
+    def forget(self, request: Request) -> None:
+        """See `Drafter.forget`."""
+        sequence = self._sequences.pop(request, None)
+        if sequence is not None:
+            sequence.restart(0)
+            release_tail(self._pool, sequence.table)
+
+    def _begin(self, request: Request) -> HeadSequence | None:
+        sequence, num_tokens = self._sequences.get(request), len(request.tokens)
+        if sequence is None or not sequence.num_waiting or sequence.end != num_tokens - 1:
+            return None
+        sequence.guessed.clear()
+        if num_tokens - sequence.first >= self._limits.max_model_len:
+            sequence.begin_anew()
+        return sequence
+
+    def _compute(
+        self, drafts: Sequence[Draft[HeadSequence]], inputs: StepInputs
+    ) -> NDArray[np.float32]:
+        num_tokens = len(inputs.input_ids)
+        given = np.zeros((num_tokens, self._features), np.float32)
+        own = np.zeros((num_tokens, self._hidden), np.float32)
+        made = np.empty((len(drafts), self._hidden), np.float32)
+        ends = inputs.cumulative_sequence_lengths.tolist()
+        for line, draft in enumerate(drafts):
+            if draft.tokens:
+                own[ends[line]] = draft.state
+            else:
+                draft.sequence.read(given[ends[line] : ends[line + 1]])
+        step = replace(
+            inputs,
+            target_hidden_states=given,
+            draft_hidden_states=own,
+            last_hidden_states=made,
+        )
+        logits = self._model.run(step)
+        for draft, state in zip(drafts, made, strict=True):
+            draft.state = state
+        return logits
+
+    def _spread(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        spread = np.full((len(logits), self._vocab_size), -np.inf, np.float32)
+        spread[:, self._tokens] = logits
+        return spread
+
+    def _likeliest(self, logits: NDArray[np.float32]) -> Sampled:
+        found = numpy_sampler.sample_greedy(logits)
+        tokens = [int(self._tokens[place]) for place in found.token_ids]
+        return replace(found, token_ids=tokens)
