@@ -20,6 +20,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 _CHUNK_ELEMENTS: Final = 1 << 22
+DRAFT_STRIDE: Final = 4  # a head has a logit for each of so many tokens
+DRAFT_VOCAB: Final = 32_000
 
 
 def _qwen2(hidden: int, inner: int, layers: int, heads: int, kv: int, *, tied: bool) -> Any:
@@ -157,6 +159,39 @@ def tensor_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
         yield "lm_head.weight", (config["vocab_size"], hidden)
 
 
+def head_config(target: dict[str, Any], draft_vocab: int) -> dict[str, Any]:
+    """An EAGLE-3 head for a model, a layer of the model's own sizes."""
+    copied = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    more = ("head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings")
+    return {
+        **{name: target[name] for name in (*copied, *more) if name in target},
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": min(draft_vocab, target["vocab_size"] // DRAFT_STRIDE),
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def head_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor of a head as it is published first; the model's embedding is not among them."""
+    hidden = config["hidden_size"]
+    head = config.get("head_dim", hidden // config["num_attention_heads"])
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    yield "fc.weight", (hidden, 3 * hidden)
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        yield f"midlayer.{name}.weight", (hidden,)
+    for name, size in (("q", q), ("k", kv), ("v", kv)):
+        yield f"midlayer.self_attn.{name}_proj.weight", (size, 2 * hidden)
+    yield "midlayer.self_attn.o_proj.weight", (hidden, q)
+    yield from _feed_forward(config, "midlayer.mlp.")
+    yield "norm.weight", (hidden,)
+    yield "lm_head.weight", (config["draft_vocab_size"], hidden)
+    yield "d2t", (config["draft_vocab_size"],)
+
+
 def _feed_forward(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Tensors of a feed-forward layer, or of a router and experts."""
     hidden = config["hidden_size"]
@@ -186,6 +221,9 @@ def _random_bytes(
     Of MXFP4 any quants, with scales that spread them as far.
     """
     count = math.prod(shape)
+    if name == "d2t":  # every so many tokens have a logit
+        yield (np.arange(count) * (DRAFT_STRIDE - 1)).astype("<i8").tobytes()
+        return
     width = math.sqrt(3 / shape[-1]) if len(shape) == 2 else 0.1
     for start in range(0, count, _CHUNK_ELEMENTS):
         size = min(_CHUNK_ELEMENTS, count - start)
@@ -201,12 +239,20 @@ def _random_bytes(
         yield (values.view(np.uint32) >> 16).astype("<u2").tobytes()
 
 
+def _stored(name: str) -> tuple[str, int]:
+    """What a tensor is stored in, and the bytes of a number."""
+    if name == "d2t":
+        return "I64", 8
+    return ("U8", 1) if name.endswith(("_blocks", "_scales")) else ("BF16", 2)
+
+
 def write_weights(config: dict[str, Any], path: Path, seed: int) -> None:
     """Write one safetensors file."""
+    tensors = head_shapes if "draft_vocab_size" in config else tensor_shapes
     header: dict[str, Any] = {}
     offset = 0
-    for name, shape in tensor_shapes(config):
-        kind, size = ("U8", 1) if name.endswith(("_blocks", "_scales")) else ("BF16", 2)
+    for name, shape in tensors(config):
+        kind, size = _stored(name)
         end = offset + size * math.prod(shape)
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
@@ -215,7 +261,7 @@ def write_weights(config: dict[str, Any], path: Path, seed: int) -> None:
     generator = np.random.Generator(np.random.SFC64(seed))
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for name, shape in tensor_shapes(config):
+        for name, shape in tensors(config):
             for chunk in _random_bytes(generator, name, shape):
                 file.write(chunk)
 
@@ -247,12 +293,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
     parser.add_argument("--layers", type=int, help="fewer (or more) layers than the published")
+    parser.add_argument("--head", action="store_true", help="an EAGLE-3 head for such a model")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     config = dict(SHAPES[arguments.shape])
     if arguments.layers is not None:
         config["num_hidden_layers"] = arguments.layers
     arguments.folder.mkdir(parents=True)
+    if arguments.head:
+        config = head_config(config, DRAFT_VOCAB)
     write_tokenizer(arguments.folder)
     (arguments.folder / "config.json").write_text(json.dumps(config, indent=2))
     write_weights(config, arguments.folder / "model.safetensors", arguments.seed)

@@ -12,6 +12,9 @@ Each pair of outputs is compared: any difference ends the run.
 * `repetition`: the same after a prompt that repeats itself.
 * `random`: tokens drawn nearly at random, which no n-gram foretells.
 * `wrong`: a drafter whose guesses are always there and never right: the worst that can be.
+* `told`: a drafter that is asked, and then told what is right, so that a guess is right as often as
+  `--accepted` says where those before it are. What a head brings that agrees so often with its
+  model: weights that agree cannot be had everywhere, and what a head costs is the same.
 """
 
 from __future__ import annotations
@@ -68,12 +71,38 @@ class Wrong:
         return [[(token_id + 1) % self._vocab_size for token_id in tokens] for tokens in found]
 
 
+class Told:
+    """A drafter that asks another one, and puts what comes in its place, right or wrong."""
+
+    def __init__(self, inner: Drafter, rate: float, vocab_size: int) -> None:
+        self._inner = inner
+        self._rate = rate
+        self._vocab_size = vocab_size
+        self._dice = random.Random(0)
+        self.future: dict[tuple[int, ...], tuple[int, ...]] = {}  # by prompt
+        self.is_cheap = inner.is_cheap
+        self.num_behind = inner.num_behind
+        self.forget = inner.forget
+        self.close = inner.close
+
+    def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Sequence[int]]:
+        """Ask, and replace each guess."""
+        found = self._inner.propose(requests, lengths)
+        return [self._guess(*one) for one in zip(requests, found, strict=True)]
+
+    def _guess(self, request: Request, found: Sequence[int]) -> list[int]:
+        start = request.num_output_tokens
+        right = self.future[request.prompt_token_ids][start : start + len(found)]
+        told = [(one + (self._dice.random() >= self._rate)) % self._vocab_size for one in right]
+        return [*told, *found[len(told) :]]
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """What is measured."""
 
     name: str
-    method: str  # ngram, draft_model
+    method: str  # ngram, draft_model, eagle3
     rows: int
 
     @property
@@ -142,6 +171,18 @@ class Run:
         self.texts += [tuple(output.outputs[0].token_ids) for output in outputs]
 
 
+def futures(
+    llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
+) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """What comes after each prompt."""
+    given = [{"prompt_token_ids": one} for one in prompts]
+    outputs = llm.generate(given, list(params))  # type: ignore[arg-type]
+    return {
+        tuple(prompt): tuple(output.outputs[0].token_ids)
+        for prompt, output in zip(prompts, outputs, strict=True)
+    }
+
+
 def round_of(
     case: Case, plain: LLM, guessing: LLM, options: argparse.Namespace
 ) -> tuple[float, float]:
@@ -153,11 +194,14 @@ def round_of(
             temperature=temperature,
             seed=number,
             max_tokens=options.tokens,
-            ignore_eos=case.name in ("random", "repetition"),
+            ignore_eos=case.name in ("random", "repetition", "told"),
         )
         for number in range(len(ids))
     ]
     runs = without, having = Run(plain), Run(guessing)
+    drafter = guessing._engine._guessing._guesses._asker.drafter  # type: ignore[union-attr]
+    if isinstance(drafter, Told):
+        drafter.future = futures(plain, ids, params)
     for number in range(options.streams):
         batch = slice(number * case.rows, (number + 1) * case.rows)
         for run in runs[:: -1 if number % 2 else 1]:
@@ -172,11 +216,11 @@ def measure(case: Case, options: argparse.Namespace) -> Figures:
     config = SpeculationConfig(
         "ngram", options.num_speculative_tokens, disable_by_batch_size=options.most_rows
     )
-    if case.method == "draft_model":
+    if case.method != "ngram":
         config = SpeculationConfig(
-            "draft_model",
+            "eagle3" if case.method == "eagle3" else "draft_model",
             options.num_speculative_tokens,
-            model=options.draft,
+            model=options.head if case.method == "eagle3" else options.draft,
             provider=options.draft_provider,
             threads=options.draft_threads,
             kv_cache_tokens=16_384,
@@ -196,8 +240,10 @@ def measure(case: Case, options: argparse.Namespace) -> Figures:
             )
             for speculation in (None, config)
         )
+        asker = guessing._engine._guessing._guesses._asker  # type: ignore[union-attr]
+        if case.name == "told":
+            asker.drafter = Told(asker.drafter, options.accepted, plain.capabilities.vocab_size)
         if case.name == "wrong":
-            asker = guessing._engine._guessing._guesses._asker  # type: ignore[union-attr]
             asker.drafter = Wrong(asker.drafter, plain.capabilities.vocab_size)
         return compare(case, plain, guessing, options)
 
@@ -233,11 +279,15 @@ def compare(case: Case, plain: LLM, guessing: LLM, options: argparse.Namespace) 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Return what to measure."""
-    methods = ("ngram", "draft_model") if options.draft else ("ngram",)
+    methods = ["ngram"]
+    methods += ["draft_model"] if options.draft else []
+    methods += ["eagle3"] if options.head else []
     for rows in options.rows:
         for method in methods:
             yield Case("text", method, rows)
             yield Case("wrong", method, rows)
+            if options.accepted is not None and method != "ngram":
+                yield Case("told", method, rows)
         yield Case("repetition", "ngram", rows)
         yield Case("random", "ngram", rows)
 
@@ -246,6 +296,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--artifact", type=Path, required=True)
     parser.add_argument("--draft", type=Path, help="a draft model's artifact")
+    parser.add_argument("--head", type=Path, help="a head's artifact")
+    parser.add_argument("--accepted", type=float, help="the share of guesses that `told` has right")
     parser.add_argument("--provider", default="cpu")
     parser.add_argument("--draft-provider", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
