@@ -39,8 +39,9 @@ _BOOKKEEPING: Final = (
 
 def is_head(config: Config) -> bool:
     """Whether a checkpoint is a draft head, of this or another kind."""
-    found = config.get("speculators_model_type", str, None)
-    return found is not None or any(name in ARCHITECTURES for name in config.architectures)
+    # The first heads name the class of their models, and have a key that no model has.
+    told = config.has("speculators_model_type") or config.has("draft_vocab_size")
+    return told or any(name in ARCHITECTURES for name in config.architectures)
 
 
 def read_spec(config: Config, target: ArchSpec, context_length: int | None) -> ArchSpec:

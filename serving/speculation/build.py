@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onnxport.errors import ArtifactError
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
@@ -79,7 +80,7 @@ def build_speculator(
     if head is None:
         drafter = ModelDrafter(model, max_num_batched_tokens, vocab_size, threads)
         return Speculator(drafter, config)
-    tokens = np.load(config.model / DRAFT_TOKENS, allow_pickle=False)
+    tokens = read_draft_tokens(config.model)
     sizes = head.features, _spec(config.model).hidden_size
     reader = HeadDrafter(model, tokens, sizes, max_num_batched_tokens, vocab_size, threads)
     return Speculator(reader, config, reader=reader)
@@ -101,6 +102,27 @@ def _default_threads(draft: Path) -> int | None:
     """Return how many threads a draft model gets if nobody says; None: the provider's choice."""
     weights = Artifact.read(draft, check_graphs=False).manifest.files[WEIGHTS_FILE]
     return 1 if weights.size <= FEW_BYTES else None
+
+
+def read_draft_tokens(head: Path) -> NDArray[np.int32]:
+    """Return the token of each logit of a head, int32 [logits].
+
+    Raises ArtifactError where the file is missing or damaged.
+    """
+    spec, path = _spec(head), head / DRAFT_TOKENS
+    try:
+        tokens: NDArray[np.int32] = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path} cannot be read ({error}); export the head again") from error
+    if tokens.shape != (spec.num_logits,) or tokens.dtype != np.int32:
+        raise ArtifactError(
+            f"{path} holds {tokens.dtype} {list(tokens.shape)}, and the head has {spec.num_logits} "
+            "logits; export it again"
+        )
+    is_known = tokens.min() >= 0 and tokens.max() < spec.vocab_size
+    if not is_known or len(np.unique(tokens)) < len(tokens):
+        raise ArtifactError(f"{path} names a token twice, or none of the model's; export it again")
+    return tokens
 
 
 def _spec(path: Path) -> ArchSpec:

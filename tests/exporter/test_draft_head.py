@@ -142,6 +142,13 @@ def _has_kernel() -> bool:
     return find_library() is not None
 
 
+def test_the_first_heads_name_the_class_of_their_models(target: Path, tmp_path: Path) -> None:
+    folder = changed(Head(), tmp_path / "head", architectures=["LlamaForCausalLM"])
+    assert export(folder, target, tmp_path / "artifact").manifest.model.draft is not None
+    with pytest.raises(ExportError, match="is a draft head, which needs the model"):
+        export_model(folder, tmp_path / "other")
+
+
 def changed(head: Head, folder: Path, **config: Any) -> Path:
     """A head whose config.json differs; None leaves a key out."""
     made = head.make(folder)

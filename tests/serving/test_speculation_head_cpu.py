@@ -27,6 +27,8 @@ from onnxport.providers.registry import get_provider
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.loading import open_engine
 from onnxport.serving.request import Request
+from onnxport.serving.speculation import build
+from onnxport.serving.speculation.build import read_draft_tokens
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.head import HeadDrafter
 from onnxport.serving.speculation.speculator import Speculator
@@ -177,6 +179,31 @@ def inputs_of(model: Model, ids: Sequence[int]) -> Any:
     blocks = list(range(1, 1 + -(-len(ids) // limits.block_size)))
     inputs = step([(list(ids), 0, blocks)], limits)
     return replace(inputs, logits_indices=np.array([len(ids) - 1], np.int32))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read"),
+        (np.arange(95, dtype=np.int32), "holds int32 .95., and the head has 96 logits"),
+        (np.arange(96), "holds int64"),
+        (np.zeros(96, np.int32), "names a token twice"),
+        (np.arange(96, dtype=np.int32) - 1, "or none of the model's"),
+    ],
+)
+def test_damaged_tokens_of_a_head_are_refused(
+    content: Any,
+    words: str,
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = Artifact.read(pair[1]).manifest.model  # whose reader finds some of that, too
+    monkeypatch.setattr(build, "_spec", lambda path: spec)
+    if content is not None:
+        np.save(tmp_path / DRAFT_TOKENS, content)
+    with pytest.raises(ArtifactError, match=words):
+        read_draft_tokens(tmp_path)
 
 
 def test_what_does_not_belong_together_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
