@@ -52,8 +52,8 @@ PROMPT_TOKENS = 64
 HOT = 8.0  # a temperature at which hardly any token is likelier than another
 
 
-class Wrong:
-    """A drafter that spoils the guesses of another one, and makes up those that it has not."""
+class Asking:
+    """A drafter that asks another one, and says something else."""
 
     def __init__(self, inner: Drafter, vocab_size: int) -> None:
         self._inner = inner
@@ -63,6 +63,10 @@ class Wrong:
         self.forget = inner.forget
         self.close = inner.close
 
+
+class Wrong(Asking):
+    """Spoils the guesses of another one, and makes up those that it has not."""
+
     def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Sequence[int]]:
         """Ask, and change every guess."""
         found = self._inner.propose(requests, lengths)
@@ -71,19 +75,14 @@ class Wrong:
         return [[(token_id + 1) % self._vocab_size for token_id in tokens] for tokens in found]
 
 
-class Told:
-    """A drafter that asks another one, and puts what comes in its place, right or wrong."""
+class Told(Asking):
+    """Puts what comes in the place of another one's guesses, right or wrong."""
 
-    def __init__(self, inner: Drafter, rate: float, vocab_size: int) -> None:
-        self._inner = inner
+    def __init__(self, inner: Drafter, vocab_size: int, rate: float) -> None:
+        super().__init__(inner, vocab_size)
         self._rate = rate
-        self._vocab_size = vocab_size
         self._dice = random.Random(0)
         self.future: dict[tuple[int, ...], tuple[int, ...]] = {}  # by prompt
-        self.is_cheap = inner.is_cheap
-        self.num_behind = inner.num_behind
-        self.forget = inner.forget
-        self.close = inner.close
 
     def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Sequence[int]]:
         """Ask, and replace each guess."""
@@ -242,7 +241,7 @@ def measure(case: Case, options: argparse.Namespace) -> Figures:
         )
         asker = guessing._engine._guessing._guesses._asker  # type: ignore[union-attr]
         if case.name == "told":
-            asker.drafter = Told(asker.drafter, options.accepted, plain.capabilities.vocab_size)
+            asker.drafter = Told(asker.drafter, plain.capabilities.vocab_size, options.accepted)
         if case.name == "wrong":
             asker.drafter = Wrong(asker.drafter, plain.capabilities.vocab_size)
         return compare(case, plain, guessing, options)
@@ -310,6 +309,8 @@ def main() -> None:
     parser.add_argument("--most-rows", type=int, help="disable_by_batch_size")
     parser.add_argument("--only", help="the cases whose name has this in it")
     options = parser.parse_args()
+    if options.accepted is not None and not (options.draft or options.head):
+        parser.error("--accepted is of a draft model or head: name one with --draft or --head")
     print(json.dumps(asdict(this_machine())))
     print(
         "| case | without, tok/s | with, tok/s | ratio (low–high) | guesses a token | right |\n"

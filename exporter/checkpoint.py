@@ -145,14 +145,12 @@ class Checkpoint:
 
     def adopt(self, other: Checkpoint, name: str, own: str) -> None:
         """Take a tensor of another checkpoint, under a name of its own; that must stay open."""
+        if name in other._scales:
+            raise CheckpointError(
+                f"{name} in {other._owners[name].path} is quantized, and a draft head reads it "
+                "as it is; export from the original checkpoint."
+            )
         self._tensors[own], self._owners[own] = other._tensors[name], other._owners[name]
-        for kept, theirs in ((self._scales, other._scales), (self._blocks, other._blocks)):
-            if name in theirs:
-                raise CheckpointError(
-                    f"{name} in {other._owners[name].path} is quantized, and a draft head reads it "
-                    "as it is; export from the original checkpoint."
-                )
-            kept.pop(own, None)
 
     def read_plain(self, name: str, dtype: str) -> NDArray[Any]:
         """Read a tensor of integers or bools whole.
@@ -162,7 +160,7 @@ class Checkpoint:
             dtype: what it has to be, as safetensors calls it: I64 or BOOL.
 
         Raises:
-            CheckpointError: it is stored in something else, or there is no file with it.
+            CheckpointError: it is stored in something else.
         """
         stored = self._tensors[name]
         if stored.dtype != dtype:

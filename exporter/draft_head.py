@@ -63,6 +63,8 @@ def export_head(
             f"--target was given, and {folder.path} is no draft head, which alone needs a target: "
             f"its architectures are {list(config.architectures)}. Leave the target out."
         )
+    if options.keeps_experts:
+        raise ExportError("the expert precision mxfp4 was asked for, and this head has no experts.")
     model = find_checkpoint(target, token=options.token)
     model_config = Config.read(model.path)
     if eagle3.is_head(model_config):

@@ -19,8 +19,11 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions, StepInputs
 
 Floats = NDArray[np.float32]
-# An output -> whether it has a row for each token, not for each row of logits.
-_OUTPUTS: Final = {contract.HIDDEN_STATES: True, contract.LAST_HIDDEN_STATES: False}
+# An output -> the field that it is told in.
+_OUTPUTS: Final = {
+    contract.HIDDEN_STATES: "hidden_states",
+    contract.LAST_HIDDEN_STATES: "last_hidden_states",
+}
 
 
 def check_hidden_layers(artifact: Artifact, options: LoadOptions) -> int:
@@ -48,12 +51,17 @@ def refuse_hidden_states(artifact: Artifact, options: LoadOptions, provider: str
 
 @dataclass(slots=True)
 class _Output:
-    """What is bound for an output."""
+    """What is bound for an output: a step's own array, or `room` where that has other rows."""
 
-    per_token: bool
+    field: str  # of StepInputs
     width: int
     room: Floats
-    bound: Floats | None = None  # the front of `room`
+    bound: Floats
+
+    def rows(self, inputs: StepInputs) -> int:
+        """How many rows a step has, padding included."""
+        per_token = self.field == "hidden_states"
+        return len(inputs.input_ids if per_token else inputs.logits_indices)
 
 
 class HiddenStates:
@@ -63,8 +71,9 @@ class HiddenStates:
         """Look for them among inputs and outputs."""
         names = {node.name for node in session.get_inputs()}
         self._takes = contract.TARGET_HIDDEN_STATES in names
+        none = np.empty((0, 0), np.float32)
         self._outputs = {
-            node.name: _Output(_OUTPUTS[node.name], node.shape[1], np.empty(0, np.float32))
+            node.name: _Output(_OUTPUTS[node.name], node.shape[1], none, none)
             for node in session.get_outputs()
             if node.name in _OUTPUTS
         }
@@ -83,25 +92,22 @@ class HiddenStates:
             bind_input(contract.TARGET_HIDDEN_STATES, given)
             bind_input(contract.DRAFT_HIDDEN_STATES, own)
         for name, output in self._outputs.items():
-            rows = len(inputs.input_ids if output.per_token else inputs.logits_indices)
-            if output.bound is not None and len(output.bound) == rows:
-                continue
-            if output.room.size < rows * output.width:
-                output.room = np.empty(rows * output.width, np.float32)
-            output.bound = output.room[: rows * output.width].reshape(rows, output.width)
-            shape, address = output.bound.shape, output.bound.ctypes.data
-            binding.bind_output(name, "cpu", 0, np.float32, shape, address)
+            rows = output.rows(inputs)
+            into = getattr(inputs, output.field)
+            if into is None or len(into) != rows or not into.flags.c_contiguous:
+                if len(output.room) != rows:
+                    output.room = np.empty((rows, output.width), np.float32)
+                into = output.room
+            if into is not output.bound:
+                output.bound = into
+                binding.bind_output(name, "cpu", 0, np.float32, into.shape, into.ctypes.data)
 
     def deliver(self, inputs: StepInputs) -> None:
         """Give a step what the run told, without the rows that padded it."""
-        for name, wanted in (
-            (contract.HIDDEN_STATES, inputs.hidden_states),
-            (contract.LAST_HIDDEN_STATES, inputs.last_hidden_states),
-        ):
-            if name in self._outputs and wanted is not None:
-                bound = self._outputs[name].bound
-                assert bound is not None
-                wanted[:] = bound[: len(wanted)]
+        for output in self._outputs.values():
+            wanted = getattr(inputs, output.field)
+            if wanted is not None and wanted is not output.bound:
+                wanted[:] = output.bound[: len(wanted)]
 
 
 def slice_states(

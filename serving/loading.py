@@ -75,7 +75,9 @@ def open_engine(
     if config.speculation is not None:
         from onnxport.serving.speculation.build import build_speculator, hidden_layers
 
-        chosen = replace(chosen, hidden_layers=hidden_layers(config.speculation))
+        chosen = replace(
+            chosen, hidden_layers=hidden_layers(config.speculation) or chosen.hidden_layers
+        )
     artifact = read_artifact(path, chosen)
     refuse_head(artifact)
     eos_token_ids = frozenset(artifact.manifest.eos_token_ids)
@@ -180,6 +182,12 @@ def _fallback(path: Path, name: str, provider: str, options: LoadOptions) -> Fal
                 ", ".join(dropped),
                 provider,
             )
-        return open_model(path, name, suited)
+        try:
+            return open_model(path, name, suited)
+        except ProviderError as error:
+            if not suited.hidden_layers:
+                raise
+            logger.warning("%s is tried without a draft head's guesses: %s", name, error)
+            return open_model(path, name, replace(suited, hidden_layers=()))
 
     return Fallback(name, load)

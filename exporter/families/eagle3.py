@@ -6,7 +6,6 @@ others describe the layers in `transformer_layer_config`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -33,7 +32,6 @@ _BOOKKEEPING: Final = (
     "speculators_version",
     "has_no_defaults_at_init",
     "embed_requires_grad",
-    "target_model_type",
 )
 
 
@@ -97,7 +95,11 @@ def _layers(config: Config, context_length: int | None) -> ArchSpec:
     if model_type == "qwen3":
         differences = {"qk_norm": True, "head_size": 128, "num_kv_heads": 32}
         differences["sliding_window"] = layer_windows(config)
-    elif not config.get("use_sliding_window", bool, False):
+    elif config.get("use_sliding_window", bool, False):
+        raise UnsupportedModelError(
+            f"{config.path}: use_sliding_window is true, which the layers of a Llama do not know."
+        )
+    else:
         config.ignore("max_window_layers", "sliding_window")
     return decoder_spec(config, family=FAMILY, context_length=context_length, **differences)
 
@@ -110,16 +112,12 @@ def _draft(config: Config, spec: ArchSpec, target: ArchSpec) -> DraftSpec:
             f"{config.path}: use_aux_hidden_state is false, which makes it a head of EAGLE's first "
             "kinds; supported are those of EAGLE-3."
         )
-    layers = config.get(LAYERS, list, None) or nested.get(LAYERS, list, None)
+    count = target.num_layers
+    layers = _layer_ids(config, nested, [2, count // 2, count - 3])
     nested_norm = nested.get("norm_before_fc", bool, False)
     nested.check_all_used(FAMILY)
-    count = target.num_layers
-    if layers is None:
-        layers = [2, count // 2, count - 3]
     told = config.get("num_aux_hidden_states", int, len(layers))
-    size = config.get("target_hidden_size", int, None)
-    if size is None:
-        size = spec.hidden_size
+    size = config.get("target_hidden_size", int, spec.hidden_size)
     for what, found, expected in (
         ("num_aux_hidden_states", told, len(layers)),
         ("target_hidden_size", size, target.hidden_size),
@@ -134,7 +132,7 @@ def _draft(config: Config, spec: ArchSpec, target: ArchSpec) -> DraftSpec:
             vocab_size=config.get("draft_vocab_size", int, spec.vocab_size),
             target_hidden_size=target.hidden_size,
             target_num_layers=count,
-            target_layers=_whole(layers),
+            target_layers=tuple(layers),
             norm_before_residual=config.get("norm_before_residual", bool, False),
             joint_norm=config.get("norm_before_fc", bool, nested_norm),
             apart_norm=config.get("fc_norm", bool, False),
@@ -143,14 +141,25 @@ def _draft(config: Config, spec: ArchSpec, target: ArchSpec) -> DraftSpec:
     except ValueError as error:
         raise CheckpointError(
             f"{config.path} contradicts itself or the target: {error}. Where {LAYERS} is not "
-            "given, the second layer, the middle one and the third last are meant."
+            "given, layer 2, that of half their number and the third last are meant, from 0."
         ) from error
 
 
-def _whole(layers: Sequence[Any]) -> tuple[int, ...]:
-    if not all(type(layer) is int for layer in layers):
-        raise ValueError(f"{LAYERS} is {list(layers)}, and must be whole numbers")
-    return tuple(layers)
+def _layer_ids(config: Config, nested: Config, default: list[int]) -> list[int]:
+    """The layers of the model that the head reads, ascending."""
+    outer, inner = config.get(LAYERS, list, None), nested.get(LAYERS, list, None)
+    if None not in (outer, inner) and outer != inner:
+        raise CheckpointError(f"{config.path} has two lists of {LAYERS}: {outer} and {inner}.")
+    layers = next((one for one in (outer, inner) if one is not None), None)
+    if layers is None:
+        return default
+    whole = all(type(layer) is int for layer in layers)
+    if not whole or layers != sorted(layers):
+        raise CheckpointError(
+            f"{config.path}: {LAYERS} is {layers}; these must be whole numbers that ascend, for "
+            "some programs sort them, and the head's first product depends on their order."
+        )
+    return layers
 
 
 def tensor_names(found: frozenset[str]) -> TensorNames:

@@ -1,4 +1,4 @@
-"""OpenVINO's core, without what it does to the stack that signals are handled on.
+"""OpenVINO's core, without what it does to the process, and to the stack for signals.
 
 Each CPU plugin gives the thread that loads it an alternate signal stack, frees that when it goes,
 and puts back the one from before. Where the plugin that came first goes first, what the last one
@@ -25,10 +25,28 @@ class _SignalStack(ctypes.Structure):
     )
 
 
+def import_openvino() -> Any:
+    """The module openvino, which does not tell its makers that it was imported.
+
+    To do so it would fork this process from a thread of its own, and wait for the child at exit. If
+    another thread holds a lock at that moment, be it the loader's, both wait for ever. It has a
+    stand-in for where its telemetry is not installed; that is used here.
+    """
+    name = "openvino_telemetry"
+    is_new = "openvino" not in sys.modules and name not in sys.modules
+    if is_new:
+        sys.modules[name] = None  # type: ignore[assignment]  # an import of it fails
+    try:
+        import openvino
+    finally:
+        if is_new:
+            del sys.modules[name]
+    return openvino
+
+
 def new_core() -> Any:
     """An openvino.Core with its plugins loaded; the thread keeps the signal stack that it has."""
-    import openvino as ov
-
+    ov = import_openvino()
     with same_signal_stack():
         core = ov.Core()
         core.available_devices  # noqa: B018  asks every plugin, so that it is loaded

@@ -34,7 +34,7 @@ from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.openvino.caches import CacheFormat
 from onnxport.providers.openvino.compiled import cache_format, placement, precision
 from onnxport.providers.openvino.convert import RELEASE, collect_weights, convert, lower
-from onnxport.providers.openvino.core import new_core
+from onnxport.providers.openvino.core import import_openvino, new_core
 from onnxport.providers.openvino.cpu import CpuPlugin
 from onnxport.providers.openvino.experts import PRODUCTS, count_gathers
 from onnxport.providers.openvino.extension import load_extension
@@ -82,8 +82,7 @@ class OpenVinoProvider:
     def probe(self) -> Probe:
         """See `providers.base.Provider.probe`."""
         try:
-            import openvino as ov
-
+            ov = import_openvino()
             unless_left_behind(ov)
         except ImportError as error:
             unless_interrupted(error)

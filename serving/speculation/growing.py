@@ -60,8 +60,6 @@ class Draft(Generic[Cached]):
     length: int
     may_race: bool  # whether the model may be told by what the request draws
     tokens: list[int] = field(default_factory=list)
-    # What a head made of its last token, float32 [hidden].
-    state: NDArray[np.float32] | None = None
 
     @property
     def num_pending(self) -> int:

@@ -95,7 +95,7 @@ class HeadDrafter(GrowingDrafter[HeadSequence]):
         ends = inputs.cumulative_sequence_lengths.tolist()
         for line, draft in enumerate(drafts):
             if draft.tokens:
-                own[ends[line]] = draft.state
+                own[ends[line]] = draft.sequence.made
             else:
                 draft.sequence.read(given[ends[line] : ends[line + 1]])
         step = replace(
@@ -106,7 +106,7 @@ class HeadDrafter(GrowingDrafter[HeadSequence]):
         )
         logits = self._model.run(step)
         for draft, state in zip(drafts, made, strict=True):
-            draft.state = state
+            draft.sequence.made = state
         return logits
 
     def _spread(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:

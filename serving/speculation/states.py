@@ -27,11 +27,13 @@ class HeadSequence(CachedSequence):
     """What a head knows of a request.
 
     A token goes to the head with the state of the one before. So the cache begins with token
-    `first`, at least 1, and the states that wait are of the tokens before those to compute.
+    `first`, at least 1, and the states that wait are of the tokens before those to compute. What
+    the head itself made of a token, `made`, goes with the next one that it guesses.
     """
 
     total: Count = field(default_factory=Count)
     num_waiting: int = 0
+    made: NDArray[np.float32] | None = None  # of the last token computed, [hidden]
     _waiting: deque[States] = field(default_factory=deque)
 
     @property

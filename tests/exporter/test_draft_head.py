@@ -27,7 +27,7 @@ from tests.exporter.heads import HIDDEN, TARGET, Head, torch_head
 
 HEADS: Mapping[str, Head] = {
     "plain": Head(),
-    "told layers": Head(target_layers=(7, 0)),
+    "told layers": Head(target_layers=(0, 7)),
     "model stem": Head(stem="model."),
     "all tokens": Head(draft_vocab=None),
     "own embedding": Head(own_embedding=True),
@@ -187,6 +187,15 @@ ALIKE = torch.zeros(96, dtype=torch.int64)
             CheckpointError,
             "must be whole numbers",
         ),
+        (Head(target_layers=(5, 1)), {}, CheckpointError, "that ascend"),
+        (Head(target_layers=()), {}, CheckpointError, "distinct layers of the target's 8"),
+        (
+            Head(target_layers=(1, 5)),
+            {"eagle_aux_hidden_state_layer_ids": [1, 6]},
+            CheckpointError,
+            "two lists",
+        ),
+        (Head(), {"use_sliding_window": True}, UnsupportedModelError, "use_sliding_window"),
         (Head(), {"norm_before_fc": True, "fc_norm": True}, CheckpointError, "exclude"),
         (LIBRARY, {"norm_before_residual": None}, CheckpointError, "lacks the key 'norm_before_r"),
         (LIBRARY, {"speculators_model_type": "mlp"}, UnsupportedModelError, "'mlp'"),
@@ -230,10 +239,17 @@ def test_tensors_that_do_not_fit_are_refused(
     assert words in str(info.value)
 
 
+def test_a_precision_of_experts_is_refused(target: Path, tmp_path: Path) -> None:
+    head = Head().make(tmp_path / "head")
+    options = ExportOptions(expert_precision="mxfp4")
+    with pytest.raises(ExportError, match="this head has no experts"):
+        export_head(head, target, tmp_path / "artifact", options)
+
+
 def test_a_short_model_needs_its_layers_named(tmp_path: Path) -> None:
     checkpoints.make(checkpoints.CASES["llama"], tmp_path / "target")
     head = Head().make(tmp_path / "head")
-    with pytest.raises(CheckpointError, match="the second layer, the middle one"):
+    with pytest.raises(CheckpointError, match="layer 2, that of half their number"):
         export(head, tmp_path / "target", tmp_path / "artifact")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import sys
 
 import pytest
@@ -17,6 +18,25 @@ def signal_stack() -> tuple[int | None, int, int]:
     found = core._SignalStack()
     assert core._signal_stack(None, ctypes.byref(found)) == 0
     return found.memory, found.flags, found.size
+
+
+def test_nobody_is_told_of_an_import() -> None:
+    """No process is forked, and who wants telemetry afterwards has it."""
+    pytest.importorskip("openvino")
+    script = (
+        "import os, sys\n"
+        "forks = []\n"
+        "os.register_at_fork(before=lambda: forks.append(1))\n"
+        "from onnxport.providers.registry import get_provider\n"
+        "assert get_provider('openvino').probe().available\n"
+        "assert 'openvino' in sys.modules\n"
+        "assert 'openvino_telemetry' not in sys.modules\n"
+        "import time\n"
+        "time.sleep(0.5)\n"
+        "assert not forks, forks\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_signals_are_handled_where_they_were() -> None:

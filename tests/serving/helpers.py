@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Unpack
 
@@ -168,3 +168,20 @@ def _alone(
     )
     submit(engine, "alone", prompt, params)
     return tuple(tokens(run(engine)["alone"]))
+
+
+def check_completions(
+    deltas: Mapping[str, Sequence[CompletionDelta]],
+    prompts: Mapping[str, Sequence[int]],
+    params: Mapping[str, SamplingParams],
+    alone: Callable[[Sequence[int], SamplingParams, int], Sequence[int]],
+) -> None:
+    """Each completion is the one of its prompt alone, but for one that failed, the only one."""
+    failed = [name for name in prompts if "error" in reasons(deltas[name])]
+    assert len(failed) <= 1  # the one that was alone in the step that failed
+    for name, prompt in prompts.items():
+        for index in range(params[name].n):
+            own = alone(prompt, params[name], index)
+            found = tokens(deltas[name], index)
+            assert found == own[: len(found)]
+            assert found == own or name in failed

@@ -24,6 +24,7 @@ from onnxport.graphs.manifest import DRAFT_TOKENS
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.cpu.library import find_library
 from onnxport.providers.registry import get_provider
+from onnxport.serving import loading
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.loading import open_engine
 from onnxport.serving.request import Request
@@ -179,6 +180,17 @@ def inputs_of(model: Model, ids: Sequence[int]) -> Any:
     blocks = list(range(1, 1 + -(-len(ids) // limits.block_size)))
     inputs = step([(list(ids), 0, blocks)], limits)
     return replace(inputs, logits_indices=np.array([len(ids) - 1], np.int32))
+
+
+def test_a_provider_that_tells_no_states_may_take_over(
+    pair: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("openvino")
+    options = LoadOptions(threads=2, kv_cache_tokens=256, hidden_layers=(2, 4, 5))
+    model = loading._fallback(pair[0], "openvino", "cpu", options).load()
+    assert model.capabilities.features == 0
+    model.close()
+    assert "openvino is tried without a draft head's guesses" in caplog.text
 
 
 @pytest.mark.parametrize(
