@@ -7,6 +7,8 @@
 //   kOutputs     of a panel
 //   kBits        of a weight
 //   kMostUnits   units whose sums the registers hold, beside columns(units) vectors of outputs
+//   kWholeBlocks  whether several rows read all of a panel's block before the next one; else they
+//                read the panel once for each columns(units) vectors
 //   Weights      eight inputs of kLanes outputs; prepare() makes them of twice four inputs
 //   Inputs       eight inputs of kRows rows, block_size apart
 //   Sum          of 32 bits; start() takes kRows corrections, rows() returns a vector for each row
@@ -269,47 +271,52 @@ ONNXPORT_INLINE void prefetch_inputs(const MatMul& m, int64_t row, int64_t block
     Vec::prefetch(reinterpret_cast<const uint8_t*>(first + i));
 }
 
-// A panel's outputs of kUnits units of rows, from a vector on.
+// A panel's outputs of kUnits units of rows, from a vector on: kColumns vectors, or more where each
+// block is gone through some vectors at a time.
 template <class Dot, int kUnits, int kColumns>
 ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t vector) {
   constexpr int kRows = kUnits * Dot::kRows;
-  Vec::Floats totals[kRows][kColumns];
+  constexpr int kAll = Dot::kWholeBlocks ? static_cast<int>(Dot::kOutputs / Vec::kLanes) : kColumns;
+  Vec::Floats totals[kRows][kAll];
   ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++) {
     ONNXPORT_UNROLL
-    for (int c = 0; c < kColumns; c++) totals[r][c] = Vec::set1(0.f);
+    for (int c = 0; c < kAll; c++) totals[r][c] = Vec::set1(0.f);
   }
   const int64_t offset = vector * Vec::kLanes, blocks = num_blocks(m);
-  if constexpr (kRows > 1) prefetch_outputs<kRows, kColumns>(out, offset, m.rows - out.row);
+  if constexpr (kRows > 1) prefetch_outputs<kRows, kAll>(out, offset, m.rows - out.row);
   const uint8_t* weights = m.weights + out.panel * panel_bytes(m, Dot::kOutputs);
   for (int64_t block = 0; block < blocks; block++, weights += block_bytes(m, Dot::kOutputs)) {
     const int64_t at = row_block(m, out.row, block), ahead = bytes_ahead<Dot>(m, out, block);
-    alignas(64) float converted[kColumns * Vec::kLanes];
+    alignas(64) float converted[kAll * Vec::kLanes];
     const uint8_t* packed = weights + quant_bytes(m, Dot::kOutputs);
-    const float* scales = read_scales(m, packed, offset, kColumns * Vec::kLanes, converted);
+    const float* scales = read_scales(m, packed, offset, kAll * Vec::kLanes, converted);
     prefetch_scales(m, packed + ahead, Dot::kOutputs);
-    typename Dot::Sum sums[kUnits][kColumns];
-    ONNXPORT_UNROLL
-    for (int u = 0; u < kUnits; u++) {
-      ONNXPORT_UNROLL
-      for (int c = 0; c < kColumns; c++)
-        sums[u][c] = Dot::start(m.corrections + at + u * Dot::kRows);
-    }
     if constexpr (kRows > 1) {
       if (m.k > kFarInputs) prefetch_inputs<kRows>(m, out.row, block + 1);
     }
-    add_block<Dot>(weights + offset * 4, m.quants + at * m.block_size, m.block_size, ahead, sums);
-    ONNXPORT_UNROLL
-    for (int u = 0; u < kUnits; u++) {
+    for (int first = 0; first < kAll; first += kColumns) {
+      typename Dot::Sum sums[kUnits][kColumns];
       ONNXPORT_UNROLL
-      for (int c = 0; c < kColumns; c++) {
-        Vec::Ints rows[Dot::kRows];
-        Dot::rows(sums[u][c], rows);
+      for (int u = 0; u < kUnits; u++) {
         ONNXPORT_UNROLL
-        for (int i = 0; i < Dot::kRows; i++) {
-          const int r = u * Dot::kRows + i;
-          totals[r][c] = accumulate(totals[r][c], rows[i], Vec::set1(m.scales[at + r]),
-                                    Vec::load(scales + c * Vec::kLanes));
+        for (int c = 0; c < kColumns; c++)
+          sums[u][c] = Dot::start(m.corrections + at + u * Dot::kRows);
+      }
+      add_block<Dot>(weights + (offset + first * Vec::kLanes) * 4, m.quants + at * m.block_size,
+                     m.block_size, ahead, sums);
+      ONNXPORT_UNROLL
+      for (int u = 0; u < kUnits; u++) {
+        ONNXPORT_UNROLL
+        for (int c = 0; c < kColumns; c++) {
+          Vec::Ints rows[Dot::kRows];
+          Dot::rows(sums[u][c], rows);
+          ONNXPORT_UNROLL
+          for (int i = 0; i < Dot::kRows; i++) {
+            const int r = u * Dot::kRows + i, v = first + c;
+            totals[r][v] = accumulate(totals[r][v], rows[i], Vec::set1(m.scales[at + r]),
+                                      Vec::load(scales + v * Vec::kLanes));
+          }
         }
       }
     }
@@ -318,7 +325,7 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
   ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++)
     if (out.row + r < m.rows)
-      store_outputs<kColumns>(out.first + r * out.stride + offset, left, totals[r]);
+      store_outputs<kAll>(out.first + r * out.stride + offset, left, totals[r]);
 }
 
 // Adds the bias to a panel's outputs in some rows, just stored. Not where they are in registers: of
@@ -336,8 +343,8 @@ ONNXPORT_INLINE void multiply_group(const MatMul& m, const Outputs& out, int64_t
   if constexpr (kUnits > 1) {
     if (units < kUnits) return multiply_group<Dot, kUnits - 1>(m, out, units);
   }
-  constexpr int kColumns = Dot::columns(kUnits);
-  for (int64_t vector = 0; vector < Dot::kOutputs / Vec::kLanes; vector += kColumns)
+  constexpr int kColumns = Dot::columns(kUnits), kAll = Dot::kOutputs / Vec::kLanes;
+  for (int64_t vector = 0; vector < kAll; vector += Dot::kWholeBlocks ? kAll : kColumns)
     multiply_units<Dot, kUnits, kColumns>(m, out, vector);
 }
 

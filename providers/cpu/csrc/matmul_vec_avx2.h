@@ -94,6 +94,7 @@ struct DotBase {
   static constexpr int64_t kOutputs = kPanel;
   static constexpr int kRows = 1;
   static constexpr int kMostUnits = 4;
+  static constexpr bool kWholeBlocks = true;
   static constexpr int columns(int units) { return units <= 2 ? 4 : 2; }
   using Sum = Vec::Ints;
   struct Inputs {

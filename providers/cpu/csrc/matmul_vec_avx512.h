@@ -80,6 +80,7 @@ struct Dot {
   static constexpr int64_t kOutputs = kPanel;
   static constexpr int kRows = 1;
   static constexpr int kMostUnits = 8;
+  static constexpr bool kWholeBlocks = false;
   static constexpr int kGroup = 0;
   static constexpr int columns(int) { return 2; }
   using Sum = Vec::Ints;

@@ -82,6 +82,7 @@ struct Dot {
   static constexpr int64_t kOutputs = kPanel;
   static constexpr int kRows = 1;
   static constexpr int kMostUnits = 4;
+  static constexpr bool kWholeBlocks = false;
   static constexpr int kGroup = 0;
   static constexpr int columns(int units) { return units <= 2 ? 8 : 4; }
   using Sum = Vec::Ints;
@@ -116,6 +117,7 @@ struct PairDot {
   static constexpr int64_t kOutputs = kPanel;
   static constexpr int kRows = 2;
   static constexpr int kMostUnits = 4;
+  static constexpr bool kWholeBlocks = false;
   static constexpr int kGroup = 0;
   static constexpr int columns(int units) { return units <= 2 ? 4 : 2; }
   struct Sum {
