@@ -1,0 +1,121 @@
+"""Draft heads that are trained for the demo model: their guesses are what PyTorch makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig
+
+from demo import evaluate
+from demo.eagle import LAYERS, Head, drafts, states_and_logits
+from onnxport import LLM, SamplingParams
+from onnxport.exporter.draft_head import export_head
+from onnxport.exporter.export import export_model
+from onnxport.exporter.options import ExportOptions
+from onnxport.serving.request import Request
+from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.serving.speculation.head import HeadDrafter
+from onnxport.serving.speculation.speculator import Speculator
+from tests.serving.speculating import Eager
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "demo" / "model"
+PLACES = 4
+QUESTIONS = [
+    "What is onnxport?",
+    "What is a paged KV cache?",
+    "What is the capital of France?",
+    "Count from 3 to 12.",
+    "Tell me a story.",
+    "Who are you?",
+]
+
+Guess = tuple[list[int], list[int]]  # tokens of a request, and what is to follow them
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        for question in QUESTIONS
+    ]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head of random weights, with logits of every third token."""
+    folder = tmp_path_factory.mktemp("eagle") / "checkpoint"
+    torch.manual_seed(3)
+    config = LlamaConfig.from_pretrained(MODEL)
+    Head(config, torch.arange(0, config.vocab_size, 3), LAYERS).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: Path) -> tuple[Path, Path]:
+    """The artifacts of model and head, in fp32."""
+    options = ExportOptions(precision="fp32")
+    model = export_model(MODEL, checkpoint.parent / "model", options)
+    return model, export_head(checkpoint, MODEL, checkpoint.parent / "head", options)
+
+
+def opened(pair: tuple[Path, Path]) -> LLM:
+    """The model, which guesses whether it pays or not."""
+    llm = LLM(
+        pair[0],
+        provider="cpu",
+        threads=2,
+        kv_cache_tokens=4096,
+        kv_cache_dtype="fp32",
+        max_num_seqs=8,
+        enable_prefix_caching=False,  # a head begins behind what is cached
+        speculation=SpeculationConfig("eagle3", PLACES, model=pair[1], kv_cache_tokens=4096),
+    )
+    speculator = llm._engine._guessing._guesses
+    assert isinstance(speculator, Speculator)
+    speculator.__class__ = Eager
+    return llm
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Guess]:
+    """What the engine's drafter is asked, and says."""
+    found: list[Guess] = []
+    propose = HeadDrafter.propose
+
+    def noting(
+        self: HeadDrafter, requests: Sequence[Request], lengths: Sequence[int]
+    ) -> list[Sequence[int]]:
+        proposals = propose(self, requests, lengths)
+        for request, proposal in zip(requests, proposals, strict=True):
+            if proposal:
+                found.append((list(request.tokens), list(proposal)))
+        return proposals
+
+    monkeypatch.setattr(HeadDrafter, "propose", noting)
+    return found
+
+
+def test_guesses_are_those_of_pytorch(
+    checkpoint: Path, pair: tuple[Path, Path], prompts: list[list[int]], seen: list[Guess]
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=48)
+    with opened(pair) as llm:
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)  # type: ignore[misc]
+    model, head = evaluate.load(MODEL)[0], Head.load(checkpoint)
+    assert len(seen) > 20
+    same = 0
+    for tokens, guess in seen:
+        ids = torch.tensor([tokens + guess])
+        with torch.no_grad():
+            states, _ = states_and_logits(model, ids, head.layers)
+            places = enumerate(drafts(model, head, ids, states, len(guess)), len(tokens) - 2)
+            said = [int(head.tokens[logits[0, at].argmax()]) for at, logits in places]
+        same += said == guess
+    assert same >= 0.95 * len(seen)  # all but near ties
