@@ -151,6 +151,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = LlamaForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     model.requires_grad_(requires_grad=False)
+    count = model.config.num_hidden_layers
+    if args.layers != sorted(set(args.layers)) or not all(0 < n < count for n in args.layers):
+        parser.error(f"--layers is {args.layers}; give some of 1 to {count - 1}, ascending")
     head = Head(model.config, commonest_tokens(tokenizer, LOGITS), args.layers)
     log = Log(args.log_file)
     count = sum(p.numel() for p in head.parameters())

@@ -1,7 +1,8 @@
-"""Draft heads that are trained for the demo model: their guesses are what PyTorch makes of them."""
+"""Draft heads of the demo model: they learn, and the engine guesses what PyTorch makes of them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
-from demo import evaluate
+from demo import evaluate, train_eagle
+from demo.corpus import documents
 from demo.eagle import LAYERS, Head, drafts, states_and_logits
+from demo.examples import encode
 from onnxport import LLM, SamplingParams
 from onnxport.exporter.draft_head import export_head
 from onnxport.exporter.export import export_model
@@ -119,3 +122,22 @@ def test_guesses_are_those_of_pytorch(
             said = [int(head.tokens[logits[0, at].argmax()]) for at, logits in places]
         same += said == guess
     assert same >= 0.95 * len(seen)  # all but near ties
+
+
+def test_a_head_learns_what_its_model_says() -> None:
+    model, tokenizer = evaluate.load(MODEL)
+    model.requires_grad_(requires_grad=False)
+    examples = encode(list(itertools.islice(documents(seed=5), 6)), tokenizer)
+    torch.manual_seed(4)
+    tokens = train_eagle.commonest_tokens(tokenizer, 256)
+    head = Head(model.config, tokens, LAYERS)
+    before = train_eagle.acceptance(model, head, examples)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    for _ in range(40):
+        train_eagle.backward(model, head, examples)
+        optimizer.step()
+        optimizer.zero_grad()
+    after = train_eagle.acceptance(model, head, examples)
+    assert before[0] < 0.1
+    assert after[0] > 0.4
+    assert all(0 <= share <= 1 for share in after)
