@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -22,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import CheckpointError
-from onnxport.exporter import fp8, mxfp4
-from onnxport.exporter.shard import DTYPES, Shard
+from onnxport.exporter import fp8, mxfp4, packed
+from onnxport.exporter.shard import DTYPES, INTEGERS, Shard
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -37,16 +38,21 @@ class Checkpoint:
     """Every tensor of a model folder by name. Use as a context manager."""
 
     def __init__(
-        self, shards: Iterable[Shard], weight_block: tuple[int, int] | None = None
+        self,
+        shards: Iterable[Shard],
+        weight_block: tuple[int, int] | None = None,
+        packing: packed.Packing | None = None,
     ) -> None:
         """Join `shards`, and quantized tensors with their scales.
 
         Args:
             shards: The files.
             weight_block: Rows and columns that share a scale, of tensors in FP8 that have blocks.
+            packing: How matrices are stored in integers; None: none is.
 
         Raises:
-            CheckpointError: Two of the files hold the same tensor.
+            CheckpointError: Two of the files hold the same tensor, or what a matrix in integers
+                consists of contradicts itself.
         """
         self._shards = tuple(shards)
         self._owners: dict[str, Shard] = {}
@@ -61,11 +67,16 @@ class Checkpoint:
         self._tensors = {name: one.tensors[name] for name, one in self._owners.items()}
         self._scales: dict[str, str] = {}  # by tensor
         self._blocks: dict[str, tuple[int, int]] = {}  # of those in FP8
+        self._packing = packing
+        self._packed: dict[str, packed.PackedMatrix] = {}
+        self._integers = lru_cache(maxsize=1)(self._load_integers)  # panels come one by one
         for name in tuple(self._tensors):
             if name.endswith(mxfp4.BLOCKS):
                 self._join_mxfp4(name, name.removesuffix(mxfp4.BLOCKS) + mxfp4.SCALES)
             for suffix in fp8.SUFFIXES:
                 self._join_fp8(name, name + suffix, weight_block)
+        if packing is not None:
+            self._join_packed(packing)
 
     def _join_mxfp4(self, blocks: str, scales: str) -> None:
         """Make one tensor of numbers of two of bytes, if that is what they are."""
@@ -93,27 +104,49 @@ class Checkpoint:
             self._scales[values] = scales
             del self._tensors[scales]
 
+    def _join_packed(self, packing: packed.Packing) -> None:
+        """Make one tensor of numbers of those that a matrix in integers consists of."""
+        found = dict(packed.find_matrices(self._tensors, packing, self._read_stored))
+        for name, matrix in found.items():
+            stored = self._tensors[matrix.levels]
+            for part in matrix.tensors:
+                self._tensors.pop(part, None)
+            if name in self._tensors:
+                raise CheckpointError(
+                    f"the checkpoint holds {name} and {matrix.levels}, which stands for it; "
+                    "a checkpoint holds each matrix once."
+                )
+            self._tensors[name] = replace(stored, name=name, shape=matrix.shape)
+            self._owners[name] = self._owners[matrix.levels]
+            self._packed[name] = matrix
+
     @classmethod
-    def open(cls, folder: Path, weight_block: tuple[int, int] | None = None) -> Checkpoint:
+    def open(
+        cls,
+        folder: Path,
+        weight_block: tuple[int, int] | None = None,
+        packing: packed.Packing | None = None,
+    ) -> Checkpoint:
         """Open the checkpoint in `folder`: the single file, or else those of its index.
 
         That is transformers' order: where there are both, one may be older than the other.
-        `weight_block` is as with the constructor.
+        `weight_block` and `packing` are as with the constructor.
 
         Raises:
             CheckpointError: no safetensors weights, a shard missing, truncated or corrupt, or a
                 tensor that the index names and its shard does not hold.
         """
-        if (folder / SINGLE_FILE).is_file():
-            return cls([Shard(folder / SINGLE_FILE)], weight_block)
-        if not (folder / INDEX_FILE).is_file():
-            raise CheckpointError(_no_weights(folder))
-        weight_map = _read_index(folder / INDEX_FILE)
+        names, weight_map = [SINGLE_FILE], {}
+        if not (folder / SINGLE_FILE).is_file():
+            if not (folder / INDEX_FILE).is_file():
+                raise CheckpointError(_no_weights(folder))
+            weight_map = _read_index(folder / INDEX_FILE)
+            names = sorted(set(weight_map.values()))
         shards: list[Shard] = []
         try:
-            for name in sorted(set(weight_map.values())):
+            for name in names:
                 shards.append(Shard(folder / name))
-            checkpoint = cls(shards, weight_block)
+            checkpoint = cls(shards, weight_block, packing)
             for tensor, file in weight_map.items():
                 owner = checkpoint._owners.get(tensor)
                 if owner is None or owner.path.name != file:
@@ -145,7 +178,7 @@ class Checkpoint:
 
     def adopt(self, other: Checkpoint, name: str, own: str) -> None:
         """Take a tensor of another checkpoint, under a name of its own; that must stay open."""
-        if name in other._scales:
+        if name in other._scales or name in other._packed:
             raise CheckpointError(
                 f"{name} in {other._owners[name].path} is quantized, and a draft head reads it "
                 "as it is; export from the original checkpoint."
@@ -165,8 +198,7 @@ class Checkpoint:
         stored = self._tensors[name]
         if stored.dtype != dtype:
             raise CheckpointError(f"the tensor {name} is {stored.dtype}, expected {dtype}.")
-        raw = self._owners[name].read(stored, 0, stored.size_bytes)
-        return raw.view(np.int64 if dtype == "I64" else np.bool_).reshape(stored.shape)
+        return self._read_stored(name)
 
     @property
     def names(self) -> frozenset[str]:
@@ -199,7 +231,9 @@ class Checkpoint:
         untyped = [
             f"{name} is {found.dtype} in {self._owners[name].path.name}"
             for name in shapes
-            if (found := self._tensors[name]).dtype not in DTYPES and name not in self._scales
+            if (found := self._tensors[name]).dtype not in DTYPES
+            and name not in self._scales
+            and name not in self._packed
         ]
         if untyped:
             raise CheckpointError(
@@ -210,7 +244,7 @@ class Checkpoint:
     def size_bytes(self, name: str) -> int:
         """Bytes of one tensor as it is read."""
         stored = self._tensors[name]
-        if name in self._scales:
+        if name in self._scales or name in self._packed:
             return math.prod(stored.shape) * np.dtype(np.float32).itemsize
         return stored.size_bytes
 
@@ -233,6 +267,8 @@ class Checkpoint:
         """
         *heights, columns = self._tensors[name].shape
         assert 0 <= start <= stop <= math.prod(heights)
+        if name in self._packed:
+            return self._integers(name).decode(start, stop)
         if name not in self._scales:
             return self._read_rows(name, start, stop, columns)
         if name in self._blocks:
@@ -248,6 +284,40 @@ class Checkpoint:
         blocks = self._read_rows(name, start, stop, count * mxfp4.BLOCK_BYTES)
         scales = self._read_rows(self._scales[name], start, stop, count)
         return blocks.reshape(stop - start, count, mxfp4.BLOCK_BYTES), scales
+
+    def read_steps(
+        self, name: str, start: int, stop: int, block_size: int
+    ) -> NDArray[np.float32] | None:
+        """What the numbers of a block are multiples of, where a tensor is stored in integers.
+
+        Args:
+            name: of the tensor.
+            start: the first of its rows.
+            stop: the one behind the last.
+            block_size: columns of a block.
+
+        Returns:
+            float32 [rows, blocks]; None: it is not stored so, or a block has more than one step.
+        """
+        if name not in self._packed:
+            return None
+        return self._integers(name).steps(start, stop, block_size)
+
+    @property
+    def packed_matrices(self) -> Mapping[str, packed.PackedMatrix]:
+        """The tensors that are stored in integers."""
+        return self._packed
+
+    def _load_integers(self, name: str) -> packed.Integers:
+        assert self._packing is not None
+        return packed.load(self._packed[name], self._packing, self._read_stored)
+
+    def _read_stored(self, name: str) -> NDArray[Any]:
+        """A tensor whole, as it is stored."""
+        owner = self._owners[name]
+        stored = owner.tensors[name]
+        dtype = DTYPES.get(stored.dtype) or INTEGERS[stored.dtype]
+        return owner.read(stored, 0, stored.size_bytes).view(dtype).reshape(stored.shape)
 
     def _all_scales(self, name: str) -> NDArray[np.float32]:
         """The scales of a tensor in FP8, [row blocks, column blocks]."""

@@ -145,7 +145,7 @@ def _manifest(
     return Manifest(
         model=spec,
         precision=options.precision,
-        group_size=options.group_size if options.is_quantized else None,
+        group_size=options.group,
         head_precision=options.head,
         activation_dtype=options.activation_dtype.name,
         source=Source(folder.name, folder.revision),

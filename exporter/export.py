@@ -15,7 +15,7 @@ from onnxport.exporter.families import find_family
 from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.families.eagle3 import is_head
 from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
-from onnxport.exporter.options import ExportOptions, ProgressCallback
+from onnxport.exporter.options import ExportOptions, ProgressCallback, fitting_group
 from onnxport.exporter.plan import (
     EXPERTS,
     HEAD,
@@ -96,7 +96,11 @@ def export_model(
             "onnxport itself serves the paged graph",
             *(GRAPH_FILES["gqa"], ROTARY_MULTIPLE, spec.head_size, spec.rope.rotary_dim),
         )
-    with Checkpoint.open(folder.path, quantization.weight_block) as checkpoint:
+    with Checkpoint.open(
+        folder.path, quantization.weight_block, quantization.packing
+    ) as checkpoint:
+        if options.group_size is None:
+            options = replace(options, group_size=_group_size(checkpoint))
         names = family.names_in(checkpoint.names)
         names = replace(
             names,
@@ -123,10 +127,33 @@ def export_model(
             advance = advance_through(checkpoint, plan, progress)
             with StreamingWeights(spec, plan, checkpoint, writer, options, advance) as weights:
                 writer.write_bytes(golden.FILE, golden.make_golden(spec, weights))
+            _tell_kept(weights, options)
             writer.write_graph("paged", paged_graph(spec, weights.stored))
             writer.write_graph("gqa", gqa_graph(spec, weights.stored))
             _write_small_files(writer, folder.path, spec, tokens)
             return writer.commit(_manifest(spec, options, tokens, folder))
+
+
+def _group_size(checkpoint: Checkpoint) -> int:
+    """The group size that leaves integers of a checkpoint as they are, as far as one does."""
+    matrices = checkpoint.packed_matrices.values()
+    widths = {one.group_size for one in matrices if one.num_groups > 1}
+    return fitting_group([width for width in widths if width is not None])
+
+
+def _tell_kept(weights: StreamingWeights, options: ExportOptions) -> None:
+    """Say how much of what was in integers is stored as it was."""
+    count, kept = weights.integer_blocks, weights.kept_blocks
+    if kept < count:
+        logger.warning(
+            "of %d blocks of integers %d (%.1f %%) could not stay as they are, and were quantized "
+            "again, to %s in groups of %d, which changes them: %s",
+            *(count, count - kept, 100 * (count - kept) / count, options.precision, options.group),
+            "their zero points, their bits or their groups are other ones"
+            + (". The precision int8 changes them less" if options.precision == "int4" else ""),
+        )
+    elif count:
+        logger.info("all %d blocks of integers are stored as they are", count)
 
 
 def _check_tensors(
@@ -229,7 +256,7 @@ def _manifest(
     return Manifest(
         model=spec,
         precision=options.precision,
-        group_size=options.group_size if options.is_quantized else None,
+        group_size=options.group,
         head_precision=options.head,
         expert_precision=options.expert_precision if options.keeps_experts else None,
         activation_dtype=options.activation_dtype.name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,12 +26,15 @@ class ExportOptions:
     `precision`. None chooses int8 for an int4 model, whose logits a 4-bit head would blur most
     for the least gain, and "same" otherwise.
 
+    `group_size` None is that of the checkpoint, where it has weights in integers, in groups that it
+    divides, and 128 otherwise.
+
     `expert_precision` is that of experts; "same" is `precision`. "mxfp4" keeps what a checkpoint
     has in MXFP4 as it is, and is an error where its experts are anything else.
     """
 
     precision: str = "int4"  # of the projections: int4, int8, fp16, fp32
-    group_size: int = 128  # input features that share a scale: 32, 64, 128
+    group_size: int | None = None  # input features that share a scale: 32, 64, 128
     head_precision: str | None = None  # same, int4, int8, fp16
     expert_precision: str = "same"  # same, mxfp4
     context_length: int | None = None  # tokens; None: the model's own
@@ -45,7 +48,7 @@ class ExportOptions:
         heads = (None, "same", *PRECISIONS)
         for name, value, allowed in (
             ("precision", self.precision, PRECISIONS),
-            ("group size", self.group_size, GROUP_SIZES),
+            ("group size", self.group_size, (None, *GROUP_SIZES)),
             ("head precision", self.head_precision, heads),
             ("expert precision", self.expert_precision, ("same", *EXPERT_PRECISIONS)),
         ):
@@ -89,6 +92,11 @@ class ExportOptions:
         """Whether any matrix is quantized here."""
         return bool({self.precision, self.head} & set(_BITS))
 
+    @property
+    def group(self) -> int | None:
+        """The group size, settled; None: nothing is quantized."""
+        return (self.group_size or GROUP_SIZES[-1]) if self.is_quantized else None
+
     def block(
         self, *, head: bool = False, experts: bool = False, whole: int | None = None
     ) -> BlockFormat | None:
@@ -107,7 +115,7 @@ class ExportOptions:
         bits = _BITS.get(self.head if head else self.precision)
         if bits is None:
             return None
-        sizes = [size for size in GROUP_SIZES if size <= self.group_size]
+        sizes = [size for size in GROUP_SIZES if size <= (self.group_size or GROUP_SIZES[-1])]
         fitting = [size for size in sizes if whole is None or whole % size == 0]
         if not fitting:
             raise ExportError(
@@ -115,6 +123,12 @@ class ExportOptions:
                 f"must divide {whole}, what their two sizes have in common. Use the precision fp16."
             )
         return BlockFormat(bits, fitting[-1])
+
+
+def fitting_group(widths: Collection[int]) -> int:
+    """The largest group size that divides groups of so many columns, or the smallest there is."""
+    fitting = [size for size in GROUP_SIZES if not any(width % size for width in widths)]
+    return fitting[-1] if fitting else GROUP_SIZES[0]
 
 
 @dataclass(frozen=True, slots=True)

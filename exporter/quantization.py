@@ -1,7 +1,7 @@
 """How a checkpoint is quantized, from `quantization_config`: what is read, and what is refused.
 
-Weights in FP8 and in MXFP4 are read as the numbers that they stand for. What such a configuration
-says of activations and of a KV cache is about how others compute, and is left out.
+Weights in FP8, in MXFP4 and in integers are read as the numbers that they stand for. What such a
+configuration says of activations and of a KV cache is about how others compute, and is left out.
 """
 
 from __future__ import annotations
@@ -11,15 +11,21 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from onnxport.errors import CheckpointError, UnsupportedModelError
+from onnxport.exporter import packed
 from onnxport.exporter.config import Config
 
 KEY: Final = "quantization_config"
 _FP8: Final = "fp8"
 _MXFP4: Final = "mxfp4"
-_COMPRESSED: Final = "compressed-tensors"
 _SCALES_OF_ACTIVATIONS: Final = (
-    *("activation_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale"),
+    *("activation_scale", ".input_scale", ".input_zero_point", ".k_scale", ".v_scale", ".q_scale"),
 )
+# Of compressed-tensors; what is in another one is stored in other tensors.
+_FORMATS: Final = (
+    *(None, "dense", "float-quantized", "naive-quantized", "int-quantized", "pack-quantized"),
+    "mixed-precision",
+)
+_ZERO_OFFSETS: Final = {None: 1, "gptq": 1, "gptq_v2": 0}  # by format of GPTQ: see `packed`
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,7 @@ class Quantization:
     """What there is to know of a checkpoint's weights; of one that is not quantized nothing."""
 
     weight_block: tuple[int, int] | None = None  # rows and columns that share a scale, in FP8
+    packing: packed.Packing | None = None  # of integers
     ignored: tuple[str, ...] = ()  # suffixes of tensors that are about activations
 
 
@@ -44,28 +51,70 @@ def read_quantization(config: Config) -> Quantization:
     if method == _MXFP4:
         return Quantization()
     if method == _FP8:
-        return Quantization(_block(config, found.get("weight_block_size")), _SCALES_OF_ACTIVATIONS)
-    if method == _COMPRESSED:
-        return Quantization(_block_of_groups(config, found), _SCALES_OF_ACTIVATIONS)
+        block = _block(config, found.get("weight_block_size"))
+        return Quantization(block, ignored=_SCALES_OF_ACTIVATIONS)
+    if method == packed.COMPRESSED:
+        return _compressed(config, found)
+    if method == packed.GPTQ:
+        return Quantization(packing=_gptq(config, found))
+    if method == packed.AWQ:
+        return Quantization(packing=_awq(config, found))
     raise _unsupported(config, f"with {method!r}")
 
 
-def _block_of_groups(config: Config, found: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The block of compressed-tensors' FP8, the same in all groups of layers."""
+def _gptq(config: Config, found: Mapping[str, Any]) -> packed.Packing:
+    bits = found.get("bits")
+    if type(bits) is not int:
+        raise CheckpointError(f"{config.path}: the bits of {packed.GPTQ!r} are {bits!r}.")
+    if bits not in packed.BITS:
+        raise _unsupported(config, f"with {packed.GPTQ!r} to {bits} bits")
+    form = found.get("checkpoint_format", found.get("format"))
+    if form not in _ZERO_OFFSETS or found.get("is_marlin_format"):
+        raise _unsupported(config, f"with {packed.GPTQ!r} in the format {form or 'marlin'!r}")
+    return packed.Packing(packed.GPTQ, bits, _ZERO_OFFSETS[form])
+
+
+def _awq(config: Config, found: Mapping[str, Any]) -> packed.Packing:
+    bits, version = found.get("bits", found.get("w_bit")), found.get("version", found.get("format"))
+    has_zeros = found.get("zero_point", True)
+    if bits != 4 or str(version or "gemm").lower() != "gemm" or has_zeros is not True:
+        raise _unsupported(
+            config,
+            f"with {packed.AWQ!r}, of which bits are {bits!r}, version {version!r} and zero_point "
+            f"{has_zeros!r} (read are 4, 'gemm' and true)",
+        )
+    return packed.Packing(packed.AWQ, bits)
+
+
+def _compressed(config: Config, found: Mapping[str, Any]) -> Quantization:
+    """What compressed-tensors says: floats in blocks of one size, or integers."""
+    method = packed.COMPRESSED
     groups = found.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise _unsupported(config, f"with {_COMPRESSED!r} without config_groups")
+        raise _unsupported(config, f"with {method!r} without config_groups")
+    sparsity = found.get("sparsity_config") or {}
+    if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
+        raise _unsupported(config, f"with {method!r} and sparse, {sparsity}")
+    if found.get("transform_config"):
+        raise _unsupported(config, f"with {method!r} and rotated by a transform_config")
     blocks = set()
+    packing: packed.Packing | None = None
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, dict) else None
         kind = {} if not isinstance(weights, dict) else weights
-        is_fp8 = kind.get("type") == "float" and kind.get("num_bits") == 8
-        if not is_fp8 or kind.get("symmetric") is False:
-            raise _unsupported(config, f"with {_COMPRESSED!r}, whose group {name!r} is {weights}")
-        blocks.add(_block(config, kind.get("block_structure")))
+        form = group.get("format", found.get("format")) if isinstance(group, dict) else None
+        type_and_bits = (kind.get("type"), kind.get("num_bits"))
+        if form not in _FORMATS or kind.get("dynamic"):
+            raise _unsupported(config, f"with {method!r}, whose group {name!r} is {group}")
+        if type_and_bits == ("float", 8) and kind.get("symmetric") is not False:
+            blocks.add(_block(config, kind.get("block_structure")))
+        elif type_and_bits in {("int", bits) for bits in packed.BITS}:
+            packing = packed.Packing(method)
+        else:
+            raise _unsupported(config, f"with {method!r}, whose group {name!r} is {weights}")
     if len(blocks) > 1:
-        raise _unsupported(config, f"with {_COMPRESSED!r} in blocks of several sizes, {blocks}")
-    return blocks.pop()
+        raise _unsupported(config, f"with {method!r} in blocks of several sizes, {blocks}")
+    return Quantization(blocks.pop() if blocks else None, packing, _SCALES_OF_ACTIVATIONS)
 
 
 def _block(config: Config, value: Any) -> tuple[int, int] | None:
@@ -85,6 +134,8 @@ def _block(config: Config, value: Any) -> tuple[int, int] | None:
 
 def _unsupported(config: Config, how: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{config.path}: the weights are quantized {how}; read are {_FP8!r}, {_COMPRESSED!r} with "
-        f"weights in FP8, and {_MXFP4!r}. Export the original, unquantized checkpoint instead."
+        f"{config.path}: the weights are quantized {how}; read are {_FP8!r}, {_MXFP4!r}, "
+        f"{packed.GPTQ!r}, {packed.AWQ!r}, and {packed.COMPRESSED!r} with weights in FP8 or in "
+        f"integers, of {', '.join(map(str, packed.BITS))} bits. Export the original, unquantized "
+        "checkpoint instead."
     )

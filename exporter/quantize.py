@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_NEAR = 2.0**-10  # of a step, how far what float16 makes of it may be
 _TILE_ELEMENTS = 1 << 17  # 512 KiB of float32: a tile and its scratch stay in the L2 cache
 
 
@@ -49,7 +50,8 @@ def quantize_rows(
     quants: NDArray[np.uint8],
     scales: NDArray[Any],
     dequantized: NDArray[np.float32] | None = None,
-) -> None:
+    steps: NDArray[np.float32] | None = None,
+) -> int:
     """Quantize rows of a weight matrix, writing into the given arrays.
 
     4 bits: the scale is the value farthest from zero over -8, so that this value is exact (its
@@ -64,18 +66,26 @@ def quantize_rows(
         scales: Out, float16 or float32 [n, blocks]. Not finite where a value is not, or where
             it is out of range: the caller checks, for it knows the tensor's name.
         dequantized: Out, float32 [n, K], what the stored numbers mean; None: not wanted.
+        steps: float32 [n, blocks], what the values of a block are multiples of: such a step is the
+            scale wherever its multiples are quants; None: nothing is known.
+
+    Returns:
+        How many blocks have their step for a scale.
     """
     n, k = values.shape
-    step = max(1, _TILE_ELEMENTS // k)
-    for start in range(0, n, step):
-        rows = slice(start, min(n, start + step))
-        _quantize_tile(
+    height = max(1, _TILE_ELEMENTS // k)
+    kept = 0
+    for start in range(0, n, height):
+        rows = slice(start, min(n, start + height))
+        kept += _quantize_tile(
             values[rows],
             block,
             quants[rows],
             scales[rows],
             None if dequantized is None else dequantized[rows],
+            None if steps is None else steps[rows],
         )
+    return kept
 
 
 def _quantize_tile(
@@ -84,14 +94,17 @@ def _quantize_tile(
     quants: NDArray[np.uint8],
     scales: NDArray[Any],
     dequantized: NDArray[np.float32] | None,
-) -> None:
+    steps: NDArray[np.float32] | None,
+) -> int:
     n, k = values.shape
     blocks = block.num_blocks(k)
     if blocks * block.block_size != k:
         values = np.pad(values, ((0, 0), (0, blocks * block.block_size - k)))
     grouped = values.reshape(n, blocks, block.block_size)
     with np.errstate(over="ignore", invalid="ignore"):  # seen as scales that are not finite
-        scales[...] = _scales(grouped, block.bits)
+        wanted = _scales(grouped, block.bits)
+        kept = 0 if steps is None else _keep_steps(grouped, block, steps, scales.dtype, wanted)
+        scales[...] = wanted
         stored = scales.astype(np.float32)[..., None]
         inverse = np.divide(1, stored, out=np.zeros_like(stored), where=stored != 0)
         scaled = grouped * inverse
@@ -105,6 +118,33 @@ def _quantize_tile(
         with np.errstate(invalid="ignore"):
             scaled *= stored
         dequantized[...] = scaled.reshape(n, -1)[:, :k]
+    return kept
+
+
+def _keep_steps(
+    grouped: NDArray[np.float32],
+    block: BlockFormat,
+    steps: NDArray[np.float32],
+    dtype: np.dtype[Any],
+    scales: NDArray[np.float32],
+) -> int:
+    """Put steps in place of scales where all values are then quants; returns how many these are.
+
+    Of 4 bits, whose scales may be negative, -step is one where 8 steps are wanted and -8 are not.
+    A step that `dtype` has only half of the digits of, or none, is not taken.
+    """
+    inverse = np.divide(1, steps, out=np.zeros_like(steps), where=steps != 0)
+    levels = np.rint(grouped * inverse[..., None])
+    low, high = levels.min(-1), levels.max(-1)
+    end = block.zero_point
+    fits = (low >= -end) & (high < end)
+    turned = (low > -end) & (high <= end) & ~fits & (block.bits == 4)
+    near = np.abs(steps.astype(dtype).astype(np.float32) - steps) <= np.abs(steps) * _NEAR
+    fits &= near
+    turned &= near
+    np.copyto(scales, steps, where=fits)
+    np.copyto(scales, -steps, where=turned)
+    return int(fits.sum() + turned.sum())
 
 
 def _scales(grouped: NDArray[np.float32], bits: int) -> NDArray[np.float32]:

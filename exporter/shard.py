@@ -31,6 +31,12 @@ DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
 }
+INTEGERS: Final[Mapping[str, np.dtype[Any]]] = {
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+    "BOOL": np.dtype(np.bool_),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,7 @@ class Shard:
             raise self._corrupt(f"its entry for the tensor {name} is malformed") from error
         if begin < 0 or end < begin or min(shape, default=0) < 0:
             raise self._corrupt(f"its entry for the tensor {name} has negative sizes")
-        known = DTYPES.get(dtype)
+        known = DTYPES.get(dtype) or INTEGERS.get(dtype)
         if known is not None and end - begin != math.prod(shape) * known.itemsize:
             raise self._corrupt(
                 f"the tensor {name}, {dtype} {list(shape)}, is given {end - begin} bytes"

@@ -54,8 +54,19 @@ class Target:
             self.weight = np.empty((rows, blocks, block.blob_bytes), np.uint8)
             self.scales = np.empty((rows, blocks), POWERS if block.is_fp4 else dtype)
 
-    def convert(self, name: str, values: Array, where: slice, meant: Array | None) -> None:
-        """Store `values` at the rows `where`; what they then mean goes to `meant`."""
+    def convert(
+        self,
+        name: str,
+        values: Array,
+        where: slice,
+        meant: Array | None,
+        steps: Array | None = None,
+    ) -> int:
+        """Store `values` at the rows `where`; what they then mean goes to `meant`.
+
+        `steps` are what they are multiples of, and what is returned is how many blocks have these
+        for scales: see `quantize_rows`.
+        """
         if self._block is None:
             converted = to_dtype(name, values, self._dtype)
             if self._by_rows:
@@ -64,12 +75,13 @@ class Target:
                 self.weight[:, where] = converted.T
             if meant is not None:
                 meant[...] = converted
-            return
+            return 0
         assert self.scales is not None
         scales = self.scales[where]
-        quantize_rows(values, self._block, self.weight[where], scales, meant)
+        kept = quantize_rows(values, self._block, self.weight[where], scales, meant, steps)
         if not np.isfinite(scales).all():
             raise not_finite(name, values, self._dtype)
+        return kept
 
     def keep(
         self,

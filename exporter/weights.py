@@ -31,8 +31,9 @@ _PANEL_ELEMENTS: Final = 1 << 22  # 16 MiB of float32
 _SMALL_PRODUCT: Final = 1 << 18  # multiplications; OpenBLAS threads what is larger
 
 Array = NDArray[np.float32]
-# [rows, K] in the checkpoint's dtype; or MXFP4 to be kept, see `Checkpoint.read_blocks`.
-_Rows = tuple[NDArray[Any]] | tuple[NDArray[np.uint8], NDArray[np.uint8]]
+# [rows, K] in the checkpoint's dtype, and of integers their steps, see `Checkpoint.read_steps`; or
+# MXFP4 to be kept, see `Checkpoint.read_blocks`.
+_Rows = tuple[NDArray[Any]] | tuple[NDArray[Any], NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,8 @@ class StreamingWeights:
         self._on_bytes = on_bytes
         self._threads = options.num_threads
         self._pool = ThreadPoolExecutor(self._threads, "onnxport-export")
+        self.integer_blocks = 0  # of quantized matrices that the checkpoint has in integers
+        self.kept_blocks = 0  # of these, stored as they are
         self.stored = StoredWeights(
             {
                 one: _store_rope("rope" if one == spec.rope else "rope.local", one, spec, writer)
@@ -149,7 +152,7 @@ class StreamingWeights:
         by_rows = by_rows or plan.by_rows
         block = block_of(role, plan, self._options)
         target = Target(plan, block, self._options.activation_dtype, by_rows=by_rows)
-        for panel in self._panels(plan, keeps=target.keeps):
+        for panel in self._panels(plan, block):
             self._convert(target, panel, plan, product)
             self._on_bytes(panel.num_bytes)
         bias: TensorRef | None = None
@@ -193,7 +196,7 @@ class StreamingWeights:
         values = np.concatenate(parts)
         return self._writer.add_weight(name, values), values.astype(np.float32)
 
-    def _panels(self, plan: MatrixPlan, *, keeps: bool) -> Iterator[_Panel]:
+    def _panels(self, plan: MatrixPlan, block: BlockFormat | None) -> Iterator[_Panel]:
         """Panels of rows in order; the next one is read while one is used."""
         step = max(1, _PANEL_ELEMENTS // plan.columns)
         spans = []
@@ -201,7 +204,7 @@ class StreamingWeights:
         for at, part in enumerate(plan.parts):
             for i in range(0, part.rows, part.rows if part.is_transposed else step):
                 end = part.rows if part.is_transposed else min(part.rows, i + step)
-                read = (part, plan.columns, i, end, keeps)
+                read = (part, plan.columns, i, end, block)
                 if plan.interleaved:  # the even part's rows, and behind each the odd one's
                     place = start - at % 2 * part.rows + 2 * i + at % 2
                 else:
@@ -216,15 +219,24 @@ class StreamingWeights:
             if index + 1 < len(spans):
                 ahead = self._pool.submit(self._read, *spans[index + 1][0])
             # What is in MXFP4 counts as the floats that it stands for, kept or not.
+            keeps = block is not None and block.is_fp4
             size = len(raw[0]) * plan.columns * 4 if keeps else raw[0].nbytes
             yield _Panel(read[0].tensor, raw, size, row, place, 2 if plan.interleaved else 1)
 
-    def _read(self, part: Part, columns: int, first: int, end: int, keeps: bool) -> _Rows:
-        """Rows of a part; of a transposed one all."""
-        if keeps:
-            return self._checkpoint.read_blocks(part.tensor, part.first + first, part.first + end)
+    def _read(
+        self, part: Part, columns: int, first: int, end: int, block: BlockFormat | None
+    ) -> _Rows:
+        """Rows of a part, as they are to be stored in such blocks; of a transposed one all."""
+        rows = (part.tensor, part.first + first, part.first + end)
+        if block is not None and block.is_fp4:
+            return self._checkpoint.read_blocks(*rows)
         if not part.is_transposed:
-            return (self._checkpoint.read_rows(part.tensor, part.first + first, part.first + end),)
+            values = self._checkpoint.read_rows(*rows)
+            steps = None
+            if block is not None and part.tensor in self._checkpoint.packed_matrices:
+                self.integer_blocks += len(values) * block.num_blocks(columns)
+                steps = self._checkpoint.read_steps(*rows, block.block_size)
+            return (values,) if steps is None else (values, steps)
         at = part.first // part.rows * columns
         values = self._checkpoint.read_rows(part.tensor, at, at + columns)
         return (np.ascontiguousarray(values.T),)
@@ -244,24 +256,26 @@ class StreamingWeights:
         edges = np.linspace(0, -(-rows // group), self._threads + 1).astype(int) * group
         edges = np.minimum(edges, rows)
 
-        def work(first: int, last: int) -> None:
+        def work(first: int, last: int) -> int:
             raw = [one[first:last] for one in panel.raw]
             shape = (last - first, plan.columns)
             meant = None if product is None else np.empty(shape, np.float32)
+            kept = 0
             if target.keeps:
                 target.keep(panel.name, raw[0], raw[1], panel.places(first, last), meant)
             else:
-                values = _times(to_float32(raw[0]), plan.scale)
-                target.convert(panel.name, values, panel.places(first, last), meant)
+                values, *steps = (_times(to_float32(one), plan.scale) for one in raw)
+                kept = target.convert(panel.name, values, panel.places(first, last), meant, *steps)
             if product is not None and meant is not None:
                 product.add(meant, slice(panel.start + first, panel.start + last))
+            return kept
 
         for task in [
             self._pool.submit(work, int(first), int(last))
             for first, last in pairwise(edges)
             if first < last
         ]:
-            task.result()
+            self.kept_blocks += task.result()
 
 
 def _times(values: Array, scale: float) -> Array:

@@ -129,14 +129,17 @@ def test_every_number_of_eight_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "quantized with 'gptq'; read are 'fp8'"),
-        ({"quant_method": "awq"}, "'awq'"),
-        ({}, "quantized with None"),
+        ({}, "quantized with None; read are 'fp8'"),
         ({**FP8, "weight_block_size": [128]}, "must be two positive integers"),
         ({**FP8, "weight_block_size": [0, 128]}, "must be two positive integers"),
-        (compressed(num_bits=4, type="int"), "group 'group_0' is"),
+        (compressed(num_bits=3, type="int"), "group 'group_0' is"),
+        (compressed(num_bits=4), "group 'group_0' is"),
+        (compressed(type="int", dynamic=True), "group 'group_0' is"),
         (compressed(symmetric=False), "group 'group_0' is"),
         ({"quant_method": "compressed-tensors"}, "without config_groups"),
+        ({**compressed(), "format": "marlin-24"}, "group 'group_0' is"),
+        ({**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "and sparse"),
+        ({**compressed(), "transform_config": {"config_groups": {"R1": {}}}}, "rotated by a"),
         ("fp8", "expected a value of type dict"),
     ],
 )

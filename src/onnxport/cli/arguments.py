@@ -63,7 +63,7 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
         "--group-size",
         type=int,
         choices=(32, 64, 128),
-        help="input features that share a scale in int4 and int8 (128)",
+        help="input features that share a scale in int4 and int8 (the checkpoint's, or 128)",
     )
     group.add_argument(
         "--head-precision",
