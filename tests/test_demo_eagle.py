@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoTokenizer, LlamaConfig
 
 from demo import evaluate, train_eagle
 from demo.corpus import documents
 from demo.eagle import LAYERS, Head, drafts, states_and_logits
 from demo.examples import encode
+from demo.train import HELD_OUT_DOCUMENTS
 from onnxport import LLM, SamplingParams
 from onnxport.exporter.draft_head import export_head
 from onnxport.exporter.export import export_model
@@ -26,6 +30,7 @@ from tests.serving.speculating import Eager
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "demo" / "model"
+HEAD = ROOT / "demo" / "eagle"
 PLACES = 4
 QUESTIONS = [
     "What is onnxport?",
@@ -122,6 +127,45 @@ def test_guesses_are_those_of_pytorch(
             said = [int(head.tokens[logits[0, at].argmax()]) for at, logits in places]
         same += said == guess
     assert same >= 0.95 * len(seen)  # all but near ties
+
+
+def test_the_committed_head_is_small_and_says_what_it_reads() -> None:
+    with safe_open(HEAD / "model.safetensors", framework="pt") as file:
+        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    assert dtypes.pop("d2t") == "I64"
+    assert dtypes.pop("t2d") == "BOOL"
+    assert set(dtypes.values()) == {"BF16"}
+    assert (HEAD / "model.safetensors").stat().st_size < 2_500_000
+    eagle = json.loads((HEAD / "config.json").read_text())["eagle_config"]
+    assert eagle["eagle_aux_hidden_state_layer_ids"] == LAYERS
+
+
+def test_the_committed_head_guesses_right(
+    pair: tuple[Path, Path], tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    head = export_head(HEAD, MODEL, tmp_path / "head", ExportOptions(precision="int4"))
+    params = SamplingParams(temperature=0.0, max_tokens=64)
+    with opened((pair[0], head)) as llm:
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)  # type: ignore[misc]
+        counters = llm._engine._guessing.counters
+    assert counters is not None
+    assert counters.num_drafts > 20
+    first, *others = counters.accepted_per_position
+    assert first > 0.7 * counters.num_drafts
+    assert others[-1] > 0.4 * counters.num_drafts
+
+
+@pytest.mark.slow
+def test_the_committed_head_is_as_right_as_its_readme_says() -> None:
+    readme = (ROOT / "demo" / "README.md").read_text()
+    (told,) = re.findall(r"were right by\s+place: ([\d., %\n]+)\. It", readme)
+    shares = [float(share) for share in re.findall(r"([\d.]+) %", told)]
+    model, tokenizer = evaluate.load(MODEL)
+    held_out = itertools.islice(documents(seed=0, held_out=True), HELD_OUT_DOCUMENTS)
+    found = train_eagle.acceptance(model, Head.load(HEAD), encode(list(held_out), tokenizer))
+    assert len(shares) == len(found)
+    for share, one in zip(shares, found, strict=True):
+        assert abs(100 * one - share) < 1.5
 
 
 def test_a_head_learns_what_its_model_says() -> None:
