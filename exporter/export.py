@@ -27,6 +27,7 @@ from onnxport.exporter.plan import (
 )
 from onnxport.exporter.progress import advance_through
 from onnxport.exporter.quantization import read_quantization
+from onnxport.exporter.shard import DTYPES
 from onnxport.exporter.source import (
     TEMPLATE_FOLDER,
     TOKENIZER_FILES,
@@ -161,7 +162,7 @@ def _check_tensors(
 ) -> None:
     checkpoint.require(plan.shapes())
     unused = unused_tensors(checkpoint.names, plan, names, tied=spec.tie_word_embeddings)
-    check_unused(unused, spec.family)
+    check_unused([name for name in unused if not _is_zero_bias(checkpoint, name)], spec.family)
     for prefixes, what in (
         (names.images, "the part that reads images: the artifact takes text alone"),
         (names.further, "what guesses tokens behind the next one"),
@@ -173,6 +174,14 @@ def _check_tensors(
             )
     if spec.tie_word_embeddings and names.head in checkpoint.names:
         _check_same(checkpoint, names.embedding, names.head, spec)
+
+
+def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether it is zeros beside a matrix in integers, which older GPTQ checkpoints have."""
+    matrix = name.removesuffix("bias") + "weight"
+    if not name.endswith(".bias") or matrix not in checkpoint.packed_matrices:
+        return False
+    return checkpoint.dtype(name) in DTYPES and not checkpoint.read(name).any()
 
 
 def _experts(plan: WeightPlan) -> list[MatrixPlan]:

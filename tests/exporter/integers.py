@@ -167,6 +167,26 @@ def store_awq(folder: Path, group_size: int = 32) -> Tensors:
     return store(folder, config, pack)
 
 
+def store_auto_round(folder: Path, layout: str) -> Tensors:
+    """AutoRound, in the tensors of GPTQ, of which it leaves out `g_idx`, or of AWQ."""
+    config = {
+        "quant_method": "auto-round",
+        "packing_format": f"auto_round:auto_{layout}",
+        "bits": 4,
+        "group_size": 32,
+        "sym": True,
+        "data_type": "int",
+    }
+
+    def pack(weight: torch.Tensor) -> tuple[Tensors, Numbers]:
+        found = quantize(weight, 4, 32, symmetric=True)
+        tensors = as_awq(found) if layout == "awq" else as_gptq(found, 4, 1)
+        tensors.pop("g_idx", None)
+        return tensors, found
+
+    return store(folder, config, pack)
+
+
 def store_in_order(folder: Path) -> Tensors:
     """Columns in groups anyhow, as older versions of compressed-tensors stored them."""
     weights = {"num_bits": 4, "type": "int", "group_size": 32, "actorder": "group"}

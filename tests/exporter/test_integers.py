@@ -33,6 +33,8 @@ WRITTEN: dict[str, Callable[[Path], integers.Tensors]] = {
     "gptq in another order": lambda folder: integers.store_gptq(folder, order=True),
     "gptq_v2": lambda folder: integers.store_gptq(folder, symmetric=False, second=True),
     "awq": integers.store_awq,
+    "auto-round as gptq": lambda folder: integers.store_auto_round(folder, "gptq"),
+    "auto-round as awq": lambda folder: integers.store_auto_round(folder, "awq"),
     "packed in another order": integers.store_in_order,
 }
 BY_LIBRARY: dict[str, dict[str, Any]] = {
@@ -102,6 +104,8 @@ def test_logits_are_those_of_transformers(folder: Path, tmp_path: Path, name: st
         ("gptq with zeros", "int8", 32),
         ("gptq_v2", "int8", 32),
         ("awq", "int8", 32),
+        ("auto-round as gptq", "int4", 32),
+        ("auto-round as awq", "int4", 32),
         ("packed", "int4", 32),
         ("packed by rows", "int4", 128),
         ("packed with zeros", "int8", 32),
@@ -268,6 +272,23 @@ def test_a_damaged_packed_matrix_is_refused(
         exported(folder, tmp_path / "artifact", "fp32")
 
 
+def test_biases_of_zeros_are_left_out(folder: Path, tmp_path: Path) -> None:
+    """Older GPTQ checkpoints have one beside every matrix, whether the model has biases or not."""
+    integers.store_gptq(folder)
+    plain = exported(folder, tmp_path / "plain", "int4")
+    tensors = load_file(folder / integers.FILE)
+    for name in [one for one in tensors if one.endswith(".scales")]:
+        tensors[name.replace("scales", "bias")] = torch.zeros(tensors[name].shape[1]).half()
+    save_file(tensors, folder / integers.FILE)
+    found = exported(folder, tmp_path / "found", "int4")
+    data = "model.onnx.data"
+    assert (found / data).read_bytes() == (plain / data).read_bytes()
+    tensors[PREFIX + "bias"][3] = 1
+    save_file(tensors, folder / integers.FILE)
+    with pytest.raises(CheckpointError, match=r"does not use: .*v_proj.bias\."):
+        exported(folder, tmp_path / "refused", "int4")
+
+
 def test_columns_that_did_not_move(folder: Path, tmp_path: Path) -> None:
     """Of these compressed-tensors may say that they are in group -1."""
     integers.store_compressed(folder, form="pack-quantized")
@@ -292,6 +313,15 @@ def test_columns_that_did_not_move(folder: Path, tmp_path: Path) -> None:
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
         ({"quant_method": "awq", "bits": 8}, "bits are 8"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point False"),
+        ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type 'mx_fp'"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:gptq"},
+            "is 'auto_round:gptq'",
+        ),
+        (
+            {"quant_method": "auto-round", "bits": 4, "rotation_config": {"hadamard_type": "x"}},
+            "and rotation_config is there",
+        ),
         ({"quant_method": "bitsandbytes"}, "with 'bitsandbytes'; read are 'fp8', 'mxfp4', 'gptq'"),
     ],
 )
