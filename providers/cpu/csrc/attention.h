@@ -99,7 +99,8 @@ bool validate(const Problem& problem, char* message, size_t message_size);
 // how its tokens were split into calls, or on the number of threads. But for values that are infinite
 // or NaN: rows that are multiplied together share keys, and the weight of one that a row does not see
 // is zero, so in a cache of floats such a value of a later token makes NaN of those among the tokens
-// right before it whose rows go with its own: fewer than a register block of rows has, or one of AMX.
+// right before it whose rows go with its own: fewer than a register block of rows has, or than two
+// tiles of AMX.
 int run_attention(const Problem& problem);
 
 }  // namespace onnxport
