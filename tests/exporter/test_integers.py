@@ -208,6 +208,16 @@ def test_a_model_of_experts(tmp_path: Path, method: str) -> None:
 
 
 PREFIX = "model.layers.1.self_attn.v_proj."
+Change = Callable[[torch.Tensor], torch.Tensor] | None  # None: the tensor goes
+
+
+def damage(folder: Path, key: str, change: Change) -> None:
+    """Change a tensor of one matrix; where there is none, make one of a single zero."""
+    tensors = load_file(folder / integers.FILE)
+    old = tensors.pop(PREFIX + key, torch.zeros(1))
+    if change is not None:
+        tensors[PREFIX + key] = change(old)
+    save_file(tensors, folder / integers.FILE)
 
 
 @pytest.mark.parametrize(
@@ -227,15 +237,11 @@ def test_a_damaged_matrix_is_refused(
     folder: Path,
     tmp_path: Path,
     key: str,
-    change: Callable[[torch.Tensor], torch.Tensor] | None,
+    change: Change,
     message: str,
 ) -> None:
     integers.store_gptq(folder)
-    tensors = load_file(folder / integers.FILE)
-    old = tensors.pop(PREFIX + key, torch.zeros(1))
-    if change is not None:
-        tensors[PREFIX + key] = change(old)
-    save_file(tensors, folder / integers.FILE)
+    damage(folder, key, change)
     with pytest.raises(CheckpointError, match=message):
         exported(folder, tmp_path / "artifact", "fp32")
 
@@ -259,15 +265,11 @@ def test_a_damaged_packed_matrix_is_refused(
     folder: Path,
     tmp_path: Path,
     key: str,
-    change: Callable[[torch.Tensor], torch.Tensor] | None,
+    change: Change,
     message: str,
 ) -> None:
     integers.store_compressed(folder, form="pack-quantized", symmetric=False)
-    tensors = load_file(folder / integers.FILE)
-    old = tensors.pop(PREFIX + key)
-    if change is not None:
-        tensors[PREFIX + key] = change(old)
-    save_file(tensors, folder / integers.FILE)
+    damage(folder, key, change)
     with pytest.raises(CheckpointError, match=message):
         exported(folder, tmp_path / "artifact", "fp32")
 
