@@ -231,24 +231,6 @@ def damage(folder: Path, key: str, change: Change) -> None:
         ("g_idx", lambda one: one + 1, "v_proj.g_idx names the groups 1 to 2, of 2"),
         ("g_idx", lambda one: one[:48].contiguous(), "has integers of 5 bits"),
         ("weight", lambda _: torch.zeros(32, 64), "holds .*v_proj.weight and .*v_proj.qweight"),
-    ],
-)
-def test_a_damaged_matrix_is_refused(
-    folder: Path,
-    tmp_path: Path,
-    key: str,
-    change: Change,
-    message: str,
-) -> None:
-    integers.store_gptq(folder)
-    damage(folder, key, change)
-    with pytest.raises(CheckpointError, match=message):
-        exported(folder, tmp_path / "artifact", "fp32")
-
-
-@pytest.mark.parametrize(
-    ("key", "change", "message"),
-    [
         ("weight_shape", lambda _: torch.tensor([32, 65]), r"is \[32, 65\], and .* is \[32, 8\]"),
         ("weight_shape", lambda _: torch.tensor([32]), "not two numbers"),
         ("weight_shape", None, "lacks .*weight_shape"),
@@ -261,14 +243,11 @@ def test_a_damaged_matrix_is_refused(
         ),
     ],
 )
-def test_a_damaged_packed_matrix_is_refused(
-    folder: Path,
-    tmp_path: Path,
-    key: str,
-    change: Change,
-    message: str,
+def test_a_damaged_matrix_is_refused(
+    folder: Path, tmp_path: Path, key: str, change: Change, message: str
 ) -> None:
-    integers.store_compressed(folder, form="pack-quantized", symmetric=False)
+    """Of GPTQ, and of compressed-tensors, whose tensors' names begin with "weight_"."""
+    store(folder, "packed with zeros" if key.startswith("weight_") else "gptq")
     damage(folder, key, change)
     with pytest.raises(CheckpointError, match=message):
         exported(folder, tmp_path / "artifact", "fp32")
