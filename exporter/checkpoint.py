@@ -288,19 +288,17 @@ class Checkpoint:
     def read_steps(
         self, name: str, start: int, stop: int, block_size: int
     ) -> NDArray[np.float32] | None:
-        """What the numbers of a block are multiples of, where a tensor is stored in integers.
+        """What the numbers of a block are multiples of, in a tensor that is stored in integers.
 
         Args:
-            name: of the tensor.
+            name: of the tensor, one of `packed_matrices`.
             start: the first of its rows.
             stop: the one behind the last.
             block_size: columns of a block.
 
         Returns:
-            float32 [rows, blocks]; None: it is not stored so, or a block has more than one step.
+            float32 [rows, blocks]; None: a block has more than one step.
         """
-        if name not in self._packed:
-            return None
         return self._integers(name).steps(start, stop, block_size)
 
     @property

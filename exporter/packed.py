@@ -229,7 +229,7 @@ def _awq(tensors: Tensors, prefix: str, packing: Packing) -> PackedMatrix:
 def _compressed(tensors: Tensors, prefix: str, read: Read) -> PackedMatrix:
     levels, shape = prefix + _PACKED, prefix + ".weight_shape"
     rows, words = _dims(tensors, levels, 2, "I32")
-    if _dims(tensors, shape, 1) != (2,):
+    if _dims(tensors, shape, 1) != (2,) or tensors[shape].dtype not in {"I32", "I64"}:
         raise CheckpointError(f"{shape} is not two numbers, rows and columns; download it again.")
     told, columns = map(int, read(shape))
     fitting = [bits for bits in BITS if words == -(-columns * bits // _WORD_BITS)]
@@ -305,7 +305,8 @@ def _dims(
             f"the checkpoint lacks {name}, which belongs to a matrix in integers. Check that every "
             "shard was downloaded."
         )
-    if (count is not None and len(found.shape) != count) or (dtype or found.dtype) != found.dtype:
+    is_other = count is not None and len(found.shape) != count
+    if is_other or 0 in found.shape or (dtype or found.dtype) != found.dtype:
         dims = "" if count is None else f" with {count} dimensions"
         raise CheckpointError(
             f"{name} is {found.dtype} {list(found.shape)}, expected {dtype or 'numbers'}{dims}. "

@@ -72,7 +72,7 @@ def _gptq(config: Config, found: Mapping[str, Any]) -> packed.Packing:
     if bits not in packed.BITS:
         raise _unsupported(config, f"with {packed.GPTQ!r} to {bits} bits")
     form = found.get("checkpoint_format", found.get("format"))
-    if form not in _ZERO_OFFSETS or found.get("is_marlin_format"):
+    if form not in list(_ZERO_OFFSETS) or found.get("is_marlin_format"):  # it may be anything
         raise _unsupported(config, f"with {packed.GPTQ!r} in the format {form or 'marlin'!r}")
     return packed.Packing(packed.GPTQ, bits, _ZERO_OFFSETS[form])
 
@@ -127,7 +127,7 @@ def _compressed(config: Config, found: Mapping[str, Any]) -> Quantization:
             raise _unsupported(config, f"with {method!r}, whose group {name!r} is {group}")
         if type_and_bits == ("float", 8) and kind.get("symmetric") is not False:
             blocks.add(_block(config, kind.get("block_structure")))
-        elif type_and_bits in {("int", bits) for bits in packed.BITS}:
+        elif type_and_bits in [("int", bits) for bits in packed.BITS]:  # these may be anything
             packing = packed.Packing(method)
         else:
             raise _unsupported(config, f"with {method!r}, whose group {name!r} is {weights}")

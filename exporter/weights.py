@@ -3,7 +3,8 @@
 `StreamingWeights` is the reference's `WeightSource`: while the forward pass asks for one weight
 after the other, each is read in panels of rows, converted or quantized, multiplied with the
 activations as what was stored means, and appended to the weights file. So the checkpoint is read
-once, and memory is that of the largest stored matrix and a few panels.
+once, and memory is that of the largest stored matrix and a few panels; of a matrix that the
+checkpoint has in integers a byte a number besides.
 """
 
 from __future__ import annotations

@@ -134,6 +134,7 @@ def test_every_number_of_eight_bits(tmp_path: Path) -> None:
         ({**FP8, "weight_block_size": [0, 128]}, "must be two positive integers"),
         (compressed(num_bits=3, type="int"), "group 'group_0' is"),
         (compressed(num_bits=4), "group 'group_0' is"),
+        (compressed(num_bits=[4], type="int"), "group 'group_0' is"),
         (compressed(type="int", dynamic=True), "group 'group_0' is"),
         (compressed(symmetric=False), "group 'group_0' is"),
         ({"quant_method": "compressed-tensors"}, "without config_groups"),
