@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import prod
-from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +16,7 @@ from onnxport.serving.draft import StepPlan
 from onnxport.serving.narrowing import EVERY_TOKEN, may_narrow
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import uniform
-
-Number = TypeVar("Number", np.int32, np.int64, np.float32, np.float64)
+from onnxport.serving.step_buffer import StepBuffer, fill_tables
 
 
 class BatchPacker:
@@ -64,23 +60,23 @@ class BatchPacker:
             features: numbers that the model tells of each token; 0: none.
         """
         self._takes_exact_logits = takes_exact_logits
-        self._input_ids = _Buffer(np.int64, max_num_batched_tokens)
-        self._block_tables = [_Buffer(np.int32, max_num_seqs) for _ in range(num_groups)]
+        self._input_ids = StepBuffer(np.int64, max_num_batched_tokens)
+        self._block_tables = [StepBuffer(np.int32, max_num_seqs) for _ in range(num_groups)]
         self._more_groups = range(1, num_groups)
-        self._cumulative = _Buffer(np.int32, max_num_seqs + 1)
-        self._past = _Buffer(np.int32, max_num_seqs)
-        self._metadata = _Buffer(np.int32, 3)
-        self._logits_indices = _Buffer(np.int32, max_num_seqs)
-        self._exact_logits = _Buffer(np.int32, max_num_seqs)
+        self._cumulative = StepBuffer(np.int32, max_num_seqs + 1)
+        self._past = StepBuffer(np.int32, max_num_seqs)
+        self._metadata = StepBuffer(np.int32, 3)
+        self._logits_indices = StepBuffer(np.int32, max_num_seqs)
+        self._exact_logits = StepBuffer(np.int32, max_num_seqs)
         self._exact: list[int] = []  # what was packed there
         self._mask_words = mask_words
-        self._allowed_tokens = _Buffer(np.int32, 0)
-        self._races = _Buffer(np.float64, 2 * max_num_seqs)
+        self._allowed_tokens = StepBuffer(np.int32, 0)
+        self._races = StepBuffer(np.float64, 2 * max_num_seqs)
         self._summary_floats = summary_floats
-        self._summary_scales = _Buffer(np.float32, max_num_seqs)
-        self._summaries = _Buffer(np.float32, max_num_seqs * summary_floats)
+        self._summary_scales = StepBuffer(np.float32, max_num_seqs)
+        self._summaries = StepBuffer(np.float32, max_num_seqs * summary_floats)
         self._features = features
-        self._hidden_states = _Buffer(np.float32, max_num_seqs * features)
+        self._hidden_states = StepBuffer(np.float32, max_num_seqs * features)
         self._packed: tuple[StepPlan, StepInputs] | None = None  # what is in the buffers
 
     def pack(self, plan: StepPlan) -> StepInputs:
@@ -199,77 +195,16 @@ class BatchPacker:
     def _pack_block_tables(self, plan: StepPlan) -> tuple[NDArray[np.int32], ...]:
         tables = [request.table.blocks for request in plan.requests]
         width = max(map(len, tables))
-        packed = [_pack_blocks(self._block_tables[0], tables, width)]
+        packed = [fill_tables(self._block_tables[0], tables, width)]
         for group in self._more_groups:
             tables = [request.table.groups[group] for request in plan.requests]
-            packed.append(_pack_blocks(self._block_tables[group], tables, width))
+            packed.append(fill_tables(self._block_tables[group], tables, width))
         return tuple(packed)
-
-
-def _pack_blocks(
-    buffer: _Buffer[np.int32], tables: Sequence[array[int]], width: int
-) -> NDArray[np.int32]:
-    """Fill a buffer with tables, each in a row of `width`, whose rest is 0."""
-    packed = buffer.shaped((len(tables), width))
-    view = buffer.view
-    start = 0
-    for blocks in tables:
-        end = start + len(blocks)
-        view[start:end] = blocks
-        start += width
-        if end < start:
-            view[end:start] = array("i", bytes(4 * (start - end)))
-    return packed
 
 
 def _follows(plan: StepPlan, last: StepPlan) -> bool:
     """Whether `plan` was made by `following` from `last`."""
     return plan.requests is last.requests and plan.num_new is last.num_new
-
-
-_CODES: dict[type, Literal["q", "i", "f", "d"]] = {
-    np.int64: "q",
-    np.int32: "i",
-    np.float32: "f",
-    np.float64: "d",
-}
-
-
-class _Buffer(Generic[Number]):
-    """Room for an array that has other numbers in every step, and seldom another shape.
-
-    Attributes:
-        view: of all numbers that there is room for, or more; `shaped` may replace it.
-    """
-
-    def __init__(self, dtype: type[Number], size: int) -> None:
-        self._dtype: type[Number] = dtype
-        self._code = _CODES[dtype]
-        self._room: NDArray[Number]  # of one axis
-        self._array: NDArray[Number]  # its front, as it was last asked for
-        self._shape: tuple[int, ...]  # of that
-        self._make_room(size)
-
-    def shaped(self, shape: tuple[int, ...]) -> NDArray[Number]:
-        """The array of a shape: the one of the call before if that had the same."""
-        if self._shape != shape:
-            size = prod(shape)
-            if size > self._room.size:
-                self._make_room(2 * size)
-            self._array, self._shape = self._room[:size].reshape(shape), shape
-        return self._array
-
-    def fill(self, numbers: Iterable[float]) -> NDArray[Number]:
-        """The array of these numbers."""
-        values = array(self._code, numbers)
-        filled = self.shaped((len(values),))
-        self.view[: len(values)] = values
-        return filled
-
-    def _make_room(self, size: int) -> None:
-        self._room = self._array = np.zeros(size, self._dtype)
-        self._shape = (size,)
-        self.view: memoryview[Any] = self._room.data.cast("B").cast(self._code)
 
 
 def _adapter_slots(plan: StepPlan) -> NDArray[np.int32] | None:

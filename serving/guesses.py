@@ -32,6 +32,21 @@ class StateReader(Protocol):
         """
         ...
 
+    def note_decodes(
+        self, requests: tuple[Request, ...], firsts: Sequence[int], states: NDArray[np.float32]
+    ) -> None:
+        """The model has computed a token of each of some requests, no guess among them.
+
+        Steps that follow one another have the same tuple of requests, and small models make
+        thousands of them a second.
+
+        Args:
+            requests: the ones, none of which has siblings.
+            firsts: the numbers of these tokens, as above.
+            states: float32 [len(requests), features], which the next step may overwrite.
+        """
+        ...
+
 
 class Guesses(Protocol):
     """Guesses what the model is going to say; the model checks it, so a guess changes no output.
@@ -151,6 +166,9 @@ class Guessing:
         """
         reader = self._guesses.reader if self._guesses else None
         if reader is None:
+            return
+        if plan.num_decodes == len(plan.requests) and not plan.drafts:
+            reader.note_decodes(plan.requests, plan.num_past, states)
             return
         start = 0
         for row, request in enumerate(plan.requests):

@@ -20,7 +20,7 @@ from onnxport.serving.drawing import RowParams
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import Sampled, sample, uniform
 from onnxport.serving.sampling import Position, row_params
-from onnxport.serving.speculation.packing import DraftRow, advance, pack, room
+from onnxport.serving.speculation.packing import DraftPacker, DraftRow, advance, room
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,7 @@ class GrowingDrafter(ABC, Generic[Cached]):
         limits = model.capabilities
         self._model = model
         self._pool = BlockPool(limits.num_blocks, limits.block_size)
+        self._packer = DraftPacker(limits.block_size)
         self._limits = limits
         self._budget = max_num_batched_tokens
         self._most_tokens = min(self._budget, limits.max_batch_tokens or self._budget)
@@ -139,6 +140,10 @@ class GrowingDrafter(ABC, Generic[Cached]):
 
         Wrong guesses are left out, and there is a token left to compute.
         """
+
+    def _pack(self, rows: Sequence[DraftRow]) -> StepInputs:
+        """The arrays of a run, which the next call overwrites."""
+        return self._packer.pack(rows)
 
     def _compute(self, drafts: Sequence[Draft[Cached]], inputs: StepInputs) -> NDArray[np.float32]:
         """Run a step, a row a draft; returns float32 [len(drafts), logits]."""
@@ -254,7 +259,7 @@ class GrowingDrafter(ABC, Generic[Cached]):
         """Compute what is missing; return the drafts that have got their first token."""
         rows = [row for _, row in group]
         some = [draft for draft, _ in group]
-        logits = self._compute(some, pack(rows, self._limits.block_size))
+        logits = self._compute(some, self._pack(rows))
         for draft, row in group:
             draft.note_computed(len(row.tokens))
         ready = [line for line, draft in enumerate(some) if not draft.num_pending]
@@ -275,7 +280,7 @@ class GrowingDrafter(ABC, Generic[Cached]):
         while drafts:
             if inputs is None or not left:
                 rows = [draft.pending(1) for draft in drafts]
-                inputs = pack(rows, self._limits.block_size)
+                inputs = self._pack(rows)
                 left = room(rows, self._limits.block_size)
             else:
                 tokens = [draft.tokens[-1] for draft in drafts]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +13,12 @@ from onnxport.serving import numpy_sampler
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import Sampled
 from onnxport.serving.speculation.growing import Draft, GrowingDrafter
-from onnxport.serving.speculation.states import Count, HeadSequence, States
+from onnxport.serving.speculation.packing import DraftRow, HeadStates
+from onnxport.serving.speculation.states import Count, DecodeStates, HeadSequence, States
+from onnxport.serving.step_buffer import StepBuffer
 
 MOST_BYTES = 256 << 20  # of states that wait, over all requests
+MOST_KEPT = 64  # tokens of a run whose arrays are kept for the next one
 
 
 class HeadDrafter(GrowingDrafter[HeadSequence]):
@@ -53,11 +55,42 @@ class HeadDrafter(GrowingDrafter[HeadSequence]):
         self._features, self._hidden = sizes
         # Noise is of places among the logits, which are not those of the model's tokens here.
         self.may_race = len(tokens) == vocab_size and bool((tokens == np.arange(vocab_size)).all())
+        # As in `StepInputs`: the model's states, the head's own, and what it makes of a run.
+        self._given, self._own, self._made = (StepBuffer(np.float32, 0) for _ in range(3))
         self._waiting = Count()
+        self._decodes = DecodeStates()  # which no sequence has yet
         self._most_waiting = MOST_BYTES // (self._features * np.dtype(np.float32).itemsize)
 
     def note_states(self, request: Request, first: int, states: States) -> None:
         """See `guesses.StateReader.note_states`."""
+        self._hand_over()
+        self._note(request, first, states)
+
+    def note_decodes(
+        self, requests: tuple[Request, ...], firsts: Sequence[int], states: States
+    ) -> None:
+        """See `guesses.StateReader.note_decodes`; a request gets its states when they are read."""
+        if not self._decodes.add(requests, firsts, states):
+            self._hand_over()
+            self._decodes.begin(requests, firsts, states.shape[1])
+            self._decodes.add(requests, firsts, states)
+
+    def num_behind(self, request: Request) -> int:
+        """See `Drafter.num_behind`."""
+        self._hand_over()
+        return super().num_behind(request)
+
+    def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Sequence[int]]:
+        """See `GrowingDrafter.propose`."""
+        self._hand_over()
+        return super().propose(requests, lengths)
+
+    def _hand_over(self) -> None:
+        """Give the sequences what was kept step by step."""
+        for request, first, states in self._decodes.take():
+            self._note(request, first, states)
+
+    def _note(self, request: Request, first: int, states: States) -> None:
         sequence = self._sequences.get(request)
         if sequence is None:
             sequence = HeadSequence(first + 1, total=self._waiting)
@@ -71,6 +104,7 @@ class HeadDrafter(GrowingDrafter[HeadSequence]):
 
     def forget(self, request: Request) -> None:
         """See `Drafter.forget`."""
+        self._hand_over()
         sequence = self._sequences.pop(request, None)
         if sequence is not None:
             sequence.restart(0)
@@ -85,28 +119,30 @@ class HeadDrafter(GrowingDrafter[HeadSequence]):
             sequence.begin_anew()
         return sequence
 
+    def _pack(self, rows: Sequence[DraftRow]) -> StepInputs:
+        num_tokens = sum(len(row.tokens) for row in rows)
+        given = _zeros(self._given, (num_tokens, self._features))
+        own = _zeros(self._own, (num_tokens, self._hidden))
+        made = self._made.shaped((len(rows), self._hidden))
+        return self._packer.pack(rows, HeadStates(given, own, made))
+
     def _compute(
         self, drafts: Sequence[Draft[HeadSequence]], inputs: StepInputs
     ) -> NDArray[np.float32]:
-        num_tokens = len(inputs.input_ids)
-        given = np.zeros((num_tokens, self._features), np.float32)
-        own = np.zeros((num_tokens, self._hidden), np.float32)
-        made = np.empty((len(drafts), self._hidden), np.float32)
+        given, own = inputs.target_hidden_states, inputs.draft_hidden_states
+        made = inputs.last_hidden_states
+        assert given is not None
+        assert own is not None
+        assert made is not None
         ends = inputs.cumulative_sequence_lengths.tolist()
         for line, draft in enumerate(drafts):
             if draft.tokens:
                 own[ends[line]] = draft.sequence.made
             else:
                 draft.sequence.read(given[ends[line] : ends[line + 1]])
-        step = replace(
-            inputs,
-            target_hidden_states=given,
-            draft_hidden_states=own,
-            last_hidden_states=made,
-        )
-        logits = self._model.run(step)
+        logits = self._model.run(inputs)
         for draft, state in zip(drafts, made, strict=True):
-            draft.sequence.made = state
+            draft.sequence.made = state.copy()
         return logits
 
     def _spread(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -117,4 +153,13 @@ class HeadDrafter(GrowingDrafter[HeadSequence]):
     def _likeliest(self, logits: NDArray[np.float32]) -> Sampled:
         found = numpy_sampler.sample_greedy(logits)
         tokens = [int(self._tokens[place]) for place in found.token_ids]
-        return replace(found, token_ids=tokens)
+        return Sampled(tokens, None, found.invalid)
+
+
+def _zeros(buffer: StepBuffer[np.float32], shape: tuple[int, int]) -> NDArray[np.float32]:
+    """Zeros of a shape, of a buffer's memory unless they are many."""
+    if shape[0] > MOST_KEPT:
+        return np.zeros(shape, np.float32)
+    zeros = buffer.shaped(shape)
+    zeros.fill(0.0)
+    return zeros

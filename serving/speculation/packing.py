@@ -7,9 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onnxport.kv.table import blocks_for
 from onnxport.providers.base import StepInputs
+from onnxport.serving.step_buffer import StepBuffer, fill_tables
+
+ROOM = 64  # rows and tokens that there is room for at first
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,35 +27,72 @@ class DraftRow:
     race: tuple[float, float] = (0.0, 0.0)  # likewise, a row of its `races`
 
 
-def pack(rows: Sequence[DraftRow], block_size: int) -> StepInputs:
-    """Return the arrays of a run; logits are asked for after the last token of each row."""
-    ids: array[int] = array("q")
-    ends, past, total = [0], [], []
-    for row in rows:  # of which there are few: lists are faster than arrays
-        ids.extend(row.tokens)
-        ends.append(len(ids))
-        past.append(row.num_past)
-        total.append(row.num_past + len(row.tokens))
-    tables = [
-        row.blocks[: blocks_for(length, block_size)]
-        for row, length in zip(rows, total, strict=True)
-    ]
-    table = np.zeros((len(rows), max(map(len, tables))), np.int32)
-    for line, blocks in enumerate(tables):
-        table[line, : len(blocks)] = blocks
-    longest = max(len(row.tokens) for row in rows)
-    exact = [row.exact_logits for row in rows]
-    has_races = any(exact) and any(factor for _, factor in (row.race for row in rows))
-    return StepInputs(
-        input_ids=np.array(ids, np.int64),
-        block_table=table,
-        cumulative_sequence_lengths=np.array(ends, np.int32),
-        past_sequence_lengths=np.array(past, np.int32),
-        attention_metadata=np.array([longest, max(total), min(total)], np.int32),
-        logits_indices=np.array(ends[1:], np.int32) - 1,
-        exact_logits=np.array(exact, np.int32) if any(exact) else None,
-        races=np.array([row.race for row in rows]) if has_races else None,
-    )
+@dataclass(frozen=True, slots=True)
+class HeadStates:
+    """What only a draft head takes, as in `StepInputs`."""
+
+    target: NDArray[np.float32] | None = None
+    own: NDArray[np.float32] | None = None
+    made: NDArray[np.float32] | None = None
+
+
+NO_STATES = HeadStates()
+
+
+class DraftPacker:
+    """Packs rows into arrays that the next `pack` overwrites, the same ones for the same shapes.
+
+    A model that keeps them bound finds the next run's numbers in them.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        """Make the buffers, which grow; `block_size` is in tokens."""
+        self._block_size = block_size
+        self._input_ids = StepBuffer(np.int64, ROOM)
+        self._block_table = StepBuffer(np.int32, 16 * ROOM)
+        self._cumulative = StepBuffer(np.int32, ROOM)
+        self._past = StepBuffer(np.int32, ROOM)
+        self._metadata = StepBuffer(np.int32, 3)
+        self._logits_indices = StepBuffer(np.int32, ROOM)
+        self._exact_logits = StepBuffer(np.int32, ROOM)
+        self._races = StepBuffer(np.float64, 2 * ROOM)
+
+    def pack(self, rows: Sequence[DraftRow], states: HeadStates = NO_STATES) -> StepInputs:
+        """Return the arrays of a run; logits are asked for after the last token of each row."""
+        ids: array[int] = array("q")
+        ends, past, total, exact, races = [0], [], [], [], []
+        for row in rows:  # of which there are few: lists are faster than arrays
+            ids.extend(row.tokens)
+            ends.append(len(ids))
+            past.append(row.num_past)
+            total.append(row.num_past + len(row.tokens))
+            exact.append(row.exact_logits)
+            races.append(row.race)
+        tables = [
+            row.blocks[: blocks_for(length, self._block_size)]
+            for row, length in zip(rows, total, strict=True)
+        ]
+        longest = max(len(row.tokens) for row in rows)
+        wants = any(exact)
+        has_races = wants and any(factor for _, factor in races)
+        return StepInputs(
+            input_ids=self._input_ids.fill(ids),
+            block_table=fill_tables(self._block_table, tables, max(map(len, tables))),
+            cumulative_sequence_lengths=self._cumulative.fill(ends),
+            past_sequence_lengths=self._past.fill(past),
+            attention_metadata=self._metadata.fill([longest, max(total), min(total)]),
+            logits_indices=self._logits_indices.fill([end - 1 for end in ends[1:]]),
+            exact_logits=self._exact_logits.fill(exact) if wants else None,
+            races=self._pack_races(races) if has_races else None,
+            target_hidden_states=states.target,
+            draft_hidden_states=states.own,
+            last_hidden_states=states.made,
+        )
+
+    def _pack_races(self, races: list[tuple[float, float]]) -> NDArray[np.float64]:
+        packed = self._races.shaped((len(races), 2))
+        packed[:] = races
+        return packed
 
 
 def room(rows: Sequence[DraftRow], block_size: int) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.serving.request import Request
 from onnxport.serving.speculation.growing import CachedSequence
 
 MOST_WAITING = 512  # states of a request that wait, or up to twice as many for a while
+MOST_STEPS = 64  # whose states are kept together
+MOST_STEPS_BYTES = 4 << 20  # of these, but for a single step's
 
 States = NDArray[np.float32]  # [num_tokens, features]
 
@@ -112,3 +116,59 @@ class HeadSequence(CachedSequence):
     def _count(self, num_tokens: int) -> None:
         self.num_waiting += num_tokens
         self.total.tokens += num_tokens
+
+
+class DecodeStates:
+    """States of steps in which the same requests decode, each one token, kept step by step.
+
+    So a step costs one copy, however many requests it has, and each request its part of every
+    `MOST_STEPS` steps.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is kept yet."""
+        self._requests: tuple[Request, ...] = ()
+        self._firsts: Sequence[int] = ()
+        self._num_steps = 0
+        self._room = np.empty((0, 0, 0), np.float32)  # [steps, requests, features]
+
+    def add(self, requests: tuple[Request, ...], firsts: Sequence[int], states: States) -> bool:
+        """Keep the states of a step, if it follows those that are kept and there is room.
+
+        Args:
+            requests: the same tuple as that of the steps before.
+            firsts: the number of each one's token.
+            states: float32 [len(requests), features].
+
+        Returns:
+            Whether they are kept. If not, `take` all, and `begin` anew.
+        """
+        number = self._num_steps
+        if requests is not self._requests or number == len(self._room):
+            return False
+        if firsts[0] != self._firsts[0] + number:
+            return False
+        self._room[number] = states
+        self._num_steps = number + 1
+        return True
+
+    def begin(self, requests: tuple[Request, ...], firsts: Sequence[int], features: int) -> None:
+        """Keep steps of these requests from now on; nothing may be left that is kept."""
+        assert not self._num_steps, "what is kept would be lost"
+        self._requests, self._firsts = requests, firsts
+        shape = len(requests), features
+        if self._room.shape[1:] != shape:
+            step_bytes = len(requests) * features * self._room.itemsize
+            steps = max(1, min(MOST_STEPS, MOST_STEPS_BYTES // step_bytes))
+            self._room = np.empty((steps, *shape), np.float32)
+
+    def take(self) -> Iterator[tuple[Request, int, States]]:
+        """Yield each request, the number of its first token that is kept, and its states.
+
+        They are of [tokens, features], and as they are until `add`. Nothing is kept then.
+        """
+        requests, firsts, states = self._requests, self._firsts, self._room[: self._num_steps]
+        self._requests, self._firsts, self._num_steps = (), (), 0
+        if len(states):
+            for row, request in enumerate(requests):
+                yield request, firsts[row], states[:, row]

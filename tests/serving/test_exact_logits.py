@@ -5,6 +5,7 @@ That nobody looks at others is what all tests of engines show: their null model 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from onnxport.serving.batch import BatchPacker
 from onnxport.serving.drawing import MOST_EXACT, RowParams, exact_logits
 from onnxport.serving.edits import RowEdits
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.speculation.packing import DraftRow, advance, pack
+from onnxport.serving.speculation.packing import DraftPacker, DraftRow, advance
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
 from tests.serving.bench import Bench
@@ -161,23 +162,24 @@ def test_the_model_is_told_nothing_that_it_has_no_use_for() -> None:
 
 
 def test_rows_of_a_draft_model() -> None:
-    blocks = Bench(2).pool.allocate(2, [])
+    blocks = array("i", Bench(2).pool.allocate(2, []))
     rows = [DraftRow([3, 4], 0, blocks, 5), DraftRow([6], 2, blocks, 0)]
-    exact = pack(rows, 4).exact_logits
+    pack = DraftPacker(4).pack
+    exact = pack(rows).exact_logits
     assert exact is not None
     assert (exact.tolist(), exact.dtype) == ([5, 0], np.int32)
-    assert pack(rows, 4).races is None
+    assert pack(rows).races is None
     drawn = [rows[0], replace(rows[1], exact_logits=1, race=(0.25, 2.0))]
-    inputs = pack(drawn, 4)
+    inputs = pack(drawn)
     assert inputs.races is not None
     assert (inputs.races.tolist(), inputs.races.dtype) == ([[0, 0], [0.25, 2.0]], np.float64)
-    inputs = pack([replace(one, tokens=one.tokens[:1]) for one in drawn], 4)
+    inputs = pack([replace(one, tokens=one.tokens[:1]) for one in drawn])
     advance(inputs, [5, 6], [(0.0, 0.0), (0.5, 2.0)])
     assert inputs.races is not None
     assert inputs.races.tolist() == [[0, 0], [0.5, 2.0]]
     nobody = [replace(one, exact_logits=0) for one in drawn]
-    assert pack(nobody, 4).exact_logits is None
-    assert pack(nobody, 4).races is None
+    assert pack(nobody).exact_logits is None
+    assert pack(nobody).races is None
 
 
 # The engine.

@@ -22,9 +22,8 @@ from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.rules import logit_rules
-from onnxport.serving.speculation import growing
 from onnxport.serving.speculation.draft_model import ModelDrafter
-from onnxport.serving.speculation.packing import DraftRow, advance, pack, room
+from onnxport.serving.speculation.packing import DraftPacker, DraftRow, advance, room
 from tests.serving.helpers import alone
 from tests.serving.speculating import GREEDY, request
 from tests.tiers import examples
@@ -110,15 +109,29 @@ def test_arrays_that_are_moved_on_are_those_of_the_next_run() -> None:
         given = zip(tokens, pasts, blocks, races, strict=True)
         return [DraftRow([one], past, table, 1, race) for one, past, table, race in given]
 
-    inputs = pack(rows(), 16)
+    inputs = DraftPacker(16).pack(rows())
     assert room(rows(), 16) == 3  # the second row holds 29 tokens then, of 32
     for number in range(3):
         pasts = [past + 1 for past in pasts]
         tokens, races = [10 + number, 20 + number], [(number / 8, 2.0), (0.0, 0.0)]
         advance(inputs, tokens, races)
-        for name, expected in asdict(pack(rows(), 16)).items():
+        for name, expected in asdict(DraftPacker(16).pack(rows())).items():
             np.testing.assert_array_equal(getattr(inputs, name), expected)
     assert room(rows(), 16) == 0
+
+
+def test_runs_of_a_shape_have_the_same_arrays() -> None:
+    packer, blocks = DraftPacker(16), array("i", [3, 5, 2])
+    first = packer.pack([DraftRow([5], 17, blocks)])
+    between = packer.pack([DraftRow([5, 6, 7], 17, blocks), DraftRow([8], 3, blocks)])
+    assert between.input_ids.tolist() == [5, 6, 7, 8]
+    assert between.block_table.tolist() == [[3, 5], [3, 0]]
+    again = packer.pack([DraftRow([9], 18, blocks)])
+    for name, found in asdict(again).items():
+        if isinstance(found, np.ndarray):
+            assert getattr(again, name) is getattr(first, name), name
+    assert again.input_ids.tolist() == [9]
+    assert again.past_sequence_lengths.tolist() == [18]
 
 
 def test_growing_drafts_are_packed_again_only_where_they_must(
@@ -126,11 +139,13 @@ def test_growing_drafts_are_packed_again_only_where_they_must(
 ) -> None:
     packed = []
 
-    def noting(rows: Sequence[DraftRow], block_size: int) -> Any:
-        packed.append([row.num_past for row in rows])
-        return pack(rows, block_size)
+    pack = DraftPacker.pack
 
-    monkeypatch.setattr(growing, "pack", noting)
+    def noting(packer: DraftPacker, rows: Sequence[DraftRow], *states: Any) -> Any:
+        packed.append([row.num_past for row in rows])
+        return pack(packer, rows, *states)
+
+    monkeypatch.setattr(DraftPacker, "pack", noting)
     one = drafter()
     size = one._limits.block_size
     long = request([1] * (3 * size - 3))

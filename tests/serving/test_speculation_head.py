@@ -20,9 +20,15 @@ from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.speculation import head as head_module
+from onnxport.serving.speculation import states as states_module
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.head import HeadDrafter
-from onnxport.serving.speculation.states import MOST_WAITING, HeadSequence
+from onnxport.serving.speculation.states import (
+    MOST_STEPS,
+    MOST_WAITING,
+    DecodeStates,
+    HeadSequence,
+)
 from onnxport.serving.stats import SpeculationCounters
 from tests.serving.heads import SEEN, VOCAB, HeadModel, TellingModel, head_drafter
 from tests.serving.helpers import (
@@ -205,6 +211,73 @@ def test_states_are_kept_in_order(data: st.DataObject) -> None:
             sequence.note_computed(taken)
         assert read[:, 0].tolist() == [told[wanted + number] for number in range(taken)]
         assert sequence.end == end
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.data())
+def test_states_of_steps_reach_their_requests(data: st.DataObject) -> None:
+    """Decodes, drafts and ends in any order: against each token's state by itself."""
+    drafter = head_drafter(num_blocks=256)
+    running = [request([1, 2, 3 + number]) for number in range(4)]
+    ends = dict.fromkeys(running, 0)  # tokens whose states are told
+    for _ in range(data.draw(st.integers(1, 12))):
+        what = data.draw(st.sampled_from(["decode", "decode", "more", "end", "read"]))
+        some = tuple(data.draw(st.permutations(running)))[: data.draw(st.integers(1, 4))]
+        if what == "decode" and some:
+            for _ in range(data.draw(st.sampled_from([1, 3, MOST_STEPS + 2]))):
+                firsts = [ends[one] for one in some]
+                states = np.array([_state(*pair) for pair in zip(some, firsts, strict=True)])
+                drafter.note_decodes(some, firsts, states)
+                states[:] = -1  # the next step may overwrite it
+                for one in some:
+                    ends[one] += 1
+        for one in some:
+            if what == "more":
+                new = range(ends[one], ends[one] + 3)
+                drafter.note_states(one, new[0], np.array([_state(one, token) for token in new]))
+                ends[one] += 3
+            elif what == "end":
+                drafter.forget(one)
+                running.remove(one)
+            elif what == "read" and ends[one]:
+                drafter.num_behind(one)
+                sequence = drafter._sequences[one]
+                wait = np.empty((sequence.num_waiting, 3), np.float32)
+                sequence.read(wait)
+                first = ends[one] - len(wait)
+                assert wait.tolist() == [
+                    _state(one, first + at).tolist() for at in range(len(wait))
+                ]
+                assert first == 0 or len(wait) >= MOST_WAITING
+    for one in running:
+        drafter.forget(one)
+    assert not drafter._sequences
+    assert drafter._waiting.tokens == 0
+
+
+def _state(one: Request, token: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.array([one.tokens[2], token, 1], np.float32)
+
+
+def test_few_states_of_steps_are_kept_where_they_are_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(states_module, "MOST_STEPS_BYTES", 2 * 3 * 4)
+    steps, one = DecodeStates(), request([1, 2, 3])
+    requests = (one,)
+    steps.begin(requests, [7], 3)
+    assert steps.add(requests, [7], _states([1], 7))
+    assert not steps.add(requests, [9], _states([1], 9))  # one was left out
+    assert not steps.add((one,), [8], _states([1], 8))  # another tuple: who knows
+    assert steps.add(requests, [8], _states([2], 8))
+    assert not steps.add(requests, [9], _states([3], 9))  # there is no room
+    [(found, first, states)] = steps.take()
+    assert found is one
+    assert first == 7
+    np.testing.assert_array_equal(states, _states([1, 2], 7))
+    assert not list(steps.take())
+    steps.begin(requests * 3, [9, 9, 9], 3)
+    assert steps.add(steps._requests, [9, 9, 9], _states([1, 2, 3]))  # one step, whatever it takes
 
 
 @settings(max_examples=examples(60), deadline=None)
