@@ -76,6 +76,7 @@ class _Decoder:
         if matrix.block is None:
             return g.node("Gather", [g.weight(matrix.weight), names.INPUT_IDS], name="embed")
         assert matrix.scales is not None
+        assert matrix.zero_points is None
         padded = matrix.block.num_blocks(matrix.columns) * matrix.block.block_size
         dims = (matrix.rows, padded * matrix.block.bits // 8)
         rows = ops.gather_block_quantized(
@@ -242,6 +243,7 @@ class _Decoder:
             n=matrix.rows,
             bits=matrix.block.bits,
             block_size=matrix.block.block_size,
+            zero_points="" if matrix.zero_points is None else g.weight(matrix.zero_points),
             bias=bias,
             accuracy_level=ACCURACY_LEVEL,
             name=name,
@@ -283,6 +285,7 @@ class _OfExperts(NamedTuple):
 
 def _of_experts(g: GraphBuilder, matrix: StoredMatrix, count: int) -> _OfExperts:
     """What lies one below the other, one behind the other."""
+    assert matrix.zero_points is None
     rows, block = matrix.rows // count, matrix.block
     columns = matrix.columns if block is None else matrix.columns * block.bits // 8
 

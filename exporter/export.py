@@ -36,7 +36,7 @@ from onnxport.exporter.source import (
     read_json,
     special_tokens,
 )
-from onnxport.exporter.weights import StreamingWeights, block_of
+from onnxport.exporter.weights import StreamingWeights, block_of, may_move_zero
 from onnxport.graphs.artifact_writer import ArtifactWriter
 from onnxport.graphs.manifest import GRAPH_FILES, Manifest, Source
 from onnxport.graphs.ops import ROTARY_MULTIPLE
@@ -123,7 +123,7 @@ def export_model(
         with ArtifactWriter(
             destination,
             overwrite=options.overwrite,
-            expected_bytes=_artifact_bytes(spec, plan, options),
+            expected_bytes=_artifact_bytes(spec, plan, checkpoint, options),
         ) as writer:
             advance = advance_through(checkpoint, plan, progress)
             with StreamingWeights(spec, plan, checkpoint, writer, options, advance) as weights:
@@ -150,7 +150,7 @@ def _tell_kept(weights: StreamingWeights, options: ExportOptions) -> None:
             "of %d blocks of integers %d (%.1f %%) could not stay as they are, and were quantized "
             "again, to %s in groups of %d, which changes them: %s",
             *(count, count - kept, 100 * (count - kept) / count, options.precision, options.group),
-            "their zero points, their bits or their groups are other ones"
+            "their bits or groups are other ones, or a head or experts have zero points"
             + (". The precision int8 changes them less" if options.precision == "int4" else ""),
         )
     elif count:
@@ -231,8 +231,10 @@ def _check_same(checkpoint: Checkpoint, first: str, second: str, spec: ArchSpec)
             )
 
 
-def _artifact_bytes(spec: ArchSpec, plan: WeightPlan, options: ExportOptions) -> int:
-    """About how large the weights file becomes."""
+def _artifact_bytes(
+    spec: ArchSpec, plan: WeightPlan, checkpoint: Checkpoint, options: ExportOptions
+) -> int:
+    """About how large the weights file becomes, with zero points wherever there may be some."""
     activation_bytes = options.activation_dtype.itemsize
     total = sum(4 * spec.context_length * rope.rotary_dim for rope in spec.ropes)
     for role, matrix in plan.matrices.items():
@@ -243,6 +245,8 @@ def _artifact_bytes(spec: ArchSpec, plan: WeightPlan, options: ExportOptions) ->
             total += matrix.rows * matrix.columns * activation_bytes
         else:
             total += block.size_bytes(matrix.rows, matrix.columns, activation_bytes)
+            if may_move_zero(role, matrix, block, checkpoint):
+                total += block.zero_point_bytes(matrix.rows, matrix.columns)
     return total
 
 

@@ -1,7 +1,9 @@
-"""Symmetric block-wise weight quantization, in the layout of com.microsoft.MatMulNBits.
+"""Block-wise weight quantization, in the layout of com.microsoft.MatMulNBits.
 
 A row [K] is cut into blocks of `block_size` input features that share one scale; the last block
-may be ragged, and is then padded with zeros. A value is `(quant - 2^(bits - 1)) * scale`.
+may be ragged, and is then padded with zeros. A value is `(quant - zero_point) * scale`. What is
+rounded here is symmetric, its zero point 2^(bits - 1); integers of a checkpoint that need another
+one may have it.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class BlockFormat:
 
     @property
     def zero_point(self) -> int:
-        """The quant that stands for zero."""
+        """The quant that stands for zero, where a block has none of its own."""
         return 1 << (self.bits - 1)
 
     @property
@@ -43,6 +45,10 @@ class BlockFormat:
         scale_bytes = 1 if self.is_fp4 else scale_bytes
         return n * self.num_blocks(k) * (self.blob_bytes + scale_bytes)
 
+    def zero_point_bytes(self, n: int, k: int) -> int:
+        """Bytes of the zero points of an [n, k] matrix, where it has them."""
+        return n * -(-self.num_blocks(k) * self.bits // 8)
+
 
 def quantize_rows(
     values: NDArray[np.float32],
@@ -51,6 +57,7 @@ def quantize_rows(
     scales: NDArray[Any],
     dequantized: NDArray[np.float32] | None = None,
     steps: NDArray[np.float32] | None = None,
+    zero_points: NDArray[np.uint8] | None = None,
 ) -> int:
     """Quantize rows of a weight matrix, writing into the given arrays.
 
@@ -68,6 +75,8 @@ def quantize_rows(
         dequantized: Out, float32 [n, K], what the stored numbers mean; None: not wanted.
         steps: float32 [n, blocks], what the values of a block are multiples of: such a step is the
             scale wherever its multiples are quants; None: nothing is known.
+        zero_points: Out, uint8 [n, blocks], not packed: 2^(bits - 1), or, where a block's multiples
+            are quants only beside another one, the nearest to it. None: there is no other one.
 
     Returns:
         How many blocks have their step for a scale.
@@ -84,8 +93,24 @@ def quantize_rows(
             scales[rows],
             None if dequantized is None else dequantized[rows],
             None if steps is None else steps[rows],
+            None if zero_points is None else zero_points[rows],
         )
     return kept
+
+
+def pack_zero_points(
+    zero_points: NDArray[np.uint8], block: BlockFormat
+) -> NDArray[np.uint8] | None:
+    """Pack [n, blocks] as MatMulNBits has them, [n, ceil(blocks * bits / 8)].
+
+    None: all are those of a symmetric format, which it does not need to be told.
+    """
+    if (zero_points == block.zero_point).all():
+        return None
+    if block.bits == 8:
+        return zero_points
+    odd = zero_points.shape[1] % 2
+    return _pack_nibbles(np.pad(zero_points, ((0, 0), (0, odd)), constant_values=block.zero_point))
 
 
 def _quantize_tile(
@@ -95,26 +120,34 @@ def _quantize_tile(
     scales: NDArray[Any],
     dequantized: NDArray[np.float32] | None,
     steps: NDArray[np.float32] | None,
+    zero_points: NDArray[np.uint8] | None,
 ) -> int:
     n, k = values.shape
     blocks = block.num_blocks(k)
     if blocks * block.block_size != k:
         values = np.pad(values, ((0, 0), (0, blocks * block.block_size - k)))
     grouped = values.reshape(n, blocks, block.block_size)
+    if zero_points is not None:
+        zero_points[...] = block.zero_point
+    kept = 0
     with np.errstate(over="ignore", invalid="ignore"):  # seen as scales that are not finite
         wanted = _scales(grouped, block.bits)
-        kept = 0 if steps is None else _keep_steps(grouped, block, steps, scales.dtype, wanted)
+        if steps is not None:
+            kept = _keep_steps(grouped, block, steps, scales.dtype, wanted, zero_points)
         scales[...] = wanted
         stored = scales.astype(np.float32)[..., None]
         inverse = np.divide(1, stored, out=np.zeros_like(stored), where=stored != 0)
         scaled = grouped * inverse
-    scaled += block.zero_point + 0.5
+    zeros: np.float32 | NDArray[np.float32] = np.float32(block.zero_point)
+    if zero_points is not None:
+        zeros = zero_points[..., None].astype(np.float32)
+    scaled += zeros + np.float32(0.5)
     np.clip(scaled, 0, (1 << block.bits) - 0.5, out=scaled)
     with np.errstate(invalid="ignore"):
         levels = scaled.astype(np.uint8)  # truncation after adding one half: round half up
     quants[...] = _pack_nibbles(levels) if block.bits == 4 else levels
     if dequantized is not None:
-        np.subtract(levels, np.float32(block.zero_point), out=scaled)
+        np.subtract(levels, zeros, out=scaled)
         with np.errstate(invalid="ignore"):
             scaled *= stored
         dequantized[...] = scaled.reshape(n, -1)[:, :k]
@@ -127,21 +160,26 @@ def _keep_steps(
     steps: NDArray[np.float32],
     dtype: np.dtype[Any],
     scales: NDArray[np.float32],
+    zero_points: NDArray[np.uint8] | None,
 ) -> int:
     """Put steps in place of scales where all values are then quants; returns how many these are.
 
     Of 4 bits, whose scales may be negative, -step is one where 8 steps are wanted and -8 are not.
-    A step that `dtype` has only half of the digits of, or none, is not taken.
+    What neither has room for gets a zero point of its own, where there may be one. A step that
+    `dtype` has only half of the digits of, or none, is not taken.
     """
     inverse = np.divide(1, steps, out=np.zeros_like(steps), where=steps != 0)
     levels = np.rint(grouped * inverse[..., None])
-    low, high = levels.min(-1), levels.max(-1)
-    end = block.zero_point
-    fits = (low >= -end) & (high < end)
-    turned = (low > -end) & (high <= end) & ~fits & (block.bits == 4)
+    # A zero point is a quant itself, so a block that lacks the level 0 needs room for it.
+    low, high = levels.min(-1, initial=0), levels.max(-1, initial=0)
+    end, top = block.zero_point, 2 * block.zero_point - 1
     near = np.abs(steps.astype(dtype).astype(np.float32) - steps) <= np.abs(steps) * _NEAR
-    fits &= near
-    turned &= near
+    fits = near & (low >= -end) & (high < end)
+    turned = near & ~fits & (low > -end) & (high <= end) & (block.bits == 4)
+    if zero_points is not None:
+        moved = near & ~fits & ~turned & (high - low <= top)
+        np.copyto(zero_points, np.clip(end, -low, top - high), where=moved, casting="unsafe")
+        fits |= moved
     np.copyto(scales, steps, where=fits)
     np.copyto(scales, -steps, where=turned)
     return int(fits.sum() + turned.sum())

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnxport.errors import CheckpointError
 from onnxport.exporter import mxfp4
 from onnxport.exporter.plan import MatrixPlan
-from onnxport.exporter.quantize import BlockFormat, quantize_rows
+from onnxport.exporter.quantize import BlockFormat, pack_zero_points, quantize_rows
 
 POWERS: Final = np.dtype(ml_dtypes.float8_e8m0fnu)  # of scales that are exponents
 
@@ -29,6 +29,7 @@ class Target:
         *,
         rows: int | None = None,
         by_rows: bool = True,
+        may_move_zero: bool = False,
     ) -> None:
         """Make them.
 
@@ -38,6 +39,7 @@ class Target:
             dtype: What it, or its scales, are stored in.
             rows: How many of them there are; None: all.
             by_rows: Whether it is stored [N, K] if it is not quantized, and not [K, N].
+            may_move_zero: Whether blocks may have zero points of their own.
         """
         rows = plan.rows if rows is None else rows
         self._block = block
@@ -46,6 +48,7 @@ class Target:
         self._by_rows = by_rows
         self.weight: NDArray[Any]
         self.scales: NDArray[Any] | None = None
+        self._zero_points: NDArray[np.uint8] | None = None
         if block is None:
             dims = (rows, plan.columns) if by_rows else (plan.columns, rows)
             self.weight = np.empty(dims, dtype)
@@ -53,6 +56,15 @@ class Target:
             blocks = block.num_blocks(plan.columns)
             self.weight = np.empty((rows, blocks, block.blob_bytes), np.uint8)
             self.scales = np.empty((rows, blocks), POWERS if block.is_fp4 else dtype)
+            if may_move_zero:
+                self._zero_points = np.full((rows, blocks), block.zero_point, np.uint8)
+
+    @property
+    def zero_points(self) -> NDArray[np.uint8] | None:
+        """Those of all blocks, see `pack_zero_points`; None: no block has one of its own."""
+        if self._block is None or self._zero_points is None:
+            return None
+        return pack_zero_points(self._zero_points, self._block)
 
     def convert(
         self,
@@ -78,7 +90,10 @@ class Target:
             return 0
         assert self.scales is not None
         scales = self.scales[where]
-        kept = quantize_rows(values, self._block, self.weight[where], scales, meant, steps)
+        zero_points = None if self._zero_points is None else self._zero_points[where]
+        kept = quantize_rows(
+            values, self._block, self.weight[where], scales, meant, steps, zero_points
+        )
         if not np.isfinite(scales).all():
             raise not_finite(name, values, self._dtype)
         return kept

@@ -48,6 +48,7 @@ class StoredMatrix:
     scales: TensorRef | None = None  # [N, blocks] where quantized
     bias: TensorRef | None = None  # [N]
     by_rows: bool = False
+    zero_points: TensorRef | None = None  # [N, ceil(blocks * bits / 8)]; None: all 2^(bits - 1)
 
 
 @dataclass(slots=True)
@@ -152,7 +153,13 @@ class StreamingWeights:
         plan = self._plan.matrices[role]
         by_rows = by_rows or plan.by_rows
         block = block_of(role, plan, self._options)
-        target = Target(plan, block, self._options.activation_dtype, by_rows=by_rows)
+        target = Target(
+            plan,
+            block,
+            self._options.activation_dtype,
+            by_rows=by_rows,
+            may_move_zero=may_move_zero(role, plan, block, self._checkpoint),
+        )
         for panel in self._panels(plan, block):
             self._convert(target, panel, plan, product)
             self._on_bytes(panel.num_bytes)
@@ -166,11 +173,13 @@ class StreamingWeights:
         if y is not None and plan.in_turns:
             y = _apart(y, len(plan.parts))
         weight = self._writer.add_weight(f"{role}.weight", target.weight)
-        scales = None
+        scales = zero_points = None
         if target.scales is not None:
             scales = self._writer.add_weight(f"{role}.scales", target.scales)
+        if (moved := target.zero_points) is not None:
+            zero_points = self._writer.add_weight(f"{role}.zero_points", moved)
         self.stored.matrices[role] = StoredMatrix(
-            weight, plan.rows, plan.columns, block, scales, bias, by_rows
+            weight, plan.rows, plan.columns, block, scales, bias, by_rows, zero_points
         )
         return y
 
@@ -295,6 +304,20 @@ def block_of(role: str, plan: MatrixPlan, options: ExportOptions) -> BlockFormat
         return None
     is_head, is_expert = role in {HEAD, EMBEDDING}, role.endswith(EXPERTS)
     return options.block(head=is_head, experts=is_expert, whole=plan.whole_blocks)
+
+
+def may_move_zero(
+    role: str, plan: MatrixPlan, block: BlockFormat | None, checkpoint: Checkpoint
+) -> bool:
+    """Whether blocks of a matrix may need zero points of their own, and can have them.
+
+    Integers of fewer bits than a block has fit without. Head and embedding may be one table, and
+    experts are no MatMulNBits: these have none.
+    """
+    if block is None or role in {HEAD, EMBEDDING} or role.endswith(EXPERTS):
+        return False
+    found = (checkpoint.packed_matrices.get(part.tensor) for part in plan.parts)
+    return any(one is not None and one.bits >= block.bits for one in found)
 
 
 def _store_rope(

@@ -147,6 +147,17 @@ def set_attribute(node: onnx.NodeProto, name: str, value: int | float | str) -> 
     node.attribute.extend([*kept, onnx.helper.make_attribute(name, value)])
 
 
+def input_at(node: onnx.NodeProto, place: int) -> str:
+    """The name of an optional input; empty where a node has none."""
+    return str(node.input[place]) if place < len(node.input) else ""
+
+
+def set_input(node: onnx.NodeProto, place: int, name: str) -> None:
+    """Let a node have an optional input at a place that may be behind its last one."""
+    node.input.extend([""] * (place + 1 - len(node.input)))
+    node.input[place] = name
+
+
 def element_types(model: onnx.ModelProto) -> dict[str, int]:
     """The ONNX element types of values, as far as they can be known.
 

@@ -119,29 +119,32 @@ def matmul_nbits(
     n: int,
     bits: int,
     block_size: int,
+    zero_points: str = "",
     bias: str = "",
     accuracy_level: int | None = None,
     name: str = "linear",
 ) -> str:
-    """`x @ dequantized(weight).T + bias` with block-wise symmetric weights.
+    """`x @ dequantized(weight).T + bias` with block-wise quantized weights.
 
     Args:
         g: The builder.
         x: Activations [..., K].
         weight: uint8 [N, K / block_size, block_size * bits / 8]; 4-bit values have the even
-            element in the low nibble. The zero point is 2^(bits - 1).
+            element in the low nibble.
         scales: [N, K / block_size], of x's dtype.
         k: Input features.
         n: Output features.
         bits: 4 or 8.
         block_size: Input features that share a scale.
+        zero_points: uint8 [N, ceil(K / block_size * bits / 8)], packed as the weights are; omitted:
+            2^(bits - 1) in every block.
         bias: [N] or omitted; a separate Add, which every execution provider has.
         accuracy_level: Least accuracy of x, 1 = float32 … 4 = int8 blocks; None leaves it out.
         name: Node name.
     """
     y = g.node(
         "MatMulNBits",
-        [x, weight, scales],
+        [x, weight, scales, *([zero_points] if zero_points else [])],
         domain=MICROSOFT,
         name=name,
         K=k,

@@ -17,7 +17,7 @@ import onnx
 from onnx import TensorProto
 
 from onnxport.graphs import contract
-from onnxport.graphs.inspect import attribute_int, consumers, names
+from onnxport.graphs.inspect import attribute_int, consumers, names, set_input
 from onnxport.graphs.passes.gated_silu import DOMAIN
 from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
 from onnxport.graphs.passes.result import PassResult, copy_model
@@ -77,12 +77,6 @@ def head_of(model: onnx.ModelProto) -> onnx.NodeProto | None:
             is_first = node.output[0] == contract.LOGITS
             return node if is_product and is_large and is_first else None
     return None
-
-
-def set_input(node: onnx.NodeProto, place: int, name: str) -> None:
-    """Let a node have an optional input at a place that may be behind its last one."""
-    node.input.extend([""] * (place + 1 - len(node.input)))
-    node.input[place] = name
 
 
 def _fits(node: onnx.NodeProto) -> bool:

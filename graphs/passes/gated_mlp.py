@@ -15,15 +15,17 @@ from typing import Final
 
 import onnx
 
-from onnxport.graphs.inspect import attribute_int, consumers
+from onnxport.graphs.inspect import attribute_int, consumers, input_at, set_input
 from onnxport.graphs.passes.gated_gelu import GATED_GELU
 from onnxport.graphs.passes.gated_silu import DOMAIN, GATED_SILU
-from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
+from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS, ZERO_POINTS
 from onnxport.graphs.passes.lora import ADD_LORA
 from onnxport.graphs.passes.result import PassResult, copy_model
 
 GATED_MLP: Final = "GatedMlp"  # [..., K] -> inner features, gated -> [..., N]
 NORM_INPUT: Final = 5  # skip and gamma, see graphs.passes.input_norm; adapters come behind them
+ADAPTERS_INPUT: Final = 7
+MLP_ZERO_POINTS: Final = (11, 12)  # of gate and up, and of down
 _INTEGER_LORA_INPUTS: Final = 6  # of AddLora, with scales
 _GATES: Final = (GATED_SILU, GATED_GELU)
 
@@ -149,16 +151,16 @@ def _is_ours(node: onnx.NodeProto, *kinds: str) -> bool:
 
 
 def _node(mlp: _Mlp) -> onnx.NodeProto:
-    inputs = [*mlp.gate_up.input, *mlp.down.input[1:]]
+    inputs = [*mlp.gate_up.input[:3], *mlp.down.input[1:3]]
     attributes = {"is_gelu": 1} if mlp.gate.op_type == GATED_GELU else {}
     if mlp.adapters:
         first, second = mlp.adapters
-        inputs += ["", "", *first.input[2:]]
+        inputs += [""] * (ADAPTERS_INPUT - len(inputs)) + list(first.input[2:])
         attributes |= adapter_attributes(first)
         for name, adding in (("gate_up", first), ("down", second)):
             attributes[f"{name}_offset"] = attribute_int(adding, "offset", 0)
             attributes[f"{name}_ranks"] = attribute_int(adding, "ranks", 0)
-    return onnx.helper.make_node(
+    node = onnx.helper.make_node(
         GATED_MLP,
         inputs,
         list(mlp.last.output),
@@ -173,3 +175,7 @@ def _node(mlp: _Mlp) -> onnx.NodeProto:
         down_block_size=attribute_int(mlp.down, "block_size", 0),
         **attributes,
     )
+    for product, place in zip((mlp.gate_up, mlp.down), MLP_ZERO_POINTS, strict=True):
+        if zero_points := input_at(product, ZERO_POINTS):
+            set_input(node, place, zero_points)
+    return node

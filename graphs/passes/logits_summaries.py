@@ -15,8 +15,8 @@ import onnx
 from onnx import TensorProto
 
 from onnxport.graphs import contract
-from onnxport.graphs.inspect import attribute_int, names
-from onnxport.graphs.passes.coarse_head import head_of, rows_of_logits, set_input
+from onnxport.graphs.inspect import attribute_int, names, set_input
+from onnxport.graphs.passes.coarse_head import head_of, rows_of_logits
 from onnxport.graphs.passes.result import PassResult, copy_model
 
 _SCALES: Final = 7  # the input's place, behind exact

@@ -14,11 +14,11 @@ from typing import Final
 
 import onnx
 
-from onnxport.graphs.inspect import attribute_int, consumers
+from onnxport.graphs.inspect import attribute_int, consumers, set_input
 from onnxport.graphs.passes.followers import take_in
 from onnxport.graphs.passes.gated_mlp import adapter_attributes, adds_integer_adapters
 from onnxport.graphs.passes.gated_silu import DOMAIN
-from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS
+from onnxport.graphs.passes.int8_matmul import MATMUL_NBITS, ZERO_POINTS
 from onnxport.graphs.passes.result import PassResult
 
 ADAPTERS_INPUT: Final = 8  # of MatMulNBits, behind those of norm, bias and logits
@@ -42,7 +42,7 @@ def _find(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
     for at, node in enumerate(model.graph.node):
         product = node.output[0] if node.output else ""
         reading = readers.get(product, [])
-        if node.op_type != MATMUL_NBITS or node.domain != DOMAIN or len(node.input) != 3:
+        if node.op_type != MATMUL_NBITS or node.domain != DOMAIN or any(node.input[3:ZERO_POINTS]):
             continue
         if product in outputs or len(reading) != 1 or reading[0][1] != 0:
             continue
@@ -57,7 +57,8 @@ def _find(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
 def _fused(node: onnx.NodeProto, adding: onnx.NodeProto) -> onnx.NodeProto:
     fused = onnx.NodeProto()
     fused.CopyFrom(node)
-    fused.input.extend([""] * (ADAPTERS_INPUT - len(fused.input)) + list(adding.input[2:]))
+    for place, name in enumerate(adding.input[2:], ADAPTERS_INPUT):
+        set_input(fused, place, name)
     fused.output[0] = adding.output[0]
     places = ("offset", "ranks", "columns0", "columns1", "columns2")
     copied = {name: attribute_int(adding, name, 0) for name in places}

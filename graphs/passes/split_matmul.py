@@ -35,8 +35,8 @@ def split_matmul(model: onnx.ModelProto) -> PassResult:
     """Replace `MatMulNBits, Split` by one MatMulNBits for each part.
 
     It fires where the Split cuts the last axis in equal parts and is the only reader of the
-    product, and where weights and scales are external data that no other node reads. A product
-    with zero points, an order of inputs or a bias stays as it is.
+    product, and where weights, scales and zero points are external data that no other node reads. A
+    product with an order of inputs or a bias stays as it is.
     """
     copy = copy_model(model)
     found = {node.output[0]: node for node in copy.graph.node if node.op_type == MATMUL_NBITS}
@@ -84,12 +84,12 @@ def _match(
         and features % count == 0
         and readers[product.output[0]] == 1
         and len(product.input) >= 3
-        and not any(product.input[3:])
+        and not any(product.input[4:])
         and attribute_int(product, "weight_prepacked", 0) == 0
     )
     if not fits:
         return None
-    for name in product.input[1:3]:
+    for name in filter(None, product.input[1:4]):
         tensor = tensors.get(name)
         if tensor is None or tensor.data_location != TensorProto.EXTERNAL:
             return None
@@ -113,7 +113,9 @@ def _parts(
         node.name = f"{joined.product.name}.{first}"
         node.output[0] = output
         set_attribute(node, "N", end - first)
-        for index in (1, 2):
+        for index in range(1, len(node.input)):
+            if not node.input[index]:
+                continue
             whole = tensors[node.input[index]]
             name = f"{whole.name}.{first}"
             while name in taken:

@@ -224,9 +224,12 @@ class _Conversions:
         """A product with a compressed weight; scales are float32 after `retype`."""
         features, depth = node.get_attribute("N"), node.get_attribute("K")
         bits, block_size = node.get_attribute("bits"), node.get_attribute("block_size")
-        if node.get_input_size() > 3:
-            raise ValueError("MatMulNBits with zero points, an order of inputs or a bias")
-        weight = self._dequantized(_name(node, 1), _name(node, 2), [features], bits, block_size)
+        if node.get_input_size() > 4:
+            raise ValueError("MatMulNBits with an order of inputs or a bias")
+        zero_points = _name(node, 3) if node.get_input_size() == 4 else None
+        weight = self._dequantized(
+            _name(node, 1), _name(node, 2), [features], bits, block_size, zero_points
+        )
         x = node.get_input(0)
         padding = -depth % block_size
         if padding:  # the last block is stored whole
@@ -276,9 +279,17 @@ class _Conversions:
         return write_experts(x, logits, own, node.get_attribute("k"), swiglu)
 
     def _dequantized(
-        self, name: str, scales: str, dims: Sequence[int], bits: int, block_size: int
+        self,
+        name: str,
+        scales: str,
+        dims: Sequence[int],
+        bits: int,
+        block_size: int,
+        zero_points: str | None = None,
     ) -> Any:
-        """Unsigned blocks around 2^(bits-1), each with a scale: float [*dims, columns].
+        """Unsigned blocks, each with a scale: float [*dims, columns].
+
+        They are around 2^(bits-1), or zero points of their own.
 
         Constants in this form are what the plugin's kernels take without unpacking them.
         """
@@ -289,7 +300,11 @@ class _Conversions:
         shape = ov.Shape([*dims, blocks, block_size])
         kind = {4: ov.Type.u4, 8: ov.Type.u8}[bits]
         numbers = self._shared(ov.Tensor(stored, shape, kind))
-        zero = ov.op.Constant(kind, ov.Shape([]), [1 << (bits - 1)])
+        if zero_points is None:
+            zero = ov.op.Constant(kind, ov.Shape([]), [1 << (bits - 1)])
+        else:
+            side_by_side = _side_by_side(self._weights[zero_points], blocks, bits)
+            zero = self._shared(ov.Tensor(side_by_side, ov.Shape([*dims, blocks, 1]), kind))
         factors = _writable(self._weights[scales]).reshape(*dims, blocks, 1)
         scale = self._shared(ov.Tensor(factors, shared_memory=True))
         dtype = scale.get_element_type()
@@ -299,6 +314,17 @@ class _Conversions:
 
     def _value(self, value: Any, dtype: Any) -> Any:
         return self._ops.constant(np.array(value, dtype)).output(0)
+
+
+def _side_by_side(zero_points: NDArray[Any], blocks: int, bits: int) -> NDArray[np.uint8]:
+    """Zero points, of which each row begins with a byte, without what fills up the last one."""
+    if bits == 8 or blocks % 2 == 0:
+        return np.array(zero_points, np.uint8).reshape(-1)
+    rows = zero_points.reshape(-1, -(-blocks // 2))
+    both = np.stack([rows & 15, rows >> 4], -1).reshape(len(rows), -1)[:, :blocks].reshape(-1)
+    filled = np.pad(both, (0, both.size % 2))
+    joined: NDArray[np.uint8] = filled[::2] | filled[1::2] << 4
+    return joined
 
 
 def _writable(weight: NDArray[Any]) -> NDArray[Any]:

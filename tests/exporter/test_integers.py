@@ -30,6 +30,9 @@ WRITTEN: dict[str, Callable[[Path], integers.Tensors]] = {
     "gptq by rows": lambda folder: integers.store_gptq(folder, group_size=-1),
     "gptq in ragged groups": lambda folder: integers.store_gptq(folder, group_size=40),
     "gptq with zeros": lambda folder: integers.store_gptq(folder, symmetric=False),
+    "gptq in 8 bits with zeros": lambda folder: integers.store_gptq(
+        folder, bits=8, symmetric=False
+    ),
     "gptq in another order": lambda folder: integers.store_gptq(folder, order=True),
     "gptq_v2": lambda folder: integers.store_gptq(folder, symmetric=False, second=True),
     "awq": integers.store_awq,
@@ -101,16 +104,22 @@ def test_logits_are_those_of_transformers(folder: Path, tmp_path: Path, name: st
         ("gptq", "int8", 32),
         ("gptq in 8 bits", "int8", 32),
         ("gptq by rows", "int4", 128),
+        ("gptq with zeros", "int4", 32),
         ("gptq with zeros", "int8", 32),
+        ("gptq in 8 bits with zeros", "int8", 32),
+        ("gptq_v2", "int4", 32),
         ("gptq_v2", "int8", 32),
+        ("awq", "int4", 32),
         ("awq", "int8", 32),
         ("auto-round as gptq", "int4", 32),
         ("auto-round as awq", "int4", 32),
         ("packed", "int4", 32),
         ("packed by rows", "int4", 128),
+        ("packed with zeros", "int4", 32),
         ("packed with zeros", "int8", 32),
         ("packed in 8 bits", "int8", 32),
         ("bytes", "int8", 128),
+        ("bytes with zeros", "int8", 128),
     ],
 )
 def test_integers_are_kept(
@@ -126,6 +135,7 @@ def test_integers_are_kept(
     with caplog.at_level(logging.INFO):
         artifact = Artifact.read(exported(folder, tmp_path / "artifact", precision))
     assert "blocks of integers are stored as they are" in caplog.text
+    assert "were quantized again" not in caplog.text
     assert artifact.manifest.group_size == group_size
     # Scales, norms, the embedding and the head have float16's digits, the projections all of theirs
     off = np.abs(golden_logits(artifact.path) - golden_logits(floats)).max()
@@ -140,13 +150,12 @@ def test_integers_are_kept(
     ("name", "precision", "options", "share"),
     [
         ("gptq in 8 bits", "int4", {}, 0.9),
-        ("gptq with zeros", "int4", {}, 0.2),
-        ("awq", "int4", {}, 0.2),
-        ("packed with zeros", "int4", {}, 0.2),
+        ("gptq in 8 bits with zeros", "int4", {}, 0.9),
         ("gptq in another order", "int8", {}, 1.0),
         ("packed in another order", "int4", {}, 1.0),
         ("gptq in ragged groups", "int8", {}, 1.0),
         ("gptq", "int4", {"group_size": 64}, 1.0),
+        ("awq", "int4", {"group_size": 64}, 1.0),
         ("packed in 8 bits", "int4", {}, 0.9),
     ],
 )

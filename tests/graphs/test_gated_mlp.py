@@ -10,9 +10,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.inspect import attribute_int
+from onnxport.graphs.inspect import attribute_int, input_at
 from onnxport.graphs.lora import SlotDtype
-from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
+from onnxport.graphs.passes.gated_mlp import MLP_ZERO_POINTS, fuse_gated_mlp
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.lora import add_lora, add_lora_operator
@@ -63,6 +63,15 @@ def test_it_becomes_one_node_with_the_same_bits() -> None:
         for of in (before, result.model)
     )
     assert together.tobytes() == apart.tobytes()
+
+
+@pytest.mark.parametrize("has_zeros", [(True, False), (False, True), (True, True)])
+def test_zero_points_go_along(has_zeros: tuple[bool, bool]) -> None:
+    of = mlp_cases.make_case(2, (4, 32), (8, 64), (96, 70, 40), 5, has_zeros)
+    (node,) = fuse_gated_mlp(onnx.load_from_string(mlp_cases.separate(of))).model.graph.node
+    (wanted,) = onnx.load_from_string(mlp_cases.fused(of)).graph.node
+    assert list(node.input) == list(wanted.input)
+    assert [bool(input_at(node, place)) for place in MLP_ZERO_POINTS] == list(has_zeros)
 
 
 def test_a_gelu_is_told() -> None:

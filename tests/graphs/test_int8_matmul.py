@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxport.graphs import contract
 from onnxport.graphs.inspect import attribute_int, set_attribute
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
-from onnxport.graphs.passes.int8_matmul import use_int8_matmul
+from onnxport.graphs.passes.int8_matmul import ZERO_POINTS, use_int8_matmul
 from onnxport.providers.cpu.library import find_library, matmul_isa
 from tests.graphs import test_gated_silu
 from tests.kernels import matmul_cases
@@ -45,6 +45,9 @@ def model(of: MatMulCase) -> onnx.ModelProto:
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", of.n])],
         [numpy_helper.from_array(of.quants, "w"), numpy_helper.from_array(of.scales, "s")],
     )
+    if of.zero_points is not None:
+        graph.node[0].input.append("z")
+        graph.initializer.append(numpy_helper.from_array(of.stored_zero_points, "z"))
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(contract.MICROSOFT, 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
@@ -84,6 +87,22 @@ def test_it_replaces_the_node_and_computes_the_same(bits: int, block_size: int) 
     bound = matmul_cases.rounding_bound(of)
     floats = np.abs(matmul_cases.float_product(of))
     assert np.all(np.abs(found - run(exact, of.x)) <= bound * 1.001 + floats * 1e-4)
+
+
+@pytest.mark.parametrize("bits", matmul_cases.BITS)
+def test_zero_points_go_along(bits: int) -> None:
+    of = matmul_cases.with_zero_points(3, matmul_cases.make_case(3, bits, 32, 160, 48, 5))
+    before = model(of)
+    result = use_int8_matmul(before)
+    assert result.changes
+    (node,) = result.model.graph.node
+    assert list(node.input) == ["x", "w", "s", *[""] * (ZERO_POINTS - 3), "z"]
+    if find_library() is None or matmul_isa() is None:
+        pytest.skip("the C++ kernels were not built, or this processor has no kernel of ours")
+    exact = model(of)
+    set_attribute(exact.graph.node[0], "accuracy_level", 1)
+    bound = matmul_cases.rounding_bound(of) + 1e-6 * matmul_cases.magnitudes(of)
+    assert np.all(np.abs(run(result.model, of.x) - run(exact, of.x)) <= bound * 1.001)
 
 
 def test_bits_have_the_schemas_default() -> None:
@@ -142,6 +161,11 @@ def _half_scales(of: onnx.ModelProto) -> None:
     scales.CopyFrom(numpy_helper.from_array(half, "s"))
 
 
+def _zero_points_from_outside(of: onnx.ModelProto) -> None:
+    of.graph.node[0].input.append("z")
+    of.graph.input.append(helper.make_tensor_value_info("z", TensorProto.UINT8, [144]))
+
+
 def _other_domain(of: onnx.ModelProto) -> None:
     of.graph.node[0].domain = "elsewhere"
 
@@ -160,7 +184,8 @@ def _no_level(of: onnx.ModelProto) -> None:
         pytest.param(_attribute("block_size", 8), id="blocks of 8"),
         pytest.param(_attribute("block_size", 512), id="blocks of 512"),
         pytest.param(_attribute("weight_prepacked", 1), id="prepacked"),
-        pytest.param(_input(3, TensorProto.UINT8, [144]), id="zero points"),
+        pytest.param(_input(3, TensorProto.FLOAT, [240]), id="zero points in floats"),
+        pytest.param(_zero_points_from_outside, id="zero points from outside"),
         pytest.param(_input(4, TensorProto.INT32, [160]), id="order of inputs"),
         pytest.param(_input(5, TensorProto.FLOAT, [48]), id="bias"),
         pytest.param(_becomes_an_input("w", False), id="weights from outside"),

@@ -26,22 +26,26 @@ from tests.kernels import matmul_cases, matmul_lora_cases
 from tests.kernels.mlp_lora_cases import INPUTS
 
 CASE = matmul_lora_cases.make_case(8, 5)
+WITH_ZERO_POINTS = matmul_lora_cases.make_case(7, 5)
 FIRED = {"adapters added by their products": 1}
 PRODUCT, ADDING = 0, 1  # places in the model
 
 
-def model() -> onnx.ModelProto:
+def model(case: matmul_lora_cases.AdaptedProduct = CASE) -> onnx.ModelProto:
     """A product, what adapters add to it, and a bias."""
-    of = onnx.load_from_string(matmul_lora_cases.separate(CASE))
+    of = onnx.load_from_string(matmul_lora_cases.separate(case))
     product, adding = of.graph.node
-    del product.input[3:]
+    product.input[5] = ""
     adding.output[0] = "adapted"
     of.graph.node.append(helper.make_node("Add", ["adapted", "bias"], ["y"]))
     return of
 
 
-def test_they_go_into_the_product_and_the_bias_after_them() -> None:
-    before = model()
+@pytest.mark.parametrize("case", [CASE, WITH_ZERO_POINTS])
+def test_they_go_into_the_product_and_the_bias_after_them(
+    case: matmul_lora_cases.AdaptedProduct,
+) -> None:
+    before = model(case)
     untouched = before.SerializeToString()
     result = fuse_product_adapters(before)
     assert result.changes == FIRED
@@ -50,14 +54,15 @@ def test_they_go_into_the_product_and_the_bias_after_them() -> None:
     biased = fuse_product_bias(result.model)
     assert biased.changes == {"biases added by their products": 1}
     (node,) = biased.model.graph.node
-    assert list(node.input) == ["x", "w", "s", "", "", "bias", "", "", *INPUTS]
+    behind = ["", "", "z"] if case is WITH_ZERO_POINTS else []
+    assert list(node.input) == ["x", "w", "s", "", "", "bias", "", "", *INPUTS, *behind]
     assert list(node.output) == ["y"]
     library = find_library()
     if library is None or matmul_isa() is None:
         pytest.skip("the C++ kernels were not built, or this processor has no kernel of ours")
-    wanted = onnx.load_from_string(matmul_lora_cases.fused(CASE))
+    wanted = onnx.load_from_string(matmul_lora_cases.fused(case))
     found, same = (
-        matmul_cases.session(library, of.SerializeToString()).run(["y"], CASE.feeds())[0]
+        matmul_cases.session(library, of.SerializeToString()).run(["y"], case.feeds())[0]
         for of in (biased.model, wanted)
     )
     assert found.tobytes() == same.tobytes()

@@ -20,19 +20,23 @@ FILE = "weights.bin"
 Edit = Callable[[onnx.ModelProto], None]
 
 
-def stored(flat_scales: bool) -> list[tuple[str, NDArray[np.generic]]]:
+def stored(flat_scales: bool, zero_points: bool) -> list[tuple[str, NDArray[np.generic]]]:
     random = np.random.default_rng(0)
     scales = random.random((FEATURES, BLOCKS), np.float32)
+    zeros = random.integers(0, 256, (FEATURES, BLOCKS // 2), np.uint8)
     return [
         ("weight", random.integers(0, 256, (FEATURES, BLOCKS, BLOCK // 2), np.uint8)),
         ("scales", scales.reshape(-1) if flat_scales else scales),
+        *([("zero_points", zeros)] if zero_points else []),
     ]
 
 
-def model(folder: Path, *, parts: int = 2, flat_scales: bool = False) -> onnx.ModelProto:
+def model(
+    folder: Path, *, parts: int = 2, flat_scales: bool = False, zero_points: bool = False
+) -> onnx.ModelProto:
     """A MatMulNBits and the Split of its result, weights in a file behind 64 other bytes."""
     initializers, content = [], bytes(64)
-    for name, value in stored(flat_scales):
+    for name, value in stored(flat_scales, zero_points):
         kind = helper.np_dtype_to_tensor_dtype(value.dtype)
         tensor = TensorProto(name=name, data_type=kind, dims=value.shape)
         tensor.data_location = TensorProto.EXTERNAL
@@ -43,7 +47,7 @@ def model(folder: Path, *, parts: int = 2, flat_scales: bool = False) -> onnx.Mo
     (folder / FILE).write_bytes(content)
     outputs = [f"y{part}" for part in range(parts)]
     product = helper.make_node(
-        "MatMulNBits", ["x", "weight", "scales"], ["joined"], name="gate_up",
+        "MatMulNBits", ["x", *(one.name for one in initializers)], ["joined"], name="gate_up",
         domain="com.microsoft", K=DEPTH, N=FEATURES, bits=4, block_size=BLOCK, accuracy_level=1,
     )  # fmt: skip
     split = helper.make_node("Split", ["joined"], outputs, axis=-1, num_outputs=parts)
@@ -73,18 +77,19 @@ def run(of: onnx.ModelProto, folder: Path) -> list[NDArray[np.float32]]:
 
 @pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("flat_scales", [True, False])
+@pytest.mark.parametrize("zero_points", [True, False])
 def test_each_part_becomes_a_product_of_its_own(
-    tmp_path: Path, parts: int, flat_scales: bool
+    tmp_path: Path, parts: int, flat_scales: bool, zero_points: bool
 ) -> None:
-    before = model(tmp_path, parts=parts, flat_scales=flat_scales)
+    before = model(tmp_path, parts=parts, flat_scales=flat_scales, zero_points=zero_points)
     untouched = before.SerializeToString()
     result = split_matmul(before)
     assert before.SerializeToString() == untouched
     assert result.changes == {"joined projections split": 1}
     assert [node.op_type for node in result.model.graph.node] == ["MatMulNBits"] * parts
     names = [tensor.name for tensor in result.model.graph.initializer]
-    assert len(names) == 2 * parts
-    assert not {"weight", "scales"} & set(names)
+    assert len(names) == (3 if zero_points else 2) * parts
+    assert not {"weight", "scales", "zero_points"} & set(names)
     for found, expected in zip(run(result.model, tmp_path), run(before, tmp_path), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 

@@ -12,6 +12,9 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from onnxport.graphs.inspect import set_input
+from onnxport.graphs.passes.int8_matmul import ZERO_POINTS
+
 Floats = NDArray[np.float32]
 
 BITS = (4, 8)
@@ -34,6 +37,7 @@ class MatMulCase:
     scales: Floats  # [N, blocks]
     # The quants are E2M1: levels are twice what they are, and scales half of what those are.
     is_fp4: bool = False
+    zero_points: NDArray[np.uint8] | None = None  # [N, blocks], one each; None: the middle
 
     def replace(self, **changes: object) -> MatMulCase:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -48,7 +52,14 @@ class MatMulCase:
 
     @cached_property
     def levels(self) -> NDArray[np.int64]:
-        """The quants as integers around zero, [N, blocks, block_size]."""
+        """The quants as integers around their zero points, [N, blocks, block_size]."""
+        if self.zero_points is None:
+            return self.centred
+        return self.centred + (1 << (self.bits - 1)) - self.zero_points.astype(np.int64)[..., None]
+
+    @cached_property
+    def centred(self) -> NDArray[np.int64]:
+        """Likewise, around the middle: what is multiplied."""
         levels = self.quants
         if self.bits == 4:
             levels = np.stack([levels & 15, levels >> 4], -1).reshape(*levels.shape[:2], -1)
@@ -64,6 +75,16 @@ class MatMulCase:
         mantissas, exponents = np.frexp(self.scales)
         assert ((mantissas == 0.5) | np.isnan(mantissas)).all(), "no powers of two"
         return np.where(np.isnan(mantissas), 255, exponents - 1 + 128).astype(np.uint8)
+
+    @property
+    def stored_zero_points(self) -> NDArray[np.uint8]:
+        """As the operator's input has them: at 4 bits two blocks to a byte, the even one low."""
+        assert self.zero_points is not None
+        if self.bits == 8:
+            return self.zero_points
+        blocks = self.zero_points.shape[1]
+        even = np.pad(self.zero_points, ((0, 0), (0, blocks % 2)), constant_values=9)
+        return even[:, ::2] | even[:, 1::2] << 4
 
     def blocks_of(self, x: Floats) -> Floats:
         """Rows [rows, K] cut into blocks, [rows, blocks, block_size], zeros after the end."""
@@ -81,7 +102,16 @@ def random_case(seed: int) -> MatMulCase:
     rng = np.random.default_rng(seed)
     bits, block_size = BITS[seed % 2], BLOCK_SIZES[seed // 2 % 5]
     n, k, rows = int(rng.choice(WIDTHS)), int(rng.choice(DEPTHS)), int(rng.choice(ROWS))
-    return make_case(seed, bits, block_size, k, n, rows)
+    case = make_case(seed, bits, block_size, k, n, rows)
+    return with_zero_points(seed, case) if seed % 7 in (3, 5) else case
+
+
+def with_zero_points(seed: int, case: MatMulCase) -> MatMulCase:
+    """The same with random zero points, of which some are the middle."""
+    rng = np.random.default_rng(seed + 1)
+    zeros = rng.integers(0, 1 << case.bits, case.scales.shape, np.uint8)
+    zeros[rng.integers(0, 4, zeros.shape) == 0] = 1 << (case.bits - 1)
+    return case.replace(zero_points=zeros)
 
 
 def make_case(seed: int, bits: int, block_size: int, k: int, n: int, rows: int) -> MatMulCase:
@@ -189,6 +219,9 @@ def model(case: MatMulCase, constant: bool = True, **attributes: int) -> bytes:
     }
     node = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain="onnxport", **values)
     tensors = [numpy_helper.from_array(case.quants, "w"), numpy_helper.from_array(case.scales, "s")]
+    if case.zero_points is not None:
+        tensors.append(numpy_helper.from_array(case.stored_zero_points, "z"))
+        set_input(node, ZERO_POINTS, "z")
     shape = [f"rows{i}" for i in range(case.x.ndim - 1)]
     inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*shape, "depth"])]
     if not constant:
@@ -205,12 +238,19 @@ def model(case: MatMulCase, constant: bool = True, **attributes: int) -> bytes:
 def add_bias(serialized: bytes, bias: Floats, constant: bool = True) -> bytes:
     """The model with a bias, an initializer or an input."""
     of = onnx.load_from_string(serialized)
-    of.graph.node[0].input.extend(["", "", "bias"])
+    set_input(of.graph.node[0], 5, "bias")
     if constant:
         of.graph.initializer.append(numpy_helper.from_array(bias, "bias"))
     else:
         of.graph.input.append(helper.make_tensor_value_info("bias", TensorProto.FLOAT, bias.shape))
     return of.SerializeToString()
+
+
+def magnitudes(case: MatMulCase) -> NDArray[np.float64]:
+    """The largest that partial sums may become, [rows, N]: rounding is relative to that."""
+    weights = np.abs(case.centred).sum(-1) + np.abs(case.levels - case.centred).sum(-1)
+    largest = np.abs(case.blocks_of(case.rows())).max(-1).astype(np.float64)
+    return np.asarray(largest @ (weights * np.abs(case.scales.astype(np.float64))).T)
 
 
 def session(library: Path, serialized: bytes, threads: int = 2) -> ort.InferenceSession:
@@ -231,7 +271,7 @@ def check(case: MatMulCase, found: Floats) -> None:
     """Checks the output against the rounded numbers, tightly, and against the exact ones."""
     found = found.reshape(-1, case.n).astype(np.float64)
     wanted = expected(case)
-    magnitude = np.abs(case.blocks_of(case.rows())).max(-1) @ np.abs(weights_of(case)).sum(-1).T
+    magnitude = magnitudes(case)
     # Each block rounds three times in float32, and sums round as often as there are blocks.
     assert np.all(np.abs(found - wanted) <= 1e-6 * magnitude + 1e-30)
     norm = np.linalg.norm(wanted, axis=1, keepdims=True)

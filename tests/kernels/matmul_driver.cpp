@@ -20,6 +20,8 @@ struct Stored {
   std::vector<float> x, scales;
   std::vector<float> skip, gamma, residual;  // of a norm; empty for none
   std::vector<uint8_t> quants, exponents;    // exponents, E8M0, in place of scales
+  std::vector<uint8_t> zero_points;          // empty for none
+  std::vector<uint16_t> zeros;               // packed
 
   onnxport::Scales stored_scales() const {
     if (product.is_fp4) return {exponents.data(), onnxport::Scales::kE8M0};
@@ -28,7 +30,7 @@ struct Stored {
 };
 
 Stored read_product() {
-  const std::vector<int64_t> sizes = read_array<int64_t>(7);
+  const std::vector<int64_t> sizes = read_array<int64_t>(8);
   Stored stored;
   MatMul& m = stored.product;
   m.k = sizes[0];
@@ -44,6 +46,7 @@ Stored read_product() {
   else
     stored.scales = read_array<float>(m.n * num_blocks(m));
   m.half_scales = onnxport::are_halves(stored.stored_scales(), m.n * num_blocks(m));
+  if (sizes[7] != 0) stored.zero_points = read_array<uint8_t>(m.n * stored_zero_bytes(m));
   if (sizes[5] != 0) {
     m.norm.epsilon = read_array<float>(1)[0];
     stored.skip = read_array<float>(m.rows * m.k);
@@ -80,6 +83,15 @@ void connect(MatMul& m, Stored& stored, const uint8_t* weights) {
   m.norm.residual = stored.residual.data();
 }
 
+// Packs zero points, if there are some, for a call that has them as `pack` does.
+template <class Pack>
+void connect_zeros(MatMul& m, Stored& stored, Pack pack) {
+  if (stored.zero_points.empty()) return;
+  stored.zeros.resize(static_cast<size_t>(packed_zeros(m)));
+  pack(stored.zero_points.data(), stored.zeros.data());
+  m.zeros = stored.zeros.data();
+}
+
 struct Packed {
   explicit Packed(const MatMul& m, int64_t count = 1)
       : data(static_cast<uint8_t*>(std::aligned_alloc(
@@ -104,6 +116,7 @@ void run_product() {
   pack_weights(m, stored.quants.data(), stored.stored_scales(), packed.data);
   std::vector<float> output(static_cast<size_t>(m.rows * m.n));
   connect(m, stored, packed.data);
+  connect_zeros(m, stored, [&](const uint8_t* from, uint16_t* to) { pack_zeros(m, from, to); });
   m.output = output.data();
   write(output, stored, run_matmul(*onnxport::active_matmul(), m, run_on_threads, nullptr));
 }
@@ -150,6 +163,10 @@ void run_layer() {
   std::vector<float> output(static_cast<size_t>(mlp.gate_up.rows * mlp.down.n));
   connect(mlp.gate_up, first, gate_up.data);
   mlp.down.weights = down.data;
+  connect_zeros(mlp.gate_up, first,
+                [&](const uint8_t* from, uint16_t* to) { pack_gate_up_zeros(mlp, from, to); });
+  connect_zeros(mlp.down, second,
+                [&](const uint8_t* from, uint16_t* to) { pack_zeros(mlp.down, from, to); });
   mlp.down.output = output.data();
   write(output, first, run_mlp(*onnxport::active_matmul(), mlp, run_on_threads, nullptr));
 }

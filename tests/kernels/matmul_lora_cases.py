@@ -11,6 +11,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from onnxport.graphs.inspect import set_input
 from tests.kernels import matmul_cases
 from tests.kernels.integer_adapters import (
     StoredA,
@@ -96,6 +97,8 @@ def make_case(seed: int, rows: int, bits: int = 4, dtype: str = "int8") -> Adapt
     random = np.random.default_rng(seed)
     product = matmul_cases.make_case(seed, bits, 32, DEPTH, sum(COLUMNS), rows)
     product = product.replace(x=random.standard_normal((rows, DEPTH)).astype(np.float32))
+    if seed % 3 == 1:
+        product = matmul_cases.with_zero_points(seed, product)
     bias = random.standard_normal(sum(COLUMNS)).astype(np.float32)
     slots = random.integers(0, len(RANKS), rows, np.int32)
     return AdaptedProduct(product, bias, slots, dtype)
@@ -113,7 +116,8 @@ def fused(case: AdaptedProduct, **changed: int | None) -> bytes:
     """A model of the one node; `changed` are other attributes, None: without one."""
     of = _with_bias(case)
     (node,) = of.graph.node
-    node.input.extend([""] * (ADAPTERS_INPUT - len(node.input)) + list(INPUTS))
+    for place, name in enumerate(INPUTS, ADAPTERS_INPUT):
+        set_input(node, place, name)
     kept = {k: v for k, v in (attributes(case.dtype) | changed).items() if v is not None}
     node.attribute.extend(helper.make_attribute(k, v) for k, v in kept.items())
     return with_inputs(of, case.feeds())
@@ -158,7 +162,7 @@ def check(case: AdaptedProduct, found: Floats) -> None:
 
 def _with_bias(case: AdaptedProduct) -> onnx.ModelProto:
     of = onnx.load_from_string(matmul_cases.model(case.product))
-    of.graph.node[0].input.extend(["", "", "bias"])
+    set_input(of.graph.node[0], 5, "bias")
     of.graph.initializer.append(numpy_helper.from_array(case.bias, "bias"))
     return of
 

@@ -9,6 +9,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from onnxport.graphs.inspect import set_input
+from onnxport.graphs.passes.gated_mlp import MLP_ZERO_POINTS
+from onnxport.graphs.passes.int8_matmul import ZERO_POINTS
 from tests.kernels import matmul_cases
 from tests.kernels.matmul_cases import BITS, BLOCK_SIZES, Floats, MatMulCase
 
@@ -43,7 +46,9 @@ def random_case(seed: int) -> MlpCase:
     formats = [(bits, size) for bits in BITS for size in BLOCK_SIZES]
     first, second = formats[seed % 10], formats[rng.integers(10)]
     k, inner, n = int(rng.choice(DEPTHS)), int(rng.choice(INNERS)), int(rng.choice(WIDTHS))
-    return make_case(seed, first, second, (k, inner, n), int(rng.choice(ROWS)))
+    rows = int(rng.choice(ROWS))
+    has_zeros = (seed % 7 in (3, 5), seed % 5 in (1, 3))
+    return make_case(seed, first, second, (k, inner, n), rows, has_zeros)
 
 
 def make_case(
@@ -52,11 +57,19 @@ def make_case(
     second: tuple[int, int],
     sizes: tuple[int, int, int],
     rows: int,
+    has_zeros: tuple[bool, bool] = (False, False),
 ) -> MlpCase:
-    """A layer of K, inner and N features, whose products have these bits and block sizes."""
+    """A layer of K, inner and N features, whose products have these bits and block sizes.
+
+    `has_zeros` says which of them have zero points.
+    """
     k, inner, n = sizes
     gate_up = matmul_cases.make_case(seed, *first, k, 2 * inner, rows)
     down = matmul_cases.make_case(seed + 1, *second, inner, n, 1)
+    if has_zeros[0]:
+        gate_up = matmul_cases.with_zero_points(seed, gate_up)
+    if has_zeros[1]:
+        down = matmul_cases.with_zero_points(seed, down)
     # Gates of all sizes: an activation is no longer a product with zero or one.
     largest = np.abs(matmul_cases.expected(gate_up)).max(1, keepdims=True)
     x = gate_up.x / np.maximum(largest, 1e-30) * np.logspace(-2, 2, rows)[:, None]
@@ -77,15 +90,19 @@ def fused(case: MlpCase, constant: bool = True, **attributes: int) -> bytes:
         **attributes,
     }
     inputs = ["x", "w1", "s1", "w2", "s2"]
-    return _model(case, [_node("GatedMlp", inputs, "y", **values)], constant)
+    node = _node("GatedMlp", inputs, "y", **values)
+    for of, place, name in zip(_products(case), MLP_ZERO_POINTS, ("z1", "z2"), strict=True):
+        if of.zero_points is not None:
+            set_input(node, place, name)
+    return _model(case, [node], constant)
 
 
 def separate(case: MlpCase) -> bytes:
     """A model of the operators that it is made of."""
     nodes = [
-        _product(case.gate_up, ["x", "w1", "s1"], "joined"),
+        _product(case.gate_up, ["x", "w1", "s1"], "joined", "z1"),
         _node("GatedGelu" if case.is_gelu else "GatedSilu", ["joined"], "activated"),
-        _product(case.down, ["activated", "w2", "s2"], "y"),
+        _product(case.down, ["activated", "w2", "s2"], "y", "z2"),
     ]
     return _model(case, nodes)
 
@@ -94,9 +111,16 @@ def _node(kind: str, inputs: list[str], output: str, **attributes: int) -> onnx.
     return helper.make_node(kind, inputs, [output], domain="onnxport", **attributes)
 
 
-def _product(of: MatMulCase, inputs: list[str], output: str) -> onnx.NodeProto:
+def _products(case: MlpCase) -> tuple[MatMulCase, MatMulCase]:
+    return case.gate_up, case.down
+
+
+def _product(of: MatMulCase, inputs: list[str], output: str, zero_points: str) -> onnx.NodeProto:
     sizes = {"K": of.k, "N": of.n, "bits": of.bits, "block_size": of.block_size}
-    return _node("MatMulNBits", inputs, output, **sizes)
+    node = _node("MatMulNBits", inputs, output, **sizes)
+    if of.zero_points is not None:
+        set_input(node, ZERO_POINTS, zero_points)
+    return node
 
 
 def _model(case: MlpCase, nodes: list[onnx.NodeProto], constant: bool = True) -> bytes:
@@ -104,6 +128,11 @@ def _model(case: MlpCase, nodes: list[onnx.NodeProto], constant: bool = True) ->
     tensors = [
         numpy_helper.from_array(array, name)
         for array, name in zip(arrays, ("w1", "s1", "w2", "s2"), strict=True)
+    ]
+    tensors += [
+        numpy_helper.from_array(of.stored_zero_points, name)
+        for of, name in zip(_products(case), ("z1", "z2"), strict=True)
+        if of.zero_points is not None
     ]
     shape = [f"rows{i}" for i in range(case.x.ndim - 1)]
     inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [*shape, "depth"])]

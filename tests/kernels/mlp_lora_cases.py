@@ -11,6 +11,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from onnxport.graphs.inspect import set_input
+from onnxport.graphs.passes.gated_mlp import ADAPTERS_INPUT
 from tests.kernels import matmul_cases, mlp_cases
 from tests.kernels.integer_adapters import (
     StoredA,
@@ -122,7 +124,8 @@ def fused(case: AdaptedMlp, **changed: int | None) -> bytes:
     """A model of the one node; `changed` are other attributes, None: without one."""
     of = onnx.load_from_string(mlp_cases.fused(case.layer))
     (node,) = of.graph.node
-    node.input.extend(["", "", *INPUTS])
+    for place, name in enumerate(INPUTS, ADAPTERS_INPUT):
+        set_input(node, place, name)
     attributes = {k: v for k, v in (case.places() | changed).items() if v is not None}
     node.attribute.extend(helper.make_attribute(k, v) for k, v in attributes.items())
     return with_inputs(of, case.feeds())

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from onnxport.graphs.inspect import set_input
 from tests.kernels import matmul_cases
 from tests.kernels.matmul_cases import Floats, MatMulCase
 
@@ -55,7 +56,9 @@ def add_norm(
     """
     of = onnx.load_from_string(serialized)
     node, shape = of.graph.node[0], of.graph.input[0].type.tensor_type.shape
-    node.input.extend("" if name in without else name for name in ("skip", "gamma"))
+    first = 5 if node.op_type == "GatedMlp" else 3
+    for place, name in enumerate(("skip", "gamma"), first):
+        set_input(node, place, "" if name in without else name)
     skip = helper.make_tensor_value_info("skip", TensorProto.FLOAT, None)
     skip.type.tensor_type.shape.CopyFrom(shape)
     of.graph.input.append(skip)
@@ -77,9 +80,7 @@ def run(library: Path, serialized: bytes, x: Floats, norm: Norm, threads: int = 
 def check_product(case: MatMulCase, norm: Norm, found: Floats) -> None:
     """Checks a product with normalized activations, [rows, N]."""
     case = case.replace(x=normalized(case.x, norm))
-    magnitude = (
-        np.abs(case.blocks_of(case.x)).max(-1) @ np.abs(matmul_cases.weights_of(case)).sum(-1).T
-    )
+    magnitude = matmul_cases.magnitudes(case)
     exact = matmul_cases.float_product(case)
     bound = matmul_cases.rounding_bound(case) + 3e-6 * magnitude + 1e-30
     assert np.all(np.abs(found - exact) <= bound)

@@ -14,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from tests.kernels import matmul_cases as cases
 from tests.tiers import every, examples
@@ -60,6 +62,53 @@ def test_a_bias_is_added_last(
             apart = cases.run(library_path, case) + bias
             session = cases.session(library_path, cases.add_bias(cases.model(case), bias))
             assert session.run(["y"], {"x": case.x})[0].tobytes() == apart.tobytes(), (isa, seed)
+
+
+@pytest.mark.parametrize("bits", cases.BITS)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_zero_points_are_subtracted(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], rows: int, bits: int
+) -> None:
+    """Integers all along, of which each result is a float32: nothing is rounded."""
+    case = cases.with_zero_points(rows, cases.make_case(0, bits, 32, 160, 70, rows))
+    x = np.random.default_rng(rows).integers(-127, 128, case.x.shape)
+    x[:, ::32] = 127  # so that each is its own quant
+    case.scales[:] = 1
+    case = case.replace(x=x.astype(np.float32))
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        assert np.array_equal(cases.run(library_path, case), cases.expected(case)), isa
+
+
+def test_zero_points_in_the_middle_change_nothing(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    for seed in range(0, examples(40), 2):
+        case = cases.random_case(seed).replace(zero_points=None)
+        middle = np.full(case.scales.shape, 1 << (case.bits - 1), np.uint8)
+        for isa in available_isas:
+            library.onnxport_cpu_set_matmul_isa(isa.encode())
+            wanted = cases.run(library_path, case)
+            found = cases.run(library_path, case.replace(zero_points=middle))
+            assert np.array_equal(found, wanted), (isa, seed)
+
+
+def test_zero_points_that_do_not_fit_or_may_change(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    assert available_isas
+    case = cases.with_zero_points(1, cases.make_case(1, 4, 32, 96, 40, 3))
+    of = onnx.load_from_string(cases.model(case))
+    stored = of.graph.initializer.pop()
+    wrong = numpy_helper.from_array(case.stored_zero_points[:, :1], "z")
+    of.graph.initializer.append(wrong)
+    with pytest.raises(Exception, match="zero_points must have 80 elements, found 40"):
+        cases.session(library_path, of.SerializeToString())
+    of.graph.initializer.pop()
+    of.graph.input.append(helper.make_tensor_value_info("z", TensorProto.UINT8, stored.dims))
+    session = cases.session(library_path, of.SerializeToString())
+    with pytest.raises(Exception, match="zero_points must be an initializer"):
+        session.run(["y"], {"x": case.x, "z": case.stored_zero_points})
 
 
 def test_a_bias_that_does_not_fit_or_may_change(library_path: Path, library: ctypes.CDLL) -> None:

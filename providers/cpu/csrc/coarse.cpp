@@ -67,7 +67,7 @@ CoarseProduct::~CoarseProduct() {
 }
 
 bool CoarseProduct::suits(const MatMul& product) {
-  return product.bits == 8 && !product.bias && num_blocks(product) <= kMostBlocks;
+  return product.bits == 8 && !product.bias && !product.zeros && num_blocks(product) <= kMostBlocks;
 }
 
 bool CoarseProduct::pays(const MatMulKernels& kernels, const MatMul& call, const int32_t* exact,

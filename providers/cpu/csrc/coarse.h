@@ -41,7 +41,7 @@ constexpr int32_t kAllAllowed = -1;  // as many as are allowed
 
 class CoarseProduct {
  public:
-  // Whether a product can have one: 8 bits, no bias, and not very many inputs.
+  // Whether a product can have one: 8 bits, no bias, no zero points, and not very many inputs.
   static bool suits(const MatMul& product);
 
   // The product's packed weights must outlive this.

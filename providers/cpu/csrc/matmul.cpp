@@ -27,6 +27,7 @@ void Quantized::reserve(const MatMulKernels& kernels, MatMul& call) {
   call.quants = quants_.reserve<int8_t>(row_blocks * static_cast<size_t>(call.block_size));
   call.scales = scales_.reserve<float>(row_blocks);
   call.corrections = corrections_.reserve<int32_t>(row_blocks);
+  call.sums = call.zeros ? sums_.reserve<float>(row_blocks) : nullptr;
 }
 
 LoraSum LoraSpace::prepare(const MatMulKernels& kernels, const ProductLora& adapters,

@@ -1,8 +1,8 @@
 // Products with block-quantized weights in plain pointers and integers, free of ONNX Runtime.
 //
-// Weights are symmetric, as com.microsoft.MatMulNBits stores them without zero points: a value is
-// (quant - 2^(bits - 1)) * scale, and block_size input features of an output share a scale. Or they
-// are MXFP4, see Numbers, with scales that are powers of two.
+// Weights are as com.microsoft.MatMulNBits stores them: a value is (quant - zero) * scale, and
+// block_size input features of an output share scale and zero point, which without zero points is
+// 2^(bits - 1). Or they are MXFP4, see Numbers, with scales that are powers of two.
 // Activations are rounded to int8 when called: a row's block of inputs shares the scale
 // max|x| / 127. So |x - quant * scale| <= max|x| / 254, and an output differs from the product
 // with exact activations by no more than the sum over its blocks of max|x| / 254 * sum|w|.
@@ -11,8 +11,11 @@
 //
 //   y[row][n] = sum over blocks, in order, of fma(float(S) * x_scale, w_scale, y)
 //
-// with S, the block's sum of products of integers, exact; the bias is added last. Every path
-// computes just this, so the bits of a row's result depend on that row and the weights alone: not
+// with S, the block's sum of products of integers around 2^(bits - 1), exact. With zero points follows
+//
+//   y[row][n] = sum over blocks, in order, of fma(float(T) * x_scale, w_scale * (2^(bits - 1) - zero), y)
+//
+// with T, the sum of the row's integers; the bias is added last. Every path computes just this, so the bits of a row's result depend on that row and the weights alone: not
 // on the other rows, on their number, on the number of threads or on the instruction set.
 #pragma once
 
@@ -62,6 +65,7 @@ struct MatMul {
   bool half_scales;    // scales are packed as float16; see are_halves
   bool is_fp4;         // 4 bits are E2M1; see Numbers
   const uint8_t* weights;
+  const uint16_t* zeros;  // float16 [panels][blocks][kPanel], see pack_zeros; null: no zero points
   const float* bias;  // [n], added to every row; null: none
 
   int64_t rows;
@@ -78,6 +82,7 @@ struct MatMul {
   int8_t* quants;
   float* scales;
   int32_t* corrections;
+  float* sums;  // likewise, of weights with zero points: what quants add up to, times their scale
 };
 
 // The outputs of some panels and rows, at most the kernels' chunk_rows. row_begin is a multiple of
@@ -208,6 +213,20 @@ bool are_halves(const Scales& scales, int64_t count);
 // quants [n][blocks][block_size * bits / 8], scales [n][blocks]. Scales of E8M0 are halved.
 void pack_weights(const MatMul& call, const uint8_t* quants, const Scales& scales,
                   uint8_t* packed);
+
+// Bytes of an output feature's zero points as the operator has them: two blocks to a byte at 4 bits,
+// the even one in the low nibble.
+static inline int64_t stored_zero_bytes(const MatMul& m) {
+  return ceil_div(num_blocks(m) * m.bits, 8);
+}
+
+static inline int64_t packed_zeros(const MatMul& m) {
+  return num_panels(m) * num_blocks(m) * kPanel;
+}
+
+// Fills the packed zero points from the operator's, [n][stored_zero_bytes]: 2^(bits - 1) less each of
+// them, so that what fills up panels takes nothing.
+void pack_zeros(const MatMul& call, const uint8_t* stored, uint16_t* packed);
 
 // Throws an InvalidInput for a product that our kernels cannot compute, whatever its weights.
 void check_product(const char* op, const MatMul& product);

@@ -260,7 +260,7 @@ struct Stretch {
 };
 
 // Where a unit's totals are read and written. With the last block they go to the output at once,
-// unless a bias is to be added or some of them are no outputs. Lines of the output are asked for a
+// unless more is to be added or some of them are no outputs. Lines of the output are asked for a
 // block earlier: stores that wait for theirs hold up all the later ones. Not where outputs are told
 // of, as most of these go past the caches.
 template <bool kFew, bool kTell>
@@ -287,7 +287,7 @@ ONNXPORT_INLINE void place(const MatMul& m, const Part& part, int64_t tile, int6
       _mm_prefetch(reinterpret_cast<const char*>(output), _MM_HINT_T0);
       _mm_prefetch(reinterpret_cast<const char*>(output + kLanes), _MM_HINT_T0);
     }
-  } else if (rows == kRowTile && !m.bias && (panel + 1) * kPanel <= m.n) {
+  } else if (rows == kRowTile && !is_unfinished(m) && (panel + 1) * kPanel <= m.n) {
     unit.to = output;
     unit.to_stride = part.stride;
   } else {
@@ -301,7 +301,7 @@ ONNXPORT_ALONE void deliver(const MatMul& m, const Part& part, const Unit& unit)
     const __m512 values[2] = {_mm512_load_ps(total), _mm512_load_ps(total + kLanes)};
     store_outputs<2>(unit.output + r * part.stride, m.n - unit.panel * kPanel, values);
   }
-  if (m.bias) add_bias(m, unit.panel, unit.output, part.stride, unit.rows);
+  finish_outputs(m, unit.panel, unit.row, unit.output, part.stride, unit.rows);
 }
 
 void begin_chunk(Tally& tally) {
@@ -427,7 +427,7 @@ bool can_tell(const MatMul& m, const Part& part) {
 bool multiply_and_summarize(const MatMul& m, const Part& part) {
   const bool is_whole = m.n % rows::kGroup == 0 && part.panel_begin * kPanel % rows::kChunk == 0;
   const bool has_lines = reinterpret_cast<uintptr_t>(part.output) % 64 == 0 && part.stride % 16 == 0;
-  if (!has_tiles(m) || m.bias || !is_whole || !has_lines || !can_tell(m, part)) return false;
+  if (!has_tiles(m) || is_unfinished(m) || !is_whole || !has_lines || !can_tell(m, part)) return false;
   Tallies tallies;
   const int64_t tiles = ceil_div(part.row_end - part.row_begin, kRowTile);
   for (int64_t tile = 0; tile < tiles; tile++) begin_chunk(tallies.tiles[tile]);

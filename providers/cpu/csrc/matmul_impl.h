@@ -65,6 +65,7 @@ ONNXPORT_INLINE void quantize_block(const MatMul& m, const float* x, int64_t at)
     for (int64_t i = 0; i < m.block_size; i += 16) memset(quants + i, 0, 16);
   m.scales[at] = usable ? maximum / 127.f : maximum < kSmallest ? 0.f : NAN;
   m.corrections[at] = -sum * zero_point(m);
+  if (m.sums) m.sums[at] = static_cast<float>(sum) * m.scales[at];
 }
 
 // residual = x + skip; returns its mean of squares, of sixteen sums however wide vectors are. A
@@ -328,6 +329,54 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
       store_outputs<kAll>(out.first + r * out.stride + offset, left, totals[r]);
 }
 
+// Rows that zero points are added to at once: their totals are in registers, beside a block's.
+constexpr int kZeroRows = Vec::kLanes >= 16 ? 8 : 2;
+
+template <int kRows>
+ONNXPORT_INLINE void add_zeros(const MatMul& m, int64_t panel, int64_t row, float* outputs,
+                               int64_t stride) {
+  constexpr int kVectors = kPanel / Vec::kLanes;
+  const int64_t left = m.n - panel * kPanel, blocks = num_blocks(m);
+  Vec::Floats totals[kRows][kVectors];
+  for (int r = 0; r < kRows; r++) {
+    float filled[kPanel] = {};
+    const float* from = outputs + r * stride;
+    if (left < kPanel) {
+      memcpy(filled, from, static_cast<size_t>(left) * sizeof(float));
+      from = filled;
+    }
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kVectors; c++) totals[r][c] = Vec::load(from + c * Vec::kLanes);
+  }
+  const uint8_t* scales = m.weights + panel * panel_bytes(m) + quant_bytes(m);
+  const auto* zeros = reinterpret_cast<const uint8_t*>(m.zeros + panel * blocks * kPanel);
+  for (int64_t block = 0; block < blocks; block++, scales += block_bytes(m), zeros += kPanel * 2) {
+    alignas(64) float converted[kPanel];
+    const float* of_block = read_scales(m, scales, 0, kPanel, converted);
+    const float* sums = m.sums + row_block(m, row, block);
+    ONNXPORT_UNROLL
+    for (int c = 0; c < kVectors; c++) {
+      const Vec::Floats zero = Vec::mul(Vec::load(of_block + c * Vec::kLanes),
+                                        Vec::load_half(zeros + c * Vec::kLanes * 2));
+      ONNXPORT_UNROLL
+      for (int r = 0; r < kRows; r++)
+        totals[r][c] = Vec::fma(Vec::set1(sums[r]), zero, totals[r][c]);
+    }
+  }
+  ONNXPORT_UNROLL
+  for (int r = 0; r < kRows; r++) store_outputs<kVectors>(outputs + r * stride, left, totals[r]);
+}
+
+// Adds what zero points make of a panel's outputs in some rows, from `row` on, just stored. Of a block
+// they are a 64th to a 512th of its products, so that these need not know of them.
+ONNXPORT_ALONE void add_zero_points(const MatMul& m, int64_t panel, int64_t row, float* outputs,
+                                    int64_t stride, int64_t rows) {
+  int64_t r = 0;
+  for (; r + kZeroRows <= rows; r += kZeroRows)
+    add_zeros<kZeroRows>(m, panel, row + r, outputs + r * stride, stride);
+  for (; r < rows; r++) add_zeros<1>(m, panel, row + r, outputs + r * stride, stride);
+}
+
 // Adds the bias to a panel's outputs in some rows, just stored. Not where they are in registers: of
 // those the loop before has none to spare.
 ONNXPORT_ALONE void add_bias(const MatMul& m, int64_t panel, float* outputs, int64_t stride,
@@ -335,6 +384,14 @@ ONNXPORT_ALONE void add_bias(const MatMul& m, int64_t panel, float* outputs, int
   const int64_t first = panel * kPanel, left = m.n - first, count = left < kPanel ? left : kPanel;
   for (int64_t row = 0; row < rows; row++)
     for (int64_t i = 0; i < count; i++) outputs[row * stride + i] += m.bias[first + i];
+}
+
+// Whether something is left to add to outputs once they are stored, and adding it.
+ONNXPORT_INLINE bool is_unfinished(const MatMul& m) { return m.zeros || m.bias; }
+ONNXPORT_INLINE void finish_outputs(const MatMul& m, int64_t panel, int64_t row, float* outputs,
+                                    int64_t stride, int64_t rows) {
+  if (m.zeros) add_zero_points(m, panel, row, outputs, stride, rows);
+  if (m.bias) add_bias(m, panel, outputs, stride, rows);
 }
 
 // A panel's outputs of up to kUnits units of rows.
@@ -361,7 +418,7 @@ void multiply_panels(const MatMul& m, const Part& part) {
       const int64_t of_group = units / groups + (group < units % groups);
       const int64_t left = part.row_end - row, rows = of_group * Dot::kRows;
       multiply_group<Dot>(m, {panel, row, output, part.stride, group, groups}, of_group);
-      if (m.bias) add_bias(m, panel, output, part.stride, left < rows ? left : rows);
+      finish_outputs(m, panel, row, output, part.stride, left < rows ? left : rows);
       row += rows;
       output += rows * part.stride;
     }

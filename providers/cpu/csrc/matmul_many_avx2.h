@@ -205,7 +205,7 @@ void multiply_many(const MatMul& m, const Part& part) {
           outputs[c] = Vec::load(totals + r * kOutputs + c * Vec::kLanes);
         store_outputs<kCount>(to + r * part.stride, m.n - panel * kOutputs, outputs);
       }
-      if (m.bias) add_bias(m, panel, to, part.stride, count);
+      finish_outputs(m, panel, row, to, part.stride, count);
       to += count * part.stride;
     }
   }

@@ -91,7 +91,7 @@ ONNXPORT_ALONE void multiply_streams(const MatMul& m, int64_t row, int64_t panel
     const int64_t of_stream = panel + s * apart;
     float* to = output + s * apart * kPanel;
     store_outputs<kVectors>(to, m.n - of_stream * kPanel, totals[s]);
-    if (m.bias) add_bias(m, of_stream, to, 0, 1);
+    finish_outputs(m, of_stream, row, to, 0, 1);
   }
 }
 

@@ -113,6 +113,18 @@ void pack_gate_up(const GatedMlp& mlp, const uint8_t* quants, const Scales& scal
   });
 }
 
+void pack_gate_up_zeros(const GatedMlp& mlp, const uint8_t* stored, uint16_t* packed) {
+  const int64_t features = group_features(mlp.down.block_size);
+  MatMul part = mlp.gate_up;
+  for (int64_t first = 0; first < mlp.inner; first += features) {
+    part.n = std::min(features, mlp.inner - first);
+    for (const int64_t row : {first, mlp.inner + first}) {
+      pack_zeros(part, stored + row * stored_zero_bytes(part), packed);
+      packed += packed_zeros(part);
+    }
+  }
+}
+
 int run_mlp(const MatMulKernels& kernels, const GatedMlp& mlp, ParallelFor parallel_for,
             void* context) {
   if (mlp.gate_up.rows == 0) return 0;

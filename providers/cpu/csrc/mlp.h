@@ -41,6 +41,9 @@ void complete(GatedMlp& mlp);
 void pack_gate_up(const GatedMlp& mlp, const uint8_t* quants, const Scales& scales,
                   uint8_t* packed);
 
+// As pack_gate_up, zero points: from [2 * inner][stored_zero_bytes] to num_panels * blocks * kPanel.
+void pack_gate_up_zeros(const GatedMlp& mlp, const uint8_t* stored, uint16_t* packed);
+
 // Computes the output; rows, input and output are those of gate_up.rows, gate_up.input and
 // down.output. Returns zero or what parallel_for returned. Throws std::bad_alloc only.
 int run_mlp(const MatMulKernels& kernels, const GatedMlp& mlp, ParallelFor parallel_for,

@@ -10,9 +10,11 @@
 // int32 and [rows, N / 32 rounded up] or [0, ...] for all, bits say which of a row's outputs count,
 // see coarse.h. Both may be written while the model runs, what is allowed first; exact is read once,
 // and before it. With the input races, which is exact's, too, double and [rows, 2] or [0, 2] for none,
-// rows draw from all that may come, see there.
+// rows draw from all that may come, see there. With the input zero_points, uint8, blocks have these, as
+// com.microsoft.MatMulNBits' own.
 #include <atomic>
 #include <memory>
+#include <vector>
 
 #include "coarse.h"
 #include "coarse_run.h"
@@ -41,6 +43,7 @@ enum MatMulInput : size_t {
   kAdapterScales,
   kAllowed,
   kRaces,
+  kZeroPoints,
   kMatMulInputs
 };
 static_assert(kAllowed == kAdapters + kAdapterInputs, "adapters have so many inputs");
@@ -48,6 +51,7 @@ static_assert(kAllowed == kAdapters + kAdapterInputs, "adapters have so many inp
 struct MatMulKernel {
   Api api;
   WeightMemory weights;
+  std::vector<uint16_t> zeros;
   MatMul settings;     // a call fills in the rest
   ProductLora lora{};  // likewise; without a largest rank there are no adapters
   std::unique_ptr<CoarseProduct> coarse;  // null where it does not suit
@@ -90,6 +94,11 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   pack_weights_in_parts(m, weights.quants.as<const uint8_t>(), stored_scales(weights, kStored),
                         kernel->weights.data());
   forget_weights(weights, kStored);
+  if (const auto* zeros = read_zero_points(api, info, kName, m, kZeroPoints, "zero_points")) {
+    kernel->zeros.resize(static_cast<size_t>(packed_zeros(m)));
+    pack_zeros(m, zeros, kernel->zeros.data());
+    kernel->settings.zeros = kernel->zeros.data();
+  }
   if (CoarseProduct::suits(kernel->settings))
     kernel->coarse = std::make_unique<CoarseProduct>(kernel->settings);
   return kernel;
@@ -180,6 +189,7 @@ void compute(const MatMulKernel& kernel, ort::KernelContext* context) {
   call.output = static_cast<float*>(open_output(api, context, input));
   read_summaries(api, context, call);
   if (!call.bias) refuse_input(api, context, kName, kBias, "bias");
+  if (!call.zeros) refuse_input(api, context, kName, kZeroPoints, "zero_points");
   Parallel parallel{api, context};
   const MatMulKernels& kernels = *active_matmul();
   const Asked asked = read_asked(kernel, context, call.rows);
@@ -208,7 +218,7 @@ ort::CustomOp make_operator() {
     if (index == kAdapters || index == kAdapterRanks) return ort::kInt32;
     if (index == kAdapterWeights) return ort::kInt8;
     if (index == kRaces) return ort::kDouble;
-    return index == kQuants ? ort::kUint8 : ort::kFloat;
+    return index == kQuants || index == kZeroPoints ? ort::kUint8 : ort::kFloat;
   };
   set_kernel<MatMulKernel, make_kernel<kStored>, compute>(op);
   return op;

@@ -1,8 +1,9 @@
 // onnxport.GatedMlp: MatMulNBits, with its norm if it has one, GatedSilu or GatedGelu, and
 // MatMulNBits in one, to the bit. With the inputs of adapters, which are integers, and an AddLora behind
-// both products.
+// both products. With the inputs gate_up_zero_points and down_zero_points these have such.
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "mlp.h"
 #include "op_adapters.h"
@@ -14,6 +15,8 @@ namespace onnxport::op {
 namespace {
 
 constexpr const char* kName = "GatedMlp";
+constexpr const char* kGateUpZerosName = "gate_up_zero_points";
+constexpr const char* kDownZerosName = "down_zero_points";
 
 enum MlpInput : size_t {
   kActivations,
@@ -27,9 +30,11 @@ enum MlpInput : size_t {
   kAdapterRanks,
   kAdapterWeights,
   kAdapterScales,
+  kGateUpZeros,
+  kDownZeros,
   kMlpInputs
 };
-static_assert(kMlpInputs == kAdapters + kAdapterInputs, "adapters come last");
+static_assert(kGateUpZeros == kAdapters + kAdapterInputs, "adapters have so many inputs");
 
 size_t packed_bytes(const MatMul& m) {
   return static_cast<size_t>(num_panels(m) * panel_bytes(m));
@@ -40,6 +45,7 @@ struct MlpKernel {
   GatedMlp settings;  // a call fills in the rest
   MlpLora lora{};     // likewise; without a largest rank there are no adapters
   WeightMemory gate_up, down;
+  std::vector<uint16_t> gate_up_zeros, down_zeros;
 
   MlpKernel(const Api& a, const GatedMlp& mlp)
       : api(a),
@@ -76,6 +82,22 @@ void read_lora(const Api& api, const ort::KernelInfo* info, const GatedMlp& mlp,
     check_place(kName, place, lora.slots.max_rank);
 }
 
+// joined: gate and up as the graph has them.
+void read_zeros(const Api& api, const ort::KernelInfo* info, const MatMul& joined, MlpKernel& kernel) {
+  GatedMlp& mlp = kernel.settings;
+  if (const auto* zeros =
+          read_zero_points(api, info, kName, joined, kGateUpZeros, kGateUpZerosName)) {
+    kernel.gate_up_zeros.resize(static_cast<size_t>(packed_zeros(mlp.gate_up)));
+    pack_gate_up_zeros(mlp, zeros, kernel.gate_up_zeros.data());
+    mlp.gate_up.zeros = kernel.gate_up_zeros.data();
+  }
+  if (const auto* zeros = read_zero_points(api, info, kName, mlp.down, kDownZeros, kDownZerosName)) {
+    kernel.down_zeros.resize(static_cast<size_t>(packed_zeros(mlp.down)));
+    pack_zeros(mlp.down, zeros, kernel.down_zeros.data());
+    mlp.down.zeros = kernel.down_zeros.data();
+  }
+}
+
 template <ort::ElementType kStored>
 std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* info) {
   GatedMlp mlp{};
@@ -107,6 +129,7 @@ std::unique_ptr<MlpKernel> make_kernel(const Api& api, const ort::KernelInfo* in
   pack_weights_in_parts(mlp.down, second.quants.as<const uint8_t>(),
                         stored_scales(second, kStored), kernel->down.data());
   forget_weights(second, kStored);
+  read_zeros(api, info, joined, *kernel);
   return kernel;
 }
 
@@ -117,6 +140,8 @@ void compute(const MlpKernel& kernel, ort::KernelContext* context) {
   call.gate_up.rows = elements(input) / call.gate_up.k;
   call.gate_up.input = input.as<const float>();
   read_norm(api, context, kName, input, kSkip, call.gate_up);
+  if (!call.gate_up.zeros) refuse_input(api, context, kName, kGateUpZeros, kGateUpZerosName);
+  if (!call.down.zeros) refuse_input(api, context, kName, kDownZeros, kDownZerosName);
   MlpLora lora = kernel.lora;
   if (read_optional_adapters(api, context, kName, kAdapters, call.gate_up.rows,
                              {lora.gate_up, lora.down}, &lora.slots))
@@ -135,6 +160,7 @@ ort::CustomOp make_operator() {
     if (index == kGateUpScales || index == kDownScales) return kStored;
     if (index == kAdapterWeights) return ort::kInt8;
     if (index == kAdapters || index == kAdapterRanks) return ort::kInt32;
+    if (index == kGateUpZeros || index == kDownZeros) return ort::kUint8;
     return index == kGateUp || index == kDown ? ort::kUint8 : ort::kFloat;
   };
   set_kernel<MlpKernel, make_kernel<kStored>, compute>(op);

@@ -25,6 +25,18 @@ void expect_elements(const Api& api, const char* op, const char* name, const Ten
          static_cast<long long>(wanted), static_cast<long long>(elements(tensor)));
 }
 
+// So many elements that are an initializer; null where there is none.
+const void* optional_constant(const Api& api, const ort::KernelInfo* info, const char* op,
+                              size_t input, const char* name, int64_t count) {
+  int is_constant = 0;
+  const ort::Value* value = nullptr;
+  check(api.constant_input(info, input, &is_constant, &value));
+  if (!is_constant) return nullptr;
+  const Tensor tensor = describe(api, name, value);
+  expect_elements(api, op, name, tensor, count);
+  return tensor.data;
+}
+
 }  // namespace
 
 int64_t elements(const Tensor& tensor) {
@@ -94,13 +106,13 @@ void forget_weights(const Weights& weights, ort::ElementType scales) {
 
 const float* read_bias(const Api& api, const ort::KernelInfo* info, const char* op,
                        const MatMul& m, size_t input, const char* name) {
-  int is_constant = 0;
-  const ort::Value* value = nullptr;
-  check(api.constant_input(info, input, &is_constant, &value));
-  if (!is_constant) return nullptr;
-  const Tensor bias = describe(api, name, value);
-  expect_elements(api, op, name, bias, m.n);
-  return bias.as<const float>();
+  return static_cast<const float*>(optional_constant(api, info, op, input, name, m.n));
+}
+
+const uint8_t* read_zero_points(const Api& api, const ort::KernelInfo* info, const char* op,
+                                const MatMul& m, size_t input, const char* name) {
+  const int64_t count = m.n * stored_zero_bytes(m);
+  return static_cast<const uint8_t*>(optional_constant(api, info, op, input, name, count));
 }
 
 const void* read_floats(const Api& api, const ort::KernelInfo* info, const char* op, size_t input,

@@ -51,6 +51,11 @@ Weights read_weights(const Api& api, const ort::KernelInfo* info, const char* op
 const float* read_bias(const Api& api, const ort::KernelInfo* info, const char* op,
                        const MatMul& product, size_t input, const char* name = "bias");
 
+// A product's zero points, an initializer [n][stored_zero_bytes]; null where the node has none that is
+// constant. Throws a Failure where they have another size.
+const uint8_t* read_zero_points(const Api& api, const ort::KernelInfo* info, const char* op,
+                                const MatMul& product, size_t input, const char* name);
+
 // So many floats that the node has as an initializer, as they are stored: they stay where they are
 // for as long as the session lives. Throws a Failure where they are no initializer, or not so many.
 const void* read_floats(const Api& api, const ort::KernelInfo* info, const char* op, size_t input,

@@ -169,6 +169,22 @@ void pack_rows(const MatMul& call, const uint8_t* quants, const Scales& scales, 
   }
 }
 
+void pack_zeros(const MatMul& call, const uint8_t* stored, uint16_t* packed) {
+  const int64_t blocks = num_blocks(call), row_bytes = stored_zero_bytes(call);
+  const int middle = 1 << (call.bits - 1);
+  for (int64_t panel = 0; panel < num_panels(call); panel++) {
+    const int64_t first = panel * kPanel, count = std::min(kPanel, call.n - first);
+    for (int64_t block = 0; block < blocks; block++, packed += kPanel) {
+      std::fill_n(packed, kPanel, uint16_t{0});
+      for (int64_t j = 0; j < count; j++) {
+        const uint8_t* row = stored + (first + j) * row_bytes;
+        const int zero = call.bits == 8 ? row[block] : row[block / 2] >> block % 2 * 4 & 15;
+        packed[j] = half_from_float(static_cast<float>(middle - zero));
+      }
+    }
+  }
+}
+
 void in_parts(int64_t count, int64_t bytes, const Range& pack) {
   const int64_t size = std::max<int64_t>(1, kPartBytes / bytes), parts = ceil_div(count, size);
   std::atomic<int64_t> next{0};

@@ -15,7 +15,7 @@ class Quantized {
   void reserve(const MatMulKernels& kernels, MatMul& call);
 
  private:
-  Buffer quants_, scales_, corrections_;
+  Buffer quants_, scales_, corrections_, sums_;
 };
 
 // What a product's adapters work in, kept from call to call.
