@@ -19,6 +19,7 @@ from onnxport.exporter.options import ExportOptions
 FAMILIES: Final = ("llama", "mistral-window", "qwen2", "qwen3")
 PRECISIONS: Final = ("fp32", "fp16", "int8", "int4")
 MXFP4: Final = "mxfp4"  # int4 with experts in MXFP4, as the checkpoint has them
+AWQ: Final = "awq"  # int4 whose checkpoint is in AWQ's integers, with zero points
 # Each family and each precision once, where all pairs would take too long.
 DIAGONAL: Final = (
     ("llama", "fp16"),
@@ -27,7 +28,7 @@ DIAGONAL: Final = (
     ("qwen3", "int4"),
 )
 # What software runs that plays a device, hundreds of times slower than one.
-SOFTWARE: Final = (*DIAGONAL, ("qwen3-moe", "int4"))
+SOFTWARE: Final = (*DIAGONAL, ("qwen2", AWQ), ("qwen3-moe", "int4"))
 # Families whose graphs are of the same operators, in one precision.
 ONCE: Final = (
     ("ernie-biases", "int8"),
@@ -47,6 +48,7 @@ ONCE: Final = (
     ("olmo3", "fp32"),
     ("olmoe", "int8"),
     ("phi3-longrope", "int4"),
+    ("qwen2", AWQ),
     ("qwen2-moe", "int4"),
     ("qwen3-moe", "int4"),
     ("seed-oss", "fp16"),
@@ -69,6 +71,10 @@ def make_artifact(folder: Path, case: str, precision: str) -> Path:
 
         checkpoint = path.with_name("checkpoint")
         checkpoints.make(checkpoints.CASES[case], checkpoint)
+        if precision == AWQ:
+            from tests.exporter import integers
+
+            integers.store_awq(checkpoint, GROUP_SIZE)
         export_model(checkpoint, path, export_options(precision))
     return path
 
@@ -77,7 +83,8 @@ def export_options(precision: str) -> ExportOptions:
     """How a case is exported in one of the precisions above."""
     if precision == MXFP4:
         return ExportOptions(precision="int4", expert_precision="mxfp4", group_size=GROUP_SIZE)
-    return ExportOptions(precision=precision, group_size=GROUP_SIZE)
+    stored = "int4" if precision == AWQ else precision
+    return ExportOptions(precision=stored, group_size=GROUP_SIZE)
 
 
 def main(folder: Path) -> None:

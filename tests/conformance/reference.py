@@ -44,7 +44,9 @@ class ArtifactWeights:
         if weight.ndim == 2:  # [K, N]
             product = x @ weight.astype(np.float32)
         else:  # quantized: [N, blocks, bytes]
-            product = x @ self._dequantize(weight, self._values[f"{role}.scales"]).T
+            scales, zeros = (self._values.get(f"{role}.{one}") for one in ("scales", "zero_points"))
+            assert scales is not None
+            product = x @ self._dequantize(weight, scales, zeros).T
         return product if bias is None else product + bias.astype(np.float32)
 
     def sum_of_experts(self, role: str, x: Array, parts: Array) -> Array:
@@ -82,14 +84,23 @@ class ArtifactWeights:
         scales = self._values["embedding.scales"]
         return self._dequantize(rows.reshape(*scales.shape, -1), scales)
 
-    def _dequantize(self, quants: NDArray[np.uint8], scales: NDArray[np.generic]) -> Array:
+    def _dequantize(
+        self,
+        quants: NDArray[np.uint8],
+        scales: NDArray[np.generic],
+        zero_points: NDArray[np.uint8] | None = None,
+    ) -> Array:
         """`(q - zero point) * scale`, as MatMulNBits defines it; [N, blocks, bytes] to [N, K]."""
         assert self._group_size is not None
         bits = 8 * quants.shape[-1] // self._group_size
         assert bits in (4, 8), quants.shape
+        zeros = np.full(scales.shape, 1 << (bits - 1)) if zero_points is None else zero_points
         if bits == 4:  # the low half of a byte comes first
             quants = np.stack([quants & 15, quants >> 4], axis=-1).reshape(*quants.shape[:2], -1)
-        centred = quants.astype(np.float32) - np.float32(1 << (bits - 1))
+            if zero_points is not None:
+                zeros = np.stack([zeros & 15, zeros >> 4], axis=-1).reshape(len(zeros), -1)
+                zeros = zeros[:, : scales.shape[1]]
+        centred = quants.astype(np.float32) - zeros.astype(np.float32)[..., None]
         return (centred * scales.astype(np.float32)[..., None]).reshape(len(quants), -1)
 
 
