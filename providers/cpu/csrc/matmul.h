@@ -15,8 +15,9 @@
 //
 //   y[row][n] = sum over blocks, in order, of fma(float(T) * x_scale, w_scale * (2^(bits - 1) - zero), y)
 //
-// with T, the sum of the row's integers; the bias is added last. Every path computes just this, so the bits of a row's result depend on that row and the weights alone: not
-// on the other rows, on their number, on the number of threads or on the instruction set.
+// with T, the sum of the row's integers; the bias is added last. Every path computes just this, so the
+// bits of a row's result depend on that row and the weights alone: not on the other rows, on their
+// number, on the number of threads or on the instruction set.
 #pragma once
 
 #include <float.h>

@@ -86,7 +86,7 @@ struct Unit {
   int64_t from_stride;
   float* to;  // likewise with it
   int64_t to_stride;
-  float* output;  // where to deliver them, null if that is not to be done
+  float* output;  // where to deliver them, or add more to them; null if nothing is to be done
   int64_t panel, row, rows;
   Tally* tally;  // of a panel's last block, if they are to be told of
   bool is_inner;  // neither a panel's first block nor its last: its totals stay where they are
@@ -260,9 +260,9 @@ struct Stretch {
 };
 
 // Where a unit's totals are read and written. With the last block they go to the output at once,
-// unless more is to be added or some of them are no outputs. Lines of the output are asked for a
-// block earlier: stores that wait for theirs hold up all the later ones. Not where outputs are told
-// of, as most of these go past the caches.
+// unless some of them are no outputs. Lines of the output are asked for a block earlier: stores that
+// wait for theirs hold up all the later ones. Not where outputs are told of, as most of these go past
+// the caches.
 template <bool kFew, bool kTell>
 ONNXPORT_INLINE void place(const MatMul& m, const Part& part, int64_t tile, int64_t panel,
                            int64_t block, Memory& memory, Unit& unit) {
@@ -287,16 +287,18 @@ ONNXPORT_INLINE void place(const MatMul& m, const Part& part, int64_t tile, int6
       _mm_prefetch(reinterpret_cast<const char*>(output), _MM_HINT_T0);
       _mm_prefetch(reinterpret_cast<const char*>(output + kLanes), _MM_HINT_T0);
     }
-  } else if (rows == kRowTile && !is_unfinished(m) && (panel + 1) * kPanel <= m.n) {
+    return;
+  }
+  const bool is_whole = rows == kRowTile && (panel + 1) * kPanel <= m.n;
+  if (is_whole) {
     unit.to = output;
     unit.to_stride = part.stride;
-  } else {
-    unit.output = output;
   }
+  if (!is_whole || is_unfinished(m)) unit.output = output;
 }
 
 ONNXPORT_ALONE void deliver(const MatMul& m, const Part& part, const Unit& unit) {
-  for (int64_t r = 0; r < unit.rows; r++) {
+  for (int64_t r = 0; unit.to != unit.output && r < unit.rows; r++) {
     const float* total = unit.to + r * kPanel;
     const __m512 values[2] = {_mm512_load_ps(total), _mm512_load_ps(total + kLanes)};
     store_outputs<2>(unit.output + r * part.stride, m.n - unit.panel * kPanel, values);

@@ -252,6 +252,13 @@ ONNXPORT_INLINE void prefetch_scales(const MatMul& m, const uint8_t* packed, int
   if (outputs == kPanel && !m.half_scales) Vec::prefetch(packed + 64);
 }
 
+// Asks for a block's zero points, which are needed once the panel's products are all there.
+ONNXPORT_INLINE void prefetch_zeros(const MatMul& m, int64_t panel, int64_t block) {
+  if (!m.zeros) return;
+  static_assert(kPanel * sizeof(*m.zeros) == 64, "they are a line");
+  Vec::prefetch(reinterpret_cast<const uint8_t*>(m.zeros + (panel * num_blocks(m) + block) * kPanel));
+}
+
 // Asks for what rows of outputs will be written to. It is rarely in a cache, and stores that wait
 // for it hold up all the later ones, those of sums that find no register among them.
 template <int kRows, int kColumns>
@@ -293,6 +300,7 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
     const uint8_t* packed = weights + quant_bytes(m, Dot::kOutputs);
     const float* scales = read_scales(m, packed, offset, kAll * Vec::kLanes, converted);
     prefetch_scales(m, packed + ahead, Dot::kOutputs);
+    prefetch_zeros(m, out.panel, block);
     if constexpr (kRows > 1) {
       if (m.k > kFarInputs) prefetch_inputs<kRows>(m, out.row, block + 1);
     }
@@ -329,52 +337,70 @@ ONNXPORT_ALONE void multiply_units(const MatMul& m, const Outputs& out, int64_t 
       store_outputs<kAll>(out.first + r * out.stride + offset, left, totals[r]);
 }
 
-// Rows that zero points are added to at once: their totals are in registers, beside a block's.
-constexpr int kZeroRows = Vec::kLanes >= 16 ? 8 : 2;
+// Rows that zero points are added to at once, of one vector of outputs: as many as registers hold.
+constexpr int kManyZeroRows = Vec::kLanes == 8 ? 12 : 16;
+constexpr int kFewZeroRows = 4;  // or so many, of as many vectors
+constexpr int kFewZeroVectors = kPanel / Vec::kLanes < 4 ? kPanel / Vec::kLanes : 8 / kFewZeroRows;
 
-template <int kRows>
-ONNXPORT_INLINE void add_zeros(const MatMul& m, int64_t panel, int64_t row, float* outputs,
-                               int64_t stride) {
-  constexpr int kVectors = kPanel / Vec::kLanes;
-  const int64_t left = m.n - panel * kPanel, blocks = num_blocks(m);
-  Vec::Floats totals[kRows][kVectors];
+// Of a panel's outputs from a vector on.
+template <int kRows, int kColumns>
+ONNXPORT_INLINE void add_zeros(const MatMul& m, int64_t panel, int64_t row, int64_t vector,
+                               float* outputs, int64_t stride) {
+  constexpr int64_t kWidth = kColumns * Vec::kLanes;
+  const int64_t offset = vector * Vec::kLanes, blocks = num_blocks(m);
+  const int64_t left = m.n - panel * kPanel - offset;
+  if (left <= 0) return;
+  outputs += offset;
+  Vec::Floats totals[kRows][kColumns];
+  ONNXPORT_UNROLL
   for (int r = 0; r < kRows; r++) {
-    float filled[kPanel] = {};
+    float filled[kWidth];
     const float* from = outputs + r * stride;
-    if (left < kPanel) {
+    if (left < kWidth) {
+      memset(filled, 0, sizeof filled);
       memcpy(filled, from, static_cast<size_t>(left) * sizeof(float));
       from = filled;
     }
     ONNXPORT_UNROLL
-    for (int c = 0; c < kVectors; c++) totals[r][c] = Vec::load(from + c * Vec::kLanes);
+    for (int c = 0; c < kColumns; c++) totals[r][c] = Vec::load(from + c * Vec::kLanes);
   }
-  const uint8_t* scales = m.weights + panel * panel_bytes(m) + quant_bytes(m);
-  const auto* zeros = reinterpret_cast<const uint8_t*>(m.zeros + panel * blocks * kPanel);
-  for (int64_t block = 0; block < blocks; block++, scales += block_bytes(m), zeros += kPanel * 2) {
-    alignas(64) float converted[kPanel];
-    const float* of_block = read_scales(m, scales, 0, kPanel, converted);
+  const uint8_t* packed = m.weights + panel * panel_bytes(m) + quant_bytes(m);
+  const uint16_t* zeros = m.zeros + panel * blocks * kPanel + offset;
+  for (int64_t block = 0; block < blocks; block++, packed += block_bytes(m), zeros += kPanel) {
+    alignas(64) float converted[kWidth];
+    const float* scales = read_scales(m, packed, offset, static_cast<int>(kWidth), converted);
     const float* sums = m.sums + row_block(m, row, block);
     ONNXPORT_UNROLL
-    for (int c = 0; c < kVectors; c++) {
-      const Vec::Floats zero = Vec::mul(Vec::load(of_block + c * Vec::kLanes),
-                                        Vec::load_half(zeros + c * Vec::kLanes * 2));
+    for (int c = 0; c < kColumns; c++) {
+      const auto* of_vector = reinterpret_cast<const uint8_t*>(zeros + c * Vec::kLanes);
+      const Vec::Floats zero = Vec::mul(Vec::load(scales + c * Vec::kLanes), Vec::load_half(of_vector));
       ONNXPORT_UNROLL
       for (int r = 0; r < kRows; r++)
         totals[r][c] = Vec::fma(Vec::set1(sums[r]), zero, totals[r][c]);
     }
   }
   ONNXPORT_UNROLL
-  for (int r = 0; r < kRows; r++) store_outputs<kVectors>(outputs + r * stride, left, totals[r]);
+  for (int r = 0; r < kRows; r++) store_outputs<kColumns>(outputs + r * stride, left, totals[r]);
 }
 
-// Adds what zero points make of a panel's outputs in some rows, from `row` on, just stored. Of a block
-// they are a 64th to a 512th of its products, so that these need not know of them.
+template <int kRows, int kColumns>
+ONNXPORT_INLINE void add_zero_rows(const MatMul& m, int64_t panel, int64_t row, float* outputs,
+                                   int64_t stride) {
+  for (int64_t vector = 0; vector < kPanel / Vec::kLanes; vector += kColumns)
+    add_zeros<kRows, kColumns>(m, panel, row, vector, outputs, stride);
+}
+
+// Adds what zero points make of a panel's outputs in some rows, from `row` on, just stored. That is one
+// multiplication for each block, so that products need not know of them.
 ONNXPORT_ALONE void add_zero_points(const MatMul& m, int64_t panel, int64_t row, float* outputs,
                                     int64_t stride, int64_t rows) {
   int64_t r = 0;
-  for (; r + kZeroRows <= rows; r += kZeroRows)
-    add_zeros<kZeroRows>(m, panel, row + r, outputs + r * stride, stride);
-  for (; r < rows; r++) add_zeros<1>(m, panel, row + r, outputs + r * stride, stride);
+  for (; rows - r >= kManyZeroRows; r += kManyZeroRows)
+    add_zero_rows<kManyZeroRows, 1>(m, panel, row + r, outputs + r * stride, stride);
+  for (; rows - r >= kFewZeroRows; r += kFewZeroRows)
+    add_zero_rows<kFewZeroRows, kFewZeroVectors>(m, panel, row + r, outputs + r * stride, stride);
+  for (; r < rows; r++)
+    add_zero_rows<1, kPanel / Vec::kLanes>(m, panel, row + r, outputs + r * stride, stride);
 }
 
 // Adds the bias to a panel's outputs in some rows, just stored. Not where they are in registers: of

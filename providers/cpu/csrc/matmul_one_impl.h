@@ -72,6 +72,7 @@ ONNXPORT_ALONE void multiply_streams(const MatMul& m, int64_t row, int64_t panel
     for (int s = 0; s < Vec::kStreams; s++) {
       ONNXPORT_UNROLL
       for (int c = 0; c < kVectors; c++) sums[s][c] = Dot::start(m.corrections + at);
+      prefetch_zeros(m, panel + s * apart, block);
     }
     add_streams<Dot>(weights, apart_bytes, m.quants + at * m.block_size, m.block_size, sums);
     const Vec::Floats scale = Vec::set1(m.scales[at]);

@@ -14,7 +14,7 @@
 // com.microsoft.MatMulNBits' own.
 #include <atomic>
 #include <memory>
-#include <vector>
+#include <optional>
 
 #include "coarse.h"
 #include "coarse_run.h"
@@ -51,7 +51,7 @@ static_assert(kAllowed == kAdapters + kAdapterInputs, "adapters have so many inp
 struct MatMulKernel {
   Api api;
   WeightMemory weights;
-  std::vector<uint16_t> zeros;
+  std::optional<WeightMemory> zeros;
   MatMul settings;     // a call fills in the rest
   ProductLora lora{};  // likewise; without a largest rank there are no adapters
   std::unique_ptr<CoarseProduct> coarse;  // null where it does not suit
@@ -95,9 +95,8 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
                         kernel->weights.data());
   forget_weights(weights, kStored);
   if (const auto* zeros = read_zero_points(api, info, kName, m, kZeroPoints, "zero_points")) {
-    kernel->zeros.resize(static_cast<size_t>(packed_zeros(m)));
-    pack_zeros(m, zeros, kernel->zeros.data());
-    kernel->settings.zeros = kernel->zeros.data();
+    kernel->settings.zeros = pack_zeros_into(
+        kernel->zeros, m, [&](uint16_t* packed) { pack_zeros(m, zeros, packed); });
   }
   if (CoarseProduct::suits(kernel->settings))
     kernel->coarse = std::make_unique<CoarseProduct>(kernel->settings);

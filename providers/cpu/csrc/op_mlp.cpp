@@ -2,8 +2,8 @@
 // MatMulNBits in one, to the bit. With the inputs of adapters, which are integers, and an AddLora behind
 // both products. With the inputs gate_up_zero_points and down_zero_points these have such.
 #include <memory>
+#include <optional>
 #include <string>
-#include <vector>
 
 #include "mlp.h"
 #include "op_adapters.h"
@@ -45,7 +45,7 @@ struct MlpKernel {
   GatedMlp settings;  // a call fills in the rest
   MlpLora lora{};     // likewise; without a largest rank there are no adapters
   WeightMemory gate_up, down;
-  std::vector<uint16_t> gate_up_zeros, down_zeros;
+  std::optional<WeightMemory> gate_up_zeros, down_zeros;
 
   MlpKernel(const Api& a, const GatedMlp& mlp)
       : api(a),
@@ -87,14 +87,14 @@ void read_zeros(const Api& api, const ort::KernelInfo* info, const MatMul& joine
   GatedMlp& mlp = kernel.settings;
   if (const auto* zeros =
           read_zero_points(api, info, kName, joined, kGateUpZeros, kGateUpZerosName)) {
-    kernel.gate_up_zeros.resize(static_cast<size_t>(packed_zeros(mlp.gate_up)));
-    pack_gate_up_zeros(mlp, zeros, kernel.gate_up_zeros.data());
-    mlp.gate_up.zeros = kernel.gate_up_zeros.data();
+    mlp.gate_up.zeros = pack_zeros_into(
+        kernel.gate_up_zeros, mlp.gate_up,
+        [&](uint16_t* packed) { pack_gate_up_zeros(mlp, zeros, packed); });
   }
   if (const auto* zeros = read_zero_points(api, info, kName, mlp.down, kDownZeros, kDownZerosName)) {
-    kernel.down_zeros.resize(static_cast<size_t>(packed_zeros(mlp.down)));
-    pack_zeros(mlp.down, zeros, kernel.down_zeros.data());
-    mlp.down.zeros = kernel.down_zeros.data();
+    mlp.down.zeros = pack_zeros_into(
+        kernel.down_zeros, mlp.down,
+        [&](uint16_t* packed) { pack_zeros(mlp.down, zeros, packed); });
   }
 }
 

@@ -1,10 +1,12 @@
 // Quantized weights among an operator's inputs.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "matmul.h"
 #include "op.h"
+#include "pages.h"
 
 namespace onnxport::op {
 
@@ -55,6 +57,16 @@ const float* read_bias(const Api& api, const ort::KernelInfo* info, const char* 
 // constant. Throws a Failure where they have another size.
 const uint8_t* read_zero_points(const Api& api, const ort::KernelInfo* info, const char* op,
                                 const MatMul& product, size_t input, const char* name);
+
+// Makes room for a product's packed zero points, lets `pack` fill it, and returns it.
+template <class Pack>
+const uint16_t* pack_zeros_into(std::optional<WeightMemory>& memory, const MatMul& product,
+                                Pack pack) {
+  memory.emplace(static_cast<size_t>(packed_zeros(product)) * sizeof(uint16_t));
+  auto* packed = reinterpret_cast<uint16_t*>(memory->data());
+  pack(packed);
+  return packed;
+}
 
 // So many floats that the node has as an initializer, as they are stored: they stay where they are
 // for as long as the session lives. Throws a Failure where they are no initializer, or not so many.
