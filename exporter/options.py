@@ -29,12 +29,15 @@ class ExportOptions:
     `group_size` None is that of the checkpoint, where it has weights in integers, in groups that it
     divides, and 128 otherwise.
 
+    `asymmetric` gives blocks of projections in int4 zero points, and scales, that change them less.
+
     `expert_precision` is that of experts; "same" is `precision`. "mxfp4" keeps what a checkpoint
     has in MXFP4 as it is, and is an error where its experts are anything else.
     """
 
     precision: str = "int4"  # of the projections: int4, int8, fp16, fp32
     group_size: int | None = None  # input features that share a scale: 32, 64, 128
+    asymmetric: bool = False  # zero points of their own for projections in int4
     head_precision: str | None = None  # same, int4, int8, fp16
     expert_precision: str = "same"  # same, mxfp4
     context_length: int | None = None  # tokens; None: the model's own
@@ -55,6 +58,11 @@ class ExportOptions:
             if value not in allowed:
                 listed = ", ".join(str(item) for item in allowed if item is not None)
                 raise ExportError(f"the {name} {value!r} is not one of {listed}.")
+        if self.asymmetric and self.precision != "int4":
+            raise ExportError(
+                f"asymmetric blocks are of projections in int4, and the precision is "
+                f"{self.precision}: leave it out, or use the precision int4."
+            )
         if "fp32" in {self.precision, self.head} and self.head != self.precision:
             raise ExportError(
                 f"a head in {self.head} does not go with projections in {self.precision}: fp32 is "
@@ -122,7 +130,8 @@ class ExportOptions:
                 f"experts are quantized in groups of {' or '.join(map(str, sizes))} inputs, which "
                 f"must divide {whole}, what their two sizes have in common. Use the precision fp16."
             )
-        return BlockFormat(bits, fitting[-1])
+        moves = self.asymmetric and bits == _BITS["int4"] and not head and not experts
+        return BlockFormat(bits, fitting[-1], is_asymmetric=moves)
 
 
 def fitting_group(widths: Collection[int]) -> int:

@@ -2,8 +2,8 @@
 
 A row [K] is cut into blocks of `block_size` input features that share one scale; the last block
 may be ragged, and is then padded with zeros. A value is `(quant - zero_point) * scale`. What is
-rounded here is symmetric, its zero point 2^(bits - 1); integers of a checkpoint that need another
-one may have it.
+rounded here is symmetric, its zero point 2^(bits - 1), unless the format is asymmetric; integers of
+a checkpoint that need another one may have it, too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 _NEAR = 2.0**-10  # of a step, how far what float16 makes of it may be
 _TILE_ELEMENTS = 1 << 17  # 512 KiB of float32: a tile and its scratch stay in the L2 cache
+# Of the range of a block's values, what quants are tried to cover: values beyond become the nearest
+# end, and all others are rounded more finely.
+_SHARES = (1.0, 0.95, 0.9, 0.85)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class BlockFormat:
     bits: int  # 4 or 8
     block_size: int  # input features that share a scale: 32, 64 or 128
     is_fp4: bool = False  # numbers are those of `mxfp4`, kept as a checkpoint has them
+    is_asymmetric: bool = False  # blocks have the zero points that change their values the least
 
     @property
     def zero_point(self) -> int:
@@ -63,8 +67,9 @@ def quantize_rows(
 
     4 bits: the scale is the value farthest from zero over -8, so that this value is exact (its
     sign may make the scale negative, which MatMulNBits allows). 8 bits: the scale is the largest
-    magnitude over 127. Quants are chosen against the scale as stored. A scale too small for its
-    dtype is zero, and so are its values.
+    magnitude over 127. In an asymmetric format that is one way among some, of which the one with
+    the least squares of errors is taken. Quants are chosen against the scale as stored. A scale too
+    small for its dtype is zero, and so are its values.
 
     Args:
         values: float32 [n, K]; left unchanged.
@@ -76,7 +81,8 @@ def quantize_rows(
         steps: float32 [n, blocks], what the values of a block are multiples of: such a step is the
             scale wherever its multiples are quants; None: nothing is known.
         zero_points: Out, uint8 [n, blocks], not packed: 2^(bits - 1), or, where a block's multiples
-            are quants only beside another one, the nearest to it. None: there is no other one.
+            are quants only beside another one, the nearest to it, or what an asymmetric format
+            takes. None: there is no other one.
 
     Returns:
         How many blocks have their step for a scale.
@@ -132,6 +138,8 @@ def _quantize_tile(
     kept = 0
     with np.errstate(over="ignore", invalid="ignore"):  # seen as scales that are not finite
         wanted = _scales(grouped, block.bits)
+        if block.is_asymmetric and zero_points is not None:
+            _choose(grouped, block, scales.dtype, wanted, zero_points)
         if steps is not None:
             kept = _keep_steps(grouped, block, steps, scales.dtype, wanted, zero_points)
         scales[...] = wanted
@@ -152,6 +160,50 @@ def _quantize_tile(
             scaled *= stored
         dequantized[...] = scaled.reshape(n, -1)[:, :k]
     return kept
+
+
+def _choose(
+    grouped: NDArray[np.float32],
+    block: BlockFormat,
+    dtype: np.dtype[Any],
+    scales: NDArray[np.float32],
+    zero_points: NDArray[np.uint8],
+) -> None:
+    """Replace scale and zero point of each block where others change its values less."""
+    low, high = grouped.min(-1, initial=0), grouped.max(-1, initial=0)
+    top = np.float32(2 * block.zero_point - 1)
+    least = _squares(grouped, scales, zero_points, top, dtype)
+    for share in _SHARES:
+        tried = (high - low) * np.float32(share / top)
+        inverse = np.divide(1, tried, out=np.zeros_like(tried), where=tried != 0)
+        zeros = np.clip(np.rint(-low * np.float32(share) * inverse), 0, top)
+        errors = _squares(grouped, tried, zeros, top, dtype)
+        nearer = errors < least  # of what is not finite nothing is
+        np.copyto(least, errors, where=nearer)
+        np.copyto(scales, tried, where=nearer)
+        np.copyto(zero_points, zeros, where=nearer, casting="unsafe")
+
+
+def _squares(
+    grouped: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    zero_points: NDArray[Any],
+    top: np.float32,
+    dtype: np.dtype[Any],
+) -> NDArray[np.float32]:
+    """What rounding changes of each block, the sum of squares, [n, blocks]."""
+    stored = scales.astype(dtype).astype(np.float32)[..., None]
+    inverse = np.divide(1, stored, out=np.zeros_like(stored), where=stored != 0)
+    zeros = zero_points[..., None].astype(np.float32)
+    errors = grouped * inverse
+    errors += zeros + np.float32(0.5)
+    np.floor(errors, out=errors)
+    np.clip(errors, 0, top, out=errors)
+    errors -= zeros
+    errors *= stored
+    errors -= grouped
+    found: NDArray[np.float32] = np.einsum("nbi,nbi->nb", errors, errors)
+    return found
 
 
 def _keep_steps(
@@ -177,6 +229,7 @@ def _keep_steps(
     fits = near & (low >= -end) & (high < end)
     turned = near & ~fits & (low > -end) & (high <= end) & (block.bits == 4)
     if zero_points is not None:
+        np.copyto(zero_points, end, where=fits | turned)
         moved = near & ~fits & ~turned & (high - low <= top)
         np.copyto(zero_points, np.clip(end, -low, top - high), where=moved, casting="unsafe")
         fits |= moved

@@ -311,11 +311,13 @@ def may_move_zero(
 ) -> bool:
     """Whether blocks of a matrix may need zero points of their own, and can have them.
 
-    Integers of fewer bits than a block has fit without. Head and embedding may be one table, and
-    experts are no MatMulNBits: these have none.
+    In an asymmetric format all may. Integers of fewer bits than a block has fit without. Head and
+    embedding may be one table, and experts are no MatMulNBits: these have none.
     """
     if block is None or role in {HEAD, EMBEDDING} or role.endswith(EXPERTS):
         return False
+    if block.is_asymmetric:
+        return True
     found = (checkpoint.packed_matrices.get(part.tensor) for part in plan.parts)
     return any(one is not None and one.bits >= block.bits for one in found)
 

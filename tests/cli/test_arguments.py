@@ -29,6 +29,7 @@ def test_export_options() -> None:
     given = ["--precision", "int8", "--head-precision", "same", "--expert-precision", "mxfp4"]
     expected = ExportOptions(precision="int8", head_precision="same", expert_precision="mxfp4")
     assert export_options(parse("export", "a", "b", *given)) == expected
+    assert export_options(parse("export", "a", "b", "--asymmetric")).asymmetric
     with pytest.raises(SystemExit):
         parse("export", "a", "b", "--expert-precision", "int4")
 

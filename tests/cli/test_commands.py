@@ -88,6 +88,7 @@ def test_errors_are_one_paragraph(
         ["export", checkpoint, tmp_path / "out", "--revision", "main"],
         ["export", checkpoint, tmp_path / "out", "--token", "abc"],
         ["export", checkpoint, tmp_path / "out", "--precision", "fp16", "--group-size", "64"],
+        ["export", checkpoint, tmp_path / "out", "--precision", "int8", "--asymmetric"],
         ["export", checkpoint, tmp_path / "out", "--expert-precision", "mxfp4"],
         ["export", "./missing", tmp_path / "out"],
         ["chat", tmp_path / "missing"],

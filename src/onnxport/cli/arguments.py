@@ -35,6 +35,7 @@ ENGINE_OPTIONS = (  # named as the fields of EngineConfig
 EXPORT_OPTIONS = (
     "precision",
     "group_size",
+    "asymmetric",
     "head_precision",
     "expert_precision",
     "context_length",
@@ -64,6 +65,11 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(32, 64, 128),
         help="input features that share a scale in int4 and int8 (the checkpoint's, or 128)",
+    )
+    group.add_argument(
+        "--asymmetric",
+        action="store_true",
+        help="zero points for weights in int4, which change them less, and take 1 to 3 %% longer",
     )
     group.add_argument(
         "--head-precision",
