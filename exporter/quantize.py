@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 _NEAR = 2.0**-10  # of a step, how far what float16 makes of it may be
 _TILE_ELEMENTS = 1 << 17  # 512 KiB of float32: a tile and its scratch stay in the L2 cache
-# Of the range of a block's values, what quants are tried to cover: values beyond become the nearest
-# end, and all others are rounded more finely.
-_SHARES = (1.0, 0.95, 0.9, 0.85)
+# Of the value farthest from zero, or of the range of a block's values, what quants are tried to
+# cover: values beyond become the nearest end, and all others are rounded more finely. Quants of 4
+# bits reach further below zero than above, so either side is tried for the farthest value.
+_SHARES = (1.0, 0.92, 0.85, -1.0, -0.92, -0.85)
+_RANGES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,10 @@ def quantize_rows(
 ) -> int:
     """Quantize rows of a weight matrix, writing into the given arrays.
 
-    4 bits: the scale is the value farthest from zero over -8, so that this value is exact (its
-    sign may make the scale negative, which MatMulNBits allows). 8 bits: the scale is the largest
-    magnitude over 127. In an asymmetric format that is one way among some, of which the one with
-    the least squares of errors is taken. Quants are chosen against the scale as stored. A scale too
-    small for its dtype is zero, and so are its values.
+    4 bits: the scale is the one, of some, with the least squares of errors (it may be negative,
+    which MatMulNBits allows), in an asymmetric format scale and zero point. 8 bits: the scale is
+    the largest magnitude over 127. Quants are chosen against the scale as stored. A scale too small
+    for its dtype is zero, and so are its values.
 
     Args:
         values: float32 [n, K]; left unchanged.
@@ -173,7 +174,7 @@ def _choose(
     low, high = grouped.min(-1, initial=0), grouped.max(-1, initial=0)
     top = np.float32(2 * block.zero_point - 1)
     least = _squares(grouped, scales, zero_points, top, dtype)
-    for share in _SHARES:
+    for share in _RANGES:
         tried = (high - low) * np.float32(share / top)
         inverse = np.divide(1, tried, out=np.zeros_like(tried), where=tried != 0)
         zeros = np.clip(np.rint(-low * np.float32(share) * inverse), 0, top)
@@ -242,8 +243,39 @@ def _scales(grouped: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
     position = np.abs(grouped).argmax(-1, keepdims=True)  # four times as fast as max and min
     farthest: NDArray[np.float32] = np.take_along_axis(grouped, position, -1)[..., 0]
     if bits == 4:
-        return np.divide(farthest, np.float32(-8))
+        return _nearest_scales(grouped, np.divide(farthest, np.float32(-8)))
     return np.divide(np.abs(farthest), np.float32(127))
+
+
+def _nearest_scales(
+    grouped: NDArray[np.float32], first: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """The scales of 4 bits that change blocks the least.
+
+    Each share of the first scale makes levels of a block's values x, and of all scales the one that
+    suits these best is `sum(x * levels) / sum(levels^2)`, by least squares. It leaves
+    `sum(x^2) - sum(x * levels)^2 / sum(levels^2)` of the squares of errors.
+
+    Args:
+        grouped: float32 [n, blocks, block_size].
+        first: float32 [n, blocks], scales that have room for all values.
+    """
+    scales, most = first.copy(), np.zeros_like(first)
+    levels = np.empty_like(grouped)
+    for share in _SHARES:
+        tried = (first * np.float32(share))[..., None]
+        np.multiply(
+            grouped, np.divide(1, tried, out=np.zeros_like(tried), where=tried != 0), levels
+        )
+        np.clip(np.rint(levels, levels), -8, 7, levels)
+        product = np.einsum("nbi,nbi->nb", grouped, levels)
+        squares = np.einsum("nbi,nbi->nb", levels, levels)
+        suited = np.divide(product, squares, out=np.zeros_like(first), where=squares > 0)
+        kept = suited * product
+        nearer = kept > most  # of what is not finite nothing is
+        np.copyto(scales, suited, where=nearer)
+        np.copyto(most, kept, where=nearer)
+    return scales
 
 
 def _pack_nibbles(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
