@@ -25,7 +25,7 @@ from statistics import median
 import onnx
 
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.inspect import attribute_int, initializers
+from onnxport.graphs.inspect import attribute_int, initializers, input_at
 from onnxport.serving.verify.machine import this_machine
 
 SOURCE = Path(__file__).with_name("limits.cpp")
@@ -44,17 +44,18 @@ def build(folder: Path) -> Path:
     return program
 
 
-def products(artifact: Path) -> Iterator[tuple[str, int, int, int, int]]:
+def products(artifact: Path) -> Iterator[tuple[str, int, int, int, int, bool]]:
     """Name, inputs, outputs, bits and block size of each product with quantized weights.
 
-    Of experts those that one token is given to.
+    And whether it has zero points. Of experts those that one token is given to.
     """
     graph: onnx.ModelProto = Artifact.read(artifact).load_graph("paged")
     tensors = initializers(graph)
     for node in graph.graph.node:
         if node.op_type == "MatMulNBits":
             values = (attribute_int(node, name, 4) for name in ("K", "N", "bits", "block_size"))
-            yield (node.output[0], *values)
+            k, n, bits, size = values
+            yield node.output[0], k, n, bits, size, bool(input_at(node, 3))
         if node.op_type == "QMoE":
             bits, block = (
                 attribute_int(node, at, 4) for at in ("expert_weight_bits", "block_size")
@@ -62,26 +63,28 @@ def products(artifact: Path) -> Iterator[tuple[str, int, int, int, int]]:
             for name in (node.input[2], node.input[5]):
                 _, rows, columns = tensors[name].dims
                 outputs = rows * attribute_int(node, "k", 1)
-                yield node.output[0], columns * 8 // bits, outputs, bits, block
+                yield node.output[0], columns * 8 // bits, outputs, bits, block, False
 
 
 def read_bytes(artifact: Path, *, coarse: bool) -> int:
-    """What a step reads: quantized weights, and a scale of two bytes for each block of them.
+    """What a step reads: quantized weights, and of each block a scale, and a zero point if any.
+
+    Both are of two bytes.
 
     Args:
         artifact: the model.
         coarse: whether a head of 8 bits is read as one of 4.
     """
     total = 0
-    for name, k, n, bits, size in products(artifact):
+    for name, k, n, bits, size, has_zeros in products(artifact):
         read_bits = 4 if coarse and name.startswith(HEAD) else bits
-        total += n * k * read_bits // 8 + n * -(-k // size) * 2
+        total += n * k * read_bits // 8 + n * -(-k // size) * (4 if has_zeros else 2)
     return total
 
 
 def token_operations(artifact: Path) -> int:
     """Multiplications and additions of a token in all products but the head's."""
-    return sum(2 * k * n for name, k, n, _, _ in products(artifact) if not name.startswith(HEAD))
+    return sum(2 * k * n for name, k, n, *_ in products(artifact) if not name.startswith(HEAD))
 
 
 def run(command: list[str]) -> list[dict[str, float]]:

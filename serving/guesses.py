@@ -41,7 +41,7 @@ class StateReader(Protocol):
         thousands of them a second.
 
         Args:
-            requests: the ones, none of which has siblings.
+            requests: the ones.
             firsts: the numbers of these tokens, as above.
             states: float32 [len(requests), features], which the next step may overwrite.
         """

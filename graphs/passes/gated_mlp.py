@@ -72,6 +72,25 @@ def fuse_gated_mlp(model: onnx.ModelProto) -> PassResult:
     return PassResult("gated_mlp", copy, {"gated feed-forward layers fused": len(found)})
 
 
+def zero_point_bytes(model: onnx.ModelProto) -> int:
+    """What our products and layers keep of zero points besides what is stored: two bytes each."""
+    total = 0
+    for node in model.graph.node:
+        if not _is_ours(node, MATMUL_NBITS, GATED_MLP):
+            continue
+        depth, rows, inner, size = (
+            attribute_int(node, name, 0) for name in ("K", "N", "inner", "block_size")
+        )
+        if node.op_type == MATMUL_NBITS:
+            parts = [(ZERO_POINTS, rows, depth, size)]
+        else:
+            down_size = attribute_int(node, "down_block_size", 0)
+            first, second = MLP_ZERO_POINTS
+            parts = [(first, 2 * inner, depth, size), (second, rows, inner, down_size)]
+        total += sum(2 * n * -(-k // block) for at, n, k, block in parts if input_at(node, at))
+    return total
+
+
 class _Graph:
     """Who reads what."""
 
@@ -103,6 +122,8 @@ def _match(gate_up: onnx.NodeProto, graph: _Graph) -> _Mlp | None:
     inner = attribute_int(down, "K", 0)
     is_whole = attribute_int(gate_up, "N", 0) == 2 * inner
     if not _is_ours(down, MATMUL_NBITS) or at != 0 or not is_whole:
+        return None
+    if any(name for one in (gate_up, down) for name in one.input[3:ZERO_POINTS]):
         return None
     if first is None:
         return None if others else _Mlp(gate_up, gate, down, None)

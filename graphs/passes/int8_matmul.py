@@ -29,10 +29,9 @@ _DEFAULTS: Final = {"K": 0, "N": 0, "bits": 4, "block_size": 0}  # the schema re
 def use_int8_matmul(model: onnx.ModelProto) -> PassResult:
     """Replace every MatMulNBits that the operator can compute.
 
-    That is: accuracy level 4; 4 or 8 bits in blocks of 16 to 256; weights and float32 scales that
-    are initializers, which makes activations float32; zero points in uint8, if there
-    are some, likewise; no order of inputs or bias. Level 1 asks for float32 arithmetic and stays as
-    it is.
+    That is: accuracy level 4; 4 or 8 bits in blocks of 16 to 256; weights, float32 scales, which
+    make activations float32, and zero points in uint8, if there are some, all of them initializers;
+    no order of inputs or bias. Level 1 asks for float32 arithmetic and stays as it is.
     """
     copy = copy_model(model)
     # An initializer that is a graph input, too, is a default that the caller may replace.

@@ -18,7 +18,7 @@ from onnxport.graphs.passes.coarse_head import coarse_head_bytes, use_coarse_hea
 from onnxport.graphs.passes.float_experts import float_expert_weights, use_float_experts
 from onnxport.graphs.passes.gated_experts import use_gated_experts
 from onnxport.graphs.passes.gated_gelu import fuse_gated_gelu
-from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp
+from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp, zero_point_bytes
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.group_tables import group_tables
 from onnxport.graphs.passes.hidden_states import tell_hidden_states
@@ -183,7 +183,7 @@ def lowered_graph(
     return LoweredGraph(
         model=model.SerializeToString(),
         is_exact=is_exact,
-        stored_bytes=weight_bytes(model, {}) + coarse_head_bytes(model),
+        stored_bytes=weight_bytes(model, {}) + coarse_head_bytes(model) + zero_point_bytes(model),
         conversions=known if len(known) == len(conversions) else None,
     )
 

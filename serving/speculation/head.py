@@ -70,10 +70,22 @@ class HeadDrafter(GrowingDrafter[HeadSequence]):
         self, requests: tuple[Request, ...], firsts: Sequence[int], states: States
     ) -> None:
         """See `guesses.StateReader.note_decodes`; a request gets its states when they are read."""
-        if not self._decodes.add(requests, firsts, states):
-            self._hand_over()
+        if self._decodes.add(requests, firsts, states):
+            return
+        self._hand_over()
+        if any(one.siblings for one in requests):  # which fork at the end of this step
+            for row, request in enumerate(requests):
+                self._note(request, firsts[row], states[row : row + 1])
+        else:
             self._decodes.begin(requests, firsts, states.shape[1])
             self._decodes.add(requests, firsts, states)
+
+    def close(self) -> None:
+        """See `Drafter.close`; nobody may tell any more when requests end."""
+        self._decodes = DecodeStates()
+        for request in list(self._sequences):
+            self.forget(request)
+        super().close()
 
     def num_behind(self, request: Request) -> int:
         """See `Drafter.num_behind`."""

@@ -10,9 +10,9 @@ import pytest
 from onnx import TensorProto, helper
 
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.inspect import attribute_int, input_at
+from onnxport.graphs.inspect import attribute_int, input_at, set_input
 from onnxport.graphs.lora import SlotDtype
-from onnxport.graphs.passes.gated_mlp import MLP_ZERO_POINTS, fuse_gated_mlp
+from onnxport.graphs.passes.gated_mlp import MLP_ZERO_POINTS, fuse_gated_mlp, zero_point_bytes
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.lora import add_lora, add_lora_operator
@@ -72,6 +72,22 @@ def test_zero_points_go_along(has_zeros: tuple[bool, bool]) -> None:
     (wanted,) = onnx.load_from_string(mlp_cases.fused(of)).graph.node
     assert list(node.input) == list(wanted.input)
     assert [bool(input_at(node, place)) for place in MLP_ZERO_POINTS] == list(has_zeros)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_product_that_does_more_is_left_alone(at: int) -> None:
+    before = model()
+    set_input(before.graph.node[at], 5, "bias")
+    assert not fuse_gated_mlp(before).changes
+
+
+@pytest.mark.parametrize("has_zeros", [(False, False), (True, False), (False, True), (True, True)])
+def test_what_zero_points_take(has_zeros: tuple[bool, bool]) -> None:
+    of = mlp_cases.make_case(2, (4, 32), (8, 64), (96, 70, 40), 5, has_zeros)
+    taken = has_zeros[0] * 2 * 140 * 3 + has_zeros[1] * 2 * 40 * 2
+    apart = onnx.load_from_string(mlp_cases.separate(of))
+    for graph in (apart, fuse_gated_mlp(apart).model):
+        assert zero_point_bytes(graph) == taken
 
 
 def test_a_gelu_is_told() -> None:

@@ -16,6 +16,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
+from onnxport.graphs.inspect import set_input
 from onnxport.graphs.noise import GROUP, Noise
 from tests.kernels import matmul_cases
 from tests.kernels.matmul_cases import Floats, MatMulCase
@@ -205,7 +206,7 @@ def add_exact(serialized: bytes) -> bytes:
     """The model with the input `exact`."""
     of = onnx.load_from_string(serialized)
     node = of.graph.node[0]
-    node.input.extend([""] * (6 - len(node.input)) + ["exact"])
+    set_input(node, 6, "exact")
     of.graph.input.append(helper.make_tensor_value_info("exact", TensorProto.INT32, ["numbers"]))
     return of.SerializeToString()
 
@@ -214,7 +215,8 @@ def add_asked(serialized: bytes) -> bytes:
     """The model with the inputs `exact`, `allowed` and `races`."""
     of = onnx.load_from_string(add_exact(serialized))
     node = of.graph.node[0]
-    node.input.extend([""] * (12 - len(node.input)) + ["allowed", "races"])
+    set_input(node, 12, "allowed")
+    set_input(node, 13, "races")
     info, dims = helper.make_tensor_value_info, ["some", "words"]
     of.graph.input.append(info("allowed", TensorProto.INT32, dims))
     of.graph.input.append(info("races", TensorProto.DOUBLE, ["drawn", 2]))

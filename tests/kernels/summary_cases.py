@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from onnxport.graphs.contract import summary_floats
+from onnxport.graphs.inspect import set_input
 
 Floats = NDArray[np.float32]
 CHUNK, GROUP, GROUPS = 1024, 64, 16
@@ -69,7 +70,7 @@ def add_summaries(serialized: bytes, *, scales: bool = True, output: bool = True
     node = of.graph.node[0]
     info, kind = helper.make_tensor_value_info, TensorProto.FLOAT
     if scales:
-        node.input.extend([""] * (7 - len(node.input)) + ["scales"])
+        set_input(node, 7, "scales")
         of.graph.input.append(info("scales", kind, ["numbers"]))
     if output:
         node.output.extend([""] * (3 - len(node.output)) + ["summaries"])

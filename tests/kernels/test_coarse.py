@@ -82,6 +82,18 @@ def test_random_cases(
                 pair.check(x, *cases.random_asked(rng, count, case.n))
 
 
+def test_all_outputs_are_exact_beside_zero_points(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    case = matmul_cases.with_zero_points(1, cases.gaussian_case(1, 20_000, 256, 4))
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        pair = Pair(library_path, case)
+        pair.grow(case.x)
+        found = pair.run(case.x, numbers([1] * len(case.x)))
+        assert found.tobytes() == pair.whole(case.x).tobytes(), isa
+
+
 def test_a_vocabulary(library_path: Path, library: ctypes.CDLL, available_isas: list[str]) -> None:
     """Most of it is not computed again; how many panels have four bits grows call by call."""
     rng = np.random.default_rng(5)

@@ -94,9 +94,10 @@ def test_zero_points_in_the_middle_change_nothing(
 
 
 def test_zero_points_that_do_not_fit_or_may_change(
-    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+    library_path: Path, library: ctypes.CDLL
 ) -> None:
-    assert available_isas
+    if library.onnxport_cpu_matmul_isa() is None:
+        pytest.skip("this processor has none of the sets that the products need")
     case = cases.with_zero_points(1, cases.make_case(1, 4, 32, 96, 40, 3))
     of = onnx.load_from_string(cases.model(case))
     stored = of.graph.initializer.pop()

@@ -43,6 +43,8 @@ def random_case(seed: int) -> tuple[MatMulCase, Floats]:
     rows = min(rows, 40) if n > 10_000 else rows
     case = matmul_cases.make_case(seed, bits, block_size, int(rng.choice([5, 64, 100])), n, rows)
     scales = rng.choice(SCALES if seed % 4 else SCALES[:2], rows)
+    if seed % 5 == 3:
+        case = matmul_cases.with_zero_points(seed, case)
     return case, scales.astype(np.float32)
 
 

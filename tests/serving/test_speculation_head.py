@@ -344,6 +344,26 @@ def _states(ids: Sequence[int], first: int = 0) -> np.ndarray[Any, np.dtype[np.f
     return np.array(rows, np.float32)
 
 
+def test_a_fork_behind_a_last_chunk_of_one_token_has_all_of_the_prompt() -> None:
+    """Such a step is one of decodes alone, and the fork comes with it."""
+    drafter = head_drafter()
+    parent, child = request([1, 2, 3]), request([1, 2, 3])
+    drafter.note_states(parent, 0, _states([1, 2]))
+    parent.siblings = (child,)
+    drafter.note_decodes((parent,), [2], _states([3], 2))
+    parent.siblings = ()
+    for one in (parent, child):
+        one.tokens.append(4)
+    requests = (parent, child)
+    drafter.note_decodes(requests, [3, 3], _states([4, 4], 3))
+    for one in requests:
+        assert drafter.num_behind(one) == 3  # all but the first token, which has no state before
+        assert drafter._sequences[one].first == 1
+    drafter.close()
+    assert not drafter._sequences
+    assert drafter._waiting.tokens == 0
+
+
 def test_a_fork_has_the_states_that_wait() -> None:
     drafter = head_drafter()
     parent = request([1, 2, 3])

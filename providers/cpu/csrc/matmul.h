@@ -235,7 +235,7 @@ void check_product(const char* op, const MatMul& product);
 struct ProductLora;  // see lora.h
 
 // Computes the output, the bias and then what adapters add included, and the summaries that are asked
-// for, not both of the last two; quants, scales and corrections are taken care of. Returns zero or
+// for, not both of the last two; what activations are quantized into is taken care of. Returns zero or
 // what parallel_for returned. Throws std::bad_alloc only.
 int run_matmul(const MatMulKernels& kernels, MatMul call, ParallelFor parallel_for, void* context,
                const ProductLora* lora = nullptr);

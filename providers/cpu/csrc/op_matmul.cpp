@@ -97,6 +97,7 @@ std::unique_ptr<MatMulKernel> make_kernel(const Api& api, const ort::KernelInfo*
   if (const auto* zeros = read_zero_points(api, info, kName, m, kZeroPoints, "zero_points")) {
     kernel->settings.zeros = pack_zeros_into(
         kernel->zeros, m, [&](uint16_t* packed) { pack_zeros(m, zeros, packed); });
+    forget_file_pages(zeros, static_cast<size_t>(m.n * stored_zero_bytes(m)));
   }
   if (CoarseProduct::suits(kernel->settings))
     kernel->coarse = std::make_unique<CoarseProduct>(kernel->settings);

@@ -90,11 +90,13 @@ void read_zeros(const Api& api, const ort::KernelInfo* info, const MatMul& joine
     mlp.gate_up.zeros = pack_zeros_into(
         kernel.gate_up_zeros, mlp.gate_up,
         [&](uint16_t* packed) { pack_gate_up_zeros(mlp, zeros, packed); });
+    forget_file_pages(zeros, static_cast<size_t>(joined.n * stored_zero_bytes(joined)));
   }
   if (const auto* zeros = read_zero_points(api, info, kName, mlp.down, kDownZeros, kDownZerosName)) {
     mlp.down.zeros = pack_zeros_into(
         kernel.down_zeros, mlp.down,
         [&](uint16_t* packed) { pack_zeros(mlp.down, zeros, packed); });
+    forget_file_pages(zeros, static_cast<size_t>(mlp.down.n * stored_zero_bytes(mlp.down)));
   }
 }
 

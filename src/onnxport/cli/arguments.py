@@ -69,7 +69,8 @@ def add_export_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--asymmetric",
         action="store_true",
-        help="zero points for weights in int4, which change them less, and take 1 to 3 %% longer",
+        default=None,
+        help="zero points for weights in int4, which change them less and take some time",
     )
     group.add_argument(
         "--head-precision",
