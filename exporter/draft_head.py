@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,9 @@ def export_head(
             for name in TOKENIZER_FILES:
                 if (model.path / name).is_file():
                     writer.copy_file(model.path / name)
-            return writer.commit(_manifest(spec, options, model, folder))
+            manifest = _manifest(spec, options, model, folder)
+            moved = weights.stored.have_zero_points or None
+            return writer.commit(replace(manifest, zero_points=moved))
 
 
 def draft_tokens(checkpoint: Checkpoint, spec: ArchSpec) -> NDArray[np.int32]:

@@ -132,7 +132,9 @@ def export_model(
             writer.write_graph("paged", paged_graph(spec, weights.stored))
             writer.write_graph("gqa", gqa_graph(spec, weights.stored))
             _write_small_files(writer, folder.path, spec, tokens)
-            return writer.commit(_manifest(spec, options, tokens, folder))
+            manifest = _manifest(spec, options, tokens, folder)
+            moved = weights.stored.have_zero_points or None
+            return writer.commit(replace(manifest, zero_points=moved))
 
 
 def _group_size(checkpoint: Checkpoint) -> int:

@@ -59,6 +59,11 @@ class StoredWeights:
     matrices: dict[str, StoredMatrix] = field(default_factory=dict)
     vectors: dict[str, TensorRef] = field(default_factory=dict)
 
+    @property
+    def have_zero_points(self) -> bool:
+        """Whether some matrices have zero points of their own."""
+        return any(one.zero_points is not None for one in self.matrices.values())
+
 
 class StreamingWeights:
     """A `reference.WeightSource` that stores each weight as it is used. A context manager."""

@@ -48,6 +48,7 @@ class Manifest:
     group_size: int | None  # input features that share a scale; None where nothing is quantized
     head_precision: str  # of the lm_head (and a tied embedding): one of PRECISIONS
     expert_precision: str | None = None  # one of EXPERT_PRECISIONS; None: `precision`
+    zero_points: bool | None = None  # whether some projections have them; None: none has
     activation_dtype: str  # of the stored graphs' activations: one of ACTIVATION_DTYPES
     source: Source
     eos_token_ids: tuple[int, ...]
@@ -92,6 +93,7 @@ class Manifest:
             "group_size": self.group_size,
             "head_precision": self.head_precision,
             "expert_precision": self.expert_precision,
+            "zero_points": self.zero_points,
             "activation_dtype": self.activation_dtype,
             "eos_token_ids": list(self.eos_token_ids),
             "bos_token_id": self.bos_token_id,
@@ -145,6 +147,7 @@ _FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "group_size": _INT_OR_NULL,
     "head_precision": (str,),
     "expert_precision": (str, type(None)),
+    "zero_points": (bool, type(None)),
     "activation_dtype": (str,),
     "eos_token_ids": (list,),
     "bos_token_id": _INT_OR_NULL,
@@ -153,7 +156,7 @@ _FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "files": (dict,),
 }
 # Fields that artifacts of before lack, as those do today where they are None.
-_LATER: Final = ("expert_precision",)
+_LATER: Final = ("expert_precision", "zero_points")
 _SOURCE_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "name": (str,),
     "revision": (str, type(None)),

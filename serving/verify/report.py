@@ -84,6 +84,7 @@ class ArtifactReport:
     precision: str
     head_precision: str
     expert_precision: str | None  # null: that of the rest
+    zero_points: bool  # whether some projections have them
     group_size: int | None
     fingerprint: str
     format_version: int
@@ -91,8 +92,12 @@ class ArtifactReport:
     @property
     def weights(self) -> str:
         """What they are stored in, and experts where that is something else."""
-        experts = self.expert_precision
-        return self.precision + ("" if experts is None else f" with experts in {experts}")
+        named = self.precision + (" with zero points" if self.zero_points else "")
+        if self.expert_precision is None:
+            return named
+        return (
+            f"{named}{' and' if self.zero_points else ' with'} experts in {self.expert_precision}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +137,7 @@ def describe(artifact: Artifact) -> ArtifactReport:
         precision=manifest.precision,
         head_precision=manifest.head_precision,
         expert_precision=manifest.expert_precision,
+        zero_points=bool(manifest.zero_points),
         group_size=manifest.group_size,
         fingerprint=manifest.fingerprint,
         format_version=manifest.format_version,

@@ -17,6 +17,7 @@ from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_experts import split_experts
 from onnxport.graphs.spec import ArchSpec
+from onnxport.providers.cpu.library import find_library
 
 Kind = Literal["gqa", "decomposed", "custom", "split"]  # split: decomposed, and its experts
 Logits = NDArray[np.float32]  # [num_tokens, vocab]
@@ -149,3 +150,14 @@ def greedy(run: Runner, prompt: NDArray[np.int64], count: int) -> list[int]:
         found.append(int(run.step(token_ids)[-1].argmax()))
         token_ids = np.array(found[-1:], np.int64)
     return found
+
+
+def check_golden(artifact: Artifact) -> None:
+    """Check each graph's logits against those of the export."""
+    with np.load(artifact.path / "golden.npz") as golden:
+        token_ids, rows, logits = (golden[key] for key in ("token_ids", "logits_indices", "logits"))
+    kernel = find_library()
+    kinds: list[Kind] = ["gqa", "decomposed", *(["custom"] if kernel else [])]
+    for kind in kinds:
+        found = Graph(artifact, kind, kernel).logits(token_ids)[rows]
+        np.testing.assert_allclose(found, logits, atol=1e-4, err_msg=kind)

@@ -230,6 +230,10 @@ def test_experts_in_mxfp4_are_quantized(tmp_path: Path) -> None:
     assert (exact.options.matmul_accuracy_level, exact.coarse) == (1, False)
     assert (served.options.matmul_accuracy_level, served.coarse) == (None, True)
     assert describe(artifact).weights == "fp16 with experts in mxfp4"
+    artifact.manifest.zero_points = True
+    assert describe(artifact).weights == "fp16 with zero points and experts in mxfp4"
+    artifact.manifest.expert_precision = None
+    assert describe(artifact).weights == "fp16 with zero points"
 
 
 def test_what_the_caller_chose_stays(tmp_path: Path) -> None:

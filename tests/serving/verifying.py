@@ -104,6 +104,7 @@ def fake_artifact(folder: Path, precision: str = "fp32") -> Any:
         precision=precision,
         head_precision=precision,
         expert_precision=None,
+        zero_points=None,
         group_size=None,
         fingerprint="0123456789abcdef",
         format_version=1,
