@@ -33,7 +33,7 @@ class Rule:
     arithmetic: str
     max_diff: float  # of a logit, over the standard deviation of the reference's logits
     identical: bool  # whether a sequence has the same tokens, however it is computed
-    with_experts: float = 2.0  # how many times as far off a model with experts may be
+    with_experts: float = 3.5  # how many times as far off a model with experts may be
 
 
 # Measured on the tiny models: 2e-5 in float32, 6e-2 in float16 (on a GPU in software), and 6e-2
@@ -57,7 +57,8 @@ def with_experts(rule: Rule) -> Rule:
     """The rule for a model with experts.
 
     What rounds what a router reads may give a token of a near tie to another expert, which is
-    another product. Measured with 8-bit activations: 0.85.
+    another product. Measured: 1.9 with 8-bit activations, where two tokens of 40 are given to others
+    (they are off by 1.1 and 0.9, all others by no more than 0.23), and 0.22 in float16.
     """
     if rule == FLOAT32:
         return rule
