@@ -28,6 +28,9 @@ INT8_CACHE = Rule("int8 cache", 0.6, identical=True)
 FLOAT32_PRODUCTS: Mapping[str, Any] = {"matmul_accuracy_level": 1}
 # As they are served: int8 activations, which are coarse on purpose. Measured: 0.36.
 COARSE = Rule("8-bit activations", 0.6, identical=True)
+# By ONNX Runtime's products a token of a near tie is given to another expert: that one is off by
+# 1.9, all others of its prompt by 0.14 or less. Ours part nowhere.
+COARSE_APART = replace(COARSE, with_experts=3.5)
 # Besides, an int8 cache whose blocks are rounded anew as they fill. Measured: 0.47; with experts
 # 1.8, where a processor has AMX and it computes in bfloat16.
 OPENVINO_COARSE = Rule("what OpenVINO chooses", 0.8, identical=False, with_experts=2.5)
@@ -79,7 +82,7 @@ def _cpu_lanes() -> list[Lane]:
         Lane("cpu-custom", "cpu", {**custom, **FLOAT32_PRODUCTS}),
         Lane("cpu-decomposed", "cpu", {**decomposed, **FLOAT32_PRODUCTS}),
         Lane("cpu-custom-served", "cpu", large, COARSE, precisions=QUANTIZED),
-        Lane("cpu-decomposed-served", "cpu", decomposed, COARSE, precisions=QUANTIZED),
+        Lane("cpu-decomposed-served", "cpu", decomposed, COARSE_APART, precisions=QUANTIZED),
         *(
             Lane(
                 f"cpu-{kind}-cache", "cpu", {**large, "kv_cache_dtype": kind}, precisions=("fp32",)

@@ -179,7 +179,7 @@ def test_what_cannot_be_kept_is_told(
     assert isinstance(changed, int)
     assert share <= changed / count <= 1
     off = np.abs(golden_logits(artifact) - floats).max()
-    assert 0.1 < off < 4  # more than what the test above allows
+    assert 0.1 < off < 3.2  # more than what the test above allows
 
 
 def store(folder: Path, name: str) -> None:
