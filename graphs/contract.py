@@ -45,7 +45,9 @@ NO_SUMS: Final = 0.0
 # chosen layers read of the residual stream, side by side. A draft head (`graphs.draft_spec`)
 # guesses by it what follows: a token is given to it with what the model made of the one before,
 # or, where the model has not computed that, with what the head itself did. Of these two inputs
-# one is zeros in each row.
+# one is zeros in each row. Where the graph has the input TELLS_STATES, it tells nothing, and leaves
+# the output as it is, while that is 0.
+TELLS_STATES: Final = "tells_states"  # int32 [1]
 HIDDEN_STATES: Final = "hidden_states"  # float32 [num_tokens, features]
 TARGET_HIDDEN_STATES: Final = "target_hidden_states"  # head, input: float32 [num_tokens, features]
 DRAFT_HIDDEN_STATES: Final = "draft_hidden_states"  # head, input: float32 [num_tokens, hidden]

@@ -71,6 +71,9 @@ class HiddenStates:
         """Look for them among inputs and outputs."""
         names = {node.name for node in session.get_inputs()}
         self._takes = contract.TARGET_HIDDEN_STATES in names
+        # TELLS_STATES as it is bound; None: the graph tells of each step.
+        self._asked = np.zeros(1, np.int32) if contract.TELLS_STATES in names else None
+        self._asks: bool | None = None  # what that says; None: it is not bound yet
         none = np.empty((0, 0), np.float32)
         self._outputs = {
             node.name: _Output(_OUTPUTS[node.name], node.shape[1], none, none)
@@ -78,11 +81,13 @@ class HiddenStates:
             if node.name in _OUTPUTS
         }
 
-    def __bool__(self) -> bool:
-        return self._takes or bool(self._outputs)
+    @property
+    def are_none(self) -> bool:
+        """Whether the session neither takes nor tells any."""
+        return not self._takes and not self._outputs
 
     def bind(
-        self, binding: Any, inputs: StepInputs, bind_input: Callable[[str, Floats], None]
+        self, binding: Any, inputs: StepInputs, bind_input: Callable[[str, NDArray[Any]], None]
     ) -> None:
         """Let the next run read what a step brings, and write what it tells."""
         if self._takes:
@@ -91,6 +96,13 @@ class HiddenStates:
             assert own is not None, "a draft head needs its own states"
             bind_input(contract.TARGET_HIDDEN_STATES, given)
             bind_input(contract.DRAFT_HIDDEN_STATES, own)
+        if self._asked is not None:
+            asks = inputs.hidden_states is not None
+            if asks is not self._asks:
+                self._asked[0] = self._asks = asks
+                bind_input(contract.TELLS_STATES, self._asked)
+            if not asks:  # what is bound stays as it is
+                return
         for name, output in self._outputs.items():
             rows = output.rows(inputs)
             into = getattr(inputs, output.field)
@@ -104,6 +116,8 @@ class HiddenStates:
 
     def deliver(self, inputs: StepInputs) -> None:
         """Give a step what the run told, without the rows that padded it."""
+        if inputs.hidden_states is None and inputs.last_hidden_states is None:
+            return
         for output in self._outputs.values():
             wanted = getattr(inputs, output.field)
             if wanted is not None and wanted is not output.bound:

@@ -91,7 +91,8 @@ class OrtModel(Transfers):
         self._summarizes = contract.SUMMARY_SCALES in self._input_names
         self._no_scales = np.zeros(0, np.float32)  # as SUMMARY_SCALES: nothing of any row
         self._no_summaries = self._summaries = np.zeros((0, 0), np.float32)
-        self._states = HiddenStates(session)
+        states = HiddenStates(session)
+        self._states = None if states.are_none else states
         self._plan: int | None = None  # the dimension that is bound
         self._logits = np.empty((0, capabilities.vocab_size), np.float32)
         self._bound_logits: NDArray[np.float32] | None = None  # the front of them
@@ -142,7 +143,7 @@ class OrtModel(Transfers):
 
     def _run_whole(self, inputs: StepInputs) -> NDArray[np.float32]:
         logits = self._run_padded(inputs)
-        if self._states:
+        if self._states is not None:
             self._states.deliver(inputs)
         return logits
 
@@ -226,7 +227,7 @@ class OrtModel(Transfers):
             self._bind_input(contract.RACES, self._no_races if races is None else races)
         if self._summarizes:
             self._bind_summaries(inputs)
-        if self._states:
+        if self._states is not None:
             self._states.bind(self._binding, inputs, self._bind_input)
         if MEMORY_PLAN in self._input_names:
             dimension = plan_dimension(

@@ -79,19 +79,29 @@ class BatchPacker:
         self._hidden_states = StepBuffer(np.float32, max_num_seqs * features)
         self._packed: tuple[StepPlan, StepInputs] | None = None  # what is in the buffers
 
-    def pack(self, plan: StepPlan) -> StepInputs:
+    def pack(self, plan: StepPlan, *, reads_states: bool = True) -> StepInputs:
         """Return the arrays of `plan`, whose requests already hold their new blocks.
 
         Logits are asked for where the plan needs them. When it does nowhere, they are asked for
         once, at the end, and not used: no graph has to take an empty axis.
+
+        Args:
+            plan: of the step.
+            reads_states: whether somebody reads `StepInputs.hidden_states`, if the model tells any.
         """
         last, self._packed = self._packed, None
         follows = last is not None and _follows(plan, last[0])
-        inputs = self._follow(plan, last[1]) if last and follows else self._pack(plan)
+        states = self._room_for_states(plan.num_tokens) if reads_states else None
+        if last and follows:
+            inputs = self._follow(plan, last[1])
+            if inputs.hidden_states is not states:
+                inputs = replace(inputs, hidden_states=states)
+        else:
+            inputs = self._pack(plan, states)
         self._packed = plan, inputs
         return inputs
 
-    def _pack(self, plan: StepPlan) -> StepInputs:
+    def _pack(self, plan: StepPlan, states: NDArray[np.float32] | None) -> StepInputs:
         ends = list(accumulate(plan.num_new))
         total = list(map(operator.add, plan.num_past, plan.num_new))
         exact, allowed = self._pack_allowed(plan)
@@ -112,7 +122,7 @@ class BatchPacker:
             summary_scales=None if scales is None else self._summary_scales.fill(scales),
             summaries=None if scales is None else self._room_for_summaries(len(scales)),
             more_block_tables=tables[1:],
-            hidden_states=self._room_for_states(ends[-1]),
+            hidden_states=states,
         )
 
     def _pack_allowed(

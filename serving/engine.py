@@ -351,7 +351,8 @@ class Engine:
         Returns:
             The tokens, and the log probabilities of prompts.
         """
-        inputs = self._runtime.prepare(plan, reservation)
+        reads_states = self._guessing.reads_states
+        inputs = self._runtime.prepare(plan, reservation, reads_states=reads_states)
         with self._beside.run(plan, inputs, self._scheduler) as masks:
             logits = self._runtime.run(inputs)
         threads = self._sampling_threads

@@ -61,7 +61,10 @@ class Guesses(Protocol):
 
     @property
     def reader(self) -> StateReader | None:
-        """Who has to be told of the model's states; None: nobody."""
+        """Who has to be told of the states of the step in hand; None: nobody.
+
+        What it is from one `rests` to the next, unless `propose` was called in between.
+        """
         ...
 
     def rests(self) -> bool:
@@ -109,6 +112,11 @@ class Guessing:
     def counters(self) -> SpeculationCounters | None:
         """What was guessed so far; None: nobody guesses."""
         return self._guesses.counters if self._guesses else None
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether the model's states have to be told of in the step in hand."""
+        return self._guesses is not None and self._guesses.reader is not None
 
     def rests(self) -> bool:
         """Whether the next step goes without guesses; asked once before each."""

@@ -38,7 +38,8 @@ class Runtime:
         pool: the blocks of its cache.
         packer: makes its inputs.
         summaries: what the model told of the last step's logits beside them; None: nothing.
-        hidden_states: what it made of the last step's tokens, `StepInputs.hidden_states`.
+        hidden_states: what it made of the last step's tokens, `StepInputs.hidden_states`; None:
+            nobody reads it, or it tells nothing.
         adapters: what is in its slots for adapters.
         offloader: moves blocks to the tiers; None without any.
         scheduler: the same for every model, as are the requests in it.
@@ -72,10 +73,17 @@ class Runtime:
         self.scheduler = Scheduler(self.pool, self.rows, self.tokens, config.scheduling_policy)
         logger.info("loaded %s", describe(self.limits))
 
-    def prepare(self, plan: StepPlan, reservation: Reservation) -> StepInputs:
+    def prepare(
+        self, plan: StepPlan, reservation: Reservation, *, reads_states: bool
+    ) -> StepInputs:
         """Save what the step overwrites, copy what it shares, and return its inputs.
 
         The next call may overwrite them.
+
+        Args:
+            plan: of the step.
+            reservation: of its blocks.
+            reads_states: whether somebody reads `hidden_states` after it.
 
         Raises:
             DeviceLostError, ProviderError: as `run`.
@@ -85,7 +93,7 @@ class Runtime:
         if reservation.copies:
             sources, targets = zip(*reservation.copies, strict=True)
             self.model.copy_blocks(sources, targets)
-        return self.packer.pack(plan)
+        return self.packer.pack(plan, reads_states=reads_states)
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
         """Run a step that is prepared.

@@ -17,9 +17,11 @@ from onnx import TensorProto
 from onnxport.errors import ArtifactError
 from onnxport.graphs import contract
 from onnxport.graphs.inspect import element_types
+from onnxport.graphs.passes.gated_silu import DOMAIN, OPSET
 from onnxport.graphs.passes.result import PassResult, copy_model
 from onnxport.graphs.spec import ArchSpec
 
+TELL_HIDDEN_STATES: Final = "TellHiddenStates"  # asked, states... -> states, times scale
 _NORMS: Final = ("SimplifiedLayerNormalization", "SkipSimplifiedLayerNormalization")
 _TOTAL: Final = 3  # the output of a norm that adds first: what it has normalized
 
@@ -72,6 +74,43 @@ def tell_hidden_states(model: onnx.ModelProto, layers: Sequence[int], spec: Arch
         onnx.helper.make_tensor_value_info(contract.HIDDEN_STATES, TensorProto.FLOAT, dims)
     )
     return PassResult("hidden_states", copy, {"layers that tell what they read": len(layers)})
+
+
+def tell_when_asked(model: onnx.ModelProto) -> PassResult:
+    """Give the graph TELLS_STATES, so that steps of which nobody wants the states compute none.
+
+    For devices whose operator library has `onnxport.TellHiddenStates`; of what `tell_hidden_states`
+    returns. Where the graph tells nothing, nothing changes.
+    """
+    copy = copy_model(model)
+    made_by = {value: node for node in copy.graph.node for value in node.output}
+    last = made_by.get(contract.HIDDEN_STATES)
+    if last is None or last.op_type == TELL_HIDDEN_STATES:
+        return PassResult("tell_when_asked", copy, {})
+    scale = 1.0
+    if last.op_type == "Mul":
+        factor = next(one for one in copy.graph.initializer if one.name == last.input[1])
+        scale = onnx.numpy_helper.to_array(factor).item()
+        copy.graph.initializer.remove(factor)
+        copy.graph.node.remove(last)
+        last = made_by[last.input[0]]
+    copy.graph.node.remove(last)
+    copy.graph.node.append(
+        onnx.helper.make_node(
+            TELL_HIDDEN_STATES,
+            [contract.TELLS_STATES, *last.input],
+            [contract.HIDDEN_STATES],
+            name=last.name,
+            domain=DOMAIN,
+            scale=scale,
+        )
+    )
+    copy.graph.input.append(
+        onnx.helper.make_tensor_value_info(contract.TELLS_STATES, TensorProto.INT32, [1])
+    )
+    if DOMAIN not in {opset.domain for opset in copy.opset_import}:
+        copy.opset_import.append(onnx.helper.make_opsetid(DOMAIN, OPSET))
+    return PassResult("tell_when_asked", copy, {"outputs that are computed for who asks": 1})
 
 
 def _read_by(nodes: Mapping[str, onnx.NodeProto], layer: int) -> str:

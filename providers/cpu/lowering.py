@@ -21,7 +21,7 @@ from onnxport.graphs.passes.gated_gelu import fuse_gated_gelu
 from onnxport.graphs.passes.gated_mlp import fuse_gated_mlp, zero_point_bytes
 from onnxport.graphs.passes.gated_silu import fuse_gated_silu
 from onnxport.graphs.passes.group_tables import group_tables
-from onnxport.graphs.passes.hidden_states import tell_hidden_states
+from onnxport.graphs.passes.hidden_states import tell_hidden_states, tell_when_asked
 from onnxport.graphs.passes.input_norm import fuse_input_norm
 from onnxport.graphs.passes.int8_matmul import use_int8_matmul
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
@@ -101,6 +101,8 @@ def lower(
         step = lora.lower(step.model)
         yield step
     if is_native:
+        step = tell_when_asked(step.model)
+        yield step
         step = use_float_experts(step.model)
         yield step
         step = fuse_gated_silu(step.model)

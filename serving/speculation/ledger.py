@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 FREE_SHARE = 0.01  # of the time of steps: what guessing may cost where it never pays
 TRIAL_SHARE = 0.005  # likewise what a draft model may take of it that only guesses to learn
 FIRST_STEPS = 3  # steps that the first guesses may cost, and that can be saved up of this share
@@ -22,6 +24,7 @@ class Ledger:
     def __init__(self) -> None:
         self.balance_s = 0.0
         self.trial_s = 0.0
+        self._goal_s = 0.0  # what a trial is known to take: so much can be saved up, too
         self._opened = False
 
     def open(self, step_s: float) -> None:
@@ -33,6 +36,17 @@ class Ledger:
     def affords_trial(self, price_s: float) -> bool:
         """Whether guesses that are expected to cost so much may be made only to learn."""
         return price_s <= min(self.balance_s, self.trial_s)
+
+    def steps_to_trial(self, price_s: float, step_s: float) -> int:
+        """After how many steps, which take so long, guesses of this price may be made to learn.
+
+        Until then it is saved up for; 0: now.
+        """
+        self._goal_s = price_s
+        short_s = price_s - self.balance_s, price_s - self.trial_s
+        shares = FREE_SHARE, TRIAL_SHARE
+        steps = [one / (share * step_s) for one, share in zip(short_s, shares, strict=True)]
+        return max(0, math.ceil(max(steps)))
 
     def note_trial(self, price_s: float) -> None:
         """They are made."""
@@ -47,7 +61,7 @@ class Ledger:
 
     def has_earned(self, step_s: float) -> bool:
         """Whether there is more than what is given for free, some steps that take so long."""
-        return self.balance_s > FIRST_STEPS * step_s
+        return self.balance_s > self._most_free_s(step_s)
 
     def charge(self, lost_s: float) -> None:
         """So much time was taken and has not come back."""
@@ -62,7 +76,11 @@ class Ledger:
             step_s: of a step without guesses.
         """
         most = MOST_STEPS * step_s
-        room = max(0.0, FIRST_STEPS * step_s - self.balance_s)
+        room = max(0.0, self._most_free_s(step_s) - self.balance_s)
         free = min(room, FREE_SHARE * elapsed_s)
         self.balance_s = min(most, max(-most, self.balance_s + free + saved_s))
         self.trial_s = min(most, self.trial_s + TRIAL_SHARE * elapsed_s)
+
+    def _most_free_s(self, step_s: float) -> float:
+        """What can be saved up of what is given for free."""
+        return max(FIRST_STEPS * step_s, self._goal_s)

@@ -6,6 +6,7 @@ from collections import deque
 
 ASK_SHARE = 0.005  # of the time, that asking in vain may take
 MOST_PAUSE = 64  # steps: text may begin to repeat itself
+MOST_PAUSE_OF_HEADS = 1024  # likewise, where it takes so long to afford the next guess on trial
 HOPEFUL_PAUSE = 8  # likewise, where a guess on trial was right
 MOST_HOPES = 4  # times in a row; if it does not pay then, it does not for another reason
 PATIENCE = 4  # times in a row that asking may be in vain before the pause doubles

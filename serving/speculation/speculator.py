@@ -16,7 +16,7 @@ from onnxport.serving.speculation.costs import StepCosts
 from onnxport.serving.speculation.drafter import Drafter
 from onnxport.serving.speculation.ledger import Ledger
 from onnxport.serving.speculation.lengths import Choice, choose_lengths
-from onnxport.serving.speculation.pauses import MOST_PAUSE, Pauses
+from onnxport.serving.speculation.pauses import AFTERMATH, MOST_PAUSE, MOST_PAUSE_OF_HEADS, Pauses
 from onnxport.serving.speculation.trials import Trials
 from onnxport.serving.stats import SpeculationCounters
 
@@ -26,7 +26,16 @@ LEAST_SPEEDUP = 1.02  # below that guessing is not worth the doubt
 LEAST_SPEEDUP_OF_MANY = 1.1
 CROWDED_STEPS = 8  # with more sequences than allowed, before these are counted again
 SHORTEST_S = 1e-9  # a clock may not see a step, and no step takes no time
-ROUND_GUESS = 0.25  # of a step: what guessing one place is taken to cost before it was measured
+# Telling states takes some microseconds. Where that is more than half a percent of a step, nobody
+# is told while guesses rest, but for the last steps of a pause: of these a head knows enough to be
+# right nine times in ten that it would be with all of them.
+TELLING_S = 1e-5
+MOST_TELLING = 0.005
+CONTEXT_STEPS = 16
+# What is taken to cost so much before it was measured: guessing one place, of a step; and a token
+# that a draft model has to catch up with, where there are many, of a place.
+ROUND_GUESS = 0.25
+CATCH_UP_GUESS = 0.25
 
 Guessed = dict[Request, Sequence[int]]
 
@@ -79,6 +88,8 @@ class Speculator:
         self._step: _Step | None = None  # the one in hand, if there are guesses
         self._began_s: float | None = None  # when it began, as far as it counts
         self._idle = 0  # steps to come in which guesses are not thought of
+        self._trial_s = 0.0  # what guesses of a draft model take that are made only to learn
+        self._told = 0  # the last of them, of whose states the reader is told
         self._num_drafts = 0
         self._accepted_at = [0] * config.num_speculative_tokens
         self._num_draft_tokens = 0
@@ -94,7 +105,7 @@ class Speculator:
     @property
     def reader(self) -> StateReader | None:
         """See `Guesses.reader`."""
-        return None if self._asker.drafter is None else self._reader
+        return None if self._asker.drafter is None or self._idle > self._told else self._reader
 
     def rests(self) -> bool:
         """See `Guesses.rests`."""
@@ -199,20 +210,37 @@ class Speculator:
         """Whether guesses may be thought of."""
         most_rows = self._config.disable_by_batch_size
         if most_rows is not None and rows > most_rows:
-            self._idle = CROWDED_STEPS
+            self._idle = self._told = CROWDED_STEPS
             return False
         return self._asker.drafter is not None and self._costs.is_fresh(rows)
 
     def _save_up(self, num_steps: int, plain_s: float) -> None:
         """Nothing may be lost, so nobody is asked: asking would only take more."""
-        self._idle = min(num_steps, MOST_PAUSE) - 1
+        self._rest(min(num_steps, MOST_PAUSE) - 1, plain_s)
         self._ledger.note((1 + self._idle) * plain_s, 0.0, plain_s)
 
     def _pause(self, asking_s: float, plain_s: float) -> None:
         """Asking was in vain: let steps go without a thought of guesses, and pay for it."""
         can_afford = self._ledger.has_earned(plain_s)
-        self._idle, cost_s = self._pauses.after(asking_s, plain_s, can_afford=can_afford)
-        self._ledger.note((1 + self._idle) * plain_s, -cost_s, plain_s)
+        spares = self._spares_telling(plain_s)
+        if spares:
+            asking_s += CONTEXT_STEPS * TELLING_S
+        idle, cost_s = self._pauses.after(asking_s, plain_s, can_afford=can_afford)
+        if spares and self._trial_s:  # or telling and asking would be for nothing
+            goal_s = AFTERMATH * (self._trial_s + cost_s)
+            affordable = self._ledger.steps_to_trial(goal_s, plain_s)
+            idle = max(idle, min(affordable, MOST_PAUSE_OF_HEADS))
+        self._rest(idle, plain_s)
+        self._ledger.note((1 + idle) * plain_s, -cost_s, plain_s)
+
+    def _rest(self, num_steps: int, plain_s: float) -> None:
+        """Let so many steps go without a thought of guesses."""
+        self._idle = num_steps
+        self._told = CONTEXT_STEPS if self._spares_telling(plain_s) else num_steps
+
+    def _spares_telling(self, plain_s: float) -> bool:
+        """Whether a reader is not told of all steps while guesses rest."""
+        return self._reader is not None and plain_s < TELLING_S / MOST_TELLING
 
     # Guesses that cost next to nothing: they are made first, and then chosen from.
 
@@ -275,14 +303,17 @@ class Speculator:
 
     def _try(self, requests: Sequence[Request], limits: Sequence[int], round_s: float) -> None:
         """Guess for the request that the least is known of, if there is time to learn."""
-        prices = {}
+        prices: dict[Request, float] = {}
+        token_s = CATCH_UP_GUESS * round_s
         for request, limit in zip(requests, limits, strict=True):
             length = min(limit, self._trials.length)
-            price_s = length * round_s + self._asker.seconds_to_catch_up(request, round_s)
-            if length and self._ledger.affords_trial(price_s):
+            price_s = length * round_s + self._asker.seconds_to_catch_up(request, token_s)
+            if length:
                 prices[request] = price_s
-        if prices:
-            chosen = min(prices, key=self._acceptance.num_tried)
+        self._trial_s = min(prices.values(), default=0.0)
+        able = [one for one, price_s in prices.items() if self._ledger.affords_trial(price_s)]
+        if able:
+            chosen = min(able, key=self._acceptance.num_tried)
             self._ledger.note_trial(prices[chosen])
             length = min(limits[requests.index(chosen)], self._trials.length)
             for request, guess in self._asker.ask_model({chosen: length}).items():

@@ -9,16 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 import torch
 from numpy.typing import NDArray
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from onnxport.errors import ArtifactError, ProviderError
 from onnxport.exporter.draft_head import export_head
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
+from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.passes.hidden_states import tell_hidden_states
+from onnxport.graphs.passes.gated_silu import DOMAIN
+from onnxport.graphs.passes.hidden_states import (
+    TELL_HIDDEN_STATES,
+    tell_hidden_states,
+    tell_when_asked,
+)
 from onnxport.providers.base import LoadOptions, Model, StepInputs
 from onnxport.providers.cpu.library import find_library
 from onnxport.providers.ort_model import OrtModel
@@ -154,6 +163,63 @@ def test_nothing_else_changes(way: str, precision: str, pair: dict[str, tuple[Pa
     np.testing.assert_allclose(found, want, rtol=rough, atol=rough * np.abs(want).max())
 
 
+def test_steps_tell_when_they_are_asked(pair: dict[str, tuple[Path, Path]]) -> None:
+    """In any order, of any size; and what nobody asks for is not written."""
+    ids = checkpoints.tokens(count=40).tolist()
+    with opened(pair["int4"][0], "cpu", hidden_layers=(1, 6)) as model:
+        steps = [(ids[:11], 0), (ids[11:12], 11), (ids[12:13], 12), (ids[13:30], 13)]
+        inputs = [step([(new, past, [3, 4])], model.capabilities) for new, past in steps]
+        model.run(inputs[0])
+        wanted = [told(model, one) for one in inputs]
+        for number in (1, 0, 2, 1, 3, 1, 2, 0):
+            logits, states = told(model, inputs[number])
+            np.testing.assert_array_equal(states, wanted[number][1])
+            np.testing.assert_array_equal(logits, wanted[number][0])
+            states[:] = 7  # which the model may still hold
+            for other in ((number + 1) % 4, number):
+                np.testing.assert_array_equal(model.run(inputs[other]), wanted[other][0])
+            assert (states == 7).all()
+
+
+def test_the_operator_says_what_it_cannot_do() -> None:
+    library = find_library()
+    if library is None:
+        pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
+    ones = np.ones((2, 3), np.float32)
+    for asked, second, words in (
+        (np.ones(2, np.int32), ones, "a vector of one number"),
+        (np.ones(1, np.int32), np.ones((3, 3), np.float32), "as many tokens in all"),
+        (np.ones(1, np.int32), np.ones(2, np.float32), r"\[tokens, numbers\]"),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            _tell(library, asked, [ones, second])
+    found = _tell(library, np.ones(1, np.int32), [ones, 3 * ones[:, :1], 2 * ones])
+    np.testing.assert_array_equal(found, [[0.5, 0.5, 0.5, 1.5, 1, 1, 1]] * 2)
+
+
+def _tell(library: Path, asked: NDArray[np.int32], states: list[Floats]) -> NDArray[Any]:
+    """Run the operator by itself, half of what it is given."""
+    info, names = onnx.helper.make_tensor_value_info, [f"states.{n}" for n in range(len(states))]
+    node = onnx.helper.make_node(
+        TELL_HIDDEN_STATES, ["asked", *names], ["told"], domain=DOMAIN, scale=0.5
+    )
+    kinds = [info("asked", onnx.TensorProto.INT32, [None])]
+    kinds += [
+        info(name, onnx.TensorProto.FLOAT, [None] * value.ndim)
+        for name, value in zip(names, states, strict=True)
+    ]
+    graph = onnx.helper.make_graph([node], "g", kinds, [info("told", onnx.TensorProto.FLOAT, None)])
+    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid(DOMAIN, 1)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(library))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
+    told: NDArray[Any] = session.run(
+        None, {"asked": asked, **dict(zip(names, states, strict=True))}
+    )[0]
+    return told
+
+
 @pytest.mark.parametrize("adapters", [0, 2])
 def test_slots_for_adapters_change_nothing(
     adapters: int, pair: dict[str, tuple[Path, Path]]
@@ -273,6 +339,10 @@ def test_graphs_that_are_not_the_exporters_are_refused(pair: dict[str, tuple[Pat
     graph = Artifact.read(pair["int4"][0]).load_graph("paged")
     spec = Artifact.read(pair["int4"][0]).manifest.model
     assert tell_hidden_states(graph, (), spec).model is graph
+    assert tell_when_asked(graph).model == graph
+    asking = tell_when_asked(tell_hidden_states(graph, (2, 3), spec).model)
+    assert contract.TELLS_STATES in {one.name for one in asking.model.graph.input}
+    assert tell_when_asked(asking.model).model == asking.model
     scaled = replace(spec, residual_scale=0.5)  # as one of an older exporter's
     with pytest.raises(ArtifactError, match="export it again"):
         tell_hidden_states(graph, (2, 3), scaled)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
+from onnxport.serving.guesses import StateReader
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import TOKEN_ID_TYPECODE, Request
 from onnxport.serving.speculation.config import SpeculationConfig
@@ -72,6 +74,23 @@ class Eager(Speculator):
         return {one: guess for one, guess in zip(requests, found, strict=True) if guess}
 
 
+class Dozing(Eager):
+    """Guesses whenever it may, and has the states of some steps told, by chance."""
+
+    def __init__(self, *args: Any, seed: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.random = Random(seed)
+        self.wakes = True
+
+    @property
+    def reader(self) -> StateReader | None:
+        return super().reader if self.wakes else None
+
+    def rests(self) -> bool:
+        self.wakes = self.random.random() < (0.7 if self.wakes else 0.4)
+        return False
+
+
 class Machine:
     """Steps of a made-up cost, in which a guess is right with a made-up probability."""
 
@@ -85,6 +104,7 @@ class Machine:
         behind_s: float = 0.0,
         config: SpeculationConfig | None = None,
         seed: int = 0,
+        reader: StateReader | None = None,
     ) -> None:
         self.step_s = step_s
         self.rate = rate
@@ -96,8 +116,10 @@ class Machine:
         self.requests = [request([1]) for _ in range(rows)]
         self.guesser = Guesser(self)
         self.config = config or SpeculationConfig("ngram")
-        self.speculator = Speculator(self.guesser, self.config, lambda: self.now_s)
+        clock = lambda: self.now_s  # noqa: E731
+        self.speculator = Speculator(self.guesser, self.config, clock, reader)
         self.lengths: list[int] = []  # of the drafts of each step, together
+        self.told: list[bool] = []  # whether the states of each step would be
 
     def run(self, steps: int) -> float:
         """Make steps; returns tokens a second."""
@@ -110,6 +132,7 @@ class Machine:
         """Make one step; returns how many tokens it brought."""
         rests = self.speculator.rests()
         guesses = {} if rests else self.speculator.propose(self.requests, 512)
+        self.told.append(self.speculator.reader is not None)
         rows = tokens = len(self.requests)
         taken_s = self.step_s(tokens + sum(map(len, guesses.values())))
         self.now_s += taken_s

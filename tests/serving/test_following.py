@@ -219,3 +219,16 @@ def test_what_is_packed_is_what_a_fresh_packer_packs(prompts: list[int], events:
         for name in fresh.__slots__:
             np.testing.assert_array_equal(getattr(found, name), getattr(fresh, name), name)
         commit(bench, plan, reservation)
+
+
+def test_states_are_told_in_the_steps_in_which_somebody_reads_them() -> None:
+    bench = decoding()
+    packer = BatchPacker(4, 64, features=3)
+    for reads in (True, True, False, False, True):
+        plan = bench.scheduler.plan()
+        inputs = packer.pack(plan, reads_states=reads)
+        states = inputs.hidden_states
+        assert (None if states is None else states.shape) == ((2, 3) if reads else None)
+        assert inputs.input_ids.tolist() == [one.tokens[-1] for one in plan.requests]
+        bench.step()
+    assert BatchPacker(4, 64).pack(bench.scheduler.plan()).hidden_states is None

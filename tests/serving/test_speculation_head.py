@@ -38,7 +38,7 @@ from tests.serving.helpers import (
     submit,
     tokens,
 )
-from tests.serving.speculating import Eager, request
+from tests.serving.speculating import Dozing, Eager, request
 from tests.serving.test_speculation_engine import MIXES
 from tests.tiers import examples
 
@@ -51,13 +51,19 @@ def eager(drafter: HeadDrafter) -> Eager:
     return Eager(drafter, CONFIG, reader=drafter)
 
 
-def telling_engine(drafter: HeadDrafter | None, **options: Any) -> Engine:
+def telling_engine(
+    drafter: HeadDrafter | None, *, dozes: int | None = None, **options: Any
+) -> Engine:
+    """An engine whose guesser has all states told, or those that the seed `dozes` says."""
+    speculator = None if drafter is None else eager(drafter)
+    if drafter is not None and dozes is not None:
+        speculator = Dozing(drafter, CONFIG, reader=drafter, seed=dozes)
     chosen: dict[str, Any] = {"num_blocks": 256, "max_num_batched_tokens": 64} | options
     return null_engine(
         model_type=TellingModel,
         windows=(SEEN,),
         one_table=True,
-        speculator=None if drafter is None else eager(drafter),
+        speculator=speculator,
         **chosen,
     )
 
@@ -292,6 +298,7 @@ def test_few_states_of_steps_are_kept_where_they_are_large(
     fail_at=st.integers(0, 40),
     lost_at=st.integers(5, 60),
     draft_fails_at=st.integers(0, 30),
+    dozes=st.none() | st.integers(0, 1000),
 )
 def test_whatever_happens_the_tokens_are_the_same(
     mixes: list[dict[str, Any]],
@@ -304,6 +311,7 @@ def test_whatever_happens_the_tokens_are_the_same(
     fail_at: int,
     lost_at: int,
     draft_fails_at: int,
+    dozes: int | None,
 ) -> None:
     shared = [7, 8, 9, 7, 8, 9, 7, 8]
     prompts = {"a": shared, "b": [*shared, 1, 2], "c": [5], "d": [*range(30, 44)]}
@@ -318,6 +326,7 @@ def test_whatever_happens_the_tokens_are_the_same(
     windows = NullOptions(windows=(SEEN,), one_table=True, num_blocks=num_blocks, block_size=8)
     engine = telling_engine(
         drafter,
+        dozes=dozes,
         num_blocks=num_blocks,
         max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
@@ -375,3 +384,20 @@ def test_a_fork_has_the_states_that_wait() -> None:
         one.tokens.append(token)
     assert all(drafter.propose([parent, child], [2, 2]))
     assert drafter._waiting.tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(examples(20)))
+def test_states_that_are_not_told_are_done_without(seed: int) -> None:
+    """The head fails where it gets a token with a state that is not of the one before."""
+    dice = np.random.default_rng(seed)
+    drafter = head_drafter(budget=int(dice.integers(5, 64)))
+    batched = int(dice.integers(8, 64))
+    engine = telling_engine(drafter, dozes=seed, max_num_batched_tokens=batched)
+    prompts = [range(start, start + int(dice.integers(1, 60))) for start in range(0, 400, 100)]
+    for number, prompt in enumerate(prompts):
+        submit(engine, str(number), prompt, (LONG, SAMPLED)[number % 2])
+    deltas = run(engine)
+    for number, prompt in enumerate(prompts):
+        assert tokens(deltas[str(number)]) == plain(prompt, (LONG, SAMPLED)[number % 2])
+    done = counters(engine)
+    assert done.num_accepted_tokens == done.num_draft_tokens > 0

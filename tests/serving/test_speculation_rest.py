@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 
 from onnxport.serving.request import Request
@@ -12,6 +14,7 @@ from onnxport.serving.speculation.ledger import (
     FIRST_STEPS,
     FREE_SHARE,
     MOST_STEPS,
+    TRIAL_SHARE,
     Ledger,
 )
 from onnxport.serving.speculation.pauses import (
@@ -20,9 +23,11 @@ from onnxport.serving.speculation.pauses import (
     HOPEFUL_PAUSE,
     MOST_HOPES,
     MOST_PAUSE,
+    MOST_PAUSE_OF_HEADS,
     PATIENCE,
     Pauses,
 )
+from onnxport.serving.speculation.speculator import CONTEXT_STEPS, MOST_TELLING, TELLING_S
 from onnxport.serving.speculation.trials import Trials
 from tests.serving.speculating import Machine, request
 
@@ -150,6 +155,24 @@ def test_credit_comes_back_after_so_many_steps() -> None:
     assert ledger.steps_to_credit(1.0) == 0
 
 
+def test_what_a_trial_takes_is_saved_up() -> None:
+    ledger = Ledger()
+    ledger.open(1.0)
+    ledger.note(10.0, 0.0, 1.0)
+    price_s = 2 * FIRST_STEPS
+    steps = ledger.steps_to_trial(price_s, 1.0)
+    assert steps == pytest.approx(price_s / TRIAL_SHARE - 10, abs=1)
+    ledger.note(steps - 1, 0.0, 1.0)
+    assert not ledger.affords_trial(price_s)
+    ledger.note(1, 0.0, 1.0)
+    assert ledger.affords_trial(price_s)
+    assert ledger.steps_to_trial(price_s, 1.0) == 0
+    assert not ledger.has_earned(1.0)  # all of it is for free
+    ledger.note_trial(price_s)
+    ledger.note(1e6, 0.0, 1.0)
+    assert ledger.balance_s == pytest.approx(price_s)
+
+
 def test_the_mean_answer_follows_those_that_end() -> None:
     answers = AnswerLengths()
     one = request([1])
@@ -167,6 +190,54 @@ def test_at_rest_nobody_is_asked() -> None:
     asked = machine.guesser.num_asked
     machine.run(640)
     assert 5 < machine.guesser.num_asked - asked < 25
+
+
+class Deaf:
+    """Reads nothing of what it is told."""
+
+    def note_states(self, *_: object) -> None: ...
+
+    def note_decodes(self, *_: object) -> None: ...
+
+
+def runs(told: list[bool]) -> list[tuple[bool, int]]:
+    """How often each value comes in a row."""
+    return [(value, len(list(group))) for value, group in groupby(told)]
+
+
+def test_in_short_steps_the_last_states_of_a_pause_are_told() -> None:
+    def step_s(tokens: int) -> float:
+        return 2e-4 * tokens
+
+    machine = Machine(step_s, 0.5, round_s=1e-4, behind_s=1e-5, reader=Deaf())
+    machine.run(20_000)
+    lengths = runs(machine.told[:-MOST_PAUSE_OF_HEADS])
+    assert not any(machine.lengths[-10_000:])  # they do not pay
+    assert machine.guesser.num_asked > 10  # which is found out again and again
+    told = [length for value, length in lengths if value]
+    untold = [length for value, length in lengths if not value]
+    assert min(told[1:-1]) >= CONTEXT_STEPS  # but before the first pause
+    assert sum(untold) > 8 * sum(told)
+    assert max(untold) <= MOST_PAUSE_OF_HEADS
+
+
+def test_in_longer_steps_all_of_them_are() -> None:
+    shortest_s = TELLING_S / MOST_TELLING
+    machine = Machine(lambda tokens: shortest_s * tokens, 0.5, round_s=1e-3, reader=Deaf())
+    machine.run(2000)
+    assert not any(machine.lengths[-1000:])
+    assert all(machine.told)
+
+
+def test_what_guesses_on_trial_take_is_a_small_part_of_short_steps() -> None:
+    def step_s(tokens: int) -> float:
+        return 2e-4 * tokens
+
+    machine = Machine(step_s, 0.5, round_s=2e-4, behind_s=3e-5, reader=Deaf())
+    machine.guesser.takes_s = 1e-4
+    machine.run(2000)
+    speed = machine.run(20_000)
+    assert speed > 0.985 / step_s(1)
 
 
 def test_text_that_begins_to_repeat_is_guessed_soon() -> None:

@@ -123,7 +123,8 @@ Status* register_operators(ort::SessionOptions* options, const ort::ApiBase* bas
       experts_fp4_operator(),
       float_experts_operator(),
       float_experts_half_operator(),
-      float_experts_bfloat16_operator()};
+      float_experts_bfloat16_operator(),
+      states_operator()};
   return guarded(api, [&] {
     // The runtime keeps pointers to the domain and the operators; neither is ever freed.
     ort::CustomOpDomain* domain = nullptr;

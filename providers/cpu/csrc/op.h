@@ -94,6 +94,7 @@ ort::CustomOp matmul_operator();       // scales in float32
 ort::CustomOp matmul_half_operator();  // scales in float16
 ort::CustomOp mlp_operator();
 ort::CustomOp mlp_half_operator();
+ort::CustomOp states_operator();
 
 // A call's way to the session's threads; parallel_for takes it as its context and leaves the status
 // of a failure there.

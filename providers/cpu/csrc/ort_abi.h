@@ -39,7 +39,7 @@ enum ElementType : int {
 };
 
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2, kNotImplemented = 9 };
-enum Characteristic : int { kRequired = 0, kOptional = 1 };
+enum Characteristic : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 
 struct Api {
   const void* const* table;
