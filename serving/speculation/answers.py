@@ -6,6 +6,7 @@ from onnxport.serving.request import Request
 
 FIRST_OUTPUT = 128  # tokens that an answer is taken to have, before some have ended
 MEMORY = 20  # answers: about so many count
+LEAST_COMING = 0.25  # of the mean: what is longer than most goes on for a while
 
 
 class AnswerLengths:
@@ -21,6 +22,6 @@ class AnswerLengths:
         self._mean += (num_tokens - self._mean) / self._number
 
     def coming(self, request: Request) -> float:
-        """Return how many tokens a request may still get, at least one."""
+        """Return how many tokens a request may still get."""
         left = request.max_total_tokens - len(request.tokens)
-        return min(left, max(self._mean - request.num_output_tokens, 1.0))
+        return min(left, max(self._mean - request.num_output_tokens, LEAST_COMING * self._mean))

@@ -39,6 +39,7 @@ class Asker:
         self._ordinary = num_speculative_tokens + 1
         self._clock = clock
         self._places = StepCosts()  # of a place of drafts, by how many requests have one
+        self._bounds_s: deque[float] = deque(maxlen=MOST_SAMPLES)  # what a place took at most
         self._behind_s: deque[float] = deque(maxlen=MOST_SAMPLES)  # one token that was missing
         self._num_failures = 0
 
@@ -65,17 +66,30 @@ class Asker:
         elapsed_s = self._clock() - start_s
         self.spent_s += elapsed_s
         longest = max(map(len, found))
+        if longest:
+            self._bounds_s.append(elapsed_s / longest)
         if max(late) > self._ordinary:  # which was weighed, and is no part of what comes
             if self.drafter is not None:
                 computed = sum(late) - sum(drafter.num_behind(one) for one in some)
-                self._behind_s.append(elapsed_s / max(1, computed))
+                others = max(0, longest - 1)  # places that came after it had caught up
+                place_s = self.seconds_a_place(len(some), elapsed_s / (others + 1))
+                caught_up_s = max(0.0, elapsed_s - others * place_s)
+                self._behind_s.append(caught_up_s / max(1, computed))
         elif longest:
             self._places.note(len(some), 0, elapsed_s / longest)
         return {one: guess for one, guess in zip(some, found, strict=True) if guess}
 
-    def seconds_a_place(self, rows: int) -> float | None:
-        """Return what a place takes in drafts of so many requests; None: not known."""
-        return self._places.seconds(rows) if self._places.knows(rows) else None
+    def seconds_a_place(self, rows: int, unknown_s: float) -> float:
+        """Return what a place takes in drafts of so many requests.
+
+        Args:
+            rows: the requests.
+            unknown_s: what it takes at most as long as that was not measured; or what it took in
+                any drafts, catching up included.
+        """
+        if self._places.knows(rows):
+            return self._places.seconds(rows)
+        return min([unknown_s, *self._bounds_s])
 
     def seconds_to_catch_up(self, request: Request, unknown_s: float) -> float:
         """Return what it takes until a request can be guessed for, beyond the ordinary.

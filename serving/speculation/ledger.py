@@ -31,7 +31,9 @@ class Ledger:
         """Give the first credit, once: some steps that take so long, or some milliseconds."""
         if not self._opened:
             self._opened = True
-            self.balance_s += max(FIRST_STEPS * step_s, min(FIRST_S, MOST_STEPS * step_s))
+            first_s = max(FIRST_STEPS * step_s, min(FIRST_S, MOST_STEPS * step_s))
+            self.balance_s += first_s
+            self.trial_s += first_s  # nothing is known yet
 
     def affords_trial(self, price_s: float) -> bool:
         """Whether guesses that are expected to cost so much may be made only to learn."""

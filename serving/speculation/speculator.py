@@ -285,7 +285,7 @@ class Speculator:
     def _guess_by_model(self, requests: Sequence[Request], budget: int) -> Guessed:
         rows = len(requests)
         plain_s = self._costs.seconds(rows)
-        round_s = self._asker.seconds_a_place(rows) or ROUND_GUESS * plain_s
+        round_s = self._asker.seconds_a_place(rows, ROUND_GUESS * plain_s)
         limits = self._limits(requests)
         choice = self._choose(requests, limits, budget, round_s)
         lengths = [0] * rows

@@ -38,7 +38,7 @@ class Guesser:
         self.closed = False
 
     def num_behind(self, request: Request) -> int:
-        return 0 if self.is_cheap else self.behind.get(request, len(request.tokens))
+        return 0 if self.is_cheap else max(1, self.behind.get(request, len(request.tokens)))
 
     def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Sequence[int]]:
         if self.machine.fails:
@@ -48,7 +48,7 @@ class Guesser:
         late = sum(self.num_behind(one) for one in requests)
         self.machine.now_s += self.machine.behind_s * late
         self.machine.now_s += self.machine.round_s * max(lengths)
-        self.behind.update(dict.fromkeys(requests, 1))
+        self.behind.update(dict.fromkeys(requests, 0))
         return [(0,) * length for length in lengths]
 
     def forget(self, request: Request) -> None:
@@ -152,6 +152,8 @@ class Machine:
         """Give a request its next token; returns whether it is the one that is always guessed."""
         right = self.random.random() < self.rate
         one.tokens.append(0 if right else 1)
+        if one in self.guesser.behind:
+            self.guesser.behind[one] += 1
         return right
 
     def best(self) -> float:

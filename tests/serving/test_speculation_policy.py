@@ -200,6 +200,13 @@ def test_a_draft_model_that_takes_time(rate: float) -> None:
     assert machine.run(1500) > 0.95 * machine.best()
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_draft_model_whose_first_guesses_are_wrong_is_tried_again(seed: int) -> None:
+    machine = Machine(memory_bound, 0.75, round_s=0.0008, behind_s=0.0001, seed=seed)
+    machine.requests = [request([1] * 40)]
+    assert machine.run(60) > 0.7 * machine.best()
+
+
 @pytest.mark.parametrize("round_s", [0.0, 0.002])
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("step_s", [memory_bound, compute_bound, steep])

@@ -8,7 +8,7 @@ import pytest
 
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.acceptance import Acceptance
-from onnxport.serving.speculation.answers import FIRST_OUTPUT, AnswerLengths
+from onnxport.serving.speculation.answers import FIRST_OUTPUT, LEAST_COMING, AnswerLengths
 from onnxport.serving.speculation.ledger import (
     FIRST_S,
     FIRST_STEPS,
@@ -161,10 +161,10 @@ def test_what_a_trial_takes_is_saved_up() -> None:
     ledger.note(10.0, 0.0, 1.0)
     price_s = 2 * FIRST_STEPS
     steps = ledger.steps_to_trial(price_s, 1.0)
-    assert steps == pytest.approx(price_s / TRIAL_SHARE - 10, abs=1)
-    ledger.note(steps - 1, 0.0, 1.0)
+    assert steps == pytest.approx((price_s - FIRST_STEPS) / TRIAL_SHARE - 10, abs=1)
+    ledger.note(steps - 2, 0.0, 1.0)
     assert not ledger.affords_trial(price_s)
-    ledger.note(1, 0.0, 1.0)
+    ledger.note(3, 0.0, 1.0)
     assert ledger.affords_trial(price_s)
     assert ledger.steps_to_trial(price_s, 1.0) == 0
     assert not ledger.has_earned(1.0)  # all of it is for free
@@ -181,6 +181,8 @@ def test_the_mean_answer_follows_those_that_end() -> None:
         answers.note(10)
     assert answers.coming(one) == pytest.approx(10, abs=0.1)
     assert answers.coming(request([1], longest=4)) == 3
+    one.tokens.extend([2] * 500)  # longer than any
+    assert answers.coming(one) == pytest.approx(LEAST_COMING * 10, abs=0.1)
 
 
 def test_at_rest_nobody_is_asked() -> None:
@@ -225,7 +227,7 @@ def test_in_longer_steps_all_of_them_are() -> None:
     shortest_s = TELLING_S / MOST_TELLING
     machine = Machine(lambda tokens: shortest_s * tokens, 0.5, round_s=1e-3, reader=Deaf())
     machine.run(2000)
-    assert not any(machine.lengths[-1000:])
+    assert sum(map(bool, machine.lengths[-1000:])) < 50  # they rest
     assert all(machine.told)
 
 
