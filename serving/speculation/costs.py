@@ -68,6 +68,11 @@ class StepCosts:
             and self._num_notes - bucket.noted_at < FRESH_NOTES
         )
 
+    def has_measured(self, rows: int, drafted: int) -> bool:
+        """Whether steps of about so many tokens, guesses among them, were measured often enough."""
+        bucket = self._buckets.get((True, _bucket_of(rows + drafted)))
+        return bucket is not None and len(bucket.samples) >= MIN_SAMPLES
+
     def seconds(self, rows: int, drafted: int = 0) -> float:
         """Return what a step takes; that of some step without guesses has to be known."""
         return self.table(rows, drafted)[drafted]

@@ -35,7 +35,7 @@ CONTEXT_STEPS = 16
 # What is taken to cost so much before it was measured: guessing one place, of a step; and a token
 # that a draft model has to catch up with, where there are many, of a place.
 ROUND_GUESS = 0.25
-CATCH_UP_GUESS = 0.25
+CATCH_UP_GUESS = 1 / 16
 
 Guessed = dict[Request, Sequence[int]]
 
@@ -48,6 +48,7 @@ class _Step:
     num_drafted: int
     guessing_s: float  # of a draft model, as it is expected to take
     num_accepted: int = 0
+    elapsed_s: float = 0.0  # what it took by itself
 
 
 class Speculator:
@@ -179,7 +180,7 @@ class Speculator:
         drafted = num_tokens - num_rows
         self._costs.note(num_rows, drafted, max(elapsed_s, SHORTEST_S))
         if self._step is not None:
-            self._step.num_drafted = drafted
+            self._step.num_drafted, self._step.elapsed_s = drafted, elapsed_s
 
     def forget(self, request: Request) -> None:
         """Let go of a request that has ended or yields."""
@@ -197,12 +198,18 @@ class Speculator:
     # What the step before has shown, and what the next one may do.
 
     def _settle(self) -> None:
-        """Enter what the last step with guesses saved or cost, by what such steps take."""
+        """Enter what the last step with guesses saved or cost, by what such steps take.
+
+        Of what size none was measured twice, it is what this one took.
+        """
         step, self._step = self._step, None
         if step is None or not self._costs.knows(step.num_rows):
             return
         plain_s = self._costs.seconds(step.num_rows)
-        taken_s = self._costs.seconds(step.num_rows, step.num_drafted) + step.guessing_s
+        taken_s = self._costs.seconds(step.num_rows, step.num_drafted)
+        if not self._costs.has_measured(step.num_rows, step.num_drafted):
+            taken_s = max(taken_s, step.elapsed_s)
+        taken_s += step.guessing_s
         saved_s = step.num_accepted * plain_s / step.num_rows - (taken_s - plain_s)
         self._ledger.note(taken_s, saved_s, plain_s)
 
@@ -337,5 +344,6 @@ class Speculator:
                 if behind_s > self._answers.coming(request) * saved_s:
                     lengths[row] = 0
                 elif behind_s:
-                    self._debts[request] = self._debts.get(request, 0.0) + behind_s
+                    self._ledger.charge(self._debts.pop(request, 0.0))  # the last one is due
+                    self._debts[request] = behind_s
         return lengths

@@ -207,6 +207,24 @@ def test_a_draft_model_whose_first_guesses_are_wrong_is_tried_again(seed: int) -
     assert machine.run(60) > 0.7 * machine.best()
 
 
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("step_s", [memory_bound, steep])
+def test_a_draft_model_that_is_right_gets_going(step_s, rows: int) -> None:  # type: ignore[no-untyped-def]
+    machine = Machine(step_s, 0.95, rows=rows, round_s=0.0005, behind_s=0.00005)
+    machine.requests = [request([1] * 50) for _ in range(rows)]
+    machine.run(150)
+    assert machine.run(1000) > 0.9 * machine.best()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("behind_s", [0.00005, 0.0005])
+def test_a_draft_model_that_is_right_where_it_cannot_pay(rows: int, behind_s: float) -> None:
+    machine = Machine(compute_bound, 0.95, rows=rows, round_s=0.0005, behind_s=behind_s)
+    machine.requests = [request([1] * 50) for _ in range(rows)]
+    machine.run(1000)
+    assert machine.run(3000) > 0.985 * machine.plain()
+
+
 @pytest.mark.parametrize("round_s", [0.0, 0.002])
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("step_s", [memory_bound, compute_bound, steep])
