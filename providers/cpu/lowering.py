@@ -101,8 +101,9 @@ def lower(
         step = lora.lower(step.model)
         yield step
     if is_native:
-        step = tell_when_asked(step.model)
-        yield step
+        if options.hidden_layers:
+            step = tell_when_asked(step.model)
+            yield step
         step = use_float_experts(step.model)
         yield step
         step = fuse_gated_silu(step.model)

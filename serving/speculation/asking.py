@@ -73,7 +73,8 @@ class Asker:
                 computed = sum(late) - sum(drafter.num_behind(one) for one in some)
                 others = max(0, longest - 1)  # places that came after it had caught up
                 place_s = self.seconds_a_place(len(some), elapsed_s / (others + 1))
-                caught_up_s = max(0.0, elapsed_s - others * place_s)
+                # Which takes no less than a place, whatever the places happened to take this time.
+                caught_up_s = max(elapsed_s / (others + 1), elapsed_s - others * place_s)
                 self._behind_s.append(caught_up_s / max(1, computed))
         elif longest:
             self._places.note(len(some), 0, elapsed_s / longest)
@@ -84,8 +85,8 @@ class Asker:
 
         Args:
             rows: the requests.
-            unknown_s: what it takes at most as long as that was not measured; or what it took in
-                any drafts, catching up included.
+            unknown_s: what it is taken to take as long as that was not measured, or less where it
+                took less in any drafts, of however many requests, catching up included.
         """
         if self._places.knows(rows):
             return self._places.seconds(rows)
@@ -100,9 +101,11 @@ class Asker:
         """
         assert self.drafter is not None
         late = self.drafter.num_behind(request)
-        if late <= self._ordinary:
-            return 0.0
-        return late * (min(self._behind_s) if self._behind_s else unknown_s)
+        return 0.0 if late <= self._ordinary else late * self.seconds_a_token(unknown_s)
+
+    def seconds_a_token(self, unknown_s: float) -> float:
+        """Return what each token takes that a draft model has to catch up with, or `unknown_s`."""
+        return min(self._behind_s) if self._behind_s else unknown_s
 
     def forget(self, request: Request) -> None:
         """Let go of a request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -86,11 +87,13 @@ class Speculator:
         self._pauses = Pauses()
         self._answers = AnswerLengths()
         self._debts: dict[Request, float] = {}  # seconds that a draft model took to catch up
+        self._due: set[Request] = set()  # which has brought guesses since
         self._step: _Step | None = None  # the one in hand, if there are guesses
         self._began_s: float | None = None  # when it began, as far as it counts
         self._idle = 0  # steps to come in which guesses are not thought of
-        self._trial_s = 0.0  # what guesses of a draft model take that are made only to learn
-        self._told = 0  # the last of them, of whose states the reader is told
+        self._trial_s = 0.0  # what the next guesses of a head take that are made only to learn
+        self._told = 1  # one more than the last of them, of whose states the reader is told
+        self._late_s = 0.0  # when they have taken so much longer than they were to that it is over
         self._num_drafts = 0
         self._accepted_at = [0] * config.num_speculative_tokens
         self._num_draft_tokens = 0
@@ -106,12 +109,14 @@ class Speculator:
     @property
     def reader(self) -> StateReader | None:
         """See `Guesses.reader`."""
-        return None if self._asker.drafter is None or self._idle > self._told else self._reader
+        return None if self._asker.drafter is None or self._idle >= self._told else self._reader
 
     def rests(self) -> bool:
         """See `Guesses.rests`."""
         if self._idle:
             self._idle -= 1
+            if self._idle > MOST_PAUSE and not self._idle % MOST_PAUSE:
+                self._wake_if_late()
             return True
         return self._asker.drafter is None
 
@@ -188,6 +193,7 @@ class Speculator:
         self._acceptance.forget(request)
         self._asker.forget(request)
         self._ledger.charge(self._debts.pop(request, 0.0))
+        self._due.discard(request)
         if request.finish_reason is not None:
             self._answers.note(request.num_output_tokens)
 
@@ -217,7 +223,9 @@ class Speculator:
         """Whether guesses may be thought of."""
         most_rows = self._config.disable_by_batch_size
         if most_rows is not None and rows > most_rows:
-            self._idle = self._told = CROWDED_STEPS
+            plain_s = self._costs.seconds(rows) if self._costs.knows(rows) else math.inf
+            self._idle = CROWDED_STEPS
+            self._told = 1 if self._spares_telling(plain_s) else CROWDED_STEPS + 1
             return False
         return self._asker.drafter is not None and self._costs.is_fresh(rows)
 
@@ -243,7 +251,13 @@ class Speculator:
     def _rest(self, num_steps: int, plain_s: float) -> None:
         """Let so many steps go without a thought of guesses."""
         self._idle = num_steps
-        self._told = CONTEXT_STEPS if self._spares_telling(plain_s) else num_steps
+        self._told = CONTEXT_STEPS if self._spares_telling(plain_s) else num_steps + 1
+        self._late_s = self._clock() + 2 * num_steps * plain_s
+
+    def _wake_if_late(self) -> None:
+        """End a long pause whose steps take longer than those by which it was chosen."""
+        if self._clock() > self._late_s:
+            self._idle = CONTEXT_STEPS
 
     def _spares_telling(self, plain_s: float) -> bool:
         """Whether a reader is not told of all steps while guesses rest."""
@@ -291,6 +305,7 @@ class Speculator:
 
     def _guess_by_model(self, requests: Sequence[Request], budget: int) -> Guessed:
         rows = len(requests)
+        self._trial_s = 0.0
         plain_s = self._costs.seconds(rows)
         round_s = self._asker.seconds_a_place(rows, ROUND_GUESS * plain_s)
         limits = self._limits(requests)
@@ -306,6 +321,7 @@ class Speculator:
         self._step = _Step(rows, sum(map(len, found.values())), longest * round_s)
         if found:
             self._pauses.end()
+            self._due.update(self._debts.keys() & found.keys())
         return found
 
     def _try(self, requests: Sequence[Request], limits: Sequence[int], round_s: float) -> None:
@@ -317,7 +333,9 @@ class Speculator:
             price_s = length * round_s + self._asker.seconds_to_catch_up(request, token_s)
             if length:
                 prices[request] = price_s
-        self._trial_s = min(prices.values(), default=0.0)
+        # Behind a pause of which not all was told.
+        late_s = (CONTEXT_STEPS + 1) * self._asker.seconds_a_token(token_s)
+        self._trial_s = self._trials.length * round_s + late_s
         able = [one for one, price_s in prices.items() if self._ledger.affords_trial(price_s)]
         if able:
             chosen = min(able, key=self._acceptance.num_tried)
@@ -344,6 +362,9 @@ class Speculator:
                 if behind_s > self._answers.coming(request) * saved_s:
                     lengths[row] = 0
                 elif behind_s:
-                    self._ledger.charge(self._debts.pop(request, 0.0))  # the last one is due
-                    self._debts[request] = behind_s
+                    if request in self._due:
+                        self._due.remove(request)
+                        self._ledger.charge(self._debts.pop(request))
+                    # Of a long prompt it is the same debt for some steps, and becomes less.
+                    self._debts[request] = max(self._debts.get(request, 0.0), behind_s)
         return lengths

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -179,6 +179,13 @@ def test_steps_tell_when_they_are_asked(pair: dict[str, tuple[Path, Path]]) -> N
             for other in ((number + 1) % 4, number):
                 np.testing.assert_array_equal(model.run(inputs[other]), wanted[other][0])
             assert (states == 7).all()
+        assert isinstance(model, OrtModel)
+        assert model._states is not None
+        asked = model._states._asked
+        assert asked is not None
+        for wants in (True, False):
+            model.run(replace(inputs[1], hidden_states=states[:1] if wants else None))
+            assert asked.tolist() == [wants]
 
 
 def test_the_operator_says_what_it_cannot_do() -> None:
@@ -197,27 +204,48 @@ def test_the_operator_says_what_it_cannot_do() -> None:
     np.testing.assert_array_equal(found, [[0.5, 0.5, 0.5, 1.5, 1, 1, 1]] * 2)
 
 
+def test_the_operator_writes_nothing_where_it_is_not_asked() -> None:
+    library = find_library()
+    if library is None:
+        pytest.skip("the C++ kernel was not built: no C++17 compiler on this machine")
+    session = _session(library, [(2, 3), (2, 1)])
+    binding = session.io_binding()
+    told, asked = np.full((2, 4), 7, np.float32), np.zeros(1, np.int32)
+    states = [np.ones(shape, np.float32) for shape in ((2, 3), (2, 1))]
+    for node, value in zip(session.get_inputs(), (asked, *states), strict=True):
+        binding.bind_cpu_input(node.name, value)
+    binding.bind_output("told", "cpu", 0, np.float32, told.shape, told.ctypes.data)
+    for asks, wanted in ((0, 7), (1, 0.5), (0, 9)):
+        told[:] = 9 if wanted == 9 else told
+        asked[0] = asks
+        session.run_with_iobinding(binding)
+        assert (told == wanted).all()
+
+
 def _tell(library: Path, asked: NDArray[np.int32], states: list[Floats]) -> NDArray[Any]:
     """Run the operator by itself, half of what it is given."""
-    info, names = onnx.helper.make_tensor_value_info, [f"states.{n}" for n in range(len(states))]
+    session = _session(library, [value.shape for value in states])
+    feeds = zip((node.name for node in session.get_inputs()), (asked, *states), strict=True)
+    told: NDArray[Any] = session.run(None, dict(feeds))[0]
+    return told
+
+
+def _session(library: Path, shapes: Sequence[tuple[int, ...]]) -> Any:
+    info, names = onnx.helper.make_tensor_value_info, [f"states.{n}" for n in range(len(shapes))]
     node = onnx.helper.make_node(
         TELL_HIDDEN_STATES, ["asked", *names], ["told"], domain=DOMAIN, scale=0.5
     )
     kinds = [info("asked", onnx.TensorProto.INT32, [None])]
     kinds += [
-        info(name, onnx.TensorProto.FLOAT, [None] * value.ndim)
-        for name, value in zip(names, states, strict=True)
+        info(name, onnx.TensorProto.FLOAT, [None] * len(shape))
+        for name, shape in zip(names, shapes, strict=True)
     ]
     graph = onnx.helper.make_graph([node], "g", kinds, [info("told", onnx.TensorProto.FLOAT, None)])
     opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid(DOMAIN, 1)]
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(str(library))
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options)
-    told: NDArray[Any] = session.run(
-        None, {"asked": asked, **dict(zip(names, states, strict=True))}
-    )[0]
-    return told
+    return onnxruntime.InferenceSession(model.SerializeToString(), options)
 
 
 @pytest.mark.parametrize("adapters", [0, 2])

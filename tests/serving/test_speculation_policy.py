@@ -216,6 +216,29 @@ def test_a_draft_model_that_is_right_gets_going(step_s, rows: int) -> None:  # t
     assert machine.run(1000) > 0.9 * machine.best()
 
 
+@pytest.mark.parametrize("prompt", [700, 2000, 4000])
+def test_a_prompt_that_takes_several_calls_is_caught_up_with(prompt: int) -> None:
+    machine = Machine(lambda n: 0.0045 + 0.0005 * n, 0.75, round_s=0.0005, behind_s=0.00002)
+    machine.guesser.budget = 512
+    for _ in range(4):
+        machine.requests = [request([1] * prompt)]
+        speed = machine.run(200)
+    assert speed > 1.4 * machine.plain()
+
+
+def test_what_a_token_takes_is_never_nothing() -> None:
+    machine = Machine(memory_bound, 0.95, round_s=0.0005, behind_s=0.00002)
+    asker = machine.speculator._asker
+    one = request([1])
+    for _ in range(6):
+        asker.ask_model({one: 5})
+    machine.guesser.behind[one] = 20
+    machine.round_s = 0.000375  # a machine that is faster for once
+    asker.ask_model({one: 5})
+    machine.guesser.behind[one] = 4000
+    assert 0.25 * 4000 * machine.behind_s < asker.seconds_to_catch_up(one, 1.0)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 8])
 @pytest.mark.parametrize("behind_s", [0.00005, 0.0005])
 def test_a_draft_model_that_is_right_where_it_cannot_pay(rows: int, behind_s: float) -> None:

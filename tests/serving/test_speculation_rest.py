@@ -9,6 +9,7 @@ import pytest
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.acceptance import Acceptance
 from onnxport.serving.speculation.answers import FIRST_OUTPUT, LEAST_COMING, AnswerLengths
+from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.ledger import (
     FIRST_S,
     FIRST_STEPS,
@@ -218,7 +219,8 @@ def test_in_short_steps_the_last_states_of_a_pause_are_told() -> None:
     assert machine.guesser.num_asked > 10  # which is found out again and again
     told = [length for value, length in lengths if value]
     untold = [length for value, length in lengths if not value]
-    assert min(told[1:-1]) >= CONTEXT_STEPS  # but before the first pause
+    # But before the first pause; and the step of which guesses are asked.
+    assert set(told[1:-1]) <= {CONTEXT_STEPS, CONTEXT_STEPS + 1}
     assert sum(untold) > 8 * sum(told)
     assert max(untold) <= MOST_PAUSE_OF_HEADS
 
@@ -229,6 +231,32 @@ def test_in_longer_steps_all_of_them_are() -> None:
     machine.run(2000)
     assert sum(map(bool, machine.lengths[-1000:])) < 50  # they rest
     assert all(machine.told)
+
+
+def test_a_long_pause_ends_where_steps_become_longer() -> None:
+    def step_s(tokens: int) -> float:
+        return 2e-4 * tokens
+
+    machine = Machine(step_s, 0.5, round_s=1e-3, behind_s=1e-4, reader=Deaf())
+    for _ in range(20_000):
+        machine.step()
+        if machine.speculator._idle > MOST_PAUSE_OF_HEADS - 10:
+            break
+    now_s = machine.now_s
+    machine.step_s = lambda tokens: 0.01 + 1e-4 * tokens
+    while not machine.told[-1]:
+        machine.step()
+    assert machine.now_s - now_s < 0.02 * MOST_PAUSE  # a fifth of the pause
+
+
+@pytest.mark.parametrize("step_s", [1e-4, 1e-2])
+def test_a_crowd_is_not_told_of_in_short_steps(step_s: float) -> None:
+    config = SpeculationConfig("ngram", disable_by_batch_size=1)
+    machine = Machine(lambda _: step_s, 0.5, round_s=step_s, config=config, reader=Deaf(), rows=2)
+    machine.run(100)
+    machine.told.clear()
+    machine.run(200)
+    assert sum(machine.told) < 40 if step_s < TELLING_S / MOST_TELLING else all(machine.told)
 
 
 def test_what_guesses_on_trial_take_is_a_small_part_of_short_steps() -> None:
