@@ -21,12 +21,15 @@ VOCAB = 512
 class TellingModel(NullModel):
     """A null model that sees two tokens, and tells of each token what and where it is."""
 
+    num_untold = 0  # steps of which nobody wants to know that
+
     @property
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities, features=FEATURES)
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
         logits = super().run(inputs)
+        self.num_untold += inputs.hidden_states is None
         if inputs.hidden_states is not None:
             assert inputs.hidden_states.shape == (len(inputs.input_ids), FEATURES)
             inputs.hidden_states[:, 0] = inputs.input_ids

@@ -82,19 +82,20 @@ class Eager(Speculator):
 
 
 class Dozing(Eager):
-    """Guesses whenever it may, and has the states of some steps told, by chance."""
+    """Guesses whenever it may, and has the states of some steps told, by chance; not the first."""
 
     def __init__(self, *args: Any, seed: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self.random = Random(seed)
-        self.wakes = True
+        self.wakes: bool | None = None
 
     @property
     def reader(self) -> StateReader | None:
         return super().reader if self.wakes else None
 
     def rests(self) -> bool:
-        self.wakes = self.random.random() < (0.7 if self.wakes else 0.4)
+        first = self.wakes is None
+        self.wakes = not first and self.random.random() < (0.7 if self.wakes else 0.4)
         return False
 
 

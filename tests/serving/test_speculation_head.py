@@ -399,5 +399,8 @@ def test_states_that_are_not_told_are_done_without(seed: int) -> None:
     deltas = run(engine)
     for number, prompt in enumerate(prompts):
         assert tokens(deltas[str(number)]) == plain(prompt, (LONG, SAMPLED)[number % 2])
+    model = engine._runtime.model
+    assert isinstance(model, TellingModel)
+    assert 0 < model.num_untold < engine.stats().num_steps
     done = counters(engine)
     assert done.num_accepted_tokens == done.num_draft_tokens > 0
