@@ -116,6 +116,10 @@ class Always:
     def counters(self) -> SpeculationCounters:
         return SpeculationCounters(0, 0, 0, ())
 
+    @property
+    def reader(self) -> None:
+        return None
+
     def rests(self) -> bool:
         return False
 
