@@ -1,5 +1,5 @@
-// Products over an instruction set's vectors; activations to int8 in quantize_impl.h. Compiled once for
-// each set.
+// Products over an instruction set's vectors; activations to int8 are in quantize_impl.h. Compiled
+// once for each set.
 //
 // A matmul_vec_*.h, included before, defines Vec, vectors of kLanes outputs, and Dot<Numbers>, which
 // multiplies eight inputs at a time with weights that are such numbers:
