@@ -38,7 +38,7 @@ WEIGHTS: Final = "lora.weights"  # [max_adapters, numbers of a slot], see `slot_
 SCALES: Final = "lora.scales"
 
 # What adapters are kept in, in slots. Numbers of int4 lie two in a byte.
-SlotDtype = Literal["float32", "float16", "int8", "int4"]
+SlotDtype = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 INTEGERS: Final[tuple[SlotDtype, ...]] = ("int8", "int4")
 
 PANEL: Final = 64  # numbers of a row that lie side by side in a slot; kLoraPanel in C++

@@ -6,10 +6,11 @@ packed_columns.py does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,9 +39,12 @@ from onnxport.providers.packed_rows import packed
 _TYPES: Final[Mapping[SlotDtype, np.dtype[Any]]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "int8": np.dtype(np.int8),
     "int4": np.dtype(np.int8),
 }
+# Copies numbers to where a session reads them: the name, the first number's place, the numbers.
+Write = Callable[[str, int, NDArray[Any]], None]
 
 
 def slots_bytes(
@@ -63,6 +67,7 @@ class AdapterSlots:
         options: LoadOptions,
         dtype: SlotDtype,
         place: Place,
+        write: Write | None = None,
     ) -> None:
         """Take address space for all slots; memory is taken by those that are filled.
 
@@ -71,7 +76,9 @@ class AdapterSlots:
             spec: the model.
             options: `max_adapters` and `max_adapter_rank` are used.
             dtype: that adapters are kept in.
-            place: lets a session read arrays where they are.
+            place: lets a session read arrays where they are, or makes room for the same somewhere
+                else, with what ranks and scales there are.
+            write: copies to that room; None: there is none.
         """
         self._spec = spec
         self._dtype = dtype
@@ -84,6 +91,7 @@ class AdapterSlots:
         if dtype in INTEGERS:
             values[SCALES] = self._scales
         self._place = place  # may hold what the session reads
+        self._write = write
         self._values = place(values)
 
     def put(self, slot: int, adapter: LoraAdapter) -> None:
@@ -96,7 +104,8 @@ class AdapterSlots:
             if self._dtype in INTEGERS and found
         }
         self.remove(slot)
-        at = self._weights[slot - 1]
+        # What is copied at once needs no more than one slot here.
+        at = self._weights[slot - 1 if self._write is None else 0]
         for product, begin in self._places.items():
             if product in joined:
                 begin = _write(at, begin, joined[product])
@@ -107,11 +116,16 @@ class AdapterSlots:
                 if product not in joined:
                     begin = _write(at, begin, in_floats(own.a).stored)
                 begin = _write(at, begin, own.b.stored)
+        if self._write is not None:
+            self._write(WEIGHTS, (slot - 1) * at.size, at)
+            self._write(RANKS, 0, self._ranks)
 
     def remove(self, slot: int) -> None:
         """See `Storage`."""
         self._ranks[slot] = 0
         self._scales[slot] = 0
+        if self._write is not None:
+            self._write(RANKS, 0, self._ranks)
 
     def values(self, used: Collection[int]) -> Values:
         """See `Storage`."""

@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import io
 import logging
+import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,10 +19,13 @@ from onnxport.graphs.passes.native import NativeLimits
 from onnxport.providers.base import Device, Features, LoadOptions, Probe
 from onnxport.providers.device import load_on_device, why_not_started
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
+from onnxport.providers.nvidia.compiler import compile_add_lora
+from onnxport.providers.nvidia.library import find_library
+from onnxport.providers.nvidia.memory import copy_to_device
 from onnxport.providers.ort import Target
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.page_lock import page_lock
-from onnxport.providers.recipe import Recipe
+from onnxport.providers.recipe import LoraKernel, Recipe
 from onnxport.providers.self_test import HEAD_SIZE, distrust
 
 logger = logging.getLogger(__name__)
@@ -28,6 +33,8 @@ logger = logging.getLogger(__name__)
 EXECUTION_PROVIDER: Final = "CUDAExecutionProvider"
 INSTALL: Final = "pip install 'onnxport[cuda]'"
 MOST_ROWS: Final = 256  # sequences in one PagedAttention
+LORA_VARIABLE: Final = "ONNXPORT_CUDA_LORA"  # 1: adapters by our own kernel
+MOST_RANK: Final = 512  # kMostRank in nvidia/add_lora.h
 BFLOAT16_CAPABILITY: Final = (8, 0)  # the first compute capability with bfloat16
 NATIVE: Final = NativeLimits(
     activation_dtypes=frozenset({"float16", "bfloat16"}),
@@ -93,15 +100,40 @@ class CudaProvider:
         if not self._emulate and (reason := self.probe().reason):
             raise ProviderError(reason)
         if self._emulate:
-            recipe = _recipe("a CUDA device, emulated on the CPU", BFLOAT16_CAPABILITY)
+            recipe = self._recipe("a CUDA device, emulated on the CPU", BFLOAT16_CAPABILITY)
         else:
             device, free_bytes, capability = _gpus({})[self._device_id]
-            recipe = replace(_recipe(device.name, capability), free_bytes=free_bytes)
+            recipe = replace(self._recipe(device.name, capability), free_bytes=free_bytes)
             sinks = bool(artifact.manifest.model.attention_sinks)
             reason = distrust(self._target(), "float16", block_size(HEAD_SIZE), sinks=sinks)
             if reason:
                 recipe = replace(recipe, native=None, why_not_native=reason)
         return load_on_device(artifact, options, recipe, self._target(), emulate=self._emulate)
+
+    def _recipe(self, device: str, capability: tuple[int, int]) -> Recipe:
+        return Recipe(
+            provider=self.name,
+            device=device,
+            dtypes=_dtypes(capability),
+            native=NATIVE,
+            native_block_size=block_size,
+            max_batch_rows=MOST_ROWS,
+            capture_options={"enable_cuda_graph": "1"},
+            selects_logits=True,
+            page_lock=page_lock,
+            lora_kernel=self._lora_kernel(capability),
+        )
+
+    def _lora_kernel(self, capability: tuple[int, int]) -> LoraKernel | None:
+        """Our own kernel for adapters, where it is asked for: no GPU has run it yet."""
+        if os.environ.get(LORA_VARIABLE, "0") in ("", "0"):
+            return None
+        return LoraKernel(
+            compile=partial(compile_add_lora, capability),
+            library=find_library(),
+            copy=partial(copy_to_device, self._device_id),
+            max_rank=MOST_RANK,
+        )
 
     def _target(self) -> Target:
         options = {
@@ -117,20 +149,6 @@ _ADVICE: Final = (
     "ONNX Runtime needs CUDA 13 and cuDNN 9, which "
     f"{INSTALL} brings, and a driver that is new enough for them"
 )
-
-
-def _recipe(device: str, capability: tuple[int, int]) -> Recipe:
-    return Recipe(
-        provider=CudaProvider.name,
-        device=device,
-        dtypes=_dtypes(capability),
-        native=NATIVE,
-        native_block_size=block_size,
-        max_batch_rows=MOST_ROWS,
-        capture_options={"enable_cuda_graph": "1"},
-        selects_logits=True,
-        page_lock=page_lock,
-    )
 
 
 def _dtypes(capability: tuple[int, int]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 from onnx import TensorProto
@@ -21,7 +22,6 @@ from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, KVFormat, LoadOptions
 from onnxport.providers.buckets import Buckets
-from onnxport.providers.cpu.library import find_library
 from onnxport.providers.device_blocks import (
     DeviceBlocks,
     cache_shape,
@@ -113,7 +113,7 @@ def load_on_device(
         groups=lowering.groups,
     )
     attached = {name: ort_value(value) for name, value in converted.items()}
-    session_options = _session_options(options, custom=emulate and lowering.attention == "native")
+    session_options = _session_options(options, lowering.needs_library)
     session_options.add_external_initializers(list(attached), list(attached.values()))
     session = start_session(
         model.SerializeToString(),
@@ -159,7 +159,7 @@ def load_on_device(
         attached,
         buckets,
         replay,
-        lowering.adapters(target, steady=captures) if options.max_adapters else None,
+        lowering.adapters(target, steady=captures),
         step_memory=step_memory,
         device_logits=logits,
     )
@@ -221,10 +221,10 @@ def _capabilities(
     )
 
 
-def _session_options(options: LoadOptions, *, custom: bool) -> Any:
-    """Options of the model's session; with our own kernels where `custom`."""
+def _session_options(options: LoadOptions, library: Path | None) -> Any:
+    """Options of the model's session, with a library of operators if there is one."""
     chosen = quiet_options()
     chosen.intra_op_num_threads = options.threads or memory.physical_cores()
-    if custom:
-        chosen.register_custom_ops_library(str(find_library()))
+    if library is not None:
+        chosen.register_custom_ops_library(str(library))
     return chosen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final
 
 from numpy.typing import NDArray
@@ -14,28 +15,26 @@ from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.cache_groups import LayerGroups
-from onnxport.graphs.lora import LoraProduct
 from onnxport.graphs.paged import attention_nodes
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import decompose
-from onnxport.graphs.passes.emulated_attention import emulate_attention
+from onnxport.graphs.passes.emulated_kernels import emulate_kernels
 from onnxport.graphs.passes.group_tables import group_tables
 from onnxport.graphs.passes.hidden_states import tell_hidden_states
 from onnxport.graphs.passes.join_products import join_products
-from onnxport.graphs.passes.lora import add_lora, lora_products
+from onnxport.graphs.passes.lora import lora_products
 from onnxport.graphs.passes.native import keep_native
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import retype
 from onnxport.graphs.passes.split_experts import split_experts
 from onnxport.graphs.passes.write_gelu import write_gelu
 from onnxport.graphs.passes.write_min_max import write_min_max
-from onnxport.graphs.spec import ArchSpec
 from onnxport.graphs.tensors import numpy_dtype
-from onnxport.providers.adapters import Adapters, AdapterStacks, check_stack_dtype, stack_bytes
+from onnxport.providers.adapters import Adapters
 from onnxport.providers.base import Attention, LoadOptions
 from onnxport.providers.behind_windows import reads_behind_windows
 from onnxport.providers.cpu.library import find_library
-from onnxport.providers.device_arrays import DeviceArrays
+from onnxport.providers.device_lora import DeviceLora
 from onnxport.providers.int8_experts import int8_experts
 from onnxport.providers.layer_groups import layer_groups
 from onnxport.providers.ort import Target
@@ -98,6 +97,7 @@ class DeviceLowering:
         self.attention = self._choose_attention()
         self.block_size = self._choose_block_size()
         self.groups = self._choose_groups()
+        self._lora = self._choose_lora()
 
     def steps(self) -> Iterator[PassResult]:
         """Apply the passes in turn; the last result holds the graph to run."""
@@ -122,45 +122,53 @@ class DeviceLowering:
         if not recipe.has_min_max:
             step = write_min_max(step.model)
             yield step
-        if options.max_adapters:
-            check_stack_dtype(options, self.dtype)
-            step = add_lora(step.model, self._artifact.manifest.model)
+        if self._lora is not None:
+            step = self._lora.lower(step.model)
             yield step
         step = group_tables(step.model, self.groups)
         yield step
         if self.attention == "decomposed":
-            yield decompose(step.model, bounds="shapes" if recipe.bucketed else "metadata")
-            return
-        assert recipe.native is not None
-        step = keep_native(step.model, recipe.native)
+            step = decompose(step.model, bounds="shapes" if recipe.bucketed else "metadata")
+        else:
+            assert recipe.native is not None
+            step = keep_native(step.model, recipe.native)
         yield step
-        if self._emulate:
-            yield emulate_attention(step.model)
+        if self._emulate and self.needs_library is not None:
+            step = emulate_kernels(step.model)
+            yield step
+        if self._lora is not None and (finished := self._lora.finish(step.model)):
+            yield finished
+
+    @property
+    def needs_library(self) -> Path | None:
+        """The library of operators that the graph's session needs."""
+        if self._emulate and self.attention == "native":
+            return find_library()
+        return None if self._lora is None else self._lora.library
 
     def adapter_bytes(self) -> int:
-        """Memory of a full stack of adapters."""
-        if not self.options.max_adapters:
-            return 0
-        item_bytes = numpy_dtype(TYPES[self.dtype]).itemsize
-        return stack_bytes(*self._adapted(), self.options, item_bytes)
+        """Memory of all adapters."""
+        return 0 if self._lora is None else self._lora.num_bytes()
 
-    def adapters(self, target: Target, *, steady: bool) -> Adapters:
+    def adapters(self, target: Target, *, steady: bool) -> Adapters | None:
         """Slots for adapters, of a device; `steady` where it replays steps."""
-        products, spec = self._adapted()
-        stacks = AdapterStacks(
-            products,
-            spec,
-            numpy_dtype(TYPES[self.dtype]),
-            DeviceArrays(target, steady=steady),
-            few_shapes=self._recipe.bucketed,
-            steady=steady,
-        )
-        return Adapters(spec, self.options, stacks)
+        return None if self._lora is None else self._lora.adapters(target, steady=steady)
 
-    def _adapted(self) -> tuple[list[LoraProduct], ArchSpec]:
-        """What adapters add to."""
+    def _choose_lora(self) -> DeviceLora | None:
+        """How adapters are computed; None: there are none."""
+        if not self.options.max_adapters:
+            return None
         spec = self._artifact.manifest.model
-        return lora_products(self._retyped.model, spec), spec
+        return DeviceLora(
+            lora_products(self._retyped.model, spec),
+            spec,
+            self.options,
+            self._recipe,
+            self._target,
+            self.dtype,
+            numpy_dtype(TYPES[self.dtype]),
+            emulate=self._emulate,
+        )
 
     @cached_property
     def _retyped(self) -> PassResult:

@@ -101,4 +101,4 @@ def _panels(rows: NDArray[Any]) -> NDArray[Any]:
     rank, features = rows.shape
     wide = np.zeros((rank, in_panels(features)), rows.dtype)
     wide[:, :features] = rows
-    return wide.reshape(rank, -1, PANEL)
+    return wide.reshape(rank, wide.shape[1] // PANEL, PANEL)

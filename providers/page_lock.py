@@ -25,22 +25,22 @@ def page_lock(array: NDArray[Any]) -> Callable[[], None]:
 
     Where that fails, the array stays what it is, and transfers take longer.
     """
-    runtime = _runtime()
+    found = runtime()
     address, size = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
-    if runtime is None or array.nbytes == 0:
+    if found is None or array.nbytes == 0:
         return _nothing
-    if status := runtime.cudaHostRegister(address, size, ctypes.c_uint(0)):
+    if status := found.cudaHostRegister(address, size, ctypes.c_uint(0)):
         logger.info("CUDA does not lock %d bytes of host memory (error %d)", array.nbytes, status)
         return _nothing
 
     def release(kept: NDArray[Any] = array) -> None:
-        runtime.cudaHostUnregister(ctypes.c_void_p(kept.ctypes.data))
+        found.cudaHostUnregister(ctypes.c_void_p(kept.ctypes.data))
 
     return release
 
 
 @cache
-def _runtime() -> Any:
+def runtime() -> Any:
     """CUDA's runtime library; None where it cannot be loaded."""
     try:
         return ctypes.CDLL(RUNTIME)

@@ -4,9 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from onnxport.graphs.passes.native import NativeLimits
 from onnxport.providers.device_logits import PageLock
+from onnxport.providers.device_slots import Copy
+
+
+@dataclass(frozen=True, slots=True)
+class LoraKernel:
+    """How a device computes adapters by a kernel of ours.
+
+    Attributes:
+        compile: type of activations and adapters -> the compiled kernel; raises ProviderError.
+        library: with the operator AddLora for its execution provider; None: it was not built.
+        copy: to the device's memory.
+        max_rank: the largest rank that the kernel has room for.
+    """
+
+    compile: Callable[[str], bytes]
+    library: Path | None
+    copy: Copy
+    max_rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +45,7 @@ class Recipe:
     capture_options: Mapping[str, str] | None = None
     selects_logits: bool = False  # it runs graphs.logit_selection; see providers.device_logits
     page_lock: PageLock | None = None  # makes host memory fast to copy to; None: it cannot
+    lora_kernel: LoraKernel | None = None  # None: adapters are computed in standard operators
     bucketed: bool = False  # it compiles a graph for each shape: pad to few of them
     # Caches of two layers may be one memory, for it runs node after node. A graph that is compiled
     # as a whole may copy one of them before the other is written.

@@ -2,9 +2,9 @@
 
     python scripts/build_kernels.py
 
-Leaves `providers/cpu/onnxport_cpu.*`, `providers/openvino/onnxport_openvino.*` (where the package
-`openvino` is installed) and `serving/native/onnxport_sampling.*` (ignored by git) beside the code
-that loads them.
+Leaves `providers/cpu/onnxport_cpu.*`, `providers/nvidia/onnxport_cuda.*`,
+`providers/openvino/onnxport_openvino.*` (where the package `openvino` is installed) and
+`serving/native/onnxport_sampling.*` (ignored by git) beside the code that loads them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "kernels"
 LIBRARIES = {
     "onnxport_cpu": "providers/cpu",
+    "onnxport_cuda": "providers/nvidia",
     "onnxport_openvino": "providers/openvino",
     "onnxport_sampling": "serving/native",
 }

@@ -58,6 +58,7 @@ ADD_LORA: Final = "AddLora"
 SLOT_TYPES: Final[Mapping[SlotDtype, int]] = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
     "int8": TensorProto.INT8,
     "int4": TensorProto.INT8,
 }
@@ -112,13 +113,14 @@ def add_lora(model: onnx.ModelProto, spec: ArchSpec) -> PassResult:
 def add_lora_operator(
     model: onnx.ModelProto, spec: ArchSpec, max_rank: int, dtype: SlotDtype = "float32"
 ) -> PassResult:
-    """Add the operator `onnxport.AddLora` to each projection of a graph in float32.
+    """Add the operator `onnxport.AddLora` to each projection.
 
     New inputs of the graph, with the names of graphs.lora: TOKEN_SLOTS, RANKS, WEIGHTS, and for
     adapters in integers SCALES.
 
     Args:
-        model: A paged graph with float32 activations.
+        model: A paged graph. Activations are float32 for `cpu`, and of the adapters' type for CUDA
+            devices.
         spec: The model it is of.
         max_rank: The largest rank of an adapter, which sizes the slots.
         dtype: Of the adapters in their slots.

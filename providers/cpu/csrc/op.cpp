@@ -80,21 +80,6 @@ Operator make_operator(ort::ElementType cache_type) {
 
 }  // namespace
 
-ort::CustomOp base_operator() {
-  ort::CustomOp op{};
-  op.version = ort::kLayoutVersion;
-  op.execution_provider = [](const ort::CustomOp*) { return "CPUExecutionProvider"; };
-  op.input_memory_type = [](const ort::CustomOp*, size_t) { return 0; };
-  const auto one = [](const ort::CustomOp*) { return 1; };
-  op.variadic_input_min_arity = op.variadic_input_homogeneity = one;
-  op.variadic_output_min_arity = op.variadic_output_homogeneity = one;
-  op.start_version = one;
-  op.end_version = [](const ort::CustomOp*) { return INT32_MAX; };
-  op.may_inplace = op.alias_map = [](int**, int**) { return size_t{0}; };
-  op.release_may_inplace = op.release_alias_map = [](int*, int*) {};
-  return op;
-}
-
 Status* register_operators(ort::SessionOptions* options, const ort::ApiBase* base) {
   const void* const* table = base->get_api(ort::kApiVersion);
   if (!table) {

@@ -1,27 +1,9 @@
 // A node's attributes, checked and turned into the settings of its kernel.
-#include <cstdarg>
-#include <cstdio>
 #include <string>
 
 #include "op.h"
 
 namespace onnxport::op {
-
-void fail(const Api& api, ort::ErrorCode code, const char* format, ...) {
-  char text[512];
-  const int prefix = std::snprintf(text, sizeof text, "onnxport CPU kernel: ");
-  va_list arguments;
-  va_start(arguments, format);
-  std::vsnprintf(text + prefix, sizeof text - static_cast<size_t>(prefix), format, arguments);
-  va_end(arguments);
-  throw Failure{api.create_status(code, text)};
-}
-
-Status* invalid_input(const Api& api, const InvalidInput& error) {
-  char text[600];
-  std::snprintf(text, sizeof text, "onnxport CPU kernel: %s", error.what());
-  return api.create_status(ort::kInvalidArgument, text);
-}
 
 namespace {
 

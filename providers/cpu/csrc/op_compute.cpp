@@ -9,28 +9,6 @@
 
 namespace onnxport::op {
 
-Tensor describe(const Api& api, const char* name, const ort::Value* value) {
-  Tensor tensor;
-  int type = 0;
-  const int64_t* dims = nullptr;
-  check(api.shape(value, &type, &dims, &tensor.rank));
-  if (tensor.rank < 1 || tensor.rank > kMaxRank)
-    fail(api, ort::kInvalidArgument, "%s must have 1 to %zu dimensions, found %zu", name, kMaxRank,
-         tensor.rank);
-  std::copy(dims, dims + tensor.rank, tensor.dims);
-  // The accessor wants a mutable value even for inputs; only the caches are written to.
-  check(api.mutable_data(const_cast<ort::Value*>(value), &tensor.data));
-  return tensor;
-}
-
-const ort::Value* optional_input(const Api& api, const ort::KernelContext* context, size_t index) {
-  size_t count = 0;
-  check(api.input_count(context, &count));
-  const ort::Value* value = nullptr;
-  if (index < count) check(api.input(context, index, &value));
-  return value;
-}
-
 namespace {
 
 struct Call {
@@ -158,14 +136,6 @@ void* open_cache(const Call& call, size_t output, const Tensor& input, const Pro
 }
 
 }  // namespace
-
-void* open_output(const Api& api, ort::KernelContext* context, const Tensor& shape) {
-  ort::Value* out = nullptr;
-  void* data = nullptr;
-  check(api.output(context, 0, shape.dims, shape.rank, &out));
-  check(api.mutable_data(out, &data));
-  return data;
-}
 
 int parallel_for(void* context, size_t count, Task task, void* argument) {
   Parallel& parallel = *static_cast<Parallel*>(context);

@@ -93,6 +93,10 @@ struct Api {
                                             Value**)>(91)(context, index, dims, rank, out);
   }
   void release(Status* status) const { slot<void(ONNXPORT_ORT_CALL*)(Status*)>(93)(status); }
+  // What a device runs the node on: a cudaStream_t of the CUDA execution provider, null on the CPU.
+  Status* compute_stream(const KernelContext* context, void** out) const {
+    return slot<Status*(ONNXPORT_ORT_CALL*)(const KernelContext*, void**)>(193)(context, out);
+  }
   // constant is 0, and out null, unless the input is an initializer that cannot change.
   Status* constant_input(const KernelInfo* info, size_t index, int* constant,
                          const Value** out) const {

@@ -15,7 +15,7 @@ from onnxport.errors import ArtifactError
 from onnxport.graphs import contract as c
 from onnxport.graphs.inspect import element_types
 from onnxport.graphs.passes.decompose import decompose
-from onnxport.graphs.passes.emulated_attention import emulate_attention
+from onnxport.graphs.passes.emulated_kernels import emulate_kernels
 from onnxport.graphs.passes.kv_dtype import set_kv_dtype
 from onnxport.graphs.passes.native import NativeLimits, keep_native
 from onnxport.providers.cpu.library import find_library
@@ -68,7 +68,7 @@ def test_equals_the_reference(seed: int, dtype: int) -> None:
         key_cache=case.key_cache.astype(kind),
         value_cache=case.value_cache.astype(kind),
     )
-    result = emulate_attention(paged_model(case, dtype=dtype))
+    result = emulate_kernels(paged_model(case, dtype=dtype))
     found = on_kernel(result.model, feeds(case, result.model))
     present = found[c.present_key(0)], found[c.present_value(0)]
     assert [value.dtype for value in present] == [kind, kind]
@@ -96,7 +96,7 @@ def test_caches_and_foreign_attributes_are_left(cache: str) -> None:
     )
     model = set_kv_dtype(paged_model(case, dtype=FLOAT16, layers=2), cache).model
     native = keep_native(model, limits).model
-    result = emulate_attention(native)
+    result = emulate_kernels(native)
     assert result.changes == {"PagedAttention in float32": 2}
     assert result.model.graph.input == native.graph.input
     assert result.model.graph.output == native.graph.output
@@ -120,7 +120,7 @@ def test_caches_and_foreign_attributes_are_left(cache: str) -> None:
 
 def test_a_rotary_graph_with_a_foreign_attribute_runs() -> None:
     case = rounded(paged_case(SEEDS[0]), FLOAT16)
-    model = emulate_attention(paged_model(case, dtype=FLOAT16, only_there=3)).model
+    model = emulate_kernels(paged_model(case, dtype=FLOAT16, only_there=3)).model
     assert case.cache_type == "float"
     feed = feeds(case, model)
     found = on_kernel(model, feed)
@@ -130,7 +130,7 @@ def test_a_rotary_graph_with_a_foreign_attribute_runs() -> None:
 
 def test_float32_attention_is_left_alone() -> None:
     model = paged_model(paged_case(SEEDS[0]), layers=2)
-    result = emulate_attention(model)
+    result = emulate_kernels(model)
     assert result.model == model
     assert not result.changes
 
@@ -138,11 +138,11 @@ def test_float32_attention_is_left_alone() -> None:
 def test_the_same_operator_of_another_domain_is_left_alone() -> None:
     model = paged_model(paged_case(SEEDS[0]), dtype=FLOAT16)
     model.graph.node[0].domain = "example"
-    assert emulate_attention(model).model == model
+    assert emulate_kernels(model).model == model
 
 
 def test_activations_of_unknown_type_are_refused() -> None:
     model = paged_model(paged_case(SEEDS[0]), dtype=FLOAT16)
     model.graph.node[0].input[0] = "mystery"
     with pytest.raises(ArtifactError, match="attention"):
-        emulate_attention(model)
+        emulate_kernels(model)

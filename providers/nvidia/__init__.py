@@ -1,0 +1,1 @@
+"""What the `cuda` provider adds to ONNX Runtime's kernels: see add_lora.cu."""
