@@ -47,12 +47,12 @@ def cache_names(num_layers: int) -> Iterator[tuple[str, str]]:
         yield contract.past_value(layer), contract.present_value(layer)
 
 
-def zeros_graph(dtype: int) -> onnx.ModelProto:
-    """A graph that makes zeros of any four sizes, where its output is bound to."""
+def zeros_graph(dtype: int, rank: int = 4) -> onnx.ModelProto:
+    """A graph that makes zeros of any `rank` sizes, where its output is bound to."""
     g = GraphBuilder("zeros")
-    g.input(SHAPE, TensorProto.INT64, [4])
+    g.input(SHAPE, TensorProto.INT64, [rank])
     zero = g.constant(np.array(0, numpy_dtype(dtype)), "zero")
-    g.output(ZEROS, dtype, ["a", "b", "c", "d"])
+    g.output(ZEROS, dtype, [f"size{axis}" for axis in range(rank)])
     g.node("Expand", [zero, SHAPE], outputs=[ZEROS])
     return g.build()
 

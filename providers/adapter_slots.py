@@ -106,18 +106,23 @@ class AdapterSlots:
         self.remove(slot)
         # What is copied at once needs no more than one slot here.
         at = self._weights[slot - 1 if self._write is None else 0]
+        if self._write is not None:
+            at[:] = 0
+        ranks = np.zeros_like(self._ranks[slot])
         for product, begin in self._places.items():
             if product in joined:
                 begin = _write(at, begin, joined[product])
             for (layer, projection), own in of_products[product].items():
-                key = (slot, layer, PROJECTIONS.index(projection))
-                self._ranks[key] = len(own.a)
-                self._scales[key][: len(own.a)] = own.b.scales
+                key = (layer, PROJECTIONS.index(projection))
+                ranks[key] = len(own.a)
+                self._scales[(slot, *key)][: len(own.a)] = own.b.scales
                 if product not in joined:
                     begin = _write(at, begin, in_floats(own.a).stored)
                 begin = _write(at, begin, own.b.stored)
         if self._write is not None:
             self._write(WEIGHTS, (slot - 1) * at.size, at)
+        self._ranks[slot] = ranks
+        if self._write is not None:
             self._write(RANKS, 0, self._ranks)
 
     def remove(self, slot: int) -> None:

@@ -96,7 +96,13 @@ class Adapters:
             )
         if adapter is not None:
             check_adapter(adapter, self._spec, self._max_rank)
-            self._storage.put(slot, adapter)
+            try:
+                self._storage.put(slot, adapter)
+            except AdapterError:
+                raise
+            except Exception:  # a device that failed half way
+                self._filled.discard(slot)
+                raise
             self._filled.add(slot)
         elif slot in self._filled:
             self._filled.remove(slot)
@@ -174,7 +180,7 @@ def stack_bytes(
 
 
 def check_stack_dtype(options: LoadOptions, dtype: str) -> None:
-    """Refuse an `adapter_dtype` that standard operators do not read.
+    """Refuse an `adapter_dtype` that is not the type of the activations.
 
     Args:
         options: of the load.
@@ -185,9 +191,8 @@ def check_stack_dtype(options: LoadOptions, dtype: str) -> None:
     """
     if options.adapter_dtype not in ("auto", dtype):
         raise ProviderError(
-            f"adapter_dtype is {options.adapter_dtype!r}; here standard operators compute with "
-            f"adapters, which are kept in the type of the activations, {dtype}: ask for that, or "
-            "for auto"
+            f"adapter_dtype is {options.adapter_dtype!r}; here adapters have the type of the "
+            f"activations, {dtype}: ask for that, or for auto"
         )
 
 

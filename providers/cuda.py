@@ -21,7 +21,7 @@ from onnxport.providers.device import load_on_device, why_not_started
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.nvidia.compiler import compile_add_lora
 from onnxport.providers.nvidia.library import find_library
-from onnxport.providers.nvidia.memory import copy_to_device
+from onnxport.providers.nvidia.memory import check_runtime, copy_to_device
 from onnxport.providers.ort import Target
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.page_lock import page_lock
@@ -129,7 +129,7 @@ class CudaProvider:
         if os.environ.get(LORA_VARIABLE, "0") in ("", "0"):
             return None
         return LoraKernel(
-            compile=partial(compile_add_lora, capability),
+            compile=partial(_compile, capability),
             library=find_library(),
             copy=partial(copy_to_device, self._device_id),
             max_rank=MOST_RANK,
@@ -149,6 +149,12 @@ _ADVICE: Final = (
     "ONNX Runtime needs CUDA 13 and cuDNN 9, which "
     f"{INSTALL} brings, and a driver that is new enough for them"
 )
+
+
+def _compile(capability: tuple[int, int], dtype: str) -> bytes:
+    """See `LoraKernel.compile`; what is found out here need not be when a model is half loaded."""
+    check_runtime()
+    return compile_add_lora(capability, dtype)
 
 
 def _dtypes(capability: tuple[int, int]) -> tuple[str, ...]:

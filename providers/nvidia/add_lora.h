@@ -36,8 +36,10 @@ struct Launch {
   unsigned int blocks_x, blocks_y, threads, shared_bytes;
 };
 
-// Few rows are computed by a block each; of many, a warp computes one.
+// Few rows are computed by a block each; of many, a warp computes one, in as few tiles as leave every
+// processor of a large GPU two blocks: it computes the row's factors for each anew.
 constexpr int kFewRows = 64;
+constexpr int kManyBlocks = 256;
 
 inline int panels_of(int numbers) { return (numbers + kPanel - 1) / kPanel; }
 
@@ -45,15 +47,19 @@ inline int panels_of(int numbers) { return (numbers + kPanel - 1) / kPanel; }
 inline Launch plan(AddLora& call) {
   const bool is_few = call.rows <= kFewRows;
   call.warps_per_row = is_few ? kMostWarps : 1;
-  call.tile_panels = kMostWarps;
   const int rows_per_block = kMostWarps / call.warps_per_row;
-  int tiles = 0;
+  const int blocks = (call.rows + rows_per_block - 1) / rows_per_block;
+  int panels = 0, tiles = 0;
+  for (int part = 0; part < call.parts; part++) panels += panels_of(call.columns[part]);
+  const int least = is_few ? panels : (kManyBlocks + blocks - 1) / blocks;
+  const int fitting = (panels + least - 1) / least;
+  call.tile_panels = fitting > kMostWarps ? fitting : kMostWarps;
   for (int part = 0; part < call.parts; part++)
     tiles += (panels_of(call.columns[part]) + call.tile_panels - 1) / call.tile_panels;
   const int sums = is_few ? kMostWarps * kWarp : 0;
   Launch launch{};
   launch.blocks_x = static_cast<unsigned int>(tiles);
-  launch.blocks_y = static_cast<unsigned int>((call.rows + rows_per_block - 1) / rows_per_block);
+  launch.blocks_y = static_cast<unsigned int>(blocks);
   launch.threads = kMostWarps * kWarp;
   launch.shared_bytes =
       static_cast<unsigned int>((rows_per_block * call.max_rank + sums) * sizeof(float));

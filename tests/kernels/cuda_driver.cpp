@@ -147,7 +147,7 @@ void run_thread() {
   swapcontext(&block->fibers[threadIdx.x].state, &block->scheduler);
 }
 
-void run_block(unsigned int threads) {
+void run_block(unsigned int threads, unsigned int shared_bytes) {
   for (Fiber& fiber : block->fibers) {
     getcontext(&fiber.state);
     fiber.state.uc_stack.ss_sp = fiber.stack.get();
@@ -169,11 +169,19 @@ void run_block(unsigned int threads) {
     }
     if (!block->has_moved) die("threads wait for others that have ended, or wait elsewhere");
   }
+  for (size_t i = (shared_bytes + 3) / sizeof(float); i < kShared / sizeof(float); i++)
+    if (!std::isnan(shared[i])) die("shared memory is written to behind its end");
 }
 
 }  // namespace
 
 #define DRIVER extern "C" __attribute__((visibility("default")))
+
+// For tests: launches, and those of them whose sum is where the product is.
+extern "C" {
+__attribute__((visibility("default"))) int num_launches = 0;
+__attribute__((visibility("default"))) int num_in_place = 0;
+}
 
 DRIVER int cuCtxGetCurrent(void** context) {
   static int here;
@@ -213,14 +221,16 @@ DRIVER int cuLaunchKernel(void* function, unsigned int blocks_x, unsigned int bl
   for (Fiber& fiber : own.fibers) fiber.stack.reset(new char[kStack]);
   own.lanes.resize(threads);
   block = &own;
+  num_launches++;
   running = static_cast<const Image*>(function)->kernel;
   arguments = static_cast<const onnxport_cuda::AddLora*>(parameters[0]);
+  num_in_place += arguments->product == arguments->output;
   blockDim = {threads, 1, 1};
   gridDim = {blocks_x, blocks_y, 1};
   for (unsigned int y = 0; y < blocks_y; y++)
     for (unsigned int x = 0; x < blocks_x; x++) {
       blockIdx = {x, y, 0};
-      run_block(threads);
+      run_block(threads, shared_bytes);
     }
   block = nullptr;
   return kSuccess;

@@ -36,6 +36,7 @@ def stand_in(folder: Path) -> Iterator[LoraKernel]:
     """
     built = folder / "driver.so"
     flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
     command = ["g++", *flags, "-shared", "-fPIC", f"-I{CSRC}", str(DRIVER), "-o", str(built)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

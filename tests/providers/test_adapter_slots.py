@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,8 @@ from onnxport.graphs.lora import (
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.adapter_slots import AdapterSlots, slots_bytes
 from onnxport.providers.base import LoadOptions
+from onnxport.providers.device_slots import DeviceSlots
+from onnxport.providers.ort import CPU
 from onnxport.providers.packed_columns import PackedColumns, in_int4, in_int8, quantized
 from onnxport.providers.packed_rows import packed
 from tests.conformance.adapting import make_adapter
@@ -33,7 +36,7 @@ from tests.providers.conftest import ArtifactMaker
 PRODUCTS = [LoraProduct(1, "qkv", 4, 32), LoraProduct(1, "down", 8, 64)]
 OPTIONS = LoadOptions(max_adapters=2, max_adapter_rank=4)
 INTEGERS: tuple[SlotDtype, ...] = ("int8", "int4")
-DTYPES: tuple[SlotDtype, ...] = ("float32", "float16", *INTEGERS)
+DTYPES: tuple[SlotDtype, ...] = ("float32", "float16", "bfloat16", *INTEGERS)
 
 
 @pytest.fixture
@@ -137,6 +140,40 @@ def full(spec: ArchSpec, rank: int) -> dict[Any, LoraDelta]:
         key: LoraDelta(np.ones((rank, d.a.shape[1]), "f"), np.ones((d.b.shape[0], rank), "f"))
         for key, d in deltas.items()
     }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])  # ONNX Runtime expands no other here
+def test_slots_of_a_device_hold_what_those_of_the_host_do(spec: ArchSpec, dtype: SlotDtype) -> None:
+    """Each is copied by itself, and no other one is touched."""
+    copied: list[int] = []
+
+    def copy(address: int, numbers: NDArray[Any]) -> None:
+        copied.append(numbers.nbytes)
+        ctypes.memmove(address, numbers.ctypes.data, numbers.nbytes)
+
+    memory = DeviceSlots(CPU, copy)
+    there = AdapterSlots(PRODUCTS, spec, OPTIONS, dtype, memory.place, memory.write)
+    here, placed = slots(spec, dtype)
+    values = there.values(())
+    assert values is there.values((1, 2))
+
+    def same() -> None:
+        for name, array in placed.items():
+            value = values[name]
+            found = (ctypes.c_byte * array.nbytes).from_address(value.data_ptr())
+            assert (value.shape(), bytes(found)) == (list(array.shape), array.tobytes())
+
+    same()
+    for slot, seed in ((2, 1), (1, 2)):
+        for one in (here, there):
+            one.put(slot, make_adapter(spec, seed))
+        same()
+    for one in (here, there):
+        one.remove(2)
+    same()
+    weights = placed["lora.weights"].nbytes // 2
+    ranks = placed["lora.ranks"].nbytes
+    assert copied == [ranks, weights, ranks, ranks, weights, ranks, ranks]
 
 
 def test_scales_bring_int8_back(spec: ArchSpec) -> None:

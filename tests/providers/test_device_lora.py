@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from onnxport.errors import AdapterError, ProviderError
+from onnxport.errors import AdapterError, DeviceLostError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.lora import LoraAdapter, LoraDelta
 from onnxport.providers import cuda, device_lora
@@ -154,6 +154,32 @@ def test_what_is_refused_leaves_the_slot_as_it_was(
 
 
 @KERNEL
+def test_a_copy_that_fails_leaves_an_empty_slot(
+    tiny_artifact: ArtifactMaker, asked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for the slot is told so, and gets no other adapter, nor half of one."""
+    path = tiny_artifact("llama", "fp16")
+    model = emulated(path)
+    fill(model, path)
+    before = logits(model, (0, 2, 3))
+
+    def fail(address: int, numbers: NDArray[Any]) -> None:
+        if numbers.dtype != np.int32:
+            raise DeviceLostError("it is gone")
+        copy(address, numbers)
+
+    memory = model._adapters._storage._write.__self__  # type: ignore[attr-defined]
+    copy = memory._copy
+    monkeypatch.setattr(memory, "_copy", fail)
+    with pytest.raises(DeviceLostError, match="it is gone"):
+        model.set_adapter(1, make_adapter(Artifact.read(path).manifest.model, 2))
+    with pytest.raises(ProviderError, match="slots 1, and there is none"):
+        logits(model, (0, 1))
+    np.testing.assert_array_equal(logits(model, (0, 2, 3)), before)
+    model.close()
+
+
+@KERNEL
 def test_a_rank_that_the_kernel_has_no_room_for(tiny_artifact: ArtifactMaker, asked: None) -> None:
     model = emulated(tiny_artifact("llama", "fp16"), max_adapter_rank=cuda.MOST_RANK + 1)
     assert not has_kernel(model)
@@ -220,9 +246,15 @@ class FakeRuntime:
     def __init__(self, status: int) -> None:
         self.status = status
         self.device: int | None = None
+        self.is_there = False
 
     def cudaSetDevice(self, device: Any) -> int:  # noqa: N802
         self.device = device.value
+        return 0
+
+    def cudaStreamSynchronize(self, stream: Any) -> int:  # noqa: N802
+        assert stream.value is None
+        self.is_there = True
         return 0
 
     def cudaMemcpy(self, to: Any, source: Any, size: Any, kind: Any) -> int:  # noqa: N802
@@ -237,9 +269,12 @@ def test_numbers_are_copied_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(memory, "runtime", lambda: fake)
     place = np.zeros(5, np.int32)
     memory.copy_to_device(2, place.ctypes.data + 4, np.array([7, 8], np.int32))
-    assert (place.tolist(), fake.device) == ([0, 7, 8, 0, 0], 2)
+    assert (place.tolist(), fake.device, fake.is_there) == ([0, 7, 8, 0, 0], 2, True)
+    fake.status = 1
+    with pytest.raises(ProviderError, match="device 2 failed while copying 8 bytes to it: "):
+        memory.copy_to_device(2, place.ctypes.data, np.array([7, 8], np.int32))
     fake.status = 700
-    with pytest.raises(ProviderError, match=r"copy 8 bytes to device 2 \(error 700\)"):
+    with pytest.raises(DeviceLostError, match="CUDA device 2 was lost while copying 8 bytes"):
         memory.copy_to_device(2, place.ctypes.data, np.array([7, 8], np.int32))
     monkeypatch.setattr(memory, "runtime", lambda: None)
     with pytest.raises(ProviderError, match=r"runtime library, .*cudart.*, cannot be loaded"):

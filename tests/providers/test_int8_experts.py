@@ -154,7 +154,7 @@ def test_what_a_device_holds_of_them(path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(device, "plan_pool", note)
     artifact, options = Artifact.read(path), LoadOptions(dtype="float16", attention="decomposed")
-    recipe = cuda._recipe("a GPU", (8, 0))
+    recipe = cuda.CudaProvider(emulate=True)._recipe("a GPU", (8, 0))
     for target in (CPU, Target("CUDAExecutionProvider", "cuda")):
         with pytest.raises(CapacityError, match="that is all"):
             device.load_on_device(artifact, options, recipe, target, emulate=False)

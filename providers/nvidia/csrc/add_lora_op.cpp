@@ -141,8 +141,8 @@ void compute(const CudaLora& kernel, ort::KernelContext* context) {
                              launch.shared_bytes, static_cast<cuda::Stream*>(stream), arguments);
 }
 
-// The output is the product's own memory where nothing else reads that.
-size_t product_reuse(int** inputs, int** outputs) {
+// The output is the product's own memory: nothing else reads that.
+size_t product_alias(int** inputs, int** outputs) {
   static int zero[] = {0};
   *inputs = *outputs = zero;
   return 1;
@@ -172,7 +172,7 @@ ort::CustomOp make_operator() {
   op.input_characteristic = [](const ort::CustomOp*, size_t) -> int { return ort::kRequired; };
   op.output_characteristic = [](const ort::CustomOp*, size_t) -> int { return ort::kRequired; };
   set_kernel<CudaLora, make_kernel<kItemBytes>, compute>(op);
-  op.may_inplace = product_reuse;
+  op.may_inplace = op.alias_map = product_alias;
   return op;
 }
 
