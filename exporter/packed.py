@@ -345,10 +345,22 @@ def _zeros(matrix: PackedMatrix, packing: Packing, stored: NDArray[Any] | None) 
         if stored.dtype == np.int8:
             return stored.reshape(-1, matrix.num_groups).astype(np.int16) + half
         return unpack(stored.T, matrix.bits)[:, : matrix.shape[0]].T
-    zeros = unpack(stored, matrix.bits)
+    zeros = unpack(raised(stored, packing.zero_offset, matrix.bits), matrix.bits)
     if packing.layout == AWQ:
         zeros = _in_order(zeros)
-    return zeros[:, : matrix.shape[0]].T.astype(np.int16) + packing.zero_offset
+    return zeros[:, : matrix.shape[0]].T.astype(np.int16)
+
+
+def raised(words: NDArray[Any], offset: int, bits: int) -> NDArray[Any]:
+    """Words whose integers are raised by `offset`.
+
+    They are added to as a whole, as they were lowered: a 0 that was lowered has borrowed from the
+    integer above it.
+    """
+    if not offset:
+        return words
+    all_offsets = sum(offset << place for place in range(0, 32, bits))
+    return (words.view(np.uint32) + np.uint32(all_offsets)).view(words.dtype)
 
 
 def _in_order(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:

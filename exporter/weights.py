@@ -113,7 +113,15 @@ class StreamingWeights:
         values = np.concatenate(rows)
         target = Target(plan, block, self._options.activation_dtype, rows=len(token_ids))
         embedded = np.empty_like(values)
-        target.convert(name, values, slice(0, len(token_ids)), embedded)
+        steps = None
+        if block is not None and name in self._checkpoint.packed_matrices:  # as they are stored
+            found = [
+                self._checkpoint.read_steps(name, int(i), int(i) + 1, block.block_size)
+                for i in token_ids
+            ]
+            told = [one for one in found if one is not None]
+            steps = np.concatenate(told) if told else None
+        target.convert(name, values, slice(0, len(token_ids)), embedded, steps)
         if not self._tied:
             self._store(EMBEDDING, None, by_rows=True)
         return embedded

@@ -113,6 +113,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,  # a template may have a variable of that name
         messages: Sequence[Message],
         tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,

@@ -16,6 +16,7 @@ MAX_PRIORITY = 2**31
 MAX_PENALTY = 2.0  # OpenAI's limit of presence and frequency penalties
 MAX_REPETITION = 100.0  # and its inverse the least: beyond, float32 logits could overflow
 MAX_BIAS = 100.0  # OpenAI's limit of logit_bias
+MAX_STOP_LENGTH = 1024  # characters; each end of a text is compared with the beginnings of all
 MAX_BAD_WORDS, MAX_BAD_WORDS_LENGTH = 1024, 32_768  # texts, and characters of all
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
 
@@ -253,6 +254,12 @@ def _texts(name: str, given: Any) -> tuple[str, ...]:
     if any(not isinstance(text, str) or not text for text in texts):
         kind = "every stop string" if name == "stop" else "every bad word"
         raise RequestError(f"{name} is {given!r}; {kind} must be text, not empty", name)
+    if name == "stop" and (longest := max(map(len, texts), default=0)) > MAX_STOP_LENGTH:
+        raise RequestError(
+            f"stop holds a text of {longest} characters, at most {MAX_STOP_LENGTH} are supported; "
+            "use a part of it",
+            name,
+        )
     return texts
 
 
@@ -265,6 +272,9 @@ def _ids(name: str, given: Any) -> tuple[int, ...]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise RequestError(f"{name} is {given!r}; give a list of token ids", name)
     token_ids = tuple(given)
+    # All at once, for there may be as many as the vocabulary has, and this is done several times.
+    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0:
+        return token_ids
     for token_id in token_ids:
         _check_token(name, token_id)
     return token_ids

@@ -33,6 +33,9 @@ IDLE_S = 0.1  # without a step, or between two pieces at least
 BUSY_TIMES = 50
 CHECK_S = 1.0  # until what is not worth it yet is looked at again
 
+_models: weakref.WeakSet[OrtModel] = weakref.WeakSet()  # of this process
+_lock = threading.Lock()  # of these
+
 
 class Work(Protocol):
     """What can be done piece by piece, such as making huge pages of small ones."""
@@ -107,6 +110,7 @@ def settle_later(
         The thread; None where there is nothing to do: all lies on huge pages, or nothing can be
         made one.
     """
+    _note(model)
     library = load_library(kernel)
     weights = WeightPages(library)
     kinds: tuple[Work, ...] = (weights, *((Planes(library),) if has_planes else ()), caches)
@@ -125,22 +129,23 @@ def settle_later(
 
 
 def _settle(model: weakref.ref[OrtModel], kinds: Sequence[Work]) -> None:
+    _note(model())
     pause = threading.Event()  # that nobody sets
     pause.wait(START_S)
-    looked = -1  # after so many steps nothing was worth it
+    looked: tuple[int, ...] | None = None  # after these steps nothing was worth it
     while any(map(len, kinds)):
-        before = _steps(model)
+        before = _steps()
         pause.wait(IDLE_S)
-        steps = _steps(model)
-        if steps is None:
+        if model() is None:
             return
+        steps = _steps()
         if steps == looked:  # nothing was written since
             pause.wait(CHECK_S)
             continue
-        is_idle = steps == before and steps % 2 == 0
+        is_idle = steps == before and not any(count % 2 for count in steps)
         took_s = _settle_one([kind for kind in kinds if is_idle or not kind.waits])
         # One while steps run; while nothing happens, one after the other.
-        while is_idle and took_s is not None and _steps(model) == steps:
+        while is_idle and took_s is not None and _steps() == steps:
             took_s = _settle_one(kinds)
         if took_s is None:
             looked = steps
@@ -156,7 +161,13 @@ def _settle_one(kinds: Sequence[Work]) -> float | None:
     return time.perf_counter() - start if is_made else None
 
 
-def _steps(model: weakref.ref[OrtModel]) -> int | None:
-    """What the model has done so far; None: it is gone."""
-    living = model()
-    return None if living is None else living.progress
+def _note(model: OrtModel | None) -> None:
+    if model is not None:
+        with _lock:
+            _models.add(model)
+
+
+def _steps() -> tuple[int, ...]:
+    """What all models have done so far: one that has nothing to do shares its processor."""
+    with _lock:
+        return tuple(model.progress for model in _models)

@@ -19,7 +19,7 @@ from onnxport.serving.http.chat_messages import (
 )
 from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.fields import NEUTRAL_CHAT
-from onnxport.serving.http.protocol import RequestBody
+from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS, RequestBody
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
 from onnxport.serving.reasoning import AnyFormat
@@ -32,11 +32,11 @@ class ChatRequest(RequestBody):
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_CHAT
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[ToolDefinition] | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None  # true, if the last message is not continued

@@ -44,6 +44,12 @@ class CompletionRequest(RequestBody):
                 "with the whole response only. Set stream to false, or remove one of the others.",
                 "echo",
             )
+        if self.echo and self.max_tokens == 0 and self.stream:
+            raise RequestError(
+                "echo was given with max_tokens 0 and stream; a prompt alone comes as a whole. Set "
+                "stream to false, or max_tokens to 1 or more.",
+                "stream",
+            )
         return self
 
     @property

@@ -19,6 +19,7 @@ from onnxport.serving.http.generation import (
     Header,
     Job,
     Usage,
+    check_number,
     collect,
     generate,
     token_logprobs,
@@ -42,6 +43,7 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     options = replace(options, only_prompt=body.only_prompt)
     given = body.prompts()
+    check_number(service.engine, len(given))
     special = body.add_special_tokens is not False
     prompts = await asyncio.to_thread(_encode, service, given, special, body.most_prompt_tokens)
     if body.truncate_prompt_tokens is not None:

@@ -151,6 +151,20 @@ def token_logprobs(delta: CompletionDelta) -> list[tuple[int, TokenLogprobs]]:
     return list(zip(delta.token_ids, delta.logprobs or (), strict=False))
 
 
+def check_number(engine: Engine, num_prompts: int) -> None:
+    """Refuse more prompts in one request than may wait.
+
+    Raises:
+        RequestError: there are more.
+    """
+    if num_prompts > engine.most_prompts:
+        raise RequestError(
+            f"one request has {num_prompts} prompts, and this server lets "
+            f"{engine.most_prompts} wait; send them in several requests",
+            "prompt",
+        )
+
+
 async def generate(engine: Engine, job: Job) -> AsyncGenerator[tuple[int, CompletionDelta], None]:
     """Yield (choice, delta) as the prompts, run at once, give them.
 
@@ -161,12 +175,7 @@ async def generate(engine: Engine, job: Job) -> AsyncGenerator[tuple[int, Comple
         RequestError, CapacityError, OverloadedError: a prompt cannot be run; none of them is
             scheduled then.
     """
-    if len(job.prompts) > engine.most_prompts:
-        raise RequestError(
-            f"one request has {len(job.prompts)} prompts, and this server lets "
-            f"{engine.most_prompts} wait; send them in several requests",
-            "prompt",
-        )
+    check_number(engine, len(job.prompts))
     if job.params.structured_outputs is not None:
         await engine.compile(job.params.structured_outputs)
     async with AsyncExitStack() as stack:

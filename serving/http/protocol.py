@@ -20,18 +20,33 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.defaults import DEFAULTED, SamplingDefaults
-from onnxport.serving.http.fields import NEUTRAL, check_json, check_neutral
+from onnxport.serving.http.fields import NEUTRAL, are_ids, check_json, check_neutral
 from onnxport.serving.http.forms import FormFields
 from onnxport.serving.params import RequestOptions, SamplingParams
 
 TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each token id
 MOST_TRUNCATED = 1 << 20  # tokens of a prompt of which only the end counts
 MAX_STOP_STRINGS = 64  # each is looked for in every piece of text
+MOST_TOKEN_IDS = 1 << 20  # of a list; no vocabulary has as many
+MOST_BIASES = 1 << 17
+MOST_MESSAGES = 1 << 16  # each takes tokens of the context
+MOST_TOOLS = 1 << 12
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _token_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Check a list of token ids, be it as long as the vocabulary, at once."""
+    if isinstance(value, list) and len(value) > MOST_TOKEN_IDS:
+        told = {"max_length": MOST_TOKEN_IDS, "actual_length": len(value), "field_type": "List"}
+        raise PydanticKnownError("too_long", told)
+    return value if are_ids(value) else handler(value)
+
+
+TokenIds = Annotated[list[TokenId], WrapValidator(_token_ids)]
 
 
 def expect(what: str) -> WrapValidator:
@@ -74,7 +89,7 @@ class RequestBody(FormFields):
         str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None,
         expect(f"a text or a list of texts, at most {MAX_STOP_STRINGS}"),
     ] = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None  # true unless told otherwise
@@ -82,9 +97,9 @@ class RequestBody(FormFields):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASES)] | None = None
     bad_words: list[str] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    allowed_token_ids: TokenIds | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
     n: int | None = None

@@ -17,7 +17,7 @@ from onnxport.serving.chat import plain_text
 from onnxport.serving.http.chat_request import ChatRequest, Effort
 from onnxport.serving.http.errors import JSON, validation_error
 from onnxport.serving.http.fields import LABELS, check_json, check_neutral
-from onnxport.serving.http.protocol import Strict
+from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS, Strict
 from onnxport.serving.http.responses_items import (
     CallItem,
     Given,
@@ -130,13 +130,16 @@ class ResponsesRequest(Strict):
     model: str
     input: Annotated[
         str | list[Item],
-        text_or(Annotated[list[Item], Field(min_length=1)], "a text or a list of items"),
+        text_or(
+            Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)],
+            f"a text or a list of items, at most {MOST_MESSAGES}",
+        ),
     ]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
     include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -18,7 +18,7 @@ from onnxport.serving.http.chat_messages import (
     told,
 )
 from onnxport.serving.http.fields import are_ids, check_json
-from onnxport.serving.http.protocol import Strict
+from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS, Strict
 from onnxport.serving.http.service import Service
 
 MOST_TOKENS: Final = 1 << 20  # that are encoded: more than a context, for whoever counts a document
@@ -35,8 +35,10 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: list[ToolDefinition] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)] | None = (
+        None
+    )
+    tools: Annotated[list[ToolDefinition], Field(max_length=MOST_TOOLS)] | None = None
     add_generation_prompt: bool | None = None  # true, if the last message is not continued
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -89,8 +89,10 @@ class Automaton:
         while left and len(found) <= MOST_AT_ONCE:
             places, joins = self._joins[left.pop()]
             found.update(places)
-            left += (one for one in joins if one not in seen)
-            seen.update(joins)
+            for one in joins:
+                if one not in seen:
+                    seen.add(one)
+                    left.append(one)
         all_of = frozenset(found) if len(found) <= MOST_AT_ONCE else None
         self._reached[join] = all_of
         return all_of

@@ -7,6 +7,7 @@ other numbers, nor of an `enum`. It refuses `oneOf` where it does not see it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,6 +15,12 @@ from onnxport.serving.structured.schema import inner_schemas
 
 Schema = Mapping[str, Any]
 Values = frozenset[Hashable]
+Effort = Iterator[None]  # one for each schema that may still be looked at
+MOST_LOOKED_AT = 200_000  # schemas, those that several refer to each time; a tenth of a second
+
+
+class _TooMuchError(Exception):
+    """Whether alternatives are apart is not looked into any further."""
 
 
 def let_any_of(schema: Any) -> None:
@@ -31,22 +38,29 @@ def let_any_of(schema: Any) -> None:
     found = [one for one in schemas.values() if isinstance(one, dict)]
     if any("/oneOf/" in unquote(one.get("$ref", "")) for one in found):
         return  # it would refer to what is gone
+    effort = repeat(None, MOST_LOOKED_AT)
     for one in found:
-        if "oneOf" in one and "anyOf" not in one and _are_apart(one["oneOf"], schemas):
+        if "oneOf" not in one or "anyOf" in one:
+            continue
+        try:
+            are_apart = _are_apart(one["oneOf"], schemas, effort)
+        except _TooMuchError:
+            return  # the compiler refuses what it does not see itself
+        if are_apart:
             items = [("anyOf" if name == "oneOf" else name, it) for name, it in one.items()]
             one.clear()
             one.update(items)
 
 
-def _are_apart(alternatives: Sequence[Any], schemas: Schema) -> bool:
+def _are_apart(alternatives: Sequence[Any], schemas: Schema, effort: Effort) -> bool:
     """Whether it can be seen that no value fits two of them."""
-    parts = [list(_together(one, schemas)) for one in alternatives]
+    parts = [list(_together(one, schemas, effort)) for one in alternatives]
     if _are_disjoint(map(_constants, parts)):
         return True
     required = [{name for one in part for name in one.get("required", ())} for part in parts]
     for name in next(filter(None, required), ()):
         marks = (
-            _marks(part, name if name in names else None, schemas)
+            _marks(part, name if name in names else None, schemas, effort)
             for part, names in zip(parts, required, strict=True)
         )
         if _are_disjoint(marks):
@@ -63,30 +77,42 @@ def _are_disjoint(sets: Iterable[Values | None]) -> bool:
     return True
 
 
-def _together(schema: Any, schemas: Schema) -> Iterator[Schema]:
+def _together(schema: Any, schemas: Schema, effort: Effort) -> Iterator[Schema]:
     """Yield schemas that a value of a schema has to fit, all of them."""
     pending, seen = [schema], set()
     while pending:
         one = pending.pop()
         if isinstance(one, dict) and id(one) not in seen:
             seen.add(id(one))
+            _look(effort)
             yield one
             pending += one.get("allOf", ())
             if "$ref" in one:
                 pending.append(schemas.get(unquote(one["$ref"])))
 
 
-def _marks(part: Sequence[Schema], name: str | None, schemas: Schema) -> Values | None:
+def _look(effort: Effort) -> None:
+    for _ in effort:
+        return
+    raise _TooMuchError
+
+
+def _marks(
+    part: Sequence[Schema], name: str | None, schemas: Schema, effort: Effort
+) -> Values | None:
     """What tells an alternative apart, by the constants of a property if it is an object.
 
     Args:
         part: what its values fit, all of it.
         name: of the property; None: objects need not have it.
         schemas: all, by their JSON pointers.
+        effort: that is left.
 
     Returns:
         Its types, or the constants; None: neither is known.
     """
+    for _ in part:
+        _look(effort)
     given = next((one["type"] for one in part if "type" in one), ())
     types = {given} if isinstance(given, str) else set(given)
     if types and "object" not in types:
@@ -94,7 +120,7 @@ def _marks(part: Sequence[Schema], name: str | None, schemas: Schema) -> Values 
     if types != {"object"} or name is None:
         return None
     members = [one["properties"][name] for one in part if name in one.get("properties", ())]
-    return _constants([each for member in members for each in _together(member, schemas)])
+    return _constants([each for member in members for each in _together(member, schemas, effort)])
 
 
 def _constants(part: Iterable[Schema]) -> Values | None:

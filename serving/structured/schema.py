@@ -20,6 +20,7 @@ from onnxport.serving.structured.meeting import values
 from onnxport.serving.structured.writable import writable
 
 MAX_DEPTH = 64  # schemas inside schemas
+MAX_PATH = 2048  # characters of the JSON pointer to a schema, which each of those in it begins with
 MAX_MULTIPLE = 10_000  # of multipleOf without its point: each remainder is a state of the grammar
 MAX_EXACT = 2**53  # beyond, the compiler's floating point numbers skip integers
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
@@ -157,6 +158,11 @@ def check_schema(schema: Any, param: str = "structured_outputs.json") -> None:
             where, one, depth = pending.pop()
             if depth > MAX_DEPTH:
                 raise ValueError(f"{where[:80]}… is more than {MAX_DEPTH} schemas deep; flatten it")
+            if len(where) > MAX_PATH:
+                raise ValueError(
+                    f"the path {where[:80]}… has {len(where)} characters, at most {MAX_PATH} are "
+                    "supported; give properties shorter names, or flatten it"
+                )
             schemas[where] = one
             if isinstance(one, dict):
                 _check_keywords(where, one)
@@ -171,6 +177,11 @@ def check_schema(schema: Any, param: str = "structured_outputs.json") -> None:
         _check_merged(schemas)
     except ValueError as error:
         raise RequestError(f"the JSON schema cannot be enforced: {error}", param) from error
+    except RecursionError as error:  # of a constant
+        raise RequestError(
+            "the JSON schema cannot be enforced: a value in it is nested too deep; flatten it",
+            param,
+        ) from error
 
 
 def without_annotations(schema: Any) -> Any:

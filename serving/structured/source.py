@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from llguidance import regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from onnxport.errors import RequestError
 from onnxport.serving.channels import (
@@ -51,11 +51,21 @@ THOUGHT: /(?s:.*)/
 _IN_FINAL = f"""start: {CHANNEL} "{FINAL}" type? {MESSAGE} body
 type: /[ ]?/ {CONSTRAIN} /[a-z]+/
 """
-_TEMPERATURE = re.compile(r"\[[^\]\n]*\btemperature\s*=")
+_TEMPERATURE = re.compile(r"[\[\]\n]|\btemperature\s*=")  # in brackets, of one line
 # A comment, a text, an expression, or a special token by its name.
-_ATOM = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|<[^<>\s]+>')
-_ATOM_OR_SCHEMA = re.compile(rf"{_ATOM.pattern}|(?P<schema>%json\s*(?=\{{))")
-_OPTIONS = re.compile(r"^\s*%llguidance\b.*", re.MULTILINE)
+# One that has no end goes to that of its line; the compiler refuses it.
+_ATOM = re.compile(
+    r"""//[^\n]*
+    |"(?:\\.|[^"\\\n])*+(?:"|\\?(?=\n|\Z))
+    |/(?:\\.|[^/\\\n])++(?:/|\\?(?=\n|\Z))
+    |<[^<>\s]+>""",
+    re.VERBOSE,
+)
+_ATOM_OR_SCHEMA = re.compile(rf"{_ATOM.pattern}|(?P<schema>%json\s*(?=\{{))", re.VERBOSE)
+# Nothing here takes longer than in proportion to a grammar, which may be long: nothing else runs
+# meanwhile.
+_OPTIONS = re.compile(r"^[^\S\n]*+%llguidance\b.*", re.MULTILINE)
+_IN_LARK = re.compile(r"^[^\S\n]*+start[^\S\n]*+:", re.MULTILINE)
 
 
 def grammar_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> str:
@@ -171,18 +181,29 @@ def _lark(text: str, param: str) -> str:
     """
     if _OPTIONS.search(text):
         raise RequestError("the grammar has %llguidance options; remove them", param)
-    if "::=" in text:
+    if "::=" in text and not _IN_LARK.search(text):
         try:
-            text = _OPTIONS.sub("", any_to_lark(text))
+            text = _OPTIONS.sub("", gbnf_to_lark(text))
         except Exception as error:  # the library raises bare Exception
             raise RequestError(f"the grammar is not valid GBNF: {error}", param) from error
-    if _TEMPERATURE.search(_ATOM.sub('""', text)):  # texts may speak of it, as descriptions do
+    if _sets_temperature(_ATOM.sub('""', text)):  # texts may speak of it, as descriptions do
         raise RequestError(
             "the grammar sets a temperature, which is not supported there; remove it and set the "
             "request's temperature",
             param,
         )
     return _with_checked_schemas(text, param)
+
+
+def _sets_temperature(grammar: str) -> bool:
+    """Whether a grammar, texts left out, has a temperature in brackets."""
+    is_within = False
+    for found in _TEMPERATURE.finditer(grammar):
+        if len(found[0]) > 1 and is_within:
+            return True
+        if len(found[0]) == 1:
+            is_within = found[0] == "["
+    return False
 
 
 def _with_texts(grammar: str, texts: Collection[str]) -> str:

@@ -17,11 +17,9 @@ MOST_NESTED = 8  # classes in classes
 _CONTROLS = [chr(code) for code in (*range(8), *range(0x0E, 0x1C))]  # none is white space
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 _NEGATED_PROPERTY = re.compile(r"\\P(\{[^{}]*\}|[A-Za-z])")
-_CONTROL_CLASS = re.compile(
-    r"\\p(?:C|\{\s*(?:gc\s*=|general_?category\s*=)?\s*(?:C|Cc|Control|Cntrl|Other)\s*\})"
-    r"|\[:cntrl:\]",
-    re.IGNORECASE,
-)
+_CLASS = re.compile(r"\\p(?:C|\{(?P<name>[^{}]*)\})|\[:cntrl:\]", re.IGNORECASE)
+_CATEGORY = ("gc", "general_category", "generalcategory")
+_OF_CONTROLS = ("c", "cc", "control", "cntrl", "other")
 _CODE = re.compile(r"\\[xu]\{([0-9A-Fa-f]{1,6})\}")
 _PROPERTY = re.compile(r"\\p(?:\{[^{}]*\}|[A-Za-z])")
 _POSIX = re.compile(r"\[:\w+:\]")
@@ -50,9 +48,9 @@ class _Rewriter:
         """Return the whole."""
         while self._at < len(self._pattern):
             char, pair = self._pattern[self._at], self._pattern[self._at : self._at + 2]
-            found = _CONTROL_CLASS.match(self._pattern, self._at)
+            found = _control_class(self._pattern, self._at)
             if found and sum(self._negated) % 2 == 0:  # in no negated class
-                raise ValueError(f"it has {found[0]}, and control characters cannot be written")
+                raise ValueError(f"it has {found}, and control characters cannot be written")
             if negated := _NEGATED_PROPERTY.match(self._pattern, self._at):
                 self._copy(negated.end(), rf"[^\p{negated[1]}{UNWRITABLE}]")
             elif char == "\\":
@@ -101,6 +99,17 @@ class _Rewriter:
         if end < 0 or self._pattern.startswith("[:^", self._at):
             raise ValueError("it has [:^…:], which is not supported; write [^[:…:]]")
         self._copy(end + 2)
+
+
+def _control_class(pattern: str, at: int) -> str | None:
+    """Return the class of control characters that begins at a place; None: there is none."""
+    found = _CLASS.match(pattern, at)
+    if found is None or found["name"] is None:
+        return found and found[0]
+    kind, has_kind, name = found["name"].lower().rpartition("=")
+    if has_kind and kind.strip() not in _CATEGORY:
+        return None
+    return found[0] if name.strip() in _OF_CONTROLS else None
 
 
 def _check_class(text: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from onnxport.cli import build_parser
+from onnxport.cli.bench import _unlike
 from onnxport.cli.bench_arguments import command_line, without_credentials
 
 from .conftest import SMALL, onnxport, serving
@@ -182,6 +183,16 @@ def test_the_command_that_is_told(
     monkeypatch.chdir(folder)
     options = build_parser().parse_args(["bench", *arguments])
     assert command_line(arguments[0], options) == f"onnxport bench {told}"
+
+
+@pytest.mark.parametrize("prompt", ["Tell me of the sea.", tuple(range(40)), "x", (7,)])
+def test_warm_ups_leave_nothing_in_a_cache(prompt: str | tuple[int, ...]) -> None:
+    """They are as long as what is measured, and begin otherwise."""
+    warm = _unlike(prompt, 3)
+    assert type(warm) is type(prompt)
+    if len(prompt) > 3:
+        assert len(warm) == len(prompt)
+        assert warm[:1] != prompt[:1]
 
 
 def test_a_url_is_told_without_its_password() -> None:

@@ -85,10 +85,12 @@ def words(levels: torch.Tensor, bits: int, places: tuple[int, ...] | None = None
 
 
 def as_gptq(one: Numbers, bits: int, offset: int) -> Tensors:
-    """The tensors of GPTQ, `offset` taken from the zeros."""
+    """The tensors of GPTQ, `offset` taken from the zeros, by words as GPTQModel does."""
+    offsets = sum(offset << place for place in range(0, 32, bits))
+    zeros = words(one.zeros.T, bits).long() - offsets & 0xFFFFFFFF
     return {
         "qweight": words(one.levels, bits).T.contiguous(),
-        "qzeros": words(one.zeros.T - offset, bits).contiguous(),
+        "qzeros": torch.where(zeros >= 2**31, zeros - 2**32, zeros).int().contiguous(),
         "scales": one.scales.T.contiguous(),
         "g_idx": one.groups.int(),
     }
@@ -142,8 +144,6 @@ def store_gptq(
 
     def pack(weight: torch.Tensor) -> tuple[Tensors, Numbers]:
         found = quantize(weight, bits, group_size, symmetric=symmetric, order=order)
-        if not symmetric and not second:  # there is no way to write 0
-            found = Numbers(found.levels, found.scales, found.zeros.clamp(min=1), found.groups)
         return as_gptq(found, bits, 0 if second else 1), found
 
     return store(folder, config, pack)

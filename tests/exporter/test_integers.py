@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions, fitting_group
-from onnxport.exporter.packed import unpack
+from onnxport.exporter.packed import raised, unpack
 from onnxport.exporter.quantize import BlockFormat, quantize_rows
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.cpu.library import find_library
@@ -27,6 +27,9 @@ WRITTEN: dict[str, Callable[[Path], integers.Tensors]] = {
     "gptq": integers.store_gptq,
     "gptq in 8 bits": lambda folder: integers.store_gptq(folder, bits=8),
     "gptq in 2 bits": lambda folder: integers.store_gptq(folder, bits=2, group_size=16),
+    "gptq in 2 bits with zeros": lambda folder: integers.store_gptq(
+        folder, bits=2, group_size=16, symmetric=False
+    ),
     "gptq by rows": lambda folder: integers.store_gptq(folder, group_size=-1),
     "gptq in ragged groups": lambda folder: integers.store_gptq(folder, group_size=40),
     "gptq with zeros": lambda folder: integers.store_gptq(folder, symmetric=False),
@@ -336,6 +339,19 @@ def test_what_is_not_read_is_refused(
 )
 def test_groups_that_fit(widths: list[int], size: int) -> None:
     assert fitting_group(widths) == size
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zeros_are_raised_as_they_were_lowered(bits: int) -> None:
+    """By whole words, so that one below 0 has borrowed from the next."""
+    levels = torch.randint(0, 1 << bits, (64, 64), generator=torch.Generator().manual_seed(bits))
+    levels[:, ::3] = 0
+    none = torch.zeros(1, 1)
+    stored = integers.as_gptq(integers.Numbers(levels.T, none, levels.T, none), bits, 1)
+    lowered = stored["qzeros"].numpy()
+    assert (unpack(lowered, bits) == (1 << bits) - 1).any()
+    np.testing.assert_array_equal(unpack(raised(lowered, 1, bits), bits), levels.numpy())
+    assert raised(lowered, 0, bits) is lowered
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

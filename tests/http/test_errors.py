@@ -74,6 +74,9 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"max_tokens": True}, "max_tokens", "integer"),
         ({"stop": [1]}, "stop", "a text or a list of texts"),
         ({"stop": ["x"] * 65}, "stop", "at most 64"),
+        ({"stop": ["x", "y" * 1025]}, "stop", "a text of 1025 characters, at most 1024"),
+        ({"stop_token_ids": [0] * (2**20 + 1)}, "stop_token_ids", "at most 1048576 items"),
+        ({"logit_bias": {str(n): 1 for n in range(2**17 + 1)}}, "logit_bias", "131072 items"),
         ({"seed": 10**30}, "seed", "less than"),
         ({"top_k": 10**30}, "top_k", "less than"),
         ({"temperature": 10**400}, "temperature", "temperature"),
@@ -110,6 +113,7 @@ def test_fields_of_both_endpoints(
     [
         ({"suffix": "x"}, "suffix", "not supported yet"),
         ({"echo": True, "logprobs": 1, "stream": True}, "echo", "remove one"),
+        ({"echo": True, "max_tokens": 0, "stream": True}, "stream", "a prompt alone comes as a"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
         ({"logprobs": 21}, "logprobs", "20"),
         ({"logprobs": True}, "logprobs", "integer"),
@@ -134,6 +138,9 @@ def test_fields_of_completions(
     ("fields", "param", "words"),
     [
         ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [USER] * (2**16 + 1)}, "messages", "at most 65536 items"),
+        ({"tools": [TOOL] * (2**12 + 1)}, "tools", "at most 4096 items"),
+        ({"chat_template_kwargs": {"self": 1}}, None, None),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'system'"),
         ({"messages": [{"role": "user"}]}, "messages", "no content"),
         ({"messages": [{**USER, "mood": "good"}]}, "messages.0.mood", "unknown field"),

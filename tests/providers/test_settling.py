@@ -111,6 +111,22 @@ def test_while_steps_run_each_page_waits_for_its_turn(monkeypatch: pytest.Monkey
     assert text == "start " + 3 * "idle page rest " + "idle page page page check"
 
 
+def test_what_is_done_while_nothing_runs_waits_for_other_models_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They share the processor."""
+    model, other = Model(), Model()
+    assert start(other, Library(0), monkeypatch) is None
+
+    def step() -> None:
+        other.progress += 2 if pauses.turns.count("page") < 3 else 0
+
+    pauses = Pauses(monkeypatch, step)
+    library = Library(6, lambda: pauses.turns.append("page"))
+    text = pauses.settle(model, settling.WeightPages(library), NO_CACHES)  # type: ignore[arg-type]
+    assert text == "start " + 3 * "idle page rest " + "idle page page page check"
+
+
 def test_one_long_step_counts_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     model.progress = 7

@@ -157,8 +157,8 @@ int64_t plane_parts_left() {
 bool make_plane_part() {
   const std::lock_guard<std::mutex> lock(living().mutex);  // so that none of them goes meanwhile
   for (CoarseProduct* product : living().products)
-    if (product->has_begun() && product->parts_left())
-      return product->grow(kIdleParts, one_by_one, nullptr) == 0;
+    if (const int64_t left = product->has_begun() ? product->parts_left() : 0)
+      return product->grow(kIdleParts, one_by_one, nullptr) == 0 && product->parts_left() < left;
   return false;
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 from onnxport.errors import RequestError
 from onnxport.serving.http.tool_formats.base import ARGUMENTS, NAME, QUOTED, Tagged, ToolFormat
 from onnxport.serving.structured.schema import ROOT_ONLY, check_schema, inner_schemas
-from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_TEXT = "(?s:.*)"
@@ -52,13 +52,27 @@ def calls(
     writer = _Writer(syntax, special, names, in_json=alone)
     rules = writer.forced(several) if forced or alone else writer.free(several)
     rules.append("call: " + " | ".join(f"call_{index}" for index in functions))
+    left = MAX_CHARS
     for index, function in functions.items():
         enforced = forced or function.get("strict")
+        if enforced:
+            left -= _num_chars(function)
+            if left < 0:
+                raise RequestError(
+                    f"the parameters of functions up to {function['name'][:40]!r} have "
+                    f"{MAX_CHARS - left} characters and cannot be compiled, at most {MAX_CHARS} "
+                    "are; make them smaller, or send fewer tools",
+                    f"tools.{index}.function.parameters",
+                )
         parameters = _parameters(index, function) if enforced else {"type": "object"}
         rules += writer.function(index, function["name"], parameters)
     return StructuredOutputs(
         grammar="\n".join(rules), param="tools", has_channels=syntax.has_channels
     )
+
+
+def _num_chars(function: Mapping[str, Any]) -> int:
+    return len(json.dumps(function.get("parameters"), ensure_ascii=False))
 
 
 def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:

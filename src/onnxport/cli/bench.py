@@ -133,7 +133,7 @@ def _serve(options: argparse.Namespace) -> int:
         fields["ignore_eos"] = True
     target = Target(base_url, options.endpoint, model, key, options.timeout, fields)
     for number in range(options.num_warmups):
-        warm = Ask(asks[number % len(asks)].prompt, WARM_UP_TOKENS)
+        warm = Ask(_unlike(asks[number % len(asks)].prompt, number), WARM_UP_TOKENS)
         [record] = asyncio.run(run_online(target, [warm], [0.0]))
         if record.error is not None:
             raise RequestError(f"the server does not answer such requests: {record.error}")
@@ -220,6 +220,14 @@ def _at_least_0(options: argparse.Namespace, name: str) -> None:
     value = getattr(options, name)
     if value < 0:
         raise RequestError(f"--{name.replace('_', '-')} is {value}; it must be at least 0")
+
+
+def _unlike(prompt: str | tuple[int, ...], number: int) -> str | tuple[int, ...]:
+    """A prompt as long as another one that begins otherwise: caches of servers keep beginnings."""
+    if not isinstance(prompt, str):
+        return prompt[::-1]
+    begin = f"{number}: "
+    return begin + prompt[len(begin) :]
 
 
 def _asks(options: argparse.Namespace, vocab_size: int) -> list[Ask]:

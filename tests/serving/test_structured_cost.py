@@ -1,0 +1,160 @@
+"""What a request may ask for never takes longer than in proportion: nothing else runs meanwhile.
+
+Nothing is timed. What would take minutes, or hours, runs into the time that each test has.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from onnxport.errors import RequestError
+from onnxport.serving.http.tool_formats.forced import calls
+from onnxport.serving.http.tool_formats.hermes import HERMES
+from onnxport.serving.structured.automaton import MOST_AT_ONCE, Automaton
+from onnxport.serving.structured.exclusive import let_any_of
+from onnxport.serving.structured.source import grammar_of
+from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("^(a+)+$", "a" * 60 + "!"),
+        ("^(a|aa)*$", "a" * 60 + "!"),
+        ("^(a|a)(a|a)*$", "a" * 60 + "!"),
+        ("a*a*a*a*a*a*b", "a" * 4000),
+        ("^a+$", "a" * 100_000),
+    ],
+)
+def test_patterns_and_names_of_a_request(pattern: str, name: str) -> None:
+    """They meet nothing that does not fit together; whether they fit is not tried at any cost."""
+    schema = {"properties": {name[:1000]: {}}, "patternProperties": {pattern: {}}}
+    StructuredOutputs(json=schema)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_refused"),
+    [("^a$", False), ("^[ab]+$", True), ("^b.*c?$", True), ("^c+$", False)],
+)
+def test_names_are_tried_where_that_is_cheap(pattern: str, is_refused: bool) -> None:
+    """Multiples of two numbers are too much where the name `b` is one of the pattern's."""
+    schema = {
+        "properties": {"b": {"multipleOf": 9973}},
+        "patternProperties": {pattern: {"multipleOf": 9967}},
+    }
+    if not is_refused:
+        StructuredOutputs(json=schema)
+        return
+    with pytest.raises(RequestError, match="common multiple"):
+        StructuredOutputs(json=schema)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * MAX_CHARS,
+        "\n" * (MAX_CHARS - 1) + "x",
+        '"' + '\\"' * (MAX_CHARS // 2 - 1),
+        '"' + '\\"' * (MAX_CHARS // 2 - 2) + "\\\n",
+        "/" + "\\/" * (MAX_CHARS // 2 - 1),
+        "temperature = " * (MAX_CHARS // 16),
+        "::=" + "\n" * (MAX_CHARS - 4) + "x",
+        "%json" + " " * (MAX_CHARS - 5),
+    ],
+    ids=["brackets", "lines", "text", "cut text", "regex", "temperatures", "gbnf", "json"],
+)
+def test_grammars(text: str) -> None:
+    with suppress(RequestError):
+        grammar_of(StructuredOutputs(grammar=text))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "is_set"),
+    [
+        ('start: a\na[temperature=0.5]: "x"', True),
+        ('start: a\na[capture, temperature = 1]: "x"', True),
+        ('start: a\na[capture]: "temperature=1"', False),
+        ("start: temperature\ntemperature: /[a]temperature=/", False),
+    ],
+)
+def test_a_temperature_is_found_in_brackets_alone(grammar: str, is_set: bool) -> None:
+    form = StructuredOutputs(grammar=grammar)
+    if not is_set:
+        grammar_of(form)
+        return
+    with pytest.raises(RequestError, match="sets a temperature"):
+        grammar_of(form)
+
+
+@pytest.mark.parametrize("begin", ["\\p{", "\\P{", "[\\p{"])
+def test_patterns_of_texts(begin: str) -> None:
+    for fill in (" ", "\\p{"):
+        pattern = begin + fill * ((MAX_CHARS - 100) // len(fill) // 2)
+        with suppress(RequestError):
+            StructuredOutputs(json={"type": "string", "pattern": pattern})
+
+
+@pytest.mark.parametrize("spaces", ["", " ", " " * 20])
+@pytest.mark.parametrize("name", ["Cc", "gc=Control", "General_Category=Other", "cntrl"])
+def test_classes_of_controls_however_they_are_written(name: str, spaces: str) -> None:
+    written = spaces + f"{spaces}={spaces}".join(name.split("=")) + spaces
+    with pytest.raises(RequestError, match="control characters cannot be written"):
+        StructuredOutputs(json={"type": "string", "pattern": f"\\p{{{written}}}"})
+
+
+def test_places_of_a_regex() -> None:
+    """Three groups of so many empty alternatives are joined with each other."""
+    ways = "(" + "|" * 20_000 + ")"
+    automaton = Automaton(f"a{ways * 3}b", 100)
+    assert automaton.start is not None
+    after = automaton.after(automaton.start, b"a")
+    assert after is not None
+    assert 0 < len(after) <= MOST_AT_ONCE
+
+
+def test_long_names_above_many_schemas() -> None:
+    inner = {str(number): {} for number in range(9_000)}
+    with pytest.raises(RequestError, match=r"the path .* has 262.* characters, at most 2048"):
+        StructuredOutputs(json={"properties": {"/" * 131_000: {"properties": inner}}})
+    nested: dict[str, Any] = {}
+    for _ in range(20):
+        nested = {"properties": {"n" * 50: nested}}
+    StructuredOutputs(json=nested)
+
+
+def test_a_constant_that_is_nested_too_deep() -> None:
+    deep = "[" * 20_000 + "]" * 20_000
+    with pytest.raises(RequestError, match=r"nested too deep|not valid JSON"):
+        StructuredOutputs(json='{"const":' + deep + "}")
+
+
+def test_alternatives_that_refer_to_much() -> None:
+    """It is not looked into whether they are apart; the compiler refuses what it does not see."""
+    much = {"$ref": "#/$defs/a"}
+    alternatives = [{"allOf": [much, {"const": number}]} for number in range(2000)]
+    schema = {"oneOf": alternatives, "$defs": {"a": {"allOf": [{} for _ in range(30_000)]}}}
+    assert len(json.dumps(schema)) < MAX_CHARS
+    let_any_of(schema)
+    assert "oneOf" in schema
+    few = {"oneOf": alternatives[:3], "$defs": {"a": {"allOf": [{} for _ in range(30)]}}}
+    let_any_of(few)
+    assert "anyOf" in few
+
+
+def test_parameters_of_tools_that_are_too_large() -> None:
+    """They are refused before they are looked at, all of them together."""
+    half = {"type": "object", "description": "n" * (MAX_CHARS // 2)}
+    large = {"type": "object", "properties": {str(number): {} for number in range(100_000)}}
+    for parameters in ([large], [half, half]):
+        tools = [
+            {"type": "function", "function": {"name": f"f{n}", "parameters": one}}
+            for n, one in enumerate(parameters)
+        ]
+        with pytest.raises(RequestError, match="cannot be compiled, at most 262144"):
+            calls(tools, HERMES, several=False)
