@@ -205,6 +205,22 @@ def test_the_graphs_of_a_kernel_agree(folder: Path, tmp_path: Path, by_library: 
     np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
+def test_an_embedding_in_integers(folder: Path, tmp_path: Path) -> None:
+    """Golden logits are of the table that is stored, whose steps are the checkpoint's."""
+    integers.store_compressed(folder, **BY_LIBRARY["bytes"])
+    tensors = load_file(folder / integers.FILE)
+    name = "model.embed_tokens.weight"
+    weight = tensors[name].float()
+    scales = weight.abs().amax(1, keepdim=True) / 3  # 127 levels of their own would be off
+    tensors |= {name: torch.round(weight / scales).to(torch.int8), f"{name}_scale": scales}
+    save_file(tensors, folder / integers.FILE)
+    options = ExportOptions(precision="int8", threads=2)
+    artifact = Artifact.read(export_model(folder, tmp_path / "artifact", options))
+    with np.load(artifact.path / "golden.npz") as golden:
+        found = Graph(artifact, "decomposed").logits(golden["token_ids"])
+        np.testing.assert_allclose(found[golden["logits_indices"]], golden["logits"], atol=2e-4)
+
+
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_a_model_of_experts(tmp_path: Path, method: str) -> None:
     """Each expert's tensors are in integers of their own."""
