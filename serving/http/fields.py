@@ -12,6 +12,7 @@ from onnxport.serving.text import HALF, is_whole
 ANY: object = object()  # every value is neutral: the field cannot change the result
 LABELS = {"metadata": ANY, "safety_identifier": ANY, "prompt_cache_key": ANY}
 
+MOST_FIELDS = 256  # of a body; no request has a third of them
 MAX_DEPTH = 64  # of nested lists and objects
 _PLAIN = {int, bool, type(None)}
 
@@ -62,6 +63,8 @@ def check_json(body: dict[str, Any]) -> None:
     Raises:
         RequestError: names the field.
     """
+    if len(body) > MOST_FIELDS:
+        raise RequestError(f"the body has {len(body)} fields; requests have {MOST_FIELDS} at most")
     for name, field in body.items():
         level: list[Any] = [name, field]
         for _ in range(MAX_DEPTH):

@@ -46,7 +46,8 @@ def _token_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     return value if are_ids(value) else handler(value)
 
 
-TokenIds = Annotated[list[TokenId], WrapValidator(_token_ids)]
+# An error for each of a million elements would be gigabytes, and the first is all that is told.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True), WrapValidator(_token_ids)]
 
 
 def expect(what: str) -> WrapValidator:
@@ -98,7 +99,7 @@ class RequestBody(FormFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASES)] | None = None
-    bad_words: list[str] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     allowed_token_ids: TokenIds | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None

@@ -22,7 +22,7 @@ from onnxport.serving.structured.expression import (
 )
 
 MOST_PLACES = 10_000  # of an expression, counted parts written out
-MOST_JOINS = 20_000
+MOST_JOINS = 20_000  # and what they lead to
 MOST_AT_ONCE = 64  # places where a text may end at once: more take longer than a mask is worth
 
 Places = frozenset[int]
@@ -49,6 +49,7 @@ class Automaton:
         self._join_after: list[int] = []  # by place: where its character leads
         self._alike: list[int] = []  # by place: the one that stands for it in `key`
         self._joins: list[tuple[list[int], list[int]]] = []  # by join: its places, further joins
+        self._num_joined = 0
         self._reached: dict[int, Places | None] = {}  # by join
         nowhere = self._join([], [])
         end = self._place(0, nowhere)
@@ -108,7 +109,8 @@ class Automaton:
         return len(self._alike) - 1
 
     def _join(self, places: list[int], joins: list[int]) -> int:
-        if len(self._joins) >= MOST_JOINS:
+        self._num_joined += 1 + len(joins)
+        if self._num_joined > MOST_JOINS:
             raise UnknownSyntaxError("it is too large")
         self._joins.append((places, joins))
         return len(self._joins) - 1

@@ -7,7 +7,6 @@ other numbers, nor of an `enum`. It refuses `oneOf` where it does not see it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,12 +14,24 @@ from onnxport.serving.structured.schema import inner_schemas
 
 Schema = Mapping[str, Any]
 Values = frozenset[Hashable]
-Effort = Iterator[None]  # one for each schema that may still be looked at
-MOST_LOOKED_AT = 200_000  # schemas, those that several refer to each time; a tenth of a second
+MOST_LOOKED_AT = 200_000  # schemas, names and constants, each time; a tenth of a second
 
 
 class _TooMuchError(Exception):
     """Whether alternatives are apart is not looked into any further."""
+
+
+class _Effort:
+    """How much may still be looked at."""
+
+    def __init__(self) -> None:
+        self._left = MOST_LOOKED_AT
+
+    def spend(self, number: int = 1) -> None:
+        """Look at so much more. Raises _TooMuchError."""
+        self._left -= number
+        if self._left < 0:
+            raise _TooMuchError
 
 
 def let_any_of(schema: Any) -> None:
@@ -38,7 +49,7 @@ def let_any_of(schema: Any) -> None:
     found = [one for one in schemas.values() if isinstance(one, dict)]
     if any("/oneOf/" in unquote(one.get("$ref", "")) for one in found):
         return  # it would refer to what is gone
-    effort = repeat(None, MOST_LOOKED_AT)
+    effort = _Effort()
     for one in found:
         if "oneOf" not in one or "anyOf" in one:
             continue
@@ -52,12 +63,12 @@ def let_any_of(schema: Any) -> None:
             one.update(items)
 
 
-def _are_apart(alternatives: Sequence[Any], schemas: Schema, effort: Effort) -> bool:
+def _are_apart(alternatives: Sequence[Any], schemas: Schema, effort: _Effort) -> bool:
     """Whether it can be seen that no value fits two of them."""
     parts = [list(_together(one, schemas, effort)) for one in alternatives]
-    if _are_disjoint(map(_constants, parts)):
+    if _are_disjoint(_constants(part, effort) for part in parts):
         return True
-    required = [{name for one in part for name in one.get("required", ())} for part in parts]
+    required = [_required(part, effort) for part in parts]
     for name in next(filter(None, required), ()):
         marks = (
             _marks(part, name if name in names else None, schemas, effort)
@@ -77,28 +88,28 @@ def _are_disjoint(sets: Iterable[Values | None]) -> bool:
     return True
 
 
-def _together(schema: Any, schemas: Schema, effort: Effort) -> Iterator[Schema]:
+def _together(schema: Any, schemas: Schema, effort: _Effort) -> Iterator[Schema]:
     """Yield schemas that a value of a schema has to fit, all of them."""
     pending, seen = [schema], set()
     while pending:
         one = pending.pop()
         if isinstance(one, dict) and id(one) not in seen:
             seen.add(id(one))
-            _look(effort)
+            effort.spend()
             yield one
             pending += one.get("allOf", ())
             if "$ref" in one:
                 pending.append(schemas.get(unquote(one["$ref"])))
 
 
-def _look(effort: Effort) -> None:
-    for _ in effort:
-        return
-    raise _TooMuchError
+def _required(part: Sequence[Schema], effort: _Effort) -> set[str]:
+    """The names that objects need to have."""
+    effort.spend(sum(len(one.get("required", ())) for one in part))
+    return {name for one in part for name in one.get("required", ())}
 
 
 def _marks(
-    part: Sequence[Schema], name: str | None, schemas: Schema, effort: Effort
+    part: Sequence[Schema], name: str | None, schemas: Schema, effort: _Effort
 ) -> Values | None:
     """What tells an alternative apart, by the constants of a property if it is an object.
 
@@ -111,8 +122,7 @@ def _marks(
     Returns:
         Its types, or the constants; None: neither is known.
     """
-    for _ in part:
-        _look(effort)
+    effort.spend(len(part))
     given = next((one["type"] for one in part if "type" in one), ())
     types = {given} if isinstance(given, str) else set(given)
     if types and "object" not in types:
@@ -120,13 +130,15 @@ def _marks(
     if types != {"object"} or name is None:
         return None
     members = [one["properties"][name] for one in part if name in one.get("properties", ())]
-    return _constants([each for member in members for each in _together(member, schemas, effort)])
+    met = [each for member in members for each in _together(member, schemas, effort)]
+    return _constants(met, effort)
 
 
-def _constants(part: Iterable[Schema]) -> Values | None:
+def _constants(part: Iterable[Schema], effort: _Effort) -> Values | None:
     """The values that are left; None: there are others than texts, numbers and the like."""
     for one in part:
         values = [one["const"]] if "const" in one else one.get("enum", ())
+        effort.spend(len(values))
         if values and not any(isinstance(value, list | dict) for value in values):
             # True is no 1, and 1.0 is.
             return frozenset((isinstance(value, bool), value) for value in values)

@@ -10,11 +10,11 @@ from urllib.parse import unquote
 _TOGETHER = ("allOf", "anyOf", "oneOf")
 Member = tuple[str, str]  # "named", "any" or "item", and the name, the pattern or the place
 _REST = ("item", "")  # of an array: what is at no place of its own
-MOST_TRIED = 10_000  # names with patterns
-# Of patterns and names that are tried. Steps are as the length of the name to the power of repeats
-# and one more, at most, and more than that where these nest.
+MOST_TRIED = 5_000  # names with patterns, of all values
+MOST_PASSES = 64  # over all values; what meets in one may meet in the next
+# Of patterns and names that are tried. With one repeat steps are as the square of the name's length
+# at most, with several there is no such bound.
 MOST_CHARS = 100
-MOST_REPEATS = 2
 _REPEATS = "*+?{|"
 _OTHERS = ("any", "")  # of an object: what is not listed
 
@@ -50,6 +50,7 @@ class _Groups:
         self._members = {where: dict(_members(where, one)) for where, one in schemas.items()}
         # How many schemas speak of a value's members.
         self._sizes = {where: int(bool(members)) for where, members in self._members.items()}
+        self._fitting: dict[tuple[str, str], bool] = {}  # by pattern and name
 
     def join(self, one: str, other: str) -> None:
         """Put two schemas in one set, and members of the same name of their values."""
@@ -76,14 +77,20 @@ class _Groups:
         what it lists.
         """
         changed = True
-        while changed:
+        passes = 0
+        while changed and passes < MOST_PASSES:
             changed = False
+            passes += 1
             for top in list(self._members):
                 members = self._members.get(top, {})
-                pairs = list(_meeting(members, alone=self._sizes[top] < 2))
+                pairs = list(self._meeting(members, alone=self._sizes[top] < 2))
                 changed |= any(self._top(one) != self._top(other) for one, other in pairs)
                 for one, other in pairs:
                     self.join(one, other)
+        if changed:  # rather too large than too small
+            first, *others = self._schemas
+            for other in others:
+                self.join(first, other)
 
     def all(self) -> Iterator[list[Mapping[str, Any]]]:
         """Yield the sets."""
@@ -92,6 +99,38 @@ class _Groups:
             if isinstance(one, dict):
                 found.setdefault(self._top(where), []).append(one)
         yield from found.values()
+
+    def _meeting(self, members: Mapping[Member, str], *, alone: bool) -> Iterator[tuple[str, str]]:
+        """Yield pairs of a value's members that may be one.
+
+        Args:
+            members: by what they are called.
+            alone: whether one schema has all of them.
+        """
+        named = [(key, where) for (kind, key), where in members.items() if kind == "named"]
+        patterns = [(key, where) for (kind, key), where in members.items() if kind == "any" and key]
+        if len(named) * len(patterns) > MOST_TRIED - len(self._fitting):  # each may fit each
+            for _, where in (*named, *patterns[1:]):
+                yield patterns[0][1], where
+        else:
+            for pattern, other in patterns:
+                for key, where in named:
+                    if self._may_fit(pattern, key):
+                        yield where, other
+        if alone:
+            return
+        for rest, kinds in ((_OTHERS, ("named", "any")), (_REST, ("item",))):
+            if rest in members:
+                for (kind, _), where in members.items():
+                    if kind in kinds:
+                        yield where, members[rest]
+        for _, where in patterns[1:]:  # of different schemas, perhaps, and one name may fit both
+            yield patterns[0][1], where
+
+    def _may_fit(self, pattern: str, name: str) -> bool:
+        if (pattern, name) not in self._fitting:
+            self._fitting[pattern, name] = _may_fit(pattern, name)
+        return self._fitting[pattern, name]
 
     def _top(self, where: str) -> str:
         while (above := self._above[where]) != where:
@@ -115,41 +154,12 @@ def _members(where: str, schema: Any) -> Iterator[tuple[Member, str]]:
         yield _REST, f"{where}/items"
 
 
-def _meeting(members: Mapping[Member, str], *, alone: bool) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a value's members that may be one.
-
-    Args:
-        members: by what they are called.
-        alone: whether one schema has all of them.
-    """
-    named = [(key, where) for (kind, key), where in members.items() if kind == "named"]
-    patterns = [(key, where) for (kind, key), where in members.items() if kind == "any" and key]
-    if len(named) * len(patterns) > MOST_TRIED:  # each may fit each
-        for _, where in (*named, *patterns[1:]):
-            yield patterns[0][1], where
-    else:
-        for pattern, other in patterns:
-            for key, where in named:
-                if _may_fit(pattern, key):
-                    yield where, other
-    if alone:
-        return
-    for rest, kinds in ((_OTHERS, ("named", "any")), (_REST, ("item",))):
-        if rest in members:
-            for (kind, _), where in members.items():
-                if kind in kinds:
-                    yield where, members[rest]
-    for _, where in patterns[1:]:  # of different schemas, perhaps, and one name may fit both
-        yield patterns[0][1], where
-
-
 def _may_fit(pattern: str, name: str) -> bool:
     """Whether a name may fit: it is tried, unless that could take long."""
     repeats = sum(map(pattern.count, _REPEATS))
-    nests = repeats > 1 and ("(" in pattern or "|" in pattern)
-    if repeats > MOST_REPEATS or nests or max(len(pattern), len(name)) > MOST_CHARS:
+    if repeats > 1 or max(len(pattern), len(name)) > MOST_CHARS:
         return True
     try:
         return re.search(pattern, name) is not None
-    except re.error:  # it is written for another library
+    except (re.error, OverflowError):  # it is written for another library
         return True

@@ -158,14 +158,14 @@ def check_schema(schema: Any, param: str = "structured_outputs.json") -> None:
             where, one, depth = pending.pop()
             if depth > MAX_DEPTH:
                 raise ValueError(f"{where[:80]}… is more than {MAX_DEPTH} schemas deep; flatten it")
-            if len(where) > MAX_PATH:
-                raise ValueError(
-                    f"the path {where[:80]}… has {len(where)} characters, at most {MAX_PATH} are "
-                    "supported; give properties shorter names, or flatten it"
-                )
             schemas[where] = one
             if isinstance(one, dict):
                 _check_keywords(where, one)
+                if len(where) > MAX_PATH and any(inner_schemas("", one)):
+                    raise ValueError(
+                        f"{where[:80]}… has schemas in it, and a path of {len(where)} characters, "
+                        f"at most {MAX_PATH} are supported; shorten names, or flatten it"
+                    )
                 pending += [(path, inner, depth + 1) for path, inner in inner_schemas(where, one)]
             elif not isinstance(one, bool):
                 raise ValueError(f"{where} is {repr(one)[:80]}; a schema is an object, or true")

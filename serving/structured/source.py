@@ -51,20 +51,21 @@ THOUGHT: /(?s:.*)/
 _IN_FINAL = f"""start: {CHANNEL} "{FINAL}" type? {MESSAGE} body
 type: /[ ]?/ {CONSTRAIN} /[a-z]+/
 """
-_TEMPERATURE = re.compile(r"[\[\]\n]|\btemperature\s*=")  # in brackets, of one line
-# A comment, a text, an expression, or a special token by its name.
-# One that has no end goes to that of its line; the compiler refuses it.
+# Nothing here takes longer than in proportion to a grammar, which may be long: nothing else runs
+# meanwhile.
+_TEMPERATURE = re.compile(r"\btemperature\s*=")  # = stands nowhere else
+# A comment, a text, an expression, which may have several lines, or a special token by its name, as
+# the compiler has them. One without an end goes as far as it may; the compiler refuses it.
 _ATOM = re.compile(
-    r"""//[^\n]*
+    r"""(?:\#|//)[^\n]*
     |"(?:\\.|[^"\\\n])*+(?:"|\\?(?=\n|\Z))
-    |/(?:\\.|[^/\\\n])++(?:/|\\?(?=\n|\Z))
+    |/(?:\\.|[^/\\])++(?:/|\\|\Z)
     |<[^<>\s]+>""",
     re.VERBOSE,
 )
 _ATOM_OR_SCHEMA = re.compile(rf"{_ATOM.pattern}|(?P<schema>%json\s*(?=\{{))", re.VERBOSE)
-# Nothing here takes longer than in proportion to a grammar, which may be long: nothing else runs
-# meanwhile.
-_OPTIONS = re.compile(r"^[^\S\n]*+%llguidance\b.*", re.MULTILINE)
+_OPTIONS = re.compile(r"%llguidance\b.*")
+MOST_RULES = 2000  # of a grammar in GBNF, whose translation looks at all of them again and again
 _IN_LARK = re.compile(r"^[^\S\n]*+start[^\S\n]*+:", re.MULTILINE)
 
 
@@ -179,14 +180,21 @@ def _lark(text: str, param: str) -> str:
     Raises:
         RequestError: it asks for what would be ignored.
     """
-    if _OPTIONS.search(text):
-        raise RequestError("the grammar has %llguidance options; remove them", param)
     if "::=" in text and not _IN_LARK.search(text):
+        if (number := text.count("::=")) > MOST_RULES:
+            raise RequestError(
+                f"the grammar has {number} rules in GBNF, at most {MOST_RULES} are supported; "
+                "write it in Lark's syntax",
+                param,
+            )
+        _refuse_options(text, param)
         try:
             text = _OPTIONS.sub("", gbnf_to_lark(text))
         except Exception as error:  # the library raises bare Exception
             raise RequestError(f"the grammar is not valid GBNF: {error}", param) from error
-    if _sets_temperature(_ATOM.sub('""', text)):  # texts may speak of it, as descriptions do
+    plain = _ATOM.sub('""', text)  # texts may speak of anything, as descriptions do
+    _refuse_options(plain, param)
+    if _TEMPERATURE.search(plain):
         raise RequestError(
             "the grammar sets a temperature, which is not supported there; remove it and set the "
             "request's temperature",
@@ -195,15 +203,9 @@ def _lark(text: str, param: str) -> str:
     return _with_checked_schemas(text, param)
 
 
-def _sets_temperature(grammar: str) -> bool:
-    """Whether a grammar, texts left out, has a temperature in brackets."""
-    is_within = False
-    for found in _TEMPERATURE.finditer(grammar):
-        if len(found[0]) > 1 and is_within:
-            return True
-        if len(found[0]) == 1:
-            is_within = found[0] == "["
-    return False
+def _refuse_options(grammar: str, param: str) -> None:
+    if _OPTIONS.search(grammar):
+        raise RequestError("the grammar has %llguidance options; remove them", param)
 
 
 def _with_texts(grammar: str, texts: Collection[str]) -> str:

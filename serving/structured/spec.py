@@ -18,6 +18,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 TOLD = (*KINDS, "whitespace_pattern", "disable_any_whitespace")  # what requests may say
 MAX_CHARS = 1 << 18  # of a schema, regex, grammar, or all choices: what one request may compile
 MAX_CHOICES = 10_000
+MAX_WHITESPACE = 1024  # characters of its pattern
 NAMES: Mapping[Kind, str] = {
     "json": "the JSON schema",
     "regex": "the regex",
@@ -133,6 +134,11 @@ class StructuredOutputs:
 
     def _check_whitespace(self) -> None:
         """Refuse a word about whitespace where there is no JSON, or two words."""
+        if len(self.whitespace_pattern or "") > MAX_WHITESPACE:
+            raise RequestError(
+                f"whitespace_pattern has more than {MAX_WHITESPACE} characters; shorten it",
+                self._at("whitespace_pattern"),
+            )
         both = self.whitespace_pattern is not None and self.disable_any_whitespace
         told = self.whitespace_pattern is not None or self.disable_any_whitespace
         if both or (told and self.kind != "json"):

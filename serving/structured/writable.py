@@ -112,18 +112,37 @@ def _control_class(pattern: str, at: int) -> str | None:
     return found[0] if name.strip() in _OF_CONTROLS else None
 
 
+def _outermost(text: str) -> str:
+    """A class without those in it, so that Python sees one class and nothing else."""
+    parts: list[str] = []
+    depth = at = 0
+    while at < len(text):
+        piece = text[at : at + 2] if text[at] == "\\" else text[at]
+        at += len(piece)
+        if piece == "[":
+            depth += 1
+            end = at + text.startswith("^", at)
+            piece += text[at:end] + ("\\]" if text.startswith("]", end) else "")
+            at = end + text.startswith("]", end)
+        if depth == 1:
+            parts.append(piece)
+        if piece == "]":
+            depth -= 1
+    return "".join(parts)
+
+
 def _check_class(text: str) -> None:
     """Refuse a class with control characters, spelled out, that has not both `"` and a backslash.
 
     Of classes in it nothing is known; what holds none of these characters is left out.
     """
     plain = _CODE.sub(lambda code: rf"\U{int(code[1], 16):08x}", text)
-    plain = _POSIX.sub("", _PROPERTY.sub("", plain))
+    plain = _outermost(_POSIX.sub("", _PROPERTY.sub("", plain)))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of sets in sets
             fits = re.compile(plain).fullmatch
-    except re.error:  # Python's are other classes; the compiler says what is wrong
+    except (re.error, OverflowError):  # Python's are others; the compiler says what is wrong
         return
     if any(map(fits, _CONTROLS)) and not (fits('"') and fits("\\")):
         raise ValueError(

@@ -76,6 +76,9 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"stop": ["x"] * 65}, "stop", "at most 64"),
         ({"stop": ["x", "y" * 1025]}, "stop", "a text of 1025 characters, at most 1024"),
         ({"stop_token_ids": [0] * (2**20 + 1)}, "stop_token_ids", "at most 1048576 items"),
+        ({"stop_token_ids": [-1] * 2**20}, "stop_token_ids.0", "greater than or equal to 0"),
+        ({"bad_words": [1] * 2**20}, "bad_words.0", "valid string"),
+        ({f"x{n}": 1 for n in range(300)}, None, "fields; requests have 256 at most"),
         ({"logit_bias": {str(n): 1 for n in range(2**17 + 1)}}, "logit_bias", "131072 items"),
         ({"seed": 10**30}, "seed", "less than"),
         ({"top_k": 10**30}, "top_k", "less than"),
@@ -95,7 +98,7 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("chat", [False, True])
 def test_fields_of_both_endpoints(
-    server: RunningServer, fields: dict[str, Any], param: str, words: str, chat: bool
+    server: RunningServer, fields: dict[str, Any], param: str | None, words: str, chat: bool
 ) -> None:
     path, body = ("chat/completions", CHAT) if chat else ("completions", COMPLETION)
     sent = json.dumps(body | fields)  # NaN and all

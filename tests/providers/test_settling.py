@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ NO_CACHES = CachePages([], 0)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("START_S", "BUSY_TIMES", "IDLE_S", "CHECK_S"):
         monkeypatch.setattr(settling, name, 0.0)
+    monkeypatch.setattr(settling, "_models", weakref.WeakSet())  # without those of other tests
 
 
 def start(model: Any, library: Library, monkeypatch: pytest.MonkeyPatch) -> threading.Thread | None:

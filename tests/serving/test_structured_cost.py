@@ -16,6 +16,7 @@ from onnxport.serving.http.tool_formats.forced import calls
 from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.structured.automaton import MOST_AT_ONCE, Automaton
 from onnxport.serving.structured.exclusive import let_any_of
+from onnxport.serving.structured.expression import UnknownSyntaxError
 from onnxport.serving.structured.source import grammar_of
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
 
@@ -40,10 +41,10 @@ def test_patterns_and_names_of_a_request(pattern: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "is_refused"),
-    [("^a$", False), ("^[ab]+$", True), ("^b.*c?$", True), ("^c+$", False)],
+    [("^a$", False), ("^[ab]+$", True), ("^b.*c?$", True), ("^c+$", False), ("^c.*d+$", True)],
 )
 def test_names_are_tried_where_that_is_cheap(pattern: str, is_refused: bool) -> None:
-    """Multiples of two numbers are too much where the name `b` is one of the pattern's."""
+    """Multiples of two numbers are too much where the name `b` may be one of the pattern's."""
     schema = {
         "properties": {"b": {"multipleOf": 9973}},
         "patternProperties": {pattern: {"multipleOf": 9967}},
@@ -108,10 +109,15 @@ def test_classes_of_controls_however_they_are_written(name: str, spaces: str) ->
         StructuredOutputs(json={"type": "string", "pattern": f"\\p{{{written}}}"})
 
 
+@pytest.mark.parametrize("regex", ["a" + 3 * f"({'|' * 80_000})" + "b", f"(a{'|' * 260_000}){{9}}"])
+def test_a_regex_that_leads_everywhere(regex: str) -> None:
+    with pytest.raises(UnknownSyntaxError, match="too large"):
+        Automaton(regex, 100)
+
+
 def test_places_of_a_regex() -> None:
-    """Three groups of so many empty alternatives are joined with each other."""
-    ways = "(" + "|" * 20_000 + ")"
-    automaton = Automaton(f"a{ways * 3}b", 100)
+    """Three groups of empty alternatives are joined with each other."""
+    automaton = Automaton(f"a{3 * ('(' + '|' * 5_000 + ')')}b", 100)
     assert automaton.start is not None
     after = automaton.after(automaton.start, b"a")
     assert after is not None
@@ -120,18 +126,112 @@ def test_places_of_a_regex() -> None:
 
 def test_long_names_above_many_schemas() -> None:
     inner = {str(number): {} for number in range(9_000)}
-    with pytest.raises(RequestError, match=r"the path .* has 262.* characters, at most 2048"):
+    with pytest.raises(RequestError, match=r"has schemas in it, and a path of 262.* characters"):
         StructuredOutputs(json={"properties": {"/" * 131_000: {"properties": inner}}})
     nested: dict[str, Any] = {}
     for _ in range(20):
         nested = {"properties": {"n" * 50: nested}}
     StructuredOutputs(json=nested)
+    names = "|".join(f"name{number}" for number in range(400))
+    StructuredOutputs(json={"patternProperties": {f"^({names})$": {"type": "string"}}})
 
 
-def test_a_constant_that_is_nested_too_deep() -> None:
-    deep = "[" * 20_000 + "]" * 20_000
-    with pytest.raises(RequestError, match=r"nested too deep|not valid JSON"):
+@pytest.mark.parametrize(("depth", "found"), [(900, "nested too deep"), (20_000, "not valid JSON")])
+def test_a_constant_that_is_nested_too_deep(depth: int, found: str) -> None:
+    deep = "[" * depth + "]" * depth
+    with pytest.raises(RequestError, match=found):
         StructuredOutputs(json='{"const":' + deep + "}")
+
+
+def test_many_names_beside_many_patterns() -> None:
+    """In many values: of all of them only so many are tried, and the others may fit."""
+    patterns = {f"a*[{number}b]": {} for number in range(60)}
+    names = {f"{'a' * 60}{number}": {} for number in range(60)}
+    values = {str(n): {"properties": names, "patternProperties": patterns} for n in range(40)}
+    StructuredOutputs(json={"properties": values})
+
+
+def test_values_that_meet_one_after_the_other() -> None:
+    """Each time what they refer to is found to meet, too."""
+    defs: dict[str, Any] = {}
+    for number in range(1500):
+        following = {"$ref": f"#/$defs/N{number + 1}"}
+        defs[f"N{number}"] = {"properties": {"a": following}}
+        defs[f"P{number}"] = {"patternProperties": {"^a$": {"$ref": f"#/$defs/P{number + 1}"}}}
+    defs |= {"N1500": {"multipleOf": 9973}, "P1500": {"multipleOf": 9967}}
+    schema = {
+        "properties": {"a": {"$ref": "#/$defs/N0"}},
+        "patternProperties": {"^a$": {"$ref": "#/$defs/P0"}},
+        "$defs": defs,
+    }
+    with pytest.raises(RequestError, match="common multiple"):
+        StructuredOutputs(json=schema)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"[\x01[b](?:(?:(?:(?:(?:x?){99}){99}){99}){99}){99}|y]",
+        r"[\x01[b]x{99999999999}]",
+        r"[]\x01[^]b]]",
+    ],
+)
+def test_classes_in_classes(pattern: str) -> None:
+    """What stands behind an inner one is of the outer one, and no expression."""
+    with pytest.raises(RequestError, match="control characters"):
+        StructuredOutputs(json={"type": "string", "pattern": pattern})
+
+
+def test_a_pattern_of_names_that_overflows() -> None:
+    StructuredOutputs(
+        json={"properties": {"a": {}}, "patternProperties": {"a{99999999999}": {"type": "null"}}}
+    )
+
+
+def test_rules_of_gbnf() -> None:
+    rules = "root::=a0\n" + "".join(f"a{n}::=a{n + 1}\n" for n in range(15_000)) + 'a15000::="x"'
+    with pytest.raises(RequestError, match="15002 rules in GBNF, at most 2000"):
+        grammar_of(StructuredOutputs(grammar=rules))
+
+
+def test_a_pattern_of_whitespace() -> None:
+    with pytest.raises(RequestError, match="more than 1024 characters"):
+        StructuredOutputs(json={}, whitespace_pattern=" " * 1025)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: /x\ny/ | %json {"type": "object", "foo": 1}',
+        'start: "a" # it\'s "\n | %json {"type": "object", "foo": 1}',
+        'start: /["]/ | %json {"type": "object", "foo": 1}',
+        'start: /[^"]*/ | %json {"type": "object", "foo": 1}',
+        'start: "/" | %json {"type": "object", "foo": 1}',
+        'start: /\\// | %json {"type": "object", "foo": 1}',
+    ],
+)
+def test_no_schema_hides_in_a_grammar(grammar: str) -> None:
+    with pytest.raises(RequestError, match="the keyword 'foo'"):
+        grammar_of(StructuredOutputs(grammar=grammar))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "found"),
+    [
+        ('start: a\na[stop=/x\ny/, temperature=0.5]: "x"', "temperature"),
+        ('start: a\na[stop=%regex {"substring_chunks": ["]"]}, temperature=0.5]: "x"', "temper"),
+        ('start: "a" -> x %llguidance {"no_forcing": false}', "%llguidance options"),
+        ('%llguidance {}\nroot ::= "x"', "%llguidance options"),
+    ],
+)
+def test_no_setting_hides_in_a_grammar(grammar: str, found: str) -> None:
+    with pytest.raises(RequestError, match=found):
+        grammar_of(StructuredOutputs(grammar=grammar))
+
+
+def test_comments_may_speak_of_anything() -> None:
+    text = "# [temperature=0.5] %json { %llguidance\n// the same: temperature=1\nstart: /a/"
+    assert "start: /a/" in grammar_of(StructuredOutputs(grammar=text))
 
 
 def test_alternatives_that_refer_to_much() -> None:
@@ -142,6 +242,11 @@ def test_alternatives_that_refer_to_much() -> None:
     assert len(json.dumps(schema)) < MAX_CHARS
     let_any_of(schema)
     assert "oneOf" in schema
+    names = [f"n{number}" for number in range(10_000)]
+    required = {"oneOf": [{"$ref": "#/$defs/r"} for _ in range(3000)]}
+    of_enum = {"properties": {"n0": {"enum": names}}}
+    for one in ({}, of_enum):
+        let_any_of(required | {"$defs": {"r": {"type": "object", "required": names, **one}}})
     few = {"oneOf": alternatives[:3], "$defs": {"a": {"allOf": [{} for _ in range(30)]}}}
     let_any_of(few)
     assert "anyOf" in few
