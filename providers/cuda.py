@@ -126,7 +126,10 @@ class CudaProvider:
 
     def _lora_kernel(self, capability: tuple[int, int]) -> LoraKernel | None:
         """Our own kernel for adapters, where it is asked for: no GPU has run it yet."""
-        if os.environ.get(LORA_VARIABLE, "0") in ("", "0"):
+        asked = os.environ.get(LORA_VARIABLE, "0")
+        if asked not in ("0", "1"):
+            raise ProviderError(f"{LORA_VARIABLE} is {asked!r}; set it to 0 or 1, or not at all")
+        if asked == "0":
             return None
         return LoraKernel(
             compile=partial(_compile, capability),

@@ -88,7 +88,8 @@ class DeviceLora:
         try:
             self._image = self._prepare(kernel, target, emulate=emulate)
         except ProviderError as error:
-            logger.info("%s: adapters in standard operators: %s", recipe.provider, error)
+            # It was asked for by name.
+            logger.warning("%s: adapters in standard operators: %s", recipe.provider, error)
             return
         self._kernel = kernel
         self.library = library.find_library() if emulate else kernel.library

@@ -13,10 +13,10 @@ extern __shared__ float shared[];
 
 namespace onnxport_cuda {
 
-constexpr int kRun = 8;                   // numbers that a thread reads at once
-constexpr int kRuns = kPanel / kRun;      // threads beside each other
-constexpr int kTogether = kWarp / kRuns;  // rows that a warp reads at once
-constexpr int kSums = 8;                  // rows of A whose sums a thread has
+constexpr int kRun = 8;                    // numbers that a thread reads at once
+constexpr int kRuns = kPanel / kRun;       // threads beside each other
+constexpr int kTogether = kWarp / kRuns;   // rows that a warp reads at once
+constexpr int kSums = 8;                   // rows of A whose sums a thread has
 constexpr int kRanks = kTogether * kSums;  // and a warp
 constexpr unsigned int kAllLanes = 0xffffffffu;
 
@@ -43,7 +43,7 @@ struct alignas(16) Run {
 
 // Numbers [begin, begin + kRun) of a row of `count`; what is behind the row is 0.
 inline void read_row(const Number* row, int begin, int count, int is_aligned,
-                                float (&values)[kRun]) {
+                     float (&values)[kRun]) {
   if (is_aligned && begin + kRun <= count) {
     const Run run = *reinterpret_cast<const Run*>(row + begin);
     for (int i = 0; i < kRun; i++) values[i] = widened(run.numbers[i]);
@@ -54,7 +54,7 @@ inline void read_row(const Number* row, int begin, int count, int is_aligned,
 
 // Writes what read_row reads.
 inline void write_row(Number* row, int begin, int count, int is_aligned,
-                                 const float (&values)[kRun]) {
+                      const float (&values)[kRun]) {
   if (is_aligned && begin + kRun <= count) {
     Run run;
     for (int i = 0; i < kRun; i++) run.numbers[i] = narrowed(values[i]);
@@ -73,8 +73,8 @@ inline float sum_over(float value, int first, int last) {
 
 // The factors [first, first + kRanks) of a row, as far as panels `begin`, `begin + step` and so on make
 // them: those of rank first + lane / kRuns + i * kTogether in sums[i].
-inline void shrink(const AddLora& call, const Number* input, const Number* a, int rank,
-                              int first, int begin, int step, float (&sums)[kSums]) {
+inline void shrink(const AddLora& call, const Number* input, const Number* a, int rank, int first,
+                   int begin, int step, float (&sums)[kSums]) {
   const int lane = threadIdx.x % kWarp, run = lane % kRuns * kRun;
   const int row = first + lane / kRuns;
   for (int i = 0; i < kSums; i++) sums[i] = 0.0f;

@@ -19,6 +19,7 @@ from tests.kernels.standalone import CSRC
 
 DRIVER = Path(__file__).with_name("cuda_driver.cpp")
 VARIABLE = "ONNXPORT_CUDA_DRIVER"
+_BUILT: list[Path] = []
 
 
 def missing() -> str:
@@ -30,21 +31,26 @@ def missing() -> str:
 
 @contextmanager
 def stand_in(folder: Path) -> Iterator[LoraKernel]:
-    """Build the driver in a folder, and let it stand in for NVIDIA's.
+    """Let a driver of ours stand in for NVIDIA's; it is built in a folder, once a process.
 
-    A process keeps the first one for good: the library loads a driver once.
+    The library loads one driver in a process, and keeps it.
     """
-    built = folder / "driver.so"
-    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
-    command = ["g++", *flags, "-shared", "-fPIC", f"-I{CSRC}", str(DRIVER), "-o", str(built)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    os.environ[VARIABLE] = str(built)
+    if not _BUILT:
+        _BUILT.append(_build(folder / "driver.so"))
+    os.environ[VARIABLE] = str(_BUILT[0])
     try:
         yield LoraKernel(image, find_library(), no_copy, MOST_RANK)
     finally:
         del os.environ[VARIABLE]
+
+
+def _build(driver: Path) -> Path:
+    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    flags += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
+    command = ["g++", *flags, "-shared", "-fPIC", f"-I{CSRC}", str(DRIVER), "-o", str(driver)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return driver
 
 
 def image(dtype: str) -> bytes:

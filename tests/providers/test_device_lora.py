@@ -102,6 +102,14 @@ def test_it_is_there_for_those_who_ask(tiny_artifact: ArtifactMaker) -> None:
     model.close()
 
 
+def test_a_wish_that_is_not_understood(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cuda.LORA_VARIABLE, "false")
+    with pytest.raises(ProviderError, match="ONNXPORT_CUDA_LORA is 'false'; set it to 0 or 1"):
+        emulated(tiny_artifact("llama", "fp16"))
+
+
 @KERNEL
 def test_replayed_steps_read_the_adapters_of_today(
     tiny_artifact: ArtifactMaker, asked: None
@@ -229,7 +237,7 @@ def test_a_kernel_that_cannot_be_trusted_is_not_used(
     else:
         monkeypatch.setattr(device_lora, "distrust_lora", lambda *_: "it computes wrongly here")
     path = tiny_artifact("llama", "fp16")
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):
         model = on_stand_in(path, kernel)
     said = {"compiler": "no compiler", "image": "image is invalid", "answer": "wrongly"}[problem]
     assert "cuda: adapters in standard operators: " in caplog.text
