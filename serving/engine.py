@@ -32,7 +32,7 @@ from onnxport.serving.sampler import RowLogprobs
 from onnxport.serving.sampling import Drawn, with_siblings
 from onnxport.serving.sequences import Sequences
 from onnxport.serving.stats import EngineStats
-from onnxport.serving.structured.compiler import GrammarCompiler
+from onnxport.serving.structured.compiler import CompiledGrammar, GrammarCompiler
 from onnxport.serving.tally import Tally
 from onnxport.serving.tokenizer import Tokenizer
 
@@ -162,6 +162,7 @@ class Engine:
         prompt: str | Sequence[int],
         params: SamplingParams,
         options: RequestOptions | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> Request:
         """Tokenize and check a request; schedules nothing. Safe to call from any thread.
 
@@ -170,6 +171,7 @@ class Engine:
             prompt: text, to which the tokenizer adds its special tokens, or token ids.
             params: how to decode.
             options: how to treat it; None for the defaults.
+            grammar: of its `structured_outputs`; None: it is compiled, and waited for.
 
         Raises:
             RequestError: the prompt is empty or holds a token that the model does not know, the
@@ -179,7 +181,7 @@ class Engine:
             CapacityError: prompt and max_tokens do not fit the context or the KV cache.
         """
         options = options or RequestOptions()
-        return self._intake.request(request_id, prompt, params, options, self._clock)
+        return self._intake.request(request_id, prompt, params, options, self._clock, grammar)
 
     def submit(self, request: Request) -> None:
         """Queue a prepared request.

@@ -72,6 +72,7 @@ class Intake:
         params: SamplingParams,
         options: RequestOptions,
         clock: Callable[[], float],
+        grammar: CompiledGrammar | None = None,
     ) -> Request:
         """Return a request, its siblings with it; see `Engine.prepare`."""
         limits, max_num_seqs = self._sizes
@@ -95,7 +96,7 @@ class Intake:
             )
         stop_ids = frozenset(params.stop_token_ids)
         end_ids = stop_ids | self._eos_token_ids
-        grammar = self._grammar(params)
+        grammar = grammar or self._grammar(params)
         if grammar is not None and grammar.is_empty:
             params = replace(params, min_tokens=0)  # nothing can come but an end
         rules = logit_rules(params, end_ids, limits.vocab_size, encode)

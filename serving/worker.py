@@ -27,6 +27,7 @@ from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.publisher import Publisher
 from onnxport.serving.request import Request
 from onnxport.serving.stats import EngineStats, ended
+from onnxport.serving.structured.compiler import CompiledGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
 
@@ -151,18 +152,22 @@ class AsyncEngine:
             self._commands.append(lambda: self._engine.add_listener(listener))
             self._wakeup.notify()
 
-    async def compile(self, form: StructuredOutputs) -> None:
-        """Have the grammar of a request compiled off the event loop, so that `stream` finds it.
+    async def compile(self, form: StructuredOutputs) -> CompiledGrammar:
+        """Return the grammar of requests for `stream`, compiled off the event loop.
 
         Raises:
             RequestError: it cannot be compiled, or not in time, or there is no tokenizer.
             OverloadedError: other grammars are being compiled.
+            DeviceLostError: the device was lost, and nothing has taken over.
+            OnnxportError: the engine is closed or has failed.
         """
+        with self._wakeup:
+            self._check_running()
         if self._engine.grammars is None:
             raise RequestError(
                 "structured_outputs need a tokenizer and this engine has none", "structured_outputs"
             )
-        await self._engine.grammars.prepare(form)
+        return await self._engine.grammars.prepare(form)
 
     def stream(
         self,
@@ -170,6 +175,7 @@ class AsyncEngine:
         params: SamplingParams,
         request_id: str | None = None,
         options: RequestOptions | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Check a request now; return a generator that runs it and yields what each step adds.
 
@@ -182,6 +188,7 @@ class AsyncEngine:
             params: how to decode.
             request_id: names the request; None makes a unique name.
             options: how to treat it; None for the defaults.
+            grammar: of its `structured_outputs`; None: it is waited for, here.
 
         Raises:
             RequestError: the request is not valid, or its id is in use.
@@ -194,7 +201,7 @@ class AsyncEngine:
         request_id = request_id or f"req-{uuid.uuid4().hex}"
         with self._wakeup:
             self._check_open(request_id, options)
-        return self._stream(self._engine.prepare(request_id, prompt, params, options))
+        return self._stream(self._engine.prepare(request_id, prompt, params, options, grammar))
 
     async def close(self, *, drain: bool = False) -> None:
         """Refuse new requests, end the others, and free the model. Idempotent.

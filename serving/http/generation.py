@@ -176,12 +176,14 @@ async def generate(engine: Engine, job: Job) -> AsyncGenerator[tuple[int, Comple
             scheduled then.
     """
     check_number(engine, len(job.prompts))
+    grammar = None
     if job.params.structured_outputs is not None:
-        await engine.compile(job.params.structured_outputs)
+        grammar = await engine.compile(job.params.structured_outputs)
     async with AsyncExitStack() as stack:
         streams = []
         for number, prompt in enumerate(job.prompts):
-            stream = engine.stream(prompt, job.params, f"{job.id}-{number}", job.options)
+            own_id = f"{job.id}-{number}"
+            stream = engine.stream(prompt, job.params, own_id, job.options, grammar)
             streams.append(await stack.enter_async_context(aclosing(stream)))
             await asyncio.sleep(0)  # there may be a thousand, and others have their turn
         deltas = await stack.enter_async_context(aclosing(_merged(streams)))

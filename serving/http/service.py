@@ -20,6 +20,7 @@ from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.reasoning import AnyFormat
 from onnxport.serving.stats import EngineStats
+from onnxport.serving.structured.compiler import CompiledGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.text import Pieces
 
@@ -130,8 +131,8 @@ class Engine(Protocol):
         """Return the engine's counters."""
         ...
 
-    async def compile(self, form: StructuredOutputs) -> None:
-        """Have the grammar of requests compiled, so that `stream` need not wait for it."""
+    async def compile(self, form: StructuredOutputs) -> CompiledGrammar:
+        """Return the grammar of requests, so that `stream` need not wait for it."""
         ...
 
     def stream(
@@ -140,6 +141,7 @@ class Engine(Protocol):
         params: SamplingParams,
         request_id: str | None = None,
         options: RequestOptions | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Check a request now; yield the deltas of all its completions.
 

@@ -12,7 +12,7 @@ import threading
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CLOSED = "the engine is closed and takes no more requests"
 NO_TOKENS = array("q")
 NOTHING_FITS = "NoExtension"  # why the library stops where no token may come, and no end either
 
@@ -91,6 +92,14 @@ class CompiledGrammar:
         )
 
 
+@dataclass(slots=True, eq=False)
+class _Compiling:
+    """What is compiled, or will be, and how many wait for it."""
+
+    future: Future[CompiledGrammar]
+    num_waiting: int = 0
+
+
 class GrammarCompiler:
     """Compiles grammars, and keeps those that were used last. Safe to use from any thread."""
 
@@ -110,7 +119,7 @@ class GrammarCompiler:
         self._reading = threading.Lock()
         self._masks = KeptMasks()
         # All below and _threads are guarded by _lock, but for _vocabulary, which is by _reading.
-        self._cache: OrderedDict[StructuredOutputs, Future[CompiledGrammar]] = OrderedDict()
+        self._cache: OrderedDict[StructuredOutputs, _Compiling] = OrderedDict()
         self._num_chars = 0
         self._closed = False
         self._vocabulary: Vocabulary | None = None
@@ -121,36 +130,34 @@ class GrammarCompiler:
         Raises:
             RequestError: it cannot be compiled, or not in time.
             OverloadedError: others were compiled all the time.
+            OnnxportError: the engine is closed.
         """
-        future = self._submit(spec)
-        try:
-            return future.result(self._limits.timeout_s)
-        except TimeoutError:
-            raise self._late(spec, future) from None
-        except RequestError as error:  # which another request may have had first
-            raise RequestError(str(error), spec.where) from error
+        from concurrent.futures import CancelledError
 
-    async def prepare(self, spec: StructuredOutputs) -> None:
-        """Have a grammar compiled, so that `compile` need not wait; blocks no event loop.
+        with self._awaited(spec) as future:
+            with contextlib.suppress(TimeoutError, CancelledError):
+                future.exception(self._limits.timeout_s)
+            return self._result(spec, future)
+
+    async def prepare(self, spec: StructuredOutputs) -> CompiledGrammar:
+        """Return a compiled grammar; waits for it, and blocks no event loop.
 
         Raises:
             RequestError, OverloadedError: as `compile`.
         """
         import asyncio
 
-        future = self._submit(spec)
         loop, compiled = asyncio.get_running_loop(), asyncio.Event()
 
         def tell(_: Future[CompiledGrammar]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(compiled.set)
 
-        future.add_done_callback(tell)
-        try:
-            await asyncio.wait_for(compiled.wait(), self._limits.timeout_s)
-        except TimeoutError:
-            raise self._late(spec, future) from None
-        self.compile(spec)
+        with self._awaited(spec) as future:
+            future.add_done_callback(tell)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(compiled.wait(), self._limits.timeout_s)
+            return self._result(spec, future)
 
     def close(self) -> None:
         """Compile nothing more."""
@@ -159,13 +166,50 @@ class GrammarCompiler:
         if self._threads is not None:
             self._threads.close()
 
-    def _submit(self, spec: StructuredOutputs) -> Future[CompiledGrammar]:
-        """Return what is compiled, or will be."""
+    @contextlib.contextmanager
+    def _awaited(self, spec: StructuredOutputs) -> Iterator[Future[CompiledGrammar]]:
+        """Give what is compiled, or will be, to one who waits for it.
+
+        Whoever is told that it takes too long may come back for it. But who waits no more, as its
+        client is gone, does not: what nobody else waits for is not begun then.
+        """
+        own = self._submit(spec)
+        try:
+            yield own.future
+        except OnnxportError:
+            raise
+        except BaseException:
+            self._forget(spec, own)
+            raise
+        finally:
+            with self._lock:
+                own.num_waiting -= 1
+
+    def _forget(self, spec: StructuredOutputs, own: _Compiling) -> None:
+        """Do not compile what the last one waited for, unless that has begun."""
         with self._lock:
-            future = self._cache.get(spec)
-            if future is None:
+            if own.num_waiting == 1 and own.future.cancel() and self._cache.get(spec) is own:
+                del self._cache[spec]
+                self._num_chars -= spec.num_chars
+
+    def _result(self, spec: StructuredOutputs, future: Future[CompiledGrammar]) -> CompiledGrammar:
+        """Return what was compiled, or raise why it was not."""
+        if future.cancelled():
+            raise OnnxportError(CLOSED)
+        if not future.done():
+            raise self._late(spec, future)
+        try:
+            return future.result()
+        except RequestError as error:  # which another request may have had first
+            raise RequestError(str(error), spec.where) from error
+
+    def _submit(self, spec: StructuredOutputs) -> _Compiling:
+        """Return what is compiled, or will be, for one more who waits for it."""
+        with self._lock:
+            own = self._cache.get(spec)
+            if own is None:
                 if self._closed:
-                    raise OnnxportError("the engine is closed and takes no more requests")
+                    raise OnnxportError(CLOSED)
                 if self._threads is None:
                     from onnxport.serving.structured.threads import CompileThreads
 
@@ -173,15 +217,16 @@ class GrammarCompiler:
                     self._threads = CompileThreads(
                         limits.num_threads, limits.max_left, "onnxport-grammar"
                     )
-                future = self._threads.submit(partial(self._build, spec))
-                self._cache[spec] = future
+                own = _Compiling(self._threads.submit(partial(self._build, spec)))
+                self._cache[spec] = own
                 self._num_chars += spec.num_chars
                 self._evict()
             self._cache.move_to_end(spec)
-            return future
+            own.num_waiting += 1
+            return own
 
     def _evict(self) -> None:
-        """Forget what was not used for longest; what is still compiled is let go of too."""
+        """Forget what was not used for longest, which may be still compiled for who waits for it."""
         limits = self._limits
         while len(self._cache) > 1 and (
             len(self._cache) > limits.max_entries or self._num_chars > limits.max_cached_chars

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import httpx
 
@@ -22,10 +22,12 @@ from onnxport.serving.http.app import AppOptions, create_app
 from onnxport.serving.outputs import CompletionDelta, Failure, FinishReason, Logprob
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.stats import EngineStats
+from onnxport.serving.structured.compiler import CompiledGrammar
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
 
 MODEL = "fake"
+GRAMMAR = cast("CompiledGrammar", object())
 STATS = EngineStats(0, 0, 8, 8, 0, 0, 0, 0, 0, finished=MappingProxyType({"stop": 0}))
 
 
@@ -88,8 +90,9 @@ class FakeEngine:
     def add_listener(self, listener: Listener) -> None:
         self.listeners.append(listener)
 
-    async def compile(self, form: StructuredOutputs) -> None:
+    async def compile(self, form: StructuredOutputs) -> CompiledGrammar:
         self.compiled.append(form)
+        return GRAMMAR
 
     def stream(
         self,
@@ -97,7 +100,9 @@ class FakeEngine:
         params: SamplingParams,
         request_id: str | None = None,
         options: RequestOptions | None = None,
+        grammar: CompiledGrammar | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
+        assert grammar is (GRAMMAR if params.structured_outputs else None)  # nobody compiles again
         assert not isinstance(prompt, str)
         assert request_id is not None
         assert options is not None

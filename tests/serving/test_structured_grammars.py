@@ -383,6 +383,61 @@ def test_the_event_loop_goes_on(builds: Builds) -> None:
     assert builds.texts == ["a"]
 
 
+def test_more_forms_at_once_than_are_kept(builds: Builds) -> None:
+    """Each request takes its own, whatever was forgotten meanwhile: none is compiled twice."""
+    made = GrammarCompiler(vocabulary, CompileLimits(max_entries=2))
+    builds.go.clear()
+
+    async def burst() -> list[CompiledGrammar]:
+        waiting = [asyncio.create_task(made.prepare(regex(text))) for text in "abcdef"]
+        await asyncio.sleep(0.02)
+        builds.go.set()
+        return await asyncio.gather(*waiting)
+
+    grammars = asyncio.run(burst())
+    assert [accepts(one, text) for one, text in zip(grammars, "abcdef", strict=True)] == [True] * 6
+    assert sorted(builds.texts) == list("abcdef")
+
+
+def test_who_is_gone_has_nothing_compiled(builds: Builds) -> None:
+    limits = CompileLimits(num_threads=1, max_cached_chars=40)
+    made = GrammarCompiler(vocabulary, limits)
+    builds.go.clear()
+
+    async def burst() -> None:
+        first = asyncio.create_task(made.prepare(regex("first")))
+        gone = [asyncio.create_task(made.prepare(regex(text))) for text in ("gone", "both", "both")]
+        await asyncio.sleep(0.02)
+        for each in gone[:2]:
+            each.cancel()
+        last = asyncio.create_task(made.prepare(regex("last")))
+        await asyncio.sleep(0.02)
+        builds.go.set()
+        await asyncio.gather(first, gone[2], last)
+
+    asyncio.run(burst())
+    assert builds.texts == ["first", "both", "last"]
+    assert made._num_chars == sum(map(len, builds.texts))
+    assert accepts(made.compile(regex("gone")), "gone")
+
+
+def test_who_waits_is_told_of_the_end(builds: Builds) -> None:
+    made = GrammarCompiler(vocabulary, CompileLimits(num_threads=1))
+    builds.go.clear()
+
+    async def wait() -> None:
+        first = asyncio.create_task(made.prepare(regex("first")))
+        second = asyncio.create_task(made.prepare(regex("second")))
+        await asyncio.sleep(0.02)
+        made.close()
+        with pytest.raises(OnnxportError, match="the engine is closed"):
+            await second
+        builds.go.set()
+        await first
+
+    asyncio.run(wait())
+
+
 def test_limits_of_size() -> None:
     limits = CompileLimits(max_grammar_size=50)
     many = StructuredOutputs(json={"properties": {f"p{n}": {"type": "null"} for n in range(50)}})
