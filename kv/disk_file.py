@@ -87,6 +87,9 @@ class DiskFormat:
     num_kv_heads: int
     head_size: int
     dtype: str  # that entries are written in
+    # Of each layer of the model, its group and its place, as in KVFormat: blocks of the same tokens
+    # are something else with others, so their files are, too.
+    places: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("unit_tokens", "num_layers", "num_kv_heads", "head_size"):
@@ -98,6 +101,14 @@ class DiskFormat:
                 f"K/V of dtype {self.dtype!r} cannot be kept on disk; it must be one of "
                 f"{', '.join(ITEM_BYTES)}: choose another kv_cache_dtype, or leave kv_disk out"
             )
+
+    @property
+    def family(self) -> str:
+        """What all entries that can be of use have in common, in 16 hex digits."""
+        identity = f"{VERSION}\n{self.unit_tokens}\n{self.model}"
+        if self.places:
+            identity += f"\n{self.places}"
+        return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -163,8 +174,12 @@ def decode(data: bytes, format_: DiskFormat, key: bytes) -> Entry:
 
 
 def starts_like_an_entry(data: bytes) -> bool:
-    """Whether `data`, a file's first bytes, are the magic, or what a truncation left of it."""
-    return MAGIC.startswith(data[: len(MAGIC)])
+    """Whether `data`, a file's first bytes, are the magic, or what is left of it.
+
+    A truncation leaves fewer bytes, and a power failure, on some file systems, zeros instead.
+    """
+    first = data[: len(MAGIC)]
+    return MAGIC.startswith(first) or first == bytes(len(MAGIC))
 
 
 def _check_header(header: object, format_: DiskFormat, key: bytes) -> str:

@@ -3,9 +3,10 @@
     <folder>/<family>/<key>.kv              an entry; the key in 64 hex digits
     <folder>/<family>/<key>.<token>.tmp     one that is being written, or that a crash left
 
-The family is 16 hex digits of a hash of model, unit size and format version, so models share a
-folder without meeting. Files lie flat in it: a folder of 16 GiB holds at most some 160 000, which
-every file system of today indexes.
+The family is 16 hex digits of a hash of model, unit size, format version and, where layers are in
+several groups, how; so models share a folder without meeting, and so do the layouts of one. Files
+lie flat in it: a folder of 16 GiB holds at most some 160 000, which every file system of today
+indexes.
 
 What is decided here:
 
@@ -28,7 +29,6 @@ What is decided here:
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
 import os
 import re
@@ -42,7 +42,6 @@ from typing import Final
 from onnxport.errors import CapacityError, OnnxportError
 from onnxport.kv.disk_file import (
     MAGIC,
-    VERSION,
     CorruptFileError,
     DiskFormat,
     Entry,
@@ -106,8 +105,7 @@ class DiskFolder:
         self.num_errors = 0
         self._find_fault = find_fault
         self._folder = Path(folder)
-        identity = f"{VERSION}\n{format_.unit_tokens}\n{format_.model}"
-        self._family = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        self._family = format_.family
         self._index = DiskIndex()
         self._strange: set[str] = set()  # names of files that are there and of no use
         self._unseen_bytes = 0  # written since the last look

@@ -9,8 +9,7 @@ from types import MappingProxyType
 
 from onnxport.errors import DeviceLostError, OnnxportError, OverloadedError, RequestError
 from onnxport.graphs.spec import ArchSpec
-from onnxport.kv.table import Reservation
-from onnxport.providers.base import Capabilities, Model
+from onnxport.providers.base import Capabilities, Model, StepInputs
 from onnxport.serving import sampling
 from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.beside import Beside
@@ -320,7 +319,10 @@ class Engine:
         for request in plan.preempted:
             self._tally.tell("preempted", request, start_s)
         try:
-            drawn, scores = self._compute(plan, reservation)
+            reads_states = self._guessing.reads_states
+            inputs = self._runtime.prepare(plan, reservation, reads_states=reads_states)
+            prepared_s = self._clock()  # blocks may have been saved
+            drawn, scores = self._compute(plan, inputs)
         except BaseException as error:
             self._scheduler.rollback(reservation)
             if isinstance(error, DeviceLostError) or not isinstance(error, Exception):
@@ -338,7 +340,7 @@ class Engine:
         now = self._clock()
         num_before = self._tally.generation_tokens
         growths, gaps = self._sequences.deliver(drawn, now)
-        self._note_costs(plan, now - start_s)
+        self._note_costs(plan, now - start_s, now - prepared_s)
         num_sampled = self._tally.generation_tokens - num_before
         rows = len(plan.requests)
         record = StepRecord(start_s, now, rows, plan.num_tokens, num_sampled, tuple(gaps))
@@ -346,15 +348,13 @@ class Engine:
         return growths
 
     def _compute(
-        self, plan: StepPlan, reservation: Reservation
+        self, plan: StepPlan, inputs: StepInputs
     ) -> tuple[list[Drawn], list[tuple[Request, list[RowLogprobs]]]]:
-        """Pack, run and sample; changes nothing that a rollback does not undo.
+        """Run and sample; changes nothing that a rollback does not undo.
 
         Returns:
             The tokens, and the log probabilities of prompts.
         """
-        reads_states = self._guessing.reads_states
-        inputs = self._runtime.prepare(plan, reservation, reads_states=reads_states)
         with self._beside.run(plan, inputs, self._scheduler) as masks:
             logits = self._runtime.run(inputs)
         threads = self._sampling_threads
@@ -362,8 +362,9 @@ class Engine:
         drawn = sampling.sample_step(plan, logits, masks(), threads, summaries, allowed)
         return drawn, sampling.score_prompts(plan, logits, threads)
 
-    def _note_costs(self, plan: StepPlan, elapsed_s: float) -> None:
-        """Tell those who decide by measured times how long a step took."""
+    def _note_costs(self, plan: StepPlan, elapsed_s: float, computed_s: float) -> None:
+        """Tell those who decide by measured times how long a step took, in all and computing."""
         if self._runtime.offloader:
-            self._runtime.offloader.costs.note_step(elapsed_s, plan.num_tokens)
+            costs = self._runtime.offloader.costs
+            costs.note_step(computed_s, plan.num_tokens, plan.num_decodes)
         self._guessing.note_step(plan, elapsed_s)

@@ -35,6 +35,8 @@ def following(plan: StepPlan, queues: Queues, pool: BlockPool) -> StepPlan | Non
     for request, past in zip(requests, num_past, strict=True):
         blocks = request.table.blocks
         is_full = past == len(blocks) * block_size
+        if request.siblings:  # which fork at the end of the plan's step
+            return None
         if request.forked and not is_full and pool.ref_count(blocks[-1]) > 1:
             return None
         num_new_columns.append(int(is_full))

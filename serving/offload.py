@@ -38,7 +38,9 @@ from onnxport.serving.transfer_costs import Costs
 
 logger = logging.getLogger(__name__)
 
-LOADED_BLOCKS = 64  # most blocks that one step loads, so that running requests hardly notice
+# Tokens whose blocks one step loads, or a single block, so that running requests hardly notice.
+LOADED_TOKENS = 4096
+REMEASURED_BLOCKS = 256  # of those that seem dearer to move than to compute, one is moved to see
 PERSISTED_BLOCKS = 32  # read from the device at once when everything is saved
 PERSIST_TIMEOUT_S = 20  # for writing the cache to disk at the end
 CLOSE_TIMEOUT_S = 5  # for what was queued to be written before that
@@ -83,6 +85,7 @@ class Offloader:
         self._clock = clock
         self.num_saved = 0  # blocks
         self.num_loaded = 0
+        self._num_passed_over = 0  # blocks that were not saved, as computing seems cheaper
         self._num_failed = 0  # times that the device would not give or take blocks
         self._format = disk_format(model.capabilities)
         self._store = open_store(config, self._format)
@@ -107,8 +110,9 @@ class Offloader:
                 self._format,
                 format_,
             )
+            store = open_store(self._config, format_)  # the old one stays where this fails
             self._store.close(CLOSE_TIMEOUT_S)
-            self._store = open_store(self._config, format_)
+            self._store = store
         self._format = format_
         self._serve(model, pool)
 
@@ -132,12 +136,12 @@ class Offloader:
                 self.num_saved += 1
 
     def load(self, scheduler: Scheduler) -> set[Request]:
-        """Load what the next waiting requests need, at most `LOADED_BLOCKS` blocks.
+        """Load what the next waiting requests need, at most those of LOADED_TOKENS tokens.
 
         Returns:
             The requests for which there is more to load.
         """
-        budget = LOADED_BLOCKS
+        budget = max(1, LOADED_TOKENS // self._pool.block_size) * len(self._pool.groups)
         loading: set[Request] = set()
         kept: set[int] = set()  # free blocks that the requests in front go on from
         promised = 0  # blocks that these will take besides
@@ -184,9 +188,10 @@ class Offloader:
         self._try_out()
 
     def _try_out(self) -> None:
-        """Move one block there and back, for its costs."""
-        start = self._clock()
+        """Move a block there and back, for its costs; twice, as devices prepare at first."""
         try:
+            self._model.write_blocks([0], self._model.read_blocks([0]))
+            start = self._clock()
             self._model.write_blocks([0], self._model.read_blocks([0]))
         except DeviceLostError:
             raise
@@ -202,8 +207,13 @@ class Offloader:
         if self._has(eviction.keys, eviction.group):
             return False
         if self._config.preemption == "auto":
-            return self.costs.moving_is_cheaper
+            return self.costs.moving_is_cheaper or self._measures_again()
         return self._config.preemption == "swap" or not scheduler.is_swapped(eviction.keys[-1])
+
+    def _measures_again(self) -> bool:
+        """Whether a block that seems dearer to move is moved all the same, for its costs."""
+        self._num_passed_over += 1
+        return self._num_passed_over % REMEASURED_BLOCKS == 0
 
     def _has(self, keys: BlockKeys, group: int) -> bool:
         """Whether the store has a block."""
@@ -243,6 +253,7 @@ class Offloader:
         The blocks that they belong to, `held`, are kept meanwhile, lest they are evicted for it.
         """
         units = []
+        start = self._clock()
         for one in wanted:
             keys = stored_keys(one.keys, one.group)
             entries = [self._store.get(key) for key in keys]
@@ -252,13 +263,14 @@ class Offloader:
             units.append([self._array(entry.content, entry.dtype) for entry in found])
         if not units:
             return []
+        read_s = self._clock() - start
         self._pool.share(held)
         evictions: list[Eviction] = []
         blocks = self._pool.allocate(len(units), evictions)
         num_loaded = 0
         try:
             self.save(evictions, scheduler)
-            num_loaded = self._write(blocks, units)
+            num_loaded = self._write(blocks, units, read_s)
             for block, one in zip(blocks[:num_loaded], wanted, strict=False):
                 self._pool.register(block, one.keys, one.group)
         finally:
@@ -267,8 +279,16 @@ class Offloader:
         self.num_loaded += num_loaded
         return blocks[:num_loaded]
 
-    def _write(self, blocks: Sequence[int], units: Sequence[list[NDArray[np.generic]]]) -> int:
-        """Write the units of each block to the device; returns how many blocks, all or none."""
+    def _write(
+        self, blocks: Sequence[int], units: Sequence[list[NDArray[np.generic]]], read_s: float
+    ) -> int:
+        """Write the units of each block to the device; returns how many blocks, all or none.
+
+        Args:
+            blocks: of the pool.
+            units: of each block, [num_layers, 2, num_kv_heads, unit, head_size] each.
+            read_s: what it took to read them.
+        """
         start = self._clock()
         content = np.stack([np.concatenate(parts, axis=3) for parts in units])
         try:
@@ -278,7 +298,7 @@ class Offloader:
         except ProviderError as error:
             self._report("loading", error)
             return 0
-        self.costs.note_move(self._clock() - start, len(blocks))
+        self.costs.note_move(self._clock() - start + read_s, len(blocks))
         return len(blocks)
 
     def _read(self, evictions: Sequence[Eviction]) -> Iterator[tuple[BlockKeys, list[bytes]]]:
@@ -346,6 +366,7 @@ def disk_format(limits: Capabilities) -> DiskFormat:
         num_kv_heads=format_.num_kv_heads,
         head_size=format_.head_size,
         dtype=format_.dtype,
+        places=format_.places,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 MEMORY = 0.8  # weight of the past in a moving average
-MEASURED_TOKENS = 16  # a step of fewer says little about what computing a block costs
+MEASURED_TOKENS = 16  # a step of fewer prompt tokens says little about what computing a block costs
 
 
 class Costs:
@@ -12,12 +12,18 @@ class Costs:
     def __init__(self, block_size: int, num_groups: int = 1) -> None:
         self._block_size = block_size
         self._num_groups = num_groups  # of layers, whose blocks are computed together
-        self.token_s: float | None = None  # to compute one, in a step of many
+        self.token_s: float | None = None  # to compute one of a prompt, in a step of many
         self.move_s: float | None = None  # to save and load one block
 
-    def note_step(self, seconds: float, num_tokens: int) -> None:
-        """A step of `num_tokens` took `seconds`."""
-        if num_tokens >= MEASURED_TOKENS:
+    def note_step(self, seconds: float, num_tokens: int, num_decodes: int = 0) -> None:
+        """A step took so long. Tokens of requests that decode are dearer than those of prompts.
+
+        Args:
+            seconds: without what moved blocks meanwhile.
+            num_tokens: of the step.
+            num_decodes: of them; half of them at most, or the step says nothing.
+        """
+        if num_tokens - num_decodes >= max(MEASURED_TOKENS, num_decodes):
             self.token_s = _average(self.token_s, seconds / num_tokens)
 
     def note_move(self, seconds: float, num_blocks: int) -> None:

@@ -226,7 +226,7 @@ class GrammarCompiler:
             return own
 
     def _evict(self) -> None:
-        """Forget what was not used for longest, which may be still compiled for who waits for it."""
+        """Forget what was not used for longest; who still waits for it will get it all the same."""
         limits = self._limits
         while len(self._cache) > 1 and (
             len(self._cache) > limits.max_entries or self._num_chars > limits.max_cached_chars

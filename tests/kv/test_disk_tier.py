@@ -205,6 +205,42 @@ def test_a_file_cut_anywhere_is_found_and_removed(open_tier: OpenTier) -> None:
     assert tier.num_errors == FILE_BYTES
 
 
+def test_the_same_tokens_in_other_layouts_are_other_entries(open_tier: OpenTier) -> None:
+    """Groups of layers have the same keys, and blocks of fewer layers."""
+    grouped = dataclasses.replace(FORMAT, num_layers=1, places=((0, 0), (1, 0)))
+    tiers = [open_tier(), open_tier(format_=grouped)]
+    for number, tier in enumerate(tiers):
+        size = tier.format.content_bytes("float16")
+        assert tier.put(key(1), Entry(bytes([number]) * size, "float16"))
+        assert tier.flush(TIMEOUT_S)
+    for number, tier in enumerate(tiers):
+        found = tier.get(key(1))
+        assert found is not None
+        assert found.content[0] == number
+        assert tier.num_errors == 0
+
+
+def test_a_file_of_zeros_is_removed(open_tier: OpenTier) -> None:
+    """A power failure leaves such ones on some file systems."""
+    tier = open_tier()
+    tier.path(key(1)).write_bytes(bytes(FILE_BYTES))
+    assert tier.get(key(1)) is None
+    assert not tier.path(key(1)).exists()
+    write(tier, 1)
+    assert tier.get(key(1)) == entry(1)
+
+
+def test_room_is_made_of_files_of_zeros(open_tier: OpenTier) -> None:
+    tier = open_tier(2)
+    tier.path(key(1)).write_bytes(bytes(FILE_BYTES))
+    os.utime(tier.path(key(1)), (1, 1))
+    tier.close(TIMEOUT_S)
+    tier = open_tier(2)
+    write(tier, 2, 3)
+    assert known(tier) == [2, 3]
+    assert not tier.path(key(1)).exists()
+
+
 def foreign_files() -> list[bytes]:
     """Contents that a file with our name may have without being our entry."""
     with tempfile.TemporaryDirectory() as folder:

@@ -67,7 +67,7 @@ def test_a_loss_changes_no_token(data: st.DataObject) -> None:
     first = draw(st.sampled_from([(4, 40), (16, 9), (3, 48)]))
     second = draw(st.sampled_from([(4, 60), (8, 30), (32, 6), (1, 160)]))
     tier = draw(st.sampled_from([{}, {"preemption": "swap", "kv_host_memory": MIB}]))
-    lost = draw(st.integers(2 if tier else 0, 40))  # the first two are the trial
+    lost = draw(st.integers(4 if tier else 0, 40))  # the first four are the trial
     model = spare(
         block_size=second[0],
         num_blocks=second[1],

@@ -63,8 +63,8 @@ def test_what_is_on_disk_is_found_by_the_next_provider(tmp_path: Path) -> None:
     engine.close()
     fallbacks = [spare(block_size=32, num_blocks=4)]
     engine = null_engine(
-        **options, max_num_batched_tokens=64, lost_at=at(2), fallbacks=fallbacks
-    )  # 0 and 1 are the trial
+        **options, max_num_batched_tokens=64, lost_at=at(4), fallbacks=fallbacks
+    )  # 0 to 3 are the trial
     submit(engine, "b", [*PREFIX, 2])
     deltas = run(engine)["b"]
     assert engine.losses

@@ -21,7 +21,7 @@ from onnxport.serving.following import following
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.planner import Planner
 from onnxport.serving.scheduler import Scheduler
-from tests.serving.bench import Bench, rows
+from tests.serving.bench import Bench, group, rows
 from tests.serving.helpers import alone, null_engine, run, submit, tokens
 
 PATIENCE_S = 20.0  # for what happens at once, or never
@@ -105,6 +105,22 @@ def test_nothing_follows_prompts_and_guesses() -> None:
     bench.scheduler.commit(plan, bench.scheduler.reserve(plan))
     assert plan.drafts
     assert following(plan, bench.scheduler._queues, bench.pool) is None
+
+
+def test_nothing_follows_a_prompt_whose_last_token_makes_siblings() -> None:
+    """It has one token left, as rows that decode have, and they fork while one is planned."""
+    bench = Bench(num_blocks=40, budget=4)
+    bench.submit("a", 5, n=2)
+    bench.step()
+    plan = bench.scheduler.plan()
+    assert rows(plan) == [("a", 4, 1)]
+    reservation = bench.scheduler.reserve(plan)
+    bench.scheduler.plan_ahead(plan)
+    ends = group(bench.requests["a"])
+    bench.scheduler.commit(plan, reservation)
+    for one in ends:
+        one.tokens.append(7)
+    assert rows(bench.scheduler.plan()) == [("a", 5, 1), ("a1", 5, 1)]
 
 
 def test_guesses_are_not_passed_over() -> None:

@@ -16,6 +16,7 @@ from onnxport.serving import offload
 from onnxport.serving.engine import Engine
 from onnxport.serving.offload import are_finite
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.transfer_costs import Costs
 from tests.serving.helpers import (
     Clock,
     alone,
@@ -102,6 +103,57 @@ def test_auto_does_what_is_measured_to_be_faster(
     monkeypatch.setattr(Timed, "clock", Clock())
     engine = crowded(preemption="auto", kv_host_memory=MIB, model_type=Timed, clock=Timed.clock)
     assert (crowd(engine)["loaded"] > 0) == loads
+
+
+def test_the_first_transfer_of_a_device_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is prepared then: kernels are loaded, or a graph compiled."""
+
+    class Cold(Timed):
+        def _end_transfer(self, written: Any) -> None:
+            super()._end_transfer(written)
+            self.transfer_s = 0.1
+
+    monkeypatch.setattr(Timed, "run_s", 1.0)
+    monkeypatch.setattr(Cold, "transfer_s", 500.0)
+    monkeypatch.setattr(Timed, "clock", Clock())
+    engine = crowded(preemption="auto", kv_host_memory=MIB, model_type=Cold, clock=Timed.clock)
+    assert crowd(engine)["loaded"] > 0
+
+
+def test_what_moving_costs_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing moves while it seems dear, and so nothing would tell that it has become cheap."""
+    monkeypatch.setattr(offload, "REMEASURED_BLOCKS", 5)
+    monkeypatch.setattr(Timed, "run_s", 1.0)
+    monkeypatch.setattr(Timed, "transfer_s", 50.0)
+    monkeypatch.setattr(Timed, "clock", Clock())
+    engine = crowded(preemption="auto", kv_host_memory=MIB, model_type=Timed, clock=Timed.clock)
+    monkeypatch.setattr(Timed, "transfer_s", 0.001)
+    for _ in range(12):
+        crowd(engine)
+    assert engine.stats().num_blocks_loaded > 0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_decodes", "noted"),
+    [(16, 0, True), (15, 0, False), (40, 20, True), (40, 21, False), (64, 64, False)],
+)
+def test_tokens_that_decode_do_not_tell_what_a_prompt_costs(
+    num_tokens: int, num_decodes: int, noted: bool
+) -> None:
+    costs = Costs(block_size=16)
+    costs.note_step(2.0, num_tokens, num_decodes)
+    assert costs.token_s == (2.0 / num_tokens if noted else None)
+
+
+def test_saving_does_not_make_computing_look_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Timed, "run_s", 0.001)
+    monkeypatch.setattr(Timed, "transfer_s", 7.0)
+    monkeypatch.setattr(Timed, "clock", Clock())
+    engine = crowded(preemption="swap", kv_host_memory=MIB, model_type=Timed, clock=Timed.clock)
+    fill(engine)
+    assert engine.stats().num_blocks_saved > 5
+    assert engine._runtime.offloader is not None
+    assert engine._runtime.offloader.costs.token_s == pytest.approx(0.001)
 
 
 def fill(engine: Engine, number: int = 6) -> None:
@@ -230,7 +282,8 @@ def test_a_salt_isolates_in_the_tiers_too() -> None:
     assert ask(engine, "c", 3, cache_salt="x") == 64
 
 
-def test_many_blocks_are_loaded_over_several_steps() -> None:
+def test_many_blocks_are_loaded_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "LOADED_TOKENS", 256)
     engine = null_engine(
         num_blocks=200,
         kv_host_memory=MIB,
@@ -261,12 +314,35 @@ def test_a_new_engine_finds_on_disk_what_another_left(tmp_path: Path, block_size
     engine.close()
     engine = null_engine(block_size=block_size, **options)
     assert ask(engine, "b", 2) == 64
-    assert null_model(engine).num_written_blocks - 1 == 64 // block_size  # one was the trial
+    assert null_model(engine).num_written_blocks - 2 == 64 // block_size  # two were the trial
     assert engine.stats().num_tier_errors == 0
     engine.close()
     engine = null_engine(block_size=16, **options)
     assert ask(engine, "c", 3) == 64
     engine.close()
+
+
+def test_tables_of_two_kinds_share_a_folder(tmp_path: Path) -> None:
+    """Under the keys of their tokens they keep something else, so neither is in the other's way."""
+    options: dict[str, Any] = {
+        "num_blocks": 60,
+        "max_num_batched_tokens": 64,
+        "kv_disk": tmp_path,
+        "windows": (None, 8),
+    }
+
+    def cached(tail: int, *, one_table: bool) -> int:
+        engine = null_engine(one_table=one_table, **options)
+        submit(engine, "a", [*PREFIX, tail])
+        deltas = run(engine)["a"]
+        assert tokens(deltas) == alone([*PREFIX, tail], windows=(None, 8))
+        assert engine.stats().num_tier_errors == 0
+        engine.close()
+        return deltas[0].num_cached_tokens
+
+    assert [cached(1, one_table=True), cached(2, one_table=False)] == [0, 0]
+    assert [cached(3, one_table=True), cached(4, one_table=False)] == [64, 64]
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
 
 
 def test_what_is_in_host_memory_is_on_disk_after_a_restart(tmp_path: Path) -> None:
@@ -388,7 +464,7 @@ def test_what_is_being_loaded_keeps_its_room(
     monkeypatch: pytest.MonkeyPatch, windows: tuple[int | None, ...]
 ) -> None:
     """In a pool for one and a half, the next request must not start from nothing in its place."""
-    monkeypatch.setattr(offload, "LOADED_BLOCKS", 4)
+    monkeypatch.setattr(offload, "LOADED_TOKENS", 16 // len(windows))
     engine = null_engine(
         num_blocks=26, windows=windows, preemption="swap", kv_host_memory=MIB, max_model_len=80
     )
