@@ -52,6 +52,7 @@ IRRELEVANT: Final = frozenset(
         "id2label",
         "initializer_range",
         "is_llama_config",
+        "internal_version",
         "keys_to_ignore_at_inference",
         "label2id",
         "length_penalty",
@@ -102,6 +103,7 @@ IRRELEVANT: Final = frozenset(
 
 # Keys that would change the logits, with the one value at which they do nothing.
 NEUTRAL: Final[Mapping[str, Any]] = {
+    "activation": "swiglu",  # of Falcon 3, beside hidden_act, which says the same
     "add_cross_attention": False,
     "attention_bias": False,
     "cross_attention_hidden_size": None,

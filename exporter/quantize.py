@@ -151,7 +151,9 @@ def _quantize_tile(
     if zero_points is not None:
         zeros = zero_points[..., None].astype(np.float32)
     scaled += zeros + np.float32(0.5)
-    np.clip(scaled, 0, (1 << block.bits) - 0.5, out=scaled)
+    # Rounding makes subnormal scales smaller by up to a half: -128 would be nearer then.
+    least = 1 if block.bits == 8 and steps is None and zero_points is None else 0
+    np.clip(scaled, least, (1 << block.bits) - 0.5, out=scaled)
     with np.errstate(invalid="ignore"):
         levels = scaled.astype(np.uint8)  # truncation after adding one half: round half up
     quants[...] = _pack_nibbles(levels) if block.bits == 4 else levels

@@ -6,6 +6,7 @@ top. New: `rope_parameters`, which holds all of them.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
 
 D = TypeVar("D")
 
+logger = logging.getLogger(__name__)
+
 _COMMON: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 _POSITIVE: Final = frozenset(
     {
-        *("rope_theta", "factor", "original_max_position_embeddings"),
+        *("rope_theta", "factor", "original_max_position_embeddings", "attn_factor"),
         *("short_factor", "long_factor"),
     }
 )
@@ -40,6 +43,7 @@ ROPE_KEYS: Final[Mapping[str, frozenset[str]]] = {
             "factor",
             "original_max_position_embeddings",
             "attention_factor",
+            "attn_factor",
             "beta_fast",
             "beta_slow",
             "mscale",
@@ -276,20 +280,34 @@ def _fields(config: Config, kind: str, values: Mapping[str, Any], trained: int) 
 def _attention_factor(config: Config, values: Mapping[str, Any], factor: float) -> float:
     """Yarn's scale of cos and sin: given, or 0.1 m ln(factor) + 1 (arXiv:2309.00071, §3.4).
 
-    With both mscale and mscale_all_dim it is the ratio of theirs (DeepSeek-V2).
+    With both mscale and mscale_all_dim it is the ratio of theirs (DeepSeek-V2). `attn_factor`
+    multiplies it, as vLLM and llama.cpp have it: DeepSeek-R1-0528-Qwen3-8B takes it back by that.
     """
     given = _number(config, values, "attention_factor", None)
+    more = _number(config, values, "attn_factor", None)
+    if given is not None and more is not None:
+        raise CheckpointError(
+            f"{config.path}: the RoPE keys attention_factor = {given} and attn_factor = {more} are "
+            "both there; remove the one that the model was not trained with."
+        )
     if given is not None:
         return given
+    if more is not None:
+        logger.warning(
+            "attn_factor = %s multiplies the RoPE's magnitude, as in vLLM and llama.cpp; "
+            "transformers leaves it out, so its logits differ",
+            more,
+        )
 
     def magnitude(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
     numerator = _number(config, values, "mscale", None)
     denominator = _number(config, values, "mscale_all_dim", None)
+    found = magnitude(1.0)
     if numerator and denominator:
-        return magnitude(numerator) / magnitude(denominator)
-    return magnitude(1.0)
+        found = magnitude(numerator) / magnitude(denominator)
+    return found if more is None else found * more
 
 
 def _long_magnitude(factor: float, original: int) -> float:

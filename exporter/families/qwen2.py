@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Final
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
 
+from onnxport.errors import CheckpointError, UnsupportedModelError
 from onnxport.exporter.config import Config, decoder_spec, layer_windows
 from onnxport.exporter.families.base import Family
 from onnxport.graphs.spec import ArchSpec
 
+_CHUNKS: Final = "dual_chunk_attention_config"
+
+logger = logging.getLogger(__name__)
+
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """Qwen2: always biased queries, keys and values, never an output or MLP bias."""
+    if chunks := config.get(_CHUNKS, dict, None):
+        context_length = _within(config, chunks, context_length)
     return decoder_spec(
         config,
         family="qwen2",
@@ -19,6 +28,41 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         sliding_window=layer_windows(config),
         context_length=context_length,
     )
+
+
+def _within(config: Config, chunks: Mapping[str, Any], asked: int | None) -> int:
+    """A context in which dual chunk attention is plain attention: its first chunk.
+
+    Within a chunk of `chunk_size - local_size` tokens relative positions stay as they are; those
+    of tokens in other chunks are folded into what the model was trained with (arXiv:2402.17463,
+    §3). Qwen2.5-1M has this, and transformers, which does not know it, computes plain attention.
+    """
+    size, local = chunks.get("chunk_size"), chunks.get("local_size")
+    if type(size) is not int or type(local) is not int:
+        raise CheckpointError(
+            f"{config.path}: {_CHUNKS} is {dict(chunks)}; it needs the numbers chunk_size and "
+            "local_size."
+        )
+    first = size - local
+    if first < 1:
+        raise CheckpointError(
+            f"{config.path}: {_CHUNKS} has a chunk_size of {size} and a local_size of {local}; "
+            "the first must be larger."
+        )
+    if asked is not None and asked > first:
+        raise UnsupportedModelError(
+            f"{config.path}: a context length of {asked} tokens was asked for; beyond {first}, the "
+            f"first chunk of its {_CHUNKS}, this model attends in chunks, which is not supported. "
+            f"Choose one from 1 to {first}."
+        )
+    trained = config.require("max_position_embeddings", int)
+    if asked is None and trained > first:
+        logger.warning(
+            "the context is %d tokens, not %d: beyond that this model attends in chunks, which is "
+            "not supported",
+            *(first, trained),
+        )
+    return min(trained, first) if asked is None else asked
 
 
 FAMILY: Final = Family(name="qwen2", architecture="Qwen2ForCausalLM", spec=read_spec)

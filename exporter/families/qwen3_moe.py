@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -15,6 +16,7 @@ from onnxport.graphs.spec import ArchSpec
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """Qwen3 MoE: experts in every `decoder_sparse_step`-th layer, but for `mlp_only_layers`."""
+    _check_said(config)
     spec = qwen3_spec(
         config,
         family="qwen3_moe",
@@ -32,6 +34,23 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
         layers=layers,
     )
     return replace(spec, experts=experts) if any(layers) else spec
+
+
+# What Qwen3-Coder says of its architecture, and what is so of every Qwen3 MoE.
+_SAID: Final[Mapping[str, bool | int]] = {
+    "qkv_bias": False,
+    "shared_expert_intermediate_size": 0,
+    "use_qk_norm": True,
+}
+
+
+def _check_said(config: Config) -> None:
+    for name, value in _SAID.items():
+        if (found := config.get(name, type(value), value)) != value:
+            raise UnsupportedModelError(
+                f"{config.path}: {name} is {found!r}; of a Qwen3 MoE it is {value!r}, as "
+                "transformers computes it. Correct it, or the architecture."
+            )
 
 
 def _windows(config: Config) -> tuple[int | None, ...]:

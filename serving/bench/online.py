@@ -66,6 +66,10 @@ class Target:
         return body | {"prompt": prompt}
 
 
+# What a delta of a chat may have of what the model wrote; reasoning has two names.
+OUTPUT = ("content", "reasoning", "reasoning_content", "tool_calls")
+
+
 class _StreamError(Exception):
     """A request failed; the message says how."""
 
@@ -90,7 +94,7 @@ class _Stream:
         self.usage = _members(chunk.get("usage")) or self.usage
         for choice in map(_members, _items(chunk.get("choices"))):
             delta = _members(choice.get("delta"))
-            if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
+            if choice.get("text") or any(map(delta.get, OUTPUT)):
                 self.output_s.append(now_s)
             self.ended = self.ended or choice.get("finish_reason") is not None
 

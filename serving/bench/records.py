@@ -161,8 +161,14 @@ class Goals:
         return cls(**found)
 
     def met(self, record: RequestRecord) -> bool:
-        """Whether a request ended well and kept them all."""
+        """Whether a request ended well and kept them all.
+
+        When the first token came is not known where all that could be seen came at the end.
+        """
         if record.error is not None:
+            return False
+        is_unseen = record.ttft_s is None and record.num_output_tokens > 1
+        if is_unseen and (self.ttft_s or self.itl_s or self.tpot_s):
             return False
         found = {
             "ttft_s": record.ttft_s,

@@ -28,6 +28,7 @@ from onnxport.serving.http.responses_request import ResponsesRequest
 from onnxport.serving.http.service import Engine, Service
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.metrics import Metrics
+from onnxport.serving.params import RequestOptions
 from onnxport.serving.reasoning import AUTO, reasoning_format
 from onnxport.version import __version__
 
@@ -63,6 +64,14 @@ class AppOptions:
     allowed_origins: tuple[str, ...] = ()
     reasoning_parser: str = AUTO
     tool_call_parser: str = AUTO
+
+    def __post_init__(self) -> None:
+        """Refuse a deadline that no request could have.
+
+        Raises:
+            RequestError: it is not above 0, or too long.
+        """
+        RequestOptions(timeout_s=self.request_timeout_s)
 
 
 def create_app(

@@ -53,7 +53,9 @@ def bind(host: str, port: int) -> socket.socket:
         OnnxportError: the address cannot be used.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # Of a name that has both, as localhost does, most clients can reach that of IPv4.
+        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)

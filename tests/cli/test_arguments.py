@@ -226,6 +226,7 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
         ("--max-queued-requests 0", "less than 1"),
         ("--scheduling-policy lottery", "fcfs"),
         ("--request-timeout 0", "above 0"),
+        ("--request-timeout 1e9", "more than 2592000 seconds; leave it out for no limit"),
         ("--dtype int8", "float16"),
     ):
         with pytest.raises(SystemExit, match="2"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,110 @@ def test_published_files_are_understood(name: str) -> None:
     assert spec.head_size == {"phi3": 128, "smollm3": 128, "granite": 64}[spec.family]
     assert spec.rope.rotary_dim == (96 if spec.family == "phi3" else spec.head_size)
     assert ArchSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+CODER: dict[str, Any] = {  # Qwen3-Coder-30B-A3B-Instruct
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5472,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 28,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "qkv_bias": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.52.3",
+    "use_cache": True,
+    "use_qk_norm": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_what_qwen3_coder_says_of_itself() -> None:
+    spec = configs.read(CODER)
+    assert (spec.qk_norm, spec.qkv_bias, spec.sliding_window) == (True, False, (None,) * 48)
+    assert spec.experts is not None
+    assert (spec.experts.count, spec.experts.shared_size) == (128, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("qkv_bias", True), ("use_qk_norm", False), ("shared_expert_intermediate_size", 512)],
+)
+def test_what_no_qwen3_moe_is(key: str, value: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"{key} is {value}"):
+        configs.read({**CODER, key: value})
+
+
+def test_keys_of_published_llamas_that_say_nothing_new() -> None:
+    """Falcon 3 and ALLaM have them."""
+    plain = configs.read(LLAMA)
+    assert configs.read({**LLAMA, "activation": "swiglu", "internal_version": "7b-alpha"}) == plain
+    with pytest.raises(UnsupportedModelError, match='activation = "geglu"'):
+        configs.read({**LLAMA, "activation": "geglu"})
+
+
+CHUNKS: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "max_position_embeddings": 1010000,
+    "num_key_value_heads": 4,
+    "dual_chunk_attention_config": {
+        "chunk_size": 262144,
+        "local_size": 8192,
+        "original_max_position_embeddings": 262144,
+    },
+}
+
+
+def test_dual_chunk_attention_is_plain_within_a_chunk(caplog: pytest.LogCaptureFixture) -> None:
+    """As Qwen2.5-1M has it."""
+    with caplog.at_level(logging.WARNING):
+        assert configs.read(CHUNKS).context_length == 253952
+    assert "the context is 253952 tokens, not 1010000" in caplog.text
+    assert configs.read(CHUNKS, 253952).context_length == 253952
+    with pytest.raises(
+        UnsupportedModelError, match=r"300000 tokens .* Choose one from 1 to 253952"
+    ):
+        configs.read(CHUNKS, 300000)
+    short = {**CHUNKS, "max_position_embeddings": 4096}
+    assert configs.read(short).context_length == 4096
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ({"chunk_size": 5}, "it needs the numbers chunk_size and local_size"),
+        ({"chunk_size": 5.5, "local_size": 1}, "it needs the numbers"),
+        ({"chunk_size": 5, "local_size": 5}, "the first must be larger"),
+    ],
+)
+def test_chunks_that_are_none(chunks: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        configs.read({**CHUNKS, "dual_chunk_attention_config": chunks})
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,19 @@ def test_quants_are_chosen_against_the_rounded_scale(block: BlockFormat) -> None
     _, scales, meant = quantize(values, block)
     wide = np.repeat(scales.astype(np.float32), block.block_size, axis=1)
     levels = np.divide(values, wide, out=np.zeros_like(values), where=wide != 0)
-    low, high = -block.zero_point, block.zero_point - 1
+    low, high = -block.zero_point + (block.bits == 8), block.zero_point - 1
     best = np.clip(np.floor(levels + 0.5), low, high) * wide
     np.testing.assert_allclose(np.abs(best - values), np.abs(meant - values), atol=1e-9)
+
+
+def test_eight_bits_have_no_level_of_minus_128() -> None:
+    """Nor where the scale is subnormal, and rounding makes it smaller by per cents."""
+    magnitudes = np.geomspace(2e-6, 2e-3, 4000, dtype=np.float32)[:, None]
+    values = magnitudes * np.linspace(-1, 1, 128, dtype=np.float32)
+    block = BlockFormat(8, 128)
+    quants, scales, _ = quantize(values, block)
+    assert (scales > 0).sum() > 3000
+    assert quants[scales[:, 0] > 0].min() == 1
 
 
 @pytest.mark.parametrize("block", FORMATS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
-from onnxport.errors import OnnxportError, UnsupportedModelError
+from onnxport.errors import CheckpointError, OnnxportError, UnsupportedModelError
 from onnxport.exporter import config, rope
 from onnxport.exporter.config import Config
 from onnxport.exporter.export import export_model
@@ -128,6 +129,19 @@ def test_dynamic_beyond_is_transformers_at_that_length() -> None:
     expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](peer, None, seq_len=3 * CONTEXT)
     found = rope.inverse_frequencies(spec, context_length)
     np.testing.assert_allclose(found, expected.numpy(), rtol=2e-6)
+
+
+def test_yarn_may_be_given_a_factor_of_its_magnitude(caplog: pytest.LogCaptureFixture) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B has the one that leaves cos and sin as they are."""
+    parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    given = config_of({**parameters, "attn_factor": 0.8782488562869419})
+    with caplog.at_level(logging.WARNING):
+        spec, _ = read_rope(given, HEAD_SIZE, None)
+    assert spec.attention_factor == pytest.approx(1.0)
+    assert "transformers leaves it out" in caplog.text
+    both = config_of({**parameters, "attn_factor": 0.9, "attention_factor": 1.0})
+    with pytest.raises(CheckpointError, match="are both there"):
+        read_rope(both, HEAD_SIZE, None)
 
 
 @pytest.mark.parametrize("context", [1024, CONTEXT])

@@ -176,6 +176,19 @@ def test_two_servers_on_one_port() -> None:
             serve(nothing, second, nothing, lambda: None, ServerOptions())  # type: ignore[arg-type]
 
 
+def test_a_name_with_two_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them comes first depends on the machine; that of IPv4 is what clients try."""
+    ways = [(socket.AF_INET6, "::1"), (socket.AF_INET, "127.0.0.1")]
+
+    def look_up(host: str, port: int, **_: Any) -> list[Any]:
+        assert host == "localhost"
+        return [(family, socket.SOCK_STREAM, 6, "", (address, port)) for family, address in ways]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with bind("localhost", 0) as found:
+        assert found.getsockname()[0] == "127.0.0.1"
+
+
 def test_a_name_that_no_host_has() -> None:
     with pytest.raises(OnnxportError, match="no name of a host"):
         bind("a" * 64 + ".example", 0)

@@ -395,13 +395,37 @@ def test_what_is_not_finite(
         assert pair.run(x, numbers([5, 5, 5])).tobytes() == whole.tobytes()
 
 
-@pytest.mark.parametrize("output", [0, 1500, 2999])
+@pytest.mark.parametrize("output", [0, 10_007, 19_999])
 def test_a_weight_of_minus_128(
     library_path: Path, library: ctypes.CDLL, available_isas: list[str], output: int
 ) -> None:
-    """Four bits cannot stand for it: once it was met, the product is always whole."""
-    case = cases.gaussian_case(3, 3000, 256, 2)
+    """Four bits cannot stand for it: of its panel all eight are read at once, of others are not."""
+    case = cases.gaussian_case(3, 20_000, 256, 2)
     case.quants[output, 1, 77] = 0
+    panel = slice(output // 32 * 32, output // 32 * 32 + 32)
+    allowed = cases.random_allowed(np.random.default_rng(1), 2, case.n)
+    for isa in available_isas:
+        library.onnxport_cpu_set_matmul_isa(isa.encode())
+        pair = Pair(library_path, case)
+        pair.grow(case.x)
+        found, whole = pair.check(case.x, numbers([1, 1])), pair.whole(case.x)
+        assert found[:, panel].tobytes() == whole[:, panel].tobytes()
+        assert np.mean(found != whole) > 0.4
+        levels = case.quants[output].astype(np.float32) - 128  # of which it is the largest output
+        x = (levels * case.scales[output][:, None]).reshape(1, case.k)
+        found = pair.check(x, numbers([1]))
+        assert int(found[0].argmax()) == output
+        found = pair.run(case.x, numbers([1, -1]), allowed)
+        bits = cases.bits_of(allowed[1], case.n)
+        assert found[1][bits].tobytes() == whole[1][bits].tobytes()
+
+
+def test_many_weights_of_minus_128(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str]
+) -> None:
+    """With one in more than a third of the panels nothing would be gained: the product is whole."""
+    case = cases.gaussian_case(3, 3000, 256, 2)
+    case.quants[np.arange(0, 3000, 64), 1, 77] = 0
     for isa in available_isas:
         library.onnxport_cpu_set_matmul_isa(isa.encode())
         pair = Pair(library_path, case)

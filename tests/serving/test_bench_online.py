@@ -119,6 +119,20 @@ async def test_chats() -> None:
     assert "authorization" not in server.heads[0]
 
 
+@pytest.mark.parametrize(
+    "delta",
+    [{"reasoning": "a"}, {"reasoning_content": "a"}, {"tool_calls": [{"index": 0}]}],
+)
+async def test_chats_that_begin_with_something_else(delta: dict[str, Any]) -> None:
+    """What is thought or called is output like all other: servers have three names for it."""
+    said = [event({"delta": one, "finish_reason": None}) for one in (delta, {"content": "b"})]
+    end = event({"delta": {}, "finish_reason": "stop"})
+    async with scripted(answer(*said, end, event(usage=USAGE))) as server:
+        [record] = await run_online(replace(server.target, endpoint=CHAT), [ASK], [0.0])
+    assert record.error is None
+    assert len(record.output_s) == 2
+
+
 async def test_errors_before_and_within_the_stream() -> None:
     full = json.dumps({"error": {"message": "the queue is full"}}).encode()
     assert (await ask_once(full, status=429)).error == "HTTP 429: the queue is full"

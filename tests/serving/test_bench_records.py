@@ -113,6 +113,13 @@ def test_goals(goal: str, kept: bool) -> None:
     assert not Goals.parse([goal]).met(record(error="no"))
 
 
+@pytest.mark.parametrize("goal", ["ttft:1", "itl:1", "tpot:1"])
+def test_goals_are_not_kept_where_nothing_was_seen(goal: str) -> None:
+    """Of two tokens and more something is seen, unless the server tells it in an unknown way."""
+    assert not Goals.parse([goal]).met(record(()))
+    assert Goals.parse(["e2e:9000"]).met(record(()))
+
+
 def test_goals_have_to_be_kept_together() -> None:
     assert Goals.parse(["ttft:500", "itl:2000"]).met(record())
     assert not Goals.parse(["ttft:500", "itl:1999"]).met(record())

@@ -23,4 +23,8 @@ struct alignas(64) TileConfiguration {
   }
 };
 
+// What the compiler has not written yet is written before tile registers are loaded or configured: it
+// does not know that they read memory, or, of the configuration, all of it.
+static inline void finish_writes() { __asm__ volatile("" ::: "memory"); }
+
 }  // namespace

@@ -104,10 +104,6 @@ static inline void multiply_registers(const Left& left, int tiles, const Right& 
     multiply_registers<kProduct, 2, kColumns>(left, right, steps, out, out_stride);
 }
 
-// What the compiler has not written yet is written before tile registers are loaded, of which it
-// does not know that they read memory.
-static inline void finish_writes() { __asm__ volatile("" ::: "memory"); }
-
 // Of sixteen integers that lie where floats will.
 static inline Vec::T converted(const float* integers) {
   return Vec::to_floats(_mm512_loadu_si512(integers));
@@ -293,6 +289,7 @@ static void attend_keys_amx(const Rows& rows, int64_t first, int64_t last, const
   const Problem& p = rows.p;
   const int32_t* table = p.block_table + rows.block.sequence * p.table_width;
   const TileConfiguration configuration;
+  finish_writes();
   _tile_loadconfig(&configuration);
   pad_queries(rows, scratch.key);
   auto* copies = reinterpret_cast<typename Type::Element*>(scratch.value);

@@ -22,16 +22,18 @@ struct Growth {
   const MatMul& plane;
   const uint8_t* dither;
   float* largest_scales;
-  uint8_t* weights;
+  uint8_t *weights, *whole;
   int64_t begin;
   std::atomic<bool> is_good{true};
 
   void make(int64_t index) {
     const int64_t panel = begin + index;
-    if (!convert_panel(product, plane, dither, product.weights + panel * panel_bytes(product),
-                       weights + panel * panel_bytes(plane),
-                       largest_scales + panel * num_blocks(product)))
-      is_good = false;
+    const Conversion found =
+        convert_panel(product, plane, dither, product.weights + panel * panel_bytes(product),
+                      weights + panel * panel_bytes(plane),
+                      largest_scales + panel * num_blocks(product));
+    whole[panel] = found == Conversion::kTooLarge;
+    if (found == Conversion::kNoNumber) is_good = false;
   }
 };
 
@@ -89,7 +91,8 @@ int CoarseProduct::run(const MatMulKernels& kernels, const MatMul& call, const i
   // What is not ready may be being made by another thread.
   const Plane plane{ready ? memory_->data() : nullptr, dither_.data(),
                     ready ? largest_scales_.data() : nullptr,
-                    ready == panels ? top_scales_.data() : nullptr, ready};
+                    ready == panels ? top_scales_.data() : nullptr, ready ? whole_.data() : nullptr,
+                    ready};
   CoarseCall coarse{kernels, call, plane, exact, allowed, races};
   if (const int result = run_coarse(coarse, parallel_for, context)) return result;
   if (ready < panels) return grow(kGrowingCalls, parallel_for, context);
@@ -103,6 +106,7 @@ bool CoarseProduct::reserve() {
     const MatMul plane = plane_of(product_);
     largest_scales_.resize(static_cast<size_t>(num_panels(plane) * num_blocks(plane)));
     top_scales_.resize(static_cast<size_t>(num_blocks(plane)));
+    whole_.resize(static_cast<size_t>(num_panels(plane)));
     const int64_t bytes = num_panels(plane) * panel_bytes(plane);
     memory_ = std::make_unique<WeightMemory>(static_cast<size_t>(bytes));
     return true;
@@ -129,13 +133,15 @@ int CoarseProduct::grow(int64_t parts, ParallelFor parallel_for, void* context) 
     return 0;
   }
   const MatMul plane = plane_of(product_);
-  Growth growth{product_, plane, dither_.data(), largest_scales_.data(), memory_->data(), begin};
+  Growth growth{product_,         plane,         dither_.data(), largest_scales_.data(),
+                memory_->data(), whole_.data(), begin};
   const int64_t count = std::min(panels - begin, ceil_div(panels, parts));
   const auto make = [](void* argument, size_t index) {
     static_cast<Growth*>(argument)->make(static_cast<int64_t>(index));
   };
   if (const int result = run_tasks(count, make, &growth, parallel_for, context)) return result;
-  if (!growth.is_good) {
+  const int64_t num_whole = std::count(whole_.begin(), whole_.begin() + begin + count, 1);
+  if (!growth.is_good || num_whole > panels / kPayingShare) {
     is_hopeless_ = true;
     return 0;
   }

@@ -81,6 +81,7 @@ class CoarseProduct {
   std::unique_ptr<WeightMemory> memory_;
   std::vector<float> largest_scales_;  // [panels][blocks], magnitudes
   std::vector<float> top_scales_;      // [blocks], the largest of all panels, once these are ready
+  std::vector<uint8_t> whole_;         // [panels], of those that are ready, which no plane stands for
   std::atomic<int64_t> ready_{0};      // panels that have a plane; of the first ones
   std::atomic<int64_t> rest_{0};       // calls to come that compute all
   std::atomic<bool> is_hopeless_{false};

@@ -81,12 +81,12 @@ float scale_of(const MatMul& product, const uint8_t* scales, int64_t output) {
   return std::fabs(scale);
 }
 
-bool convert_panel(const MatMul& product, const MatMul& plane, const uint8_t* dither,
-                   const uint8_t* from, uint8_t* to, float* largest) {
-  bool is_good = true;
+Conversion convert_panel(const MatMul& product, const MatMul& plane, const uint8_t* dither,
+                         const uint8_t* from, uint8_t* to, float* largest) {
+  bool is_small = true, is_number = true;
   for (int64_t block = 0; block < num_blocks(product); block++) {
     for (int64_t i = 0; i < product.block_size; i += 8)
-      is_good &= convert_inputs(from + i * kPanel, dither + i, to + i / 2 * kPanel);
+      is_small &= convert_inputs(from + i * kPanel, dither + i, to + i / 2 * kPanel);
     dither += product.block_size;
     const uint8_t* scales = from + quant_bytes(product);
     std::memcpy(to + quant_bytes(plane), scales,
@@ -94,14 +94,14 @@ bool convert_panel(const MatMul& product, const MatMul& plane, const uint8_t* di
     float most = 0.f;
     for (int64_t output = 0; output < kPanel; output++) {
       const float scale = scale_of(product, scales, output);
-      is_good &= std::isfinite(scale);
+      is_number &= std::isfinite(scale);
       most = std::max(most, scale);
     }
     largest[block] = most;
     from += block_bytes(product);
     to += block_bytes(plane);
   }
-  return is_good;
+  return !is_number ? Conversion::kNoNumber : is_small ? Conversion::kMade : Conversion::kTooLarge;
 }
 
 }  // namespace onnxport

@@ -19,9 +19,12 @@ MatMul plane_of(MatMul product);
 // Magnitude of an output's scale among a block's packed ones.
 float scale_of(const MatMul& product, const uint8_t* scales, int64_t output);
 
-// Makes a panel's plane, and the largest magnitude of each block's scales. Returns whether it can
-// be made: not of a weight of -128, nor of a scale that is no number.
-bool convert_panel(const MatMul& product, const MatMul& plane, const uint8_t* dither,
-                   const uint8_t* from, uint8_t* to, float* largest);
+// What became of a panel: its plane was made; it has a weight of -128, for which four bits cannot
+// stand; or a scale that is no number.
+enum class Conversion { kMade, kTooLarge, kNoNumber };
+
+// Makes a panel's plane, and the largest magnitude of each block's scales.
+Conversion convert_panel(const MatMul& product, const MatMul& plane, const uint8_t* dither,
+                         const uint8_t* from, uint8_t* to, float* largest);
 
 }  // namespace onnxport

@@ -36,6 +36,7 @@ struct Run {
   const Race* races;
   const uint8_t* dither;
   const float* largest_scales;
+  const uint8_t* whole;
   const int64_t ready, panels, blocks;
   Workspace& space;
   CoarseErrors errors;
@@ -70,6 +71,7 @@ struct Run {
         races(of.races),
         dither(of.plane.dither),
         largest_scales(of.plane.largest_scales),
+        whole(of.plane.whole),
         ready(of.plane.ready),
         panels(num_panels(of.product)),
         blocks(num_blocks(of.product)),
@@ -106,14 +108,16 @@ struct Run {
 
   bool has_noise(int64_t row) const { return races && races[row].per_unit > 0.0; }
 
+  bool has_plane(int64_t panel) const { return panel < ready && !whole[panel]; }
+
   void choose_readings() {
     for (int64_t panel = 0; panel < panels; panel++)
-      readings[panel] = allowed ? kNothing : panel < ready ? kFourBits : kAllBits;
+      readings[panel] = allowed ? kNothing : has_plane(panel) ? kFourBits : kAllBits;
     for (int64_t row = 0; allowed && row < call.rows; row++) {
       const Reading all = exact[row] == kAllAllowed ? kAllBits : kFourBits;
       const uint32_t* words = allowed + row * panels;
       for (int64_t panel = 0; panel < panels; panel++) {
-        const Reading own = panel < ready ? all : kAllBits;
+        const Reading own = has_plane(panel) ? all : kAllBits;
         readings[panel] = words[panel] ? std::max(readings[panel], own) : readings[panel];
       }
     }

@@ -14,6 +14,7 @@ struct Plane {
   const uint8_t* dither;
   const float* largest_scales;  // [panels][blocks], magnitudes
   const float* top_scales;      // [blocks], of all panels; null until all are ready
+  const uint8_t* whole;         // [panels], of which all eight bits are read all the same
   int64_t ready;  // panels
 };
 

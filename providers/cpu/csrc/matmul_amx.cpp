@@ -361,6 +361,7 @@ void multiply_tiles(const MatMul& m, const Part& part, Tallies* tallies) {
       stretch.count = blocks - stretch.first < most ? blocks - stretch.first : most;
       const uint8_t* weights = m.weights + panel * panel_bytes(m) + stretch.first * bytes;
       stretch.read(m, weights, memory);
+      finish_writes();
       // What is read later is asked for meanwhile, a share of it with each unit.
       ahead.next = weights + stretch.count * bytes + (kFew ? kFurtherAhead : 0);
       for (int64_t tile = 0; tile < tiles; tile++) {
@@ -396,6 +397,7 @@ void multiply_tiles(const MatMul& m, const Part& part, Tallies* tallies) {
 template <bool kTell>
 void multiply_part(const MatMul& m, const Part& part, Tallies* tallies) {
   const TileConfiguration configuration = configuration_for(m.block_size < 64 ? m.block_size : 64);
+  finish_writes();
   _tile_loadconfig(&configuration);
   const bool few = part.row_end - part.row_begin <= kFewTiles * kRowTile;
   if (m.block_size == 128)

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <vector>
 #endif
@@ -194,15 +195,15 @@ namespace {
 bool all_are_files(uintptr_t page, size_t count) {
   constexpr uint64_t kPresent = uint64_t{1} << 63, kSwapped = uint64_t{1} << 62,
                      kFile = uint64_t{1} << 61;
-  const int map = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  // Whoever asks may have no way to tell that memory is short, and does without.
+  const std::unique_ptr<uint64_t[]> entries(new (std::nothrow) uint64_t[count]);
+  const int map = entries ? open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC) : -1;
   if (map < 0) return false;
-  std::vector<uint64_t> entries(count);
   const size_t bytes = count * sizeof(uint64_t);
-  const ssize_t got =
-      pread(map, entries.data(), bytes, static_cast<off_t>(page * sizeof(uint64_t)));
+  const ssize_t got = pread(map, entries.get(), bytes, static_cast<off_t>(page * sizeof(uint64_t)));
   close(map);
   return got == static_cast<ssize_t>(bytes) &&
-         std::all_of(entries.begin(), entries.end(), [](uint64_t entry) {
+         std::all_of(entries.get(), entries.get() + count, [](uint64_t entry) {
            return !(entry & kSwapped) && (!(entry & kPresent) || (entry & kFile));
          });
 }

@@ -7,9 +7,9 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 
 namespace onnxport {
@@ -76,13 +76,13 @@ class Pool {
   }
 
  private:
-  // Where the system has no more threads, the caller does what nobody helps with.
+  // Where the system has no more threads or memory, the caller does what nobody helps with.
   void start_threads(int64_t wanted) {
     if (num_threads_ >= wanted) return;
     [[maybe_unused]] const SignalsBlocked blocked{};
     try {
       for (; num_threads_ < wanted; num_threads_++) std::thread([this] { help(); }).detach();
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {
     }
   }
 

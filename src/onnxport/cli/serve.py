@@ -70,7 +70,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     group.add_argument(
         "--request-timeout",
-        type=seconds,
+        type=timeout,
         metavar="SECONDS",
         help="end requests that take longer, unless they say timeout_s themselves (none)",
     )
@@ -106,6 +106,17 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_speculation_options(parser)
     add_adapter_options(parser)
     add_export_options(parser)
+
+
+def timeout(text: str) -> float:
+    """Return seconds above 0, and as many at most as a request may say."""
+    from onnxport.serving.params import MAX_TIMEOUT_S
+
+    if (found := seconds(text)) > MAX_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(
+            f"{text} is more than {MAX_TIMEOUT_S:.0f} seconds; leave it out for no limit"
+        )
+    return found
 
 
 def grace(text: str) -> float:
