@@ -78,6 +78,9 @@ class Probe:
     features: Features | None = None  # None where the provider is missing
 
 
+CACHE_FRACTION = 0.4  # of the memory that the weights leave free, unless told otherwise
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """What a caller may choose when an artifact is loaded; None lets the provider choose.
@@ -91,6 +94,7 @@ class LoadOptions:
     threads: int | None = None  # compute threads; None: the physical cores
     kv_cache_tokens: int | None = None  # pool size in tokens; None: from kv_memory
     kv_memory: int | float | None = None  # int: bytes; float in (0, 1]: of free memory; None: 0.4
+    kv_share: float = CACHE_FRACTION  # of the memory that is free, where neither is given
     kv_cache_dtype: str = "auto"  # auto, or one of Capabilities.kv_cache_dtypes
     block_size: int | None = None  # tokens per KV block
     max_model_len: int | None = None  # longest sequence in tokens; None: the artifact's context
@@ -167,6 +171,8 @@ class LoadOptions:
                 "a share of the memory that the weights leave free (a float above 0 and at most "
                 "1.0), or be left out to let the provider choose"
             )
+        if not 0 < self.kv_share <= 1:
+            raise ProviderError(f"kv_share is {self.kv_share}; it must be above 0 and at most 1.0")
         if self.kv_memory is not None and self.kv_cache_tokens is not None:
             raise ProviderError(
                 f"kv_cache_tokens is {self.kv_cache_tokens} and kv_memory is {self.kv_memory}; "

@@ -16,10 +16,11 @@ from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.passes.native import NativeLimits
-from onnxport.providers.base import Device, Features, LoadOptions, Probe
+from onnxport.providers.base import Features, LoadOptions, Probe
 from onnxport.providers.device import load_on_device, why_not_started
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.nvidia.compiler import compile_add_lora
+from onnxport.providers.nvidia.gpus import as_cuda_counts, free_bytes, list_gpus
 from onnxport.providers.nvidia.library import find_library
 from onnxport.providers.nvidia.memory import check_runtime, copy_to_device
 from onnxport.providers.ort import Target
@@ -48,8 +49,7 @@ class CudaProvider:
     """Loads artifacts on one GPU.
 
     Args:
-        device: its number, as CUDA counts. Its name and memory are those of the same number in
-            NVIDIA's management library, which counts the GPUs that CUDA_VISIBLE_DEVICES hides too.
+        device: its number, as CUDA counts: without those that CUDA_VISIBLE_DEVICES hides.
         emulate: let the CPU stand in for it.
     """
 
@@ -78,20 +78,21 @@ class CudaProvider:
             reason = f"onnxruntime {ort.__version__} has no CUDA execution provider: {INSTALL}"
             return Probe(False, reason, (), versions)
         try:
-            gpus = _gpus(versions)
+            gpus = list_gpus(INSTALL, versions)
         except ProviderError as error:
             return Probe(False, str(error), (), versions)
-        devices = tuple(device for device, _, _ in gpus)
+        _preload(ort)
+        gpus = as_cuda_counts(gpus)
+        devices = tuple(gpu.device for gpu in gpus)
         if self._device_id >= len(gpus):
             reason = f"cuda:{self._device_id} is to be used, and there are {len(gpus)} GPUs"
             return Probe(False, reason, devices, versions)
         used = devices[self._device_id]
         devices = (used, *(device for device in devices if device is not used))
-        _preload(ort)
         if reason := why_not_started(self._target()):
             reason = _why_not_loaded(ort) or reason
             return Probe(False, f"{reason}. {_ADVICE}", devices, versions)
-        dtypes = _dtypes(gpus[self._device_id][2])
+        dtypes = _dtypes(gpus[self._device_id].capability)
         features = Features.one_type(("native", "decomposed"), dtypes)
         return Probe(True, "", devices, versions, (), features)
 
@@ -102,8 +103,9 @@ class CudaProvider:
         if self._emulate:
             recipe = self._recipe("a CUDA device, emulated on the CPU", BFLOAT16_CAPABILITY)
         else:
-            device, free_bytes, capability = _gpus({})[self._device_id]
-            recipe = replace(self._recipe(device.name, capability), free_bytes=free_bytes)
+            gpu = as_cuda_counts(list_gpus(INSTALL, {}))[self._device_id]
+            free = free_bytes(self._device_id) if gpu.free_bytes is None else gpu.free_bytes
+            recipe = replace(self._recipe(gpu.device.name, gpu.capability), free_bytes=free)
             sinks = bool(artifact.manifest.model.attention_sinks)
             reason = distrust(self._target(), "float16", block_size(HEAD_SIZE), sinks=sinks)
             if reason:
@@ -195,45 +197,3 @@ def _why_not_loaded(ort: Any) -> str:
                 if "undefined symbol" not in str(error):  # ONNX Runtime's own, not there yet
                     return f"ONNX Runtime's library for CUDA cannot be loaded ({error})"
     return ""
-
-
-def _gpus(versions: dict[str, str]) -> list[tuple[Device, int, tuple[int, int]]]:
-    """Each GPU with its free bytes and compute capability; the driver is noted in `versions`.
-
-    Raises:
-        ProviderError: the driver cannot be asked, or there is no GPU.
-    """
-    try:
-        import pynvml
-    except ImportError as error:
-        unless_interrupted(error)
-        raise ProviderError(f"nvidia-ml-py is missing ({error}): {INSTALL}") from error
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        raise ProviderError(
-            f"NVIDIA's driver cannot be asked for its GPUs ({error}); install one, or if there is "
-            "one, see whether `nvidia-smi` works"
-        ) from error
-    try:
-        versions["driver"] = _text(pynvml.nvmlSystemGetDriverVersion())
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        found = [_gpu(pynvml, handle) for handle in handles]
-    except pynvml.NVMLError as error:
-        raise ProviderError(f"NVIDIA's driver does not describe its GPUs: {error}") from error
-    finally:
-        pynvml.nvmlShutdown()
-    if not found:
-        raise ProviderError("NVIDIA's driver finds no GPU here")
-    return found
-
-
-def _gpu(pynvml: Any, handle: Any) -> tuple[Device, int, tuple[int, int]]:
-    held = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    name = _text(pynvml.nvmlDeviceGetName(handle))
-    return Device(name, int(held.total), "gpu"), int(held.free), (int(major), int(minor))
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

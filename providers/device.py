@@ -30,6 +30,7 @@ from onnxport.providers.device_blocks import (
 )
 from onnxport.providers.device_logits import DeviceLogits
 from onnxport.providers.device_lowering import TYPES, DeviceLowering
+from onnxport.providers.failures import reported
 from onnxport.providers.hidden_states import check_hidden_layers
 from onnxport.providers.ort import (
     CPU,
@@ -131,38 +132,40 @@ def load_on_device(
     shape = cache_shape(model, lowering.groups.num_places)
     buckets = _buckets(pool, captures=captures) if recipe.bucketed or captures else None
     spare = max(1, buckets.spare_blocks) if buckets else 0
-    caches = device_caches(shape, pool.num_blocks + spare, pool.block_size, target)
-    group = TRANSFER_BLOCKS if recipe.bucketed else None
-    blocks = DeviceBlocks(caches, shape, pool.num_blocks, target, group)
-    caches = layer_caches(caches, lowering.groups)
-    capabilities = _capabilities(artifact, recipe, lowering, pool)
-    capabilities = replace(
-        capabilities, placement=placement(session), on_host=on_host, emulated=emulate
-    )
-    logits, replay = None, None
-    if recipe.selects_logits:
-        logits = DeviceLogits(spec.num_logits, target, None if emulate else recipe.page_lock)
-    if captures:
-        assert logits is not None, "what can replay steps can select logits"
-        assert buckets is not None, "what is replayed is padded"
-        logits.reserve(buckets.max_rows)
-        replay = DecodeReplay(session, caches, target, logits, buckets.widths, pool.block_size)
-    step_memory = None
-    if lowering.attention == "decomposed" and recipe.free_bytes is not None:
-        left_bytes, padding = recipe.free_bytes - held_bytes, MOST_PADDING if buckets else 1
-        step_memory = StepMemory.plan(spec, pool, item_bytes, left_bytes, padding)
-    return OrtModel(
-        session,
-        capabilities,
-        caches,
-        blocks,
-        attached,
-        buckets,
-        replay,
-        lowering.adapters(target, steady=captures),
-        step_memory=step_memory,
-        device_logits=logits,
-    )
+    pool_bytes = pool.num_blocks * pool.block_bytes
+    with reported(f"making a KV cache of {pool_bytes} bytes and what it needs", recipe.device):
+        caches = device_caches(shape, pool.num_blocks + spare, pool.block_size, target)
+        group = TRANSFER_BLOCKS if recipe.bucketed else None
+        blocks = DeviceBlocks(caches, shape, pool.num_blocks, target, group)
+        caches = layer_caches(caches, lowering.groups)
+        capabilities = _capabilities(artifact, recipe, lowering, pool)
+        capabilities = replace(
+            capabilities, placement=placement(session), on_host=on_host, emulated=emulate
+        )
+        logits, replay = None, None
+        if recipe.selects_logits:
+            logits = DeviceLogits(spec.num_logits, target, None if emulate else recipe.page_lock)
+        if captures:
+            assert logits is not None, "what can replay steps can select logits"
+            assert buckets is not None, "what is replayed is padded"
+            logits.reserve(buckets.max_rows)
+            replay = DecodeReplay(session, caches, target, logits, buckets.widths, pool.block_size)
+        step_memory = None
+        if lowering.attention == "decomposed" and recipe.free_bytes is not None:
+            left_bytes, padding = recipe.free_bytes - held_bytes, MOST_PADDING if buckets else 1
+            step_memory = StepMemory.plan(spec, pool, item_bytes, left_bytes, padding)
+        return OrtModel(
+            session,
+            capabilities,
+            caches,
+            blocks,
+            attached,
+            buckets,
+            replay,
+            lowering.adapters(target, steady=captures),
+            step_memory=step_memory,
+            device_logits=logits,
+        )
 
 
 def _recording(target: Target, recipe: Recipe) -> Target:

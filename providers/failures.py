@@ -6,9 +6,12 @@ Runtimes tell their failures in prose alone; what is known of it is collected he
 from __future__ import annotations
 
 import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
-from onnxport.errors import DeviceLostError, DeviceMemoryError, ProviderError
+from onnxport.errors import DeviceLostError, DeviceMemoryError, OnnxportError, ProviderError
 
 # A device that went away, or a context after which every later call fails as well: WebGPU's lost
 # devices, Direct3D 12's removed, hung and reset ones (DXGI_ERROR_DEVICE_*), OpenCL's that are not
@@ -55,3 +58,21 @@ def device_error(error: BaseException, doing: str, device: str) -> ProviderError
             "--max-num-batched-tokens or --max-num-seqs"
         )
     return ProviderError(f"{device} failed while {doing}: {text}")
+
+
+@contextmanager
+def reported(doing: str, device: str) -> Iterator[None]:
+    """Raise what a runtime raises as one of our errors; see `device_error`."""
+    try:
+        yield
+    except (OnnxportError, AssertionError):
+        raise
+    except Exception as error:  # ONNX Runtime's own classes derive from Exception alone
+        raise device_error(error, doing, device) from error
+
+
+def forget(error: BaseException | None) -> None:
+    """Let go of what an error's functions held, such as a model that nearly was loaded."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -98,6 +98,29 @@ def _cgroup_left(version: _Cgroup) -> int | None:
 
 
 def physical_cores() -> int:
+    """Physical cores that this process may run on, no more than a container's share of time."""
+    quota = _cpu_quota()
+    cores = _usable_cores()
+    return cores if quota is None else min(cores, quota)
+
+
+def _cpu_quota() -> int | None:
+    """Processors whose time a container may take, rounded up; None without a limit."""
+    version_2, version_1 = CGROUPS / "cpu.max", CGROUPS / "cpu"
+    try:
+        if version_2.is_file():
+            texts = version_2.read_text().split()
+        else:
+            texts = [
+                (version_1 / name).read_text() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            ]
+        quota, period = map(int, texts)
+    except (OSError, ValueError):  # version 2 writes "max" for none
+        return None
+    return -(-quota // period) if quota > 0 and period > 0 else None
+
+
+def _usable_cores() -> int:
     """Physical cores that this process may run on."""
     mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     # Each file names the processors that share a core.

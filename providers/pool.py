@@ -8,9 +8,8 @@ from onnxport.errors import CapacityError, ProviderError
 from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.spec import ArchSpec
 from onnxport.kv.groups import CacheGroups
-from onnxport.providers.base import LoadOptions
+from onnxport.providers.base import CACHE_FRACTION, LoadOptions
 
-CACHE_FRACTION = 0.4  # of the memory that the weights leave free, unless told otherwise
 UNKNOWN_BYTES = 2 << 30  # for the pool of a device that does not tell its memory
 MOST_SEQUENCES = 256  # of full length: what the default pool is cut to, on a machine with plenty
 
@@ -41,15 +40,16 @@ def plan_pool(
     `kv_cache_tokens` and `kv_memory` are taken at their word and rounded down to whole blocks; a
     share of memory is of what the weights leave free, and must leave room for the activations of
     a step (`providers.step_memory` keeps those of decomposed attention within it). Without either,
-    the pool takes CACHE_FRACTION of it, or UNKNOWN_BYTES where the device does not tell, and no
-    more than MOST_SEQUENCES sequences of full length can fill.
+    the pool takes `kv_share` of it, or as much of UNKNOWN_BYTES, for a share of CACHE_FRACTION,
+    where the device does not tell, and no more than MOST_SEQUENCES sequences of full length can
+    fill.
 
     Where layers are in several groups, a token takes room in a block of each: `kv_cache_tokens` fit
     even if no window gives a block up, and a sequence may be as long as it can get when they do.
 
     Args:
         spec: The model.
-        options: `kv_cache_tokens`, `kv_memory` and `max_model_len` are used.
+        options: `kv_cache_tokens`, `kv_memory`, `kv_share` and `max_model_len` are used.
         block_size: Tokens per block.
         item_bytes: Bytes of one cache element, its share of scales included.
         free_bytes: Memory that can be taken before the weights are loaded; None: not known.
@@ -185,10 +185,10 @@ def _asked(
         return asked, f"kv_memory is {memory} of what the weights leave free, {_size(asked)}"
     most = MOST_SEQUENCES * longest * token_bytes
     if left is None:
-        asked = min(UNKNOWN_BYTES, most)
+        asked = min(int(UNKNOWN_BYTES * options.kv_share / CACHE_FRACTION), most)
         return asked, f"it takes {_size(asked)}, for the device does not tell its memory"
-    asked = min(int(left * CACHE_FRACTION), most)
-    return asked, f"it takes {CACHE_FRACTION} of what the weights leave free, {_size(asked)}"
+    asked = min(int(left * options.kv_share), most)
+    return asked, f"it takes {options.kv_share} of what the weights leave free, {_size(asked)}"
 
 
 def _size(count: int) -> str:

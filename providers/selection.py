@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -13,6 +12,7 @@ from onnxport.errors import CapacityError, OnnxportError, ProviderError
 from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
 from onnxport.graphs.contract import INT8_LEVEL
 from onnxport.providers.base import Features, LoadOptions, Model, Probe, Provider
+from onnxport.providers.failures import forget
 from onnxport.providers.trial import Clock, Figures, measure
 from onnxport.providers.trial_store import TrialStore, trial_key
 
@@ -190,7 +190,7 @@ class _Selection:
     def _refuse(self, name: str, error: OnnxportError) -> None:
         logger.info("provider %s was not chosen: %s", name, error)
         self._refused[name] = error
-        _forget(error)
+        forget(error)
 
     def _chosen(self, name: str, figures: Mapping[str, Figures]) -> None:
         for other, figure in figures.items():
@@ -198,13 +198,6 @@ class _Selection:
                 logger.info("provider %s was not chosen: its trial took %s", other, figure)
         by = f", its trial took {figures[name]}" if name in figures else ""
         logger.info("provider %s was chosen for %s%s", name, self._artifact.path, by)
-
-
-def _forget(error: BaseException | None) -> None:
-    """Let go of what an error's functions held, such as a model that nearly was loaded."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def _runs_on_the_processor(probe: Probe) -> bool:

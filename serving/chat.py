@@ -36,6 +36,7 @@ RESERVED = frozenset(
 _ASKS_FOR_NONE = re.compile(r"""(?<!\w)content['"]?\]?\s+is\s+(?:not\s+)?none""", re.IGNORECASE)
 _PARTS_OF_CONTENT = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(?:\.content\b|\[['"]content['"]\])""")
 _ASKS_FOR_TEXT = re.compile(r"\bis\s+(?:not\s+)?string\b")
+_LIST_OF_PARTS: Final = "[{'type': 'text'"  # as Jinja writes a list where a text should be
 _MARK = "<|onnxport goes on here|> "  # the space tells whether messages are trimmed
 # A function that no text speaks of, to see whether a template does.
 _PROBE: Final[Mapping[str, Any]] = {
@@ -124,11 +125,12 @@ class ChatTemplate:
         """Return the prompt for a conversation.
 
         Args:
-            messages: in OpenAI's shape; lists of text parts are joined (and given as one part to a
-                template that goes through parts and knows no plain text), `arguments` of earlier
-                tool calls are given to the template as objects (as text, where it cannot take
-                those), and a `developer` message is a
-                `system` message unless the template knows that role.
+            messages: in OpenAI's shape; lists of text parts are joined by ends of lines (and given
+                as one part to a template that goes through parts and knows no plain text), but
+                several of a user's are left to a template that goes through them. `arguments` of
+                earlier tool calls are given to the template as objects (as text, where it cannot
+                take those), and a `developer` message is a `system` message unless the template
+                knows that role.
             tools: function declarations, handed to the template as they are.
             add_generation_prompt: end with the start of an assistant message.
             continue_final_message: end in the middle of the last message, so that what is generated
@@ -158,7 +160,7 @@ class ChatTemplate:
 
         import jinja2
 
-        def rendered(knows: _Knowledge) -> str:
+        def render(knows: _Knowledge) -> str:
             plain = [_plain_message(message, knows) for message in messages]
             return template.render(
                 {**self.special_tokens, **variables},
@@ -168,17 +170,25 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
             )
 
-        try:
+        def rendered(knows: _Knowledge) -> str:
             if knows.no_content:
                 with suppress(TypeError, jinja2.UndefinedError):  # it takes it for a text as well
-                    return rendered(knows)
+                    return render(knows)
             knows = replace(knows, no_content=False)
             try:
-                return rendered(knows)
+                return render(knows)
             except TypeError:
                 with suppress(Exception):  # where arguments are put beside texts they are text
-                    return rendered(replace(knows, text_arguments=True))
+                    return render(replace(knows, text_arguments=True))
                 raise
+
+        try:
+            if knows.parts and any(map(_texts_of_user, messages)):
+                with suppress(Exception):  # it goes through those of other roles alone
+                    found = rendered(replace(knows, keeps_parts=True))
+                    if _LIST_OF_PARTS not in found:
+                        return found
+            return rendered(knows)
         except RequestError:
             raise
         except Exception as error:  # whatever the model's own code raises
@@ -212,17 +222,20 @@ class _Knowledge:
 
     developer: bool
     no_content: bool  # asks whether the content is none, as that of tool calls is in OpenAI's API
+    parts: bool  # goes through the parts of a content
     parts_alone: bool  # goes through the parts of a content, and does not ask whether it is a text
     channels: bool  # has each message in a channel
+    keeps_parts: bool = False  # gets a user's texts as they are, if there are several
     text_arguments: bool = False  # takes arguments of calls as JSON text, which most do not
 
     @classmethod
     def of(cls, source: str) -> _Knowledge:
-        parts_alone = _PARTS_OF_CONTENT.search(source) and not _ASKS_FOR_TEXT.search(source)
+        parts = _PARTS_OF_CONTENT.search(source) is not None
         return cls(
             "developer" in source,
             bool(_ASKS_FOR_NONE.search(source)),
-            bool(parts_alone),
+            parts,
+            parts and not _ASKS_FOR_TEXT.search(source),
             ChannelFormat().is_in(source),
         )
 
@@ -244,8 +257,10 @@ def _plain_message(message: Message, knows: _Knowledge) -> dict[str, Any]:
         plain.pop("tool_calls", None)
     no_content = knows.no_content and "content" not in plain and bool(plain.get("tool_calls"))
     plain["content"] = None if no_content else plain_text(plain.get("content", ""))
-    if knows.parts_alone and plain["content"]:
-        plain["content"] = [{"type": "text", "text": plain["content"]}]
+    if knows.keeps_parts and (texts := _texts_of_user(message)):
+        plain["content"] = [_part(text) for text in texts]
+    elif knows.parts_alone and plain["content"]:
+        plain["content"] = [_part(plain["content"])]
     if plain.get("role") == "developer" and not knows.developer:
         plain["role"] = "system"
     if plain.get("tool_calls"):
@@ -253,6 +268,18 @@ def _plain_message(message: Message, knows: _Knowledge) -> dict[str, Any]:
         if knows.text_arguments:
             plain["tool_calls"] = [_with_text(call) for call in plain["tool_calls"]]
     return plain
+
+
+def _texts_of_user(message: Message) -> list[str]:
+    """Return the texts of a user's message that has several parts; none of any other message."""
+    content = message.get("content")
+    if message.get("role") != "user" or not isinstance(content, list) or len(content) < 2:
+        return []
+    return [plain_text([part]) for part in content]
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _plain_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,10 +45,14 @@ class WindowDetokenizer:
     with every piece, so the cost of a token does not depend on how many came before.
     """
 
-    __slots__ = ("_decode", "_ids", "_known", "_read")
+    __slots__ = ("_decode", "_ids", "_is_left_out", "_known", "_read")
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), pending: int = 0
+        self,
+        decode: Callable[[Sequence[int]], str],
+        prompt: Sequence[int] = (),
+        pending: int = 0,
+        is_left_out: Callable[[int], bool] = lambda _: False,
     ) -> None:
         """Begin after a prompt.
 
@@ -56,8 +60,10 @@ class WindowDetokenizer:
             decode: gives the text of a list of tokens.
             prompt: what was before.
             pending: how many of its last tokens are a part of a character.
+            is_left_out: tells tokens that `decode` leaves out, as if they were not there.
         """
         self._decode = decode
+        self._is_left_out = is_left_out
         end = len(prompt) - pending
         context = _context(decode, list(prompt[max(0, end - MAX_CONTEXT_TOKENS) : end]))
         self._ids = [*context, *prompt[end:]]
@@ -66,6 +72,8 @@ class WindowDetokenizer:
 
     def add(self, token_id: int) -> str:
         """Return the text that `token_id` completes; may be empty."""
+        if self._is_left_out(token_id):  # any number of them may come, and none moves the window
+            return ""
         self._ids.append(token_id)
         text = self._decode(self._ids)
         if text.endswith(REPLACEMENT):

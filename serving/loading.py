@@ -12,6 +12,7 @@ from pathlib import Path
 from onnxport.errors import CapacityError, ProviderError
 from onnxport.graphs.artifact import refuse_head
 from onnxport.providers.base import LoadOptions, Model
+from onnxport.providers.failures import forget
 from onnxport.providers.registry import AUTO, get_provider, open_model, read_artifact
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
@@ -134,6 +135,7 @@ def _start_first(standby: Standby, start: Callable[[Model, Standby], Engine], pa
             if len(standby.fallbacks) == 1:
                 raise
             errors.append((candidate.provider, error))
+            forget(error)  # what it had loaded is not to be in the next one's way
             then = (
                 f"{rest[0].provider} is tried instead, as was allowed" if rest else "none is left"
             )

@@ -110,9 +110,11 @@ class SequenceRules:
             seen_at, counts_at = self._counts.addresses
             if assumed:
                 seen, counts = self._counts.with_more(assumed)
-        if assumed:
-            tokens = tokens + array(tokens.typecode, assumed)
-        banned, banned_at = self._bans(tokens)
+        num_output = len(tokens) + len(assumed) - self._num_prompt
+        if assumed and rules.bad_words:  # which look back no further than the longest of them
+            longest = max(len(word) for words in rules.bad_words.values() for word in words)
+            tokens = tokens[-longest:] + array(tokens.typecode, assumed)
+        banned, banned_at = self._bans(tokens, num_output)
         bias_ids_at, bias_at, allowed_at = self._at
         addresses = None
         if banned_at is not None and not assumed:
@@ -130,10 +132,9 @@ class SequenceRules:
             addresses,
         )
 
-    def _bans(self, tokens: array[int]) -> _Banned:
+    def _bans(self, tokens: array[int], num_output: int) -> _Banned:
         """Return what must not come next: whole bad words, ends of begun ones, early ends."""
         rules = self._rules
-        num_output = len(tokens) - self._num_prompt
         banned = self._banned_early if num_output < rules.min_tokens else self._banned
         if rules.bad_words and num_output and (words := rules.bad_words.get(tokens[-1])):
             ends = [
@@ -225,7 +226,8 @@ def logit_rules(
     biases = dict(params.logit_bias)
     _check_ids("logit_bias", biases, vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-    words = _bad_words(params.bad_words, encode)
+    # A word with a token that the model cannot draw never comes.
+    words = [word for word in _bad_words(params.bad_words, encode) if max(word) < vocab_size]
     allowed = params.allowed_token_ids
     ends = {one for one in end_ids if one < vocab_size} if params.min_tokens else set()
     rules = LogitRules(

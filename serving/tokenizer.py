@@ -195,7 +195,11 @@ class Tokenizer:
         decode = partial(self.decode, skip_special_tokens=skip_special_tokens)
         if skip_special_tokens and spelled:
             decode = partial(self._decode_with, frozenset(spelled))
-        return WindowDetokenizer(decode, prompt, len(pending))
+
+        def is_left_out(token_id: int) -> bool:
+            return skip_special_tokens and token_id not in spelled and self.is_special(token_id)
+
+        return WindowDetokenizer(decode, prompt, len(pending), is_left_out)
 
     def _bytes_with(self, spelled: Collection[int], token_id: int) -> bytes:
         return (self._spelled_bytes if token_id in spelled else self._bytes_of)(token_id)

@@ -100,7 +100,7 @@ class CpuProvider:
         groups = source.groups
         plan = _pool_planner(artifact, options, kernel, cache_dtype, groups, free_bytes)
         # What cannot fit at all is refused before the lowering reads and converts weights.
-        plan(weight_bytes=artifact.manifest.files[WEIGHTS_FILE].size)
+        plan(weight_bytes=_least_bytes(artifact))
         lora = _host_lora(artifact, options, kernel)
         graph, converted = source.lowered(cache, lora)
         held_bytes = graph.stored_bytes + sum(value.nbytes for value in converted.values())
@@ -136,6 +136,19 @@ def processor_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _least_bytes(artifact: Artifact) -> int:
+    """What the weights take at least, by what the manifest says of them.
+
+    Those of 16 bits become float32, and are then there twice: see `ort.weight_bytes`. Only the
+    table of the embedding stays as it is, and experts may.
+    """
+    manifest = artifact.manifest
+    size, spec = manifest.files[WEIGHTS_FILE].size, manifest.model
+    if manifest.precision != "fp16" or spec.experts is not None:
+        return size
+    return max(size, 4 * (size - 2 * spec.vocab_size * spec.hidden_size))
 
 
 def _pool_planner(

@@ -106,9 +106,9 @@ class CpuPlugin:
             )
         return builds(options, level, natural)
 
-    def room(self, core: Any, weight_bytes: int, num_graphs: int) -> Room:
+    def room(self, core: Any, weight_bytes: int, num_graphs: int, host_bytes: int) -> Room:
         """See `plugin.Plugin.room`: weights are constants, and packed anew for each graph."""
-        return Room(memory.available_bytes(), (1 + num_graphs) * weight_bytes, None)
+        return Room(host_bytes, (1 + num_graphs) * weight_bytes, None)
 
     def allocate(
         self, core: Any, form: CacheFormat, num_layers: int, num_blocks: int

@@ -108,7 +108,7 @@ class GpuPlugin:
             return PRECISIONS[level]
         return HINTS[self.features(core).dtypes[0]]
 
-    def room(self, core: Any, weight_bytes: int, num_graphs: int) -> Room:
+    def room(self, core: Any, weight_bytes: int, num_graphs: int, host_bytes: int) -> Room:
         """See `plugin.Plugin.room`. What other processes took of the device is not known."""
         import openvino as ov
 

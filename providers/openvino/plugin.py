@@ -88,8 +88,15 @@ class Plugin(Protocol):
         """
         ...
 
-    def room(self, core: Any, weight_bytes: int, num_graphs: int) -> Room:
-        """What memory there is, for weights of `weight_bytes` as they are stored."""
+    def room(self, core: Any, weight_bytes: int, num_graphs: int, host_bytes: int) -> Room:
+        """What memory there is, for weights of `weight_bytes` as they are stored.
+
+        Args:
+            core: openvino.Core.
+            weight_bytes: of all initializers.
+            num_graphs: that are compiled.
+            host_bytes: that the host had before any of that was read.
+        """
         ...
 
     def allocate(

@@ -117,6 +117,7 @@ class OpenVinoProvider:
         plugin.check(options)
         spec = artifact.manifest.model
         lora = _lora(artifact, plugin, options)
+        host_bytes = memory.available_bytes()  # before weights are converted
         passes = lower(artifact, lora.lower if lora else None, keep_experts=plugin.gathers_experts)
         lowered = list(passes)
         for step in lowered:
@@ -129,10 +130,10 @@ class OpenVinoProvider:
         weights = collect_weights(artifact, model, attached)
         weight_bytes = sum(value.nbytes for value in weights.values())
         variants = _variants(lowered, adapted=lora is not None)
-        room = plugin.room(core, weight_bytes, len(variants) * len(builds))
+        room = plugin.room(core, weight_bytes, len(variants) * len(builds), host_bytes)
         if len(variants) > 1 and (room.free_bytes or 0) < 2 * room.weight_bytes:
             variants = variants[-1:]
-            room = plugin.room(core, weight_bytes, len(builds))
+            room = plugin.room(core, weight_bytes, len(builds), host_bytes)
         check_weights(room.free_bytes, room.weight_bytes)
         converted = [
             convert(variant.model, weights, lora.convert if lora else None) for variant in variants

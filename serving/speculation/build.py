@@ -25,7 +25,7 @@ from onnxport.serving.tokenizer import TOKENIZER_FILE, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-DRAFT_KV_MEMORY = 0.1  # of the free memory
+DRAFT_KV_SHARE = 0.1  # of the free memory
 # Of weights, that one thread has read before another one is awake: threads sleep between two runs,
 # and a draft is many short ones.
 FEW_BYTES = 1 << 20
@@ -66,7 +66,7 @@ def build_speculator(
     options = LoadOptions(
         threads=threads,
         kv_cache_tokens=config.kv_cache_tokens,
-        kv_memory=DRAFT_KV_MEMORY if config.kv_cache_tokens is None else None,
+        kv_share=DRAFT_KV_SHARE,
         graph_cache=shared.graph_cache,
         coarse_head=shared.coarse_head,
         hybrid_kv_cache=False,  # a draft model's rows have one block table

@@ -214,6 +214,41 @@ def test_templates_of_models_that_read_images_take_texts_and_parts(
         template.render([{"role": "user", "content": image}])
 
 
+@pytest.mark.parametrize("source", [GEMMA, MISTRAL, PARTS_ALONE])
+def test_several_texts_of_a_user_are_left_to_a_template_that_goes_through_them(
+    reference: Any, source: str
+) -> None:
+    texts = [{"type": "text", "text": text} for text in ("one ", "two", "three")]
+    asked = [{"role": "user", "content": texts}]
+    expected = reference.apply_chat_template(
+        asked, chat_template=source, tokenize=False, add_generation_prompt=True
+    )
+    assert "twothree" in expected
+    template = ChatTemplate({"default": source}, TOKENS)
+    assert template.render(asked) == expected
+    assert "twothree" in template.render([*asked, {"role": "assistant", "content": "yes"}, *asked])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}{% if m.content is not string and m.role == 'tool' %}"
+        "{% for p in m.content %}{{ p.text }}"
+        "{% endfor %}{% else %}<{{ m.content }}>{% endif %}{% endfor %}",
+        "{% for m in messages %}{% if m.content is not string and m.role == 'tool' %}"
+        "{% for p in m.content %}{{ p.text }}"
+        "{% endfor %}{% else %}{{ '<' + m.content + '>' }}{% endif %}{% endfor %}",
+    ],
+)
+def test_several_texts_are_joined_where_a_template_goes_through_those_of_others(
+    source: str,
+) -> None:
+    texts = [{"type": "text", "text": text} for text in ("one", "two")]
+    template = ChatTemplate({"default": source}, TOKENS)
+    found = template.render([{"role": "user", "content": texts}])
+    assert "one\ntwo" in found.replace("\\n", "\n")
+
+
 def test_null_content_is_empty_text() -> None:
     template = ChatTemplate({"default": CHATML})
     text = template.render([USER, {"role": "assistant", "content": None}])

@@ -19,6 +19,7 @@ from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import element_types
 from onnxport.providers import cuda, device, directml, migraphx, placement, webgpu
 from onnxport.providers.base import LoadOptions, Model
+from onnxport.providers.nvidia import gpus
 from onnxport.providers.ort import CPU, Target
 from onnxport.providers.registry import EMULATED, get_provider
 from tests.exporter.checkpoints import VOCAB
@@ -51,10 +52,19 @@ class FakeNvml:
     """As much of pynvml as a probe asks for."""
 
     class NVMLError(Exception):
-        pass
+        def __init__(self, text: str, value: int = 999) -> None:
+            super().__init__(text)
+            self.value = value
 
-    def __init__(self, *, broken: str = "", gpus: int = 1, capability: tuple[int, int] = (9, 0)):
-        self.broken, self.gpus, self.capability = broken, gpus, capability
+    def __init__(
+        self,
+        *,
+        broken: str = "",
+        gpus: int = 1,
+        capability: tuple[int, int] = (9, 0),
+        lost: int | None = None,
+    ):
+        self.broken, self.gpus, self.capability, self.lost = broken, gpus, capability, lost
         self.open = 0
 
     def nvmlInit(self) -> None:  # noqa: N802
@@ -75,9 +85,14 @@ class FakeNvml:
         return index
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802
-        if self.broken == "memory":
+        if self.broken == "memory" or handle == self.lost:
             raise self.NVMLError("GPU is lost")
-        return SimpleNamespace(total=80 << 30, free=70 << 30)
+        if self.broken == "shared":
+            raise self.NVMLError("Not Supported", 3)
+        return SimpleNamespace(total=80 << 30, free=(70 - handle) << 30)
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:  # noqa: N802
+        return SimpleNamespace(busId=f"00000000:{handle + 0x3A:02X}:00.0".encode())
 
     def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:  # noqa: N802
         return self.capability
@@ -145,6 +160,75 @@ def test_what_the_driver_says_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.features is not None
     assert probe.features.dtypes == ("float16", "float32")  # bfloat16 came with 8.0
     assert "there are 2 GPUs" in get_provider("cuda:2").probe().reason
+
+
+class FakeCuda:
+    """As much of CUDA's runtime as is asked; it sees GPUs at these places of the bus."""
+
+    def __init__(self, *places: int) -> None:
+        self.places, self.device = places, -1
+
+    def cudaGetDeviceCount(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = len(self.places)
+        return 0 if self.places else 100
+
+    def cudaDeviceGetPCIBusId(self, text: Any, size: Any, number: Any) -> int:  # noqa: N802
+        assert size.value == len(text)
+        text.value = f"0000:{self.places[number.value] + 0x3A:02X}:00.0".encode()
+        return 0
+
+    def cudaSetDevice(self, number: Any) -> int:  # noqa: N802
+        self.device = number.value
+        return 0
+
+    def cudaMemGetInfo(self, free: Any, total: Any) -> int:  # noqa: N802
+        free._obj.value, total._obj.value = (20 + self.device) << 30, 90 << 30
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("places", "names"),
+    [
+        ((1,), ["Another GPU"]),  # CUDA_VISIBLE_DEVICES=1
+        ((1, 0), ["Another GPU", "A GPU"]),  # the faster one first
+        ((0, 1), ["A GPU", "Another GPU"]),
+        ((7,), ["A GPU", "Another GPU"]),  # one that the driver does not list: as it lists them
+        ((), ["A GPU", "Another GPU"]),  # CUDA does not say
+    ],
+)
+def test_gpus_are_counted_as_cuda_does(
+    monkeypatch: pytest.MonkeyPatch, places: tuple[int, ...], names: list[str]
+) -> None:
+    have(monkeypatch, "cuda")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpus=2))
+    monkeypatch.setattr(gpus, "runtime", lambda: FakeCuda(*places))
+    monkeypatch.setattr(cuda, "why_not_started", lambda target: "")
+    probe = get_provider("cuda").probe()
+    assert [device.name for device in probe.devices] == names
+
+
+def test_a_gpu_that_does_not_answer_is_no_reason_against_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    have(monkeypatch, "cuda")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpus=2, lost=0))
+    monkeypatch.setattr(gpus, "runtime", lambda: FakeCuda(1))
+    monkeypatch.setattr(cuda, "why_not_started", lambda target: "")
+    probe = get_provider("cuda").probe()
+    assert probe.available
+    assert [device.name for device in probe.devices] == ["Another GPU"]
+
+
+def test_a_gpu_without_memory_of_its_own_is_asked_by_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    have(monkeypatch, "cuda")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(broken="shared"))
+    monkeypatch.setattr(gpus, "runtime", lambda: FakeCuda(0))
+    monkeypatch.setattr(cuda, "why_not_started", lambda target: "")
+    probe = get_provider("cuda").probe()
+    assert (probe.available, probe.devices[0].memory_bytes) == (True, None)
+    assert gpus.free_bytes(3) == 23 << 30
+    monkeypatch.setattr(gpus, "runtime", lambda: None)
+    assert gpus.free_bytes(3) is None
 
 
 @pytest.mark.parametrize("provider", ["migraphx", "directml"])

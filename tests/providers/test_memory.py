@@ -132,6 +132,33 @@ def test_cores_that_the_system_does_not_tell(
         assert memory.physical_cores() == wanted
 
 
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        ({"cpu.max": "max 100000"}, 4),
+        ({"cpu.max": "200000 100000"}, 2),
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "900000 100000"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 4),
+        ({"cpu.max": "nonsense"}, 4),
+        ({}, 4),
+    ],
+)
+def test_a_container_has_as_many_cores_as_it_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], wanted: int
+) -> None:
+    cores(tmp_path / "cpus", ["0", "1", "2", "3"])
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    monkeypatch.setattr(memory, "PROCESSORS", tmp_path / "cpus")
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(4)), raising=False)
+    assert memory.physical_cores() == wanted
+
+
 LINUX_ONLY = pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="huge pages as Linux has them"
 )

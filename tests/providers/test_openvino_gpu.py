@@ -219,13 +219,13 @@ def test_free_memory_is_what_this_process_did_not_take(
 ) -> None:
     monkeypatch.setattr("onnxport.providers.memory.available_bytes", lambda: host_bytes)
     made_up.properties = {**PROPERTIES, **changes}
-    room = GpuPlugin("GPU.0").room(made_up(), 5, 1)
+    room = GpuPlugin("GPU.0").room(made_up(), 5, 1, 1 << 40)
     assert (room.free_bytes, room.weight_bytes, room.buffer_bytes) == (free_bytes, 5, 4 * GIB)
 
 
 def test_a_device_that_tells_no_memory_is_taken_as_it_is(made_up: type[MadeUpCore]) -> None:
     made_up.properties = {"FULL_DEVICE_NAME": "terse"}
-    room = GpuPlugin("GPU.0").room(made_up(), 5, 1)
+    room = GpuPlugin("GPU.0").room(made_up(), 5, 1, 1 << 40)
     assert (room.free_bytes, room.buffer_bytes) == (None, None)
 
 

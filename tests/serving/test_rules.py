@@ -257,6 +257,20 @@ def test_white_space_may_be_a_bad_word() -> None:
     assert rules.banned.tolist() == [1, 2]
 
 
+def test_bad_words_that_the_model_cannot_write_need_no_ban() -> None:
+    """A tokenizer may know more tokens than the model has logits for."""
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return [
+            [VOCAB] if "x" in text else [3, VOCAB + 7] if "y" in text else [4] for text in texts
+        ]
+
+    rules = logit_rules(SamplingParams(bad_words=("x", "y", "z")), END_IDS, VOCAB, encode)
+    assert rules is not None
+    assert (rules.banned.tolist(), dict(rules.bad_words)) == ([4], {})
+    assert logit_rules(SamplingParams(bad_words=("x", "y")), END_IDS, VOCAB, encode) is None
+
+
 def whole(texts: Sequence[str]) -> list[list[int]]:
     return [[["\n", " \t"].index(text) + 1] for text in texts]
 

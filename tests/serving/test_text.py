@@ -61,6 +61,27 @@ def test_an_answer_may_begin_in_the_middle_of_a_character(
         assert whole == tokenizer.decode(ids)
 
 
+def test_tokens_that_are_left_out_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is not let to end repeats its end token; nothing is decoded for that."""
+    decoded: list[int] = []
+    plain = Tokenizer.decode
+
+    def decode(self: Tokenizer, ids: Sequence[int], **options: bool) -> str:
+        decoded.append(len(ids))
+        return plain(self, ids, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", decode)
+    words, end = FALLBACK.encode("a b", add_special_tokens=False), FALLBACK.token_to_id(EOS) or 0
+    ids = [words[0], *[end] * 500, words[-1]]
+    detokenizer = FALLBACK.detokenizer([])
+    found = [detokenizer.add(token_id) for token_id in ids]
+    assert "".join(found) == plain(FALLBACK, ids)
+    assert max(decoded) < 20
+    assert len(decoded) < 20
+    spelled = FALLBACK.detokenizer([], spelled=[end])
+    assert "".join(spelled.add(token_id) for token_id in ids).count(EOS) == 500
+
+
 def test_a_broken_run_does_not_take_the_next_words_space() -> None:
     word = FALLBACK.encode("a b", add_special_tokens=False)[-1]
     broken = [FALLBACK.token_to_id("<0xFF>") or 0] * 16
