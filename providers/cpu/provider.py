@@ -141,14 +141,15 @@ def processor_name() -> str:
 def _least_bytes(artifact: Artifact) -> int:
     """What the weights take at least, by what the manifest says of them.
 
-    Those of 16 bits become float32, and are then there twice: see `ort.weight_bytes`. Only the
-    table of the embedding stays as it is, and experts may.
+    Projections of 16 bits become float32, and are then there twice: see `ort.weight_bytes`.
     """
     manifest = artifact.manifest
     size, spec = manifest.files[WEIGHTS_FILE].size, manifest.model
     if manifest.precision != "fp16" or spec.experts is not None:
         return size
-    return max(size, 4 * (size - 2 * spec.vocab_size * spec.hidden_size))
+    heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_size
+    projections = spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
+    return max(size, 2 * 4 * projections)
 
 
 def _pool_planner(

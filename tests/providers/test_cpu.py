@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from onnxport.errors import CapacityError, ProviderError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
+from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
+from onnxport.graphs.passes import retype
 from onnxport.providers.base import LoadOptions, Model, StepInputs
 from onnxport.providers.cpu import library
 from onnxport.providers.cpu import provider as cpu
@@ -70,6 +73,31 @@ def test_16_bits_are_chosen_where_they_are_faster_and_no_loss(
             largest = np.abs(found - expected).max()
             assert (largest > 0) == (dtype != "float32")
             assert largest < 0.1 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2"])
+def test_16_bit_weights_are_planned_as_what_they_become(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Before they are read: what cannot fit is refused, not made."""
+    planned: list[int] = []
+    plain = cpu._pool_planner
+
+    def planner(*arguments: Any) -> Any:
+        plan = plain(*arguments)
+
+        def record(weight_bytes: int) -> Any:
+            planned.append(weight_bytes)
+            return plan(weight_bytes=weight_bytes)
+
+        return record
+
+    monkeypatch.setattr(cpu, "_pool_planner", planner)
+    monkeypatch.setattr(retype, "INLINE_BYTES", 0)  # as if these were of a large model
+    artifact = Artifact.read(tiny_artifact(case, "fp16"))
+    cpu.CpuProvider().load(artifact, LoadOptions(kv_cache_tokens=64)).close()
+    before, after = planned
+    assert artifact.manifest.files[WEIGHTS_FILE].size < before <= after < 1.7 * before
 
 
 def test_every_set_but_the_portable_one_converts_float16() -> None:

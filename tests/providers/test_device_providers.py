@@ -14,7 +14,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto
 
-from onnxport.errors import CapacityError, ProviderError
+from onnxport.errors import CapacityError, DeviceMemoryError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import element_types
 from onnxport.providers import cuda, device, directml, migraphx, placement, webgpu
@@ -375,6 +375,21 @@ def test_where_there_is_no_gelu_it_is_written_out(
         model.close()
     written = "3 GELUs written out" in caplog.text
     assert written == (provider == "directml")
+
+
+@pytest.mark.parametrize("provider", EMULATED)
+def test_a_cache_that_cannot_be_made_is_an_error_of_ours(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch, provider: str
+) -> None:
+    """Else `auto` and fallbacks, which know those alone, would try no other provider."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Failed to allocate memory for requested buffer of size 5")
+
+    monkeypatch.setattr(device, "device_caches", fail)
+    artifact = Artifact.read(tiny_artifact("llama", "int4"))
+    with pytest.raises(DeviceMemoryError, match="had no memory left while making a KV cache"):
+        get_provider(provider, emulate=True).load(artifact, LoadOptions(kv_cache_tokens=512))
 
 
 @pytest.mark.parametrize(

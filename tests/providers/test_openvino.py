@@ -419,6 +419,26 @@ def test_the_paged_attention_has_the_inputs_that_are_known() -> None:
         ov.op._PagedAttentionExtension(inputs)
 
 
+def test_free_memory_is_what_there_was_before_weights_were_converted(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onnxport.providers.openvino import provider
+
+    free = [1 << 34]
+    plain = provider.lower
+
+    def lower(*arguments: Any, **options: Any) -> Any:
+        free[0] = 1  # as if all had been taken for them
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(provider, "lower", lower)
+    monkeypatch.setattr(provider.memory, "available_bytes", lambda: free[0])
+    artifact = Artifact.read(tiny_artifact("llama", "fp16"))
+    model = OpenVinoProvider().load(artifact, LoadOptions(kv_cache_tokens=64))
+    assert model.capabilities.num_blocks * model.capabilities.block_size >= 64
+    model.close()
+
+
 def test_weights_that_do_not_fit_are_refused_before_they_are_compiled(
     tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

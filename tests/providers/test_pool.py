@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -243,3 +244,24 @@ def test_a_buffer_of_the_device_holds_a_layer_of_a_group() -> None:
         plan_pool(SPEC, options, block_size=16, buffer_bytes=10 * size - 1, **kept)
     found = plan_pool(SPEC, options, block_size=16, buffer_bytes=10 * size, **kept)
     assert found.num_blocks == 10
+
+
+@pytest.mark.parametrize(("share", "asked"), [(0.4, 2 << 30), (0.1, 1 << 29)])
+def test_a_share_of_memory_that_is_not_told(share: float, asked: int) -> None:
+    """A draft model's is a quarter of a model's, whatever there is."""
+    found = plan_pool(
+        replace(SPEC, context_length=1 << 20),
+        LoadOptions(kv_share=share),
+        block_size=16,
+        item_bytes=4,
+        free_bytes=None,
+        weight_bytes=WEIGHTS,
+    )
+    assert asked - found.block_bytes < found.num_blocks * found.block_bytes <= asked
+
+
+def test_a_share_of_what_is_free() -> None:
+    blocks = plan(LoadOptions(kv_share=0.1), WEIGHTS + 100 * BLOCK).num_blocks
+    assert blocks == 10
+    with pytest.raises(ProviderError, match=r"kv_share is 1\.5"):
+        LoadOptions(kv_share=1.5)

@@ -1,6 +1,7 @@
 """From a folder to an engine; the artifact and the model are stand-ins."""
 
 import gc
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,6 +167,29 @@ def test_a_fallback_is_loaded_when_the_provider_cannot_be(
     assert "cpu chooses kv_cache_dtype, block_size, attention" in caplog.text
     engine.submit(engine.prepare("a", [1], SamplingParams(max_tokens=2)))
     assert [len(engine.step()), len(engine.step())] == [1, 1]
+
+
+def test_what_failed_to_load_is_not_in_the_next_ones_way(
+    loads: dict[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error's functions still hold what they had loaded by then."""
+
+    class Weights:
+        pass
+
+    held: list[weakref.ref[Weights]] = []
+    plain = loading.open_model
+
+    def open_model(path: Path, provider: str, options: LoadOptions, trials: Any = None) -> Model:
+        weights = Weights()
+        assert [one() for one in held] == [None] * len(held)
+        held.append(weakref.ref(weights))
+        return plain(path, provider, options, trials)
+
+    monkeypatch.setattr(loading, "open_model", open_model)
+    loads |= {"openvino": [CapacityError("no room")], "cpu": [NullModel()]}
+    open_null(tmp_path, "openvino", "cpu")
+    assert len(held) == 2
 
 
 def test_without_a_fallback_the_error_stands(loads: dict[str, list[Any]], tmp_path: Path) -> None:
