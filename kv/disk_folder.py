@@ -21,8 +21,9 @@ What is decided here:
 - *What is sound need not be of use*: the checksum says that an entry is what was written, and
   `find_fault`, which knows what the bytes mean, whether to use it. One that is not to be used is
   removed like a damaged one, and can be written anew.
-- *What is not ours stays*: only files with our names and our magic bytes are ever removed, and
-  temporary files of our naming once they are an hour old, since another process may be writing.
+- *What is not ours stays*: only files with our names, and our magic bytes or zeros in their place,
+  are ever removed, and temporary files of our naming once they are an hour old, since another
+  process may be writing.
 - *Access* is what the umask makes it. K/V tell what the prompts said: guard the folder like them.
 """
 

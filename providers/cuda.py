@@ -58,8 +58,8 @@ class CudaProvider:
     def __init__(self, device: str = "0", *, emulate: bool = False) -> None:
         if not device.isdecimal():
             raise ProviderError(
-                f"cuda:{device} does not name a GPU; give its number, as in cuda:0 (`nvidia-smi` "
-                "lists them)"
+                f"cuda:{device} does not name a GPU; give its number as CUDA counts, as in "
+                "cuda:0, without those that CUDA_VISIBLE_DEVICES hides"
             )
         self._device_id = int(device)
         self._emulate = emulate

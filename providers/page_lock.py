@@ -39,14 +39,18 @@ def page_lock(array: NDArray[Any]) -> Callable[[], None]:
     return release
 
 
-@cache
 def runtime() -> Any:
-    """CUDA's runtime library; None where it cannot be loaded."""
+    """CUDA's runtime library; None where it cannot be loaded, or not yet."""
     try:
-        return ctypes.CDLL(RUNTIME)
+        return _loaded()
     except OSError as error:
         logger.info("transfers to the host take longer than need be: %s", error)
         return None
+
+
+@cache
+def _loaded() -> Any:
+    return ctypes.CDLL(RUNTIME)
 
 
 def _nothing() -> None: ...

@@ -183,10 +183,11 @@ class ChatTemplate:
                 raise
 
         try:
-            if knows.parts and any(map(_texts_of_user, messages)):
+            if knows.parts and (texts := [t for m in messages for t in _texts_of_user(m)]):
                 with suppress(Exception):  # it goes through those of other roles alone
                     found = rendered(replace(knows, keeps_parts=True))
-                    if _LIST_OF_PARTS not in found:
+                    is_list = _LIST_OF_PARTS in found
+                    if not is_list and all(text.strip() in found for text in texts):
                         return found
             return rendered(knows)
         except RequestError:

@@ -238,6 +238,9 @@ def test_several_texts_of_a_user_are_left_to_a_template_that_goes_through_them(
         "{% for m in messages %}{% if m.content is not string and m.role == 'tool' %}"
         "{% for p in m.content %}{{ p.text }}"
         "{% endfor %}{% else %}{{ '<' + m.content + '>' }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{% set text = m.content if m.content is string else '' %}"
+        "{% if m.role == 'tool' %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
+        "<{{ text }}>{% endfor %}",
     ],
 )
 def test_several_texts_are_joined_where_a_template_goes_through_those_of_others(

@@ -191,6 +191,7 @@ def test_the_draft_model_may_keep_what_the_model_may(
     wanted = LoadOptions(
         threads=1,
         kv_cache_tokens=512,
+        kv_share=build.DRAFT_KV_SHARE,
         graph_cache=tmp_path,
         coarse_head=False,
         hybrid_kv_cache=False,

@@ -428,7 +428,8 @@ def test_who_waits_is_told_of_the_end(builds: Builds) -> None:
     async def wait() -> None:
         first = asyncio.create_task(made.prepare(regex("first")))
         second = asyncio.create_task(made.prepare(regex("second")))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0)
+        await asyncio.to_thread(_wait_until, lambda: builds.texts == ["first"])
         made.close()
         with pytest.raises(OnnxportError, match="the engine is closed"):
             await second
