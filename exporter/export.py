@@ -82,8 +82,8 @@ def export_model(
     further = range(spec.num_layers, spec.num_layers + family.count_further_layers(config))
     quantization = read_quantization(config)
     config.check_all_used(family.name)
-    tokens = special_tokens(folder.path)
     check_tokenizer(folder.path)
+    tokens = special_tokens(folder.path)
     if not (folder.path / TOKENIZER_FILES[0]).is_file():
         logger.warning(
             "%s has no %s, so the artifact will take token ids only; transformers makes one of a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,8 @@ TOKENIZER_FILES: Final = (
     "chat_template.json",
     "generation_config.json",
 )
+logger = logging.getLogger(__name__)
+
 TEMPLATE_FOLDER: Final = "additional_chat_templates"  # named templates, one `.jinja` file each
 
 
@@ -73,7 +76,9 @@ def check_tokenizer(folder: Path) -> None:
 def special_tokens(folder: Path) -> SpecialTokens:
     """Special token ids; `generation_config.json` goes before `config.json`, as in transformers.
 
-    The last to be asked is the `text_config` of a model that reads images, too.
+    The last to be asked is the `text_config` of a model that reads images, too. The tokenizer's own
+    end token is one besides those, as in vLLM and llama.cpp: who trains a chat model from a base
+    may have changed that alone.
 
     Raises CheckpointError for an id that is not an integer.
     """
@@ -92,8 +97,33 @@ def special_tokens(folder: Path) -> SpecialTokens:
                 return known
         return ()
 
+    ends, own = find("eos_token_id"), _end_of_tokenizer(folder)
+    if own is not None and own not in ends:
+        logger.info("token %d ends texts, too, as the tokenizer says", own)
+        ends = (*ends, own)
     return SpecialTokens(
-        find("eos_token_id"),
+        ends,
         next(iter(find("bos_token_id")), None),
         next(iter(find("pad_token_id")), None),
     )
+
+
+def _end_of_tokenizer(folder: Path) -> int | None:
+    """The token that the tokenizer's files call the end; None where it knows none of that name."""
+    config = read_json(folder / "tokenizer_config.json")
+    others = read_json(folder / "special_tokens_map.json")
+    named = config.get("eos_token") or others.get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    if not isinstance(text, str):
+        return None
+    added = config.get("added_tokens_decoder")
+    for number, token in (added if isinstance(added, dict) else {}).items():
+        if isinstance(token, dict) and token.get("content") == text and number.isdecimal():
+            return int(number)
+    path = folder / TOKENIZER_FILES[0]
+    if not path.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    found: int | None = Tokenizer.from_file(str(path)).token_to_id(text)
+    return found

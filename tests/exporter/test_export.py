@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ from onnxport.errors import (
 )
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions, Progress
+from onnxport.exporter.source import special_tokens
 from onnxport.graphs.artifact import Artifact
 from tests.exporter import checkpoints
 from tests.exporter.run_graphs import Graph
@@ -290,6 +292,42 @@ def test_special_tokens_come_from_the_generation_config(checkpoint: Path) -> Non
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(CheckpointError, match="eos_token_id is 'x'"):
         export_model(checkpoint, checkpoint.parent / "other")
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "<e>"}}, (7, 8, 9)),
+        ({"tokenizer_config.json": {"eos_token": {"content": "<e>"}}}, (7, 8, 9)),
+        ({"special_tokens_map.json": {"eos_token": "<e>"}}, (7, 8, 9)),
+        (
+            {
+                "tokenizer_config.json": {
+                    "eos_token": "<x>",
+                    "added_tokens_decoder": {"11": {"content": "<x>"}, "12": {"content": "<y>"}},
+                }
+            },
+            (7, 8, 11),
+        ),
+        ({"tokenizer_config.json": {"eos_token": "h"}}, (7, 8)),  # which is token 7
+        ({"tokenizer_config.json": {"eos_token": "<unknown>"}}, (7, 8)),
+        ({"tokenizer_config.json": {"eos_token": None}}, (7, 8)),
+        ({}, (7, 8)),
+    ],
+)
+def test_the_tokenizers_own_end_is_one_too(
+    tmp_path: Path, files: dict[str, Any], ends: tuple[int, ...]
+) -> None:
+    """A chat model that was trained from a base may have changed its tokenizer alone."""
+    vocab = {text: number for number, text in enumerate("abcdefghi")}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.add_special_tokens(["<e>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    (tmp_path / "config.json").write_text("{}")
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert special_tokens(tmp_path).eos == ends
 
 
 def test_a_shorter_context_shortens_the_tables(checkpoint: Path) -> None:
