@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from onnxport.errors import OnnxportError
 from onnxport.providers.base import Capabilities
 from onnxport.providers.null import NullModel, NullOptions
+from onnxport.serving import offload
 from onnxport.serving.params import SamplingParams
 from tests.serving.helpers import alone, null_engine, null_model, run, submit, tokens
 from tests.serving.test_fallback import at, spare
@@ -104,6 +106,42 @@ def test_kv_of_another_model_is_dropped(caplog: pytest.LogCaptureFixture) -> Non
     assert deltas[0].num_cached_tokens == 0
     assert tokens(deltas) == alone([*PREFIX, 2])
     assert "is dropped" in caplog.text
+
+
+def test_tiers_stay_where_new_ones_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model that needs them is passed over, and the next one has the old ones."""
+    losing = False
+    other = OtherModel(NullOptions(block_size=16, num_blocks=6, max_model_len=512))
+    engine = null_engine(
+        block_size=16,
+        num_blocks=6,
+        max_num_batched_tokens=64,
+        kv_host_memory=4 * 16 * 2 * 8,
+        kv_disk=tmp_path,
+        preemption="recompute",
+        lost_at=lambda _: losing,
+        fallbacks=[other, spare(block_size=16, num_blocks=6)],
+    )
+
+    def ask(name: str, prompt: list[int]) -> int:
+        submit(engine, name, prompt, SamplingParams(temperature=0.0, max_tokens=1))
+        deltas = run(engine)[name]
+        assert tokens(deltas) == alone(prompt)[:1]
+        return deltas[0].num_cached_tokens
+
+    def fail(*_: object) -> None:
+        raise OnnxportError("the K/V folder cannot be used")
+
+    assert [ask("a", [*PREFIX, 1]), ask("fill", [3] * 90)] == [0, 0]
+    monkeypatch.setattr(offload, "open_store", fail)
+    losing = True
+    assert ask("b", [*PREFIX, 2]) == 64
+    assert [ask("fill", [4] * 90), ask("again", [*PREFIX, 3])] == [0, 64]
+    assert [(one.provider, one.replaced_by) for one in engine.losses][-1][1] == "null"
+    assert engine.stats().num_tier_errors == 0
+    engine.close()
 
 
 def test_tiers_are_of_the_model_that_filled_them(caplog: pytest.LogCaptureFixture) -> None:
