@@ -250,6 +250,22 @@ def test_bad_words_by_hand(output: list[int], banned: set[int]) -> None:
     assert {*edits.banned.tolist()} == banned | {3, 10}
 
 
+@pytest.mark.parametrize("prompt", [[0, 4], [0] * 50])
+@pytest.mark.parametrize("output", [[], [10], [4, 5], [11, 5], [5, 5], [9] * 20 + [4, 5]])
+def test_tokens_that_are_assumed_ban_what_written_ones_do(
+    prompt: list[int], output: list[int]
+) -> None:
+    """Of guesses, wherever they begin; also of a number of tokens that there must be."""
+    params = SamplingParams(bad_words=("a", "bcd"), min_tokens=3, max_tokens=30)
+    written = row_params(Position(make_request(params, prompt, output))).edits
+    assert written is not None
+    for split in range(len(output)):
+        request = make_request(params, prompt, output[:split])
+        edits = row_params(Position(request, tuple(output[split:]))).edits
+        assert edits is not None
+        assert {*edits.banned.tolist()} == {*written.banned.tolist()}
+
+
 def test_white_space_may_be_a_bad_word() -> None:
     """It has no other spelling: a space before it would be white space too."""
     rules = logit_rules(SamplingParams(bad_words=("\n", " \t")), END_IDS, VOCAB, whole)
