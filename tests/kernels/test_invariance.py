@@ -121,6 +121,30 @@ def computed(
     return found
 
 
+@pytest.mark.parametrize("kind", [("float", "tiled"), ("int8", "tiled"), ("bfloat16", "paired")])
+def test_sequences_that_are_divided_or_not(
+    library_path: Path, library: ctypes.CDLL, available_isas: list[str], kind: tuple[str, str]
+) -> None:
+    """Along their keys, as far as memory is meant for that: a part of them, all, or none."""
+    rng = np.random.default_rng(3)
+    past, new = [2300, 1500, 1100], [33, 1, 12]
+    needed = blocks_of(past, new)
+    table = np.zeros((3, max(needed)), np.int32)
+    numbers = iter(rng.permutation(sum(needed)))
+    for s, count in enumerate(needed):
+        table[s, :count] = [next(numbers) for _ in range(count)]
+    case = case_of(rng, past, new, table, kind=kind)
+    for isa in available_isas:
+        library.onnxport_cpu_set_isa(isa.encode())
+        whole = run_ort.run(library_path, case, threads=2)[0].tobytes()
+        for floats in (0, 3_000, 100_000, 1 << 40):
+            before = library.onnxport_cpu_set_most_state_floats(floats)
+            try:
+                assert run_ort.run(library_path, case, threads=2)[0].tobytes() == whole
+            finally:
+                library.onnxport_cpu_set_most_state_floats(before)
+
+
 def check_each_alone(library_path: Path, library: ctypes.CDLL, isa: str, case: Case) -> None:
     """Compute a case, and assert that each of its sequences gets the bits it has alone."""
     whole, _, _ = computed(library_path, library, isa, case)

@@ -23,6 +23,9 @@ constexpr int64_t kSerialAttend = 1 << 14;
 constexpr int64_t kTilesFrom = 8 * kTile;  // tokens
 // Fewer row blocks than this are divided along their keys, too.
 constexpr size_t kEnoughBlocks = 32;
+// What the parts of divided blocks may take together, 32 MiB: as many of them as there are segments
+// of a long context would take hundreds, which no memory plan knows of. Further blocks are not divided.
+constexpr int64_t kMostStateFloats = 8 << 20;
 // Rows of several sequences that go together over keys they share, at most.
 constexpr int64_t kSharedRows = 64;
 // Heads take turns while so many tasks are left for each thread.
@@ -55,6 +58,8 @@ struct Slice {
   size_t state, from;
   int64_t row;
 };
+
+std::atomic<int64_t> most_state_floats{kMostStateFloats};
 
 struct Workspace {
   Buffer queries, states;
@@ -362,6 +367,7 @@ void plan_work(const Problem& p, const Kernels& kernels, Workspace& space) {
   find_groups(p, space);
   plan_groups(p, space);
   const std::vector<RowBlock>& blocks = space.blocks;
+  int64_t floats_left = most_state_floats;
   for (size_t begin = 0, end = 0; begin < blocks.size(); begin = end) {
     const RowBlock& first = blocks[begin];
     while (end < blocks.size() && blocks[end].sequence == first.sequence &&
@@ -370,8 +376,13 @@ void plan_work(const Problem& p, const Kernels& kernels, Workspace& space) {
     const KeyRange keys = block_keys(p, first);
     const bool is_long = keys.last > (keys.first / kSegment + 1) * kSegment;
     const Group* group = group_of(space, first.sequence);
-    if (group || (p.parallel_for && blocks.size() < kEnoughBlocks && is_long)) {
+    const int64_t segments = (keys.last + kSegment - 1) / kSegment - keys.first / kSegment;
+    const int64_t floats = static_cast<int64_t>(end - begin) * segments *
+                           state_floats(rows_of(first), p.head_size);
+    const bool is_divided = p.parallel_for && blocks.size() < kEnoughBlocks && is_long;
+    if (group || (is_divided && floats <= floats_left)) {
       divide(p, begin, end, group, space);
+      floats_left -= floats;
     } else {
       const size_t together = heads_together(kernels, first, blocks.size());
       for (size_t i = begin; i < end; i += together)
@@ -383,6 +394,8 @@ void plan_work(const Problem& p, const Kernels& kernels, Workspace& space) {
 }
 
 }  // namespace
+
+int64_t set_most_state_floats(int64_t floats) { return most_state_floats.exchange(floats); }
 
 int run_attention(const Problem& p) {
   if (p.num_tokens == 0) return 0;

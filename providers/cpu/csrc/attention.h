@@ -103,4 +103,7 @@ bool validate(const Problem& problem, char* message, size_t message_size);
 // tiles of AMX.
 int run_attention(const Problem& problem);
 
+// For tests: how many floats the parts of divided sequences may take together. Returns what it was.
+int64_t set_most_state_floats(int64_t floats);
+
 }  // namespace onnxport

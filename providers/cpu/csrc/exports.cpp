@@ -68,6 +68,11 @@ ONNXPORT_EXPORT int64_t onnxport_cpu_set_slow_page_ns(int64_t slow_ns) {
   return onnxport::set_slow_page_ns(slow_ns);
 }
 
+// For tests: floats of the parts of sequences whose keys are divided. Returns what it was.
+ONNXPORT_EXPORT int64_t onnxport_cpu_set_most_state_floats(int64_t floats) {
+  return onnxport::set_most_state_floats(floats);
+}
+
 // Size of the Problem structure, so that a caller can check its own declaration of it.
 ONNXPORT_EXPORT size_t onnxport_cpu_problem_size() { return sizeof(onnxport::Problem); }
 
