@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onnxport.errors import CapacityError, ProviderError
+from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
 from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.spec import ArchSpec
 from onnxport.kv.groups import CacheGroups
@@ -143,6 +144,20 @@ def check_weights(free_bytes: int | None, weight_bytes: int) -> None:
             f"the weights do not fit: they take {_size(weight_bytes)}, and {_size(free_bytes)} are "
             "free. Free memory, or export at a lower precision."
         )
+
+
+def least_bytes(artifact: Artifact) -> int:
+    """What the weights take on a processor at least, by what the manifest says of them.
+
+    Projections of 16 bits become float32, and are then there twice: see `ort.weight_bytes`.
+    """
+    manifest = artifact.manifest
+    size, spec = manifest.files[WEIGHTS_FILE].size, manifest.model
+    if manifest.precision != "fp16" or spec.experts is not None:
+        return size
+    heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_size
+    projections = spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
+    return max(size, 2 * 4 * projections)
 
 
 def check_int8_experts(free_bytes: int, made_bytes: int) -> None:

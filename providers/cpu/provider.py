@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onnxport.graphs import contract
-from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
+from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, Device, Features, KVFormat, LoadOptions, Probe
@@ -48,7 +48,7 @@ from onnxport.providers.ort import (
 )
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.placement import placement
-from onnxport.providers.pool import PoolPlan, plan_pool
+from onnxport.providers.pool import PoolPlan, least_bytes, plan_pool
 
 if TYPE_CHECKING:
     from onnxport.providers.host_lora import HostLora
@@ -100,7 +100,7 @@ class CpuProvider:
         groups = source.groups
         plan = _pool_planner(artifact, options, kernel, cache_dtype, groups, free_bytes)
         # What cannot fit at all is refused before the lowering reads and converts weights.
-        plan(weight_bytes=_least_bytes(artifact))
+        plan(weight_bytes=least_bytes(artifact))
         lora = _host_lora(artifact, options, kernel)
         graph, converted = source.lowered(cache, lora)
         held_bytes = graph.stored_bytes + sum(value.nbytes for value in converted.values())
@@ -136,20 +136,6 @@ def processor_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _least_bytes(artifact: Artifact) -> int:
-    """What the weights take at least, by what the manifest says of them.
-
-    Projections of 16 bits become float32, and are then there twice: see `ort.weight_bytes`.
-    """
-    manifest = artifact.manifest
-    size, spec = manifest.files[WEIGHTS_FILE].size, manifest.model
-    if manifest.precision != "fp16" or spec.experts is not None:
-        return size
-    heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_size
-    projections = spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
-    return max(size, 2 * 4 * projections)
 
 
 def _pool_planner(

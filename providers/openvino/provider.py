@@ -43,7 +43,7 @@ from onnxport.providers.openvino.lora import OpenVinoLora
 from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.openvino.plugin import PRECISIONS, Build, Plugin
 from onnxport.providers.openvino.self_test import distrust
-from onnxport.providers.pool import PoolPlan, check_weights, plan_pool
+from onnxport.providers.pool import PoolPlan, check_weights, least_bytes, plan_pool
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,9 @@ class OpenVinoProvider:
         plugin.check(options)
         spec = artifact.manifest.model
         lora = _lora(artifact, plugin, options)
-        host_bytes = memory.available_bytes()  # before weights are converted
+        host_bytes = memory.available_bytes()
+        # Before they are converted; what is packed may be in another device's memory.
+        check_weights(host_bytes, least_bytes(artifact) // 2)
         passes = lower(artifact, lora.lower if lora else None, keep_experts=plugin.gathers_experts)
         lowered = list(passes)
         for step in lowered:

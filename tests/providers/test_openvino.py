@@ -12,13 +12,14 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxport.errors import ArtifactError, CapacityError, DeviceLostError, ProviderError
-from onnxport.graphs.artifact import Artifact
+from onnxport.graphs.artifact import WEIGHTS_FILE, Artifact
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.openvino import convert
 from onnxport.providers.openvino.core import new_core
 from onnxport.providers.openvino.cpu import FEW_TOKENS, CpuPlugin, builds
 from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.openvino.provider import OpenVinoProvider, _accuracy_level
+from onnxport.providers.pool import least_bytes
 from onnxport.providers.registry import get_provider, open_model
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
@@ -451,3 +452,20 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_compiled(
     monkeypatch.setattr(provider.memory, "available_bytes", lambda: 1000)
     with pytest.raises(CapacityError, match=r"weights do not fit: they take .* 1000 bytes"):
         OpenVinoProvider().load(Artifact.read(tiny_artifact("llama", "int4")), LoadOptions())
+
+
+def test_16_bit_weights_that_do_not_fit_are_refused_before_they_are_converted(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onnxport.providers.openvino import provider
+
+    def lower(*_: object, **__: object) -> None:
+        raise AssertionError("they were converted")
+
+    artifact = Artifact.read(tiny_artifact("llama", "fp16"))
+    least = least_bytes(artifact)
+    assert least > artifact.manifest.files[WEIGHTS_FILE].size
+    monkeypatch.setattr(provider, "lower", lower)
+    monkeypatch.setattr(provider.memory, "available_bytes", lambda: least // 2)
+    with pytest.raises(CapacityError, match="weights do not fit"):
+        OpenVinoProvider().load(artifact, LoadOptions())
