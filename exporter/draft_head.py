@@ -144,7 +144,7 @@ def draft_tokens(checkpoint: Checkpoint, spec: ArchSpec) -> NDArray[np.int32]:
 def _manifest(
     spec: ArchSpec, options: ExportOptions, model: CheckpointFolder, folder: CheckpointFolder
 ) -> Manifest:
-    tokens = special_tokens(model.path)
+    tokens = special_tokens(model.path, spec.vocab_size)
     return Manifest(
         model=spec,
         precision=options.precision,

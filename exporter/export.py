@@ -83,7 +83,7 @@ def export_model(
     quantization = read_quantization(config)
     config.check_all_used(family.name)
     check_tokenizer(folder.path)
-    tokens = special_tokens(folder.path)
+    tokens = special_tokens(folder.path, spec.vocab_size)
     if not (folder.path / TOKENIZER_FILES[0]).is_file():
         logger.warning(
             "%s has no %s, so the artifact will take token ids only; transformers makes one of a "

@@ -73,7 +73,7 @@ def check_tokenizer(folder: Path) -> None:
         ) from error
 
 
-def special_tokens(folder: Path) -> SpecialTokens:
+def special_tokens(folder: Path, vocab_size: int) -> SpecialTokens:
     """Special token ids; `generation_config.json` goes before `config.json`, as in transformers.
 
     The last to be asked is the `text_config` of a model that reads images, too. The tokenizer's own
@@ -98,7 +98,7 @@ def special_tokens(folder: Path) -> SpecialTokens:
         return ()
 
     ends, own = find("eos_token_id"), _end_of_tokenizer(folder)
-    if own is not None and own not in ends:
+    if own is not None and own not in ends and own < vocab_size:  # which the model can write
         logger.info("token %d ends texts, too, as the tokenizer says", own)
         ends = (*ends, own)
     return SpecialTokens(

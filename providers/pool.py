@@ -149,15 +149,21 @@ def check_weights(free_bytes: int | None, weight_bytes: int) -> None:
 def least_bytes(artifact: Artifact) -> int:
     """What the weights take on a processor at least, by what the manifest says of them.
 
-    Projections of 16 bits become float32, and are then there twice: see `ort.weight_bytes`.
+    What is converted is there twice: see `ort.weight_bytes`.
     """
-    manifest = artifact.manifest
-    size, spec = manifest.files[WEIGHTS_FILE].size, manifest.model
-    if manifest.precision != "fp16" or spec.experts is not None:
-        return size
+    return max(artifact.manifest.files[WEIGHTS_FILE].size, 2 * converted_bytes(artifact))
+
+
+def converted_bytes(artifact: Artifact) -> int:
+    """What projections of 16 bits take as float32, at least; 0 where there are none.
+
+    Experts may stay as they are.
+    """
+    spec = artifact.manifest.model
+    if artifact.manifest.precision != "fp16" or spec.experts is not None:
+        return 0
     heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_size
-    projections = spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
-    return max(size, 2 * 4 * projections)
+    return 4 * spec.num_layers * spec.hidden_size * (heads + 3 * spec.intermediate_size)
 
 
 def check_int8_experts(free_bytes: int, made_bytes: int) -> None:

@@ -43,7 +43,7 @@ from onnxport.providers.openvino.lora import OpenVinoLora
 from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.openvino.plugin import PRECISIONS, Build, Plugin
 from onnxport.providers.openvino.self_test import distrust
-from onnxport.providers.pool import PoolPlan, check_weights, least_bytes, plan_pool
+from onnxport.providers.pool import PoolPlan, check_weights, converted_bytes, plan_pool
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,7 @@ class OpenVinoProvider:
         spec = artifact.manifest.model
         lora = _lora(artifact, plugin, options)
         host_bytes = memory.available_bytes()
-        # Before they are converted; what is packed may be in another device's memory.
-        check_weights(host_bytes, least_bytes(artifact) // 2)
+        check_weights(host_bytes, converted_bytes(artifact))  # before they are
         passes = lower(artifact, lora.lower if lora else None, keep_experts=plugin.gathers_experts)
         lowered = list(passes)
         for step in lowered:

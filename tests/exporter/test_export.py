@@ -327,7 +327,8 @@ def test_the_tokenizers_own_end_is_one_too(
     (tmp_path / "config.json").write_text("{}")
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
-    assert special_tokens(tmp_path).eos == ends
+    assert special_tokens(tmp_path, 12).eos == ends
+    assert special_tokens(tmp_path, 9).eos == (7, 8)  # the model has no other tokens
 
 
 def test_a_shorter_context_shortens_the_tables(checkpoint: Path) -> None:

@@ -19,7 +19,7 @@ from onnxport.providers.openvino.core import new_core
 from onnxport.providers.openvino.cpu import FEW_TOKENS, CpuPlugin, builds
 from onnxport.providers.openvino.model import Graph, OpenVinoModel
 from onnxport.providers.openvino.provider import OpenVinoProvider, _accuracy_level
-from onnxport.providers.pool import least_bytes
+from onnxport.providers.pool import converted_bytes
 from onnxport.providers.registry import get_provider, open_model
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
@@ -463,9 +463,10 @@ def test_16_bit_weights_that_do_not_fit_are_refused_before_they_are_converted(
         raise AssertionError("they were converted")
 
     artifact = Artifact.read(tiny_artifact("llama", "fp16"))
-    least = least_bytes(artifact)
-    assert least > artifact.manifest.files[WEIGHTS_FILE].size
+    made = converted_bytes(artifact)
+    assert made > artifact.manifest.files[WEIGHTS_FILE].size
+    assert converted_bytes(Artifact.read(tiny_artifact("llama", "int4"))) == 0
     monkeypatch.setattr(provider, "lower", lower)
-    monkeypatch.setattr(provider.memory, "available_bytes", lambda: least // 2)
+    monkeypatch.setattr(provider.memory, "available_bytes", lambda: made)
     with pytest.raises(CapacityError, match="weights do not fit"):
         OpenVinoProvider().load(artifact, LoadOptions())

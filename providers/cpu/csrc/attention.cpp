@@ -23,9 +23,10 @@ constexpr int64_t kSerialAttend = 1 << 14;
 constexpr int64_t kTilesFrom = 8 * kTile;  // tokens
 // Fewer row blocks than this are divided along their keys, too.
 constexpr size_t kEnoughBlocks = 32;
-// What the parts of divided blocks may take together, 32 MiB: as many of them as there are segments
-// of a long context would take hundreds, which no memory plan knows of. Further blocks are not divided.
-constexpr int64_t kMostStateFloats = 8 << 20;
+// What the parts of divided blocks may take together, 32 MiB for so many threads: as many of them as
+// there are segments of a long context would take hundreds, which no memory plan knows of. Blocks for
+// which nothing is left are not divided. Those that share a prefix always are.
+constexpr int64_t kMostStateFloats = 8 << 20, kStateThreads = 4;
 // Rows of several sequences that go together over keys they share, at most.
 constexpr int64_t kSharedRows = 64;
 // Heads take turns while so many tasks are left for each thread.
@@ -351,12 +352,16 @@ void place_states(const Problem& p, Workspace& space) {
   }
 }
 
+size_t num_threads() {
+  static const size_t threads = std::max(1u, std::thread::hardware_concurrency());
+  return threads;
+}
+
 // How many heads of the same few rows go to one task: as many as leave some for every thread.
 size_t heads_together(const Kernels& kernels, const RowBlock& block, size_t num_blocks) {
-  static const size_t threads = std::max(1u, std::thread::hardware_concurrency());
   if (rows_of(block) > kTurnRows) return 1;
   const auto most = static_cast<size_t>(kernels.most_turns);
-  return std::clamp<size_t>(num_blocks / (kTasksPerThread * threads), 1, most);
+  return std::clamp<size_t>(num_blocks / (kTasksPerThread * num_threads()), 1, most);
 }
 
 void plan_work(const Problem& p, const Kernels& kernels, Workspace& space) {
@@ -367,7 +372,8 @@ void plan_work(const Problem& p, const Kernels& kernels, Workspace& space) {
   find_groups(p, space);
   plan_groups(p, space);
   const std::vector<RowBlock>& blocks = space.blocks;
-  int64_t floats_left = most_state_floats;
+  const auto shares = std::max<int64_t>(1, static_cast<int64_t>(num_threads()) / kStateThreads);
+  int64_t floats_left = most_state_floats * shares;
   for (size_t begin = 0, end = 0; begin < blocks.size(); begin = end) {
     const RowBlock& first = blocks[begin];
     while (end < blocks.size() && blocks[end].sequence == first.sequence &&
@@ -380,8 +386,10 @@ void plan_work(const Problem& p, const Kernels& kernels, Workspace& space) {
     const int64_t floats = static_cast<int64_t>(end - begin) * segments *
                            state_floats(rows_of(first), p.head_size);
     const bool is_divided = p.parallel_for && blocks.size() < kEnoughBlocks && is_long;
-    if (group || (is_divided && floats <= floats_left)) {
+    if (group) {
       divide(p, begin, end, group, space);
+    } else if (is_divided && floats <= floats_left) {
+      divide(p, begin, end, nullptr, space);
       floats_left -= floats;
     } else {
       const size_t together = heads_together(kernels, first, blocks.size());
