@@ -7,6 +7,7 @@ value is null counts as absent. What differs between model families is in `famil
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ CONFIG_FILE: Final = "config.json"
 
 T = TypeVar("T")
 D = TypeVar("D")
+
+logger = logging.getLogger(__name__)
 
 # Keys that are read elsewhere, or concern training, sampling, loading or bookkeeping.
 IRRELEVANT: Final = frozenset(
@@ -214,6 +217,33 @@ class Config:
                 f"{self.path} has {len(unknown)} key(s) that the exporter does not understand for "
                 f"the family {family!r}, and that could change the result: {found}.{hint}"
             )
+
+
+def context_within(config: Config, end: int, asked: int | None, what: str, beyond: str) -> int:
+    """The context length of a model that is supported up to `end` tokens alone; a warning says so.
+
+    Args:
+        config: The model's configuration.
+        end: The longest context.
+        asked: The context length that was asked for; None: as long as may be.
+        what: What `end` is, as in "the first chunk".
+        beyond: What the model does there, as in "this model attends in chunks".
+
+    Raises:
+        UnsupportedModelError: More was asked for.
+    """
+    if asked is not None and asked > end:
+        raise UnsupportedModelError(
+            f"{config.path}: a context length of {asked} tokens was asked for; beyond {end}, "
+            f"{what}, {beyond}, which is not supported. Choose one from 1 to {end}."
+        )
+    trained = config.require("max_position_embeddings", int)
+    if asked is None and trained > end:
+        logger.warning(
+            "the context is %d tokens, not %d: beyond that %s, which is not supported",
+            *(end, trained, beyond),
+        )
+    return min(trained, end) if asked is None else asked
 
 
 def decoder_spec(

@@ -6,19 +6,16 @@ within the original context. An artifact is for that: its graphs have no such fa
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Final
 
-from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config, decoder_spec
+from onnxport.errors import CheckpointError
+from onnxport.exporter.config import Config, context_within, decoder_spec
 from onnxport.exporter.families.base import Family
 from onnxport.exporter.ropeconfig import rope_parameters
 from onnxport.graphs.spec import ArchSpec
 
 _BETA: Final = "llama_4_scaling_beta"
 _ORIGINAL: Final = "original_max_position_embeddings"
-
-logger = logging.getLogger(__name__)
 
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
@@ -29,7 +26,9 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     rope.pop("max_position_embeddings", None)  # transformers repeats the model's there
     window = config.get("sliding_window", int, None)
     if beta:
-        context_length = _within(config, int(original), context_length)
+        beyond = "this model's queries grow with their positions"
+        end = int(original)
+        context_length = context_within(config, end, context_length, f"its {_ORIGINAL}", beyond)
     return decoder_spec(
         config,
         family="ministral3",
@@ -47,24 +46,6 @@ def _number(config: Config, name: str, value: Any) -> float:
             f"{config.path}: the RoPE key {name!r} is {value!r}; Ministral 3 needs a number."
         )
     return value
-
-
-def _within(config: Config, original: int, asked: int | None) -> int:
-    """A context in which queries stay as they are."""
-    if asked is not None and asked > original:
-        raise UnsupportedModelError(
-            f"{config.path}: a context length of {asked} tokens was asked for; beyond {original}, "
-            f"its {_ORIGINAL}, this model's queries grow with their positions, which is not "
-            f"supported. Choose one from 1 to {original}."
-        )
-    trained = config.require("max_position_embeddings", int)
-    if asked is None and trained > original:
-        logger.warning(
-            "the context is %d tokens, not %d: beyond that this model's queries grow with their "
-            "positions, which is not supported",
-            *(original, trained),
-        )
-    return min(trained, original) if asked is None else asked
 
 
 FAMILY: Final = Family(name="ministral3", architecture="Ministral3ForCausalLM", spec=read_spec)

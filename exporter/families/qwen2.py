@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
-from onnxport.errors import CheckpointError, UnsupportedModelError
-from onnxport.exporter.config import Config, decoder_spec, layer_windows
+from onnxport.errors import CheckpointError
+from onnxport.exporter.config import Config, context_within, decoder_spec, layer_windows
 from onnxport.exporter.families.base import Family
 from onnxport.graphs.spec import ArchSpec
 
 _CHUNKS: Final = "dual_chunk_attention_config"
 
-logger = logging.getLogger(__name__)
-
 
 def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     """Qwen2: always biased queries, keys and values, never an output or MLP bias."""
     if chunks := config.get(_CHUNKS, dict, None):
-        context_length = _within(config, chunks, context_length)
+        end, what = _first_chunk(config, chunks), f"the first chunk of its {_CHUNKS}"
+        beyond = "this model attends in chunks"
+        context_length = context_within(config, end, context_length, what, beyond)
     return decoder_spec(
         config,
         family="qwen2",
@@ -30,8 +29,8 @@ def read_spec(config: Config, context_length: int | None) -> ArchSpec:
     )
 
 
-def _within(config: Config, chunks: Mapping[str, Any], asked: int | None) -> int:
-    """A context in which dual chunk attention is plain attention: its first chunk.
+def _first_chunk(config: Config, chunks: Mapping[str, Any]) -> int:
+    """Tokens of the context in which dual chunk attention is plain attention.
 
     Within a chunk of `chunk_size - local_size` tokens relative positions stay as they are; those
     of tokens in other chunks are folded into what the model was trained with (arXiv:2402.17463,
@@ -43,26 +42,12 @@ def _within(config: Config, chunks: Mapping[str, Any], asked: int | None) -> int
             f"{config.path}: {_CHUNKS} is {dict(chunks)}; it needs the numbers chunk_size and "
             "local_size."
         )
-    first = size - local
-    if first < 1:
+    if size <= local:
         raise CheckpointError(
             f"{config.path}: {_CHUNKS} has a chunk_size of {size} and a local_size of {local}; "
             "the first must be larger."
         )
-    if asked is not None and asked > first:
-        raise UnsupportedModelError(
-            f"{config.path}: a context length of {asked} tokens was asked for; beyond {first}, the "
-            f"first chunk of its {_CHUNKS}, this model attends in chunks, which is not supported. "
-            f"Choose one from 1 to {first}."
-        )
-    trained = config.require("max_position_embeddings", int)
-    if asked is None and trained > first:
-        logger.warning(
-            "the context is %d tokens, not %d: beyond that this model attends in chunks, which is "
-            "not supported",
-            *(first, trained),
-        )
-    return min(trained, first) if asked is None else asked
+    return size - local
 
 
 FAMILY: Final = Family(name="qwen2", architecture="Qwen2ForCausalLM", spec=read_spec)
