@@ -82,9 +82,15 @@ def as_cuda_counts(gpus: Sequence[Gpu]) -> list[Gpu]:
     """
     places = _places()
     by_place = {gpu.bus_id: gpu for gpu in gpus if gpu.bus_id}
-    if not places or not all(place in by_place for place in places):
-        return list(gpus)
-    return [by_place[place] for place in places]
+    if places and all(place in by_place for place in places):
+        return [by_place[place] for place in places]
+    if len(gpus) > 1:
+        logger.warning(
+            "CUDA does not tell which of %d GPUs are its own (it names %s, the driver %s): they "
+            "are taken to be counted as the driver does",
+            *(len(gpus), places or "none", list(by_place)),
+        )
+    return list(gpus)
 
 
 def free_bytes(device_id: int) -> int | None:

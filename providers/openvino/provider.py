@@ -118,7 +118,7 @@ class OpenVinoProvider:
         spec = artifact.manifest.model
         lora = _lora(artifact, plugin, options)
         host_bytes = memory.available_bytes()
-        check_weights(host_bytes, converted_bytes(artifact))  # before they are
+        check_weights(host_bytes, converted_bytes(artifact))  # before they are made
         passes = lower(artifact, lora.lower if lora else None, keep_experts=plugin.gathers_experts)
         lowered = list(passes)
         for step in lowered:

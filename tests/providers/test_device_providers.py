@@ -197,7 +197,10 @@ class FakeCuda:
     ],
 )
 def test_gpus_are_counted_as_cuda_does(
-    monkeypatch: pytest.MonkeyPatch, places: tuple[int, ...], names: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    places: tuple[int, ...],
+    names: list[str],
 ) -> None:
     have(monkeypatch, "cuda")
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpus=2))
@@ -205,6 +208,7 @@ def test_gpus_are_counted_as_cuda_does(
     monkeypatch.setattr(cuda, "why_not_started", lambda target: "")
     probe = get_provider("cuda").probe()
     assert [device.name for device in probe.devices] == names
+    assert ("counted as the driver does" in caplog.text) == (places in ((), (7,)))
 
 
 def test_a_gpu_that_does_not_answer_is_no_reason_against_another(

@@ -93,7 +93,11 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Add what decides how an artifact is loaded."""
     group = parser.add_argument_group("device")
     group.add_argument("--provider", default="auto", help="auto (default), cpu, …; see `devices`")
-    group.add_argument("--threads", type=positive, help="compute threads (the physical cores)")
+    group.add_argument(
+        "--threads",
+        type=positive,
+        help="compute threads (the physical cores, no more than a container's quota)",
+    )
     cache = group.add_mutually_exclusive_group()
     cache.add_argument(
         "--kv-memory",
