@@ -309,14 +309,18 @@ def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
 def _marked(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with a mark at the end of the last one's text."""
     last = messages[-1]
-    text = plain_text(last.get("content") or "")
-    if not text or last.get("tool_calls"):
+    content = last.get("content") or ""
+    if not plain_text(content) or last.get("tool_calls"):
         raise RequestError(
             "continue_final_message was given, and the last message has no text to go on with, or "
             "tool calls behind it",
             "continue_final_message",
         )
-    return [*messages[:-1], {**last, "content": text + _MARK}]
+    if isinstance(content, str):
+        return [*messages[:-1], {**last, "content": content + _MARK}]
+    *before, part = content
+    part = {**part, part["type"]: (part.get(part["type"]) or "") + _MARK}
+    return [*messages[:-1], {**last, "content": [*before, part]}]
 
 
 def _cut(rendered: str) -> str:

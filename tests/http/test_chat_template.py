@@ -227,6 +227,13 @@ def test_several_texts_of_a_user_are_left_to_a_template_that_goes_through_them(
     template = ChatTemplate({"default": source}, TOKENS)
     assert template.render(asked) == expected
     assert "twothree" in template.render([*asked, {"role": "assistant", "content": "yes"}, *asked])
+    goes_on = template.render(asked, None, False, continue_final_message=True)
+    assert "twothree" in goes_on
+    assert goes_on.endswith("three")
+    said = {"role": "assistant", "content": [{"type": "text", "text": "yes"}, texts[0]]}
+    goes_on = template.render([*asked, said], None, False, continue_final_message=True)
+    assert goes_on.rstrip().endswith("yes\none")
+    assert [part["text"] for part in texts] == ["one ", "two", "three"]  # as they were
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,21 @@ int main(int count, char**) {
     print_sizes("freed");
   }
   print_sizes("after");
+  {  // Two models in one region, of tensors smaller than a page, the first of which goes.
+    Tensors first, second;
+    for (int i = 0; i < 400; i++) first.push_back(std::make_unique<Tensor>(100'000, 1));
+    for (int i = 0; i < 400; i++) second.push_back(std::make_unique<Tensor>(50'000, 2));
+    print_sizes("both");
+    while (first.size() > 3) first.erase(first.begin() + static_cast<long>(first.size() / 2));
+    print_whole("few", first);
+    first.clear();
+    print_whole("second", second);
+    print_sizes("one");
+    second.push_back(std::make_unique<Tensor>(100'000, 3));
+    second.erase(second.begin(), second.end() - 1);
+    print_whole("last", second);
+    print_sizes("none");
+  }
   // Sessions may be made at once.
   std::vector<Tensors> each(8);
   std::vector<std::thread> threads;

@@ -232,6 +232,30 @@ def test_sequences_that_share_blocks(
         check_each_alone(library_path, library, isa, case)
 
 
+@pytest.mark.parametrize(
+    ("kind", "seed"), [(("int8", "tiled"), 0), (("float", "tiled"), 3), (("bfloat16", "paired"), 2)]
+)
+def test_shared_blocks_in_turns(
+    library_path: Path,
+    library: ctypes.CDLL,
+    available_isas: list[str],
+    kind: tuple[str, str],
+    seed: int,
+) -> None:
+    """Heads come one after the other where there is little memory, to the same bits."""
+    case = sharing_case(seed, *kind)
+    for isa in available_isas:
+        library.onnxport_cpu_set_isa(isa.encode())
+        whole = run_ort.run(library_path, case, threads=2)[0].tobytes()
+        # A head of the first sequences takes 13,000 to 61,000 floats, one of the others 6,000 up.
+        for floats in (0, 10_000, 40_000, 70_000):
+            before = library.onnxport_cpu_set_most_state_floats(floats)
+            try:
+                assert run_ort.run(library_path, case, threads=2)[0].tobytes() == whole, floats
+            finally:
+                library.onnxport_cpu_set_most_state_floats(before)
+
+
 def many_case(seed: int, cache_type: str, layout: str) -> Case:
     """So many sequences of few rows, and one of more, that heads take turns: 3 and 2 of 5."""
     rng = np.random.default_rng(seed)

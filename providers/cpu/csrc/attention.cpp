@@ -25,7 +25,8 @@ constexpr int64_t kTilesFrom = 8 * kTile;  // tokens
 constexpr size_t kEnoughBlocks = 32;
 // What the parts of divided blocks may take together, 32 MiB for so many threads: as many of them as
 // there are segments of a long context would take hundreds, which no memory plan knows of. Blocks for
-// which nothing is left are not divided. Those that share a prefix always are.
+// which nothing is left are not divided. Those that share a prefix always are, some after the others
+// where there is not room for all.
 constexpr int64_t kMostStateFloats = 8 << 20, kStateThreads = 4;
 // Rows of several sequences that go together over keys they share, at most.
 constexpr int64_t kSharedRows = 64;
@@ -48,10 +49,12 @@ struct Division {
 };
 
 // Sequences [begin, end), whose first so many keys, whole segments, are in the same blocks. Of each
-// KV head and segment there is one state of all their rows, from `states` on.
+// KV head and segment there is one state of all their rows, from `states` on; the heads whose turn it
+// is are [first_head, last_head).
 struct Group {
   int64_t begin, end, keys;
   size_t states;
+  int64_t first_head, last_head;
 };
 
 // A state that is made of some rows of another one.
@@ -279,7 +282,7 @@ void find_groups(const Problem& p, Workspace& space) {
       keys = common;
       end++;
     }
-    if (end - begin > 1) space.groups.push_back({begin, end, keys, 0});
+    if (end - begin > 1) space.groups.push_back({begin, end, keys, 0, 0, 0});
   }
 }
 
@@ -289,16 +292,50 @@ const Group* group_of(const Workspace& space, int64_t sequence) {
   return nullptr;
 }
 
+// Floats that the states of one KV head of a group take.
+int64_t head_floats(const Problem& p, const Group& group) {
+  const int64_t rows = rows_of(p, group.begin, group.end);
+  int64_t floats = group.keys / kSegment * state_floats(rows, p.head_size);
+  for (int64_t s = group.begin; s < group.end; s++) {
+    const int64_t tokens = p.cumulative_lengths[s + 1] - p.cumulative_lengths[s];
+    const int64_t own = p.past_lengths[s] + tokens - group.keys;
+    floats += (own + kSegment - 1) / kSegment * state_floats(rows_of(p, s, s + 1), p.head_size);
+  }
+  return floats;
+}
+
+// Which heads of the groups come next, as many as there is room for and at least one: those behind
+// `done` of them, group by group. Returns how many are done then, and takes what they need.
+size_t choose_heads(const Problem& p, Workspace& space, size_t done, int64_t& floats_left) {
+  const auto heads = static_cast<size_t>(p.kv_heads);
+  for (Group& group : space.groups) group.first_head = group.last_head = 0;
+  bool is_first = true;
+  for (size_t i = done / heads; i < space.groups.size(); i++) {
+    Group& group = space.groups[i];
+    const int64_t floats = head_floats(p, group);
+    const auto next = static_cast<int64_t>(done - i * heads);
+    const int64_t room = std::max<int64_t>(is_first, floats_left / floats);
+    group.first_head = next;
+    group.last_head = std::min(p.kv_heads, next + room);
+    floats_left = std::max<int64_t>(0, floats_left - floats * (group.last_head - next));
+    done = i * heads + static_cast<size_t>(group.last_head);
+    if (group.last_head < p.kv_heads) break;
+    is_first = false;
+  }
+  return done;
+}
+
 // What the rows of each group share: heads of the same keys one after the other, as divide() has
 // them.
 void plan_groups(const Problem& p, Workspace& space) {
   for (Group& group : space.groups) {
-    const auto heads = static_cast<size_t>(p.kv_heads);
+    const auto heads = static_cast<size_t>(group.last_head - group.first_head);
     const auto segments = static_cast<size_t>(group.keys / kSegment);
     group.states = space.all_states.size();
     for (size_t segment = 0; segment < segments; segment++)
       for (size_t head = 0; head < heads; head++) {
-        const RowBlock block{static_cast<int32_t>(group.begin), static_cast<int32_t>(head), 0,
+        const auto kv_head = static_cast<int32_t>(group.first_head + static_cast<int64_t>(head));
+        const RowBlock block{static_cast<int32_t>(group.begin), kv_head, 0,
                              static_cast<int32_t>(rows_of(p, group.begin, group.end)),
                              static_cast<int32_t>(group.keys)};
         space.work.push_back(
@@ -323,7 +360,8 @@ void divide(const Problem& p, size_t begin, size_t end, const Group* group, Work
     const RowBlock& block = space.blocks[begin + i];
     space.divisions.push_back({block, states + i * count, count});
     for (size_t s = 0; s < shared; s++) {
-      const size_t from = group->states + static_cast<size_t>(block.kv_head) * shared + s;
+      const auto head = static_cast<size_t>(block.kv_head - group->first_head);
+      const size_t from = group->states + head * shared + s;
       const int64_t row = rows_of(p, group->begin, block.sequence) + block.row_begin;
       space.slices.push_back({states + i * count + s, from, row});
     }
@@ -364,16 +402,19 @@ size_t heads_together(const Kernels& kernels, const RowBlock& block, size_t num_
   return std::clamp<size_t>(num_blocks / (kTasksPerThread * num_threads()), 1, most);
 }
 
-void plan_work(const Problem& p, const Kernels& kernels, Workspace& space) {
+// Plans the next part of the work, of which all but what waits for room is in the first: heads of
+// groups, of which so many are done. Returns how many are done then.
+size_t plan_work(const Problem& p, const Kernels& kernels, size_t done, Workspace& space) {
+  const bool is_first = done == 0;
   space.work.clear();
   space.divisions.clear();
   space.all_states.clear();
   space.slices.clear();
-  find_groups(p, space);
-  plan_groups(p, space);
   const std::vector<RowBlock>& blocks = space.blocks;
   const auto shares = std::max<int64_t>(1, static_cast<int64_t>(num_threads()) / kStateThreads);
   int64_t floats_left = most_state_floats * shares;
+  done = choose_heads(p, space, done, floats_left);
+  plan_groups(p, space);
   for (size_t begin = 0, end = 0; begin < blocks.size(); begin = end) {
     const RowBlock& first = blocks[begin];
     while (end < blocks.size() && blocks[end].sequence == first.sequence &&
@@ -386,8 +427,11 @@ void plan_work(const Problem& p, const Kernels& kernels, Workspace& space) {
     const int64_t floats = static_cast<int64_t>(end - begin) * segments *
                            state_floats(rows_of(first), p.head_size);
     const bool is_divided = p.parallel_for && blocks.size() < kEnoughBlocks && is_long;
-    if (group) {
-      divide(p, begin, end, group, space);
+    if (group) {  // a block of each head
+      divide(p, begin + static_cast<size_t>(group->first_head),
+             begin + static_cast<size_t>(group->last_head), group, space);
+    } else if (!is_first) {
+      continue;
     } else if (is_divided && floats <= floats_left) {
       divide(p, begin, end, nullptr, space);
       floats_left -= floats;
@@ -399,6 +443,7 @@ void plan_work(const Problem& p, const Kernels& kernels, Workspace& space) {
     }
   }
   place_states(p, space);
+  return done;
 }
 
 }  // namespace
@@ -413,14 +458,19 @@ int run_attention(const Problem& p) {
   float* queries = space.queries.reserve<float>(static_cast<size_t>(floats));
   Run run{p, *active_kernels(), space, queries};
   plan_blocks(p, space);
-  plan_work(p, run.kernels, space);
+  find_groups(p, space);
   int64_t total = 0;
   for (const RowBlock& block : space.blocks) total += cost(p, block);
   const bool serial = total < kSerialAttend;
   if (const int status = prepare(run)) return status;
-  if (const int status = run.for_each(space.work.size(), serial, attend_task)) return status;
-  if (const int status = run.for_each(space.divisions.size(), serial, finish_task)) return status;
-  if (run.out_of_memory) throw std::bad_alloc();
+  const size_t all = space.groups.size() * static_cast<size_t>(p.kv_heads);
+  size_t done = 0;
+  do {
+    done = plan_work(p, run.kernels, done, space);
+    if (const int status = run.for_each(space.work.size(), serial, attend_task)) return status;
+    if (const int status = run.for_each(space.divisions.size(), serial, finish_task)) return status;
+    if (run.out_of_memory) throw std::bad_alloc();
+  } while (done < all);
   return 0;
 }
 

@@ -70,7 +70,7 @@ class Region {
     next_ = round_up(reinterpret_cast<uintptr_t>(mapped_), kHugePage);
     end_ = next_ + mapped_bytes_ - kHugePage;
     small_ = end_;
-    is_gone_.resize((end_ - next_) / kHugePage);
+    live_.resize((end_ - next_) / kHugePage);
     madvise(reinterpret_cast<void*>(next_), end_ - next_, MADV_HUGEPAGE);  // a wish
   }
   Region(const Region&) = delete;
@@ -83,19 +83,24 @@ class Region {
     if (bytes > end_ - next_) return nullptr;
     const uintptr_t taken = next_;
     next_ += round_up(bytes, kLine);  // end_ is at a line, too
+    count(taken, next_, [](uintptr_t& live, uintptr_t part) { live += part; });
     if (small_ == end_ && can_settle()) probe(round_up(taken, kHugePage), taken + bytes);
     return reinterpret_cast<uint8_t*>(taken);
   }
 
-  // Others may lie here, and live on. A page at an end may be theirs, too.
+  // Others may lie here, and live on: a page goes with the last of what lies on it.
   void give_back(const uint8_t* data, uintptr_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto address = reinterpret_cast<uintptr_t>(data);
-    const uintptr_t begin = round_up(address, kHugePage);
-    const uintptr_t end = (address + bytes) / kHugePage * kHugePage;
-    if (begin >= end) return;
-    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
-    for (uintptr_t page = begin; page < end; page += kHugePage) is_gone_[index(page)] = true;
+    const auto begin = reinterpret_cast<uintptr_t>(data);
+    const uintptr_t end = begin + round_up(bytes, kLine);
+    count(begin, end, [](uintptr_t& live, uintptr_t part) { live -= part; });
+    uintptr_t page = begin / kHugePage * kHugePage;
+    while (page < end) {
+      uintptr_t behind = page;
+      while (behind < end && !live_[index(behind)]) behind += kHugePage;
+      if (page < behind) madvise(reinterpret_cast<void*>(page), behind - page, MADV_DONTNEED);
+      page = behind + kHugePage;
+    }
   }
 
   // Whole small pages that are taken: what takes the rest of the last one may come yet.
@@ -107,7 +112,7 @@ class Region {
   // Makes the next ones of these huge, and what is taken later, once there are none left.
   void settle() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    while (small_ + kHugePage <= next_ && is_gone_[index(small_)]) small_ += kHugePage;
+    while (small_ + kHugePage <= next_ && !live_[index(small_)]) small_ += kHugePage;
     if (small_ + kHugePage <= next_) {
       const auto page = reinterpret_cast<void*>(small_);
       madvise(page, kHugePage, MADV_HUGEPAGE);
@@ -120,7 +125,18 @@ class Region {
   }
 
  private:
-  size_t index(uintptr_t page) const { return is_gone_.size() - (end_ - page) / kHugePage; }
+  size_t index(uintptr_t page) const { return live_.size() - (end_ - page) / kHugePage; }
+
+  // Has the bytes of a range counted, on each page that it lies on.
+  template <typename Change>
+  void count(uintptr_t begin, uintptr_t end, const Change& change) {
+    while (begin < end) {
+      const uintptr_t page = begin / kHugePage * kHugePage;
+      const uintptr_t until = std::min(end, page + kHugePage);
+      change(live_[index(page)], until - begin);
+      begin = until;
+    }
+  }
 
   // Writes to some pages of a range that is new, and sees how long that takes. With region_mutex.
   void probe(uintptr_t begin, uintptr_t end) {
@@ -141,7 +157,7 @@ class Region {
   void* mapped_;
   uintptr_t next_, end_;
   uintptr_t small_;  // where small pages begin; end_: there are none
-  std::vector<bool> is_gone_;  // of each huge page, whether it was given back
+  std::vector<uintptr_t> live_;  // bytes of each huge page that are in use
 };
 
 WeightMemory::WeightMemory(size_t bytes) : bytes_(bytes), data_(nullptr) {
