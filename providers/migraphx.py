@@ -6,14 +6,18 @@ padded to one of few sizes, each of which is compiled once.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import Device, Features, LoadOptions, Probe
+from onnxport.providers.bus import as_counted, bus_id, places
 from onnxport.providers.device import load_on_device, no_native_blocks, why_not_started
 from onnxport.providers.imports import unless_interrupted, unless_left_behind
 from onnxport.providers.ort import Target
@@ -25,6 +29,8 @@ INSTALL: Final = "pip install 'onnxport[migraphx]'"
 DTYPES: Final = ("float16", "float32")
 DRM: Final = Path("/sys/class/drm")  # where Linux lists GPUs
 AMD: Final = "0x1002"
+# Its run-time library, of which ONNX Runtime loads one.
+HIP: Final = ("libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so")
 EXPECTED_ON_HOST: Final = frozenset({"GatherBlockQuantized"})  # MIGraphX parses no such operator
 
 
@@ -32,6 +38,7 @@ EXPECTED_ON_HOST: Final = frozenset({"GatherBlockQuantized"})  # MIGraphX parses
 class _Gpu:
     device: Device
     free_bytes: int | None
+    bus_id: str  # where it is plugged in, as `bus.bus_id` spells it; "" where that is not known
 
 
 class MIGraphXProvider:
@@ -74,9 +81,17 @@ class MIGraphXProvider:
             count = f"{len(gpus)} AMD GPUs" if gpus else "no AMD GPU"
             reason = f"{DRM} lists {count}, and migraphx:{self._device_id} is to be used"
             return Probe(False, reason, devices, versions)
+        failure = why_not_started(self._target())
+        devices = tuple(gpu.device for gpu in as_hip_counts(gpus))
+        if self._device_id >= len(devices):
+            reason = (
+                f"HIP shows {len(devices)} of {len(gpus)} AMD GPUs, and migraphx:{self._device_id} "
+                "is to be used; HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES hide some from it"
+            )
+            return Probe(False, reason, devices, versions)
         used = devices[self._device_id]
         devices = (used, *(device for device in devices if device is not used))
-        if reason := why_not_started(self._target()):
+        if reason := failure:
             advice = "ONNX Runtime needs ROCm with MIGraphX (apt install migraphx, from AMD)"
             return Probe(False, f"{reason}. {advice}", devices, versions)
         return Probe(True, "", devices, versions, (), Features.one_type(("decomposed",), DTYPES))
@@ -87,7 +102,7 @@ class MIGraphXProvider:
             raise ProviderError(reason)
         device, free_bytes = "an AMD GPU, emulated on the CPU", None
         if not self._emulate:
-            gpu = amd_gpus()[self._device_id]
+            gpu = as_hip_counts(amd_gpus())[self._device_id]
             device, free_bytes = gpu.device.name, gpu.free_bytes
         recipe = Recipe(
             provider=self.name,
@@ -118,8 +133,29 @@ def amd_gpus(root: Path = DRM) -> list[_Gpu]:
         total, used = (_number(folder / f"mem_info_vram_{name}") for name in ("total", "used"))
         name = _read(folder / "product_name") or f"AMD GPU {_read(folder / 'device')}"
         free = None if total is None or used is None else total - used
-        gpus.append(_Gpu(Device(name, total, "gpu"), free))
+        place = folder.resolve().name  # such as 0000:c1:00.0
+        gpus.append(_Gpu(Device(name, total, "gpu"), free, bus_id(place) if ":" in place else ""))
     return gpus
+
+
+def as_hip_counts(gpus: Sequence[_Gpu]) -> list[_Gpu]:
+    """Return the GPUs that HIP sees, in its order; as they are where it cannot be asked.
+
+    HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES hide some from it. ONNX Runtime has to have loaded
+    its library.
+    """
+    return as_counted(gpus, places(_hip(), "hip"), "HIP")
+
+
+def _hip() -> Any:
+    """HIP's library, if this process has loaded one."""
+    loaded = getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW
+    for name in HIP:
+        try:
+            return ctypes.CDLL(name, mode=loaded)
+        except OSError:
+            continue
+    return None
 
 
 def _read(path: Path) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from onnxport.errors import ProviderError
 from onnxport.providers.base import Device
+from onnxport.providers.bus import as_counted, bus_id, places
 from onnxport.providers.imports import unless_interrupted
 from onnxport.providers.page_lock import runtime
 
@@ -17,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 # NVML's codes of what a GPU does not tell, as one that shares the processor's memory, or is a part.
 _UNTOLD: Final = (3, 4)  # NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_NO_PERMISSION
-_BUS_ID_BYTES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Gpu:
     device: Device
     free_bytes: int | None  # None: it does not tell
     capability: tuple[int, int]  # to compute, as CUDA counts
-    bus_id: str  # where it is plugged in, as `_bus_id` spells it; "" where that is not known
+    bus_id: str  # where it is plugged in, as `bus.bus_id` spells it; "" where that is not known
 
 
 def list_gpus(install: str, versions: dict[str, str]) -> list[Gpu]:
@@ -80,17 +80,7 @@ def as_cuda_counts(gpus: Sequence[Gpu]) -> list[Gpu]:
     CUDA_VISIBLE_DEVICES hides some from it, and the fastest comes first unless CUDA_DEVICE_ORDER
     says otherwise. CUDA's libraries have to be loaded.
     """
-    places = _places()
-    by_place = {gpu.bus_id: gpu for gpu in gpus if gpu.bus_id}
-    if places and all(place in by_place for place in places):
-        return [by_place[place] for place in places]
-    if len(gpus) > 1:
-        logger.warning(
-            "CUDA does not tell which of %d GPUs are its own (it names %s, the driver %s): they "
-            "are taken to be counted as the driver does",
-            *(len(gpus), places or "none", list(by_place)),
-        )
-    return list(gpus)
+    return as_counted(gpus, places(runtime(), "cuda"), "CUDA")
 
 
 def free_bytes(device_id: int) -> int | None:
@@ -114,30 +104,10 @@ def _gpu(pynvml: Any, handle: Any) -> Gpu:
         if getattr(error, "value", None) not in _UNTOLD:
             raise
     try:
-        bus_id = _bus_id(_text(pynvml.nvmlDeviceGetPciInfo(handle).busId))
+        place = bus_id(_text(pynvml.nvmlDeviceGetPciInfo(handle).busId))
     except pynvml.NVMLError:
-        bus_id = ""
-    return Gpu(Device(name, total, "gpu"), free, (int(major), int(minor)), bus_id)
-
-
-def _places() -> list[str]:
-    """Where CUDA's devices are plugged in, in its order; none where it does not say."""
-    library, count = runtime(), ctypes.c_int()
-    if library is None or library.cudaGetDeviceCount(ctypes.byref(count)):
-        return []
-    found = []
-    for number in range(count.value):
-        text = ctypes.create_string_buffer(_BUS_ID_BYTES)
-        if library.cudaDeviceGetPCIBusId(text, ctypes.c_int(len(text)), ctypes.c_int(number)):
-            return []
-        found.append(_bus_id(text.value.decode()))
-    return found
-
-
-def _bus_id(text: str) -> str:
-    """A PCI bus id with a domain of eight digits, as NVML has it; CUDA's have four."""
-    domain, _, rest = text.strip("\0 ").lower().partition(":")
-    return f"{int(domain, 16):08x}:{rest}"
+        place = ""
+    return Gpu(Device(name, total, "gpu"), free, (int(major), int(minor)), place)
 
 
 def _text(value: str | bytes) -> str:

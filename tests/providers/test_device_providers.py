@@ -241,7 +241,7 @@ def test_a_device_that_does_not_start_is_missing(
 ) -> None:
     have(monkeypatch, provider)
     gpus = [
-        migraphx._Gpu(device=migraphx.Device(name, 192 << 30, "gpu"), free_bytes=None)
+        migraphx._Gpu(device=migraphx.Device(name, 192 << 30, "gpu"), free_bytes=None, bus_id="")
         for name in ("MI250", "MI300X")
     ]
     monkeypatch.setattr(migraphx, "amd_gpus", lambda: gpus)
@@ -252,10 +252,61 @@ def test_a_device_that_does_not_start_is_missing(
     assert [device.name for device in probe.devices] == expected
 
 
+class FakeHip:
+    """As much of HIP's library as is asked; it sees GPUs at these places of the bus."""
+
+    def __init__(self, *places: int) -> None:
+        self.places = places
+
+    def hipGetDeviceCount(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = len(self.places)
+        return 0
+
+    def hipDeviceGetPCIBusId(self, text: Any, size: Any, number: Any) -> int:  # noqa: N802
+        assert size.value == len(text)
+        text.value = f"0000:0{self.places[number.value]}:00.0".encode()
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("places", "names"),
+    [
+        ((1,), ["MI300X"]),  # HIP_VISIBLE_DEVICES=1
+        ((1, 0), ["MI300X", "MI250"]),
+        ((0, 1), ["MI250", "MI300X"]),
+        ((7,), ["MI250", "MI300X"]),  # one that the kernel does not list: as it lists them
+        (None, ["MI250", "MI300X"]),  # HIP is not loaded
+    ],
+)
+def test_gpus_are_counted_as_hip_does(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    places: tuple[int, ...] | None,
+    names: list[str],
+) -> None:
+    have(monkeypatch, "migraphx")
+    gpus = [
+        migraphx._Gpu(migraphx.Device(name, 192 << 30, "gpu"), None, f"00000000:0{place}:00.0")
+        for place, name in enumerate(("MI250", "MI300X"))
+    ]
+    monkeypatch.setattr(migraphx, "amd_gpus", lambda: gpus)
+    monkeypatch.setattr(migraphx, "_hip", lambda: None if places is None else FakeHip(*places))
+    monkeypatch.setattr(migraphx, "why_not_started", lambda target: "")
+    probe = get_provider("migraphx").probe()
+    assert [device.name for device in probe.devices] == names
+    assert ("counted as the driver does" in caplog.text) == (places in (None, (7,)))
+    hidden = get_provider("migraphx:1").probe()
+    assert hidden.available == (len(names) == 2)
+    assert ("HIP shows 1 of 2 AMD GPUs" in hidden.reason) == (len(names) == 1)
+
+
 def test_amd_gpus_are_those_that_the_kernel_lists(tmp_path: Path) -> None:
     def card(name: str, **files: str) -> None:
         folder = tmp_path / name / "device"
-        folder.mkdir(parents=True)
+        if name == "card2":
+            folder.parent.mkdir()
+            folder.symlink_to(tmp_path / "pci" / "0000:C1:00.0")
+        folder.resolve().mkdir(parents=True)
         for file, text in files.items():
             (folder / file).write_text(text + "\n")
 
@@ -273,6 +324,7 @@ def test_amd_gpus_are_those_that_the_kernel_lists(tmp_path: Path) -> None:
         (g.device.name, g.device.memory_bytes, g.free_bytes) for g in migraphx.amd_gpus(tmp_path)
     ]
     assert found == [("AMD GPU 0x74a1", 1000, None), ("MI300X", 2000, 1500)]
+    assert [g.bus_id for g in migraphx.amd_gpus(tmp_path)] == ["", "00000000:c1:00.0"]
 
 
 @pytest.mark.parametrize(("head_size", "expected"), [(32, 256), (64, 256), (128, 128), (256, 64)])
