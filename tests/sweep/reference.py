@@ -8,15 +8,18 @@ There is no batch, no cache, no draft and no scheduler.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.kv.table import blocks_for
 from onnxport.providers.base import Model
+from onnxport.serving.outputs import FinishReason
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import sample
 from onnxport.serving.sampling import Position, row_params
+from onnxport.serving.tokenizer import Tokenizer
 from tests.conformance.models import step
 
 
@@ -33,34 +36,51 @@ def logits_after(model: Model, token_ids: list[int], slot: int) -> NDArray[np.fl
     return model.run(inputs).copy()
 
 
-def completions(model: Model, make: Callable[[], Request]) -> list[list[int]]:
-    """Return the tokens of all completions of a request.
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One completion."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # of its tokens; empty unless the request asks for them
+    reason: FinishReason
+
+
+def completions(model: Model, make: Callable[[], Request], tokenizer: Tokenizer) -> list[Expected]:
+    """Return all completions of a request.
 
     Args:
         model: whose whole cache may be overwritten.
         make: makes the request; called for every token.
+        tokenizer: tells the text, in which stop strings are looked for.
     """
     number = len([make(), *make().siblings])
-    return [_completion(model, make, index) for index in range(number)]
+    return [_completion(model, make, tokenizer, index) for index in range(number)]
 
 
-def _completion(model: Model, make: Callable[[], Request], index: int) -> list[int]:
+def _completion(
+    model: Model, make: Callable[[], Request], tokenizer: Tokenizer, index: int
+) -> Expected:
     output: list[int] = []
+    logprobs: list[float] = []
     while True:
         first = make()
         request = [first, *first.siblings][index]
         request.tokens.extend(output)
-        if output and _ended(request, output[-1]):
-            return output
+        if output and (reason := _ended(request, output, tokenizer)):
+            return Expected(output, logprobs, reason)
         slot = request.adapter.slot if request.adapter else 0
         logits = logits_after(model, request.tokens.tolist(), slot)
         mask = request.grammar.masks(request.tokens)[0] if request.grammar else None
         sampled = sample(logits, [row_params(Position(request, (), mask))])
         assert not sampled.invalid
         output += sampled.token_ids
+        logprobs += [one.logprob for one in sampled.logprobs or () if one is not None]
 
 
-def _ended(request: Request, last: int) -> bool:
-    if len(request.tokens) >= request.max_total_tokens or last in request.stop_token_ids:
-        return True
-    return request.grammar is not None and request.grammar.is_complete(request.tokens)
+def _ended(request: Request, output: list[int], tokenizer: Tokenizer) -> FinishReason | None:
+    text = tokenizer.decode(output)
+    if output[-1] in request.stop_token_ids or any(stop in text for stop in request.params.stop):
+        return "stop"
+    if request.grammar is not None and request.grammar.is_complete(request.tokens):
+        return "stop"
+    return "length" if len(request.tokens) >= request.max_total_tokens else None
