@@ -81,7 +81,8 @@ def test_transformers_own_files_are_understood(name: str, tmp_path: Path) -> Non
     assert spec.family == case.family
     peer = peer.get_text_config()
     assert spec.num_kv_heads == peer.num_key_value_heads
-    assert spec.head_size == getattr(peer, "head_dim", None) or 16
+    width = peer.hidden_size // peer.num_attention_heads
+    assert spec.head_size == (getattr(peer, "head_dim", None) or width)
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {

@@ -46,7 +46,7 @@ class FakeEngine:
     """Says `answers[completion index]`, one character of each a step, the same for every prompt.
 
     Attributes:
-        ends, stop_reason, failure: of the last delta.
+        ends, stop_reason, fails: of the last delta.
         refusals: raised at the call, in turn; None lets the request pass.
         cached: prompt tokens that are told to be cached, by number of the request.
     """
@@ -55,7 +55,7 @@ class FakeEngine:
     answers: Sequence[str] = ("ok",)
     ends: FinishReason = "stop"
     stop_reason: int | str | None = None
-    failure: Failure | None = None
+    fails: Failure | None = None
     refusals: list[Exception | None] = field(default_factory=list)
     cached: Sequence[int] = ()
     asked: list[Asked] = field(default_factory=list)
@@ -132,7 +132,7 @@ class FakeEngine:
                     reason,
                     self.stop_reason if reason else None,
                     num_cached_tokens=cached,
-                    failure=self.failure if reason else None,
+                    failure=self.fails if reason else None,
                 )
 
 

@@ -13,6 +13,7 @@ import pytest
 from onnxport.errors import OverloadedError, RequestError
 from onnxport.serving.events import StepRecord
 from onnxport.serving.http.app import AppOptions
+from onnxport.serving.outputs import Failure
 from onnxport.serving.params import RequestOptions
 from onnxport.serving.tokenizer import Tokenizer
 
@@ -193,3 +194,23 @@ async def test_metrics_listen_to_the_engine(ask: Ask) -> None:
     response = await client.get("/metrics", accept="application/openmetrics-text; version=1.0.0")
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     assert response.text.endswith("# EOF\n")
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [(Failure("RuntimeError: it broke"), 500), (Failure("the regex is too large", True), 400)],
+)
+@pytest.mark.parametrize("answer", ["", "par"])
+async def test_what_a_request_failed_of(
+    ask: Ask, failure: Failure, status: int, answer: str
+) -> None:
+    client = ask({"ends": "error", "fails": failure, "answers": (answer,)})
+    for send in (client.complete, client.chat):
+        response = await send()
+        assert response.status_code == status
+        error = response.json()["error"]
+        assert failure.message in error["message"]
+        response = await send(stream=True)
+        assert response.status_code == (200 if answer else status)
+        told = events(response)[-1] if answer else response.json()
+        assert told["error"] == error

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from onnxport.providers.cpu.library import load_library
+from tests.kernels.test_isas import processor_flags
 
 ROOT = Path(__file__).parents[2]
 FILES = [
@@ -56,8 +57,10 @@ def test_kernels(library: ctypes.CDLL, tmp_path: Path) -> None:
     build = ["cmake", "--build", str(tmp_path), "--parallel", "2", "--target", "onnxport_cpu"]
     subprocess.run(build, check=True, capture_output=True)
     emulated = load_library(tmp_path / "onnxport_cpu.so")
-    if not emulated.onnxport_cpu_set_matmul_isa(b"avxvnni"):
+    if "avx2" not in (flags := processor_flags()):
         pytest.skip("this processor has no AVX2")
+    assert emulated.onnxport_cpu_set_matmul_isa(b"avxvnni")
+    assert emulated.onnxport_cpu_set_isa(b"amx") == ({"avx512_bf16", "gfni"} <= flags)
 
     tests = [f"tests/kernels/test_{name}.py" for name in FILES]
     options = ["-m", "not slow", "--hypothesis-profile=fast", "-p", "no:cacheprovider"]

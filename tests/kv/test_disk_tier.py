@@ -65,7 +65,7 @@ def open_tier(tmp_path: Path) -> Iterator[OpenTier]:
     yield open_one
     for tier in tiers:
         tier.close(TIMEOUT_S)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
 
 
 @pytest.fixture
@@ -586,7 +586,7 @@ def test_a_folder_that_cannot_be_used_is_refused(
     monkeypatch.setattr(Path, "touch", failing)
     with pytest.raises(OnnxportError, match=r"Permission denied.*may create and write"):
         DiskTier(tmp_path / "new", 1 << 20, FORMAT)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
 
 
 def test_a_capacity_below_one_entry_is_refused(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def open_store(tmp_path: Path) -> Iterator[OpenStore]:
     yield open_one
     for store in stores:
         store.close(TIMEOUT_S)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
 
 
 @pytest.fixture
