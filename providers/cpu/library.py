@@ -47,6 +47,8 @@ def load_library(path: Path) -> ctypes.CDLL:
     library.onnxport_cpu_plane_parts_left.argtypes = []
     library.onnxport_cpu_make_plane_part.restype = ctypes.c_int
     library.onnxport_cpu_make_plane_part.argtypes = []
+    library.onnxport_cpu_set_session_threads.restype = None
+    library.onnxport_cpu_set_session_threads.argtypes = [ctypes.c_int64]
     library.onnxport_cpu_set_most_state_floats.restype = ctypes.c_int64
     library.onnxport_cpu_set_most_state_floats.argtypes = [ctypes.c_int64]
     library.onnxport_cpu_set_slow_page_ns.restype = ctypes.c_int64

@@ -190,6 +190,8 @@ def _session_options(options: LoadOptions, kernel: Path | None, attached: Mappin
     chosen.add_session_config_entry("session.intra_op.spin_duration_us", str(SPIN_US))
     if kernel is not None:
         chosen.register_custom_ops_library(str(kernel))
+        operators = library.load_library(kernel)
+        operators.onnxport_cpu_set_session_threads(chosen.intra_op_num_threads)
     chosen.add_external_initializers(list(attached), list(attached.values()))
     return chosen
 

@@ -47,6 +47,7 @@ def is_emulated(native: ctypes.CDLL) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # it compiles all kernels
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the sets are x86's")
 @pytest.mark.skipif(not (shutil.which("g++") and shutil.which("cmake")), reason="needs g++, cmake")
 def test_kernels(library: ctypes.CDLL, tmp_path: Path) -> None:

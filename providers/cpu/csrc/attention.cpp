@@ -64,6 +64,7 @@ struct Slice {
 };
 
 std::atomic<int64_t> most_state_floats{kMostStateFloats};
+std::atomic<size_t> session_threads{0};  // 0: not told
 
 struct Workspace {
   Buffer queries, states;
@@ -391,8 +392,9 @@ void place_states(const Problem& p, Workspace& space) {
 }
 
 size_t num_threads() {
-  static const size_t threads = std::max(1u, std::thread::hardware_concurrency());
-  return threads;
+  static const size_t processors = std::max(1u, std::thread::hardware_concurrency());
+  const size_t told = session_threads;
+  return told ? told : processors;
 }
 
 // How many heads of the same few rows go to one task: as many as leave some for every thread.
@@ -449,6 +451,10 @@ size_t plan_work(const Problem& p, const Kernels& kernels, size_t done, Workspac
 }  // namespace
 
 int64_t set_most_state_floats(int64_t floats) { return most_state_floats.exchange(floats); }
+
+void set_session_threads(int64_t threads) {
+  session_threads = static_cast<size_t>(std::max<int64_t>(0, threads));
+}
 
 int run_attention(const Problem& p) {
   if (p.num_tokens == 0) return 0;

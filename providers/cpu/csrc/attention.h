@@ -103,6 +103,10 @@ bool validate(const Problem& problem, char* message, size_t message_size);
 // tiles of AMX.
 int run_attention(const Problem& problem);
 
+// How many threads sessions have, which work and memory are divided for; 0, or never told: as many as
+// there are processors, of which a container may have a part.
+void set_session_threads(int64_t threads);
+
 // For tests: how many floats the parts of divided sequences may take together. Returns what it was.
 int64_t set_most_state_floats(int64_t floats);
 

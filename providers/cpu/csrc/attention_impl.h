@@ -293,16 +293,28 @@ static inline AttendKeys attend_keys_for(const Problem& p, int64_t rows) {
   }
 }
 
+static inline float lane_sum(const float* lanes) {
+  Vec::T sum = Vec::load(lanes);
+  for (int i = Vec::kWidth; i < 16; i += Vec::kWidth) sum = Vec::add(sum, Vec::load(lanes + i));
+  return Vec::reduce_add(sum);
+}
+
+// Whether a row saw no key. One that saw what is no number may have no maximum either, but its sum is
+// none.
+static inline bool saw_nothing(const State& state, int64_t row) {
+  return state.maximum[row] == kHidden && lane_sum(state.sum + row * 16) == 0;
+}
+
 // total += part, row by row. Rows that saw nothing in either are left as the other has them, so
 // that merging yields the same bits wherever a part was computed.
 static void merge(const State& total, const State& part, int64_t count, int64_t padded_size) {
   for (int64_t row = 0; row < count; row++) {
-    if (part.maximum[row] == kHidden) continue;
+    if (saw_nothing(part, row)) continue;
     float* sum = total.sum + row * 16;
     float* value = total.value + row * padded_size;
     const float* part_sum = part.sum + row * 16;
     const float* part_value = part.value + row * padded_size;
-    if (total.maximum[row] == kHidden) {
+    if (saw_nothing(total, row)) {
       total.maximum[row] = part.maximum[row];
       memcpy(sum, part_sum, 16 * sizeof(float));
       memcpy(value, part_value, static_cast<size_t>(padded_size) * sizeof(float));
@@ -318,12 +330,6 @@ static void merge(const State& total, const State& part, int64_t count, int64_t 
       Vec::store(value + i,
                  Vec::fma(add, Vec::load(part_value + i), Vec::mul(keep, Vec::load(value + i))));
   }
-}
-
-static inline float lane_sum(const float* lanes) {
-  Vec::T sum = Vec::load(lanes);
-  for (int i = Vec::kWidth; i < 16; i += Vec::kWidth) sum = Vec::add(sum, Vec::load(lanes + i));
-  return Vec::reduce_add(sum);
 }
 
 static inline float exp2_of(float x) {

@@ -68,6 +68,11 @@ ONNXPORT_EXPORT int64_t onnxport_cpu_set_slow_page_ns(int64_t slow_ns) {
   return onnxport::set_slow_page_ns(slow_ns);
 }
 
+// How many threads sessions have; 0: as many as there are processors.
+ONNXPORT_EXPORT void onnxport_cpu_set_session_threads(int64_t threads) {
+  onnxport::set_session_threads(threads);
+}
+
 // For tests: floats of the parts of sequences whose keys are divided. Returns what it was.
 ONNXPORT_EXPORT int64_t onnxport_cpu_set_most_state_floats(int64_t floats) {
   return onnxport::set_most_state_floats(floats);

@@ -201,7 +201,7 @@ static inline Vec::T tanh_of(Vec::T x) {
   p = Vec::fma(p, s, Vec::set1(-1.f / 3.f));
   const Vec::T near = Vec::fma(Vec::mul(p, s), x, x);
   const Vec::T signed_far = Vec::less(x, zero, Vec::sub(zero, far), far);
-  return Vec::less(magnitude, Vec::set1(0.5f), near, signed_far);
+  return Vec::less(Vec::set1(0.5f), magnitude, signed_far, near);  // of no number: no number
 }
 
 // Of a chunk, the tokens [first, last) that a row sees, of those [begin, end) that its logits are

@@ -54,10 +54,18 @@ int64_t thread_ns() {
   return int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
 }
 
-std::mutex region_mutex;
-std::weak_ptr<Region> last_region;  // the one with room; it lives as long as what lies in it
-std::vector<std::weak_ptr<Region>> regions;
-int slow_in_row = 0;  // the last pages that were probed, in whichever region
+struct Regions {
+  std::mutex mutex;
+  std::weak_ptr<Region> last;  // the one with room; it lives as long as what lies in it
+  std::vector<std::weak_ptr<Region>> all;
+  int slow_in_row = 0;  // the last pages that were probed, in whichever region
+};
+
+// Never destroyed: the thread that makes pages huge may outlive static objects.
+Regions& regions() {
+  static Regions* instance = new Regions;
+  return *instance;
+}
 
 }  // namespace
 
@@ -138,8 +146,9 @@ class Region {
     }
   }
 
-  // Writes to some pages of a range that is new, and sees how long that takes. With region_mutex.
+  // Writes to some pages of a range that is new, and sees how long that takes. With the mutex of all.
   void probe(uintptr_t begin, uintptr_t end) {
+    int& slow_in_row = regions().slow_in_row;
     for (uintptr_t page = begin; page < end; page += slow_in_row ? kHugePage : kProbeStep) {
       const int64_t start = thread_ns();
       *reinterpret_cast<volatile uint8_t*>(page) = 0;
@@ -161,16 +170,17 @@ class Region {
 };
 
 WeightMemory::WeightMemory(size_t bytes) : bytes_(bytes), data_(nullptr) {
-  const std::lock_guard<std::mutex> lock(region_mutex);
-  region_ = last_region.lock();
+  Regions& known = regions();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  region_ = known.last.lock();
   if (region_) data_ = region_->take(bytes);
   if (!data_) {
     region_ = std::make_shared<Region>(std::max<uintptr_t>(kRegion, bytes));
     data_ = region_->take(bytes);
-    last_region = region_;
+    known.last = region_;
     const auto is_gone = [](const std::weak_ptr<Region>& one) { return one.expired(); };
-    regions.erase(std::remove_if(regions.begin(), regions.end(), is_gone), regions.end());
-    regions.push_back(region_);
+    known.all.erase(std::remove_if(known.all.begin(), known.all.end(), is_gone), known.all.end());
+    known.all.push_back(region_);
   }
 }
 
@@ -180,9 +190,10 @@ namespace {
 
 // The regions there are.
 std::vector<std::shared_ptr<Region>> living_regions() {
-  const std::lock_guard<std::mutex> lock(region_mutex);
+  Regions& known = regions();
+  const std::lock_guard<std::mutex> lock(known.mutex);
   std::vector<std::shared_ptr<Region>> living;
-  for (const std::weak_ptr<Region>& one : regions)
+  for (const std::weak_ptr<Region>& one : known.all)
     if (std::shared_ptr<Region> region = one.lock()) living.push_back(std::move(region));
   return living;
 }
