@@ -6,6 +6,7 @@ WEBGPU_VENV ?= .venv-webgpu
 WEBGPU_BIN := $(WEBGPU_VENV)/bin
 PLUGIN_VENV ?= .venv-webgpu-plugin
 CONFORMANCE := build/conformance
+JOBS ?= 2
 BENCH_FOLDER ?= build/bench
 BENCH_OPTIONS ?=
 SOURCES := exporter graphs kv providers serving src
@@ -16,7 +17,7 @@ demo: $(VENV)/demo-installed  ## export the bundled checkpoint, check it, serve 
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/test-installed lint types  ## everything; what continuous integration runs
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --dist loadfile
 	$(MAKE) webgpu
 
 webgpu: $(WEBGPU_VENV)/installed artifacts  ## the conformance suite on WebGPU, on a GPU in software

@@ -75,7 +75,7 @@ def test_streams_go_on_with_the_same_text(
 
 @pytest.mark.slow
 def test_without_a_fallback_each_stream_gets_one_error(start_server: StartServer) -> None:
-    server = start_server(lost_at=25, latency_s=0.005)
+    server = start_server(lost_at=50, latency_s=0.01)  # after all have begun
     for error in stream_all(server):
         assert isinstance(error, openai.APIError)
         assert "was lost" in str(error)
@@ -83,7 +83,7 @@ def test_without_a_fallback_each_stream_gets_one_error(start_server: StartServer
     health = httpx.get(f"{server.url}/health")
     body = health.json()
     assert (health.status_code, body["status"]) == (503, "failed")
-    assert "the device none (null) was lost: operation 25" in body["reason"]
+    assert "the device none (null) was lost: operation 50" in body["reason"]
     assert body["engine"]["finished"]["error"] == len(TEXTS)
     assert [loss["replaced_by"] for loss in body["losses"]] == [None]
     for stream in (False, True):
