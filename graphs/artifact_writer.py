@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
+import json
+import logging
 import math
 import os
 import shutil
@@ -27,7 +29,10 @@ from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef, onnx_dtype
 if TYPE_CHECKING:
     import onnx
 
+logger = logging.getLogger(__name__)
+
 _FULL: Final = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+_UNSUPPORTED: Final = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 PAGE_BYTES: Final = 4096  # large tensors start on a page, so that they can be mapped alone
 CACHE_LINE_BYTES: Final = 64  # small ones on a cache line
 _CHUNK_BYTES: Final = 16 << 20  # hashed and written while still in the CPU's cache hierarchy
@@ -156,7 +161,9 @@ class ArtifactWriter:
         """Write the manifest last, with every file's checksum, and rename into place.
 
         `manifest.files` must be empty; it is filled here. Returns the artifact's folder. Nothing
-        can be added afterwards.
+        can be added afterwards. All is on the disk before it has its name, and that is before an
+        older artifact is deleted: a power failure leaves one of them whole. Where the older one
+        cannot be deleted, a warning says where it is left.
         """
         assert self._data is not None, "the writer is not open"
         assert not manifest.files, "the writer fills in the files"
@@ -167,16 +174,26 @@ class ArtifactWriter:
         text = replace(manifest, files=dict(self._files)).dumps()
         with self._explain(len(text)):
             (self._folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
-        self._check_destination()
-        replaces = self._destination.exists()
         with self._explain(0):
-            if replaces:
-                _swap(self._folder, self._destination)
+            _sync(self._folder)
+        self._check_destination()
+        older = None
+        with self._explain(0):
+            if self._destination.exists():
+                older = _swap(self._folder, self._destination)
             else:
                 self._folder.rename(self._destination)
         self._committed = True
-        if replaces:
-            shutil.rmtree(self._folder)  # the older artifact
+        try:
+            _sync_folder(self._destination.parent)
+        except OSError as error:
+            logger.warning(
+                "%s is complete, but may not be there after a power failure: %s%s",
+                *(self._destination, error, f"; the older one is left in {older}" if older else ""),
+            )
+            return self._destination
+        if older is not None:
+            _remove(older, "the older artifact")
         return self._destination
 
     def _append(self, data: bytes | memoryview) -> None:
@@ -208,10 +225,11 @@ class ArtifactWriter:
             )
         if not self._destination.is_dir():
             raise ExportError(f"{self._destination} exists and is no folder; it is left alone.")
-        if any(self._destination.iterdir()) and not (self._destination / MANIFEST_FILE).is_file():
+        if any(self._destination.iterdir()) and not _is_artifact(self._destination):
             raise ExportError(
-                f"{self._destination} exists and holds no {MANIFEST_FILE}, so it is not an "
-                "artifact and is not overwritten. Choose another destination."
+                f"{self._destination} exists and holds no {MANIFEST_FILE} with a format_version "
+                f"and, in its files, {GRAPH_FILES['paged']}, so it is not an artifact and is not "
+                "overwritten. Choose another destination, or remove it yourself."
             )
 
     def _discard(self) -> None:
@@ -220,7 +238,7 @@ class ArtifactWriter:
                 self._data.close()
             self._data = None
         if self._folder.exists():
-            shutil.rmtree(self._folder)
+            _remove(self._folder, "what was written of the artifact")
 
     @contextmanager
     def _explain(self, pending: int) -> Iterator[None]:
@@ -252,10 +270,64 @@ def _mib(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"
 
 
-def _swap(new: Path, old: Path) -> None:
-    """Exchange two folders, so that at every moment one of them has the name."""
-    if _exchange(new, old):
+def _is_artifact(folder: Path) -> bool:
+    """Whether an artifact of any format version is in a folder, as far as its manifest tells.
+
+    Browser extensions and web apps, say, have a file of that name, too.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(manifest, dict) or "format_version" not in manifest:
+        return False
+    files = manifest.get("files")
+    return isinstance(files, dict) and GRAPH_FILES["paged"] in files
+
+
+def _remove(folder: Path, what: str) -> None:
+    """Delete a folder as far as that goes; a warning says where the rest is, and why."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
         return
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s is left in %s, delete it yourself: %s", what, folder, error)
+
+
+def _sync(folder: Path) -> None:
+    """Have all that is in a folder on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            _sync_folder(path)
+            continue
+        with path.open("rb+") as file:  # Windows wants it to be writable
+            os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have a folder's names on the disk, where the system and the file system can do that."""
+    if sys.platform == "win32":
+        return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # in a parent that may be written to, and not be listed
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _swap(new: Path, old: Path) -> Path:
+    """Exchange two folders, at best so that always one has the name; returns where `old` is now."""
+    if _exchange(new, old):
+        return new
     aside = old.with_name(f"{new.name}.old")
     old.rename(aside)
     try:
@@ -263,7 +335,7 @@ def _swap(new: Path, old: Path) -> None:
     except BaseException:
         aside.rename(old)
         raise
-    aside.rename(new)
+    return aside
 
 
 def _exchange(new: Path, old: Path) -> bool:
