@@ -14,7 +14,7 @@ from onnxport.exporter.decoder import gqa_graph, paged_graph
 from onnxport.exporter.families import find_family
 from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.families.eagle3 import is_head
-from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
+from onnxport.exporter.hub import CheckpointFolder, fetch_weights, find_checkpoint
 from onnxport.exporter.options import ExportOptions, ProgressCallback, fitting_group
 from onnxport.exporter.plan import (
     EXPERTS,
@@ -37,7 +37,7 @@ from onnxport.exporter.source import (
     special_tokens,
 )
 from onnxport.exporter.weights import StreamingWeights, block_of, may_move_zero
-from onnxport.graphs.artifact_writer import ArtifactWriter
+from onnxport.graphs.artifact_writer import ArtifactWriter, check_destination
 from onnxport.graphs.manifest import GRAPH_FILES, Manifest, Source
 from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.spec import ArchSpec
@@ -70,6 +70,7 @@ def export_model(
         ExportError: An option is not allowed, the destination exists, or the disk is full.
     """
     options = options or ExportOptions()
+    check_destination(destination, overwrite=options.overwrite)
     folder = find_checkpoint(source, revision=options.revision, token=options.token)
     config = Config.read(folder.path)
     if is_head(config):
@@ -97,6 +98,7 @@ def export_model(
             "onnxport itself serves the paged graph",
             *(GRAPH_FILES["gqa"], ROTARY_MULTIPLE, spec.head_size, spec.rope.rotary_dim),
         )
+    folder = fetch_weights(folder, token=options.token)
     with Checkpoint.open(
         folder.path, quantization.weight_block, quantization.packing
     ) as checkpoint:

@@ -38,6 +38,40 @@ CACHE_LINE_BYTES: Final = 64  # small ones on a cache line
 _CHUNK_BYTES: Final = 16 << 20  # hashed and written while still in the CPU's cache hierarchy
 
 
+def check_destination(destination: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Refuse a destination where `ArtifactWriter` would write nothing.
+
+    Raises:
+        ExportError: It is there and is not to be overwritten, or is no artifact.
+    """
+    folder = _named(destination)
+    if not os.path.lexists(folder):
+        return
+    if not overwrite:
+        raise ExportError(f"{folder} already exists. Choose another destination, or overwrite it.")
+    if folder.is_symlink():
+        raise ExportError(f"{folder} is a link, which is left alone. Give the folder it leads to.")
+    if not folder.is_dir():
+        raise ExportError(f"{folder} exists and is no folder; it is left alone.")
+    try:
+        is_empty = not any(folder.iterdir())
+    except OSError as error:
+        raise ExportError(f"{folder} cannot be looked into: {error.strerror or error}.") from error
+    if not is_empty and not _is_artifact(folder):
+        raise ExportError(
+            f"{folder} exists and holds no {MANIFEST_FILE} with a format_version "
+            f"and, in its files, {GRAPH_FILES['paged']}, so it is not an artifact and is not "
+            "overwritten. Choose another destination, or remove it yourself."
+        )
+
+
+def _named(destination: str | os.PathLike[str]) -> Path:
+    folder = Path(os.path.abspath(destination))
+    if not folder.name:
+        raise ExportError(f"{destination} has no name; give a folder to make.")
+    return folder
+
+
 class ArtifactWriter:
     """Write into a hidden folder beside the destination; `commit` renames it into place.
 
@@ -61,9 +95,7 @@ class ArtifactWriter:
         overwrite: bool = False,
         expected_bytes: int | None = None,
     ) -> None:
-        self._destination = Path(os.path.abspath(destination))
-        if not self._destination.name:
-            raise ExportError(f"{destination} has no name; give a folder to make.")
+        self._destination = _named(destination)
         self._overwrite = overwrite
         self._expected_bytes = expected_bytes
         self._folder = self._destination.with_name(
@@ -77,7 +109,7 @@ class ArtifactWriter:
         self._committed = False
 
     def __enter__(self) -> ArtifactWriter:
-        self._check_destination()
+        check_destination(self._destination, overwrite=self._overwrite)
         with self._explain(0):
             self._destination.parent.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self._destination.parent).free
@@ -176,7 +208,7 @@ class ArtifactWriter:
             (self._folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
         with self._explain(0):
             _sync(self._folder)
-        self._check_destination()
+        check_destination(self._destination, overwrite=self._overwrite)
         older = None
         with self._explain(0):
             if self._destination.exists():
@@ -211,26 +243,6 @@ class ArtifactWriter:
         assert name not in {WEIGHTS_FILE, MANIFEST_FILE}, f"{name} is written by the writer"
         assert name not in self._files, f"{name} is written twice"
         assert self._data is not None, "the writer is not open"
-
-    def _check_destination(self) -> None:
-        if not os.path.lexists(self._destination):
-            return
-        if not self._overwrite:
-            raise ExportError(
-                f"{self._destination} already exists. Choose another destination, or overwrite it."
-            )
-        if self._destination.is_symlink():
-            raise ExportError(
-                f"{self._destination} is a link, which is left alone. Give the folder it leads to."
-            )
-        if not self._destination.is_dir():
-            raise ExportError(f"{self._destination} exists and is no folder; it is left alone.")
-        if any(self._destination.iterdir()) and not _is_artifact(self._destination):
-            raise ExportError(
-                f"{self._destination} exists and holds no {MANIFEST_FILE} with a format_version "
-                f"and, in its files, {GRAPH_FILES['paged']}, so it is not an artifact and is not "
-                "overwritten. Choose another destination, or remove it yourself."
-            )
 
     def _discard(self) -> None:
         if self._data is not None:

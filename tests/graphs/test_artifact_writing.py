@@ -340,6 +340,17 @@ def test_somebody_else_s_manifest_is_never_overwritten(
     assert os.listdir(tmp_path) == ["other"]
 
 
+def test_a_folder_that_cannot_be_listed_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ExportError, match="model cannot be looked into: Permission denied"):
+        write(folder, overwrite=True)
+
+
 def test_an_artifact_of_another_format_version_is_overwritten(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
