@@ -21,6 +21,7 @@ from onnxport.exporter.hub import CheckpointFolder, fetch_weights, find_checkpoi
 from onnxport.exporter.options import ExportOptions, ProgressCallback
 from onnxport.exporter.plan import check_unused, plan_weights, unused_tensors
 from onnxport.exporter.progress import advance_through
+from onnxport.exporter.sizes import artifact_bytes
 from onnxport.exporter.source import TOKENIZER_FILES, SpecialTokens, check_tokenizer, special_tokens
 from onnxport.exporter.weights import StreamingWeights
 from onnxport.graphs.artifact_writer import ArtifactWriter, check_destination
@@ -94,7 +95,11 @@ def export_head(
         checkpoint.require(plan.shapes())
         check_unused(unused_tensors(checkpoint.names, plan, names, tied=False), spec.family)
         tokens = draft_tokens(checkpoint, spec)
-        with ArtifactWriter(destination, overwrite=options.overwrite) as writer:
+        with ArtifactWriter(
+            destination,
+            overwrite=options.overwrite,
+            expected_bytes=artifact_bytes(spec, plan, checkpoint, options),
+        ) as writer:
             advance = advance_through(checkpoint, plan, progress)
             with StreamingWeights(spec, plan, checkpoint, writer, options, advance) as weights:
                 writer.write_bytes(golden.FILE, golden.make_draft_golden(spec, weights))
