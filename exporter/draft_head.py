@@ -17,13 +17,14 @@ from onnxport.exporter.checkpoint import Checkpoint
 from onnxport.exporter.config import Config
 from onnxport.exporter.decoder import paged_graph
 from onnxport.exporter.families import eagle3, find_family
-from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
+from onnxport.exporter.hub import CheckpointFolder, fetch_weights, find_checkpoint
 from onnxport.exporter.options import ExportOptions, ProgressCallback
 from onnxport.exporter.plan import check_unused, plan_weights, unused_tensors
 from onnxport.exporter.progress import advance_through
-from onnxport.exporter.source import TOKENIZER_FILES, check_tokenizer, special_tokens
+from onnxport.exporter.sizes import artifact_bytes
+from onnxport.exporter.source import TOKENIZER_FILES, SpecialTokens, check_tokenizer, special_tokens
 from onnxport.exporter.weights import StreamingWeights
-from onnxport.graphs.artifact_writer import ArtifactWriter
+from onnxport.graphs.artifact_writer import ArtifactWriter, check_destination
 from onnxport.graphs.manifest import DRAFT_TOKENS, Manifest, Source
 from onnxport.graphs.spec import ArchSpec
 
@@ -57,6 +58,7 @@ def export_head(
         ExportError: An option is not allowed, the destination exists, or the disk is full.
     """
     options = options or ExportOptions()
+    check_destination(destination, overwrite=options.overwrite)
     folder = find_checkpoint(source, revision=options.revision, token=options.token)
     config = Config.read(folder.path)
     if not eagle3.is_head(config):
@@ -73,10 +75,13 @@ def export_head(
     family = find_family(model_config)
     spec = eagle3.read_spec(config, family.spec(model_config, None), options.context_length)
     check_tokenizer(model.path)
+    special = special_tokens(model.path, spec.vocab_size)
+    folder = fetch_weights(folder, token=options.token)
     with ExitStack() as stack:
         checkpoint = stack.enter_context(Checkpoint.open(folder.path))
         names = eagle3.tensor_names(checkpoint.names)
         if names.embedding not in checkpoint.names:
+            model = fetch_weights(model, token=options.token)
             theirs = stack.enter_context(Checkpoint.open(model.path))
             embedding = family.names_in(theirs.names).embedding
             if embedding not in theirs.names:
@@ -90,7 +95,11 @@ def export_head(
         checkpoint.require(plan.shapes())
         check_unused(unused_tensors(checkpoint.names, plan, names, tied=False), spec.family)
         tokens = draft_tokens(checkpoint, spec)
-        with ArtifactWriter(destination, overwrite=options.overwrite) as writer:
+        with ArtifactWriter(
+            destination,
+            overwrite=options.overwrite,
+            expected_bytes=artifact_bytes(spec, plan, checkpoint, options),
+        ) as writer:
             advance = advance_through(checkpoint, plan, progress)
             with StreamingWeights(spec, plan, checkpoint, writer, options, advance) as weights:
                 writer.write_bytes(golden.FILE, golden.make_draft_golden(spec, weights))
@@ -101,7 +110,7 @@ def export_head(
             for name in TOKENIZER_FILES:
                 if (model.path / name).is_file():
                     writer.copy_file(model.path / name)
-            manifest = _manifest(spec, options, model, folder)
+            manifest = _manifest(spec, options, special, folder)
             moved = weights.stored.have_zero_points or None
             return writer.commit(replace(manifest, zero_points=moved))
 
@@ -142,9 +151,8 @@ def draft_tokens(checkpoint: Checkpoint, spec: ArchSpec) -> NDArray[np.int32]:
 
 
 def _manifest(
-    spec: ArchSpec, options: ExportOptions, model: CheckpointFolder, folder: CheckpointFolder
+    spec: ArchSpec, options: ExportOptions, tokens: SpecialTokens, folder: CheckpointFolder
 ) -> Manifest:
-    tokens = special_tokens(model.path, spec.vocab_size)
     return Manifest(
         model=spec,
         precision=options.precision,

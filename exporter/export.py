@@ -6,19 +6,20 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from onnxport.errors import CheckpointError, ExportError
 from onnxport.exporter import genai, golden
-from onnxport.exporter.checkpoint import MXFP4, Checkpoint
+from onnxport.exporter.checkpoint import MXFP4, Checkpoint, to_float32
 from onnxport.exporter.config import Config
 from onnxport.exporter.decoder import gqa_graph, paged_graph
 from onnxport.exporter.families import find_family
 from onnxport.exporter.families.base import TensorNames
 from onnxport.exporter.families.eagle3 import is_head
-from onnxport.exporter.hub import CheckpointFolder, find_checkpoint
+from onnxport.exporter.hub import CheckpointFolder, fetch_weights, find_checkpoint
 from onnxport.exporter.options import ExportOptions, ProgressCallback, fitting_group
 from onnxport.exporter.plan import (
     EXPERTS,
-    HEAD,
     MatrixPlan,
     WeightPlan,
     check_unused,
@@ -28,6 +29,7 @@ from onnxport.exporter.plan import (
 from onnxport.exporter.progress import advance_through
 from onnxport.exporter.quantization import read_quantization
 from onnxport.exporter.shard import DTYPES
+from onnxport.exporter.sizes import artifact_bytes
 from onnxport.exporter.source import (
     TEMPLATE_FOLDER,
     TOKENIZER_FILES,
@@ -36,8 +38,8 @@ from onnxport.exporter.source import (
     read_json,
     special_tokens,
 )
-from onnxport.exporter.weights import StreamingWeights, block_of, may_move_zero
-from onnxport.graphs.artifact_writer import ArtifactWriter
+from onnxport.exporter.weights import StreamingWeights
+from onnxport.graphs.artifact_writer import ArtifactWriter, check_destination
 from onnxport.graphs.manifest import GRAPH_FILES, Manifest, Source
 from onnxport.graphs.ops import ROTARY_MULTIPLE
 from onnxport.graphs.spec import ArchSpec
@@ -70,6 +72,7 @@ def export_model(
         ExportError: An option is not allowed, the destination exists, or the disk is full.
     """
     options = options or ExportOptions()
+    check_destination(destination, overwrite=options.overwrite)
     folder = find_checkpoint(source, revision=options.revision, token=options.token)
     config = Config.read(folder.path)
     if is_head(config):
@@ -97,6 +100,7 @@ def export_model(
             "onnxport itself serves the paged graph",
             *(GRAPH_FILES["gqa"], ROTARY_MULTIPLE, spec.head_size, spec.rope.rotary_dim),
         )
+    folder = fetch_weights(folder, token=options.token)
     with Checkpoint.open(
         folder.path, quantization.weight_block, quantization.packing
     ) as checkpoint:
@@ -123,7 +127,7 @@ def export_model(
         with ArtifactWriter(
             destination,
             overwrite=options.overwrite,
-            expected_bytes=_artifact_bytes(spec, plan, checkpoint, options),
+            expected_bytes=artifact_bytes(spec, plan, checkpoint, options),
         ) as writer:
             advance = advance_through(checkpoint, plan, progress)
             with StreamingWeights(spec, plan, checkpoint, writer, options, advance) as weights:
@@ -218,38 +222,20 @@ def _check_kept(checkpoint: Checkpoint, plan: WeightPlan, config: Config) -> Non
 
 
 def _check_same(checkpoint: Checkpoint, first: str, second: str, spec: ArchSpec) -> None:
-    """A tied head may be stored twice, but not as something else."""
+    """A tied head may be stored twice, in another type, too, but not with other numbers."""
     checkpoint.require({second: (spec.vocab_size, spec.hidden_size)})
     for start in range(0, spec.vocab_size, _COMPARE_ROWS):
         stop = min(start + _COMPARE_ROWS, spec.vocab_size)
-        if (
-            checkpoint.read_rows(first, start, stop).tobytes()
-            != checkpoint.read_rows(second, start, stop).tobytes()
-        ):
+        ours, theirs = (
+            to_float32(checkpoint.read_rows(name, start, stop)) for name in (first, second)
+        )
+        if not np.array_equal(ours, theirs, equal_nan=True):
             raise CheckpointError(
-                f"config.json ties the head to the embedding, and the checkpoint's {second} is not "
-                f"the same as {first}. Set tie_word_embeddings to false to use the head as it is, "
-                f"or remove {second}."
+                f"config.json ties the head to the embedding, and the checkpoint's {second} "
+                f"({checkpoint.dtype(second)}) does not hold the numbers of {first} "
+                f"({checkpoint.dtype(first)}). Set tie_word_embeddings to false to use the head "
+                f"as it is, or remove {second}."
             )
-
-
-def _artifact_bytes(
-    spec: ArchSpec, plan: WeightPlan, checkpoint: Checkpoint, options: ExportOptions
-) -> int:
-    """About how large the weights file becomes, with zero points wherever there may be some."""
-    activation_bytes = options.activation_dtype.itemsize
-    total = sum(4 * spec.context_length * rope.rotary_dim for rope in spec.ropes)
-    for role, matrix in plan.matrices.items():
-        if role == HEAD and spec.tie_word_embeddings:
-            continue
-        block = block_of(role, matrix, options)
-        if block is None:
-            total += matrix.rows * matrix.columns * activation_bytes
-        else:
-            total += block.size_bytes(matrix.rows, matrix.columns, activation_bytes)
-            if may_move_zero(role, matrix, block, checkpoint):
-                total += block.zero_point_bytes(matrix.rows, matrix.columns)
-    return total
 
 
 def _write_small_files(

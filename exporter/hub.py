@@ -1,9 +1,13 @@
-"""Find a checkpoint: a local folder, or a model on the Hugging Face hub, in its cache."""
+"""Find a checkpoint: a local folder, or a model on the Hugging Face hub, in its cache.
+
+Of a model on the hub the small files come first, so that what they say can be refused before hours
+of downloading; the weights follow, of the same commit.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -11,22 +15,20 @@ from onnxport.errors import CheckpointError
 from onnxport.exporter.config import CONFIG_FILE
 from onnxport.exporter.source import TEMPLATE_FOLDER, TOKENIZER_FILES
 
-_PATTERNS: Final = [
-    CONFIG_FILE,
+_SMALL_FILES: Final = [CONFIG_FILE, *TOKENIZER_FILES, f"{TEMPLATE_FOLDER}/*.jinja"]
+_WEIGHTS: Final = [
     "model.safetensors",
     "model-*-of-*.safetensors",
     "model.safetensors-*-of-*.safetensors",
     "pytorch_model-*-of-*.safetensors",
     "model.safetensors.index.json",
-    *TOKENIZER_FILES,
-    f"{TEMPLATE_FOLDER}/*.jinja",
 ]
 _HUB_ID: Final = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFolder:
-    """A checkpoint on this machine."""
+    """A checkpoint on this machine; of one of the hub's, the weights may be missing yet."""
 
     path: Path
     name: str  # hub id, or the folder's name
@@ -37,6 +39,8 @@ def find_checkpoint(
     source: str | Path, *, revision: str | None = None, token: str | bool | None = None
 ) -> CheckpointFolder:
     """Resolve `source`; what exists locally is never looked up on the hub.
+
+    Of a hub id all but the weights is downloaded, which `fetch_weights` does.
 
     Args:
         source: A folder, or a hub id such as "Qwen/Qwen2.5-0.5B-Instruct".
@@ -53,7 +57,19 @@ def find_checkpoint(
     is_path = str(source).startswith(".")  # ./model, ../model
     if path.exists() or is_path or not _HUB_ID.fullmatch(str(source)):
         raise _neither(source)
-    return _download(str(source), revision, token)
+    found = _download(str(source), revision, token, _SMALL_FILES)
+    return CheckpointFolder(found, str(source), found.name)
+
+
+def fetch_weights(folder: CheckpointFolder, *, token: str | bool | None = None) -> CheckpointFolder:
+    """Download the weights that belong to what `find_checkpoint` found; a local folder has them.
+
+    Raises:
+        CheckpointError: The hub cannot give them.
+    """
+    if folder.revision is None:
+        return folder
+    return replace(folder, path=_download(folder.name, folder.revision, token, _WEIGHTS))
 
 
 def _neither(source: str | Path) -> CheckpointError:
@@ -63,11 +79,12 @@ def _neither(source: str | Path) -> CheckpointError:
     )
 
 
-def _download(hub_id: str, revision: str | None, token: str | bool | None) -> CheckpointFolder:
+def _download(
+    hub_id: str, revision: str | None, token: str | bool | None, patterns: list[str]
+) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
@@ -76,8 +93,8 @@ def _download(hub_id: str, revision: str | None, token: str | bool | None) -> Ch
 
     where = hub_id if revision is None else f"{hub_id} at revision {revision}"
     try:
-        folder = snapshot_download(
-            hub_id, revision=revision, token=token, allow_patterns=list(_PATTERNS)
+        return Path(
+            snapshot_download(hub_id, revision=revision, token=token, allow_patterns=patterns)
         )
     except GatedRepoError as error:
         raise CheckpointError(
@@ -96,8 +113,8 @@ def _download(hub_id: str, revision: str | None, token: str | bool | None) -> Ch
         ) from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"{where} is not in the local cache and the hub cannot be reached. Connect to the "
-            "network, or give a local folder."
+            f"{where} is not, or not all of it, in the local cache and the hub cannot be reached. "
+            "Connect to the network, or give a local folder."
         ) from error
     except HFValidationError as error:
         raise _neither(hub_id) from error
@@ -105,7 +122,9 @@ def _download(hub_id: str, revision: str | None, token: str | bool | None) -> Ch
         raise CheckpointError(
             f"the hub's token has characters that no token has: {error}. Copy it again."
         ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise CheckpointError(f"{where} cannot be downloaded from the hub: {error}.") from error
-    path = Path(folder)
-    return CheckpointFolder(path, hub_id, path.name)
+    except Exception as error:  # those of its HTTP client are no OSError, and some have no class
+        reason = " ".join((type(error).__name__ + ":", *str(error).split())).removesuffix(":")
+        raise CheckpointError(
+            f"{where} cannot be downloaded from the hub: {reason}. Try again, which goes on where "
+            "it ended, or give a local folder."
+        ) from error

@@ -37,6 +37,12 @@ INTEGERS: Final[Mapping[str, np.dtype[Any]]] = {
     "I64": np.dtype("<i8"),
     "BOOL": np.dtype(np.bool_),
 }
+# Bytes of a number of each type that has whole ones; what lies in parts of bytes is never read.
+_ITEM_BYTES: Final[Mapping[str, int]] = {
+    **{name: dtype.itemsize for name, dtype in (*DTYPES.items(), *INTEGERS.items())},
+    **dict.fromkeys(("U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+    **{"I16": 2, "U16": 2, "U32": 4, "U64": 8, "F64": 8, "C64": 8},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +145,8 @@ class Shard:
             raise self._corrupt(f"its entry for the tensor {name} is malformed") from error
         if begin < 0 or end < begin or min(shape, default=0) < 0:
             raise self._corrupt(f"its entry for the tensor {name} has negative sizes")
-        known = DTYPES.get(dtype) or INTEGERS.get(dtype)
-        if known is not None and end - begin != math.prod(shape) * known.itemsize:
+        item_bytes = _ITEM_BYTES.get(dtype)
+        if item_bytes is not None and end - begin != math.prod(shape) * item_bytes:
             raise self._corrupt(
                 f"the tensor {name}, {dtype} {list(shape)}, is given {end - begin} bytes"
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
+import json
+import logging
 import math
 import os
 import shutil
@@ -27,10 +29,47 @@ from onnxport.graphs.tensors import WEIGHTS_FILE, TensorRef, onnx_dtype
 if TYPE_CHECKING:
     import onnx
 
+logger = logging.getLogger(__name__)
+
 _FULL: Final = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+_UNSUPPORTED: Final = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 PAGE_BYTES: Final = 4096  # large tensors start on a page, so that they can be mapped alone
 CACHE_LINE_BYTES: Final = 64  # small ones on a cache line
 _CHUNK_BYTES: Final = 16 << 20  # hashed and written while still in the CPU's cache hierarchy
+
+
+def check_destination(destination: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Refuse a destination where `ArtifactWriter` would write nothing.
+
+    Raises:
+        ExportError: It is there and is not to be overwritten, or is no artifact.
+    """
+    folder = _named(destination)
+    if not os.path.lexists(folder):
+        return
+    if not overwrite:
+        raise ExportError(f"{folder} already exists. Choose another destination, or overwrite it.")
+    if folder.is_symlink():
+        raise ExportError(f"{folder} is a link, which is left alone. Give the folder it leads to.")
+    if not folder.is_dir():
+        raise ExportError(f"{folder} exists and is no folder; it is left alone.")
+    try:
+        is_empty = not any(folder.iterdir())
+    except OSError as error:
+        raise ExportError(f"{folder} cannot be looked into: {error.strerror or error}.") from error
+    if not is_empty and not _is_artifact(folder):
+        raise ExportError(
+            f"{folder} exists and holds no {MANIFEST_FILE} with a format_version "
+            f"and, in its files, {GRAPH_FILES['paged']}, so it is not an artifact and is not "
+            "overwritten. Choose another destination, or remove it yourself."
+        )
+
+
+def _named(destination: str | os.PathLike[str]) -> Path:
+    folder = Path(os.path.abspath(destination))
+    if not folder.name:
+        raise ExportError(f"{destination} has no name; give a folder to make.")
+    return folder
 
 
 class ArtifactWriter:
@@ -56,9 +95,7 @@ class ArtifactWriter:
         overwrite: bool = False,
         expected_bytes: int | None = None,
     ) -> None:
-        self._destination = Path(os.path.abspath(destination))
-        if not self._destination.name:
-            raise ExportError(f"{destination} has no name; give a folder to make.")
+        self._destination = _named(destination)
         self._overwrite = overwrite
         self._expected_bytes = expected_bytes
         self._folder = self._destination.with_name(
@@ -72,7 +109,7 @@ class ArtifactWriter:
         self._committed = False
 
     def __enter__(self) -> ArtifactWriter:
-        self._check_destination()
+        check_destination(self._destination, overwrite=self._overwrite)
         with self._explain(0):
             self._destination.parent.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self._destination.parent).free
@@ -156,7 +193,9 @@ class ArtifactWriter:
         """Write the manifest last, with every file's checksum, and rename into place.
 
         `manifest.files` must be empty; it is filled here. Returns the artifact's folder. Nothing
-        can be added afterwards.
+        can be added afterwards. All is on the disk before it has its name, and that is before an
+        older artifact is deleted: a power failure leaves one of them whole. Where the older one
+        cannot be deleted, a warning says where it is left.
         """
         assert self._data is not None, "the writer is not open"
         assert not manifest.files, "the writer fills in the files"
@@ -167,16 +206,26 @@ class ArtifactWriter:
         text = replace(manifest, files=dict(self._files)).dumps()
         with self._explain(len(text)):
             (self._folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
-        self._check_destination()
-        replaces = self._destination.exists()
         with self._explain(0):
-            if replaces:
-                _swap(self._folder, self._destination)
+            _sync(self._folder)
+        check_destination(self._destination, overwrite=self._overwrite)
+        older = None
+        with self._explain(0):
+            if self._destination.exists():
+                older = _swap(self._folder, self._destination)
             else:
                 self._folder.rename(self._destination)
         self._committed = True
-        if replaces:
-            shutil.rmtree(self._folder)  # the older artifact
+        try:
+            _sync_folder(self._destination.parent)
+        except OSError as error:
+            logger.warning(
+                "%s is complete, but may not be there after a power failure: %s%s",
+                *(self._destination, error, f"; the older one is left in {older}" if older else ""),
+            )
+            return self._destination
+        if older is not None:
+            _remove(older, "the older artifact")
         return self._destination
 
     def _append(self, data: bytes | memoryview) -> None:
@@ -195,32 +244,13 @@ class ArtifactWriter:
         assert name not in self._files, f"{name} is written twice"
         assert self._data is not None, "the writer is not open"
 
-    def _check_destination(self) -> None:
-        if not os.path.lexists(self._destination):
-            return
-        if not self._overwrite:
-            raise ExportError(
-                f"{self._destination} already exists. Choose another destination, or overwrite it."
-            )
-        if self._destination.is_symlink():
-            raise ExportError(
-                f"{self._destination} is a link, which is left alone. Give the folder it leads to."
-            )
-        if not self._destination.is_dir():
-            raise ExportError(f"{self._destination} exists and is no folder; it is left alone.")
-        if any(self._destination.iterdir()) and not (self._destination / MANIFEST_FILE).is_file():
-            raise ExportError(
-                f"{self._destination} exists and holds no {MANIFEST_FILE}, so it is not an "
-                "artifact and is not overwritten. Choose another destination."
-            )
-
     def _discard(self) -> None:
         if self._data is not None:
             with suppress(OSError):  # flushing fails on a full disk; the file goes anyway
                 self._data.close()
             self._data = None
         if self._folder.exists():
-            shutil.rmtree(self._folder)
+            _remove(self._folder, "what was written of the artifact")
 
     @contextmanager
     def _explain(self, pending: int) -> Iterator[None]:
@@ -252,10 +282,64 @@ def _mib(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"
 
 
-def _swap(new: Path, old: Path) -> None:
-    """Exchange two folders, so that at every moment one of them has the name."""
-    if _exchange(new, old):
+def _is_artifact(folder: Path) -> bool:
+    """Whether an artifact of any format version is in a folder, as far as its manifest tells.
+
+    Browser extensions and web apps, say, have a file of that name, too.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(manifest, dict) or "format_version" not in manifest:
+        return False
+    files = manifest.get("files")
+    return isinstance(files, dict) and GRAPH_FILES["paged"] in files
+
+
+def _remove(folder: Path, what: str) -> None:
+    """Delete a folder as far as that goes; a warning says where the rest is, and why."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
         return
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s is left in %s, delete it yourself: %s", what, folder, error)
+
+
+def _sync(folder: Path) -> None:
+    """Have all that is in a folder on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            _sync_folder(path)
+            continue
+        with path.open("rb+") as file:  # Windows wants it to be writable
+            os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have a folder's names on the disk, where the system and the file system can do that."""
+    if sys.platform == "win32":
+        return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # in a parent that may be written to, and not be listed
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _swap(new: Path, old: Path) -> Path:
+    """Exchange two folders, at best so that always one has the name; returns where `old` is now."""
+    if _exchange(new, old):
+        return new
     aside = old.with_name(f"{new.name}.old")
     old.rename(aside)
     try:
@@ -263,7 +347,7 @@ def _swap(new: Path, old: Path) -> None:
     except BaseException:
         aside.rename(old)
         raise
-    aside.rename(new)
+    return aside
 
 
 def _exchange(new: Path, old: Path) -> bool:

@@ -16,7 +16,7 @@ class Fallback:
 
     Attributes:
         provider: its name, as the user gave it.
-        load: loads the same artifact with it; called at most once.
+        load: loads the same artifact with it, or raises; called at most once.
     """
 
     provider: str

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from onnxport.errors import CapacityError, ProviderError
-from onnxport.graphs.artifact import refuse_head
+from onnxport.graphs.artifact import Artifact, refuse_head
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.failures import forget
 from onnxport.providers.registry import AUTO, get_provider, open_model, read_artifact
@@ -61,7 +61,8 @@ def open_engine(
             ids only.
         fallback: the providers that may take over, in order, when `provider` cannot load, or when
             its device is lost while the engine runs. They choose block size, attention and types
-            by themselves. Nobody takes over unasked.
+            by themselves, and load no artifact that replaced the first one. Nobody takes over
+            unasked.
         trials: folder of measured trials for "auto", see `open_model`.
         texts: special tokens that are text here, see `Tokenizer.from_folder`.
 
@@ -90,7 +91,7 @@ def open_engine(
         _check_fallback(name, provider)
 
     first = Fallback(provider, lambda: open_model(artifact, provider, chosen, trials))
-    standby = Standby((first, *(_fallback(path, name, provider, chosen) for name in names)))
+    standby = Standby((first, *(_fallback(artifact, name, provider, chosen) for name in names)))
 
     speculator = None
     if config.speculation is not None:
@@ -158,8 +159,12 @@ def _check_fallback(name: str, provider: str) -> None:
         raise ProviderError(f"{name} cannot be a fallback here: {probe.reason}")
 
 
-def _fallback(path: Path, name: str, provider: str, options: LoadOptions) -> Fallback:
-    """Return a fallback with the options that suit it too."""
+def _fallback(first: Artifact, name: str, provider: str, options: LoadOptions) -> Fallback:
+    """Return a fallback with the options that suit it too.
+
+    It reads the artifact again, for it may have been exported once more meanwhile, and refuses one
+    that is not `first`: requests would go on with another model.
+    """
     suited = options
     if name != provider:  # these may suit the other one alone
         suited = replace(
@@ -184,12 +189,35 @@ def _fallback(path: Path, name: str, provider: str, options: LoadOptions) -> Fal
                 ", ".join(dropped),
                 provider,
             )
+        artifact = _read_again(first, suited)
         try:
-            return open_model(path, name, suited)
+            model = open_model(artifact, name, suited)
         except ProviderError as error:
             if not suited.hidden_layers:
                 raise
             logger.warning("%s is tried without a draft head's guesses: %s", name, error)
-            return open_model(path, name, replace(suited, hidden_layers=()))
+            model = open_model(artifact, name, replace(suited, hidden_layers=()))
+        try:
+            _read_again(first, suited)  # it may have been replaced while it was loaded
+        except BaseException:
+            model.close()
+            raise
+        return model
 
     return Fallback(name, load)
+
+
+def _read_again(first: Artifact, options: LoadOptions) -> Artifact:
+    """Read the folder of `first` again; raises ProviderError where it holds another artifact."""
+    found = read_artifact(first.path, options)
+    ours, theirs = first.manifest, found.manifest
+    if theirs.fingerprint != ours.fingerprint:
+        what = "other weights or another graph"
+    elif set(theirs.eos_token_ids) != set(ours.eos_token_ids):
+        what = f"the end tokens {[*theirs.eos_token_ids]}, which were {[*ours.eos_token_ids]}"
+    else:
+        return found
+    raise ProviderError(
+        f"{first.path} was replaced since it was loaded: it has {what}, and what runs cannot go on "
+        "with that. Start it again, and export to another folder while a model is served."
+    )

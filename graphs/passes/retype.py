@@ -3,7 +3,8 @@
 The artifact stores 16-bit activations, which a CPU is slow at, or float32 ones, which a GPU is
 slow at. This changes every floating value of a graph to the type that a device is good at, and
 removes the Cast nodes that lose their purpose. What is float32 beside 16-bit activations is so on
-purpose and stays: the RoPE tables, cast once behind, and the logits.
+purpose and stays: the RoPE tables, cast once behind, and the logits. Where activations are float32,
+so do the parts that graphs of 16 bits have between Casts (`graphs.float_islands`); they get these.
 
 Weights that are stored as integers stay as they are; their scales change type with the
 activations. Other initializers (norms, biases, scales, and the weights of MatMul and Gemm) are
@@ -25,6 +26,7 @@ from onnx import TensorProto, numpy_helper
 
 from onnxport.errors import ArtifactError
 from onnxport.graphs import contract
+from onnxport.graphs.float_islands import float_islands
 from onnxport.graphs.inspect import (
     attribute_int,
     consumers,
@@ -133,19 +135,23 @@ class _Retyper:
         self._target = target
         self._replaced = _replaced_types(model, target)
         self._taken = names(model)
+        self._islands: frozenset[str] = frozenset()  # values that stay float32
 
     def convert(self, *, keep_tables: bool, left: Collection[str]) -> None:
         """Convert what the graph declares, stores and computes, in this order."""
         graph = self.model.graph
         self._keep_logits()
+        if TensorProto.FLOAT in self._replaced:
+            self._fence_islands()
         for info in (*graph.input, *graph.output, *graph.value_info):
             kind = info.type.tensor_type
-            if info.name not in _FLOAT_VALUES and kind.elem_type in self._replaced:
+            is_float = info.name in _FLOAT_VALUES or info.name in self._islands
+            if not is_float and kind.elem_type in self._replaced:
                 kind.elem_type = self._target
                 self.changes["inputs and outputs"] += 1
         self._convert_initializers(keep_tables=keep_tables, left=left)
         for node in graph.node:
-            if _FLOAT_VALUES.isdisjoint(node.output):
+            if _FLOAT_VALUES.isdisjoint(node.output) and self._islands.isdisjoint(node.output):
                 self._convert_attributes(node)
         self._remove_casts()
 
@@ -169,6 +175,37 @@ class _Retyper:
         cast = self._cast(inner, contract.LOGITS, TensorProto.FLOAT, "logits.cast")
         self.model.graph.node.append(cast)
 
+    def _fence_islands(self) -> None:
+        """Put a Cast ahead of each part that stays float32, and one behind."""
+        found, graph = float_islands(self.model), self.model.graph
+        types = element_types(self.model)
+        homes = {name: island for island in found for name in island.made}
+        floats = {name for name in homes if types.get(name) == TensorProto.FLOAT}
+        casts: dict[tuple[str, int], str] = {}  # by what is cast, and to what
+        nodes: list[onnx.NodeProto] = []
+
+        def cast(source: str, to: int) -> str:
+            if (source, to) not in casts:
+                casts[source, to] = name = self._fresh(f"{source}.{_dtype_name(to)}")
+                nodes.append(self._cast(source, name, to, f"{name}.cast"))
+            return casts[source, to]
+
+        for node in graph.node:
+            home = homes.get(node.output[0])
+            for index, name in enumerate(node.input):
+                value = name
+                if name in floats and homes[name] is not home:
+                    value = cast(value, self._target)
+                if home is not None and name == home.start:
+                    value = cast(value, TensorProto.FLOAT)
+                node.input[index] = value
+            nodes.append(node)
+        wide = {name for (_, to), name in casts.items() if to == TensorProto.FLOAT}
+        self._islands = frozenset(homes) | wide
+        if found:
+            self.changes["parts kept in float32"] += len(found)
+            _replace(graph.node, nodes)
+
     def _convert_initializers(self, *, keep_tables: bool, left: Collection[str]) -> None:
         """Convert initializers; kept tables are cast behind their Gather, or once, as a whole."""
         readers = consumers(self.model)
@@ -177,9 +214,12 @@ class _Retyper:
         first: list[onnx.NodeProto] = []  # Casts of whole tables
         casts: dict[str, onnx.NodeProto] = {}  # name of a Gather's stored output -> Cast after it
         for tensor in self.model.graph.initializer:
-            reads = readers.get(tensor.name, [])
-            is_scale = any(index in _FLOAT_INPUTS.get(n.op_type, ()) for n, index in reads)
-            if tensor.data_type not in self._replaced or is_scale or tensor.name in left:
+            every = readers.get(tensor.name, [])
+            is_scale = any(index in _FLOAT_INPUTS.get(n.op_type, ()) for n, index in every)
+            reads = [read for read in every if self._islands.isdisjoint(read[0].output)]
+            in_islands = len(reads) < len(every)
+            is_left = is_scale or tensor.name in left or (in_islands and not reads)
+            if tensor.data_type not in self._replaced or is_left:
                 kept.append(tensor)
                 continue
             widens = self._target == TensorProto.FLOAT
@@ -192,9 +232,10 @@ class _Retyper:
                 first.append(self._cast_table(tensor.name, tables))
             if tables:
                 self.changes["gathered tables kept" if widens else "RoPE tables cast"] += 1
+            if tables or in_islands:
                 kept.append(tensor)
             if others or not tables or tensor.name in outputs:
-                kept.append(self._converted(tensor, others, beside=bool(tables)))
+                kept.append(self._converted(tensor, others, beside=bool(tables) or in_islands))
         nodes = list(first)
         for node in self.model.graph.node:
             nodes.append(node)

@@ -14,7 +14,7 @@ from onnxport.cli import build_parser, main
 from onnxport.cli.arguments import ENGINE_OPTIONS, engine_config, load_options, sampling_params
 from onnxport.cli.export import export_options
 from onnxport.cli.values import memory, seconds, size
-from onnxport.errors import CapacityError, RequestError
+from onnxport.errors import CapacityError, ExportError, RequestError
 from onnxport.exporter.options import ExportOptions
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.params import SamplingParams
@@ -32,6 +32,18 @@ def test_export_options() -> None:
     assert export_options(parse("export", "a", "b", "--asymmetric")).asymmetric
     with pytest.raises(SystemExit):
         parse("export", "a", "b", "--expert-precision", "int4")
+
+
+def test_a_token_is_for_the_head_or_its_target(tmp_path: Path) -> None:
+    """A folder needs none, but the other one may be on the hub."""
+    local, more = str(tmp_path), ("--token", "abc")
+    for source, target in (("owner/head", local), (local, "owner/model"), ("owner/head", "a/b")):
+        options = export_options(parse("export", source, "b", "--target", target, *more))
+        assert options.token == "abc"
+    with pytest.raises(ExportError, match=f"{local} is a local folder, which needs none"):
+        export_options(parse("export", local, "b", *more))
+    with pytest.raises(ExportError, match=f"{local} and {local} are local folders, which need"):
+        export_options(parse("export", local, "b", "--target", local, *more))
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def test_errors_are_one_paragraph(
         ["export", checkpoint, artifact],
         ["export", checkpoint, tmp_path / "out", "--revision", "main"],
         ["export", checkpoint, tmp_path / "out", "--token", "abc"],
+        ["export", checkpoint, tmp_path / "out", "--token", "abc", "--target", checkpoint],
         ["export", checkpoint, tmp_path / "out", "--precision", "fp16", "--group-size", "64"],
         ["export", checkpoint, tmp_path / "out", "--precision", "int8", "--asymmetric"],
         ["export", checkpoint, tmp_path / "out", "--expert-precision", "mxfp4"],

@@ -114,6 +114,32 @@ def test_a_corrupt_header(tmp_path: Path, header: Any, message: str) -> None:
     assert str(tmp_path / "model.safetensors") in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "given", "needed"),
+    [
+        ("BF16", 4, 8),
+        ("I64", 16, 32),
+        *((name, 2, 4) for name in ("U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "BOOL", "I8")),
+        ("F64", 16, 32),
+    ],
+)
+def test_a_tensor_that_would_be_read_into_the_next_one(
+    tmp_path: Path, dtype: str, given: int, needed: int
+) -> None:
+    """Four numbers, in the bytes of two."""
+    first = entry(dtype=dtype, shape=[4], data_offsets=[0, given])
+    next_one = entry(dtype="U8", shape=[64 - given], data_offsets=[given, 64])
+    write_raw(tmp_path / "model.safetensors", {"t": first, "u": next_one}, bytes(64))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(tmp_path)
+    assert f"the tensor t, {dtype} [4], is given {given} bytes" in str(caught.value)
+    first["data_offsets"] = [0, needed]
+    next_one |= {"shape": [64 - needed], "data_offsets": [needed, 64]}
+    write_raw(tmp_path / "model.safetensors", {"t": first, "u": next_one}, bytes(64))
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert checkpoint.names == {"t", "u"}
+
+
 def test_bytes_that_are_no_one_s_or_two_tensors(tmp_path: Path) -> None:
     """As the library refuses them."""
     path = tmp_path / "model.safetensors"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,22 @@ def test_a_precision_of_experts_is_refused(target: Path, tmp_path: Path) -> None
     options = ExportOptions(expert_precision="mxfp4")
     with pytest.raises(ExportError, match="this head has no experts"):
         export_head(head, target, tmp_path / "artifact", options)
+
+
+@pytest.mark.parametrize("precision", ["int4", "fp32"])
+def test_too_little_space_for_a_head_is_seen_before_any_work(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    head = Head().make(tmp_path / "head")
+    made = export(head, target, tmp_path / "artifact", precision)
+    size = made.manifest.files["model.onnx.data"].size
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(size * 0.9)))
+    seen: list[object] = []
+    options = ExportOptions(precision=precision, overwrite=True)
+    with pytest.raises(ExportError, match="the artifact needs"):
+        export_head(head, target, tmp_path / "artifact", options, seen.append)
+    assert not seen
 
 
 def test_a_short_model_needs_its_layers_named(tmp_path: Path) -> None:

@@ -147,6 +147,25 @@ def test_a_tied_head_may_be_stored_twice_but_not_differ(checkpoint: Path) -> Non
     export_model(checkpoint, checkpoint.parent / "artifact")
 
 
+def test_a_tied_head_may_be_stored_in_another_type(checkpoint: Path) -> None:
+    checkpoints.edit_config(checkpoint, tie_word_embeddings=True)
+    embedding = "model.embed_tokens.weight"
+
+    def duplicate(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[embedding] = tensors[embedding].to(torch.bfloat16)
+        tensors["lm_head.weight"] = tensors[embedding].to(torch.float32)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"][-1, -1] += 1e-5
+
+    edit_weights(checkpoint, duplicate)
+    export_model(checkpoint, checkpoint.parent / "same")
+    edit_weights(checkpoint, change)
+    error = fails(checkpoint)
+    assert "lm_head.weight (F32) does not hold the numbers of" in str(error)
+    assert f"{embedding} (BF16)" in str(error)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from itertools import pairwise
@@ -165,6 +166,129 @@ def test_overwriting_swaps(folder: Path, monkeypatch: pytest.MonkeyPatch, exchan
     assert os.listdir(folder.parent) == ["model"]
 
 
+@pytest.mark.parametrize("exchange", [True, False], ids=["renameat2", "two renames"])
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's /proc")
+def test_all_is_on_the_disk_before_the_older_artifact_goes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(artifact_writer, "_exchange", lambda new, old: False)
+    events: list[tuple[str, str]] = []
+    rename, swap, remove = Path.rename, artifact_writer._swap, artifact_writer._remove
+
+    def sync(descriptor: int) -> None:
+        events.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def noted(name: str, plain: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            events.append((name, str(arguments[0])))
+            return plain(*arguments)
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(artifact_writer, "_swap", noted("swap", swap))
+    monkeypatch.setattr(artifact_writer, "_remove", noted("remove", remove))
+    monkeypatch.setattr(Path, "rename", noted("rename", rename))
+    write(folder, overwrite=True)
+    swapped = next(at for at, (what, _) in enumerate(events) if what == "swap")
+    hidden = events[swapped][1]
+    names = ("manifest.json", "model.onnx", "model.onnx.data", "tokenizer.json")
+    assert {("sync", f"{hidden}/{name}") for name in names} < set(events[:swapped])
+    assert events[swapped - 1] == ("sync", hidden)
+    behind = [event for event in events[swapped + 1 :] if event[0] != "rename"]
+    assert behind == [
+        ("sync", str(folder.parent)),
+        ("remove", hidden if exchange else f"{hidden}.old"),
+    ]
+
+
+def test_a_disk_that_fails_at_the_end_keeps_the_older_artifact(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (folder / "manifest.json").read_bytes()
+
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(ExportError, match="broken"):
+        write(folder, quantized=False, overwrite=True)
+    assert (folder / "manifest.json").read_bytes() == before
+    assert os.listdir(folder.parent) == ["model"]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_name_that_may_not_stay_is_told(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    overwrite: bool,
+) -> None:
+    plain = artifact_writer._sync_folder
+
+    def sync(path: Path) -> None:
+        if path == folder.parent:
+            raise OSError(errno.EIO, "broken")
+        plain(path)
+
+    monkeypatch.setattr(artifact_writer, "_sync_folder", sync)
+    made = write(folder if overwrite else folder.parent / "other", quantized=False, overwrite=True)
+    assert Artifact.read(made, verify="sha256").manifest.precision == "fp16"
+    assert "may not be there after a power failure" in caplog.text
+    hidden = [path for path in folder.parent.iterdir() if path.name.startswith(".")]
+    assert len(hidden) == overwrite
+    for path in hidden:
+        assert Artifact.read(path, verify="sha256").manifest.precision == "int4"
+        assert f"the older one is left in {path}" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EACCES])
+def test_a_folder_that_cannot_be_synced_is_none_s_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Some file systems cannot, and some folders may not be listed."""
+    plain, refused = getattr(os, "open" if number == errno.EACCES else "fsync"), []
+
+    def refuse(given: Any, *more: Any) -> Any:
+        if Path(f"/proc/self/fd/{given}").is_dir() if number != errno.EACCES else given == tmp_path:
+            refused.append(given)
+            raise OSError(number, "no")
+        return plain(given, *more)
+
+    monkeypatch.setattr(os, plain.__name__, refuse)
+    Artifact.read(write(tmp_path / "model"), verify="sha256")
+    assert refused
+
+
+def test_an_older_artifact_that_cannot_be_deleted_is_told_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on NFS, where an open file leaves a file of another name; the others go."""
+    monkeypatch.setattr(os, "rmdir", stubborn)
+    made = write(folder, quantized=False, overwrite=True)
+    assert Artifact.read(made, verify="sha256").manifest.precision == "fp16"
+    (left,) = [path for path in folder.parent.iterdir() if path != folder]
+    assert f"the older artifact is left in {left}, delete it yourself" in caplog.text
+    assert list(left.iterdir()) == []
+
+
+def test_what_cannot_be_discarded_does_not_hide_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "rmdir", stubborn)
+    path = tmp_path / "model"
+    with pytest.raises(RuntimeError, match="the reason"), ArtifactWriter(path) as writer:  # noqa: PT012
+        writer.add_weight("w", np.zeros(10, np.float32))
+        raise RuntimeError("the reason")
+    (left,) = tmp_path.iterdir()
+    assert f"what was written of the artifact is left in {left}" in caplog.text
+
+
+def stubborn(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+
 def test_an_existing_destination_is_refused(folder: Path) -> None:
     with pytest.raises(ExportError, match="already exists"):
         write(folder)
@@ -184,6 +308,53 @@ def test_a_folder_that_is_no_artifact_is_never_overwritten(tmp_path: Path) -> No
     assert (tmp_path / "home" / "letters").read_text() == "dear"
     (tmp_path / "empty").mkdir()
     Artifact.read(write(tmp_path / "empty", overwrite=True))
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        b'{"manifest_version": 3, "name": "an extension"}',
+        b'{"format_version": 1}',
+        b'{"format_version": 1, "files": ["model.onnx"]}',
+        b'{"format_version": 1, "files": {"background.js": {}}}',
+        b'{"files": {"model.onnx": {}}}',
+        b'["format_version", "files", "model.onnx"]',
+        b"[" * 100_000,
+        b"{",
+        b"\xff\xfe",
+        None,
+    ],
+)
+def test_somebody_else_s_manifest_is_never_overwritten(
+    tmp_path: Path, manifest: bytes | None
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    if manifest is None:
+        (other / "manifest.json").mkdir()
+    else:
+        (other / "manifest.json").write_bytes(manifest)
+    with pytest.raises(ExportError, match=r"no manifest\.json with a format_version"):
+        write(other, overwrite=True)
+    assert os.listdir(other) == ["manifest.json"]
+    assert os.listdir(tmp_path) == ["other"]
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ExportError, match="model cannot be looked into: Permission denied"):
+        write(folder, overwrite=True)
+
+
+def test_an_artifact_of_another_format_version_is_overwritten(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
+    Artifact.read(write(folder, overwrite=True), verify="sha256")
 
 
 class FullDisk:

@@ -16,6 +16,7 @@ from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import FLOAT_DTYPES, retype
+from onnxport.graphs.passes.split_experts import split_experts
 from onnxport.providers.ort import ort_value, start_session
 from tests.exporter import checkpoints
 from tests.providers.conftest import ArtifactMaker
@@ -74,6 +75,24 @@ def test_float16_is_near_float32(tiny_artifact: ArtifactMaker, family: str, prec
     assert 0 < np.abs(found - exact).max() < 1e-2 * np.abs(exact).max()
 
 
+@pytest.mark.parametrize(
+    "family", ["dots1", "ernie-moe", "gemma2", "glm4-moe", "gpt-oss-16bit", "mixtral", "solar-open"]
+)
+def test_what_is_stored_in_float32_chooses_the_experts_that_float16_does(
+    tiny_artifact: ArtifactMaker, family: str
+) -> None:
+    """The same checkpoint, stored in either, is the same graph in the end, bit by bit."""
+    found = []
+    for precision in ("fp32", "fp16"):
+        artifact = Artifact.read(tiny_artifact(family, precision))
+        split = split_experts(artifact.load_graph("paged"))
+        half = retype(split.model, artifact.read_tensor, "float16")
+        assert (half.changes.get("parts kept in float32", 0) > 0) == (precision == "fp32")
+        onnx.shape_inference.infer_shapes(half.model, check_type=True, strict_mode=True)
+        found.append(logits(artifact, half))
+    np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.parametrize("kind", ["paged", "gqa"])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize(("family", "precision"), crossed(2, FAMILIES, PRECISIONS))
@@ -95,7 +114,7 @@ def test_every_value_has_the_type(
     others = {name for name, t in floating.items() if t != target}
     # Logits are capped in float32, whose Cast is in the artifact unless that is in float32.
     capped = {name for name in others if name in ("cap", "over") or name.startswith("head.ca")}
-    assert bool(capped) == (family == "gemma2" and precision != "fp32" and dtype != "float32")
+    assert bool(capped) == (family == "gemma2" and dtype != "float32")
     assert others <= tables | {c.LOGITS} | gathered | capped
     assert types[c.LOGITS] == onnx.TensorProto.FLOAT
     made = {name for node in graph.node for name in node.output if name}

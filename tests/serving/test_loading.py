@@ -1,6 +1,7 @@
 """From a folder to an engine; the artifact and the model are stand-ins."""
 
 import gc
+import re
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from onnxport.errors import ArtifactError, CapacityError, ProviderError
+from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions, Model, Probe
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving import loading
@@ -16,7 +18,7 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.llm import LLM
 from onnxport.serving.params import SamplingParams
-from tests.graphs.artifacts import SPEC
+from tests.graphs.artifacts import SPEC, write
 from tests.serving.helpers import alone
 from tests.serving.tokenizers_for_tests import byte_level
 
@@ -33,7 +35,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, LoadOptions
         calls.append((getattr(given, "path", given), provider, options, model))
         return model
 
-    manifest = SimpleNamespace(eos_token_ids=(0, 5), model=SPEC)
+    manifest = SimpleNamespace(eos_token_ids=(0, 5), model=SPEC, fingerprint="f")
     monkeypatch.setattr(
         loading,
         "read_artifact",
@@ -113,14 +115,15 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[NullModel | Excepti
             raise found
         return found
 
-    manifest = SimpleNamespace(eos_token_ids=(), model=SPEC)
-    monkeypatch.setattr(
-        loading,
-        "read_artifact",
-        lambda path, options: SimpleNamespace(path=path, manifest=manifest),
-    )
+    monkeypatch.setattr(loading, "read_artifact", lambda path, options: stored(path))
     monkeypatch.setattr(loading, "open_model", open_model)
     return gives
+
+
+def stored(path: Path, fingerprint: str = "f", end: tuple[int, ...] = ()) -> Any:
+    """What is read of an artifact."""
+    manifest = SimpleNamespace(eos_token_ids=end, model=SPEC, fingerprint=fingerprint)
+    return SimpleNamespace(path=path, manifest=manifest)
 
 
 PARTICULAR = LoadOptions(
@@ -227,6 +230,67 @@ def test_a_device_that_is_lost_at_once_or_later(
     assert [one.device for one in engine.losses] == [None if tiers else "none", "none"]
     # The same provider once more gets the same options.
     assert loads["asked"] == [("cpu", PARTICULAR), ("cpu", PARTICULAR), ("auto", SUITED)]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"fingerprint": "g"}, "it has other weights or another graph"),
+        ({"end": (7,)}, r"it has the end tokens \[7\], which were \[\]"),
+    ],
+)
+@pytest.mark.parametrize("reads", [1, 2], ids=["before it is loaded", "while it is loaded"])
+def test_an_artifact_that_was_replaced_takes_over_nothing(
+    loads: dict[str, list[Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    other: dict[str, Any],
+    words: str,
+    reads: int,
+) -> None:
+    spare = NullModel()
+    loads |= {"cpu": [NullModel(NullOptions(lost_at=lambda operation: operation == 2))]}
+    loads["auto"] = [spare]
+    told = [stored(tmp_path) for _ in range(reads)]
+    monkeypatch.setattr(
+        loading,
+        "read_artifact",
+        lambda path, options: told.pop(0) if told else stored(tmp_path, **other),
+    )
+    engine = open_null(tmp_path, "cpu", "auto")
+    engine.submit(engine.prepare("a", [1], SamplingParams(temperature=0.0, max_tokens=9)))
+    ended = [engine.step() for _ in range(3)][-1]
+    assert [delta.finish_reason for delta in ended] == ["error"]
+    assert not engine.has_work
+    failure = engine.failure
+    assert failure is not None
+    assert re.search(f"auto could not take over: .* was replaced since.*{words}", failure)
+    assert len(loads["asked"]) == reads
+    assert spare.closed == (reads == 2)
+
+
+def test_what_was_exported_in_place_of_an_artifact_is_another(tmp_path: Path) -> None:
+    first = Artifact.read(write(tmp_path / "model"))
+    write(tmp_path / "model", overwrite=True)
+    assert loading._read_again(first, LoadOptions()).manifest == first.manifest
+    write(tmp_path / "model", quantized=False, overwrite=True)
+    with pytest.raises(ProviderError, match=r"model was replaced since .* or another graph"):
+        loading._read_again(first, LoadOptions())
+
+
+def test_a_draft_head_s_states_are_not_given_up_for_another_artifact(
+    loads: dict[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = stored(tmp_path)
+    options = LoadOptions(hidden_layers=(1,))
+    loads["cpu"] = [ProviderError("tells no states"), NullModel()]
+    monkeypatch.setattr(loading, "read_artifact", lambda path, options: stored(tmp_path, "g"))
+    with pytest.raises(ProviderError, match="was replaced since"):
+        loading._fallback(first, "cpu", "cpu", options).load()
+    assert not loads["asked"]
+    monkeypatch.setattr(loading, "read_artifact", lambda path, options: stored(tmp_path))
+    loading._fallback(first, "cpu", "cpu", options).load()
+    assert [asked.hidden_layers for _, asked in loads["asked"]] == [(1,), ()]
 
 
 @pytest.mark.parametrize(("name", "words"), [("gpu", "no provider 'gpu'"), ("openvino", "pip")])

@@ -51,10 +51,13 @@ def export_options(options: argparse.Namespace, **changes: Any) -> ExportOptions
             f"--revision {options.revision} was given, and {options.source} is a local folder, "
             "which has no revisions; leave it out, or give a hub id"
         )
-    if options.token is not None and is_local:
+    target = getattr(options, "target", None)
+    if options.token is not None and is_local and (target is None or Path(target).is_dir()):
+        what = "is a local folder, which needs"
+        if target is not None:
+            what = f"and {target} are local folders, which need"
         raise ExportError(
-            f"--token was given, and {options.source} is a local folder, which needs none; leave "
-            "it out, or give a hub id"
+            f"--token was given, and {options.source} {what} none; leave it out, or give a hub id"
         )
     given: dict[str, Any] = {name: getattr(options, name) for name in EXPORT_OPTIONS}
     given |= {"overwrite": getattr(options, "overwrite", False)} | changes
