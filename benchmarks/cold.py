@@ -99,6 +99,9 @@ def by_turns(
             except StartError as error:
                 failed[side] = str(error)
                 continue
+            except OSError as error:
+                failed[side] = pairs.why_not_started(error)
+                continue
             if turn:
                 found[side].append(told)
     return [

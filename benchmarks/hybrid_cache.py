@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from onnxport.cli.values import size
+from onnxport.providers import memory
 from onnxport.providers.base import LoadOptions
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.events import RequestEvent, StepRecord
@@ -77,7 +77,7 @@ def measure(arguments: argparse.Namespace, *, hybrid: bool) -> dict[str, Any]:
         "rows": max(one.num_rows for one in watch.steps),
         "output_tok_s": arguments.requests * arguments.new / wall_s,
         "decode_step_ms": 1e3 * median(decodes),
-        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_rss_mib": (memory.peak_bytes() or 0) / 1024**2,
         "tokens": tokens,
     }
     engine.close()

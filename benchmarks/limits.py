@@ -69,7 +69,7 @@ def products(artifact: Path) -> Iterator[tuple[str, int, int, int, int, bool]]:
 def read_bytes(artifact: Path, *, coarse: bool) -> int:
     """What a step reads: quantized weights, and of each block a scale, and a zero point if any.
 
-    Both are of two bytes.
+    Both are of two bytes, as they are packed: the exponents of MXFP4, a byte in the artifact, too.
 
     Args:
         artifact: the model.

@@ -117,6 +117,11 @@ def why_ended(code: int, errors: str) -> str:
     return FOLDERS.sub("", f"exit code {code}: {' | '.join(last)}")
 
 
+def why_not_started(error: OSError) -> str:
+    """What is told of a program that is missing, or may not be run."""
+    return FOLDERS.sub("", f"it did not start: {error}")
+
+
 def run(
     pair: Pair, side: str, command: Sequence[str], workloads: Sequence[str], timeout_s: float
 ) -> Run:
@@ -139,6 +144,8 @@ def run(
     except subprocess.TimeoutExpired as error:
         out = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
         failed = f"not done within {timeout_s:g} s"
+    except OSError as error:
+        out, failed = "", why_not_started(error)
     figures: dict[str, dict[str, float]] = {}
     skipped: dict[str, str] = {}
     for line in out.splitlines():

@@ -20,7 +20,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -31,6 +31,7 @@ from benchmarks.curves import draw
 from benchmarks.make_checkpoint import SHAPES
 from benchmarks.pairs import OURS, Pair, Store
 from benchmarks.peers.registry import CHECKPOINT, PEERS, Command, Peer
+from benchmarks.runner import trained_tokens
 from benchmarks.workloads import CONTEXTS, HIGHEST_ID, STREAMS, WORKLOADS
 from onnxport.serving.verify.machine import Machine, this_machine
 from onnxport.version import __version__
@@ -63,6 +64,8 @@ class Side:
         command += ["--threads", str(arguments.threads), *self.options]
         if arguments.highest_id != HIGHEST_ID:
             command += ["--highest-id", str(arguments.highest_id)]
+        if arguments.context_tokens is not None:
+            command += ["--context-tokens", str(arguments.context_tokens)]
         return command
 
 
@@ -98,6 +101,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--retry", action="store_true", help="run again what failed before")
     parser.add_argument("--results", type=Path, default=HERE / "RESULTS.md")
     parser.add_argument("--highest-id", type=int, default=HIGHEST_ID, help=argparse.SUPPRESS)
+    parser.set_defaults(context_tokens=None)  # the checkpoint's, once that is there
     return parser
 
 
@@ -197,28 +201,59 @@ def compile_sources(log: Path) -> None:
     call([sys.executable, "-m", "compileall", "-q", *folders], log)
 
 
-def peers(arguments: argparse.Namespace) -> Iterator[tuple[Side, str]]:
-    """Yield the peers that can run, with a line that describes each; say why others cannot."""
+def peers(arguments: argparse.Namespace) -> tuple[dict[Side, str], dict[str, str]]:
+    """The peers that can run, with a line that describes each; and why others cannot, by name."""
     wanted = arguments.peers.split(",")
     if unknown := [name for name in wanted if name not in PEERS]:
         sys.exit(f"no such peers: {', '.join(unknown)}; there are {', '.join(PEERS)}")
     found = pythons(arguments)
+    sides: dict[Side, str] = {}
+    left: dict[str, str] = {}
     for name in wanted:
-        peer, python = PEERS[name], found[name]
         log = arguments.folder / "logs" / f"{name}.log"
         try:
-            if arguments.install and peer.why_missing(python):
-                install(peer, python, log)
-            if why := peer.why_missing(python):
-                print(f"{name} is left out: {why}", flush=True)
-                continue
-            model = arguments.folder / peer.model
-            if peer.make is not None:
-                make(model, partial(peer.make, python, arguments.folder / CHECKPOINT), log)
-        except subprocess.CalledProcessError as error:
-            print(f"{name} is left out: {error}; see {log}", flush=True)
-            continue
-        yield Side(name, python, peer.runner, model), f"{peer.versions(python)}: {peer.weights}"
+            side, about = prepared(arguments, name, found[name], log)
+        except LeftOut as why:
+            left[name] = str(why)
+        except (subprocess.CalledProcessError, OSError) as error:
+            left[name] = f"{error}; see {log}"
+        else:
+            sides[side] = about
+        if name in left:
+            print(f"{name} is left out: {left[name]}", flush=True)
+    return sides, left
+
+
+class LeftOut(Exception):  # noqa: N818
+    """A peer is not there; the message says why."""
+
+
+def prepared(arguments: argparse.Namespace, name: str, python: Path, log: Path) -> tuple[Side, str]:
+    """Install a peer if that is asked for, and make its model; returns a line about it, too.
+
+    Raises:
+        LeftOut: it is not installed.
+        CalledProcessError: installing it failed, or making its model.
+        OSError: what does so is not there, or may not be run.
+    """
+    peer = PEERS[name]
+    if arguments.install and peer.why_missing(python):
+        install(peer, python, log)
+    if why := peer.why_missing(python):
+        raise LeftOut(why)
+    model = arguments.folder / peer.model
+    if peer.make is not None:
+        make(model, partial(peer.make, python, arguments.folder / CHECKPOINT), log)
+    return Side(name, python, peer.runner, model), f"{peer.versions(python)}: {peer.weights}"
+
+
+def left_out(path: Path, left: Mapping[str, str], found: Iterable[str]) -> dict[str, str]:
+    """Remember who was left out until they are found; folders are not told."""
+    before: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+    now = {name: pairs.FOLDERS.sub("", why) for name, why in left.items()}
+    every = {name: why for name, why in (before | now).items() if name not in set(found)}
+    path.write_text(json.dumps(every, indent=1))
+    return every
 
 
 def measure(
@@ -266,9 +301,13 @@ def told(arguments: argparse.Namespace) -> list[str]:
 
 
 def report(
-    arguments: argparse.Namespace, store: Store, machine: Machine, about: Mapping[str, str]
+    arguments: argparse.Namespace,
+    store: Store,
+    machine: Machine,
+    about: Mapping[str, str],
+    left: Mapping[str, str],
 ) -> None:
-    """Print the ratios; write them and the plots."""
+    """Print the ratios; write them and the plots, and who was left out."""
     comparisons = results.compare(store.runs)
     table = list(results.table(comparisons))
     print("\n".join(table))
@@ -290,7 +329,8 @@ def report(
         "",
         *(f"![{plot.stem}](plots/{plot.name})" for plot in plots),
     ]
-    if missing := list(results.gaps(store.runs)):
+    missing = [f"- {name} was left out: {why}" for name, why in left.items()]
+    if missing := [*missing, *results.gaps(store.runs)]:
         lines += ["", "What did not run:", "", *missing]
     results.write_section(arguments.results, arguments.shape, lines)
     print(f"Wrote {arguments.results}.")
@@ -305,18 +345,21 @@ def main() -> None:
     (arguments.folder / "logs").mkdir(parents=True, exist_ok=True)
     same_setup(arguments)
     side = ours(arguments)
+    arguments.context_tokens = trained_tokens(arguments.folder / CHECKPOINT)
     compile_sources(arguments.folder / "logs" / "onnxport.log")
-    found = list(peers(arguments))
+    found, left = peers(arguments)
+    left = left_out(arguments.folder / "left_out.json", left, [other.name for other in found])
     if not found:
         sys.exit("there is nobody to compare with; see --install and --peer")
     store = Store(arguments.folder / "results.jsonl")
-    measure(arguments, store, side, [other for other, _ in found])
+    measure(arguments, store, side, list(found))
     kind = arguments.kv_cache_dtype
     cache = "16 bits where the processor has them" if kind == "auto" else kind
     weights = "int4 in groups of 128, head and embedding int8"
     about = {OURS: f"{__version__}, {weights}; KV cache {cache}"}
-    about |= {other.name: text for other, text in found}
-    report(arguments, store, machine, remembered(arguments.folder / "about.json", about))
+    about |= {other.name: text for other, text in found.items()}
+    about = remembered(arguments.folder / "about.json", about)
+    report(arguments, store, machine, about, left)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks import runner
 from benchmarks.workloads import Request
+from onnxport.graphs.artifact import Artifact
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.registry import HOSTS
 from onnxport.serving.config import EngineConfig
@@ -98,6 +99,8 @@ def main() -> None:
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True
     )
     arguments = parser.parse_args()
+    own = Artifact.read(Path(arguments.model)).manifest.model.context_length
+    arguments.context_tokens = min(own, arguments.context_tokens or own)
     runner.main(arguments, lambda: load(arguments))
 
 

@@ -79,15 +79,47 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         help=f"seconds between start and workloads, for what a start puts off ({SETTLE_S:g})",
     )
     made.add_argument("--highest-id", type=int, default=HIGHEST_ID, help="of random token ids")
+    made.add_argument(
+        "--context-tokens",
+        type=int,
+        help="of the model: workloads with a longer sequence are skipped (by its config.json)",
+    )
     return made
 
 
-def chosen(arguments: argparse.Namespace) -> dict[str, Workload]:
+def asked(arguments: argparse.Namespace) -> dict[str, Workload]:
     """The workloads that were asked for."""
     names = arguments.workloads.split(",")
     if unknown := [name for name in names if name not in WORKLOADS]:
         sys.exit(f"no such workloads: {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
     return {name: WORKLOADS[name] for name in names}
+
+
+def chosen(arguments: argparse.Namespace) -> dict[str, Workload]:
+    """Those of them that fit the model's context."""
+    context = context_tokens(arguments)
+    return {
+        name: workload
+        for name, workload in asked(arguments).items()
+        if context is None or workload.longest <= context
+    }
+
+
+def context_tokens(arguments: argparse.Namespace) -> int | None:
+    """Tokens of the longest sequence that the model is for; None where that is not known."""
+    if arguments.context_tokens is not None:
+        given: int = arguments.context_tokens
+        return given
+    return trained_tokens(Path(arguments.model))
+
+
+def trained_tokens(folder: Path) -> int | None:
+    """Tokens that a checkpoint, or what was made of it, is for, by its config.json if any."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text()).get("max_position_embeddings")
+    return found if isinstance(found, int) else None
 
 
 def cache_tokens(arguments: argparse.Namespace, block_size: int) -> int:
@@ -103,9 +135,7 @@ def cache_tokens(arguments: argparse.Namespace, block_size: int) -> int:
 
 def longest(arguments: argparse.Namespace) -> int:
     """Tokens of the longest sequence that may come."""
-    workloads = [WARM_UP, *chosen(arguments).values()]
-    ends = [(one.prompt_tokens, one.new_tokens) for one in workloads]
-    return max(sum(x if isinstance(x, int) else x[1] for x in pair) for pair in ends)
+    return max(one.longest for one in (WARM_UP, *chosen(arguments).values()))
 
 
 def main(arguments: argparse.Namespace, load: Callable[[], Runner]) -> None:
@@ -117,6 +147,9 @@ def main(arguments: argparse.Namespace, load: Callable[[], Runner]) -> None:
     first_s = runner.run(warm_up)[0][0]
     cold = {"first_token_s": age_s + first_s, "peak_rss_mib": peak_rss_mib()}
     tell("cold", cold)
+    for name in asked(arguments):
+        if name not in workloads:
+            tell(name, {"skipped": f"the model's context is {context_tokens(arguments)} tokens"})
     time.sleep(arguments.settle_s)
     for repetition in range(arguments.repeat):
         for name, workload in workloads.items():

@@ -43,6 +43,12 @@ class Workload:
     new_tokens: int | Range
     shared_tokens: int = 0
 
+    @property
+    def longest(self) -> int:
+        """Tokens that a prompt and its answer have at most."""
+        both = self.prompt_tokens, self.new_tokens
+        return sum(one if isinstance(one, int) else one[1] for one in both)
+
     def requests(self, seed: int = 0, highest_id: int = HIGHEST_ID) -> list[Request]:
         """The requests; others for another seed."""
         random = np.random.default_rng(seed)

@@ -7,7 +7,7 @@ has; a difference is a field of `Capabilities`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -49,17 +49,47 @@ class Features:
     # matmul_accuracy_level -> the type that all activations have then; others leave it open.
     level_dtypes: Mapping[int, str] = field(default_factory=dict)
     has_experts: bool = False  # experts of a layer compute the tokens that they are given alone
+    # Attention -> the activations that it takes; one that is not there takes all.
+    attention_dtypes: Mapping[Attention, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
-    def one_type(cls, attention: tuple[Attention, ...], dtypes: tuple[str, ...]) -> Features:
-        """Of a device whose cache has the type of its activations."""
-        return cls(attention, dtypes, dtypes, {dtype: (dtype,) for dtype in dtypes})
+    def one_type(
+        cls,
+        attention: tuple[Attention, ...],
+        dtypes: tuple[str, ...],
+        native_dtypes: Collection[str] | None = None,
+    ) -> Features:
+        """Of a device whose cache has the type of its activations.
 
-    def go_together(self, dtype: str, kv_cache_dtype: str, level: int | None) -> bool:
-        """Whether types and matmul_accuracy_level, each as LoadOptions has it, agree."""
+        Args:
+            attention: that it has, the best first.
+            dtypes: of activations, the preferred first.
+            native_dtypes: those of them that its native attention takes; None: all.
+        """
+        taken = dtypes if native_dtypes is None else tuple(d for d in dtypes if d in native_dtypes)
+        by_attention: dict[Attention, tuple[str, ...]] = {"native": taken}
+        return cls(
+            attention,
+            dtypes,
+            dtypes,
+            {dtype: (dtype,) for dtype in dtypes},
+            attention_dtypes={} if taken == dtypes else by_attention,
+        )
+
+    def go_together(
+        self,
+        dtype: str,
+        kv_cache_dtype: str,
+        level: int | None,
+        attention: Attention | None = None,
+    ) -> bool:
+        """Whether types, matmul_accuracy_level and attention, as LoadOptions has them, agree."""
         asked = {None if dtype == "auto" else dtype, self.level_dtypes.get(level or 0)} - {None}
+        taken = self.dtypes
+        if attention is not None:
+            taken = self.attention_dtypes.get(attention, taken)
         return any(
-            asked <= {own} and kv_cache_dtype in ("auto", *self._caches(own)) for own in self.dtypes
+            asked <= {own} and kv_cache_dtype in ("auto", *self._caches(own)) for own in taken
         )
 
     def _caches(self, dtype: str) -> tuple[str, ...]:
@@ -256,6 +286,7 @@ class Capabilities:
     # own included; None: all. Blocks behind a window may be given to others.
     windows: tuple[int | None, ...] = (None,)
     features: int = 0  # numbers of each token that `run` tells by StepInputs.hidden_states; 0: none
+    int8_products: bool = False  # products of quantized weights may round activations to int8
 
     @property
     def kv_tokens(self) -> int:

@@ -93,7 +93,7 @@ class CudaProvider:
             reason = _why_not_loaded(ort) or reason
             return Probe(False, f"{reason}. {_ADVICE}", devices, versions)
         dtypes = _dtypes(gpus[self._device_id].capability)
-        features = Features.one_type(("native", "decomposed"), dtypes)
+        features = Features.one_type(("native", "decomposed"), dtypes, NATIVE.activation_dtypes)
         return Probe(True, "", devices, versions, (), features)
 
     def load(self, artifact: Artifact, options: LoadOptions) -> OrtModel:

@@ -18,6 +18,7 @@ from onnx import TensorProto
 from onnxport.errors import ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.block_transfers import zeros_graph
+from onnxport.graphs.passes.accuracy import has_int8_products
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers import memory
 from onnxport.providers.base import Capabilities, KVFormat, LoadOptions
@@ -140,7 +141,12 @@ def load_on_device(
         caches = layer_caches(caches, lowering.groups)
         capabilities = _capabilities(artifact, recipe, lowering, pool)
         capabilities = replace(
-            capabilities, placement=placement(session), on_host=on_host, emulated=emulate
+            capabilities,
+            placement=placement(session),
+            on_host=on_host,
+            emulated=emulate,
+            # ONNX Runtime's kernels on a processor do, whatever the device would.
+            int8_products=(emulate or recipe.int8_products) and has_int8_products(model),
         )
         logits, replay = None, None
         if recipe.selects_logits:

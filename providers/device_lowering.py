@@ -11,7 +11,7 @@ from typing import Any, Final
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from onnxport.errors import ProviderError
+from onnxport.errors import OptionError, ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.cache_groups import LayerGroups
@@ -188,13 +188,13 @@ class DeviceLowering:
         stored = cache.type.tensor_type.elem_type
         own = next(name for name, kind in TYPES.items() if kind == stored)
         if asked not in ("auto", *allowed):
-            raise ProviderError(
+            raise OptionError(
                 f"dtype is {asked!r}; the {self._recipe.provider} provider computes in "
                 f"{', '.join(allowed)} on {self._recipe.device}, ask for one of these or auto"
             )
         dtype = asked if asked != "auto" else own if own in allowed else allowed[0]
         if self.options.kv_cache_dtype not in ("auto", dtype):
-            raise ProviderError(
+            raise OptionError(
                 f"kv_cache_dtype is {self.options.kv_cache_dtype!r}; the {self._recipe.provider} "
                 f"provider caches in the type of its activations, which is {dtype}: ask for that "
                 "or auto, or choose another dtype"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMORY = Path("/proc/meminfo")
+STATUS = Path("/proc/self/status")
 PROCESSORS = Path("/sys/devices/system/cpu")
 HUGE_PAGE = 2 << 20  # bytes, on most processors
 NO_LIMIT = 1 << 60  # cgroup v1 writes a number above this for none
@@ -51,6 +53,24 @@ def total_bytes() -> int:
     _, total = _system_bytes()
     limits = [limit for version in _VERSIONS if (limit := _cgroup_limit(version)) is not None]
     return min([total, *limits])
+
+
+def peak_bytes() -> int | None:
+    """The most memory that this process had resident; None where the system does not say.
+
+    Linux is asked for what this program had: its rusage goes on from what the process had before
+    it became this program, which may be more.
+    """
+    with contextlib.suppress(OSError):
+        for line in STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _system_bytes() -> tuple[int, int]:

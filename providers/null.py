@@ -42,6 +42,7 @@ class NullOptions:
     max_batch_rows: int | None = None
     max_batch_tokens: int | None = None
     max_adapters: int = 0
+    int8_products: bool = False  # see Capabilities
     latency_s: float = 0.0  # slept in every run
     # Return the least of a row's logits in the place of all that `StepInputs.exact_logits` does not
     # ask for, and more than the largest where a token is not allowed: whoever looks at one of these
@@ -104,6 +105,7 @@ class NullModel:
             max_adapter_rank=MAX_ADAPTER_RANK if options.max_adapters else 0,
             takes_exact_logits=options.takes_exact_logits,
             windows=self._tables,
+            int8_products=options.int8_products,
         )
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:

@@ -52,6 +52,9 @@ class Recipe:
     shares_caches: bool = True
     has_gelu: bool = True  # of ONNX, with tanh; else it is written out
     has_min_max: bool = True  # of floats; else they are written out
+    # Whether its products may round activations to int8 where accuracy_level is 4; others read no
+    # level, and compute in the type of the activations.
+    int8_products: bool = False
     joins_products: bool = False  # each node costs, or it has no Split in many parts
     expected_on_host: frozenset[str] = frozenset()  # operator types that it is known not to have
     free_bytes: int | None = None  # device memory; None: it does not tell

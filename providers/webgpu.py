@@ -87,7 +87,9 @@ class WebGpuProvider:
         if found.device.kind == "cpu":
             notes.append("no GPU: a software device stands in, for tests rather than for speed")
         features = Features.one_type(
-            ("native", "decomposed") if recipe.native else ("decomposed",), recipe.dtypes
+            ("native", "decomposed") if recipe.native else ("decomposed",),
+            recipe.dtypes,
+            NATIVE.activation_dtypes if recipe.native else None,
         )
         return Probe(True, "", (found.device,), found.versions, tuple(notes), features)
 
@@ -111,6 +113,7 @@ class WebGpuProvider:
             native_block_size=lambda head_size: BLOCK_SIZE,
             has_min_max=False,
             joins_products=True,
+            int8_products=True,
             buffer_bytes=BUFFER_BYTES,
         )
 

@@ -44,13 +44,18 @@ def takes_int8(model: onnx.ModelProto, level: int | None = None) -> bool:
         model: Any model.
         level: The level that they are going to get; None: they keep theirs.
     """
-    levels = {
-        next((a.i for a in node.attribute if a.name == "accuracy_level"), 0)
-        if level is None
-        else level
-        for node in _products(model)
-    }
-    return levels == {4}
+    levels = _levels(model)
+    return (levels if level is None or not levels else {level}) == {contract.INT8_LEVEL}
+
+
+def has_int8_products(model: onnx.ModelProto) -> bool:
+    """Whether some such product may bring its activations to int8 (level 4)."""
+    return contract.INT8_LEVEL in _levels(model)
+
+
+def _levels(model: onnx.ModelProto) -> set[int]:
+    nodes = _products(model)
+    return {next((a.i for a in node.attribute if a.name == "accuracy_level"), 0) for node in nodes}
 
 
 def _products(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:

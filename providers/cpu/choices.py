@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from onnxport.errors import ProviderError
+from onnxport.errors import OptionError, ProviderError
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.cpu import library
 from onnxport.providers.cpu.caches import TILE, Layout, supported_dtypes
@@ -66,7 +66,7 @@ def choose_cache(
     dtype = options.kv_cache_dtype
     allowed = supported_dtypes(custom=kernel is not None)
     if dtype not in ("auto", *allowed):
-        raise ProviderError(
+        raise OptionError(
             f"kv_cache_dtype is {dtype!r}; the cpu provider's "
             f"{'custom' if kernel else 'decomposed'} attention stores {', '.join(allowed)} or auto"
         )

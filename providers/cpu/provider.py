@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,7 +114,10 @@ class CpuProvider:
         pairs, blocks = allocate(spec, groups.num_places, pool, cache_dtype, layout)
         model = OrtModel(
             session,
-            _capabilities(session, artifact, options, kernel, pool, cache_dtype, groups),
+            replace(
+                _capabilities(session, artifact, options, kernel, pool, cache_dtype, groups),
+                int8_products=not source.is_exact,
+            ),
             _cache_tensors(pairs, groups),
             blocks,
             attached,

@@ -10,13 +10,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import ProviderError
+from onnxport.errors import OptionError, ProviderError
 from onnxport.graphs.contract import INT8_LEVEL
 from onnxport.providers import memory
 from onnxport.providers.base import Features, LoadOptions
 from onnxport.providers.host_options import refuse_device_options
 from onnxport.providers.openvino.caches import CacheFormat, allocate
-from onnxport.providers.openvino.plugin import NAMES, PRECISIONS, Build, Room
+from onnxport.providers.openvino.plugin import NAMES, PRECISIONS, QUANTIZATION_GROUP, Build, Room
 from onnxport.providers.openvino.tensors import TensorPair
 from onnxport.providers.transfers import Blocks
 
@@ -79,7 +79,7 @@ class CpuPlugin:
     def check(self, options: LoadOptions) -> None:
         """See `plugin.Plugin.check`."""
         if options.kv_cache_dtype not in ("auto", *KV_PRECISIONS):
-            raise ProviderError(
+            raise OptionError(
                 f"kv_cache_dtype is {options.kv_cache_dtype!r}; the openvino provider stores "
                 f"{', '.join(KV_PRECISIONS)} or auto"
             )
@@ -136,7 +136,7 @@ def builds(options: LoadOptions, level: int, natural: str) -> list[Build]:
     precision = HINTS.get(options.dtype, LEVELS.get(level))
     precision = CACHE_HINTS.get(options.kv_cache_dtype, precision)
     if level in LEVELS:
-        config["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0  # no activations in int8
+        config[QUANTIZATION_GROUP] = 0
     if options.kv_cache_dtype != "auto":
         config["KV_CACHE_PRECISION"] = KV_PRECISIONS[options.kv_cache_dtype]
     if precision is not None:
@@ -173,7 +173,7 @@ def _check_cache(options: LoadOptions, reason: str, dtype: str) -> None:
     """Refuse a type of cache that OpenVINO has not where it computes in `dtype`, for a reason."""
     allowed = CACHES.get(dtype)
     if allowed is not None and options.kv_cache_dtype not in ("auto", *allowed):
-        raise ProviderError(
+        raise OptionError(
             f"kv_cache_dtype is {options.kv_cache_dtype!r} and {reason}; where OpenVINO computes "
             f"in that it stores {', '.join(allowed)}: ask for one of them, or leave one of the "
             "two out"

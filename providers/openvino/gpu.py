@@ -11,11 +11,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from onnxport.errors import ProviderError
+from onnxport.errors import OptionError, ProviderError
 from onnxport.providers import memory
 from onnxport.providers.base import Features, LoadOptions
 from onnxport.providers.openvino.caches import CacheFormat
-from onnxport.providers.openvino.plugin import NAMES, PRECISIONS, Build, Room
+from onnxport.providers.openvino.plugin import NAMES, PRECISIONS, QUANTIZATION_GROUP, Build, Room
 from onnxport.providers.openvino.tensors import TensorBlocks, TensorPair, allocate_remote
 from onnxport.providers.transfers import Blocks
 
@@ -60,7 +60,7 @@ class GpuPlugin:
                 "ask for one of them or auto"
             )
         if options.kv_cache_dtype not in ("auto", *HINTS):
-            raise ProviderError(
+            raise OptionError(
                 f"kv_cache_dtype is {options.kv_cache_dtype!r}; on a GPU, OpenVINO's KV cache is "
                 f"used in {', '.join(HINTS)} only, for how it packs others is not known here: ask "
                 "for one of them or auto"
@@ -90,7 +90,7 @@ class GpuPlugin:
             "KV_CACHE_PRECISION": precision,
         }
         if level in PRECISIONS:
-            config["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0  # no activations in int8
+            config[QUANTIZATION_GROUP] = 0
         if options.threads is not None:
             config["COMPILATION_NUM_THREADS"] = options.threads
         known = core.get_property(self.device, "SUPPORTED_PROPERTIES")

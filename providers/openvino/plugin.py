@@ -19,6 +19,8 @@ NAMES: Final = {  # OpenVINO's element types -> ours, of activations and caches
 }
 PRECISIONS: Final = {1: "f32", 2: "f16", 3: "bf16"}  # matmul_accuracy_level -> inference precision
 
+QUANTIZATION_GROUP: Final = "DYNAMIC_QUANTIZATION_GROUP_SIZE"  # 0: no activations in int8
+
 
 @dataclass(frozen=True, slots=True)
 class Build:
@@ -26,6 +28,11 @@ class Build:
 
     most_tokens: int | None  # that one run of it should have; None: any number
     config: Mapping[str, Any]  # the plugin's properties
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether activations may be rounded to int8, in groups."""
+        return self.config.get(QUANTIZATION_GROUP) != 0
 
 
 @dataclass(frozen=True, slots=True)

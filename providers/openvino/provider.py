@@ -6,13 +6,13 @@ It runs on the CPU, or by name on a GPU. An NPU is found and named, and refused 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import onnx
 
-from onnxport.errors import ProviderError
+from onnxport.errors import OptionError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.passes.flat_paged import flatten_paged, has_sinks
@@ -125,7 +125,8 @@ class OpenVinoProvider:
             logger.info("%s: %s", artifact.path.name, step)
         model = lowered[-1].model
         _check_sinks(model, plugin)
-        builds = plugin.builds(core, options, _accuracy_level(model, options.matmul_accuracy_level))
+        level = _accuracy_level(model, options.matmul_accuracy_level)
+        builds = plugin.builds(core, options, level)
         _check_trust(core, plugin, builds[-1])
         attached = {name: value for step in lowered for name, value in step.attached.items()}
         weights = collect_weights(artifact, model, attached)
@@ -158,7 +159,10 @@ class OpenVinoProvider:
             buffer_bytes=room.buffer_bytes,
         )
         capabilities = _capabilities(artifact, core, plugin, graphs[-1].compiled, form, pool)
-        capabilities = _with_adapters(capabilities, options)
+        capabilities = replace(
+            _with_adapters(capabilities, options),
+            int8_products=_has_products(model) and any(build.quantizes for build in builds),
+        )
         try:
             pairs, blocks = plugin.allocate(core, form, spec.num_layers, pool.num_blocks)
         except Exception as error:  # OpenVINO's own classes derive from Exception alone
@@ -326,7 +330,7 @@ def _check_caches(
     form = forms[0]
     assert forms.count(form) == len(forms), f"graphs do not share a cache: {forms}"
     if options.kv_cache_dtype not in ("auto", form.dtype):
-        raise ProviderError(
+        raise OptionError(
             f"kv_cache_dtype is {options.kv_cache_dtype!r}, but on this device OpenVINO made "
             f"a cache of {form.dtype}; ask for that, or for auto"
         )
@@ -344,13 +348,18 @@ def _accuracy_level(model: onnx.ModelProto, asked: int | None) -> int:
     Without an answer of the caller it is the most precise level of the artifact's MatMulNBits and
     QMoE. Int8 is a level of these alone: where there are none, it asks for nothing.
     """
-    own = [
-        attribute_int(node, "accuracy_level", 0)
-        for node in model.graph.node
-        if node.op_type in (MATMUL_NBITS, QMOE)
-    ]
+    own = [attribute_int(node, "accuracy_level", 0) for node in _products(model)]
     level = min(own, default=0) if asked is None else asked
     return level if own or level in PRECISIONS else 0
+
+
+def _has_products(model: onnx.ModelProto) -> bool:
+    return any(True for _ in _products(model))
+
+
+def _products(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Those with quantized weights."""
+    return (node for node in model.graph.node if node.op_type in (MATMUL_NBITS, QMOE))
 
 
 def _compile(core: Any, plugin: Plugin, model: Any, build: Build) -> Graph:

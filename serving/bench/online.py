@@ -22,6 +22,9 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 ENDPOINTS = (COMPLETIONS, CHAT)
 MESSAGE_CHARS = 200  # of an error that are kept
+DONE = "[DONE]"  # the last event of a stream
+LINGER_S = 1.0  # that the end of a response may come after it
+KEEPALIVE_S = 2.0  # that a connection waits for its next request; servers close theirs after 5 s
 Clock = Callable[[], float]
 
 _LINE_END = re.compile(rb"[\r\n]")
@@ -81,9 +84,15 @@ class _Stream:
     output_s: list[float] = field(default_factory=list)
     usage: Mapping[str, Any] = field(default_factory=dict)
     ended: bool = False  # the server said why the text ends
+    done_s: float | None = None  # when the last event came, behind which the response ends
 
-    def add(self, data: str, now_s: float) -> None:
-        """Note one event."""
+    def add(self, data: str, now_s: float) -> bool:
+        """Note one event; returns whether it was the last. What comes behind that is nothing."""
+        if self.done_s is not None:
+            return False
+        if data == DONE:
+            self.done_s = now_s
+            return True
         try:
             found = json.loads(data)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -97,16 +106,19 @@ class _Stream:
             if choice.get("text") or any(map(delta.get, OUTPUT)):
                 self.output_s.append(now_s)
             self.ended = self.ended or choice.get("finish_reason") is not None
+        return False
 
-    def check(self) -> None:
-        """Raise unless the response is whole and its tokens are counted."""
+    @property
+    def problem(self) -> str | None:
+        """Why a response is not whole, or its tokens are not counted; None if all is well."""
         if not self.ended:
-            raise _StreamError("the stream ended before the text did")
+            return "the stream ended before the text did"
         if not isinstance(self.usage.get("completion_tokens"), int):
-            raise _StreamError(
+            return (
                 "the server sent no usage, and chunks are no tokens; it has to know "
                 "stream_options.include_usage"
             )
+        return None
 
     def count(self, name: str) -> int:
         """Return a number of tokens of the usage; 0 where there is none."""
@@ -198,7 +210,9 @@ def _client(target: Target) -> httpx.AsyncClient:
             "the API key has characters that no header can hold; give printable ASCII"
         )
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-    unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    unlimited = httpx.Limits(
+        max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
+    )
     try:
         return httpx.AsyncClient(
             base_url=target.base_url,
@@ -217,33 +231,42 @@ def _client(target: Target) -> httpx.AsyncClient:
 async def _send(
     client: httpx.AsyncClient, target: Target, ask: Ask, arrival_s: float, now: Clock
 ) -> RequestRecord:
-    """Send one request and read its answer."""
+    """Send one request and read its answer.
+
+    It is read to the end of the response, so that the next request may have the connection. What
+    goes wrong behind the last event is no failure of this one.
+    """
     import httpx
 
     stream, error = _Stream(), None
     sent_s = now()
     try:
         async with (
-            asyncio.timeout(target.timeout_s),
+            asyncio.timeout(target.timeout_s) as limit,
             client.stream("POST", target.endpoint, json=target.body(ask)) as response,
         ):
             if response.status_code != 200:
                 body = (await response.aread()).decode("utf-8", "replace")
                 raise _StreamError(f"HTTP {response.status_code}: {_message(body)}")
             async for data in _events(response):
-                stream.add(data, now())
-        stream.check()
+                if stream.add(data, now()):
+                    limit.reschedule(asyncio.get_running_loop().time() + LINGER_S)
     except _StreamError as failure:
         error = str(failure)
     except TimeoutError:
         error = f"no end within {target.timeout_s:g} s"
     except httpx.HTTPError as failure:
         error = f"{type(failure).__name__}: {failure}"
+    finished_s = now()
+    if stream.done_s is not None:
+        error, finished_s = None, stream.done_s
+    if error is None:
+        error = stream.problem
     return RequestRecord(
         arrival_s=arrival_s,
         sent_s=sent_s,
         output_s=tuple(stream.output_s),
-        finished_s=now(),
+        finished_s=finished_s,
         num_prompt_tokens=stream.count("prompt_tokens"),
         num_output_tokens=stream.count("completion_tokens"),
         num_cached_tokens=stream.num_cached_tokens,
@@ -252,14 +275,11 @@ async def _send(
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[str]:
-    """Yield the data of server-sent events up to `[DONE]`."""
+    """Yield the data of server-sent events."""
     async for line in _lines(response):
         name, _, data = line.partition(b":")
-        if name != b"data":
-            continue
-        if data.strip() == b"[DONE]":
-            return
-        yield data.decode("utf-8", "replace").strip()
+        if name == b"data":
+            yield data.decode("utf-8", "replace").strip()
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:

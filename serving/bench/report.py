@@ -5,9 +5,8 @@ Tuples are arrays, mappings are objects, None is null. A change of meaning raise
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
 from onnxport.graphs.artifact import Artifact
@@ -15,6 +14,8 @@ from onnxport.providers import memory
 from onnxport.providers.base import Capabilities
 from onnxport.providers.registry import get_provider
 from onnxport.serving.bench.records import Distribution, RequestRecord, Summary
+from onnxport.serving.engine import Engine
+from onnxport.serving.fallback import Loss
 from onnxport.serving.verify.machine import Machine
 from onnxport.serving.verify.report import ArtifactReport, describe
 
@@ -23,15 +24,25 @@ Kind = Literal["latency", "throughput", "serve"]
 
 
 @dataclass(frozen=True, slots=True)
+class Incidents:
+    """What an engine had to do besides, warm-ups included; figures are of that, too."""
+
+    num_failed_steps: int = 0  # whose requests were tried again, as far as they could be
+    num_preemptions: int = 0  # of requests that had to make room, or lost their device
+    losses: tuple[Loss, ...] = ()  # providers that were lost or did not load, and who took over
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """What ran in this process."""
 
     artifact: ArtifactReport
-    capabilities: Capabilities
+    capabilities: Capabilities  # as it was loaded; `incidents` says who took over later
     threads: int  # that compute
     versions: Mapping[str, str]  # library name -> version
     load_s: float  # from the artifact's folder to an engine that takes requests
-    peak_memory_bytes: int | None  # resident, of the whole process; None where not known
+    peak_memory_bytes: int | None = None  # resident, of the process; None where not known
+    incidents: Incidents = Incidents()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +76,20 @@ class BenchReport:
         return asdict(self)
 
 
-def engine_setup(
-    artifact: Artifact, capabilities: Capabilities, threads: int | None, load_s: float
-) -> Setup:
-    """Describe what was loaded; to be called at the end, for the memory."""
+def engine_setup(artifact: Artifact, engine: Engine, threads: int | None, load_s: float) -> Setup:
+    """Describe what was loaded; to be called before it is measured, for its device may be lost."""
+    loaded = engine.capabilities
     return Setup(
         artifact=describe(artifact),
-        capabilities=capabilities,
+        capabilities=loaded,
         threads=threads or memory.physical_cores(),
-        versions=dict(get_provider(capabilities.provider).probe().versions),
+        versions=dict(get_provider(loaded.provider).probe().versions),
         load_s=load_s,
-        peak_memory_bytes=peak_memory_bytes(),
     )
 
 
-def peak_memory_bytes() -> int | None:
-    """The most memory that this process had resident; None where the system does not say."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def with_outcome(setup: Setup, engine: Engine) -> Setup:
+    """Add what came of it; to be called when all is measured."""
+    stats = engine.stats()
+    found = Incidents(stats.num_failed_steps, stats.num_preemptions, engine.losses)
+    return replace(setup, peak_memory_bytes=memory.peak_bytes(), incidents=found)

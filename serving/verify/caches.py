@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.errors import ProviderError
+from onnxport.errors import OnnxportError, OptionError
 from onnxport.providers.base import Features, LoadOptions, Model
 from onnxport.serving.verify.comparison import (
     EXACT,
@@ -22,8 +21,7 @@ from onnxport.serving.verify.comparison import (
 )
 from onnxport.serving.verify.prompts import stream
 from onnxport.serving.verify.sequence import LoneSequence
-
-logger = logging.getLogger(__name__)
+from onnxport.serving.verify.variants import State
 
 REFERENCE: Final = "float32"
 CONTEXT_TOKENS: Final = 256  # of the sequence whose logits are compared
@@ -36,18 +34,12 @@ class CacheReport:
     """One type of cache of one provider, all else computed in float32 as far as it can."""
 
     dtype: str
-    reason: str  # why the provider does not take it beside those options; "" otherwise
+    state: State
+    reason: str  # why it was skipped, or the error that kept it from being compared; "" otherwise
     bytes_per_token: int | None  # over all layers, keys and values, scales included
     share_of_float32: float | None  # of what a float32 cache takes
     error: Comparison | None  # of logits, against the same provider with a float32 cache
     tolerance: Tolerance | None
-
-    @property
-    def passed(self) -> bool:
-        """Whether the error is what the type explains."""
-        if self.error is None or self.tolerance is None:
-            return bool(self.reason)
-        return self.tolerance.allows(self.error)
 
 
 def compare_caches(
@@ -59,6 +51,9 @@ def compare_caches(
     has_experts: bool,
 ) -> tuple[CacheReport, ...]:
     """Load a provider with each type of cache that it has, the reference first.
+
+    A type that the provider refuses beside the options is skipped; one that fails otherwise, while
+    it is loaded or computes, has failed.
 
     Args:
         load: opens a model with options.
@@ -77,33 +72,26 @@ def compare_caches(
     kinds = () if features is None else features.kv_cache_dtypes
     if features is None or REFERENCE not in kinds or len(kinds) == 1:
         return ()
-    if not features.go_together(options.dtype, REFERENCE, options.matmul_accuracy_level):
+    level, attention = options.matmul_accuracy_level, options.attention
+    if not features.go_together(options.dtype, REFERENCE, level, attention):
         return ()  # nothing to compare with
     with load(replace(options, kv_cache_dtype=REFERENCE)) as model:
         expected = _logits(model, token_ids)
         whole = _token_bytes(model)
     nothing = Comparison(0.0, 0.0, 1.0)
-    reports = [CacheReport(REFERENCE, "", whole, 1.0, nothing, EXACT)]
+    reports = [CacheReport(REFERENCE, "passed", "", whole, 1.0, nothing, EXACT)]
     for kind in (kind for kind in kinds if kind != REFERENCE):
-        with ExitStack() as stack:
-            try:
-                model = stack.enter_context(load(replace(options, kv_cache_dtype=kind)))
-            except ProviderError as error:
-                logger.info("no %s cache: %s", kind, error)
-                reports.append(CacheReport(kind, str(error), None, None, None, None))
-                continue
-            reports.append(
-                CacheReport(
-                    dtype=kind,
-                    reason="",
-                    bytes_per_token=_token_bytes(model),
-                    share_of_float32=_token_bytes(model) / whole,
-                    error=compare(expected, _logits(model, token_ids)),
-                    tolerance=choose_tolerance(
-                        model.capabilities, coarse=False, has_experts=has_experts
-                    ),
-                )
-            )
+        try:
+            with load(replace(options, kv_cache_dtype=kind)) as model:
+                found = compare(expected, _logits(model, token_ids))
+                tolerance = choose_tolerance(model.capabilities, has_experts=has_experts)
+                size = _token_bytes(model)
+        except OnnxportError as error:
+            state: State = "skipped" if isinstance(error, OptionError) else "failed"
+            reports.append(CacheReport(kind, state, str(error), None, None, None, None))
+            continue
+        state = "passed" if tolerance.allows(found) else "failed"
+        reports.append(CacheReport(kind, state, "", size, size / whole, found, tolerance))
     return tuple(reports)
 
 

@@ -44,15 +44,14 @@ COARSE_CACHE = Tolerance("8-bit KV cache", COARSE.max_diff, COARSE.max_kl)
 HALF_OF_EXPERTS = Tolerance("16-bit arithmetic, experts", 6e-1, 2e-1)
 
 
-def choose_tolerance(capabilities: Capabilities, *, coarse: bool, has_experts: bool) -> Tolerance:
+def choose_tolerance(capabilities: Capabilities, *, has_experts: bool) -> Tolerance:
     """Return how exact a provider has to be.
 
     Args:
-        capabilities: the types it computes and caches in.
-        coarse: whether it may round activations to 8 bits.
+        capabilities: the types it computes and caches in, and whether it rounds to int8.
         has_experts: whether the model gives tokens to some of several experts.
     """
-    if coarse:
+    if capabilities.int8_products:
         return COARSE
     if capabilities.kv_cache_dtype == "int8":
         return COARSE_CACHE

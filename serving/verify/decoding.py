@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from onnxport.kv.groups import CacheGroups
 from onnxport.providers.base import Capabilities, Model, StepInputs
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
+from onnxport.serving.outputs import Failure
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.verify.prompts import NEW_TOKENS, Prompt
@@ -27,10 +29,15 @@ class Decoded:
 
     tokens: tuple[Tokens, ...]  # one a prompt, without the prompt
     stats: EngineStats
+    failure: str  # of steps that failed and were tried again, see `failed_steps`; "" of none
 
 
 class LentModel:
-    """A model that an engine may use and not close, or a part of its KV cache."""
+    """A model that an engine may use and not close, or a part of its KV cache.
+
+    Attributes:
+        failure: the first error that it raised, which the engine may have got over; "" if none.
+    """
 
     def __init__(self, model: Model, num_blocks: int | None = None) -> None:
         """Lend `model`.
@@ -39,6 +46,7 @@ class LentModel:
             model: stays open.
             num_blocks: of its pool that may be used; None: all.
         """
+        self.failure = ""
         self._model = model
         self._capabilities = model.capabilities
         if num_blocks is not None:
@@ -55,19 +63,23 @@ class LentModel:
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
         """See `providers.base.Model.run`."""
-        return self._model.run(inputs)
+        with self._noting():
+            return self._model.run(inputs)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `providers.base.Model.copy_blocks`."""
-        self._model.copy_blocks(sources, targets)
+        with self._noting():
+            self._model.copy_blocks(sources, targets)
 
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.generic]:
         """See `providers.base.Model.read_blocks`."""
-        return self._model.read_blocks(blocks)
+        with self._noting():
+            return self._model.read_blocks(blocks)
 
     def write_blocks(self, blocks: Sequence[int], content: NDArray[np.generic]) -> None:
         """See `providers.base.Model.write_blocks`."""
-        self._model.write_blocks(blocks, content)
+        with self._noting():
+            self._model.write_blocks(blocks, content)
 
     def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
         """See `providers.base.Model.set_adapter`."""
@@ -75,6 +87,28 @@ class LentModel:
 
     def close(self) -> None:
         """Do nothing: the model is only lent."""
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Keep the first error."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or Failure.of(error).message
+            raise
+
+
+def failed_steps(engine: Engine, model: LentModel) -> str:
+    """What to tell of steps that failed, though the engine got over it; "" where none did.
+
+    An engine tries the requests of such a step in halves, down to one alone, so that all of them
+    may end well on a model that runs no batch.
+    """
+    count = engine.stats().num_failed_steps
+    if not count:
+        return ""
+    steps = "a step" if count == 1 else f"{count} steps"
+    return f"{steps} failed and were tried again: {model.failure or 'see the log'}"
 
 
 def decode(
@@ -97,7 +131,8 @@ def decode(
     Raises:
         ProviderError: a request failed.
     """
-    engine = Engine(LentModel(model, num_blocks), config=config)
+    lent = LentModel(model, num_blocks)
+    engine = Engine(lent, config=config)
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     found: list[list[int]] = [[] for _ in prompts]
     for number, prompt in enumerate(prompts):
@@ -105,7 +140,8 @@ def decode(
         if one_by_one:
             _finish(engine, found)
     _finish(engine, found)
-    return Decoded(tuple(tuple(tokens) for tokens in found), engine.stats())
+    tokens = tuple(tuple(one) for one in found)
+    return Decoded(tokens, engine.stats(), failed_steps(engine, lent))
 
 
 def _finish(engine: Engine, found: list[list[int]]) -> None:

@@ -14,7 +14,7 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.events import RequestEvent, StepRecord
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.verify.decoding import LentModel
+from onnxport.serving.verify.decoding import LentModel, failed_steps
 from onnxport.serving.verify.prompts import stream
 
 PREFILL_TOKENS = 512
@@ -71,7 +71,8 @@ def measure_speed(
         clock: the time in seconds.
 
     Raises:
-        ProviderError: the device failed.
+        ProviderError: the device failed, also where the engine got over it: a step that was tried
+            again took longer than its record says.
     """
     limits = model.capabilities
     room = min(limits.max_model_len, limits.kv_tokens)
@@ -99,22 +100,26 @@ def _prefill_times(model: Model, prompt: list[int], clock: Clock) -> list[float]
     times: list[float] = []
     end_s = clock() + PART_S
     while not times or (len(times) < MOST_PREFILLS and clock() < end_s):
-        engine, steps = _engine(model, 1, clock)
+        lent = LentModel(model)
+        engine, steps = _engine(lent, 1, clock)
         _submit(engine, "prefill", prompt, 1)
         while engine.has_work:
             _step(engine)
+        _check(engine, lent)
         times.append(sum(record.end_s - record.start_s for record in steps.records))
     return times
 
 
 def _decode_times(model: Model, token_ids: Sequence[int], rows: int, clock: Clock) -> list[float]:
     """Seconds of each step in which all of `rows` sequences decode."""
-    engine, steps = _engine(model, rows, clock)
+    lent = LentModel(model)
+    engine, steps = _engine(lent, rows, clock)
     for row in range(rows):
         _submit(engine, str(row), _prompt(token_ids, DECODE_PROMPT_TOKENS, row), DECODE_STEPS + 1)
     end_s = clock() + PART_S
     while engine.has_work and (clock() < end_s or len(steps.records) < FEWEST_STEPS):
         _step(engine)
+    _check(engine, lent)
     decodes = [
         record.end_s - record.start_s
         for record in steps.records
@@ -135,14 +140,14 @@ def _fits(model: Model, rows: int) -> bool:
     )
 
 
-def _engine(model: Model, rows: int, clock: Clock) -> tuple[Engine, _Steps]:
+def _engine(model: LentModel, rows: int, clock: Clock) -> tuple[Engine, _Steps]:
     config = EngineConfig(
         max_num_seqs=rows,
         max_num_batched_tokens=PREFILL_TOKENS,
         enable_prefix_caching=False,
         preemption="recompute",
     )
-    engine, steps = Engine(LentModel(model), config=config, clock=clock), _Steps()
+    engine, steps = Engine(model, config=config, clock=clock), _Steps()
     engine.add_listener(steps)
     return engine, steps
 
@@ -156,6 +161,11 @@ def _step(engine: Engine) -> None:
     for delta in engine.step():
         if delta.finish_reason == "error":
             raise ProviderError(f"a request failed while it was timed: {delta.error}")
+
+
+def _check(engine: Engine, model: LentModel) -> None:
+    if failure := failed_steps(engine, model):
+        raise ProviderError(f"while it was timed, {failure}")
 
 
 def _prompt(token_ids: Sequence[int], length: int, number: int) -> list[int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from onnxport.errors import ProviderError
 from onnxport.providers.base import Model
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.verify.comparison import gap
@@ -36,7 +37,7 @@ class Variant:
 
     name: str
     state: State
-    reason: str  # why it was skipped; "" otherwise
+    reason: str  # why it was skipped, or failed whatever its tokens are; "" otherwise
     num_tokens: int  # that were compared
     agreement: float  # share of them up to each prompt's first divergence
     divergences: tuple[Divergence, ...]
@@ -90,9 +91,15 @@ def _num_same(expected: Tokens, found: Tokens) -> int:
 
 
 def decode_alone(model: Model, prompts: Sequence[Prompt]) -> dict[Prompt, Tokens]:
-    """Return the tokens of each prompt by itself: whole, and nothing shared."""
+    """Return the tokens of each prompt by itself: whole, and nothing shared.
+
+    Raises:
+        ProviderError: a request failed, or a step that was tried again.
+    """
     config = _config(rows=1, tokens=max(map(len, prompts), default=1))
     found = decode(model, prompts, config, one_by_one=True)
+    if found.failure:
+        raise ProviderError(f"while prompts were decoded alone, {found.failure}")
     return dict(zip(prompts, found.tokens, strict=True))
 
 
@@ -100,6 +107,8 @@ def run_variants(
     model: Model, prompts: Prompts, alone: Mapping[Prompt, Tokens], allowed: float
 ) -> tuple[Variant, ...]:
     """Decode batched, chunked, cached and preempted; each must give the tokens of `alone`.
+
+    A step that fails is a failure of its variant, also where the engine got over it.
 
     Raises:
         ProviderError: the device failed.
@@ -126,7 +135,8 @@ def _variant(
     if isinstance(done, str):
         return skipped(name, done or "no prompt fits the context and the KV cache")
     order, decoded = done
-    return judge(name, model, alone, list(zip(order, decoded.tokens, strict=True)), allowed)
+    found = judge(name, model, alone, list(zip(order, decoded.tokens, strict=True)), allowed)
+    return replace(found, state="failed", reason=decoded.failure) if decoded.failure else found
 
 
 def _batched(model: Model, prompts: Prompts) -> tuple[list[Prompt], Decoded] | str:
@@ -149,7 +159,7 @@ def _cached(model: Model, prompts: Prompts) -> tuple[list[Prompt], Decoded] | st
     order = list(prompts.all)
     config = _config(rows=len(order), tokens=sum(map(len, order)), caching=True)
     decoded = decode(model, [*order, *order], config)
-    if not decoded.stats.prefix_cache_hits:
+    if not (decoded.failure or decoded.stats.prefix_cache_hits):
         return f"no prompt fills a block of {model.capabilities.block_size} tokens"
     return [*order, *order], decoded
 
@@ -164,7 +174,7 @@ def _preempted(model: Model, prompts: Prompts) -> tuple[list[Prompt], Decoded] |
         return f"the KV cache has {limits.num_blocks} blocks, too few to share"
     config = _config(rows=len(order), tokens=sum(map(len, order)))
     decoded = decode(model, order, config, num_blocks=num_blocks)
-    if not decoded.stats.num_preemptions:
+    if not (decoded.failure or decoded.stats.num_preemptions):
         return f"nothing had to yield in {num_blocks} blocks of {limits.block_size} tokens"
     return order, decoded
 

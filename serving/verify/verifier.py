@@ -52,14 +52,6 @@ class Checks:
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
-    """One way to load a provider."""
-
-    options: LoadOptions
-    coarse: bool  # whether products may round activations to 8 bits
-
-
-@dataclass(frozen=True, slots=True)
 class Reference:
     """The first provider whose float32 arithmetic passed."""
 
@@ -137,18 +129,18 @@ class Verifier:
         reason = ""
         try:
             modes = plan_modes(self._artifact, self._options, features)
-            for mode in modes:
-                with _loaded(provider, self._artifact, mode.options) as model:
-                    if not found or mode.coarse or _is_other(found[-1].report, model):
-                        found.append(self._run(report.provider, model, mode, not found))
-                    if mode is modes[-1] and self._checks.speed:
+            for options in modes:
+                with _loaded(provider, self._artifact, options) as model:
+                    if not found or _is_other(found[-1].report, model):
+                        found.append(self._run(report.provider, model, not found))
+                    if options is modes[-1] and self._checks.speed:
                         speed = measure_speed(model, self._token_ids)
             passed = all(one.report.passed for one in found)
             if self._checks.caches and passed and self._options.kv_cache_dtype == "auto":
                 load = partial(_loaded, provider, self._artifact)
                 caches = compare_caches(
                     load,
-                    modes[0].options,
+                    modes[0],
                     features,
                     self._token_ids,
                     has_experts=self._has_experts,
@@ -161,7 +153,7 @@ class Verifier:
         transfers = tuple(one for checked in found for one in checked.transfers)
         passed = not reason and all(one.report.passed for one in found)
         passed = passed and all(one.tokens.state != "failed" for one in transfers)
-        passed = passed and all(one.passed for one in caches)
+        passed = passed and all(one.state != "failed" for one in caches)
         return replace(
             report,
             state="passed" if passed else "failed",
@@ -172,12 +164,10 @@ class Verifier:
             caches=caches,
         )
 
-    def _run(self, name: str, model: Model, mode: Mode, first: bool) -> Checked:
+    def _run(self, name: str, model: Model, first: bool) -> Checked:
         """Compare logits, and tokens if those are right."""
         capabilities = model.capabilities
-        tolerance = choose_tolerance(
-            capabilities, coarse=mode.coarse, has_experts=self._has_experts
-        )
+        tolerance = choose_tolerance(capabilities, has_experts=self._has_experts)
         logits = _compare_logits(model, self._golden, self._token_ids)
         report = ModeReport(
             tolerance=tolerance,
@@ -228,10 +218,10 @@ class _Logits:
 
 def plan_modes(
     artifact: Artifact, options: LoadOptions, features: Features | None
-) -> tuple[Mode, ...]:
-    """The ways to load a provider: in float32 as far as it can, then as it is served.
+) -> tuple[LoadOptions, ...]:
+    """How to load a provider: in float32 as far as it can, then as it is served.
 
-    What the caller has chosen stays; where that leaves no difference there is one mode.
+    What the caller has chosen stays; where that leaves no difference there is one way.
 
     Args:
         artifact: to load.
@@ -247,17 +237,16 @@ def plan_modes(
         exact = replace(options, matmul_accuracy_level=levels[0])
     else:
         exact = _most_exact(options, features, levels)
-    served, first = (
-        Mode(chosen, quantized and chosen.matmul_accuracy_level != FLOAT32_LEVEL)
-        for chosen in (options, exact)
-    )
-    return (served,) if exact == options else (first, served)
+    return (options,) if exact == options else (exact, options)
 
 
 def _most_exact(
     options: LoadOptions, features: Features, levels: Sequence[int | None]
 ) -> LoadOptions:
-    """What the caller left open in float32, as much of it as goes together; types come first."""
+    """What the caller left open in float32, as much of it as goes together; types come first.
+
+    Attention that was asked for may take other activations alone.
+    """
     dtypes, caches = (
         ("float32", "auto") if asked == "auto" and "float32" in has else (asked,)
         for asked, has in (
@@ -266,7 +255,7 @@ def _most_exact(
         )
     )
     for dtype, cache, level in product(dtypes, caches, levels):
-        if features.go_together(dtype, cache, level):
+        if features.go_together(dtype, cache, level, options.attention):
             return replace(options, dtype=dtype, kv_cache_dtype=cache, matmul_accuracy_level=level)
     return options  # they contradict each other: the provider says how
 
@@ -301,10 +290,9 @@ def _loaded(provider: Provider, artifact: Artifact, options: LoadOptions) -> Ite
 
 
 def _is_other(report: ModeReport, model: Model) -> bool:
-    """Whether a model was loaded in other types than one that was checked already."""
-    one, other = report.capabilities, model.capabilities
-    return (one.attention, one.compute_dtype, one.kv_cache_dtype) != (
-        other.attention,
-        other.compute_dtype,
-        other.kv_cache_dtype,
+    """Whether a model has another arithmetic than one that was checked already."""
+    one, other = (
+        (each.attention, each.compute_dtype, each.kv_cache_dtype, each.int8_products)
+        for each in (report.capabilities, model.capabilities)
     )
+    return one != other

@@ -33,6 +33,10 @@ class ProviderError(OnnxportError):
     """A provider is missing, cannot start, or cannot run this artifact."""
 
 
+class OptionError(ProviderError):
+    """A provider, its device or another option has not what an option asks for."""
+
+
 class DeviceLostError(ProviderError):
     """The device is gone: removed, reset, or its driver crashed. Its model can do nothing more."""
 

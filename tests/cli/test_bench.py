@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from onnxport.cli import build_parser
+from onnxport.cli import build_parser, main
 from onnxport.cli.bench import _unlike
 from onnxport.cli.bench_arguments import command_line, without_credentials
+from onnxport.providers.base import Probe
+from onnxport.providers.null import NullModel, NullOptions
+from onnxport.serving.bench.load import Ask
+from onnxport.serving.bench.online import Target
+from onnxport.serving.bench.records import RequestRecord
+from onnxport.serving.engine import Engine
 
+from ..serving.helpers import null_engine
 from .conftest import SMALL, onnxport, serving
 
 pytestmark = pytest.mark.timeout(120)
@@ -198,6 +209,108 @@ def test_warm_ups_leave_nothing_in_a_cache(prompt: str | tuple[int, ...]) -> Non
 def test_a_url_is_told_without_its_password() -> None:
     assert without_credentials("http://me:p@ss@host/v1") == "http://host/v1"
     assert without_credentials("http://host/a@b") == "http://host/a@b"
+
+
+def measured(
+    monkeypatch: pytest.MonkeyPatch, artifact: Path, path: Path, engine: Engine, *arguments: str
+) -> tuple[int, dict[str, Any]]:
+    """Run a benchmark of a null engine; return how it ended and its report."""
+
+    @contextmanager
+    def open_session(*_: object) -> Iterator[Engine]:
+        yield engine
+        engine.close()
+
+    monkeypatch.setattr("onnxport.cli.session.open_session", open_session)
+    monkeypatch.setattr(
+        "onnxport.serving.bench.report.get_provider",
+        lambda name: SimpleNamespace(probe=lambda: Probe(True, "", (), {name: "1.0"})),
+    )
+    kind, *more = arguments
+    code = main(["bench", kind, str(artifact), *more, "--json", str(path)])
+    return code, json.loads(path.read_text())
+
+
+def test_what_an_engine_got_over_is_told(
+    artifact: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load = ("--num-prompts", "4", "--input-len", "9", "--output-len", "6")
+
+    def tell(engine: Engine) -> tuple[int, dict[str, Any], str]:
+        path = tmp_path / "out.json"
+        code, report = measured(monkeypatch, artifact, path, engine, "throughput", *load)
+        assert report["summary"]["num_completed"] == 4
+        return code, report["setup"], capsys.readouterr().out
+
+    code, setup, printed = tell(null_engine())
+    nothing = {"num_failed_steps": 0, "num_preemptions": 0, "losses": []}
+    assert (code, setup["incidents"]) == (0, nothing)
+    assert not any(word in printed for word in ("failed and", "preempted", "took over"))
+    code, setup, printed = tell(null_engine(fails=lambda run: run == 8, num_blocks=9))
+    assert code == 0
+    assert setup["incidents"]["num_failed_steps"] == 1
+    assert setup["incidents"]["num_preemptions"] > 0
+    assert "steps that failed and were tried again: 1\n" in printed
+    assert f"requests that were preempted: {setup['incidents']['num_preemptions']}\n" in printed
+    spare = NullModel(NullOptions(block_size=8, num_blocks=50))
+    engine = null_engine(lost_at=lambda operation: operation == 9, fallbacks=[spare])
+    code, setup, printed = tell(engine)
+    assert code == 0
+    [loss] = setup["incidents"]["losses"]
+    assert (loss["provider"], loss["replaced_by"]) == ("null", "null")
+    assert "null on none was lost, and null took over: " in printed
+    # What was loaded, and not what has taken over.
+    assert setup["capabilities"]["block_size"] == 4
+    assert setup["versions"] == {"null": "1.0"}
+    assert setup["peak_memory_bytes"] > 2**20
+
+
+def test_batches_with_a_request_that_failed_are_not_timed(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = ("latency", "--batch-size", "2", "--input-len", "9", "--output-len", "6")
+    load = (*load, "--num-iters", "3", "--num-iters-warmup", "0")
+    path = tmp_path / "out.json"
+    for first_failing, count in ((7, 1), (13, 2), (99, 3)):  # six steps an iteration
+        engine = null_engine(fails=lambda run, first=first_failing: run >= first)
+        code, report = measured(monkeypatch, artifact, path, engine, *load)
+        assert code == (0 if count == 3 else 1)
+        assert report["summary"]["num_completed"] == 2 * count
+        assert report["batch_s"]["count"] == count
+    engine = null_engine(fails=lambda run: True)
+    _, report = measured(monkeypatch, artifact, path, engine, *load)
+    assert report["batch_s"] is None
+
+
+def test_each_run_on_a_server_has_prompts_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else later ones would find those of the first in the server's prefix cache."""
+    sent: list[list[Ask]] = []
+
+    async def run_online(target: Target, asks: list[Ask], *_: object) -> list[RequestRecord]:
+        sent.append(asks)
+        return [RequestRecord(0, 0, (1,), 1, 2, 1)] * len(asks)
+
+    monkeypatch.setattr("onnxport.serving.bench.online.run_online", run_online)
+    path = tmp_path / "out.json"
+    fixed = ["bench", "serve", "--model", "m", "--num-warmups", "0", "--json", str(path)]
+
+    def run(*more: str) -> list[str]:
+        assert main([*fixed, *more]) == 0
+        command = json.loads(path.read_text())["command"]
+        return shlex.split(command)[2:]
+
+    first, second = run(), run()
+    assert sent[0] != sent[1]
+    assert first != second
+    seed = first[first.index("--seed") + 1]
+    assert 0 <= int(seed) < 2**31
+    assert run("--seed", seed) == first
+    assert sent[2] == sent[0]
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def test_the_json_has_it_all(
             "caches_beside": {},
             "level_dtypes": {},
             "has_experts": False,
+            "attention_dtypes": {},
         },
     }
     missing = {

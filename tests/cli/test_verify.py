@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,15 @@ from onnxport.serving.verify.machine import Machine
 from onnxport.serving.verify.report import SCHEMA, ProviderReport, Report, describe
 from onnxport.serving.verify.verifier import Checks
 
-from ..serving.verifying import FakeProvider, WrongModel, fail, fake_artifact, fake_verifier, late
+from ..serving.verifying import (
+    AloneModel,
+    FakeProvider,
+    WrongModel,
+    fail,
+    fake_artifact,
+    fake_verifier,
+    late,
+)
 from .conftest import onnxport
 
 MACHINE = Machine("Linux", "x86_64", "A Processor With a Name", 2, 16 << 30, "3.11.7")
@@ -94,6 +103,7 @@ def test_what_was_not_asked_for_is_not_done(
     first, *others = cpu["caches"]
     assert (first["dtype"], first["reason"]) == ("float32", "")
     assert all("stores float32 or auto" in one["reason"] for one in others)
+    assert {one["state"] for one in others} == {"skipped"}
     assert report["command"].endswith("--attention decomposed --no-variants --no-speed")
 
 
@@ -191,6 +201,8 @@ def test_the_command_is_recorded_without_folders() -> None:
     assert recorded("x", *given) == (
         "onnxport verify model --provider cuda --kv-cache-dtype float16 --emulate --no-coarse-head"
     )
+    for flag in ("--capture-graphs", "--no-capture-graphs"):
+        assert recorded("x", flag) == f"onnxport verify model {flag}"
     assert recorded("x", "--no-hybrid-kv-cache") == "onnxport verify model --no-hybrid-kv-cache"
 
 
@@ -235,6 +247,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "directml": FakeProvider(lambda: WrongModel(block_size=32)),
         "late": FakeProvider(lambda: WrongModel(late)),
         "many": FakeProvider(lambda: WrongModel(many)),
+        "alone": FakeProvider(lambda: AloneModel()),
         "full": FakeProvider(fail(CapacityError("the KV cache does not fit: " + "so much " * 30))),
         "gone": FakeProvider(reason="fake is missing: pip install 'onnxport[fake]'"),
     }
@@ -251,6 +264,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     marks = {line.split()[0]: line.split()[-4:] for line in answers[1:]}
     assert marks["cpu"] == ["ok"] * 4
     assert marks["many"] == ["FAILED"] * 4
+    assert marks["alone"] == ["FAILED"] * 4
     assert answers[2].startswith("directml (emulated)")
     titles = text[text.index("", first + 1) + 1]
     own, moved = titles.index("own K/V"), titles.index("K/V of cpu")
@@ -262,6 +276,8 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     joined = "\n".join(text)
     assert "float32 arithmetic, against cpu: " in joined
     assert "answers differ; token " in joined
+    failed = r"batched: \d+ steps failed and were tried again:\s+ProviderError: no batches here"
+    assert re.search(failed, joined)
     assert "full: FAILED\n  the KV cache does not fit: so much" in joined
     assert "gone: missing. fake is missing: pip install 'onnxport[fake]'" in joined
     assert not report.passed

@@ -12,7 +12,7 @@ from onnxport.errors import ArtifactError, ProviderError
 from onnxport.graphs import contract as c
 from onnxport.graphs.inspect import attribute_int
 from onnxport.graphs.paged import PER_TOKEN, TOKEN_SCALE_BYTES, attention_nodes
-from onnxport.graphs.passes.accuracy import set_accuracy
+from onnxport.graphs.passes.accuracy import has_int8_products, set_accuracy, takes_int8
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.kv_dtype import KV_DTYPES, set_kv_dtype
 from onnxport.graphs.passes.native import NativeLimits, keep_native
@@ -119,6 +119,16 @@ def test_accuracy_is_set_on_every_matmulnbits_and_nothing_else() -> None:
     assert levels == [4, 4, -1, -1]
     assert result.changes == {"MatMulNBits at level 4": 2}
     assert [attribute_int(n, "accuracy_level", -1) for n in model.graph.node] == [-1, 1, -1, -1]
+
+
+def test_whether_some_product_takes_int8() -> None:
+    mixed = matmuls()
+    assert not has_int8_products(mixed)
+    mixed.graph.node[0].attribute.append(helper.make_attribute("accuracy_level", c.INT8_LEVEL))
+    assert has_int8_products(mixed)  # the other one has level 1
+    assert not takes_int8(mixed)
+    for level in c.ACCURACY_LEVELS:
+        assert has_int8_products(set_accuracy(mixed, level).model) == (level == c.INT8_LEVEL)
 
 
 def test_an_unknown_accuracy_level_is_refused() -> None:

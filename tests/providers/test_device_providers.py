@@ -159,6 +159,7 @@ def test_what_the_driver_says_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert probe.features is not None
     assert probe.features.dtypes == ("float16", "float32")  # bfloat16 came with 8.0
+    assert probe.features.attention_dtypes == {"native": ("float16",)}
     assert "there are 2 GPUs" in get_provider("cuda:2").probe().reason
 
 
@@ -383,6 +384,39 @@ def test_the_type_of_the_artifact_is_kept_where_the_device_has_it(
         assert model.capabilities.compute_dtype == expected
     wide = emulated(tiny_artifact("llama", "fp16"), "cuda", dtype="float32", block_size=5)
     assert (wide.capabilities.attention, wide.capabilities.block_size) == ("decomposed", 5)
+
+
+@pytest.mark.parametrize("provider", EMULATED)
+def test_emulated_products_round_to_int8_as_the_processor_s_do(
+    tiny_artifact: ArtifactMaker, provider: str
+) -> None:
+    for precision, options, rounds in (
+        ("int4", {}, True),
+        ("int4", {"matmul_accuracy_level": 1}, False),
+        ("fp16", {}, False),
+    ):
+        model = emulated(tiny_artifact("llama", precision), provider, **options)
+        assert model.capabilities.int8_products == rounds, (precision, options)
+        model.close()
+
+
+def test_products_of_devices_round_to_int8_on_webgpu_alone(tiny_artifact: ArtifactMaker) -> None:
+    """The CPU under the name of a device: the others read no accuracy level."""
+    artifact = Artifact.read(tiny_artifact("llama", "int4"))
+    recipes = {
+        "webgpu": webgpu.WebGpuProvider(emulate=True)._recipe(),
+        "cuda": cuda.CudaProvider()._recipe("a GPU", (9, 0)),
+    }
+    found = {}
+    for name, recipe in recipes.items():
+        for level in (None, 1, 4):
+            options = LoadOptions(
+                kv_cache_tokens=64, attention="decomposed", matmul_accuracy_level=level
+            )
+            model = device.load_on_device(artifact, options, recipe, CPU, emulate=False)
+            found[name, level] = model.capabilities.int8_products
+            model.close()
+    assert {key for key, rounds in found.items() if rounds} == {("webgpu", None), ("webgpu", 4)}
 
 
 def test_what_a_device_leaves_to_the_host_is_refused_unless_it_is_allowed(

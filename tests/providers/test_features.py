@@ -76,6 +76,40 @@ def test_every_feature_can_be_loaded(tiny_artifact: ArtifactMaker, name: str) ->
             assert model.capabilities.attention == attention
 
 
+@pytest.mark.parametrize("name", HOSTS)
+def test_whether_products_round_to_int8(tiny_artifact: ArtifactMaker, name: str) -> None:
+    rows = [(list(range(1, 30)), 0, [0] if name == "openvino" else [0, 1])]
+    logits = {}
+    for level in (1, 2, 4, None):
+        chosen = {"matmul_accuracy_level": level, "kv_cache_dtype": "float32", "dtype": "float32"}
+        if name == "openvino" and level == 2:
+            continue
+        with models.opened(tiny_artifact("llama", "int4"), None, provider=name, **chosen) as model:
+            assert model.capabilities.int8_products == (level in (4, None)), level
+            logits[level] = models.run_rows(model, rows)
+    exact = logits.pop(1)
+    errors = {level: np.abs(each - exact).max() / exact.std() for level, each in logits.items()}
+    assert errors.pop(2, 0) < 1e-4
+    assert all(error > 1e-3 for error in errors.values()), errors
+    with models.opened(tiny_artifact("llama", "fp16"), None, provider=name) as model:
+        assert not model.capabilities.int8_products
+
+
+def test_an_attention_may_take_some_types_alone() -> None:
+    found = Features.one_type(("native", "decomposed"), ("float16", "float32"), {"float16"})
+    assert found.attention_dtypes == {"native": ("float16",)}
+    for attention in (None, "decomposed"):
+        assert found.go_together("float32", "auto", 1, attention)
+        assert found.go_together("auto", "float32", 1, attention)
+    assert not found.go_together("float32", "auto", 1, "native")
+    assert not found.go_together("auto", "float32", 1, "native")
+    assert found.go_together("auto", "auto", 1, "native")
+    assert found.go_together("float16", "float16", 1, "native")
+    every = Features.one_type(("native",), ("float16", "float32"))
+    assert every.attention_dtypes == {}
+    assert every.go_together("float32", "auto", 1, "native")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTS)
 def test_what_goes_together_is_what_loads(tiny_artifact: ArtifactMaker, name: str) -> None:

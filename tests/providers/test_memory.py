@@ -1,6 +1,8 @@
 """What memory is really free, in and out of containers."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -204,3 +206,23 @@ def test_the_start_may_have_small_pages() -> None:
     none = memory.huge_page_zeros((small,), np.int8, small_bytes=small)
     begin = none.ctypes.data
     assert not any(is_huge for _, _, is_huge in mappings(begin, begin + none.nbytes))
+
+
+def test_the_peak_is_what_this_program_had(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    monkeypatch.setattr(memory, "STATUS", status)
+    of_the_process = memory.peak_bytes()  # such as another Unix tells it
+    assert of_the_process is None or of_the_process >= psutil.Process().memory_info().rss // 2
+    status.write_text("Name:\tpython\nVmPeak:\t  999999 kB\nVmHWM:\t   54321 kB\n")
+    assert memory.peak_bytes() == 54_321 * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux has /proc")
+def test_the_peak_of_the_program_before_does_not_count() -> None:
+    """A process goes on with its rusage when it becomes another program."""
+    shows = "from onnxport.providers.memory import peak_bytes; print(peak_bytes())"
+    large = (
+        f"import os, sys; x = b'1' * (400 << 20); os.execv(sys.executable, {['p', '-c', shows]})"
+    )
+    done = subprocess.run([sys.executable, "-c", large], capture_output=True, text=True, check=True)
+    assert 4 * MIB < int(done.stdout) < 300 * MIB

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from onnxport.errors import ProviderError, RequestError
+from onnxport.serving.bench import online
 from onnxport.serving.bench.load import Ask
 from onnxport.serving.bench.online import CHAT, COMPLETIONS, Target, first_model, run_online
 from onnxport.serving.bench.records import RequestRecord, summarize
@@ -224,6 +225,66 @@ async def test_most_at_once() -> None:
     assert summarize(records).most_at_once == 2
     assert max(record.delay_s for record in records) > 0.05  # two rounds came before
     assert summarize(free).most_at_once == 6
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+KEPT = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@asynccontextmanager
+async def keeping(*parts: bytes, delay_s: float = 0.0) -> AsyncIterator[tuple[Target, list[int]]]:
+    """Answer any number of requests on a connection; yields how many each one had."""
+    counts: list[int] = []
+    tasks: list[asyncio.Task[Any] | None] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.append(asyncio.current_task())
+        number = len(counts)
+        counts.append(0)
+        with suppress(asyncio.IncompleteReadError, ConnectionError), closing(writer):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                await reader.readexactly(int(head.split("content-length: ")[1].split("\r\n")[0]))
+                counts[number] += 1
+                writer.write(KEPT + b"".join(map(chunk, WHOLE)))
+                for part in parts:
+                    await asyncio.sleep(delay_s)
+                    writer.write(part)
+
+    listening = await asyncio.start_server(handle, "127.0.0.1", 0)
+    host, port, *_ = listening.sockets[0].getsockname()
+    async with listening:
+        yield Target(f"http://{host}:{port}", COMPLETIONS, "m", None, 5.0), counts
+        await asyncio.gather(*(task for task in tasks if task))
+
+
+async def test_a_connection_is_used_again() -> None:
+    # The end comes in a packet of its own.
+    async with keeping(chunk(b""), delay_s=0.02) as (target, counts):
+        records = await run_online(target, [ASK] * 5, [0.0] * 5, max_concurrency=1)
+    assert [record.error for record in records] == [None] * 5
+    assert counts == [5]
+
+
+async def test_what_is_wrong_behind_the_last_event_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with keeping(b"no chunk\r\n", delay_s=0.02) as (target, counts):
+        records = await run_online(target, [ASK] * 2, [0.0] * 2, max_concurrency=1)
+    assert [record.error for record in records] == [None] * 2
+    assert counts == [1, 1]
+    monkeypatch.setattr(online, "LINGER_S", 0.2)
+    more = (chunk(WHOLE[-1] + b"data: what is this\n\n"), *[b""] * 20)
+    async with keeping(*more, delay_s=0.1) as (target, counts):  # it does not end
+        start_s = asyncio.get_running_loop().time()
+        [record] = await run_online(target, [ASK], [0.0])
+        assert asyncio.get_running_loop().time() - start_s < 1.5
+    assert record.error is None
+    assert record.num_output_tokens == 5
+    assert record.e2e_s < 0.2  # when the last event came
 
 
 async def test_requests_are_sent_at_their_times() -> None:

@@ -11,13 +11,16 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import cold, compare, curves, pairs, results, run_all, runner
 from benchmarks.pairs import OURS, Pair, Run, Store
+from benchmarks.peers import vllm_cpu
 from benchmarks.peers.registry import PEERS
 from benchmarks.workloads import WORKLOADS, Request, Workload, seed_of, summary
+from onnxport.serving.verify.machine import this_machine
 
 ROOT = Path(__file__).parents[2]
 PAIR = Pair(0, "peer", "core")
@@ -93,6 +96,76 @@ def test_cache_and_length_suffice() -> None:
         assert runner.cache_tokens(arguments, 32) >= sum(one.total_tokens for one in requests)
         assert runner.longest(arguments) >= max(one.total_tokens for one in requests)
     assert runner.longest(arguments) == 512 + 256
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_no_sequence_is_longer_than_a_workload_says(name: str) -> None:
+    requests = WORKLOADS[name].requests(seed_of(name, 0))
+    assert max(one.total_tokens for one in requests) <= WORKLOADS[name].longest
+
+
+def test_what_does_not_fit_the_context_is_skipped_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("W1", "C4096", "C512")
+    given = [str(tmp_path), "--workloads", ",".join(names), "--settle-s", "0"]
+    ran: list[int] = []
+
+    class Runner:
+        def run(self, requests: Sequence[Request]) -> runner.Times:
+            ran.append(max(request.total_tokens for request in requests))
+            return [[0.1 + at for at in range(one.new_tokens)] for one in requests]
+
+    def told(*more: str) -> dict[str, Any]:
+        ran.clear()
+        arguments = runner.parser(None).parse_args([*given, *more])
+        assert runner.cache_tokens(arguments, 16) < (4200 if more or has_config else 5000)
+        runner.main(arguments, Runner)
+        lines = map(json.loads, capsys.readouterr().out.splitlines())
+        return {line["workload"]: line.get("skipped") for line in lines}
+
+    has_config = False
+    assert told() == dict.fromkeys(("cold", *names))  # nothing says what fits
+    assert max(ran) == 4128
+    skipped = {"C4096": "the model's context is 4096 tokens"}
+    assert told("--context-tokens", "4096") == dict.fromkeys(("cold", *names)) | skipped
+    assert max(ran) == 544
+    has_config = True
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    assert told() == dict.fromkeys(("cold", *names)) | skipped
+    assert told("--context-tokens", "9999") == dict.fromkeys(("cold", *names))
+    assert runner.trained_tokens(tmp_path / "no-folder") is None
+    assert runner.trained_tokens(tmp_path / "config.json") is None  # a file, such as a GGUF
+
+
+def test_every_side_is_told_the_context(tmp_path: Path) -> None:
+    arguments = run_all.options().parse_args([str(tmp_path), "--threads", "2"])
+    side = run_all.Side("peer", Path("python"), "module", tmp_path)
+    assert "--context-tokens" not in side.command(arguments)
+    arguments.context_tokens = 4096
+    assert side.command(arguments)[-2:] == ["--context-tokens", "4096"]
+
+
+def test_vllm_s_cache_holds_the_largest_workload(tmp_path: Path) -> None:
+    config = {
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "hidden_size": 2048,
+        "max_position_embeddings": 4096,
+    }  # 128 KiB a token, as OLMoE
+    assert vllm_cpu.cache_gib(config, 8192) == 1
+    assert vllm_cpu.cache_gib(config, 8193) == 2
+    assert vllm_cpu.cache_gib(config | {"num_key_value_heads": 4}, 4 * 8192) == 1
+    assert vllm_cpu.cache_gib(config | {"head_dim": 64}, 2 * 8192 + 1) == 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def context(workloads: str) -> int:
+        given = [str(tmp_path), "--workloads", workloads]
+        return vllm_cpu.context(runner.parser(None).parse_args(given))
+
+    assert [context(each) for each in ("W1", "C2048", "C2048,C8192")] == [2048, 2080, 2080]
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}')
+    assert context("W1") == 1024
 
 
 def test_groups() -> None:
@@ -228,6 +301,21 @@ def test_a_run_that_fails_keeps_what_it_printed() -> None:
     assert found.failed.startswith("exit code 1: ")
     assert "'file'" in found.failed
     assert "/no/such" not in found.failed
+
+
+@pytest.mark.parametrize("executable", [False, True])
+def test_a_program_that_is_missing_or_no_program_is_a_failure_of_its_side(
+    tmp_path: Path, executable: bool
+) -> None:
+    path = tmp_path / "python"
+    if executable:
+        path.touch()  # without the permission
+    found = pairs.run(PAIR, "peer", [str(path)], ["W1"], 60)
+    assert found.failed is not None
+    assert found.failed.startswith("it did not start: ")
+    assert str(tmp_path) not in found.failed
+    ours, theirs = cold.by_turns(PAIR, {OURS: script(told(1)), "peer": [str(path)]}, 1, 60)
+    assert (ours.failed, theirs.failed) == (None, found.failed)
 
 
 def test_a_run_may_use_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,19 +538,84 @@ def test_what_a_peer_does_not_need_is_removed_after_it_is_installed(
     assert all(set(peer.unneeded) <= set(one) for one in removed)
 
 
+def test_who_cannot_run_is_left_out_and_the_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("onnxruntime-genai", "openvino-genai", "llama.cpp", "transformers", "vllm")
+    for name in names[:4]:
+        path = tmp_path / "venvs" / name / "bin" / "python"
+        path.parent.mkdir(parents=True)
+        path.symlink_to(sys.executable)
+    (tmp_path / "venvs" / names[0] / "bin" / "python").unlink()
+    (tmp_path / "venvs" / names[0] / "bin" / "python").touch()  # no program
+    (tmp_path / "logs").mkdir()
+    there = replace(PEERS["transformers"], package="json")
+    no_model = replace(PEERS["llama.cpp"], package="json", make=lambda *_: script("1 / 0"))
+    monkeypatch.setattr(
+        run_all,
+        "PEERS",
+        {
+            **PEERS,
+            "openvino-genai": replace(PEERS["openvino-genai"], package="json"),
+            "llama.cpp": no_model,
+            "transformers": there,
+        },
+    )
+    arguments = run_all.options().parse_args([str(tmp_path), "--peers", ",".join(names)])
+    found, left = run_all.peers(arguments)
+    assert [side.name for side in found] == ["transformers"]
+    assert list(left) == [name for name in names if name != "transformers"]
+    assert "Permission denied" in left["onnxruntime-genai"]
+    assert "optimum-cli" in left["openvino-genai"]  # which is not beside that Python
+    assert "exit status 1" in left["llama.cpp"]
+    assert left["vllm"] == "no environment for it"
+    printed = capsys.readouterr().out
+    assert all(f"{name} is left out: {why}\n" in printed for name, why in left.items())
+
+
+def test_who_was_left_out_is_written_into_the_results(tmp_path: Path) -> None:
+    path = tmp_path / "left_out.json"
+    why = f"[Errno 2] No such file or directory: '{tmp_path}/venvs/a/bin/optimum-cli'"
+    left = run_all.left_out(path, {"a": why, "b": "no environment for it"}, ["c"])
+    assert left == {
+        "a": "[Errno 2] No such file or directory: 'optimum-cli'",
+        "b": "no environment for it",
+    }
+    assert run_all.left_out(path, {"c": "gone"}, ["a"]) == {"b": left["b"], "c": "gone"}
+    arguments = run_all.options().parse_args([str(tmp_path), "--results", str(tmp_path / "R.md")])
+    store = Store(tmp_path / "results.jsonl")
+    store.replace(PAIR, [both(0, 1, 1)[0], Run(PAIR, "peer", ("W1",), {}, failed="killed")])
+    run_all.report(arguments, store, this_machine(), {OURS: "1"}, left)
+    text = (tmp_path / "R.md").read_text()
+    assert "What did not run:\n\n- a was left out: [Errno 2]" in text
+    assert "- b was left out: no environment for it\n- peer on W1: killed\n" in text
+
+
 @pytest.mark.slow
 def test_our_runner(tmp_path: Path) -> None:
     checkpoint, artifact = tmp_path / "checkpoint", tmp_path / "artifact"
     for command in (
         ["benchmarks.make_checkpoint", str(checkpoint), "--shape", "tiny"],
-        ["onnxport", "export", str(checkpoint), str(artifact)],
+        ["onnxport", "export", str(checkpoint), str(artifact), "--context-length", "8192"],
     ):
         subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=True, capture_output=True)
     command = [sys.executable, "-m", "benchmarks.run_onnxport", str(artifact)]
     options = ["--threads", "1", "--highest-id", "500", "--repeat", "2", "--settle-s", "0"]
-    found = pairs.run(PAIR, OURS, [*command, *options], ["S2", "W5"], 120)
+    short = subprocess.run(
+        [*command, *options, "--context-tokens", "600", "--workloads", "S1,W5"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    told = {line["workload"]: line for line in map(json.loads, short.stdout.splitlines())}
+    assert told["W5"]["skipped"] == "the model's context is 600 tokens"
+    assert "wall_s" in told["S1"]
+    found = pairs.run(PAIR, OURS, [*command, *options], ["S2", "W5", "C16384"], 120)
     assert found.failed is None
+    # What the model was not exported for is left out, and nothing else.
     assert set(found.figures) == {"cold", "S2", "W5"}
+    assert found.skipped == {"C16384": "the model's context is 8192 tokens"}
     assert set(found.figures["cold"]) == {"first_token_s", "peak_rss_mib"}
     assert set(results.headlines("S2")) < set(found.figures["S2"])
     assert found.figures["W5"]["peak_rss_mib"] > 10

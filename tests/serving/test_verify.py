@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnxport.errors import ArtifactError, CapacityError, ProviderError
+from onnxport.errors import ArtifactError, CapacityError, DeviceMemoryError, ProviderError
 from onnxport.providers.base import Features, LoadOptions, StepInputs
 from onnxport.serving.verify.comparison import (
     COARSE,
@@ -30,6 +30,7 @@ from onnxport.serving.verify.speed import DECODE_STEPS, measure_speed
 from onnxport.serving.verify.verifier import Checks, plan_modes
 from tests.serving.verifying import (
     GOLDEN,
+    AloneModel,
     FakeProvider,
     WrongModel,
     fail,
@@ -100,11 +101,12 @@ def test_the_tolerance_follows_from_the_types(
     types: tuple[str, str], coarse: bool, tolerance: Any, of_experts: Any
 ) -> None:
     capabilities = replace(
-        WrongModel().capabilities, compute_dtype=types[0], kv_cache_dtype=types[1]
+        WrongModel().capabilities,
+        compute_dtype=types[0],
+        kv_cache_dtype=types[1],
+        int8_products=coarse,
     )
-    found = [
-        choose_tolerance(capabilities, coarse=coarse, has_experts=one) for one in (False, True)
-    ]
+    found = [choose_tolerance(capabilities, has_experts=one) for one in (False, True)]
     assert found == [tolerance, of_experts]
 
 
@@ -132,6 +134,7 @@ def test_one_provider_after_the_other(monkeypatch: Any, tmp_path: Path) -> None:
         "good": FakeProvider(lambda: WrongModel()),
         "late": FakeProvider(lambda: WrongModel(late, block_size=32)),
         "other": FakeProvider(lambda: WrongModel(block_size=64)),
+        "alone": FakeProvider(lambda: AloneModel()),
         "lost": FakeProvider(lambda: WrongModel(fails=lambda run: run > 30)),
     }
     verifier = fake_verifier(monkeypatch, tmp_path, providers)
@@ -144,6 +147,7 @@ def test_one_provider_after_the_other(monkeypatch: Any, tmp_path: Path) -> None:
         "good": ("passed", ""),
         "late": ("failed", ""),
         "other": ("passed", ""),
+        "alone": ("failed", ""),
         "lost": (
             "failed",
             "a request failed while decoding: ProviderError: run 31 was told to fail",
@@ -193,12 +197,27 @@ def test_logits_alone(monkeypatch: Any, tmp_path: Path) -> None:
     assert providers["good"].loaded[0].num_runs < 50
 
 
-@pytest.mark.parametrize("precision", ["fp32", "int4"])
+class LevelProvider(FakeProvider):
+    """Rounds activations to int8, if it does at all, where it is not told to compute in float32."""
+
+    def __init__(self, *, rounds: bool, features: Features) -> None:
+        super().__init__(features=features)
+        self.rounds = rounds
+
+    def load(self, artifact: Any, options: LoadOptions) -> WrongModel:
+        rounds = self.rounds and options.matmul_accuracy_level != 1
+        self.options.append(options)
+        return WrongModel(int8_products=rounds)
+
+
+@pytest.mark.parametrize(
+    ("precision", "rounds"), [("fp32", False), ("int4", True), ("int4", False)]
+)
 def test_float32_first_then_as_it_is_served(
-    monkeypatch: Any, tmp_path: Path, precision: str
+    monkeypatch: Any, tmp_path: Path, precision: str, rounds: bool
 ) -> None:
     features = Features(("native",), ("float16", "float32"), ("float16", "float32"))
-    provider = FakeProvider(lambda: WrongModel(), features=features)
+    provider = LevelProvider(rounds=rounds, features=features)
     checks = Checks(variants=False, speed=True, caches=False)
     verifier = fake_verifier(
         monkeypatch, tmp_path, {"fake": provider}, precision=precision, checks=checks
@@ -212,9 +231,10 @@ def test_float32_first_then_as_it_is_served(
         "auto",
         None,
     )
-    # The null model has the same types however it is loaded: what is not coarse is known then.
+    # The null model has the same types however it is loaded: what is not coarse is known then,
+    # whatever the weights are.
     names = ["float32 arithmetic", "8-bit activations"]
-    assert [one.tolerance.name for one in report.modes] == names[: 2 if precision == "int4" else 1]
+    assert [one.tolerance.name for one in report.modes] == names[: 2 if rounds else 1]
     assert report.speed is not None
 
 
@@ -222,13 +242,11 @@ def test_experts_in_mxfp4_are_quantized(tmp_path: Path) -> None:
     artifact = fake_artifact(tmp_path, "fp16")
     features = Features(("native",), ("float32",), ("float32",))
     options = LoadOptions(dtype="float32", kv_cache_dtype="float32")
-    (mode,) = plan_modes(artifact, options, features)
-    assert not mode.coarse
+    assert plan_modes(artifact, options, features) == (options,)
     assert describe(artifact).weights == "fp16"
     artifact.manifest.expert_precision = "mxfp4"
     exact, served = plan_modes(artifact, options, features)
-    assert (exact.options.matmul_accuracy_level, exact.coarse) == (1, False)
-    assert (served.options.matmul_accuracy_level, served.coarse) == (None, True)
+    assert (exact.matmul_accuracy_level, served.matmul_accuracy_level) == (1, None)
     assert describe(artifact).weights == "fp16 with experts in mxfp4"
     artifact.manifest.zero_points = True
     assert describe(artifact).weights == "fp16 with zero points and experts in mxfp4"
@@ -240,13 +258,12 @@ def test_what_the_caller_chose_stays(tmp_path: Path) -> None:
     features = Features(("native",), ("float16", "float32"), ("float16", "float32"))
     artifact = fake_artifact(tmp_path, "int4")
     chosen = LoadOptions(dtype="float16", kv_cache_dtype="float16", matmul_accuracy_level=4)
-    (mode,) = plan_modes(artifact, chosen, features)
-    assert (mode.options, mode.coarse) == (chosen, True)
+    assert plan_modes(artifact, chosen, features) == (chosen,)
     exact, served = plan_modes(artifact, LoadOptions(dtype="float16"), features)
-    assert (exact.options.dtype, exact.options.kv_cache_dtype) == ("float16", "float32")
-    assert served.options == LoadOptions(dtype="float16")
-    (mode,) = plan_modes(artifact, LoadOptions(matmul_accuracy_level=1), None)
-    assert not mode.coarse
+    assert (exact.dtype, exact.kv_cache_dtype) == ("float16", "float32")
+    assert served == LoadOptions(dtype="float16")
+    exact_alone = LoadOptions(matmul_accuracy_level=1)
+    assert plan_modes(artifact, exact_alone, None) == (exact_alone,)
 
 
 ONE_TYPE = Features.one_type(("native",), ("float16", "float32"))
@@ -257,6 +274,8 @@ BY_TYPE = Features(  # as OpenVINO's on a processor
     {"bfloat16": ("int8", "bfloat16"), "float32": ("int8", "float16", "float32")},
     {1: "float32", 3: "bfloat16"},
 )
+# As CUDA's: its own attention takes 16 bits alone.
+NATIVE_HALF = Features.one_type(("native", "decomposed"), ("float16", "float32"), {"float16"})
 EXACT_TYPES = {"dtype": "float32", "kv_cache_dtype": "float32", "matmul_accuracy_level": 1}
 
 
@@ -273,6 +292,11 @@ EXACT_TYPES = {"dtype": "float32", "kv_cache_dtype": "float32", "matmul_accuracy
         (BY_TYPE, {"kv_cache_dtype": "bfloat16"}, {}),
         (BY_TYPE, {"kv_cache_dtype": "int8"}, EXACT_TYPES | {"kv_cache_dtype": "int8"}),
         (BY_TYPE, {"matmul_accuracy_level": 3}, {}),
+        (NATIVE_HALF, {}, EXACT_TYPES),
+        (NATIVE_HALF, {"attention": "decomposed"}, EXACT_TYPES),
+        (NATIVE_HALF, {"attention": "native"}, {"matmul_accuracy_level": 1}),
+        (NATIVE_HALF, {"attention": "native", "dtype": "float32"}, {}),  # it is refused
+        (ONE_TYPE, {"attention": "native"}, EXACT_TYPES),
         (None, {"dtype": "float16"}, {"matmul_accuracy_level": 1}),
     ],
 )
@@ -281,9 +305,7 @@ def test_options_are_planned_such_that_they_go_together(
 ) -> None:
     options = LoadOptions(**chosen)
     modes = plan_modes(fake_artifact(tmp_path, "int4"), options, features)
-    planned = [replace(options, **exact), options] if exact else [options]
-    assert [mode.options for mode in modes] == planned
-    assert [mode.coarse for mode in modes] == [one.matmul_accuracy_level != 1 for one in planned]
+    assert modes == ((replace(options, **exact), options) if exact else (options,))
 
 
 class TickingModel(WrongModel):
@@ -319,6 +341,24 @@ def test_speed_of_what_fits() -> None:
     assert [one.rows for one in found.decode] == [1]
     tiny = TickingModel(max_model_len=20, num_blocks=2)
     assert measure_speed(tiny, GOLDEN.tolist(), lambda: tiny.now_s).decode == ()
+
+
+def test_a_step_that_was_tried_again_has_no_speed() -> None:
+    why = r"timed, \d* ?\w* ?steps? failed and were tried again: ProviderError: no batches here"
+    with pytest.raises(ProviderError, match=why):
+        measure_speed(AloneModel(), GOLDEN.tolist())
+    prefills: list[int] = []
+
+    class Once(WrongModel):
+        def run(self, inputs: StepInputs) -> np.ndarray:
+            prefills.append(len(inputs.input_ids))
+            if len(prefills) == 1:
+                raise DeviceMemoryError("no memory")
+            return super().run(inputs)
+
+    with pytest.raises(ProviderError, match="timed, a step failed and were tried again: DeviceM"):
+        measure_speed(Once(), GOLDEN.tolist())
+    assert prefills == [512, 256, 256]
 
 
 def test_a_slow_device_ends_in_time_and_still_has_figures() -> None:

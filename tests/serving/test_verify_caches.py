@@ -13,7 +13,13 @@ import pytest
 from numpy.typing import NDArray
 
 from onnxport.cli.verify_table import lines
-from onnxport.errors import ProviderError
+from onnxport.errors import (
+    CapacityError,
+    DeviceLostError,
+    OnnxportError,
+    OptionError,
+    ProviderError,
+)
 from onnxport.providers.base import Capabilities, Features, LoadOptions, StepInputs
 from onnxport.serving.verify.caches import NUM_ROWS, compare_caches
 from onnxport.serving.verify.machine import this_machine
@@ -60,7 +66,7 @@ class Loader:
     def make(self, options: LoadOptions) -> CacheModel:
         kind = options.kv_cache_dtype
         if kind not in self.noises:
-            raise ProviderError(f"no {kind} beside {options.dtype}")
+            raise OptionError(f"no {kind} beside {options.dtype}")
         self.loaded.append(kind)
         return CacheModel(kind, self.noises[kind], **self.options)
 
@@ -84,7 +90,7 @@ def test_each_type_against_float32() -> None:
     assert int8.error.max_diff == pytest.approx(0.5, rel=0.1)
     assert half.error.max_diff == pytest.approx(0.01, rel=0.1)
     assert int8.error.max_kl > half.error.max_kl > 0
-    assert all(one.passed for one in (first, int8, half))
+    assert all((one.state, one.reason) == ("passed", "") for one in (first, int8, half))
 
 
 def one_step() -> StepInputs:
@@ -101,15 +107,45 @@ def one_step() -> StepInputs:
 
 def test_more_than_a_type_explains_is_a_failure() -> None:
     _, int8, half = compared(Loader({"float32": 0.0, "int8": 0.0, "float16": 10.0}))
-    assert (int8.passed, half.passed) == (True, False)
+    assert (int8.state, half.state) == ("passed", "failed")
     _, int8, _ = compared(Loader({"float32": 0.0, "int8": np.nan, "float16": 0.0}))
-    assert not int8.passed
+    assert int8.state == "failed"
 
 
 def test_a_type_that_is_refused_is_no_failure_and_says_why() -> None:
     _, int8, half = compared(Loader({"float32": 0.0, "float16": 0.0}))
-    assert (int8.passed, int8.reason, int8.error) == (True, "no int8 beside auto", None)
+    assert (int8.state, int8.reason, int8.error) == ("skipped", "no int8 beside auto", None)
     assert half.error.max_diff == 0
+
+
+@pytest.mark.parametrize(
+    "error", [DeviceLostError("lost"), ProviderError("no start"), CapacityError("no room")]
+)
+def test_what_fails_otherwise_is_a_failure_and_the_others_are_still_compared(
+    error: OnnxportError,
+) -> None:
+    class Failing(Loader):
+        def make(self, options: LoadOptions) -> CacheModel:
+            if options.kv_cache_dtype == "int8":
+                raise error
+            return super().make(options)
+
+    _, int8, half = compared(Failing({"float32": 0.0, "float16": 0.0}))
+    assert (int8.state, int8.reason, int8.error) == ("failed", str(error), None)
+    assert half.state == "passed"
+
+
+def test_a_type_that_loads_and_then_fails_is_a_failure() -> None:
+    class Failing(Loader):
+        def make(self, options: LoadOptions) -> CacheModel:
+            fails = options.kv_cache_dtype == "int8"
+            self.options = {"fails": lambda run: fails and run == 1}
+            return super().make(options)
+
+    _, int8, half = compared(Failing({"float32": 0.0, "int8": 0.0, "float16": 0.0}))
+    assert (int8.state, int8.bytes_per_token) == ("failed", None)
+    assert int8.reason == "run 1 was told to fail"
+    assert half.state == "passed"
 
 
 def test_a_device_that_fails_is_no_refusal() -> None:
@@ -130,6 +166,10 @@ def test_a_type_that_no_float32_cache_goes_with_is_not_compared() -> None:
     features = Features.one_type(("native",), ("float16", "float32"))
     options, tokens = LoadOptions(dtype="float16"), GOLDEN.tolist()
     assert compare_caches(loader, options, features, tokens, has_experts=False) == ()
+    assert loader.loaded == []
+    half_alone = Features.one_type(("native",), ("float16", "float32"), {"float16"})
+    native = LoadOptions(attention="native")
+    assert compare_caches(loader, native, half_alone, tokens, has_experts=False) == ()
     assert loader.loaded == []
     options = replace(options, dtype="float32")
     assert len(compare_caches(loader, options, features, tokens, has_experts=False)) == 2
@@ -167,7 +207,7 @@ def test_a_cache_that_is_wrong_fails_its_provider(
     _, verifier = verified(monkeypatch, tmp_path, noises)
     report = verifier.verify("fake")
     assert (report.state, report.reason) == ("failed", "")
-    assert [one.passed for one in report.caches] == [True, True, False]
+    assert [one.state for one in report.caches] == ["passed", "passed", "failed"]
     artifact = describe(fake_artifact(tmp_path))
     whole = Report(SCHEMA, "1.0", "now", "verify", this_machine(), artifact, (report,))
     text = list(lines(whole))
@@ -178,6 +218,27 @@ def test_a_cache_that_is_wrong_fails_its_provider(
     assert int8.split()[1:4] == ["int8", "104", "26.0%"]
     assert any(line.startswith("  float16 cache against float32: max diff") for line in text)
     assert whole.to_json()["providers"][0]["caches"][1]["bytes_per_token"] == 104
+
+
+def test_a_cache_that_is_refused_fails_nothing_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, verifier = verified(monkeypatch, tmp_path, {"float32": 0.0, "float16": 0.0})
+    report = verifier.verify("fake")
+    assert report.state == "passed"
+    artifact = describe(fake_artifact(tmp_path))
+    whole = Report(SCHEMA, "1.0", "now", "verify", this_machine(), artifact, (report,))
+    text = list(lines(whole))
+    int8 = next(line for line in text if line.startswith("fake") and " int8 " in line)
+    assert int8.split() == ["fake", "int8", "-"]
+    assert "  int8 cache: skipped, no int8 beside float32" in text
+    broken = replace(report.caches[1], state="failed", reason="the device is gone")
+    failed = replace(report, state="failed", caches=(report.caches[0], broken))
+    text = list(lines(replace(whole, providers=(failed,))))
+    int8 = next(line for line in text if line.startswith("fake") and " int8 " in line)
+    assert int8.split() == ["fake", "int8", "FAILED"]
+    assert "  int8 cache: the device is gone" in text
+    assert whole.to_json()["providers"][0]["caches"][1]["state"] == "skipped"
 
 
 def test_what_is_not_asked_for_or_chosen_already_is_not_compared(

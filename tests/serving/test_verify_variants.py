@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from onnxport.errors import CapacityError, ProviderError
+from onnxport.errors import CapacityError, DeviceMemoryError, ProviderError
 from onnxport.providers.base import StepInputs
 from onnxport.serving.verify.comparison import gap, tie_limit
 from onnxport.serving.verify.prompts import NEW_TOKENS, Prompts, make_prompts
 from onnxport.serving.verify.sequence import LoneSequence, last_logits
 from onnxport.serving.verify.transfers import check_transfer, resume, save_prompt
 from onnxport.serving.verify.variants import Variant, decode_alone, judge, run_variants
-from tests.serving.verifying import GOLDEN, WrongModel, all_right
+from tests.serving.verifying import GOLDEN, AloneModel, WrongModel, all_right
 
 TOKENS = GOLDEN.tolist()
 PROMPTS = {
@@ -91,6 +92,34 @@ def test_a_failing_device_is_an_error_of_the_variant() -> None:
     model = WrongModel(fails=lambda run: run > 40)
     with pytest.raises(ProviderError, match="was told to fail"):
         variants(model)
+
+
+def test_a_batch_that_fails_is_no_success_of_the_requests_alone() -> None:
+    found = variants(AloneModel())
+    assert {one.state for one in found.values()} == {"failed"}
+    assert all(one.agreement == 1 and not one.divergences for one in found.values())
+    for one in found.values():
+        assert re.fullmatch(
+            r"\d+ steps failed and were tried again: ProviderError: no batches here", one.reason
+        )
+
+
+def test_steps_that_fail_are_told_where_there_is_nothing_else_to_tell() -> None:
+    """Neither hits nor preemptions come about, which would be a reason to skip."""
+    found = variants(AloneModel(block_size=256, max_model_len=100))
+    assert {one.state for one in found.values()} == {"failed"}
+
+
+def test_a_prompt_alone_that_fits_in_parts_only() -> None:
+    class Short(WrongModel):
+        def run(self, inputs: StepInputs) -> np.ndarray:
+            if len(inputs.input_ids) > 40:
+                raise DeviceMemoryError("no memory")
+            return super().run(inputs)
+
+    why = "prompts were decoded alone, .* failed and were tried again: DeviceMemoryError: no memory"
+    with pytest.raises(ProviderError, match=why):
+        variants(Short())
 
 
 def test_prompts_are_the_same_for_every_provider_but_for_their_own() -> None:

@@ -55,6 +55,15 @@ class WrongModel(NullModel):
         return np.where(rows[:, None], np.roll(logits, 1, axis=1), logits)
 
 
+class AloneModel(WrongModel):
+    """Fails in every step of more than one sequence."""
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        if len(inputs.past_sequence_lengths) > 1:
+            raise ProviderError("no batches here")
+        return super().run(inputs)
+
+
 class FakeProvider:
     """Loads what it is told to, or fails as it is told."""
 

@@ -88,7 +88,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         default=256,
         help="random token ids are below this; every model has the default (256)",
     )
-    _add_common(parser)
+    _add_common(parser, seed=None)
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
@@ -123,9 +123,10 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def _add_common(parser: argparse.ArgumentParser, seed: int | None = 0) -> None:
     group = parser.add_argument_group("measuring")
-    group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (0)")
+    usual = "another in each run, which the report tells" if seed is None else seed
+    group.add_argument("--seed", type=int, default=seed, help=f"of prompts and arrivals ({usual})")
     group.add_argument(
         "--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token"
     )

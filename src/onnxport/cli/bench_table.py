@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from onnxport.serving.bench.records import PERCENTILES, Distribution, Summary
-from onnxport.serving.bench.report import BenchReport, ServerSetup, Setup
+from onnxport.serving.bench.report import BenchReport, Incidents, ServerSetup, Setup
 
 WIDTH = 100
 GIB, MIB = 1024**3, 1024**2
@@ -34,6 +34,8 @@ def lines(report: BenchReport) -> Iterator[str]:
     yield from _counts(report.summary)
     yield ""
     yield from _latencies(report)
+    if isinstance(report.setup, Setup):
+        yield from _incidents(report.setup.incidents)
     for message, count in report.summary.errors.items():
         yield from textwrap.wrap(f"failed, {count} times: {message}", WIDTH)
 
@@ -55,6 +57,18 @@ def _setup(setup: Setup | ServerSetup) -> str:
         f"{loaded.compute_dtype}, KV cache {loaded.kv_cache_dtype}, {setup.threads} threads; "
         f"loaded in {setup.load_s:.2f} s{memory}"
     )
+
+
+def _incidents(found: Incidents) -> Iterator[str]:
+    """What the figures are of besides, where there is anything."""
+    if found.num_failed_steps:
+        yield f"steps that failed and were tried again: {found.num_failed_steps}"
+    if found.num_preemptions:
+        yield f"requests that were preempted: {found.num_preemptions}"
+    for loss in found.losses:
+        what = "did not load" if loss.device is None else f"on {loss.device} was lost"
+        then = f"{loss.replaced_by} took over" if loss.replaced_by else "nobody took over"
+        yield from textwrap.wrap(f"{loss.provider} {what}, and {then}: {loss.reason}", WIDTH)
 
 
 def _counts(summary: Summary) -> Iterator[str]:

@@ -130,6 +130,8 @@ def command_line(options: argparse.Namespace, artifact: str) -> str:
             if one not in (None, "auto", "all"):
                 words += [f"--{name.replace('_', '-')}", str(one)]
     words += [f"--{name.replace('_', '-')}" for name in FLAGS if getattr(options, name)]
+    if options.capture_graphs is not None:
+        words.append("--capture-graphs" if options.capture_graphs else "--no-capture-graphs")
     return shlex.join(words)
 
 

@@ -88,7 +88,7 @@ def _tokens(report: Report) -> Iterator[str]:
 
 def _caches(report: Report) -> Iterator[str]:
     """What each type of KV cache costs, beside float32 arithmetic."""
-    rows = [(one, cache) for one in report.providers for cache in one.caches if not cache.reason]
+    rows = [(one, cache) for one in report.providers for cache in one.caches]
     if not rows:
         return
     yield ""
@@ -98,9 +98,12 @@ def _caches(report: Report) -> Iterator[str]:
     )
     for provider, cache in rows:
         error, share = cache.error, cache.share_of_float32
-        assert error is not None
+        begin = f"{_name(provider):<22}{cache.dtype:<12}"
+        if error is None:
+            yield f"{begin}{MARKS[cache.state]:>15}"
+            continue
         yield (
-            f"{_name(provider):<22}{cache.dtype:<12}{cache.bytes_per_token:>15,}{share:>12.1%}"
+            f"{begin}{cache.bytes_per_token:>15,}{share:>12.1%}"
             f"{error.max_diff:>10.1e}{error.max_kl:>10.1e}{error.top1_agreement:>8.0%}"
         )
 
@@ -160,9 +163,12 @@ def _failures(mode: ModeReport) -> Iterator[str]:
 
 
 def _cache_failures(cache: CacheReport) -> Iterator[str]:
-    """What a type of KV cache failed."""
+    """What a type of KV cache failed, or why it was skipped."""
     found, limits = cache.error, cache.tolerance
-    if not cache.passed and found is not None and limits is not None:
+    if cache.reason:
+        skipped = "skipped, " if cache.state == "skipped" else ""
+        yield from _wrapped(f"  {cache.dtype} cache: {skipped}{cache.reason}")
+    if cache.state == "failed" and found is not None and limits is not None:
         yield from _wrapped(
             f"  {cache.dtype} cache against float32: max diff {found.max_diff:.2g} and KL "
             f"{found.max_kl:.2g}; allowed are {limits.max_diff:.2g} and {limits.max_kl:.2g}"
@@ -173,7 +179,9 @@ def _differences(where: str, tokens: Variant) -> Iterator[str]:
     """Why a comparison of tokens failed, or was skipped."""
     if tokens.state == "skipped":
         yield from _wrapped(f"  {where}: skipped, {tokens.reason}")
-    if tokens.state == "failed":
+    elif tokens.reason:
+        yield from _wrapped(f"  {where}: {tokens.reason}")
+    if tokens.state == "failed" and tokens.divergences:
         worst = max(tokens.divergences, key=lambda one: one.gap)
         yield from _wrapped(
             f"  {where}: {len(tokens.divergences)} answers differ; token {worst.position} after "
