@@ -17,6 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.outputs import CompletionDelta, Failure, Logprob
+from onnxport.serving.params import SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
 
 from .conftest import RunningServer
@@ -307,17 +308,19 @@ class InPieces(FakeEngine):
 
     size = 1
 
-    async def _stream(self, *given: Any) -> AsyncGenerator[CompletionDelta, None]:
+    async def _stream(
+        self, number: int, request_id: str, params: SamplingParams
+    ) -> AsyncGenerator[CompletionDelta, None]:
         [text] = self.answers
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        pieces = self.tokenizer.detokenizer([])
+        pieces = self.tokenizer.detokenizer([], spelled=params.spelled_token_ids)
         for start in range(0, len(ids), self.size):
             some = ids[start : start + self.size]
             logprobs = [
                 {one: Logprob(-0.5 - number, 1, self.tokenizer.token_text(one))}
                 for number, one in enumerate(some, start)
             ]
-            ends = "stop" if start + self.size >= len(ids) else None
+            ends = self.ends if start + self.size >= len(ids) else None
             told = "".join(map(pieces.add, some))
             yield CompletionDelta("r", 0, told, tuple(some), logprobs, ends)
 
