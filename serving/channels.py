@@ -131,8 +131,8 @@ class ChannelSplitter:
     answer. Messages that call a function are content with their header, which the reader of calls
     takes; what it makes of them decides what is parted. A mark that is out of place is nothing; so
     is a header that leads to no message, unless there is nothing else, and a message of another
-    role, such as what a function would give: it is read, as OpenAI's parser does, and is no part
-    of the answer.
+    role, such as what a function would give: OpenAI's parser reads it as a message of its own, and
+    it is no part of the answer.
     """
 
     def __init__(self, channels: Channels, functions: Collection[str] = ()) -> None:

@@ -219,6 +219,9 @@ class ResponsesRequest(Strict):
         What an assistant thinks, and says before, between and behind calls, is one message with
         them. Thoughts in a row are one, each on lines of its own as the parts of one are.
 
+        Args:
+            between: see `as_chat`.
+
         Raises:
             RequestError: there is none.
         """
