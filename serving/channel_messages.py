@@ -6,7 +6,8 @@ instructions, the first. What else a conversation has it would leave out, or ref
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from onnxport.errors import RequestError
@@ -35,14 +36,10 @@ def for_channels(messages: Sequence[Plain]) -> list[Plain]:
     told = list(messages[:1] if count else ())
     if count > 1:
         told = [{**messages[0], "content": BREAK.join(one["content"] for one in messages[:count])}]
-    rest = _joined([_with_thinking(one) for one in messages[count:]])
-    at = 0
-    while at < len(rest):
-        end = at + 1
-        while end < len(rest) and rest[end]["role"] == "tool":
-            end += 1
-        told += _one_by_one(rest[at], rest[at + 1 : end])
-        at = end
+    rest = deque(_joined([_with_thinking(one) for one in messages[count:]]))
+    while rest:
+        calling, results = _taken(rest, _calls), _taken(rest, _answers)
+        told += _one_by_one(calling, results) if calling else results or [rest.popleft()]
     return told
 
 
@@ -53,6 +50,22 @@ def with_description(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _instructs(message: Plain) -> bool:
     return message["role"] in INSTRUCTIONS
+
+
+def _calls(message: Plain) -> bool:
+    return message["role"] == "assistant" and bool(message.get("tool_calls"))
+
+
+def _answers(message: Plain) -> bool:
+    return bool(message["role"] == "tool")
+
+
+def _taken(messages: deque[Plain], are: Callable[[Plain], bool]) -> list[Plain]:
+    """Take those of one kind that come first."""
+    taken = []
+    while messages and are(messages[0]):
+        taken.append(messages.popleft())
+    return taken
 
 
 def _with_thinking(message: Plain) -> Plain:
@@ -87,24 +100,21 @@ def _joined(messages: Sequence[Plain]) -> list[Plain]:
     return told
 
 
-def _one_by_one(message: Plain, results: Sequence[Plain]) -> Iterator[Plain]:
-    """Yield a message and the results behind it: each call with its own, in a message of its own.
+def _one_by_one(calling: Sequence[Plain], results: Sequence[Plain]) -> Iterator[Plain]:
+    """Yield messages that call and the results behind them: each call with its own, one a message.
 
-    Results say by their id to which call they belong; those that do not come in their order.
+    Results say by their id to which call they belong; those that do not come in their order. The
+    template calls a result by the last call before it, so what belongs to none is the last one's.
     """
-    calls = message.get("tool_calls") or ()
-    if len(calls) < 2:
-        yield message
-        yield from results
-        return
     left = list(results)
-    first = message
-    for call in calls:
-        yield {**first, "tool_calls": [call]}
-        first = {"role": message["role"], "content": ""}
-        ids = [one.get("tool_call_id") for one in left]
-        if left and call.get("id") in ids:
-            yield left.pop(ids.index(call.get("id")))
-        elif left and ids[0] is None:
-            yield left.pop(0)
+    for message in calling:
+        first = message
+        for call in message["tool_calls"]:
+            yield {**first, "tool_calls": [call]}
+            first = {"role": message["role"], "content": ""}
+            ids = [one.get("tool_call_id") for one in left]
+            if left and call.get("id") in ids:
+                yield left.pop(ids.index(call.get("id")))
+            elif left and ids[0] is None:
+                yield left.pop(0)
     yield from left

@@ -36,10 +36,13 @@ MOST_HEADER: Final = 512  # characters; what is longer is no header
 _MARK: Final = re.compile("|".join(map(re.escape, MARKS)))
 HEADER_END: Final = re.compile("|".join(map(re.escape, (MESSAGE, START, *ENDS))))
 _SIGN: Final = re.compile(rf'\\.|"|{_MARK.pattern}', re.DOTALL)  # that counts in JSON
-_CHANNEL: Final = re.compile(r"<\|channel\|>\W*(\w*)")
+_CHANNEL: Final = re.compile(rf"{re.escape(CHANNEL)}(?:{_MARK.pattern}|\W)*(\w*)")
 _TO: Final = r"to=(?:functions\.[^<]*|[^\s<]*)"  # names may have spaces
 _ROLE: Final = re.compile(rf"\s*(?:assistant)?\s*(?P<recipient>{_TO})?\s*")
 _WORDS: Final = (ROLE, "to=")  # that a header may begin with
+_OTHER: Final = re.compile(  # the header of a message that is not the assistant's
+    rf"\s*(?!{'|'.join((*_WORDS, ANALYSIS, COMMENTARY, FINAL))})[^\s<]"
+)
 _PROPER: Final = re.compile(  # a header as it should be, or the beginning of one
     rf"\s*(?:assistant)?\s*(?:{_TO})?\s*(?:<\|channel\|>\w*\s*(?:{_TO})?\s*)?"
     r"(?:<\|constrain\|>)?\w*"
@@ -118,7 +121,7 @@ class ChannelFormat:
         return Channels(header.strip().removeprefix(ROLE) + message if is_open else "")
 
 
-Kind = Literal["thought", "answer", "call"]
+Kind = Literal["thought", "answer", "call", "other"]
 
 
 class ChannelSplitter:
@@ -126,8 +129,10 @@ class ChannelSplitter:
 
     Bodies alone are told, those of one kind with `BREAK` between; a text without a header is the
     answer. Messages that call a function are content with their header, which the reader of calls
-    takes. A mark that is out of place is nothing; so is a header that leads to no message, unless
-    there is nothing else.
+    takes; what it makes of them decides what is parted. A mark that is out of place is nothing; so
+    is a header that leads to no message, unless there is nothing else, and a message of another
+    role, such as what a function would give: OpenAI's parser reads it as a message of its own, and
+    it is no part of the answer.
     """
 
     def __init__(self, channels: Channels, functions: Collection[str] = ()) -> None:
@@ -141,6 +146,7 @@ class ChannelSplitter:
         self._pending = ""  # text that cannot be told apart yet
         self._in_header = True
         self._is_marked = False  # whether the header has a mark
+        self._has_role = False  # whether the header begins with one
         self._kind: Kind = "answer"  # of the body
         self._told: set[Kind] = set()
         self._is_new = False  # whether nothing of the message is told yet
@@ -166,7 +172,7 @@ class ChannelSplitter:
     @property
     def is_answering(self) -> bool:
         """Whether what comes next is content."""
-        return not self._in_header and self._kind != "thought"
+        return not self._in_header and self._kind in ("answer", "call")
 
     @property
     def is_framed(self) -> bool:
@@ -177,6 +183,11 @@ class ChannelSplitter:
     def is_over(self) -> bool:
         """Whether all that comes is content, as it is."""
         return False
+
+    @property
+    def num_read(self) -> int:
+        """How many characters of the text were told apart so far."""
+        return self._num_taken - len(self._pending)
 
     @property
     def stretches(self) -> Sequence[Stretch]:
@@ -220,7 +231,7 @@ class ChannelSplitter:
         if found[0] == MESSAGE:
             self._begin_message(header, splits)
         else:  # it leads to nothing
-            self._is_marked = found[0] == START
+            self._is_marked = self._has_role = found[0] == START
         return True
 
     def _begins_header(self, is_last: bool) -> bool | None:
@@ -239,11 +250,13 @@ class ChannelSplitter:
 
     def _begin_message(self, header: str, splits: list[Split]) -> None:
         """Begin the message of a header."""
-        if called(header, self._functions):
+        if self._has_role and _OTHER.match(header):
+            self._begin_body("other")
+        elif called(header, self._functions):
             self._begin_body("call")
+            self._told = (self._told - {"answer"}) | {"call"}  # which it is parted from
             own = header.strip().removeprefix(ROLE).strip()
-            before = BREAK if "answer" in self._told else ""  # space before a call is not told
-            self._add_content(f"{before}{START}{ROLE} {own}{MESSAGE}", splits)
+            self._add_content(f"{START}{ROLE} {own}{MESSAGE}", splits)
         elif channel(header).startswith(ANALYSIS):
             self._begin_body("thought")
             self._has_thought = True
@@ -271,6 +284,7 @@ class ChannelSplitter:
         if self._kind == "call":
             self._add_content(END, splits)
         self._in_header, self._is_marked = True, found[0] in (START, CHANNEL)
+        self._has_role = found[0] == START
         if found[0] == CHANNEL:
             self._pending = CHANNEL + self._pending
         return True
@@ -302,7 +316,7 @@ class ChannelSplitter:
 
     def _tell(self, text: str, splits: list[Split]) -> None:
         """Give text of a body, which the pending text begins with."""
-        if not text:
+        if not text or self._kind == "other":
             return
         before = ""
         if self._is_new and self._kind != "call" and self._kind in self._told:
@@ -312,8 +326,7 @@ class ChannelSplitter:
         if self._kind == "thought":
             splits.append(Split(reasoning=before + text))
             return
-        place = self._num_taken - len(self._pending)
-        self._place(Stretch(self._num_content + len(before), place, len(text)))
+        self._place(Stretch(self._num_content + len(before), self.num_read, len(text)))
         self._add_content(before + text, splits)
 
     def _add_content(self, text: str, splits: list[Split]) -> None:

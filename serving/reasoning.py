@@ -167,6 +167,11 @@ class Splitter(Protocol):
         ...
 
     @property
+    def num_read(self) -> int:
+        """How many characters of the text were told apart so far."""
+        ...
+
+    @property
     def stretches(self) -> Sequence[Stretch]:
         """Where in the text the answer is, so far, in order."""
         ...
@@ -240,10 +245,15 @@ class ReasoningSplitter:
         return self._state == "answer" and self._ends_with is None
 
     @property
+    def num_read(self) -> int:
+        """How many characters of the text were told apart so far."""
+        return self._num_fed - len(self._pending)
+
+    @property
     def stretches(self) -> tuple[Stretch, ...]:
         """Where in the text the answer is: from one place on."""
-        start = self._num_fed - len(self._pending)
-        return (Stretch(0, start if self._answer_start is None else self._answer_start, None),)
+        start = self.num_read if self._answer_start is None else self._answer_start
+        return (Stretch(0, start, None),)
 
     def feed(self, text: str) -> Split:
         """Take the next piece of text."""
@@ -274,7 +284,7 @@ class ReasoningSplitter:
         if self._state == "behind":
             self._begin_answer(final)
         if self._state == "answer" and self._answer_start is None:
-            self._answer_start = self._num_fed - len(self._pending)
+            self._answer_start = self.num_read
         content = self._answer(final) if self._state == "answer" else ""
         return Split(reasoning, content)
 

@@ -5,11 +5,30 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
+from onnxport.serving.outputs import TokenLogprobs
+from onnxport.serving.split import Stretch
 from onnxport.serving.text import Pieces
 
-Entry = dict[str, Any]  # of one token
+Token = tuple[int, TokenLogprobs]  # that was sampled, and its candidates
+
+
+class _Placed(NamedTuple):
+    """A token, and where its text begins and ends."""
+
+    start: int
+    end: int
+    token: Token
+
+    def is_in(self, stretches: Sequence[Stretch]) -> bool:
+        """Whether one of its characters, or the next one if it has none, is in some stretches."""
+        for each in reversed(stretches):
+            if each.length is not None and each.place + each.length <= self.start:
+                return False
+            if each.place < max(self.end, self.start + 1):
+                return True
+        return False
 
 
 @dataclass(slots=True)
@@ -26,30 +45,33 @@ class PlacedLogprobs:
     """
 
     pieces: Pieces
-    _waiting: deque[tuple[int, int, Entry]] = field(default_factory=deque, init=False)
+    _new: deque[_Placed] = field(default_factory=deque, init=False)  # may be of the answer
+    _waiting: deque[_Placed] = field(default_factory=deque, init=False)  # of the answer
     _num_characters: int = field(default=0, init=False)  # of the text so far
 
-    def add(self, token_ids: Sequence[int], entries: Sequence[Entry]) -> None:
+    def add(self, tokens: Sequence[Token]) -> None:
         """Take the next tokens."""
-        for token_id, entry in zip(token_ids, entries, strict=True):
+        for token in tokens:
             start = self._num_characters
-            self._num_characters += len(self.pieces.add(token_id))
-            self._waiting.append((start, self._num_characters, entry))
+            self._num_characters += len(self.pieces.add(token[0]))
+            self._new.append(_Placed(start, self._num_characters, token))
 
-    def take(self, end: int) -> list[Entry]:
+    def settle(self, stretches: Sequence[Stretch], end: int) -> None:
+        """Forget tokens that are not of the answer, whose candidates may be many.
+
+        Args:
+            stretches: where in the text the answer is, in order.
+            end: up to where that is all of it.
+        """
+        while self._new and self._new[0].start < end and self._new[0].end <= end:
+            placed = self._new.popleft()
+            if placed.is_in(stretches):
+                self._waiting.append(placed)
+
+    def take(self, end: int) -> list[Token]:
         """Return those that begin before a place in the text."""
         taken = []
-        while self._waiting and self._waiting[0][0] < end:
-            taken.append(self._waiting.popleft()[2])
-        return taken
-
-    def drop(self, end: int) -> None:
-        """Forget those that end at a place in the text, or before it."""
-        while self._waiting and self._waiting[0][0] < end and self._waiting[0][1] <= end:
-            self._waiting.popleft()
-
-    def take_all(self) -> list[Entry]:
-        """Return all that are left."""
-        taken = [entry for _, _, entry in self._waiting]
-        self._waiting.clear()
+        for placed in (self._waiting, self._new):
+            while placed and placed[0].start < end:
+                taken.append(placed.popleft().token)
         return taken

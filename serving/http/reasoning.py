@@ -145,6 +145,11 @@ class DeltaSplitter:
         """Where in the text the answer is, so far."""
         return self._splitter.stretches
 
+    @property
+    def num_read(self) -> int:
+        """How many characters of the text were told apart; what follows may all be the answer."""
+        return self._splitter.num_read
+
     def take(self, delta: CompletionDelta, runs: Sequence[Run]) -> list[Piece]:
         """Return the parts of a delta, in order; the last one is of the answer, and has its end.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -13,13 +13,14 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from onnxport.errors import RequestError
+from onnxport.serving.channels import BREAK
 from onnxport.serving.http import chat_completions, sse
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.errors import ApiError, to_api_error
 from onnxport.serving.http.generation import Job, generate, token_logprobs, unless_disconnected
 from onnxport.serving.http.logprobs import chat_logprobs
 from onnxport.serving.http.middleware import key_tenant
-from onnxport.serving.http.placed_logprobs import Entry, PlacedLogprobs
+from onnxport.serving.http.placed_logprobs import PlacedLogprobs, Token
 from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
 from onnxport.serving.http.responses_request import ResponsesRequest, as_chat, renamed
 from onnxport.serving.http.service import Service
@@ -29,13 +30,13 @@ from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.split import places
 
 Event = dict[str, Any]
+Entry = dict[str, Any]  # of one token
 NO_REASONING: Final = {"reasoning_tokens": 0}
-PARTED: Final = ("message", "reasoning")  # items of text, with ends of lines between in a chat
 
 
 async def respond(service: Service, request: Request, body: ResponsesRequest) -> Response:
     """Answer one request, as a whole or as a stream."""
-    chat = as_chat(body)
+    chat = as_chat(body, service.tools.format.between)
     adapter = service.adapter_of(body.model)
     try:
         chat = chat.with_effort(service.template, service.reasoning)
@@ -132,42 +133,45 @@ class Told:
             self.has_begun = True
             yield self._event("response.created", response=self.response())
             yield self._event("response.in_progress", response=self.response())
-        self._add_logprobs(delta)
-        for is_thought, piece in self._splitter.take(delta, runs):
+        if self.job.params.logprobs is not None:
+            self._logprobs.add(token_logprobs(delta))
+        pieces = self._splitter.take(delta, runs)
+        self._logprobs.settle(self._splitter.stretches, self._splitter.num_read)
+        for is_thought, piece in pieces:
             if not is_thought:
                 yield from self._answer(piece)
             elif piece.text and self._is_told:
                 yield from self._think(piece.text)
 
-    def _add_logprobs(self, delta: CompletionDelta) -> None:
-        if delta.logprobs and self.job.params.logprobs is not None:
-            tokens = token_logprobs(delta)
-            entries = chat_logprobs(self._service.tokenizer, tokens, self.job.params.logprobs)
-            self._logprobs.add([one for one, _ in tokens], entries["content"])
-
     def _answer(self, delta: CompletionDelta) -> Iterator[Event]:
         """Yield what a delta adds to the answer."""
-        parsed = self._parse(delta)
-        if parsed.parts:
-            yield from self._end_reasoning("completed")
-        for part, end in zip(parsed.parts, parsed.ends, strict=True):
-            own = self._take_logprobs(end)
-            if isinstance(part, str):
-                yield from self._tell(part, own)
-                continue
-            yield from self._end_message("completed")
-            yield from self._call(part)
+        yield from self._tell_parts(self._parse(delta))
         if delta.finish_reason:
             yield from self._end("incomplete" if delta.finish_reason == "length" else "completed")
 
-    def _take_logprobs(self, end: int) -> list[Entry]:
-        """Return those of the answer up to a character, and forget those of what is between."""
-        taken: list[Entry] = []
-        for first, last in places(self._splitter.stretches, self._num_told, end):
-            self._logprobs.drop(first)
-            taken += self._logprobs.take(last)
+    def _tell_parts(self, parsed: Parsed) -> Iterator[Event]:
+        """Yield texts and calls of the answer."""
+        if parsed.parts:
+            yield from self._end_reasoning("completed")
+        for part, end in zip(parsed.parts, parsed.ends, strict=True):
+            tokens = self._take_tokens(end)
+            if isinstance(part, str):
+                yield from self._tell(part, self._entries(tokens))
+                continue
+            yield from self._end_message("completed")
+            yield from self._call(part)
+
+    def _take_tokens(self, end: int) -> list[Token]:
+        """Return those of the answer up to a character."""
+        ranges = places(self._splitter.stretches, self._num_told, end)
         self._num_told = end
-        return taken
+        return self._logprobs.take(ranges[-1][1]) if ranges else []
+
+    def _entries(self, tokens: Sequence[Token]) -> list[Entry]:
+        """Return what is told of tokens."""
+        top = self.job.params.logprobs or 0
+        entries: list[Entry] = chat_logprobs(self._service.tokenizer, tokens, top)["content"]
+        return entries
 
     def fail(self, error: ApiError) -> Event:
         """Return the event of an error; the last one."""
@@ -236,6 +240,8 @@ class Told:
     def _think(self, text: str) -> Iterator[Event]:
         """Yield reasoning, whose item begins with it if there is none."""
         if self._reasoning is None:
+            if self._parser is not None:
+                yield from self._tell_parts(self._parser.settle())
             yield from self._end_message("completed")
             text = self._first("reasoning", text)
             self._reasoning = _Reasoning(f"rs_{uuid.uuid4().hex}", len(self._output))
@@ -264,8 +270,6 @@ class Told:
         """
         if self._message is None:
             text = self._first("message", text)
-            if not text and self._output:
-                return
             self._message = _Message(f"msg_{uuid.uuid4().hex}", len(self._output))
             yield self._item("added", self._message.item("in_progress", []))
             yield self._part("added", self._message, _text("", []))
@@ -277,8 +281,10 @@ class Told:
 
     def _first(self, kind: str, text: str) -> str:
         """Return a text that begins an item, without what parts it from an earlier one's."""
-        is_further = any(item["type"] == kind for item in self._output)
-        return text.lstrip() if is_further and self._output[-1]["type"] in PARTED else text
+        if not any(item["type"] == kind for item in self._output):
+            return text
+        around_call = kind == "message" and self._output[-1]["type"] == "function_call"
+        return text.removeprefix(self._service.tools.format.between if around_call else BREAK)
 
     def _end_message(self, status: str) -> Iterator[Event]:
         """Yield the end of the message that is being told, if one is."""
@@ -309,9 +315,7 @@ class Told:
     def _end(self, status: str) -> Iterator[Event]:
         yield from self._end_reasoning(status)
         if self._message is None and not self._output:
-            yield from self._tell("", self._logprobs.take_all())  # an empty answer is one, too
-        if self._message is not None:
-            self._message.logprobs += self._logprobs.take_all()  # of tokens without text
+            yield from self._tell("", [])  # an empty answer is one, too
         yield from self._end_message(status)
         self._status = status
         yield self._event(f"response.{status}", response=self.response())

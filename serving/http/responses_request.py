@@ -189,8 +189,11 @@ class ResponsesRequest(Strict):
         """Whether log probabilities are told."""
         return LOGPROBS in (self.include or ())
 
-    def chat(self) -> dict[str, Any]:
+    def chat(self, between: str) -> dict[str, Any]:
         """Return the body of a chat that means the same.
+
+        Args:
+            between: see `as_chat`.
 
         Raises:
             RequestError: what is forced to be called is not named as it should be.
@@ -200,7 +203,7 @@ class ResponsesRequest(Strict):
         return {
             **{name: value for name, value in given.items() if value is not None},
             "model": self.model,
-            "messages": self._messages(),
+            "messages": self._messages(between),
             "max_completion_tokens": self.max_output_tokens,
             "response_format": asked.plain() if asked else None,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
@@ -210,11 +213,14 @@ class ResponsesRequest(Strict):
             "top_logprobs": self.top_logprobs if self.has_logprobs else None,
         }
 
-    def _messages(self) -> list[dict[str, Any]]:
+    def _messages(self, between: str) -> list[dict[str, Any]]:
         """Return the conversation.
 
         What an assistant thinks, and says before, between and behind calls, is one message with
         them. Thoughts in a row are one, each on lines of its own as the parts of one are.
+
+        Args:
+            between: see `as_chat`.
 
         Raises:
             RequestError: there is none.
@@ -232,7 +238,7 @@ class ResponsesRequest(Strict):
                         last["content"] = _plain(item.content)
                     elif item.role == "assistant" and "tool_calls" in last:
                         texts = (last.get("content", ""), _plain(item.content))
-                        last["content"] = "".join(map(plain_text, texts))
+                        last["content"] = between.join(filter(None, map(plain_text, texts)))
                     else:
                         messages.append({"role": item.role, "content": _plain(item.content)})
                 case ReasoningItem() if item.text:
@@ -280,15 +286,19 @@ def _choice(choice: Any, tools: Sequence[FunctionTool]) -> Any:
     )
 
 
-def as_chat(body: ResponsesRequest) -> ChatRequest:
+def as_chat(body: ResponsesRequest, between: str) -> ChatRequest:
     """Return the request as a chat.
+
+    Args:
+        body: the request.
+        between: parts what an assistant says before calls and behind them; see `ToolFormat`.
 
     Raises:
         RequestError: it cannot be one; names the field as it is called here.
         ApiError: a field that both have is of another type than it should be.
     """
     try:
-        return ChatRequest.model_validate(body.chat())
+        return ChatRequest.model_validate(body.chat(between))
     except RequestError as error:
         raise renamed(error) from error
     except ValidationError as error:

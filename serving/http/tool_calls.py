@@ -56,6 +56,8 @@ class ToolCallParser:
     _begun: bool = field(default=False, init=False)  # whether there was anything but space
     _found: bool = field(default=False, init=False)
     _behind: bool = field(default=False, init=False)  # a call, and nothing but space since
+    _is_parted: bool = field(default=False, init=False)  # from content before, by what is not told
+    _has_content: bool = field(default=False, init=False)  # that was told
     _space: str = field(default="", init=False)  # at the end of the content; not told yet
     _num_taken: int = field(default=0, init=False)  # characters before the pending text
     _content_end: int = field(default=0, init=False)  # behind the last one that is not in _space
@@ -71,6 +73,12 @@ class ToolCallParser:
     def finish(self) -> Parsed:
         """Take the end of the text; a block that was left open counts if it is complete."""
         return self._take(final=True)
+
+    def settle(self) -> Parsed:
+        """Take what was held as `finish` does, where a text follows that is parted from it."""
+        parsed = self._take(final=True)
+        self._space = ""
+        return parsed
 
     def take(self, text: str, *, is_last: bool) -> Parsed:
         """Take a piece of text, and the end if that is behind it."""
@@ -96,14 +104,15 @@ class ToolCallParser:
                 break
             if block.calls:
                 parts.append(self._drop(start))
+                self._space = ""  # before a call
                 self._skip(block.end - start)
                 parts += [(call, self._num_taken) for call in block.calls]
                 self._found = self._begun = self._behind = True
-            else:
-                num_tried += final
-                parts.append(self._drop(block.end if block.is_told else start))
-                if not block.is_told:
-                    self._pending = self._pending[block.end - start :]
+                continue
+            num_tried += final
+            parts.append(self._drop(block.end if block.is_told else start))
+            if not block.is_told:
+                self._skip(block.end - start)
         if final and not self._found:
             parts.append((self._space, self._num_taken))
         told = [(part, end) for part, end in parts if part]
@@ -143,9 +152,10 @@ class ToolCallParser:
         return self._drop(len(self._pending) - held)
 
     def _skip(self, num_characters: int) -> None:
-        """Advance behind a block, and forget the space before it."""
-        self._pending, self._space = self._pending[num_characters:], ""
+        """Advance behind a block that is no content."""
+        self._pending = self._pending[num_characters:]
         self._num_taken += num_characters
+        self._is_parted = True
 
     def _drop(self, end: int) -> tuple[str, int]:
         """Advance to `end`; space at the end of content waits for more.
@@ -161,8 +171,12 @@ class ToolCallParser:
         self._num_taken += end
         for token in self.hidden:
             taken = taken.replace(token, "")
+        if taken and self._is_parted:
+            self._is_parted = False
+            self._space += self.format.between if self._has_content else ""
         text = self._space + taken
         content = text.rstrip()
+        self._has_content = self._has_content or bool(content)
         self._space = text[len(content) :]
         return content, self._content_end
 

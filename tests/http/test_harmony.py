@@ -294,14 +294,37 @@ def test_responses(oss: RunningServer) -> None:
     parts = [item["content"][0] for item in output[:3]]
     assert [part["text"] for part in parts] == ["See.", "hm, é", "yes"]
     for part in (parts[0], parts[2]):
-        named = "".join(one["token"] for one in part["logprobs"])
-        assert named.removesuffix("<|end|>") == part["text"]
+        assert "".join(one["token"] for one in part["logprobs"]) == part["text"]
     assert output[3]["arguments"] == '{"x": 1}'
     done = httpx.post(f"{oss.url}/v1/responses", json=ask).json()
     for one, other in zip(done["output"], output, strict=True):
         assert one["type"] == other["type"]
         assert one.get("content") == other.get("content")
         assert one.get("arguments") == other.get("arguments")
+
+
+def test_the_client_puts_a_stream_together(client: OpenAI) -> None:
+    """It follows each event, and refuses those that do not fit."""
+    texts = (message("commentary", "See. "), THOUGHT, call("add", '{"x": 1}'), THOUGHT)
+    tool: Any = {"type": "function", "name": "add", "parameters": POINT, "strict": False}
+    ask: Any = {
+        "model": MODEL,
+        "input": say(answer(*texts, call("add", "x = 1"), message("final", "yes"))),
+        "tools": [tool],
+        "max_output_tokens": 600,
+    }
+    done = client.responses.create(**ask)
+    kinds = ["message", "reasoning", "function_call", "reasoning", "message"]
+    assert [item.type for item in done.output] == kinds
+    snapshots: dict[int, str] = {}
+    with client.responses.stream(**ask) as stream:
+        for event in stream:
+            if event.type == "response.output_text.delta":
+                snapshots[event.output_index] = event.snapshot
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == kinds
+    assert snapshots == {0: "See. ", 4: "x = 1\n\nyes"}
+    assert final.output_text == done.output_text == "".join(snapshots.values())
 
 
 def test_what_a_response_said_can_be_sent_back(client: OpenAI) -> None:

@@ -95,8 +95,31 @@ def test_each_call_is_a_message_with_its_result() -> None:
     other = {"role": "tool", "tool_call_id": "x", "content": "4"}
     two = {**calls, "tool_calls": calls["tool_calls"][:2]}
     assert rendered(two, *results, other).endswith(result("g", "2") + result("g", "4"))
+    later = [{"role": "assistant", "tool_calls": [call("k")]}, {**other, "tool_call_id": "k"}]
+    told = [written("f", '{"a": 1}'), result("f", "1"), written("g"), result("g", "2")]
+    assert rendered(two, *results, *later).endswith(
+        "".join([*told, written("k"), result("k", "4")])
+    )
     none = {"role": "assistant", "content": "yes", "tool_calls": []}
     assert rendered(none) == "<|start|>assistant<|channel|>final<|message|>yes<|end|>"
+
+
+def test_calls_in_messages_of_their_own_have_their_results_too() -> None:
+    """Results that come behind all of them; the template calls each by the last call."""
+    first = {"role": "assistant", "tool_calls": [call("f")]}
+    second = {"role": "assistant", "tool_calls": [call("g"), call("h")], "reasoning": "hm"}
+    results = {
+        name: {"role": "tool", "tool_call_id": name, "content": name.upper()} for name in "fgh"
+    }
+    told = [written("f"), result("f", "F"), thought("hm"), written("g"), result("g", "G")]
+    told += [written("h"), result("h", "H")]
+    for order in ("fgh", "hgf", "gfh"):
+        given = [results[name] for name in order]
+        assert rendered(first, second, *given, USER) == "".join(told) + HI
+    unnamed = [{"role": "tool", "content": name} for name in "FGH"]
+    assert rendered(first, second, *unnamed) == "".join(told)
+    told.remove(result("g", "G"))
+    assert rendered(first, second, results["h"], results["f"]) == "".join(told)
 
 
 def test_instructions_are_one_message_at_the_beginning() -> None:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.outputs import CompletionDelta, Failure, Logprob
+from onnxport.serving.params import SamplingParams
 from onnxport.serving.tokenizer import Tokenizer
 
 from .conftest import RunningServer
@@ -302,22 +303,42 @@ def test_log_probabilities_are_those_of_the_text(client: OpenAI) -> None:
     assert without.logprobs == []  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("text", ["ab", ""])
+@pytest.mark.parametrize("tools", [[], [TOOL]])
+@pytest.mark.parametrize("stop", ["ST", "STOP", None])
+def test_what_ends_a_text_has_none(
+    server: RunningServer, text: str, tools: list[Any], stop: str | None
+) -> None:
+    """An end token, or the tokens of a stop string; the deltas say the same as their end."""
+    told = f"{text}STOP{CALL}" if stop else text
+    ask = {"model": MODEL, "input": say(told), "tools": tools, "stop": stop, "include": LOGPROBS}
+    found = events(httpx.post(f"{server.url}/v1/responses", json={**ask, "stream": True}).text)
+    deltas = [one for one in found if one["type"] == "response.output_text.delta"]
+    [done] = [one for one in found if one["type"] == "response.output_text.done"]
+    assert [each for one in deltas for each in one["logprobs"]] == done["logprobs"]
+    assert "".join(each["token"] for each in done["logprobs"]) == done["text"] == text
+    [item] = httpx.post(f"{server.url}/v1/responses", json=ask).json()["output"]
+    assert len(item["content"][0]["logprobs"]) == len(text)
+
+
 class InPieces(FakeEngine):
     """Says so many tokens a delta, as an engine may that speculates; each has its own logprob."""
 
     size = 1
 
-    async def _stream(self, *given: Any) -> AsyncGenerator[CompletionDelta, None]:
+    async def _stream(
+        self, number: int, request_id: str, params: SamplingParams
+    ) -> AsyncGenerator[CompletionDelta, None]:
         [text] = self.answers
         ids = self.tokenizer.encode(text, add_special_tokens=False)
-        pieces = self.tokenizer.detokenizer([])
+        pieces = self.tokenizer.detokenizer([], spelled=params.spelled_token_ids)
         for start in range(0, len(ids), self.size):
             some = ids[start : start + self.size]
             logprobs = [
                 {one: Logprob(-0.5 - number, 1, self.tokenizer.token_text(one))}
                 for number, one in enumerate(some, start)
             ]
-            ends = "stop" if start + self.size >= len(ids) else None
+            ends = self.ends if start + self.size >= len(ids) else None
             told = "".join(map(pieces.add, some))
             yield CompletionDelta("r", 0, told, tuple(some), logprobs, ends)
 
@@ -354,6 +375,26 @@ async def test_log_probabilities_of_texts_around_calls(
         expected += [list(range(start, number))] if is_text else []
     told = [[-0.5 - one["logprob"] for one in part["logprobs"]] for part in found]
     assert told == expected
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("reasoning", ["hm", "hm\n" * 30])
+async def test_log_probabilities_of_an_answer_in_tags(
+    tokenizer: Tokenizer, model_folder: Path, reasoning: str, size: int
+) -> None:
+    before = f"<think>\n{reasoning}</think>\n\n<response>\n"
+    engine = InPieces(tokenizer, [f"{before}yes, é\n</response>\n"])
+    engine.size = size
+    client = Client(engine, model_folder, AppOptions(reasoning_parser="ernie45"))
+    for tools in ([], [TOOL]):
+        ask = {"model": FAKE, "input": "x", "tools": tools, "include": LOGPROBS}
+        output = (await client.post("/v1/responses", **ask)).json()["output"]
+        assert [item["type"] for item in output] == ["reasoning", "message"]
+        [part] = output[1]["content"]
+        assert part["text"] == "yes, é"
+        first = len(tokenizer.encode(before, add_special_tokens=False))
+        numbers = [-0.5 - each["logprob"] for each in part["logprobs"]]
+        assert numbers == list(range(first, first + len("yes, é".encode())))
 
 
 async def test_a_failure_in_the_middle_is_an_event(

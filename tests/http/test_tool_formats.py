@@ -85,7 +85,12 @@ FOUND: list[Case] = [
         "",
         [ParsedCall("add", '{"t": "\\"<|end|><|start|>"}')],
     ),
-    (HARMONY, "a<|channel|>commentary??<|start|>assistant<|channel|>final<|message|>b", "ab", []),
+    (
+        HARMONY,
+        "a<|channel|>commentary??<|start|>assistant<|channel|>final<|message|>b",
+        "a\n\nb",  # two messages
+        [],
+    ),
     (MISTRAL_LIST, f"[TOOL_CALLS][{J_ADD}]", "", [ADD]),
     (MISTRAL_LIST, f"[TOOL_CALLS] [{J_ADD}, {J_ALL}]", "", [ADD, ALL]),
     (MISTRAL_LIST, f"Hm. [TOOL_CALLS][{J_ADD}] so", "Hm. so", [ADD]),

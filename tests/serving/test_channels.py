@@ -72,6 +72,10 @@ def tell(pieces: list[str], functions: tuple[str, ...] = (), begun: str = "") ->
         ("<|message|>a", [("A", "a")]),
         ("<|channel|>final <|constrain|>json<|message|>{}", [("A", "{}")]),
         ("<|channel|>––analysis<|message|>a", [("R", "a")]),
+        ("<|channel|><|channel|>analysis<|message|>a", [("R", "a")]),  # a mark twice
+        ("<|channel|> <|channel|><|constrain|>analysis<|message|>a", [("R", "a")]),
+        ("<|channel|><|channel|>final<|message|>a", [("A", "a")]),
+        ("<|channel|><|message|>a", [("A", "a")]),
         ("<|channel|>commentary to=x<|channel|>commentary<|message|>a", [("A", "a")]),
         (f"<|channel|>??{NEXT}{ANALYSIS}a", [("R", "a")]),
         ("<|channel|>analysis to=functions.add code<|message|>{}", [("R", "{}")]),
@@ -106,8 +110,35 @@ def test_calls_of_functions_keep_their_header() -> None:
             found = [("R", "hm"), ("A", call)] if begin else [("A", call)]
             assert tell([text], ("add",)) == tell(list(text), ("add",)) == found
     assert tell([f"{FINAL}See.{NEXT}{TO}1"], ("add", "ad")) == [
-        ("A", f"See.{BREAK}<|start|>assistant {TO}1")
+        ("A", f"See.<|start|>assistant {TO}1")  # what parts them is decided when it is read
     ]
+    said = f"{FINAL}a{NEXT}{FINAL}b{NEXT}{TO}1{NEXT}{FINAL}c{NEXT}{FINAL}d"
+    assert tell(list(said), ("add",)) == [
+        ("A", f"a{BREAK}b<|start|>assistant {TO}1<|end|>c{BREAK}d")
+    ]
+
+
+@pytest.mark.parametrize(
+    "author", ["user", "system", "tool", "functions.add to=assistant", "browser.search", " user "]
+)
+def test_messages_of_others_are_not_told(author: str) -> None:
+    """A model may go on with what a user says, or make up what a function gives."""
+    other = f"<|end|><|start|>{author}<|channel|>commentary<|message|>no"
+    text = f"{FINAL}yes{other}{NEXT}{ANALYSIS}hm{NEXT}{FINAL}so"
+    for functions in ((), ("add", "assistant")):
+        for pieces in ([text], list(text)):
+            assert tell(pieces, functions) == [("A", "yes"), ("R", "hm"), ("A", f"{BREAK}so")]
+    assert tell([f"{ANALYSIS}hm{other.replace('<|channel|>commentary', '')}<|end|> "]) == [
+        ("R", "hm")
+    ]
+
+
+@pytest.mark.parametrize(
+    "header", ["", "assistant", " assistant ", "final", "to=x ", "assistant to=x", "<|constrain|>"]
+)
+def test_a_header_without_another_role_is_the_assistants(header: str) -> None:
+    text = f"{FINAL}yes<|end|><|start|>{header}<|message|>so"
+    assert tell([text]) == tell(list(text)) == [("A", f"yes{BREAK}so")]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +232,12 @@ def test_tokens_that_are_not_of_the_answer_are_counted(words: Tokenizer) -> None
     ids_of = [words.encode(each, add_special_tokens=False) for each in called]
     counter.add([one for each in ids_of for one in each])
     assert counter.num_tokens == len(ids_of[0]) - 1  # arguments are of the answer
+    other = ReasoningCounter(Channels(), words)
+    of_others = f"{ANALYSIS}hm{NEXT}{FINAL}b", "<|end|><|start|>user<|message|>hi"
+    ids_of = [words.encode(each, add_special_tokens=False) for each in of_others]
+    for each in ids_of:
+        other.add(each)
+    assert other.num_tokens == sum(map(len, ids_of)) - len("b") - 1
     plain = ReasoningCounter(Channels(), words)
     plain.add([*ids[1][2:], *ids[2]])
     assert plain.num_tokens == 0

@@ -126,6 +126,7 @@ class ToolFormat:
         read: reads a block.
         written: how calls are written where they are forced or strict.
         recognizes: whether a chat template has the model write this.
+        between: parts content from content, where a call or a block that is not told is between.
         tagged: how a call of a function with such parameters is written, where that is in tags;
             None: it cannot be, so `written` says how.
         new_id: makes the id of a call, which the template may ask something of.
@@ -139,6 +140,7 @@ class ToolFormat:
     begins: Callable[[Iterable[str]], tuple[str, ...]] = lambda functions: ()
     goes_on: tuple[str, ...] = ()
     further: tuple[str, ...] = ()
+    between: str = ""
     tagged: Callable[[str, Mapping[str, Any]], TaggedCall | None] | None = None
     new_id: Callable[[], str] = long_id
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from onnxport.serving.channels import (
     ANALYSIS,
+    BREAK,
     CHANNEL,
     COMMENTARY,
     CONSTRAIN,
@@ -85,5 +86,6 @@ HARMONY = ToolFormat(
         ),
         told=tuple(f"{CHANNEL}{each}{MESSAGE}" for each in (ANALYSIS, COMMENTARY, FINAL)),
     ),
+    between=BREAK,
     recognizes=lambda template: f"{CHANNEL}{COMMENTARY}" in template,
 )
