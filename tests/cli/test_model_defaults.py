@@ -60,11 +60,11 @@ def test_a_template_and_its_variables(
     given = (command, "m", "--chat-template", file)
     assert template_of(model, *given) == "say hi<e>"
     assert template_of(model, *given, variables, '{"enable_thinking": true}') == "think hi<e>"
-    with pytest.raises(RequestError, match="'mood' was given .* which does not speak of it"):
+    with pytest.raises(RequestError, match=r"'mood' was given .* which does not speak of it"):
         template_of(model, *given, variables, '{"mood": "calm"}')
     (model / "tokenizer_config.json").unlink()
     assert template_of(model, *given) == "say hi"
-    with pytest.raises(RequestError, match="'mood' was given .* which is missing"):
+    with pytest.raises(RequestError, match=r"'mood' was given .* which is missing"):
         template_of(model, command, "m", variables, '{"mood": "calm"}')
 
 
@@ -203,25 +203,27 @@ def test_chat_renders_with_what_it_is_given(artifact: Path, tmp_path: Path) -> N
     assert done.stdout == text * 2
 
 
-@pytest.mark.parametrize("command", ["chat", "generate", "serve"])
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [
+        ("chat", ["--chat-template", "missing.jinja"], "missing.jinja, which cannot be read"),
+        ("chat", ["--temperature", "-1"], "temperature is -1"),
+        ("generate", ["hello", "--temperature", "-1"], "temperature is -1"),
+        ("serve", ["--port", "0", "--chat-template", "missing.jinja"], "cannot be read"),
+    ],
+)
 def test_mistakes_are_told_before_anything_is_exported(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    command: str,
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("ONNXPORT_CACHE", str(tmp_path / "cache"))
     checkpoint = write_checkpoint(tmp_path / "model")
-    wrong = {
-        "chat": ["--chat-template", "missing.jinja"],
-        "generate": ["hello", "--temperature", "-1"],
-        "serve": ["--chat-template", "missing.jinja", "--port", "0"],
-    }
-    cases = [wrong[command]]
-    if command == "chat":
-        cases.append(["--temperature", "-1"])
-    for arguments in cases:
-        assert main([command, str(checkpoint), *arguments]) == 1
-        assert (
-            "missing.jinja" if "missing.jinja" in arguments else "-1"
-        ) in capsys.readouterr().err
+    assert main([command, str(checkpoint), *arguments]) == 1
+    assert words in capsys.readouterr().err
     assert not (tmp_path / "cache").exists()
 
 
