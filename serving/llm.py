@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Self, TypedDict, Unpack, cast
 
 from onnxport.errors import CapacityError, DeviceLostError, RequestError
 from onnxport.providers.base import Attention, Capabilities, LoadOptions
 from onnxport.serving.adapters.registry import Adapter
-from onnxport.serving.chat import ChatTemplate, Message, Tool, check_variables
+from onnxport.serving.chat import ChatTemplate, Message, Tool
 from onnxport.serving.collect import OutputCollector
 from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
 from onnxport.serving.defaults import GenerationConfig, SamplingDefaults
@@ -21,27 +21,13 @@ from onnxport.serving.interrupts import Interrupts
 from onnxport.serving.loading import open_engine
 from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.prompts import Prompt, one_for_each, text_or_ids, variables_of
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.tokenizer import Tokenizer
 
-
-class TextPrompt(TypedDict):
-    """A prompt as text."""
-
-    prompt: str
-
-
-class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
-
-    prompt_token_ids: list[int]
-
-
-Prompt = str | TextPrompt | TokensPrompt
 DEFAULTS = EngineConfig()
-T = TypeVar("T")
 
 
 class EngineOptions(TypedDict, total=False):
@@ -265,10 +251,10 @@ class LLM:
         """
         one = isinstance(prompts, str | Mapping)
         listed = [cast(Prompt, prompts)] if one else list(cast("Sequence[Prompt]", prompts))
-        params = _one_for_each(sampling_params, self._params, len(listed), "sampling_params")
-        treated = _one_for_each(options, RequestOptions(), len(listed), "options")
+        params = one_for_each(sampling_params, self._params, len(listed), "sampling_params")
+        treated = one_for_each(options, RequestOptions(), len(listed), "options")
         requests = [
-            self._engine.prepare(self._next_id(), _text_or_ids(prompt), each, how)
+            self._engine.prepare(self._next_id(), text_or_ids(prompt), each, how)
             for prompt, each, how in zip(listed, params, treated, strict=True)
         ]
         return self._run(requests, use_tqdm=use_tqdm)
@@ -307,10 +293,10 @@ class LLM:
             raise RequestError("this model has no chat template; use `generate`", "messages")
         one = bool(messages) and isinstance(messages[0], Mapping)
         listed = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
-        variables = _variables(chat_template_kwargs)
+        variables = variables_of(chat_template_kwargs)
         requests = []
-        each = _one_for_each(sampling_params, self._params, len(listed), "sampling_params")
-        treated = _one_for_each(options, RequestOptions(), len(listed), "options")
+        each = one_for_each(sampling_params, self._params, len(listed), "sampling_params")
+        treated = one_for_each(options, RequestOptions(), len(listed), "options")
         for chat, params, how in zip(listed, each, treated, strict=True):
             text = self._template.render(chat, tools, add_generation_prompt, **variables)
             ids = tokenizer.encode(text, add_special_tokens=False)
@@ -379,54 +365,6 @@ class LLM:
             self._engine.submit(request)
         except (CapacityError, DeviceLostError) as error:
             collectors[request.request_id].fail(str(error))
-
-
-def _text_or_ids(prompt: Prompt) -> str | list[int]:
-    """Return the text or the token ids of a prompt."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Mapping) and prompt.keys() == {"prompt"}:
-        return cast(TextPrompt, prompt)["prompt"]
-    if isinstance(prompt, Mapping) and prompt.keys() == {"prompt_token_ids"}:
-        ids: Any = cast(TokensPrompt, prompt)["prompt_token_ids"]
-        if not isinstance(ids, str | bytes):
-            return cast(list[int], ids)
-        raise RequestError(
-            f"prompt_token_ids is {type(ids).__name__}; it must be a list of token ids", "prompt"
-        )
-    found = f"keys {sorted(prompt)}" if isinstance(prompt, Mapping) else type(prompt).__name__
-    raise RequestError(
-        f"a prompt has {found}; it must be text, {{'prompt': text}} or {{'prompt_token_ids': ids}}",
-        "prompt",
-    )
-
-
-def _variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return variables of a chat template as keywords, none of which `render` has itself."""
-    variables = dict(given or {})
-    if strange := [name for name in variables if not isinstance(name, str)]:
-        raise RequestError(
-            f"chat_template_kwargs has the name {strange[0]!r}; names are text",
-            "chat_template_kwargs",
-        )
-    check_variables(variables)
-    return variables
-
-
-def _one_for_each(given: T | Sequence[T] | None, default: T, number: int, name: str) -> Sequence[T]:
-    """Return `number` values: those given, or one for all."""
-    if given is None or isinstance(given, type(default)):
-        return [default if given is None else given] * number
-    kind = type(default)
-    several: Any = given
-    whole = isinstance(several, Sequence) and not isinstance(several, str)
-    if not whole or not all(one is None or isinstance(one, kind) for one in several):
-        raise RequestError(f"{name} must be {kind.__name__}, or a list of these", name)
-    if len(several) != number:
-        raise RequestError(
-            f"{len(several)} {name} for {number} prompts; give one, or one for each", name
-        )
-    return [default if one is None else one for one in several]
 
 
 def _progress(total: int, show: bool) -> Callable[[], object]:

@@ -277,7 +277,7 @@ def add_sampling_options(
     group.add_argument(
         "--top-p",
         type=float,
-        help=f"keep the likeliest tokens that are as probable together {otherwise('1')}",
+        help=f"keep the likeliest tokens whose probabilities add up to this {otherwise('1')}",
     )
     group.add_argument(
         "--top-k", type=int, help=f"keep so many of the likeliest tokens, 0 all {otherwise('all')}"

@@ -61,7 +61,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "--max-tokens", type=positive, help="most tokens of an answer (as the context allows)"
     )
     add_template_options(parser, "--chat-template-kwargs")
-    add_generation_config(add_sampling_options(parser, "as --generation-config says"))
+    add_generation_config(add_sampling_options(parser, "the model's"))
     add_reasoning_option(parser)
     add_load_options(parser)
     add_choice_options(parser)
