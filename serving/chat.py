@@ -62,10 +62,12 @@ class ChatTemplate:
         sources: template name -> Jinja text; empty when the model has none. `default` serves every
             request, except that `tool_use`, where there is one, serves those with tools.
         special_tokens: `bos_token`, `eos_token`, …, as the templates read them.
+        variables: further variables of the templates, where whoever renders sets none of that name.
     """
 
     sources: Mapping[str, str]
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
     _compiled: dict[str, jinja2.Template] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -95,7 +97,7 @@ class ChatTemplate:
 
     def knows(self, variable: str) -> bool:
         """Whether a template speaks of a variable."""
-        name = re.compile(rf"\b{variable}\b")
+        name = re.compile(rf"\b{re.escape(variable)}\b")
         return any(map(name.search, self.sources.values()))
 
     def source(self, *, with_tools: bool) -> str:
@@ -135,16 +137,13 @@ class ChatTemplate:
             add_generation_prompt: end with the start of an assistant message.
             continue_final_message: end in the middle of the last message, so that what is generated
                 is the rest of it, as transformers has it.
-            variables: further variables of the template, such as `enable_thinking`.
+            variables: further variables of the template, such as `enable_thinking`; they go before
+                its own.
 
         Raises:
             RequestError: the model has no template, or the template refuses the messages.
         """
-        if reserved := RESERVED & variables.keys():
-            raise RequestError(
-                f"template variables {sorted(reserved)} are set by the request; remove them",
-                "chat_template_kwargs",
-            )
+        check_variables(variables)
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError(
@@ -163,7 +162,7 @@ class ChatTemplate:
         def render(knows: _Knowledge) -> str:
             plain = [_plain_message(message, knows) for message in messages]
             return template.render(
-                {**self.special_tokens, **variables},
+                {**self.special_tokens, **self.variables, **variables},
                 messages=for_channels(plain) if knows.channels else plain,
                 tools=_tools(tools, knows),
                 documents=None,
@@ -213,7 +212,8 @@ class ChatTemplate:
             # Jinja is imported with the first conversation: who sends plain prompts has none.
             from onnxport.serving.jinja import compile_template
 
-            self._compiled[name] = compile_template(self.sources[name], TEMPLATE_FILE)
+            file = f"{TEMPLATE_FILE} in the model's folder"
+            self._compiled[name] = compile_template(self.sources[name], file)
         return self._compiled[name]
 
 
@@ -333,6 +333,20 @@ def _cut(rendered: str) -> str:
             "continue_final_message",
         )
     return before if after.startswith(_MARK[-1]) else before.rstrip()
+
+
+def check_variables(variables: Mapping[str, Any] | None) -> None:
+    """Refuse variables of a template that requests have fields for.
+
+    Raises:
+        RequestError: names them.
+    """
+    if reserved := RESERVED & (variables or {}).keys():
+        raise RequestError(
+            f"chat_template_kwargs sets {sorted(reserved)}, which the request itself sets; "
+            "remove them",
+            "chat_template_kwargs",
+        )
 
 
 def plain_text(content: Any) -> str:

@@ -25,7 +25,7 @@ def compile_template(text: str, file: str) -> jinja2.Template:
 
     Args:
         text: in Jinja.
-        file: where a user corrects it.
+        file: where a user corrects it, in words.
 
     Raises:
         RequestError: it is not valid.
@@ -34,8 +34,8 @@ def compile_template(text: str, file: str) -> jinja2.Template:
         return _environment().from_string(text)
     except jinja2.TemplateSyntaxError as error:
         raise RequestError(
-            f"the model's chat template is not valid Jinja: {error.message}, line "
-            f"{error.lineno}. Correct {file} in the model's folder.",
+            f"the chat template is not valid Jinja: {error.message}, line {error.lineno}. Correct "
+            f"{file}.",
             "messages",
         ) from error
 

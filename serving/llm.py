@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Self, TypedDict, Unpack, cast
 
 from onnxport.errors import CapacityError, DeviceLostError, RequestError
 from onnxport.providers.base import Attention, Capabilities, LoadOptions
@@ -15,32 +15,19 @@ from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.chat import ChatTemplate, Message, Tool
 from onnxport.serving.collect import OutputCollector
 from onnxport.serving.config import EngineConfig, Preemption, SchedulingPolicy
+from onnxport.serving.defaults import GenerationConfig, SamplingDefaults
 from onnxport.serving.engine import Engine
 from onnxport.serving.interrupts import Interrupts
 from onnxport.serving.loading import open_engine
 from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.prompts import Prompt, one_for_each, text_or_ids, variables_of
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.stats import EngineStats
 from onnxport.serving.tokenizer import Tokenizer
 
-
-class TextPrompt(TypedDict):
-    """A prompt as text."""
-
-    prompt: str
-
-
-class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
-
-    prompt_token_ids: list[int]
-
-
-Prompt = str | TextPrompt | TokensPrompt
 DEFAULTS = EngineConfig()
-T = TypeVar("T")
 
 
 class EngineOptions(TypedDict, total=False):
@@ -91,6 +78,8 @@ class LLM:
         graph_cache: str | Path | None = None,
         coarse_head: bool = True,
         hybrid_kv_cache: bool = True,
+        generation_config: GenerationConfig = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
         **limits: Unpack[EngineOptions],
     ) -> None:
         """Load an artifact.
@@ -130,11 +119,18 @@ class LLM:
                 depends on it.
             hybrid_kv_cache: let layers with a sliding window have blocks of their own, so that
                 those behind the window are used again (cpu, cuda, webgpu); no token depends on it.
+            generation_config: how prompts without `SamplingParams` are sampled: "auto", as the
+                model's `generation_config.json` says, or "none", by OpenAI's defaults; see
+                `get_default_sampling_params`.
+            override_generation_config: values laid over these, by the names of `SamplingDefaults`.
             limits: more limits of the engine, by the names of `EngineConfig`.
 
         Raises:
-            OnnxportError: the artifact, the provider or the sizes do not fit; see `open_engine`.
+            OnnxportError: the artifact, the provider or the sizes do not fit, see `open_engine`, or
+                the sampling defaults are not valid.
         """
+        folder = Path(model)
+        defaults = SamplingDefaults.of(folder, generation_config, override_generation_config)
         config = EngineConfig(max_num_seqs, max_num_batched_tokens, seed, **limits)
         options = LoadOptions(
             threads=threads,
@@ -155,17 +151,27 @@ class LLM:
             coarse_head=coarse_head,
             hybrid_kv_cache=hybrid_kv_cache,
         )
-        folder = Path(model)
         engine = open_engine(
             folder, provider, options, config, needs_tokenizer=False, fallback=fallback
         )
-        self._take(engine, ChatTemplate.read(folder))
+        self._take(engine, ChatTemplate.read(folder), defaults)
 
     @classmethod
-    def from_engine(cls, engine: Engine, template: ChatTemplate | None = None) -> LLM:
-        """Wrap an engine that is there already; `close` closes it."""
+    def from_engine(
+        cls,
+        engine: Engine,
+        template: ChatTemplate | None = None,
+        defaults: SamplingDefaults | None = None,
+    ) -> LLM:
+        """Wrap an engine that is there already; `close` closes it.
+
+        Args:
+            engine: runs the prompts.
+            template: of `chat`; None: there is none.
+            defaults: of prompts without `SamplingParams`; None: OpenAI's.
+        """
         llm = cls.__new__(cls)
-        llm._take(engine, template)
+        llm._take(engine, template, defaults or SamplingDefaults())
         return llm
 
     @property
@@ -176,6 +182,15 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer | None:
         """Return the model's tokenizer."""
         return self._engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what prompts without `SamplingParams` get: what the model's authors chose.
+
+        These are temperature, top_p, top_k, min_p and repetition_penalty, see `SamplingDefaults`;
+        the others are as `SamplingParams` has them, so up to 16 tokens are generated.
+        `SamplingParams` that are given count as they are: nothing of the model's is put into them.
+        """
+        return self._params
 
     def stats(self) -> EngineStats:
         """Return the engine's counters."""
@@ -225,7 +240,8 @@ class LLM:
 
         Args:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": ids}`, or a list of these.
-            sampling_params: for all prompts, or one for each; None for the defaults.
+            sampling_params: for all prompts, or one for each; None for the model's own, see
+                `get_default_sampling_params`.
             options: adapter, priority and the like, for all prompts, or one for each.
             use_tqdm: show a progress bar.
 
@@ -235,10 +251,10 @@ class LLM:
         """
         one = isinstance(prompts, str | Mapping)
         listed = [cast(Prompt, prompts)] if one else list(cast("Sequence[Prompt]", prompts))
-        params = _one_for_each(sampling_params, SamplingParams(), len(listed), "sampling_params")
-        treated = _one_for_each(options, RequestOptions(), len(listed), "options")
+        params = one_for_each(sampling_params, self._params, len(listed), "sampling_params")
+        treated = one_for_each(options, RequestOptions(), len(listed), "options")
         requests = [
-            self._engine.prepare(self._next_id(), _text_or_ids(prompt), each, how)
+            self._engine.prepare(self._next_id(), text_or_ids(prompt), each, how)
             for prompt, each, how in zip(listed, params, treated, strict=True)
         ]
         return self._run(requests, use_tqdm=use_tqdm)
@@ -251,16 +267,20 @@ class LLM:
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         tools: Sequence[Tool] | None = None,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several; see `generate`.
 
         Args:
             messages: the messages of a conversation, or a list of conversations.
-            sampling_params: for all conversations, or one for each; None for the defaults.
+            sampling_params: for all conversations, or one for each; None for the model's own, see
+                `get_default_sampling_params`.
             options: adapter, priority and the like, for all conversations, or one for each.
             tools: what the model may call, in OpenAI's shape.
             add_generation_prompt: end the prompt where the model's answer begins.
+            chat_template_kwargs: further variables of the chat template, such as
+                `{"enable_thinking": False}`; one that it does not have changes nothing.
             use_tqdm: show a progress bar.
 
         Raises:
@@ -273,11 +293,12 @@ class LLM:
             raise RequestError("this model has no chat template; use `generate`", "messages")
         one = bool(messages) and isinstance(messages[0], Mapping)
         listed = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
+        variables = variables_of(chat_template_kwargs)
         requests = []
-        each = _one_for_each(sampling_params, SamplingParams(), len(listed), "sampling_params")
-        treated = _one_for_each(options, RequestOptions(), len(listed), "options")
+        each = one_for_each(sampling_params, self._params, len(listed), "sampling_params")
+        treated = one_for_each(options, RequestOptions(), len(listed), "options")
         for chat, params, how in zip(listed, each, treated, strict=True):
-            text = self._template.render(chat, tools, add_generation_prompt)
+            text = self._template.render(chat, tools, add_generation_prompt, **variables)
             ids = tokenizer.encode(text, add_special_tokens=False)
             request = self._engine.prepare(self._next_id(), ids, params, how)
             request.prompt = text
@@ -299,9 +320,12 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _take(self, engine: Engine, template: ChatTemplate | None) -> None:
+    def _take(
+        self, engine: Engine, template: ChatTemplate | None, defaults: SamplingDefaults
+    ) -> None:
         self._engine = engine
         self._template = template
+        self._params = SamplingParams(**defaults.filled({}))
         self._numbers = count()
 
     def _next_id(self) -> str:
@@ -341,42 +365,6 @@ class LLM:
             self._engine.submit(request)
         except (CapacityError, DeviceLostError) as error:
             collectors[request.request_id].fail(str(error))
-
-
-def _text_or_ids(prompt: Prompt) -> str | list[int]:
-    """Return the text or the token ids of a prompt."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Mapping) and prompt.keys() == {"prompt"}:
-        return cast(TextPrompt, prompt)["prompt"]
-    if isinstance(prompt, Mapping) and prompt.keys() == {"prompt_token_ids"}:
-        ids: Any = cast(TokensPrompt, prompt)["prompt_token_ids"]
-        if not isinstance(ids, str | bytes):
-            return cast(list[int], ids)
-        raise RequestError(
-            f"prompt_token_ids is {type(ids).__name__}; it must be a list of token ids", "prompt"
-        )
-    found = f"keys {sorted(prompt)}" if isinstance(prompt, Mapping) else type(prompt).__name__
-    raise RequestError(
-        f"a prompt has {found}; it must be text, {{'prompt': text}} or {{'prompt_token_ids': ids}}",
-        "prompt",
-    )
-
-
-def _one_for_each(given: T | Sequence[T] | None, default: T, number: int, name: str) -> Sequence[T]:
-    """Return `number` values: those given, or one for all."""
-    if given is None or isinstance(given, type(default)):
-        return [default if given is None else given] * number
-    kind = type(default)
-    several: Any = given
-    whole = isinstance(several, Sequence) and not isinstance(several, str)
-    if not whole or not all(one is None or isinstance(one, kind) for one in several):
-        raise RequestError(f"{name} must be {kind.__name__}, or a list of these", name)
-    if len(several) != number:
-        raise RequestError(
-            f"{len(several)} {name} for {number} prompts; give one, or one for each", name
-        )
-    return [default if one is None else one for one in several]
 
 
 def _progress(total: int, show: bool) -> Callable[[], object]:

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
 from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http import (
     adapters,
     chat_completions,
@@ -21,7 +22,6 @@ from onnxport.serving.http import (
 )
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.completion_request import CompletionRequest
-from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.generation import DisconnectedError
 from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from onnxport.serving.http.responses_request import ResponsesRequest

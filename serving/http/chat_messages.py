@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import ConfigDict, Field, model_validator
 
 from onnxport.errors import RequestError
-from onnxport.serving.chat import RESERVED
 from onnxport.serving.http.protocol import Strict, expect
 from onnxport.serving.reasoning import REASONING_NAMES
 
@@ -143,17 +142,3 @@ def told(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]]:
     return [
         tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools or ()
     ]
-
-
-def check_variables(variables: dict[str, Any] | None) -> None:
-    """Refuse variables of a template that requests have fields for.
-
-    Raises:
-        RequestError: names them.
-    """
-    if reserved := RESERVED & (variables or {}).keys():
-        raise RequestError(
-            f"chat_template_kwargs sets {sorted(reserved)}, which the request itself sets; "
-            "remove them",
-            "chat_template_kwargs",
-        )

@@ -9,15 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from onnxport.errors import RequestError
-from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.chat import ChatTemplate, check_variables
+from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.chat_messages import (
     ChatMessage,
     FunctionDefinition,
     ToolDefinition,
-    check_variables,
     told,
 )
-from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.fields import NEUTRAL_CHAT
 from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS, RequestBody
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax

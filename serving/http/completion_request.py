@@ -10,7 +10,7 @@ from pydantic import Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
-from onnxport.serving.http.defaults import SamplingDefaults
+from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.fields import NEUTRAL_COMPLETION, are_ids, is_list
 from onnxport.serving.http.protocol import RequestBody
 from onnxport.serving.params import MAX_LOGPROBS, SamplingParams

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from onnxport.errors import RequestError
-from onnxport.serving.http.defaults import DEFAULTED, SamplingDefaults
+from onnxport.serving.defaults import DEFAULTED, SamplingDefaults
 from onnxport.serving.http.fields import NEUTRAL, are_ids, check_json, check_neutral
 from onnxport.serving.http.forms import FormFields
 from onnxport.serving.params import RequestOptions, SamplingParams

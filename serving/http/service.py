@@ -11,9 +11,9 @@ from typing import Protocol
 from onnxport.providers.base import Capabilities
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.chat import ChatTemplate
+from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.events import Listener
 from onnxport.serving.fallback import Loss
-from onnxport.serving.http.defaults import SamplingDefaults
 from onnxport.serving.http.errors import ApiError, shortened
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.outputs import CompletionDelta

@@ -10,11 +10,11 @@ from pydantic import Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
+from onnxport.serving.chat import check_variables
 from onnxport.serving.http import chat_completions
 from onnxport.serving.http.chat_messages import (
     ChatMessage,
     ToolDefinition,
-    check_variables,
     told,
 )
 from onnxport.serving.http.fields import are_ids, check_json

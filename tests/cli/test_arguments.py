@@ -17,6 +17,7 @@ from onnxport.cli.values import memory, seconds, size
 from onnxport.errors import CapacityError, ExportError, RequestError
 from onnxport.exporter.options import ExportOptions
 from onnxport.serving.config import EngineConfig
+from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.params import SamplingParams
 
 
@@ -120,7 +121,7 @@ def test_what_is_not_given_is_the_engines_own_default() -> None:
 
 
 def test_every_field_of_the_engine_has_an_option() -> None:
-    assert {*ENGINE_OPTIONS, "seed"} == {field.name for field in fields(EngineConfig)}
+    assert set(ENGINE_OPTIONS) == {field.name for field in fields(EngineConfig)}
     serve = vars(parse("serve", "m"))
     assert set(ENGINE_OPTIONS) <= set(serve)
 
@@ -129,6 +130,7 @@ def test_every_field_of_the_engine_has_an_option() -> None:
     ("arguments", "expected"),
     [
         ("--max-queued-requests 3", {"max_queued_requests": 3}),
+        ("--seed 0", {"seed": 0}),
         ("--scheduling-policy fair", {"scheduling_policy": "fair"}),
         ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),
         ("--enable-prefix-caching", {"enable_prefix_caching": True}),
@@ -189,11 +191,19 @@ def test_a_coarse_head_and_a_hybrid_cache_are_permissions_that_are_given(
 
 @pytest.mark.parametrize("command", [["generate", "m", "x"], ["chat", "m"]])
 def test_sampling(command: list[str]) -> None:
-    neutral = sampling_params(parse(*command, "--max-tokens", "5"))
-    assert neutral == SamplingParams(temperature=0.0, max_tokens=5)
+    neutral = sampling_params(parse(*command, "--max-tokens", "5"), SamplingDefaults())
+    assert neutral == SamplingParams(max_tokens=5)
+    models = SamplingDefaults(0.6, 0.95, 20, 0.05, 1.1)
+    params = sampling_params(parse(*command, "--max-tokens", "5"), models)
+    assert params == SamplingParams(
+        temperature=0.6, top_p=0.95, top_k=20, min_p=0.05, repetition_penalty=1.1, max_tokens=5
+    )
+    off = "--temperature 0 --top-p 1 --top-k 0 --min-p 0 --repetition-penalty 1 --max-tokens 5"
+    params = sampling_params(parse(*command, *off.split()), models)
+    assert params == SamplingParams(temperature=0.0, max_tokens=5)
     given = "--min-p 0.1 --repetition-penalty 1.2 --presence-penalty -1 --frequency-penalty 0.5"
     more = "--temperature 0.7 --top-p 0.9 --top-k 5 --seed 3 --max-tokens 5"
-    params = sampling_params(parse(*command, *given.split(), *more.split()))
+    params = sampling_params(parse(*command, *given.split(), *more.split()), models)
     assert params == SamplingParams(
         temperature=0.7,
         top_p=0.9,
@@ -206,7 +216,7 @@ def test_sampling(command: list[str]) -> None:
         frequency_penalty=0.5,
     )
     with pytest.raises(RequestError, match="min_p is 2"):
-        sampling_params(parse(*command, "--min-p", "2"))
+        sampling_params(parse(*command, "--min-p", "2"), models)
 
 
 @pytest.mark.parametrize("command", [["serve", "m"], ["generate", "m", "x"], ["chat", "m"]])

@@ -100,7 +100,15 @@ def test_errors_are_one_paragraph(
         ["generate", artifact, "x", "--json-schema", tmp_path / "missing.json"],
         ["generate", artifact, "x", "--json-schema", '{"type": 5}'],
         ["generate", artifact, "x", "--regex", "("],
+        ["generate", artifact, "x", "--precision", "int8"],
+        ["generate", checkpoint, "x", "--revision", "main"],
+        ["generate", "./missing", "x"],
         ["chat", tmp_path],
+        ["chat", artifact, "--context-length", "64"],
+        ["chat", artifact, "--chat-template", tmp_path],
+        ["chat", artifact, "--chat-template-kwargs", '{"moood": 1}'],
+        ["serve", tmp_path, "--port", "0"],
+        ["serve", artifact, "--port", "0", "--default-chat-template-kwargs", '{"moood": 1}'],
         ["verify", checkpoint],
         ["serve", tmp_path / "missing", "--port", "0"],
         ["serve", artifact, "--port", "0", "--precision", "int8"],
@@ -113,6 +121,7 @@ def test_errors_are_one_paragraph(
     assert not (tmp_path / "out").exists()
     done = onnxport("generate", tmp_path, "x")
     assert (done.returncode, done.stderr[:7]) == (1, "error: ")
+    assert "neither an artifact nor a checkpoint" in done.stderr
 
 
 @pytest.mark.slow
@@ -191,12 +200,35 @@ def test_the_cache_may_be_sized_in_memory(artifact: Path) -> None:
 
 def test_chat_through_a_pipe(artifact: Path) -> None:
     lines = "hello\n/nonsense\n\n/reset\nhello\n/exit\nnever read\n"
-    done = onnxport("chat", artifact, "--max-tokens", "5", "--system", "Be brief.", stdin=lines)
+    given = ("--max-tokens", "5", "--temperature", "0", "--system", "Be brief.")
+    done = onnxport("chat", artifact, *given, stdin=lines)
     assert done.returncode == 0
     assert "There is no command /nonsense" in done.stderr
     assert len(done.stdout) > 2
     half = len(done.stdout) // 2
     assert done.stdout[:half] == done.stdout[half:]  # the second began anew
+
+
+def test_a_checkpoint_is_exported_once_by_whoever_comes_first(
+    checkpoint: Path,
+    artifact: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("ONNXPORT_CACHE", str(cache))
+    few = ("--max-tokens", "8", "--no-trial", "--group-size", "32")
+    assert main(["generate", str(checkpoint), "hello", *few]) == 0
+    out, err = capsys.readouterr()
+    assert "is exported first, once, to" in err
+    assert main(["generate", str(artifact), "hello", *few[:-2]]) == 0
+    assert capsys.readouterr().out == out
+    lines = iter(["hello", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda *_: next(lines))
+    assert main(["chat", str(checkpoint), *few]) == 0
+    assert "is exported first" not in capsys.readouterr().err
+    assert len(list(cache.glob("tiny-*/manifest.json"))) == 1
 
 
 @pytest.mark.slow

@@ -205,3 +205,30 @@ def test_without_a_prefix_cache(artifact: Path) -> None:
         for _ in range(2):
             done = httpx.post(f"{address}/v1/completions", json=body).json()
             assert done["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.slow
+def test_what_requests_do_not_say(artifact: Path, tmp_path: Path) -> None:
+    """Sampling, the seed, and the chat template are the server's."""
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ mood }}")
+    options = ("--seed", "3", "--chat-template", file)
+    kwargs = ("--default-chat-template-kwargs", '{"mood": "calm"}')
+    body: Any = {"model": "tiny", "prompt": "ab", "max_tokens": 30, "ignore_eos": True}
+    texts = []
+    for more in ((), (), ("--override-generation-config", '{"temperature": 0}')):
+        with serving(artifact, *options, *kwargs, *more) as (address, said):
+            for _ in range(2):
+                done = httpx.post(f"{address}/v1/completions", json=body).json()
+                texts.append(done["choices"][0]["text"])
+            chat, text = (
+                httpx.post(f"{address}/tokenize", json=each).json()["tokens"]
+                for each in ({"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "calm"})
+            )
+            assert chat == text
+            heat = "0," if more else "1.0,"
+            assert any(f"are sampled with temperature {heat}" in line for line in said)
+    first, second, third, fourth, *greedy = texts
+    assert (first, second) == (third, fourth)
+    assert first != second
+    assert len({first, second, *greedy}) == 3

@@ -139,9 +139,15 @@ class FakeEngine:
 class Client:
     """Asks an application without a socket."""
 
-    def __init__(self, engine: FakeEngine, folder: Path, options: AppOptions | None = None) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine,
+        folder: Path,
+        options: AppOptions | None = None,
+        template: ChatTemplate | None = None,
+    ) -> None:
         self.engine = engine
-        app = create_app(engine, MODEL, ChatTemplate.read(folder), options)
+        app = create_app(engine, MODEL, template or ChatTemplate.read(folder), options)
         transport = httpx.ASGITransport(app)
         self._http = httpx.AsyncClient(transport=transport, base_url="http://test")
 

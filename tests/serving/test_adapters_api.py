@@ -19,9 +19,10 @@ from onnxport.errors import (
 from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.engine import Engine
 from onnxport.serving.growth import Growth
-from onnxport.serving.llm import LLM, TokensPrompt
+from onnxport.serving.llm import LLM
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.prompts import TokensPrompt
 from onnxport.serving.worker import AsyncEngine
 from tests.serving.adapting import adapter_engine, random_tensors, write_adapter
 from tests.serving.helpers import GREEDY, run, submit, tokens

@@ -16,7 +16,7 @@ from onnxport.providers.registry import open_model
 from onnxport.serving.beside import Beside
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
-from onnxport.serving.llm import TokensPrompt
+from onnxport.serving.prompts import TokensPrompt
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.draft_model import ModelDrafter
 from onnxport.serving.speculation.ngram import NgramDrafter

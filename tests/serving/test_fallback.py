@@ -18,9 +18,10 @@ from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Standby
-from onnxport.serving.llm import LLM, TokensPrompt
+from onnxport.serving.llm import LLM
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.prompts import TokensPrompt
 from onnxport.serving.worker import AsyncEngine
 from tests.serving.helpers import (
     GREEDY,

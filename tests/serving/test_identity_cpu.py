@@ -16,7 +16,7 @@ import pytest
 from onnxport import LLM, SamplingParams
 from onnxport.kv.disk_file import CHECKSUM_BYTES
 from onnxport.providers.cpu.library import find_library
-from onnxport.serving.llm import TokensPrompt
+from onnxport.serving.prompts import TokensPrompt
 from tests.providers.conftest import ArtifactMaker
 
 _random = random.Random(3)

@@ -1,16 +1,26 @@
 """Offline inference in vLLM's shape, on the null provider."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import onnxport
-from onnxport.errors import CapacityError, OnnxportError, ProviderError, RequestError
+from onnxport.errors import (
+    ArtifactError,
+    CapacityError,
+    OnnxportError,
+    ProviderError,
+    RequestError,
+)
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.null import NullModel
+from onnxport.serving import llm as module
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.config import EngineConfig
+from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.llm import LLM
 from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.params import SamplingParams
@@ -30,6 +40,21 @@ def llm() -> LLM:
 
 def ids(output: RequestOutput) -> list[int]:
     return list(output.outputs[0].token_ids)
+
+
+def parameters(llm: LLM, prompts: Any, given: Any) -> list[SamplingParams]:
+    """What prompts are run with."""
+    found = []
+    prepare = llm._engine.prepare
+
+    def noted(name: str, ids: Any, params: SamplingParams, *more: Any) -> Any:
+        found.append(params)
+        return prepare(name, ids, params, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm._engine, "prepare", noted)
+        llm.generate(prompts, given)
+    return found
 
 
 def test_it_is_the_public_api() -> None:
@@ -150,6 +175,59 @@ def test_chat_renders_the_template_and_adds_no_special_tokens(llm: LLM) -> None:
 def test_chat_without_a_template_is_refused() -> None:
     with pytest.raises(RequestError, match="no chat template"):
         LLM.from_engine(null_engine()).chat([{"role": "user", "content": "hello"}])
+
+
+def test_the_models_own_parameters_where_none_are_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They take the place of a whole `SamplingParams`, and are put into none that is given."""
+    monkeypatch.setattr(module, "open_engine", lambda *_, **__: null_engine())
+    config = {"temperature": 0.6, "top_p": 0.95, "top_k": 1, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    own = SamplingParams(temperature=0.6, top_p=0.95, top_k=1, repetition_penalty=1.1)
+    prompt, other = ({"prompt_token_ids": [one, 4, 5]} for one in (3, 6))
+    with LLM(tmp_path) as llm:
+        assert llm.get_default_sampling_params() == own
+        used = parameters(llm, [prompt, other], None)
+        assert used == [own, own]
+        assert parameters(llm, [prompt, other], [None, GREEDY]) == [own, GREEDY]
+        assert parameters(llm, prompt, SamplingParams()) == [SamplingParams()]
+        (output,) = llm.generate(prompt)
+    assert ids(output) == alone([3, 4, 5], own)
+    with LLM(tmp_path, generation_config="none") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+    with LLM(tmp_path, override_generation_config={"top_k": 5}) as llm:
+        assert llm.get_default_sampling_params() == replace(own, top_k=5)
+    with LLM.from_engine(null_engine(), defaults=SamplingDefaults(0.5)) as llm:
+        assert parameters(llm, prompt, None) == [SamplingParams(temperature=0.5)]
+
+
+def test_defaults_that_are_not_valid_are_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="'temprature', which is not known"):
+        LLM(tmp_path, override_generation_config={"temprature": 1})
+    (tmp_path / "generation_config.json").write_text('{"top_p": 2}')
+    with pytest.raises(ArtifactError, match='generation_config="none"'):
+        LLM(tmp_path)
+    with pytest.raises(ArtifactError, match="not an artifact"):
+        LLM(tmp_path, generation_config="none")
+
+
+def test_chat_gives_the_template_its_variables(llm: LLM) -> None:
+    source = "{% if thinks is defined and not thinks %}no {% endif %}{{ mood }}:"
+    engine = llm._engine
+    messages = [{"role": "user", "content": "hello"}]
+    llm = LLM.from_engine(engine, ChatTemplate({"default": source}, variables={"mood": "calm"}))
+    for given, expected in (
+        (None, "calm:"),
+        ({"thinks": False}, "no calm:"),
+        ({"thinks": True, "mood": "wild"}, "wild:"),
+        ({"unknown": 1}, "calm:"),
+    ):
+        (output,) = llm.chat(messages, GREEDY, chat_template_kwargs=given)
+        assert output.prompt == expected
+    for wrong, words in (({"tools": []}, "which the request itself sets"), ({1: 2}, "name 1")):
+        with pytest.raises(RequestError, match=words):
+            llm.chat(messages, chat_template_kwargs=wrong)  # type: ignore[arg-type]
 
 
 def test_an_interruption_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from onnxport.providers.cpu import library
 from onnxport.providers.ort_model import OrtModel
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.drawing import LOG2_E, RowParams, summary_scale
-from onnxport.serving.llm import TokensPrompt
+from onnxport.serving.prompts import TokensPrompt
 from onnxport.serving.sampler import sample, sample_greedy
 from onnxport.serving.speculation.config import SpeculationConfig
 from tests.kernels.summary_cases import check

@@ -10,7 +10,7 @@ import pytest
 
 from onnxport import LLM, SamplingParams
 from onnxport.providers.cpu.library import find_library
-from onnxport.serving.llm import TokensPrompt
+from onnxport.serving.prompts import TokensPrompt
 from onnxport.serving.speculation.config import SpeculationConfig
 from tests.providers.conftest import ArtifactMaker
 

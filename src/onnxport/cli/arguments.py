@@ -14,6 +14,7 @@ from onnxport.serving.speculation.config import SpeculationConfig
 
 if TYPE_CHECKING:
     from onnxport.providers.base import LoadOptions
+    from onnxport.serving.defaults import SamplingDefaults
     from onnxport.serving.params import SamplingParams
     from onnxport.serving.structured.spec import StructuredOutputs
 
@@ -23,6 +24,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 ENGINE_OPTIONS = (  # named as the fields of EngineConfig
     "max_num_seqs",
     "max_num_batched_tokens",
+    "seed",
     "max_queued_requests",
     "scheduling_policy",
     "enable_prefix_caching",
@@ -252,25 +254,43 @@ def add_queue_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add how tokens are chosen."""
+def add_sampling_options(
+    parser: argparse.ArgumentParser, defaults: str | None = None
+) -> argparse._ArgumentGroup:
+    """Add how tokens are chosen, and return the group.
+
+    Args:
+        parser: of the command.
+        defaults: where values come from that are not given, in words; None: 0 as the temperature,
+            and what changes nothing for the others.
+    """
     group = parser.add_argument_group("sampling")
+
+    def otherwise(neutral: str) -> str:
+        return f"({defaults or neutral})"
+
     group.add_argument(
-        "--temperature", type=float, default=0.0, help="0 (default) takes the likeliest token"
+        "--temperature",
+        type=float,
+        help=f"0 takes the likeliest token {otherwise('0')}",
     )
-    group.add_argument("--top-p", type=float, default=1.0)
-    group.add_argument("--top-k", type=int)
+    group.add_argument(
+        "--top-p",
+        type=float,
+        help=f"keep the likeliest tokens whose probabilities add up to this {otherwise('1')}",
+    )
+    group.add_argument(
+        "--top-k", type=int, help=f"keep so many of the likeliest tokens, 0 all {otherwise('all')}"
+    )
     group.add_argument(
         "--min-p",
         type=float,
-        default=0.0,
-        help="keep tokens at least this fraction as probable as the likeliest (0)",
+        help="keep tokens at least this fraction as probable as the likeliest " + otherwise("0"),
     )
     group.add_argument(
         "--repetition-penalty",
         type=float,
-        default=1.0,
-        help="above 1 makes tokens of prompt and answer less likely (1)",
+        help="above 1 makes tokens of prompt and answer less likely " + otherwise("1"),
     )
     group.add_argument(
         "--presence-penalty",
@@ -288,6 +308,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable"
     )
+    return group
 
 
 def add_reasoning_option(parser: argparse._ActionsContainer) -> None:
@@ -327,18 +348,18 @@ def structured_outputs(options: argparse.Namespace) -> StructuredOutputs | None:
 
     if (schema := options.json_schema) is not None:
         if not schema.lstrip().startswith("{"):
-            schema = _text_of("--json-schema", Path(schema))
+            schema = text_of("--json-schema", Path(schema))
         return StructuredOutputs(json=schema)
     if options.regex is not None:
         return StructuredOutputs(regex=options.regex)
     if options.choice is not None:
         return StructuredOutputs(choice=tuple(options.choice))
     if options.grammar is not None:
-        return StructuredOutputs(grammar=_text_of("--grammar", options.grammar))
+        return StructuredOutputs(grammar=text_of("--grammar", options.grammar))
     return None
 
 
-def _text_of(option: str, path: Path) -> str:
+def text_of(option: str, path: Path) -> str:
     """Return the text of a file. Raises RequestError if it cannot be read."""
     try:
         return path.read_text("utf-8")
@@ -399,16 +420,16 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**{name: value for name, value in given.items() if value is not None})
 
 
-def sampling_params(options: argparse.Namespace) -> SamplingParams:
-    """Return the decoding parameters."""
+def sampling_params(options: argparse.Namespace, defaults: SamplingDefaults) -> SamplingParams:
+    """Return the decoding parameters; the defaults where an option was not given.
+
+    Raises:
+        RequestError: a value is out of its range.
+    """
     from onnxport.serving.params import SamplingParams
 
     return SamplingParams(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
+        **defaults.filled(vars(options)),
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
         seed=options.seed,

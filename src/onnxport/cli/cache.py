@@ -1,7 +1,8 @@
-"""Artifacts that `serve` exported by itself, once each, in a cache folder."""
+"""Artifacts that commands exported by themselves, once each, in a cache folder."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
@@ -13,8 +14,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnxport.cli.export import export
-from onnxport.errors import ExportError
+from onnxport.cli.arguments import EXPORT_OPTIONS
+from onnxport.cli.export import export, export_options
+from onnxport.errors import CheckpointError, ExportError
 from onnxport.version import __version__
 
 if TYPE_CHECKING:
@@ -46,6 +48,42 @@ def cache_folder_if_any() -> Path | None:
     with suppress(ExportError):
         return cache_folder()
     return None
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add the model of a command, for `find_artifact`; `add_export_options` belongs to it."""
+    parser.add_argument(
+        "source", metavar="MODEL", help="an artifact; a checkpoint or hub id is exported first"
+    )
+
+
+def find_artifact(options: argparse.Namespace) -> Path:
+    """Return the artifact of the model that a command names, exporting it first if it is none.
+
+    Raises:
+        OnnxportError: the model cannot be found or exported, or options to export it by were given
+            with an artifact.
+    """
+    from onnxport.exporter.config import CONFIG_FILE
+    from onnxport.graphs.artifact import MANIFEST_FILE
+
+    source: str = options.source
+    path = Path(source)
+    if is_artifact(source):
+        if given := [each for each in EXPORT_OPTIONS if getattr(options, each) is not None]:
+            flags = ", ".join("--" + each.replace("_", "-") for each in given)
+            raise ExportError(
+                f"{source} is exported already, so {flags} cannot change it; leave that out, or "
+                "give the checkpoint"
+            )
+        return path
+    if path.is_dir() and not (path / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{source} is neither an artifact nor a checkpoint: it has no {MANIFEST_FILE} and no "
+            f"{CONFIG_FILE}. Give a folder that `onnxport export` wrote, one of a checkpoint, or a "
+            "hub id."
+        )
+    return cached_artifact(source, export_options(options))
 
 
 def is_artifact(source: str) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from contextlib import closing, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnxport.cli.adapters import add_adapter_option, request_options
@@ -15,12 +15,21 @@ from onnxport.cli.arguments import (
     Commands,
     add_cache_options,
     add_choice_options,
+    add_export_options,
     add_load_options,
     add_reasoning_option,
     add_sampling_options,
     add_speculation_options,
     command,
     sampling_params,
+)
+from onnxport.cli.cache import add_source, find_artifact
+from onnxport.cli.model_defaults import (
+    add_generation_config,
+    add_template_options,
+    chat_template,
+    sampling_defaults,
+    template_text,
 )
 from onnxport.cli.session import deltas, interruptible, open_session
 from onnxport.cli.values import positive
@@ -35,6 +44,8 @@ if TYPE_CHECKING:
     from onnxport.serving.request import Request
     from onnxport.serving.split import Split
 
+logger = logging.getLogger(__name__)
+
 PROMPT = "> "
 DIMMED = ("\x1b[2m", "\x1b[0m\n\n")  # what begins and ends reasoning in a terminal
 MARKED = ("<think>\n", "\n</think>\n\n")  # and elsewhere, whatever tags the model has
@@ -44,38 +55,46 @@ HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops a
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(commands, "chat", "Talk to a model in the terminal.", run)
-    parser.add_argument("artifact", metavar="ARTIFACT", type=Path)
+    add_source(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     parser.add_argument(
         "--max-tokens", type=positive, help="most tokens of an answer (as the context allows)"
     )
-    add_sampling_options(parser)
+    add_template_options(parser, "--chat-template-kwargs")
+    add_generation_config(add_sampling_options(parser, "the model's"))
     add_reasoning_option(parser)
     add_load_options(parser)
     add_choice_options(parser)
     add_cache_options(parser)
     add_speculation_options(parser)
     add_adapter_option(parser)
+    add_export_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Answer line by line until the end of the input."""
     from onnxport.graphs.artifact import Artifact
-    from onnxport.serving.chat import ChatTemplate
+    from onnxport.serving.defaults import SamplingDefaults
     from onnxport.serving.reasoning import reasoning_format
 
-    params = sampling_params(options)
-    Artifact.read(options.artifact)  # says what is wrong with a folder that is none
-    template = ChatTemplate.read(options.artifact)
+    sampling_params(options, SamplingDefaults())  # what is wrong is told before a long export
+    text = template_text(options)
+    artifact = find_artifact(options)
+    Artifact.read(artifact)  # says what is wrong with a damaged one
+    template = chat_template(artifact, text, options.template_variables)
     if not template:
         raise RequestError(
-            f"{options.artifact} has no chat template, so it cannot chat; use `onnxport generate`"
+            f"{options.source} has no chat template, so it cannot chat; give one "
+            "(--chat-template), or use `onnxport generate`"
         )
+    defaults = sampling_defaults(artifact, options)
+    logger.info("unless options say otherwise, answers are sampled with %s", defaults)
+    params = sampling_params(options, defaults)
     with suppress(ImportError):
         import readline  # noqa: F401 - gives `input` its history and editing
     reasoning = reasoning_format(options.reasoning_parser, template.sources.values())
     texts = reasoning.tags if reasoning else ()
-    with open_session(options.artifact, options, texts) as engine:
+    with open_session(artifact, options, texts) as engine:
         _tell(HELP)
         treated = request_options(options)
         _talk(Conversation(engine, template, params, options.system, treated, reasoning))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnxport.cli.adapters import add_adapter_option, request_options
@@ -14,6 +13,7 @@ from onnxport.cli.arguments import (
     add_cache_options,
     add_choice_options,
     add_engine_options,
+    add_export_options,
     add_load_options,
     add_sampling_options,
     add_speculation_options,
@@ -22,6 +22,7 @@ from onnxport.cli.arguments import (
     sampling_params,
     structured_outputs,
 )
+from onnxport.cli.cache import add_source, find_artifact
 from onnxport.cli.session import deltas, open_session
 from onnxport.cli.values import positive
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(commands, "generate", "Complete prompts and print the text.", run)
-    parser.add_argument("artifact", metavar="ARTIFACT", type=Path)
+    add_source(parser)
     parser.add_argument("prompts", metavar="PROMPT", nargs="+")
     parser.add_argument(
         "--max-tokens", type=positive, default=128, help="most tokens to generate (128)"
@@ -48,18 +49,25 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_cache_options(parser)
     add_speculation_options(parser)
     add_adapter_option(parser)
+    add_export_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run all prompts at once; one prompt's text is printed as it comes."""
+    """Run all prompts at once; one prompt's text is printed as it comes.
+
+    It is greedy unless told otherwise, whatever the model's own defaults are, so that the same
+    prompt has the same text.
+    """
     from dataclasses import replace
 
+    from onnxport.serving.defaults import SamplingDefaults
+
     params = replace(
-        sampling_params(options),
+        sampling_params(options, SamplingDefaults(temperature=0.0)),
         ignore_eos=options.ignore_eos,
         structured_outputs=structured_outputs(options),
     )
-    with open_session(options.artifact, options) as engine:
+    with open_session(find_artifact(options), options) as engine:
         requests = [
             engine.prepare(str(index), prompt, params, request_options(options))
             for index, prompt in enumerate(options.prompts)

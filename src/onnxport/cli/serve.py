@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from onnxport.cli.adapters import add_adapter_options
 from onnxport.cli.arguments import (
-    EXPORT_OPTIONS,
     Commands,
     add_cache_options,
     add_choice_options,
@@ -26,9 +25,18 @@ from onnxport.cli.arguments import (
     add_speculation_options,
     command,
 )
+from onnxport.cli.cache import add_source, find_artifact
+from onnxport.cli.model_defaults import (
+    add_generation_config,
+    add_override,
+    add_template_options,
+    chat_template,
+    sampling_defaults,
+    template_text,
+)
 from onnxport.cli.session import load_engine
 from onnxport.cli.values import port, seconds
-from onnxport.errors import ExportError, RequestError
+from onnxport.errors import RequestError
 
 if TYPE_CHECKING:
     from onnxport.providers.base import Capabilities
@@ -43,9 +51,7 @@ MOST_GRACE_S = 86_400
 def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command(commands, "serve", "Serve a model behind an OpenAI-compatible API.", run)
-    parser.add_argument(
-        "source", metavar="MODEL", help="an artifact; a checkpoint or hub id is exported first"
-    )
+    add_source(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK})")
     group.add_argument("--port", type=port, default=8000, help="0 takes a free one (8000)")
@@ -82,11 +88,14 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         help="what running requests have to finish after a signal to stop (10)",
     )
     group.add_argument(
-        "--generation-config",
-        choices=("auto", "none"),
-        default="auto",
-        help="sampling defaults: the model's own (auto) or OpenAI's (none)",
+        "--seed",
+        type=int,
+        metavar="N",
+        help="makes requests without a seed of their own reproducible, by their order (none)",
     )
+    add_generation_config(group)
+    add_override(group)
+    add_template_options(group, "--default-chat-template-kwargs")
     add_reasoning_option(group)
     group.add_argument(
         "--tool-call-parser",
@@ -151,13 +160,15 @@ def tool_call_parser(text: str) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal. The port is taken first, so that a wrong one is told at once."""
+    """Serve until a signal; what can be wrong without the model is told before it is exported."""
     from onnxport.serving.http.server import bind
 
     logging.getLogger("onnxport").setLevel(logging.INFO)
+    template = template_text(options)
     with bind(options.host, options.port) as sock:
-        artifact, name = _artifact(options)
-        return _serve(artifact, name, sock, options)
+        name = served_name(options)
+        artifact = find_artifact(options)
+        return _serve(artifact, name, sock, options, template)
 
 
 def api_keys(given: list[str] | None) -> tuple[str, ...]:
@@ -177,23 +188,11 @@ def api_keys(given: list[str] | None) -> tuple[str, ...]:
     return stripped
 
 
-def _artifact(options: argparse.Namespace) -> tuple[Path, str]:
-    """Return the artifact to serve and the name it is served by."""
-    from onnxport.cli.cache import cached_artifact, is_artifact
-    from onnxport.cli.export import export_options
-
+def served_name(options: argparse.Namespace) -> str:
+    """Return the name that requests give."""
     source: str = options.source
     path = Path(source)
-    name = options.served_model_name or (path.resolve().name if path.exists() else source)
-    if is_artifact(source):
-        if given := [each for each in EXPORT_OPTIONS if getattr(options, each) is not None]:
-            flags = ", ".join("--" + each.replace("_", "-") for each in given)
-            raise ExportError(
-                f"{source} is exported already, so {flags} cannot change it; leave that out, or "
-                "serve the checkpoint"
-            )
-        return path, name
-    return cached_artifact(source, export_options(options)), name
+    return options.served_model_name or (path.resolve().name if path.exists() else source)
 
 
 def kv_tokens(loaded: Capabilities) -> str:
@@ -201,14 +200,14 @@ def kv_tokens(loaded: Capabilities) -> str:
     return f"{'at least ' if any(loaded.windows) else ''}{loaded.kv_tokens} tokens"
 
 
-def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace) -> int:
-    """Load the artifact and serve it."""
+def _serve(
+    artifact: Path, name: str, sock: socket, options: argparse.Namespace, source: str | None
+) -> int:
+    """Load the artifact and serve it; `source` is its chat template, if it is not its own."""
     import asyncio
 
-    from onnxport.serving.chat import ChatTemplate
     from onnxport.serving.config import EngineConfig
     from onnxport.serving.http.app import AppOptions, create_app
-    from onnxport.serving.http.defaults import SamplingDefaults
     from onnxport.serving.http.server import ServerOptions, raise_open_files, serve, url
     from onnxport.serving.reasoning import reasoning_format
     from onnxport.serving.worker import AsyncEngine
@@ -219,9 +218,8 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
             "another name, or another --served-model-name"
         )
     keys = api_keys(options.api_key)
-    template, defaults = ChatTemplate.read(artifact), SamplingDefaults()
-    if options.generation_config == "auto":
-        defaults = SamplingDefaults.read(artifact)
+    template = chat_template(artifact, source, options.template_variables)
+    defaults = sampling_defaults(artifact, options)
     logger.info("requests that do not say are sampled with %s", defaults)
     found = reasoning_format(options.reasoning_parser, template.sources.values())
     logger.info(

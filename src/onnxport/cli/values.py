@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 from decimal import Decimal
+from typing import Any
 
 from onnxport.errors import RequestError
 
@@ -69,6 +71,20 @@ def memory(text: str) -> int | float:
             "size such as 8GiB"
         )
     return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse an object of JSON, which holds nothing that cannot be written as JSON again."""
+    try:
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:  # of UnicodeEncodeError: half of a character
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no object of JSON; give names and values, as in '{{\"name\": 1}}'"
+        )
+    return found
 
 
 def reasoning_parser(text: str) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args
 
 from onnxport.errors import ArtifactError, RequestError
 from onnxport.serving.params import SamplingParams
 
 GENERATION_CONFIG = "generation_config.json"
+GenerationConfig = Literal["auto", "none"]  # the model's own, or OpenAI's defaults
 
 # What a model may choose, by the names of `SamplingParams`.
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -47,6 +48,32 @@ class SamplingDefaults:
     left_out: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
+    def of(
+        cls,
+        folder: Path,
+        source: GenerationConfig = "auto",
+        override: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """Return the defaults of whoever runs a model.
+
+        Args:
+            folder: of the model.
+            source: "auto" takes the model's own, "none" OpenAI's.
+            override: laid over them, see `overridden`.
+
+        Raises:
+            RequestError: there is no such source, or as `overridden`.
+            ArtifactError: as `read`.
+        """
+        if source not in get_args(GenerationConfig):
+            raise RequestError(
+                f"generation_config is {source!r}; give 'auto' for the model's own, or 'none'",
+                "generation_config",
+            )
+        cls().overridden(override or {})  # told first, for it is known without the folder
+        return (cls.read(folder) if source == "auto" else cls()).overridden(override or {})
+
+    @classmethod
     def read(cls, folder: Path) -> Self:
         """Read `generation_config.json`; a folder without one gives OpenAI's defaults.
 
@@ -65,8 +92,8 @@ class SamplingDefaults:
             params = SamplingParams(**given)
         except (ValueError, TypeError, AttributeError, RequestError) as error:
             raise ArtifactError(
-                f"{GENERATION_CONFIG} in {folder} cannot be used: {error}. Correct it, or serve "
-                "with --generation-config none."
+                f"{GENERATION_CONFIG} in {folder} cannot be used: {error}. Correct it, or do "
+                'without it: --generation-config none (in Python generation_config="none").'
             ) from error
         left_out = {
             name: config[name]
@@ -74,6 +101,31 @@ class SamplingDefaults:
             if config.get(name) is not None and config[name] not in neutral
         }
         return cls(**{name: getattr(params, name) for name in DEFAULTED}, left_out=left_out)
+
+    def overridden(self, given: Mapping[str, Any]) -> Self:
+        """Return these with other values.
+
+        Args:
+            given: by name; no others than those of this class are known.
+
+        Raises:
+            RequestError: a name is not known, or a value is out of its range.
+        """
+        if unknown := [name for name in given if name not in DEFAULTED]:
+            raise RequestError(
+                f"the generation config is overridden by {', '.join(map(repr, unknown))}, which "
+                f"is not known; allowed are {', '.join(DEFAULTED)}",
+                "override_generation_config",
+            )
+        params = SamplingParams(**given)
+        return replace(self, **{name: getattr(params, name) for name in given})
+
+    def filled(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all of them by name: as given, and these where that is None or not there."""
+        return {
+            name: getattr(self, name) if given.get(name) is None else given[name]
+            for name in DEFAULTED
+        }
 
     def __str__(self) -> str:
         """Return what a log should say."""
