@@ -50,7 +50,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     group.add_argument("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK})")
     group.add_argument("--port", type=port, default=8000, help="0 takes a free one (8000)")
     group.add_argument(
-        "--served-model-name", metavar="NAME", help="the name that requests give (the model's)"
+        "--served-model-name",
+        type=model_name,
+        nargs="+",
+        metavar="NAME",
+        help="what requests may call the model, put behind MODEL; of several names answers tell "
+        "the first (the model's)",
     )
     group.add_argument(
         "--api-key",
@@ -80,6 +85,14 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         default=10.0,
         metavar="SECONDS",
         help="what running requests have to finish after a signal to stop (10)",
+    )
+    group.add_argument(
+        "--sse-ping-interval",
+        type=ping_interval,
+        default=10.0,
+        metavar="SECONDS",
+        help="a stream that has nothing to tell for so long tells that it lives, by a comment; 0: "
+        "never (10)",
     )
     group.add_argument(
         "--generation-config",
@@ -129,6 +142,27 @@ def grace(text: str) -> float:
     )
 
 
+def ping_interval(text: str) -> float:
+    """Return an interval of pings in seconds, or 0."""
+    from onnxport.serving.http.app import LONGEST_PING_S, SHORTEST_PING_S
+
+    with suppress(ValueError):
+        found = float(text)
+        if found == 0 or SHORTEST_PING_S <= found <= LONGEST_PING_S:
+            return found
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither 0 nor a number of seconds from {SHORTEST_PING_S} to "
+        f"{LONGEST_PING_S:.0f}"
+    )
+
+
+def model_name(text: str) -> str:
+    """Return a name that is one."""
+    if not text:
+        raise argparse.ArgumentTypeError("a model without a name cannot be asked for; give it one")
+    return text
+
+
 def origin(text: str) -> str:
     """Return an origin of web pages as browsers spell it, or "*"."""
     if text != "*" and re.fullmatch(r"https?://[^/\s?#@]+", text) is None:
@@ -155,9 +189,30 @@ def run(options: argparse.Namespace) -> int:
     from onnxport.serving.http.server import bind
 
     logging.getLogger("onnxport").setLevel(logging.INFO)
+    names = model_names(options)
     with bind(options.host, options.port) as sock:
-        artifact, name = _artifact(options)
-        return _serve(artifact, name, sock, options)
+        return _serve(_artifact(options), names, sock, options)
+
+
+def model_names(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the names that requests may call the model by, the one that answers tell first.
+
+    Raises:
+        RequestError: one is given twice, or an adapter has it.
+    """
+    source: str = options.source
+    path = Path(source)
+    own = path.resolve().name if path.exists() else source
+    names = tuple(options.served_model_name or (own,))
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise RequestError(f"--served-model-name has {twice[0]!r} twice; give each name once")
+    for adapter, _ in options.lora_modules:
+        if adapter in names:
+            raise RequestError(
+                f"--lora-modules calls an adapter {adapter!r}, as the model itself is called; "
+                "choose another name, or another --served-model-name"
+            )
+    return names
 
 
 def api_keys(given: list[str] | None) -> tuple[str, ...]:
@@ -177,14 +232,12 @@ def api_keys(given: list[str] | None) -> tuple[str, ...]:
     return stripped
 
 
-def _artifact(options: argparse.Namespace) -> tuple[Path, str]:
-    """Return the artifact to serve and the name it is served by."""
+def _artifact(options: argparse.Namespace) -> Path:
+    """Return the artifact to serve."""
     from onnxport.cli.cache import cached_artifact, is_artifact
     from onnxport.cli.export import export_options
 
     source: str = options.source
-    path = Path(source)
-    name = options.served_model_name or (path.resolve().name if path.exists() else source)
     if is_artifact(source):
         if given := [each for each in EXPORT_OPTIONS if getattr(options, each) is not None]:
             flags = ", ".join("--" + each.replace("_", "-") for each in given)
@@ -192,8 +245,8 @@ def _artifact(options: argparse.Namespace) -> tuple[Path, str]:
                 f"{source} is exported already, so {flags} cannot change it; leave that out, or "
                 "serve the checkpoint"
             )
-        return path, name
-    return cached_artifact(source, export_options(options)), name
+        return Path(source)
+    return cached_artifact(source, export_options(options))
 
 
 def kv_tokens(loaded: Capabilities) -> str:
@@ -201,7 +254,9 @@ def kv_tokens(loaded: Capabilities) -> str:
     return f"{'at least ' if any(loaded.windows) else ''}{loaded.kv_tokens} tokens"
 
 
-def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace) -> int:
+def _serve(
+    artifact: Path, names: tuple[str, ...], sock: socket, options: argparse.Namespace
+) -> int:
     """Load the artifact and serve it."""
     import asyncio
 
@@ -213,11 +268,6 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
     from onnxport.serving.reasoning import reasoning_format
     from onnxport.serving.worker import AsyncEngine
 
-    if any(adapter == name for adapter, _ in options.lora_modules):
-        raise RequestError(
-            f"--lora-modules calls an adapter {name!r}, as the model itself is called; choose "
-            "another name, or another --served-model-name"
-        )
     keys = api_keys(options.api_key)
     template, defaults = ChatTemplate.read(artifact), SamplingDefaults()
     if options.generation_config == "auto":
@@ -234,8 +284,8 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
     def ready() -> None:
         loaded = engine.capabilities
         print(
-            f"Serving {name} on {url(options.host, sock)} ({loaded.provider}, {loaded.attention} "
-            f"attention, {kv_tokens(loaded)} of KV cache). Ctrl-C stops it.",
+            f"Serving {', '.join(names)} on {url(options.host, sock)} ({loaded.provider}, "
+            f"{loaded.attention} attention, {kv_tokens(loaded)} of KV cache). Ctrl-C stops it.",
             file=sys.stderr,
             flush=True,
         )
@@ -249,8 +299,10 @@ def _serve(artifact: Path, name: str, sock: socket, options: argparse.Namespace)
             allowed_origins=tuple(options.allowed_origins),
             reasoning_parser=options.reasoning_parser,
             tool_call_parser=options.tool_call_parser,
+            aliases=names[1:],
+            sse_ping_interval_s=options.sse_ping_interval,
         )
-        app = create_app(engine, name, template, choices)
+        app = create_app(engine, names[0], template, choices)
         limits = EngineConfig()
         raise_open_files(
             (options.max_num_seqs or limits.max_num_seqs)
