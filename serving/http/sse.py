@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
 from typing import Any
 
 from fastapi import Request
@@ -136,13 +135,15 @@ class _EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _ping(self, send: Send) -> None:
-        """Send a comment whenever nothing else was sent for the interval; never ends."""
+        """Send a comment whenever nothing else was sent for the interval.
+
+        It ends only if the client is gone, which the stream itself is told, too.
+        """
         loop = asyncio.get_running_loop()
-        with suppress(OSError):  # the client is gone, which the stream itself finds out
-            while True:
-                left_s = self._sent_s + self._ping_interval_s - loop.time()
-                if left_s > 0:
-                    await asyncio.sleep(left_s)
-                    continue
-                await send({"type": "http.response.body", "body": PING, "more_body": True})
-                self._sent_s = loop.time()
+        while True:
+            left_s = self._sent_s + self._ping_interval_s - loop.time()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+                continue
+            await send({"type": "http.response.body", "body": PING, "more_body": True})
+            self._sent_s = loop.time()

@@ -15,6 +15,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from onnxport.errors import RequestError
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.outputs import CompletionDelta, Failure, Logprob
 from onnxport.serving.tokenizer import Tokenizer
@@ -447,6 +448,21 @@ async def test_what_cannot_be_told_back_is_refused(
     response = await client.post("/v1/responses", **ask)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "tools"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_engine_refuses_is_called_as_it_is_here(
+    tokenizer: Tokenizer, model_folder: Path, stream: bool
+) -> None:
+    """A grammar is compiled when all that a body can tell was looked at."""
+    name = "response_format.json_schema.schema"
+    client = Client(
+        FakeEngine(tokenizer, refusals=[RequestError(f"{name} is bad", name)]), model_folder
+    )
+    response = await client.post("/v1/responses", model=FAKE, input="a", stream=stream)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert (error["param"], error["message"]) == ("text.format.schema", "text.format.schema is bad")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 from collections.abc import Iterator
@@ -55,6 +56,8 @@ class Client:
 class Chunks:
     """Numbers without end, or up to an error."""
 
+    ending_s = 0.0  # what closing takes
+
     def __init__(
         self, error_at: int | None = None, count: int = 1000, waits: dict[int, float] | None = None
     ) -> None:
@@ -71,6 +74,7 @@ class Chunks:
                     raise ValueError("broken")
                 yield {"number": number, "type": "number"}
         finally:
+            await asyncio.sleep(self.ending_s)
             self.closed = True
 
 
@@ -97,12 +101,19 @@ async def test_a_client_that_goes(messages: int, ping_interval_s: float) -> None
 @pytest.mark.parametrize("messages", [0, 1, 2, 4])
 async def test_a_client_that_goes_while_there_are_pings_alone(messages: int) -> None:
     client, chunks = Client(messages), Chunks(waits={0: 100})
+    chunks.ending_s = 0.05  # and nothing interrupts it
     before = asyncio.all_tasks()
     await asyncio.wait_for(respond(client, chunks, PING_S), 5)
     assert chunks.closed
     assert client.got.count(sse.PING) == len(client.got) / len(sse.PING) <= max(1, messages - 1)
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == before  # nothing goes on
+
+
+async def test_the_first_ping_comes_with_the_headers() -> None:
+    client, chunks = Client(stays_for=2), Chunks(waits={0: 100})
+    await asyncio.wait_for(respond(client, chunks, 1.0), 1.9)
+    assert client.got == sse.PING
 
 
 @pytest.mark.parametrize("ping_interval_s", [0, 50])
@@ -176,7 +187,9 @@ async def test_an_error_behind_a_ping_is_an_event(error_at: int) -> None:
             assert told[1:] == [b"data: [DONE]", b""]
 
 
-async def test_a_client_that_takes_nothing_ends_the_pings_alone() -> None:
+async def test_a_client_that_takes_nothing_ends_the_pings_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Servers may raise where a client is gone; the stream is told of it in its own way."""
 
     class Gone(Client):
@@ -189,6 +202,8 @@ async def test_a_client_that_takes_nothing_ends_the_pings_alone() -> None:
     await asyncio.wait_for(respond(client, Chunks(count=2, waits={0: 0.2}), PING_S), 5)
     assert client.got.count(b"number") == 4
     assert client.kinds[-1] == "end"
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_an_event_has_no_end_of_a_line_within() -> None:
