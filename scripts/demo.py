@@ -76,8 +76,8 @@ def stream_answer(url: str, question: str) -> Iterator[str]:
     )
     with urllib.request.urlopen(request, timeout=60) as response:
         for line in response:
-            data = line.decode().strip().removeprefix("data: ")
-            if data and data != "[DONE]":
+            name, _, data = line.decode().strip().partition(": ")
+            if name == "data" and data != "[DONE]":  # a line without a name is a comment
                 for choice in json.loads(data)["choices"]:
                     yield choice["delta"].get("content") or ""
 

@@ -11,6 +11,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -23,7 +24,8 @@ from prometheus_client.utils import floatToGoString
 from onnxport.serving.events import FinishedRecord, RequestEvent, StepRecord
 from onnxport.serving.stats import EngineStats, SpeculationCounters
 
-LABELS = ("model_name",)
+LABELS = ("model_name", "engine")
+ENGINE = "0"  # vLLM's number of an engine among several of one server; here there is one
 
 # Upper edges of the buckets, in seconds: vLLM's, with finer ones below for small models. They end
 # where a long prompt on a slow CPU does.
@@ -120,18 +122,35 @@ SPECULATION: dict[str, tuple[str, Callable[[SpeculationCounters], int]]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """What vLLM tells of the KV cache, as far as there is such a thing here."""
+
+    block_size: int  # tokens
+    num_gpu_blocks: int  # of the pool, wherever that is
+    cache_dtype: str
+    enable_prefix_caching: bool
+
+
 class Metrics(Collector):
     """What a scraper reads: listens to the engine, from its thread, and renders in any other."""
 
-    def __init__(self, model_name: str, stats: Callable[[], EngineStats]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats],
+        cache: Callable[[], CacheConfig],
+    ) -> None:
         """Start with empty histograms.
 
         Args:
-            model_name: the label of every sample.
+            model_name: a label of every sample.
             stats: returns the engine's counters; called at every scrape.
+            cache: likewise, what the KV cache is.
         """
-        self._model_name = model_name
+        self._labels = (model_name, ENGINE)
         self._stats = stats
+        self._cache = cache
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._lock = threading.Lock()
@@ -157,6 +176,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric as it is now."""
         stats = self._stats()
+        yield self._cache_config()
         for name, (text, value) in GAUGES.items():
             yield self._filled(GaugeMetricFamily(name, text, labels=LABELS), [((), value(stats))])
         for name, (text, value) in COUNTERS.items():
@@ -178,8 +198,15 @@ class Metrics(Collector):
             found = {name: histogram.snapshot() for name, histogram in self._histograms.items()}
         for name, (buckets, total) in found.items():
             family = HistogramMetricFamily(f"vllm:{name}", HISTOGRAMS[name][0], labels=LABELS)
-            family.add_metric((self._model_name,), buckets, total)
+            family.add_metric(self._labels, buckets, total)
             yield family
+
+    def _cache_config(self) -> Metric:
+        """Return vLLM's gauge of the KV cache, which is 1: all that it says is in its labels."""
+        told = asdict(self._cache())
+        name, text = "vllm:cache_config_info", "What the KV cache is, in the labels."
+        family = GaugeMetricFamily(name, text, labels=(*LABELS, *told))
+        return self._filled(family, [(tuple(map(str, told.values())), 1)])
 
     def _guesses(self, stats: SpeculationCounters) -> Iterator[Metric]:
         """Yield what speculation did."""
@@ -255,7 +282,7 @@ class Metrics(Collector):
     ) -> Metric:
         """Return the family with samples: (further label values, value)."""
         for more, value in samples:
-            family.add_metric((self._model_name, *more), value)
+            family.add_metric((*self._labels, *more), value)
         return family
 
 

@@ -106,6 +106,11 @@ class AsyncEngine:
         return self._engine.adapters.loaded
 
     @property
+    def prefix_caching(self) -> bool:
+        """Whether K/V that another request has computed are used again."""
+        return self._engine.config.enable_prefix_caching
+
+    @property
     def most_prompts(self) -> int:
         """Most requests that one client can have waiting, when nobody else has any."""
         config = self._engine.config

@@ -7,29 +7,26 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from onnxport.errors import AdapterError, CapacityError
 from onnxport.serving.http.errors import ApiError
 from onnxport.serving.http.service import Service
+from onnxport.serving.http.strict import Strict
 
 Text = Annotated[str, Field(min_length=1)]
 
 
-class LoadRequest(BaseModel):
+class LoadRequest(Strict):
     """The body of `POST /v1/load_lora_adapter`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     lora_name: Text
     lora_path: Text
     load_inplace: bool = False
 
 
-class UnloadRequest(BaseModel):
+class UnloadRequest(Strict):
     """The body of `POST /v1/unload_lora_adapter`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     lora_name: Text
     lora_int_id: int | None = None  # vLLM's number of the same; nobody is told one here
@@ -41,7 +38,7 @@ def add_routes(app: FastAPI, service: Service, *, allowed: bool) -> None:
     @app.post("/v1/load_lora_adapter", response_model=None)
     async def load(body: LoadRequest) -> Response:
         _check_allowed(allowed)
-        if body.lora_name == service.model_name:
+        if body.lora_name in service.model_names:
             raise ApiError(
                 400,
                 f"{body.lora_name!r} is the name of the model itself; give the adapter another",
@@ -73,7 +70,8 @@ def models(service: Service) -> list[dict[str, Any]]:
         "max_model_len": service.engine.capabilities.max_model_len,
     }
     adapters = service.engine.adapters
-    change = [
+    change: list[dict[str, Any]] = [{"id": name} for name in service.aliases]
+    change += [
         {"id": each.name, "root": str(each.path), "parent": service.model_name} for each in adapters
     ]
     return [base, *(base | one for one in change)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
+from onnxport.errors import RequestError
 from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http import (
@@ -24,15 +25,18 @@ from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.completion_request import CompletionRequest
 from onnxport.serving.http.generation import DisconnectedError
 from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
+from onnxport.serving.http.request_ids import HEADER, RequestIdMiddleware
 from onnxport.serving.http.responses_request import ResponsesRequest
 from onnxport.serving.http.service import Engine, Service
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
-from onnxport.serving.metrics import Metrics
+from onnxport.serving.metrics import CacheConfig, Metrics
 from onnxport.serving.params import RequestOptions
 from onnxport.serving.reasoning import AUTO, reasoning_format
 from onnxport.version import __version__
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
+SHORTEST_PING_S = 0.05
+LONGEST_PING_S = 3600.0
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; it marks the access log
 
 
@@ -54,6 +58,9 @@ class AppOptions:
             `serving/reasoning.py` knows, "none", or "auto", as the chat template has it.
         tool_call_parser: the format that the model writes tool calls in; "auto": the one that its
             chat template asks for.
+        aliases: further names that requests may call the model by; answers tell its first one.
+        sse_ping_interval_s: streams that have nothing to tell for so long tell that they live, by a
+            comment; 0: never.
     """
 
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -64,14 +71,24 @@ class AppOptions:
     allowed_origins: tuple[str, ...] = ()
     reasoning_parser: str = AUTO
     tool_call_parser: str = AUTO
+    aliases: tuple[str, ...] = ()
+    sse_ping_interval_s: float = 10.0  # proxies give up after a minute, some after half of one
 
     def __post_init__(self) -> None:
-        """Refuse a deadline that no request could have.
+        """Refuse a deadline that no request could have, and an interval that is none.
 
         Raises:
-            RequestError: it is not above 0, or too long.
+            RequestError: the deadline is not above 0, or too long; the interval is not in its
+                range.
         """
         RequestOptions(timeout_s=self.request_timeout_s)
+        interval_s = self.sse_ping_interval_s
+        if interval_s and not SHORTEST_PING_S <= interval_s <= LONGEST_PING_S:
+            raise RequestError(
+                f"sse_ping_interval_s is {interval_s}; it must be 0, for no pings, or in "
+                f"[{SHORTEST_PING_S}, {LONGEST_PING_S}]",
+                "sse_ping_interval_s",
+            )
 
 
 def create_app(
@@ -81,14 +98,16 @@ def create_app(
 
     Args:
         engine: runs the requests; it must have a tokenizer. The server's metrics listen to it.
-        model_name: the name that requests have to give, or that of an adapter.
+        model_name: what requests call the model, if they do not mean an adapter.
         template: renders chats; an empty one makes chat requests fail with a reason.
         options: see `AppOptions`; None for the defaults.
 
     Raises:
-        RequestError: there is no format of tool calls of the name that was given.
+        RequestError: there is no format of tool calls of the name that was given, or the model has
+            a name twice, or an empty one.
     """
     options = options or AppOptions()
+    _check_names((model_name, *options.aliases))
     app = FastAPI(title="onnxport", version=__version__, docs_url=None, redoc_url=None)
     tools = ToolSyntax.of(options.tool_call_parser, template, engine.tokenizer)
     service = Service(
@@ -99,8 +118,10 @@ def create_app(
         options.request_timeout_s,
         tools,
         reasoning_format(options.reasoning_parser, template.sources.values()),
+        options.aliases,
+        options.sse_ping_interval_s,
     )
-    metrics = Metrics(model_name, engine.stats)
+    metrics = Metrics(model_name, engine.stats, lambda: _cache_config(engine))
     engine.add_listener(metrics)
     errors.install(app)
     app.add_exception_handler(DisconnectedError, _client_is_gone)
@@ -113,13 +134,30 @@ def create_app(
             allow_origins=options.allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("Retry-After",),
+            expose_headers=("Retry-After", HEADER),
         )
+    app.add_middleware(RequestIdMiddleware)
     _add_generation(app, service)
     _add_information(app, service, metrics)
     tokens.add_routes(app, service)
     adapters.add_routes(app, service, allowed=options.allow_runtime_lora)
     return app
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if "" in names or len(set(names)) < len(names):
+        raise RequestError(
+            f"the model is served as {', '.join(map(repr, names))}; give names that are not empty, "
+            "each once"
+        )
+
+
+def _cache_config(engine: Engine) -> CacheConfig:
+    """Return what the KV cache is now, for another provider may have taken over."""
+    loaded = engine.capabilities
+    return CacheConfig(
+        loaded.block_size, loaded.num_blocks, loaded.kv_cache_dtype, engine.prefix_caching
+    )
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

@@ -28,10 +28,11 @@ from onnxport.serving.http.generation import (
 from onnxport.serving.http.logprobs import chat_logprobs, prompt_entries
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
+from onnxport.serving.http.request_ids import take_id, unique
 from onnxport.serving.http.service import Service
 from onnxport.serving.http.tool_calls import Parsed, ToolCallParser
 from onnxport.serving.http.tool_formats.base import Functions, ParsedCall
-from onnxport.serving.outputs import CompletionDelta
+from onnxport.serving.outputs import CompletionDelta, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,17 @@ class Told:
     named: bool  # whether `tool_choice` has the name of one
     top: int | None  # log probabilities of each position; None: none are told
     ids: bool  # whether token ids are told
+    by_id: bool  # whether tokens of log probabilities are named by their ids
     skips: bool  # whether special tokens are left out of the content
     thinking: Thinking
+
+    def logprobs(
+        self, service: Service, tokens: Sequence[tuple[int, TokenLogprobs]]
+    ) -> dict[str, Any] | None:
+        """Return the log probabilities of tokens; None where none are told."""
+        if self.top is None:
+            return None
+        return chat_logprobs(service.tokenizer, tokens, self.top, by_id=self.by_id)
 
     def finish_reason(self, reason: str | None, called: bool) -> str | None:
         """Return why a choice ended, which OpenAI, and vLLM after it, tells by how it was asked.
@@ -56,6 +66,7 @@ class Told:
 
 async def respond(service: Service, request: Request, body: ChatRequest) -> Response:
     """Answer one request, as a whole or as a stream."""
+    name = f"chatcmpl-{take_id(request, body.request_id)}"
     adapter = service.adapter_of(body.model)
     body = body.with_effort(service.template, service.reasoning)
     params = body.sampling_params(service.defaults, service.tools)
@@ -78,16 +89,18 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
         body.named_function is not None,
         params.logprobs,
         bool(body.return_token_ids),
+        bool(body.return_tokens_as_token_ids),
         skips,
         thinking,
     )
     prompt = body.truncated(encoded.token_ids, longest, params.max_tokens)
     params = told.thinking.before(params)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    header = Header.new("chatcmpl", kind, body.model)
-    job = Job([prompt], params, options, header.id)
+    header = Header.new(name, kind, adapter or service.model_name)
+    job = Job([prompt], params, options, unique(name))
     if body.stream:
-        return await sse.respond(request, _chunks(service, job, header, told, body.include_usage))
+        chunks = _chunks(service, job, header, told, body)
+        return await sse.respond(request, chunks, service.ping_interval_s)
     usage = told.thinking.usage(job, service.tokenizer)
 
     async def whole() -> dict[str, Any]:
@@ -138,13 +151,10 @@ def encode(
 def _whole(service: Service, index: int, result: Collected, told: Told) -> dict[str, Any]:
     """Return a choice that has ended."""
     message, called = _message(service, result.text, told)
-    logprobs = None
-    if told.top is not None:
-        logprobs = chat_logprobs(service.tokenizer, result.logprobs, told.top)
     return {
         "index": index,
         "message": message,
-        "logprobs": logprobs,
+        "logprobs": told.logprobs(service, result.logprobs),
         "finish_reason": told.finish_reason(result.finish_reason, called),
         "stop_reason": result.stop_reason,
         **({"token_ids": result.token_ids} if told.ids else {}),
@@ -173,20 +183,30 @@ def _message(service: Service, text: str, told: Told) -> tuple[dict[str, Any], b
 
 
 async def _chunks(
-    service: Service, job: Job, header: Header, told: Told, include_usage: bool
+    service: Service, job: Job, header: Header, told: Told, body: ChatRequest
 ) -> sse.Chunks:
     """Yield the chunks of a stream, each of one choice, and the usage at the end if asked for."""
     usage = told.thinking.usage(job, service.tokenizer)
-    no_usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    more: dict[str, Any] = {"usage": None} if body.include_usage else {}
     choices = [_Streamed(service, index, told) for index in range(job.num_choices)]
     first: dict[str, Any] = {"prompt_token_ids": list(job.prompts[0])} if told.ids else {}
+
+    def chunk(choice: dict[str, Any]) -> dict[str, Any]:
+        nonlocal first
+        if body.continuous_usage:
+            more["usage"] = usage.so_far()
+        made = header.body([choice], **more, **first)
+        first = {}
+        return made
+
     async with aclosing(generate(service.engine, job)) as deltas:
         async for index, delta in deltas:
+            if (role := choices[index].begin()) is not None:
+                yield chunk(role)
             runs = usage.add(index, delta)
             for choice in choices[index].take(delta, runs):
-                yield header.body([choice], **no_usage, **first)
-                first = {}
-    if include_usage:
+                yield chunk(choice)
+    if body.include_usage:
         yield header.body([], usage=usage.body())
 
 
@@ -205,11 +225,15 @@ class _Streamed:
         self._num_calls = 0
         self._started = False
 
+    def begin(self) -> dict[str, Any] | None:
+        """Return the chunk that comes before the first token, with the role; later None."""
+        if self._started:
+            return None
+        self._started = True
+        return self._choice({"role": "assistant", "content": ""})
+
     def take(self, delta: CompletionDelta, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
         """Yield what one delta adds, a chunk each; `runs` of its tokens may be reasoning."""
-        if not self._started:
-            self._started = True
-            yield self._choice({"role": "assistant", "content": ""})
         for is_thought, piece in self._splitter.take(delta, runs):
             if is_thought:
                 told = self._told.thinking.fields(piece.text) if piece.text else {}
@@ -232,9 +256,8 @@ class _Streamed:
     def _piece(self, told: dict[str, Any], delta: CompletionDelta) -> Iterator[dict[str, Any]]:
         """Yield a piece of text with its tokens, if there is anything."""
         logprobs = None
-        if delta.logprobs and self._told.top is not None:
-            tokenizer = self._service.tokenizer
-            logprobs = chat_logprobs(tokenizer, token_logprobs(delta), self._told.top)
+        if delta.logprobs:
+            logprobs = self._told.logprobs(self._service, token_logprobs(delta))
         ids = {"token_ids": list(delta.token_ids)} if self._told.ids and delta.token_ids else {}
         if told or logprobs or ids:
             yield self._choice(told or {"content": ""}, logprobs) | ids

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import ConfigDict, Field, model_validator
 
 from onnxport.errors import RequestError
-from onnxport.serving.http.protocol import Strict, expect
+from onnxport.serving.http.protocol import expect
+from onnxport.serving.http.strict import Strict
 from onnxport.serving.reasoning import REASONING_NAMES
 
 
@@ -20,6 +21,8 @@ class ContentPart(Strict):
     type: str
     text: str | None = None
     refusal: str | None = None
+    # Anthropic's word on what to keep for later prompts, which changes no answer.
+    cache_control: Annotated[dict[str, Any] | None, Field(exclude=True)] = None
 
     @model_validator(mode="after")
     def _check(self) -> ContentPart:
@@ -54,6 +57,8 @@ class ChatMessage(Strict):
     """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
+    # What some clients say of each message; it says nothing.
+    type: Annotated[Literal["text", "message"] | None, Field(exclude=True)] = None
     content: Annotated[
         str | list[ContentPart] | None, expect("a text or a list of content parts")
     ] = None

@@ -32,12 +32,14 @@ from onnxport.serving.http.logprobs import (
     prompt_entries,
 )
 from onnxport.serving.http.middleware import key_tenant
+from onnxport.serving.http.request_ids import take_id, unique
 from onnxport.serving.http.service import Service
 from onnxport.serving.outputs import TokenLogprobs
 
 
 async def respond(service: Service, request: Request, body: CompletionRequest) -> Response:
     """Answer one request, as a whole or as a stream."""
+    name = f"cmpl-{take_id(request, body.request_id)}"
     adapter = service.adapter_of(body.model)
     params = body.sampling_params(service.defaults)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
@@ -54,14 +56,15 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
         # What is echoed is what is left.
         cut = zip(encoded, prompts, strict=True)
         given = [left if len(left) < len(ids) else one for (one, ids), left in cut]
-    header = Header.new("cmpl", "text_completion", body.model)
-    job = Job(prompts, params, options, header.id)
+    header = Header.new(name, "text_completion", adapter or service.model_name)
+    job = Job(prompts, params, options, unique(name))
     echoes = [""] * len(prompts) * params.n
     if body.echo:
         texts = await asyncio.to_thread(_texts, service, given, params.skip_special_tokens)
         echoes = [text for text in texts for _ in range(params.n)]
     if body.stream:
-        return await sse.respond(request, _chunks(service, job, header, echoes, body))
+        chunks = _chunks(service, job, header, echoes, body)
+        return await sse.respond(request, chunks, service.ping_interval_s)
     usage = Usage(job)
 
     async def whole() -> list[dict[str, Any]]:
@@ -91,13 +94,14 @@ async def _chunks(
 ) -> sse.Chunks:
     """Yield the chunks of a stream: text as it comes, and the usage at the end if asked for."""
     usage = Usage(job)
-    no_usage: dict[str, Any] = {"usage": None} if body.include_usage else {}
+    more: dict[str, Any] = {"usage": None} if body.include_usage else {}
     untold = set(range(len(echoes))) if body.return_token_ids else set()  # whose prompt is not told
     told = [
         CompletionLogprobs(
             service.tokenizer,
             job.prompts[index // job.params.n],
             skip_special_tokens=job.params.skip_special_tokens,
+            by_id=bool(body.return_tokens_as_token_ids),
         )
         for index in range(len(echoes))
     ]
@@ -117,7 +121,9 @@ async def _chunks(
                     ids["prompt_token_ids"] = list(job.prompts[index // job.params.n])
             if text or delta.finish_reason or ids or (logprobs and logprobs["tokens"]):
                 ends = (delta.finish_reason, delta.stop_reason)
-                yield header.body([_choice(index, text, logprobs, *ends) | ids], **no_usage)
+                if body.continuous_usage:
+                    more["usage"] = usage.so_far()
+                yield header.body([_choice(index, text, logprobs, *ends) | ids], **more)
     if body.include_usage:
         yield header.body([], usage=usage.body())
 
@@ -146,11 +152,17 @@ def _whole(
         text, tokens, ends = echo, [], ("length", None)
     logprobs = None
     if body.logprobs is not None:
-        logprobs, skips = no_logprobs(), body.skip_special_tokens is not False
+        logprobs = no_logprobs()
+        lists_of = partial(
+            CompletionLogprobs,
+            service.tokenizer,
+            skip_special_tokens=body.skip_special_tokens is not False,
+            by_id=bool(body.return_tokens_as_token_ids),
+        )
         if not body.echo:
-            lists = CompletionLogprobs(service.tokenizer, prompt, skip_special_tokens=skips)
+            lists = lists_of(prompt)
         else:
-            lists = CompletionLogprobs(service.tokenizer, echo=echo, skip_special_tokens=skips)
+            lists = lists_of(echo=echo)
             logprobs = lists.first(prompt[0])
             told = zip(prompt[1:], (result.prompt_logprobs or ())[1:], strict=True)
             rest = [(token_id, entry) for token_id, entry in told if entry is not None]

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from onnxport.errors import (
     CapacityError,
@@ -22,6 +23,7 @@ from onnxport.errors import (
     RequestError,
     UnknownAdapterError,
 )
+from onnxport.serving.http.request_ids import name_headers, request_id
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +74,14 @@ def shortened(text: str) -> str:
     return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
 
 
-def to_api_error(error: BaseException) -> ApiError:
-    """Map any exception to what the client is told; a bug of ours is logged and told as a 500."""
+def to_api_error(error: BaseException, request_id: str = "") -> ApiError:
+    """Map any exception to what the client is told; a bug of ours is logged and told as a 500.
+
+    Args:
+        error: what was raised.
+        request_id: what the log calls the request.
+    """
+    named = f"request {request_id}" if request_id else "a request"
     match error:
         case ApiError():
             return error
@@ -94,10 +102,10 @@ def to_api_error(error: BaseException) -> ApiError:
         case DeviceLostError():  # it stays lost, so there is no use in asking again
             return ApiError(503, str(error), kind=SERVER_ERROR, headers=FINAL)
         case OnnxportError():
-            logger.error("a request failed: %s", error)
+            logger.error("%s failed: %s", named, error)
             return ApiError(500, str(error), kind=SERVER_ERROR)
         case _:
-            logger.error("a request failed by a bug of the server", exc_info=error)
+            logger.error("%s failed by a bug of the server", named, exc_info=error)
             text = "the server failed on this request; its log has the reason"
             return ApiError(500, text, kind=SERVER_ERROR)
 
@@ -114,11 +122,15 @@ def _unreadable(cause: BaseException) -> str:
 
 def _status_message(error: HTTPException) -> str:
     """Return a message for what the router itself refuses."""
-    if error.status_code == 404:
-        return "there is no such path; the server answers under /v1, and /health"
     if error.status_code == 405:
         return "this path does not answer that method; use POST for completions, GET for the rest"
     return str(error.detail)
+
+
+def no_such_path(app: FastAPI, path: str) -> ApiError:
+    """Return the answer to a path that nothing answers: those that there are."""
+    there = sorted({each.path_format for each in app.routes if isinstance(each, Route)})
+    return ApiError(404, f"there is no such path {shortened(path)!r}; there are {', '.join(there)}")
 
 
 def validation_error(content_type: str, errors: list[Any], known: Mapping[str, Any]) -> ApiError:
@@ -167,8 +179,17 @@ def install(app: FastAPI) -> None:
         return validation_error(content_type, list(error.errors()), names).response()
 
     async def on_error(request: Request, error: Exception) -> Response:
-        return to_api_error(error).response()
+        response = to_api_error(error, request_id(request)).response()
+        name_headers(request.scope, response.headers)  # of bugs there is no middleware around this
+        return response
+
+    async def on_status(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == 404:
+            return no_such_path(app, request.url.path).response()
+        return await on_error(request, error)
 
     app.add_exception_handler(RequestValidationError, on_validation)
-    for kind in (ApiError, OnnxportError, HTTPException, Exception):
+    app.add_exception_handler(HTTPException, on_status)
+    for kind in (ApiError, OnnxportError, Exception):
         app.add_exception_handler(kind, on_error)

@@ -27,8 +27,6 @@ NEUTRAL: Mapping[str, Any] = {
     "spaces_between_special_tokens": (True, False),  # of slow tokenizers alone
     "guided_decoding_backend": ("auto", "guidance"),
     "structural_tag": (),
-    "return_tokens_as_token_ids": (False,),
-    "request_id": (),
 }
 NEUTRAL_CHAT: Mapping[str, Any] = {
     **NEUTRAL,

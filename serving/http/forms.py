@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from onnxport.errors import RequestError
+from onnxport.serving.http.strict import Strict as _Part
 from onnxport.serving.structured.spec import StructuredOutputs
 
 STRUCTURED = "structured_outputs"
@@ -16,10 +17,6 @@ OLDER = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class JsonSchema(_Part):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
@@ -32,9 +31,9 @@ class Header:
     model: str
 
     @classmethod
-    def new(cls, prefix: str, kind: str, model: str) -> Header:
+    def new(cls, name: str, kind: str, model: str) -> Header:
         """Return the header of a new request."""
-        return cls(f"{prefix}-{uuid.uuid4().hex}", kind, int(time.time()), model)
+        return cls(name, kind, int(time.time()), model)
 
     def body(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
         """Return a whole response body or chunk."""
@@ -92,8 +91,12 @@ class Usage:
 
     job: Job
     thoughts: Sequence[TokenCounter] | None = None  # of each choice; None: nothing is told of them
+    prompt_tokens: int = field(init=False)
     completion_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)  # prompt number -> cached prompt tokens
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = sum(map(len, self.job.prompts))
 
     def add(self, choice: int, delta: CompletionDelta) -> Sequence[Run]:
         """Count one delta of a choice; returns which of its tokens are reasoning."""
@@ -104,17 +107,22 @@ class Usage:
             return (Run(False, len(delta.token_ids)),)
         return self.thoughts[choice].add(delta.token_ids)
 
+    def so_far(self) -> dict[str, int]:
+        """Return the counts that a chunk tells in mid-stream."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
     def body(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
-        prompt_tokens = sum(map(len, self.job.prompts))
         told: dict[str, Any] = {}
         if self.thoughts is not None:
             num_tokens = sum(each.num_tokens for each in self.thoughts)
             told["completion_tokens_details"] = {"reasoning_tokens": num_tokens}
         return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": prompt_tokens + self.completion_tokens,
+            **self.so_far(),
             "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
             **told,
         }
@@ -260,19 +268,48 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
         DisconnectedError: the client is gone.
     """
     working = asyncio.ensure_future(work)
+    await is_done(request, working)
+    return working.result()
+
+
+async def is_done(
+    request: Request, working: asyncio.Future[Any], timeout_s: float | None = None
+) -> bool:
+    """Wait for work, but cancel it as soon as the client is gone.
+
+    Args:
+        request: of the client.
+        working: what is waited for.
+        timeout_s: how long; None: until it is done.
+
+    Returns:
+        Whether it is done. If not, it goes on.
+
+    Raises:
+        DisconnectedError: the client is gone.
+    """
     watching = asyncio.ensure_future(_disconnect(request))
+    goes_on = False
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        both = {working, watching}
+        done, _ = await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        goes_on = not done
+        if done == {watching}:
             raise DisconnectedError
-        return working.result()
+        return not goes_on
     finally:
         watching.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.wait({working})
-            if not working.cancelled():
-                working.exception()  # nobody is left to be told
+        if not goes_on:
+            await drop(working)
+
+
+async def drop(working: asyncio.Future[Any]) -> None:
+    """Cancel what is not done yet; nobody is left to be told of it."""
+    if not working.done():
+        working.cancel()
+        await asyncio.wait({working})
+        if not working.cancelled():
+            working.exception()
 
 
 async def _disconnect(request: Request) -> None:

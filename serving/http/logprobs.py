@@ -30,6 +30,7 @@ class CompletionLogprobs:
         echo: str = "",
         *,
         skip_special_tokens: bool = True,
+        by_id: bool = False,
     ) -> None:
         """Begin with the text.
 
@@ -38,16 +39,18 @@ class CompletionLogprobs:
             before: tokens of the sequence before those that are told, which are not in the text.
             echo: the text of a prompt whose tokens are told. It may spell special tokens out.
             skip_special_tokens: whether the text of what was generated has none.
+            by_id: whether tokens are called by their ids, as vLLM does where it is asked to.
         """
         self._tokenizer = tokenizer
         self._offset = 0
         self._pieces = tokenizer.detokenizer(before, skip_special_tokens=skip_special_tokens)
         self._echo = echo
+        self._by_id = by_id
 
     def first(self, token_id: int) -> dict[str, Any]:
         """Return the lists for the first token of a prompt, which nothing predicts."""
         text = self._tokenizer.token_text(token_id)
-        name = _name(self._tokenizer, token_id, text, "bytes:")
+        name = _id_name(token_id) if self._by_id else self._name(token_id, text)
         return _lists([name], [None], [None], [self._advance(token_id, text)])
 
     def body(self, tokens: Sequence[tuple[int, TokenLogprobs]]) -> dict[str, Any]:
@@ -72,14 +75,18 @@ class CompletionLogprobs:
         names the token that was sampled, or else the likeliest. Others are called as vLLM does
         where it tells ids.
         """
+        if self._by_id:
+            return {one: _id_name(one) for one in candidates}
         found: dict[int, str] = {}
         taken: set[str] = set()
         for one in (token_id, *(other for other in candidates if other != token_id)):
-            text = candidates[one].decoded_token
-            name = _name(self._tokenizer, one, text, "bytes:")
-            found[one] = f"token_id:{one}" if name in taken else name
+            name = self._name(one, candidates[one].decoded_token)
+            found[one] = _id_name(one) if name in taken else name
             taken.add(name)
         return found
+
+    def _name(self, token_id: int, text: str) -> str:
+        return _name(self._tokenizer, token_id, text, "bytes:")
 
     def _advance(self, token_id: int, text: str) -> int:
         """Move on by a token; returns where it began."""
@@ -114,23 +121,33 @@ def _lists(
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[tuple[int, TokenLogprobs]], top: int
+    tokenizer: Tokenizer,
+    tokens: Sequence[tuple[int, TokenLogprobs]],
+    top: int,
+    *,
+    by_id: bool = False,
 ) -> dict[str, Any]:
-    """Return OpenAI's log probabilities of a chat, with the `top` likeliest of each position."""
+    """Return OpenAI's log probabilities of a chat.
+
+    Args:
+        tokenizer: names tokens.
+        tokens: each with its candidates.
+        top: how many of the likeliest of each position are told.
+        by_id: whether tokens are called by their ids.
+    """
     content = []
     for token_id, candidates in tokens:
         ranked = sorted(candidates, key=lambda one: candidates[one].rank)
-        likeliest = [_entry(tokenizer, one, candidates[one]) for one in ranked[:top]]
-        told = _entry(tokenizer, token_id, candidates[token_id])
+        likeliest = [_entry(tokenizer, one, candidates[one], by_id) for one in ranked[:top]]
+        told = _entry(tokenizer, token_id, candidates[token_id], by_id)
         content.append({**told, "top_logprobs": likeliest})
     return {"content": content, "refusal": None}
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, one: Logprob) -> dict[str, Any]:
+def _entry(tokenizer: Tokenizer, token_id: int, one: Logprob, by_id: bool) -> dict[str, Any]:
     """Return a token with its bytes."""
-    name = _name(tokenizer, token_id, one.decoded_token, "")
     return {
-        "token": name,
+        "token": _id_name(token_id) if by_id else _name(tokenizer, token_id, one.decoded_token, ""),
         "logprob": one.logprob,
         "bytes": list(tokenizer.token_bytes(token_id)),
     }
@@ -155,6 +172,10 @@ def prompt_entries(
         }
         for entry in prompt_logprobs
     ]
+
+
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _name(tokenizer: Tokenizer, token_id: int, text: str, prefix: str) -> str:

@@ -1,8 +1,8 @@
 """What request bodies share: what is supported, what is accepted as neutral, what is refused.
 
 A field is in exactly one of three places: in the model (it is obeyed), in a table of neutral
-values (only values that change nothing are accepted), or nowhere (unknown, refused). Nothing is
-dropped in silence.
+values (only values that change nothing are accepted), or nowhere (unknown, refused unless it is
+null). Nothing is dropped in silence.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -26,6 +24,8 @@ from onnxport.errors import RequestError
 from onnxport.serving.defaults import DEFAULTED, SamplingDefaults
 from onnxport.serving.http.fields import NEUTRAL, are_ids, check_json, check_neutral
 from onnxport.serving.http.forms import FormFields
+from onnxport.serving.http.request_ids import GivenId
+from onnxport.serving.http.strict import Strict
 from onnxport.serving.params import RequestOptions, SamplingParams
 
 TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each token id
@@ -62,18 +62,22 @@ def expect(what: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
-class Strict(BaseModel):
-    """No unknown fields, and no conversion between types."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
 class StreamOptions(Strict):
     """How a stream is told."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: every chunk tells the usage so far
     include_obfuscation: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise RequestError(
+                "stream_options have continuous_usage_stats without include_usage; set "
+                "include_usage to true, or leave it out",
+                "stream_options.continuous_usage_stats",
+            )
+        return self
 
 
 class RequestBody(FormFields):
@@ -81,7 +85,8 @@ class RequestBody(FormFields):
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
 
-    model: str
+    model: str | None = None  # None: the server's own
+    request_id: GivenId | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(lt=2**31)] | None = None
@@ -108,6 +113,7 @@ class RequestBody(FormFields):
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: int | None = None
     user: str | None = None
     cache_salt: str | None = None
@@ -201,6 +207,11 @@ class RequestBody(FormFields):
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that holds the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream tells the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling(
         self, defaults: SamplingDefaults, max_tokens: int | None, logprobs: int | None

@@ -16,12 +16,13 @@ from onnxport.errors import RequestError
 from onnxport.serving.channels import BREAK
 from onnxport.serving.http import chat_completions, sse
 from onnxport.serving.http.chat_request import ChatRequest
-from onnxport.serving.http.errors import ApiError, to_api_error
+from onnxport.serving.http.errors import ApiError
 from onnxport.serving.http.generation import Job, generate, token_logprobs, unless_disconnected
 from onnxport.serving.http.logprobs import chat_logprobs
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.placed_logprobs import PlacedLogprobs, Token
 from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
+from onnxport.serving.http.request_ids import take_id, unique
 from onnxport.serving.http.responses_request import ResponsesRequest, as_chat, renamed
 from onnxport.serving.http.service import Service
 from onnxport.serving.http.tool_calls import Parsed, ToolCallParser
@@ -37,6 +38,7 @@ NO_REASONING: Final = {"reasoning_tokens": 0}
 async def respond(service: Service, request: Request, body: ResponsesRequest) -> Response:
     """Answer one request, as a whole or as a stream."""
     chat = as_chat(body, service.tools.format.between)
+    name = f"resp_{take_id(request, body.request_id)}"
     adapter = service.adapter_of(body.model)
     try:
         chat = chat.with_effort(service.template, service.reasoning)
@@ -56,32 +58,31 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
         params = thinking.before(params)
     except RequestError as error:
         raise renamed(error) from error
-    job = Job([prompt.token_ids], params, options, f"resp_{uuid.uuid4().hex}")
-    told = Told(service, body, chat, job, thinking)
+    job = Job([prompt.token_ids], params, options, unique(name))
+    told = Told(service, body, chat, job, thinking, name)
+    events = _events(service, told)
     if body.stream:
-        return await sse.respond(request, _events(service, told), is_named=True)
+        return await sse.respond(request, events, service.ping_interval_s, told.fail)
 
     async def whole() -> dict[str, Any]:
-        async for event in _events(service, told):
-            if "error" in event:
-                raise told.failure or AssertionError("an error without its reason")
+        async for _ in events:
+            pass
         return told.response()
 
     return JSONResponse(await unless_disconnected(request, whole()))
 
 
 async def _events(service: Service, told: Told) -> sse.Chunks:
-    """Yield the events of a response. What fails after the first one is an event, too."""
+    """Yield the events of a response."""
     try:
         async with aclosing(generate(service.engine, told.job)) as deltas:
             async for _, delta in deltas:
                 for event in told.take(delta):
                     yield event
-    except Exception as error:
-        known = renamed(error) if type(error) is RequestError else error
-        if not told.has_begun:
-            raise known from error
-        yield told.fail(to_api_error(known))
+    except RequestError as error:
+        if type(error) is RequestError:
+            raise renamed(error) from error
+        raise
 
 
 class Told:
@@ -89,8 +90,6 @@ class Told:
 
     Attributes:
         job: what is run for it.
-        has_begun: whether an event was told.
-        failure: why it ended before its end.
     """
 
     def __init__(
@@ -100,11 +99,13 @@ class Told:
         chat: ChatRequest,
         job: Job,
         thinking: Thinking,
+        name: str,
     ) -> None:
         functions, skips = chat.functions(), job.params.skip_special_tokens
         self.job = job
-        self.has_begun = False
-        self.failure: ApiError | None = None
+        self._id = name
+        self._model = job.options.adapter or service.model_name
+        self._has_begun = False
         self._service = service
         self._body = body
         self._parser: ToolCallParser | None = None
@@ -129,8 +130,8 @@ class Told:
     def take(self, delta: CompletionDelta) -> Iterator[Event]:
         """Yield what one delta adds."""
         runs = self._usage.add(0, delta)
-        if not self.has_begun:
-            self.has_begun = True
+        if not self._has_begun:
+            self._has_begun = True
             yield self._event("response.created", response=self.response())
             yield self._event("response.in_progress", response=self.response())
         if self.job.params.logprobs is not None:
@@ -175,7 +176,6 @@ class Told:
 
     def fail(self, error: ApiError) -> Event:
         """Return the event of an error; the last one."""
-        self.failure = error
         found = error.body()["error"]
         flat = {name: found[name] for name in ("code", "message", "param")}
         return self._event("error", **flat, error=found)
@@ -187,7 +187,7 @@ class Told:
         text = {"format": {"type": "text"}, "verbosity": "medium", **dumped.get("text", {})}
         cut = self._status == "incomplete"
         return {
-            "id": self.job.id,
+            "id": self._id,
             "object": "response",
             "created_at": self._created_s,
             "completed_at": int(time.time()) if self._status == "completed" else None,
@@ -199,7 +199,7 @@ class Told:
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
             "metadata": body.metadata or {},
-            "model": body.model,
+            "model": self._model,
             "output": list(self._output),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,

@@ -9,7 +9,7 @@ from pydantic import Field, PlainValidator, TypeAdapter, model_validator
 from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
-from onnxport.serving.http.protocol import Strict
+from onnxport.serving.http.strict import Strict
 
 
 class Given(Strict):

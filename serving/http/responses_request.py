@@ -10,14 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PlainValidator, ValidationError, ValidationInfo, model_validator
 
 from onnxport.errors import RequestError
 from onnxport.serving.chat import plain_text
 from onnxport.serving.http.chat_request import ChatRequest, Effort
 from onnxport.serving.http.errors import JSON, validation_error
 from onnxport.serving.http.fields import LABELS, check_json, check_neutral
-from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS, Strict
+from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS
+from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.http.responses_items import (
     CallItem,
     Given,
@@ -27,6 +28,7 @@ from onnxport.serving.http.responses_items import (
     ResultItem,
     text_or,
 )
+from onnxport.serving.http.strict import Strict
 from onnxport.serving.params import MAX_LOGPROBS
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -116,18 +118,33 @@ class TextOptions(Given):
     verbosity: Literal["medium"] | None = None
 
 
+def _summary(value: Any, info: ValidationInfo) -> None:
+    """Refuse a summary that has to be there; "auto" leaves that to the server, which makes none."""
+    if value not in (None, "auto"):
+        name = f"reasoning.{info.field_name}"
+        raise RequestError(
+            f"{name} is {repr(value)[:80]}, and there is nothing here that summarizes; send "
+            '"auto" or null. The reasoning itself is told, in items of type reasoning',
+            name,
+        )
+
+
+Summary = Annotated[None, PlainValidator(_summary)]
+
+
 class ReasoningOptions(Given):
     """How much is thought. There are no summaries."""
 
     effort: Effort | None = None
-    summary: None = None
-    generate_summary: None = None
+    summary: Summary = None
+    generate_summary: Summary = None  # the same by its older name
 
 
 class ResponsesRequest(Strict):
     """The body of `/v1/responses`."""
 
-    model: str
+    model: str | None = None  # None: the server's own
+    request_id: GivenId | None = None
     input: Annotated[
         str | list[Item],
         text_or(

@@ -12,12 +12,15 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
+from urllib.parse import quote
 
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onnxport.errors import OnnxportError
 from onnxport.serving.http.errors import STOPPED
+from onnxport.serving.http.request_ids import HEADER, name_headers
 
 # concurrent.futures.thread is imported above, and not by the first request that needs a thread: by
 # then there may be no file left to read it from.
@@ -39,7 +42,7 @@ class ServerOptions:
 
     Attributes:
         grace_s: how long running requests may go on after a signal to stop.
-        access_log: whether every request is logged.
+        access_log: whether every request is logged, with its id.
     """
 
     grace_s: float = 10.0
@@ -126,11 +129,12 @@ def serve(
         ready: called once connections are accepted.
         options: see `ServerOptions`.
     """
+    answering = _LastWords(app)
     config = uvicorn.Config(
-        _LastWords(app),
+        _AccessLog(answering) if options.access_log else answering,
         lifespan="off",
-        log_level="info" if options.access_log else "warning",
-        access_log=options.access_log,
+        log_level="warning",
+        access_log=False,  # whose lines have no ids
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(options.grace_s) + CANCEL_AFTER_S,
@@ -231,4 +235,31 @@ class _LastWords:
             await self._app(scope, receive, noting)
         except asyncio.CancelledError:
             if not has_begun and scope["type"] == "http":
-                await STOPPED.response()(scope, receive, send)
+                response = STOPPED.response()
+                name_headers(scope, response.headers)
+                await response(scope, receive, send)
+
+
+class _AccessLog:
+    """Logs every request, with its id, as its answer begins."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+
+        async def logging_status(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                client = scope.get("client") or ("?", 0)
+                logger.info(
+                    '%s:%d - "%s %s" %d %s',
+                    *client,
+                    scope["method"],
+                    quote(scope["path"]),
+                    message["status"],
+                    Headers(raw=message["headers"]).get(HEADER, "-"),
+                )
+            await send(message)
+
+        await self._app(scope, receive, logging_status if scope["type"] == "http" else send)

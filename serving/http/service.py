@@ -110,6 +110,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def prefix_caching(self) -> bool:
+        """Whether K/V that another request has computed are used again."""
+        ...
+
+    @property
     def most_prompts(self) -> int:
         """Most requests that one client can have waiting, when nobody else has any."""
         ...
@@ -165,6 +170,8 @@ class Service:
     request_timeout_s: float | None = None  # of requests that give none
     tools: ToolSyntax = field(default_factory=ToolSyntax)  # how the model calls tools
     reasoning: AnyFormat | None = None  # None: it is not told from the answer
+    aliases: tuple[str, ...] = ()  # further names of the model
+    ping_interval_s: float = 0.0  # of comments in streams that say nothing; 0: there are none
     started_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -174,19 +181,28 @@ class Service:
         assert tokenizer is not None, "a server needs a model with a tokenizer"
         return tokenizer
 
-    def adapter_of(self, model: str) -> str | None:
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the model itself; the first is the one that answers tell."""
+        return (self.model_name, *self.aliases)
+
+    def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a request picks by its model; None for the model itself.
+
+        A request that names no model means the model itself, as with vLLM.
 
         Raises:
             ApiError: a 404, neither has this name.
         """
+        if not model or model in self.model_names:
+            return None
         names = [adapter.name for adapter in self.engine.adapters]
-        if model != self.model_name and model not in names:
-            served = ", ".join(repr(name) for name in (self.model_name, *names))
+        if model not in names:
+            served = ", ".join(repr(name) for name in (*self.model_names, *names))
             raise ApiError(
                 404,
                 f"the model {shortened(model)!r} is not served here; this server has {served}",
                 "model",
                 "model_not_found",
             )
-        return None if model == self.model_name else model
+        return model

@@ -18,8 +18,9 @@ from onnxport.serving.http.chat_messages import (
     told,
 )
 from onnxport.serving.http.fields import are_ids, check_json
-from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS, Strict
+from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS
 from onnxport.serving.http.service import Service
+from onnxport.serving.http.strict import Strict
 
 MOST_TOKENS: Final = 1 << 20  # that are encoded: more than a context, for whoever counts a document
 
@@ -81,18 +82,13 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        _check_model(service, body.model)
+        service.adapter_of(body.model)
         return await asyncio.to_thread(_tokenize, service, body)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        _check_model(service, body.model)
+        service.adapter_of(body.model)
         return {"prompt": await asyncio.to_thread(_detokenize, service, body.tokens)}
-
-
-def _check_model(service: Service, model: str | None) -> None:
-    if model is not None:
-        service.adapter_of(model)
 
 
 def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:

@@ -13,11 +13,13 @@ import pytest
 from onnxport.cli import build_parser, main
 from onnxport.cli.arguments import ENGINE_OPTIONS, engine_config, load_options, sampling_params
 from onnxport.cli.export import export_options
+from onnxport.cli.serve import model_names
 from onnxport.cli.values import memory, seconds, size
 from onnxport.errors import CapacityError, ExportError, RequestError
 from onnxport.exporter.options import ExportOptions
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.defaults import SamplingDefaults
+from onnxport.serving.http.app import AppOptions
 from onnxport.serving.params import SamplingParams
 
 
@@ -314,3 +316,31 @@ def test_reasoning_parsers_have_names(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         parse("serve", "m", "--reasoning-parser", "qwen9")
     assert "use one of auto, none, qwen3" in capsys.readouterr().err
+
+
+def test_intervals_of_pings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("serve", "m").sse_ping_interval == AppOptions().sse_ping_interval_s == 10
+    assert parse("serve", "m", "--sse-ping-interval", "0").sse_ping_interval == 0
+    assert parse("serve", "m", "--sse-ping-interval", "2.5").sse_ping_interval == 2.5
+    for wrong in ("-1", "0.01", "3601", "inf", "nan", "x"):
+        with pytest.raises(SystemExit):
+            parse("serve", "m", "--sse-ping-interval", wrong)
+        assert "neither 0 nor a number of seconds from 0.05 to 3600" in capsys.readouterr().err
+
+
+def test_names_of_the_served_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    folder.mkdir()
+    assert model_names(parse("serve", str(folder))) == ("own",)
+    assert model_names(parse("serve", "org/hub")) == ("org/hub",)
+    several = parse("serve", "m", "--served-model-name", "b", "a/c", "--port", "0")
+    assert model_names(several) == ("b", "a/c")
+    with pytest.raises(RequestError, match="has 'b' twice"):
+        model_names(parse("serve", "m", "--served-model-name", "b", "a", "b"))
+    adapter = ("--lora-modules", f"a={folder}")
+    with pytest.raises(RequestError, match="calls an adapter 'a', as the model itself"):
+        model_names(parse("serve", "m", "--served-model-name", "b", "a", *adapter))
+    for wrong in (("",), ("a", ""), ()):
+        with pytest.raises(SystemExit):
+            parse("serve", "m", "--served-model-name", *wrong)
+        assert "served-model-name" in capsys.readouterr().err

@@ -71,13 +71,12 @@ def test_a_provider_that_cannot_be_used_and_one_that_may_take_over(artifact: Pat
 @pytest.mark.slow
 def test_name_key_and_limits(artifact: Path) -> None:
     limits = ("--max-model-len", "32", "--max-num-seqs", "2", "--max-num-batched-tokens", "16")
-    with serving(artifact, "--served-model-name", "other", *limits, ONNXPORT_API_KEY="sesame") as (
-        address,
-        _,
-    ):
+    names = ("--served-model-name", "other", "more")
+    with serving(artifact, *names, *limits, ONNXPORT_API_KEY="sesame") as (address, said):
+        assert "Serving other, more on" in said[-1]
         client = OpenAI(base_url=f"{address}/v1", api_key="sesame", max_retries=0)
-        [model] = client.models.list().data
-        assert model.id == "other"
+        assert [model.id for model in client.models.list().data] == ["other", "more"]
+        assert client.completions.create(model="more", prompt="a", max_tokens=1).model == "other"
         done = client.completions.create(model="other", prompt=["ab"] * 5, max_tokens=30)
         assert len(done.choices) == 5
         with pytest.raises(openai.BadRequestError, match="32"):
@@ -205,6 +204,8 @@ def test_without_a_prefix_cache(artifact: Path) -> None:
         for _ in range(2):
             done = httpx.post(f"{address}/v1/completions", json=body).json()
             assert done["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        metrics = httpx.get(f"{address}/metrics").text
+        assert 'enable_prefix_caching="False",engine="0",model_name="tiny",num_gpu' in metrics
 
 
 @pytest.mark.slow

@@ -72,6 +72,10 @@ class FakeEngine:
     def most_prompts(self) -> int:
         return 8
 
+    @property
+    def prefix_caching(self) -> bool:
+        return True
+
     def stats(self) -> EngineStats:
         return STATS
 

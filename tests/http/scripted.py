@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -123,6 +124,8 @@ def _held(path: Path) -> Callable[[int], bool]:
 def main(folder: Path, settings: dict[str, Any]) -> None:
     """Serve until a signal."""
     server = _taken(settings, ServerOptions)
+    if server.get("access_log"):
+        logging.basicConfig(format="%(message)s", level=logging.INFO)
     app_options = _taken(settings, AppOptions)
     config = {"seed": 1} | _taken(settings, EngineConfig)
     fail_after = settings.pop("fail_after", None)

@@ -65,8 +65,8 @@ def test_streams_go_on_with_the_same_text(
     assert (body["placement"], body["on_host"], body["emulated"]) == ({"null": 1}, {}, False)
     assert body["engine"]["finished"]["error"] == 0
     metrics = httpx.get(f"{server.url}/metrics").text
-    assert f'onnxport:devices_lost_total{{model_name="{MODEL}"}} 1.0' in metrics
-    assert f'onnxport:fallbacks_total{{model_name="{MODEL}"}} 1.0' in metrics
+    assert f'onnxport:devices_lost_total{{engine="0",model_name="{MODEL}"}} 1.0' in metrics
+    assert f'onnxport:fallbacks_total{{engine="0",model_name="{MODEL}"}} 1.0' in metrics
     code, _, err = server.stop()
     assert code == 0
     assert "was lost" in err

@@ -93,7 +93,17 @@ def error_of(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"stream": "yes"}, "stream", "boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown field"),
-        ({"model": None}, "model", "string"),
+        ({"model": 5}, "model", "string"),
+        ({"request_id": "a b"}, "request_id", "1 to 128 visible characters of ASCII"),
+        ({"request_id": ""}, "request_id", "1 to 128 visible"),
+        ({"request_id": "x" * 129}, "request_id", "1 to 128 visible"),
+        ({"request_id": 5}, "request_id", "string"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            "set include_usage to true",
+        ),
+        ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids", "boolean"),
     ],
 )
 @pytest.mark.parametrize("chat", [False, True])
@@ -294,7 +304,13 @@ def test_health_and_version(server: RunningServer) -> None:
 
 
 def test_paths_and_methods(server: RunningServer) -> None:
-    assert "no such path" in error_of(httpx.get(f"{server.url}/v2/models"), 404)["message"]
+    message = error_of(httpx.get(f"{server.url}/v2/models"), 404)["message"]
+    missing, there = message.split("; there are ")
+    assert missing == "there is no such path '/v2/models'"
+    paths = there.split(", ")
+    assert paths == sorted(set(paths))
+    assert {"/v1/chat/completions", "/v1/models/{model}", "/tokenize", "/version"} < set(paths)
+    assert httpx.get(f"{server.url}/v1{'x' * 2000}").text.count("x") < 100
     assert "POST" in error_of(httpx.get(f"{server.url}/v1/completions"), 405)["message"]
 
 

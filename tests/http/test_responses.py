@@ -15,6 +15,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
+from onnxport.errors import RequestError
 from onnxport.serving.http.app import AppOptions
 from onnxport.serving.outputs import CompletionDelta, Failure, Logprob
 from onnxport.serving.params import SamplingParams
@@ -446,7 +447,9 @@ def test_the_client_raises_what_fails_in_the_middle(client: OpenAI) -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"generate_summary": "concise"}}, "reasoning.generate_summary"),
+        ({"request_id": "a b"}, "request_id"),
         ({"max_tool_calls": 1}, "max_tool_calls"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -486,6 +489,21 @@ async def test_what_cannot_be_told_back_is_refused(
     response = await client.post("/v1/responses", **ask)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "tools"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_engine_refuses_is_called_as_it_is_here(
+    tokenizer: Tokenizer, model_folder: Path, stream: bool
+) -> None:
+    """A grammar is compiled when all that a body can tell was looked at."""
+    name = "response_format.json_schema.schema"
+    client = Client(
+        FakeEngine(tokenizer, refusals=[RequestError(f"{name} is bad", name)]), model_folder
+    )
+    response = await client.post("/v1/responses", model=FAKE, input="a", stream=stream)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert (error["param"], error["message"]) == ("text.format.schema", "text.format.schema is bad")
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,8 @@ async def test_metrics_listen_to_the_engine(ask: Ask) -> None:
     listener.on_step(StepRecord(0.0, 0.1, 2, 7, 2, (0.1, 0.1)))
     response = await client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert 'vllm:iteration_tokens_total_sum{model_name="fake"} 7.0' in response.text.splitlines()
+    lines = response.text.splitlines()
+    assert 'vllm:iteration_tokens_total_sum{engine="0",model_name="fake"} 7.0' in lines
     assert re.search(r"^# TYPE vllm:num_requests_running gauge$", response.text, re.MULTILINE)
     response = await client.get("/metrics", accept="application/openmetrics-text; version=1.0.0")
     assert response.headers["content-type"].startswith("application/openmetrics-text")

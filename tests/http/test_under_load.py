@@ -37,7 +37,7 @@ def metrics_of(server: RunningServer) -> dict[str, float]:
     for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
         for sample in family.samples:
             labels = {**sample.labels}
-            assert labels.pop("model_name") == MODEL
+            assert (labels.pop("model_name"), labels.pop("engine")) == (MODEL, "0")
             found[",".join([sample.name, *labels.values()])] = sample.value
     return found
 

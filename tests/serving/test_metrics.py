@@ -13,7 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from onnxport.serving.events import EventKind, FinishedRecord, RequestEvent, StepRecord
-from onnxport.serving.metrics import HISTOGRAMS, Histogram, Metrics
+from onnxport.serving.metrics import HISTOGRAMS, CacheConfig, Histogram, Metrics
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.stats import EngineStats
 
@@ -40,6 +40,7 @@ STATS = EngineStats(
     num_fallbacks=14,
     finished={"stop": 12, "timeout": 1},
 )
+CACHE = CacheConfig(16, 10, "float16", True)
 TIMES = RequestMetrics(
     arrival_time_s=10.0,
     scheduled_time_s=10.5,
@@ -51,7 +52,7 @@ TIMES = RequestMetrics(
 
 @pytest.fixture
 def metrics() -> Metrics:
-    return Metrics("m", lambda: STATS)
+    return Metrics("m", lambda: STATS, lambda: CACHE)
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -61,7 +62,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
-            assert labels.pop("model_name") == "m"
+            assert (labels.pop("model_name"), labels.pop("engine")) == ("m", "0")
             name = sample.name + "".join(f",{label}={value}" for label, value in labels.items())
             assert name not in found
             found[name] = sample.value
@@ -118,10 +119,24 @@ def test_statistics_have_vllms_names(metrics: Metrics) -> None:
 
 def test_statistics_are_read_at_every_scrape() -> None:
     stats = [STATS]
-    metrics = Metrics("m", lambda: stats[-1])
+    metrics = Metrics("m", lambda: stats[-1], lambda: CACHE)
     assert samples(metrics)["vllm:num_requests_running"] == 3
     stats.append(EngineStats(0, 0, 10, 10, 0, 0, 0, 0, 0))
     assert samples(metrics)["vllm:num_requests_running"] == 0
+
+
+def test_the_cache_is_told_in_labels_as_it_is_at_every_scrape() -> None:
+    caches = [CACHE]
+    metrics = Metrics("m", lambda: STATS, lambda: caches[-1])
+    text = metrics.render()[0].decode()
+    assert "# TYPE vllm:cache_config_info gauge\n" in text
+    labels = 'block_size="16",cache_dtype="float16",enable_prefix_caching="True"'
+    rest = 'engine="0",model_name="m",num_gpu_blocks="10"'
+    assert f"vllm:cache_config_info{{{labels},{rest}}} 1.0\n" in text
+    caches.append(CacheConfig(32, 5, "int8", False))
+    assert 'block_size="32",cache_dtype="int8",enable_prefix_caching="False"' in (
+        metrics.render()[0].decode()
+    )
 
 
 def test_a_request_of_one_completion(metrics: Metrics) -> None:
@@ -224,15 +239,17 @@ def test_the_scraper_chooses_the_format(metrics: Metrics) -> None:
 
 
 def test_labels_are_escaped() -> None:
-    text, _ = Metrics('a"b\\c\n', lambda: STATS).render()
+    text, _ = Metrics('a"b\\c\n', lambda: STATS, lambda: CACHE).render()
     families = text_string_to_metric_families(text.decode())
     assert {s.labels["model_name"] for f in families for s in f.samples} == {'a"b\\c\n'}
 
 
 def test_two_models_have_metrics_of_their_own(metrics: Metrics) -> None:
-    other = Metrics("other", lambda: STATS)
+    other = Metrics("other", lambda: STATS, lambda: CACHE)
     metrics.on_step(StepRecord(1.0, 1.1, 3, 18, 3, ()))
-    assert b'vllm:iteration_tokens_total_count{model_name="other"} 0.0' in other.render()[0]
+    assert (
+        b'vllm:iteration_tokens_total_count{engine="0",model_name="other"} 0.0' in other.render()[0]
+    )
 
 
 def test_scraping_while_the_engine_runs_sees_whole_steps(metrics: Metrics) -> None:
@@ -258,7 +275,7 @@ def test_scraping_while_the_engine_runs_sees_whole_steps(metrics: Metrics) -> No
 def test_adapters_are_told_in_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 1234.5)
     told = replace(STATS, max_adapters=4, running_adapters=("a", "b"), waiting_adapters=("b",))
-    text, _ = Metrics("m", lambda: told).render()
+    text, _ = Metrics("m", lambda: told, lambda: CACHE).render()
     [family] = [
         family
         for family in text_string_to_metric_families(text.decode())
@@ -272,5 +289,5 @@ def test_adapters_are_told_in_labels(monkeypatch: pytest.MonkeyPatch) -> None:
         "waiting_lora_adapters": "b",
     }
     assert sample.value == 1234.5
-    text, _ = Metrics("m", lambda: STATS).render()
+    text, _ = Metrics("m", lambda: STATS, lambda: CACHE).render()
     assert b"lora_requests_info" not in text

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.engine import Engine
-from onnxport.serving.metrics import Metrics
+from onnxport.serving.metrics import CacheConfig, Metrics
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.sampler import uniform
 from onnxport.serving.speculation.config import SpeculationConfig
@@ -42,6 +42,7 @@ from tests.tiers import examples
 
 CONFIG = SpeculationConfig("ngram", num_speculative_tokens=4)
 LONG = SamplingParams(temperature=0.0, max_tokens=40)
+CACHE = CacheConfig(16, 10, "float16", True)
 
 
 class Doubtful(NullModel):
@@ -335,7 +336,7 @@ def test_metrics_have_the_names_of_vllm() -> None:
     engine = null_engine(speculator=drafting(Doubtful))
     submit(engine, "a", [1, 2, 3], LONG)
     run(engine)
-    text, _ = Metrics("m", engine.stats).render()
+    text, _ = Metrics("m", engine.stats, lambda: CACHE).render()
     found = {
         (sample.name, sample.labels.get("position")): sample.value
         for family in text_string_to_metric_families(text.decode())
@@ -354,7 +355,7 @@ def test_metrics_have_the_names_of_vllm() -> None:
     }
     assert len(found) == 3 + CONFIG.num_speculative_tokens
     assert done.num_accepted_tokens > 0
-    text, _ = Metrics("m", null_engine().stats).render()
+    text, _ = Metrics("m", null_engine().stats, lambda: CACHE).render()
     assert b"spec_decode" not in text
 
 

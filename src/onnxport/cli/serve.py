@@ -56,7 +56,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     group.add_argument("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK})")
     group.add_argument("--port", type=port, default=8000, help="0 takes a free one (8000)")
     group.add_argument(
-        "--served-model-name", metavar="NAME", help="the name that requests give (the model's)"
+        "--served-model-name",
+        type=model_name,
+        nargs="+",
+        metavar="NAME",
+        help="what requests may call the model, put behind MODEL; of several names answers tell "
+        "the first (the model's)",
     )
     group.add_argument(
         "--api-key",
@@ -86,6 +91,14 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         default=10.0,
         metavar="SECONDS",
         help="what running requests have to finish after a signal to stop (10)",
+    )
+    group.add_argument(
+        "--sse-ping-interval",
+        type=ping_interval,
+        default=10.0,
+        metavar="SECONDS",
+        help="a stream that has nothing to tell for so long tells that it lives, by a comment; 0: "
+        "never (10)",
     )
     group.add_argument(
         "--seed",
@@ -138,6 +151,27 @@ def grace(text: str) -> float:
     )
 
 
+def ping_interval(text: str) -> float:
+    """Return an interval of pings in seconds, or 0."""
+    from onnxport.serving.http.app import LONGEST_PING_S, SHORTEST_PING_S
+
+    with suppress(ValueError):
+        found = float(text)
+        if found == 0 or SHORTEST_PING_S <= found <= LONGEST_PING_S:
+            return found
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is neither 0 nor a number of seconds from {SHORTEST_PING_S} to "
+        f"{LONGEST_PING_S:.0f}"
+    )
+
+
+def model_name(text: str) -> str:
+    """Return a name that is one."""
+    if not text:
+        raise argparse.ArgumentTypeError("a model without a name cannot be asked for; give it one")
+    return text
+
+
 def origin(text: str) -> str:
     """Return an origin of web pages as browsers spell it, or "*"."""
     if text != "*" and re.fullmatch(r"https?://[^/\s?#@]+", text) is None:
@@ -165,10 +199,30 @@ def run(options: argparse.Namespace) -> int:
 
     logging.getLogger("onnxport").setLevel(logging.INFO)
     template = template_text(options)
+    names = model_names(options)
     with bind(options.host, options.port) as sock:
-        name = served_name(options)
-        artifact = find_artifact(options)
-        return _serve(artifact, name, sock, options, template)
+        return _serve(find_artifact(options), names, sock, options, template)
+
+
+def model_names(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the names that requests may call the model by, the one that answers tell first.
+
+    Raises:
+        RequestError: one is given twice, or an adapter has it.
+    """
+    source: str = options.source
+    path = Path(source)
+    own = path.resolve().name if path.exists() else source
+    names = tuple(options.served_model_name or (own,))
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise RequestError(f"--served-model-name has {twice[0]!r} twice; give each name once")
+    for adapter, _ in options.lora_modules:
+        if adapter in names:
+            raise RequestError(
+                f"--lora-modules calls an adapter {adapter!r}, as the model itself is called; "
+                "choose another name, or another --served-model-name"
+            )
+    return names
 
 
 def api_keys(given: list[str] | None) -> tuple[str, ...]:
@@ -188,20 +242,17 @@ def api_keys(given: list[str] | None) -> tuple[str, ...]:
     return stripped
 
 
-def served_name(options: argparse.Namespace) -> str:
-    """Return the name that requests give."""
-    source: str = options.source
-    path = Path(source)
-    return options.served_model_name or (path.resolve().name if path.exists() else source)
-
-
 def kv_tokens(loaded: Capabilities) -> str:
     """Tell how many tokens there is room for; windows that give blocks up make room for more."""
     return f"{'at least ' if any(loaded.windows) else ''}{loaded.kv_tokens} tokens"
 
 
 def _serve(
-    artifact: Path, name: str, sock: socket, options: argparse.Namespace, source: str | None
+    artifact: Path,
+    names: tuple[str, ...],
+    sock: socket,
+    options: argparse.Namespace,
+    source: str | None,
 ) -> int:
     """Load the artifact and serve it; `source` is its chat template, if it is not its own."""
     import asyncio
@@ -212,11 +263,6 @@ def _serve(
     from onnxport.serving.reasoning import reasoning_format
     from onnxport.serving.worker import AsyncEngine
 
-    if any(adapter == name for adapter, _ in options.lora_modules):
-        raise RequestError(
-            f"--lora-modules calls an adapter {name!r}, as the model itself is called; choose "
-            "another name, or another --served-model-name"
-        )
     keys = api_keys(options.api_key)
     template = chat_template(artifact, source, options.template_variables)
     defaults = sampling_defaults(artifact, options)
@@ -232,8 +278,8 @@ def _serve(
     def ready() -> None:
         loaded = engine.capabilities
         print(
-            f"Serving {name} on {url(options.host, sock)} ({loaded.provider}, {loaded.attention} "
-            f"attention, {kv_tokens(loaded)} of KV cache). Ctrl-C stops it.",
+            f"Serving {', '.join(names)} on {url(options.host, sock)} ({loaded.provider}, "
+            f"{loaded.attention} attention, {kv_tokens(loaded)} of KV cache). Ctrl-C stops it.",
             file=sys.stderr,
             flush=True,
         )
@@ -247,8 +293,10 @@ def _serve(
             allowed_origins=tuple(options.allowed_origins),
             reasoning_parser=options.reasoning_parser,
             tool_call_parser=options.tool_call_parser,
+            aliases=names[1:],
+            sse_ping_interval_s=options.sse_ping_interval,
         )
-        app = create_app(engine, name, template, choices)
+        app = create_app(engine, names[0], template, choices)
         limits = EngineConfig()
         raise_open_files(
             (options.max_num_seqs or limits.max_num_seqs)
