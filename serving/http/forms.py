@@ -23,7 +23,7 @@ class _Part(BaseModel):
 
 
 class JsonSchema(_Part):
-    """A named schema. It is enforced whatever `strict` says."""
+    """A named schema. Whether all of it has to be enforced `strict` says."""
 
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
@@ -32,19 +32,29 @@ class JsonSchema(_Part):
 
 
 class ResponseFormat(_Part):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`; with a schema of its own, that of llama.cpp and Together."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    content: dict[str, Any] | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            found = "without" if self.json_schema is None else "with"
+        given = [self.json_schema, self.content]
+        num_given = 2 - given.count(None)
+        if num_given > 1 or (self.type == "json_schema" and num_given == 0):
+            found = "neither" if num_given == 0 else "both"
             raise RequestError(
-                f"response_format has the type {self.type!r} {found} json_schema; the type "
-                "'json_schema' has one, and no other",
+                f"response_format has {found} of json_schema and schema; the type 'json_schema' "
+                "has one of them, 'json_object' may have schema, and 'text' has none",
                 "response_format.json_schema",
+            )
+        if num_given and (self.type == "text" or (self.type == "json_object" and self.json_schema)):
+            name = "schema" if self.json_schema is None else "json_schema"
+            raise RequestError(
+                f"response_format has the type {self.type!r} with {name}; the type 'json_schema' "
+                "has one, 'json_object' may have schema, and 'text' has none",
+                f"response_format.{name}",
             )
         return self
 
@@ -90,7 +100,11 @@ class FormFields(_Part):
             given = {OLDER[name]: getattr(self, name), "whitespace_pattern": pattern}
             return StructuredOutputs.from_mapping(given, name)
         asked = self.response_format
-        if asked is None or asked.json_schema is None:
-            return StructuredOutputs(json_object=True, param=name)
-        param = "response_format.json_schema.schema"
-        return StructuredOutputs(json=asked.json_schema.content, param=param)
+        if asked is not None and asked.json_schema is not None:
+            named = asked.json_schema
+            param = "response_format.json_schema.schema"
+            return StructuredOutputs(json=named.content, param=param, strict=bool(named.strict))
+        if asked is not None and asked.content is not None:
+            param = "response_format.schema"
+            return StructuredOutputs(json=asked.content, param=param, strict=False)
+        return StructuredOutputs(json_object=True, param=name)
