@@ -17,6 +17,14 @@ from onnxport.serving.structured.schema import inner_schemas
 
 Schema = Mapping[str, Any]
 Values = frozenset[Hashable]
+Constants = frozenset[tuple[bool, Any]]  # each behind whether it is true or false
+_TYPES: Mapping[type, str] = {
+    bool: "boolean",
+    float: "number",
+    int: "number",
+    str: "string",
+    type(None): "null",
+}
 MOST_LOOKED_AT = 200_000  # schemas, names and constants, each time; a tenth of a second
 
 
@@ -107,7 +115,7 @@ class _Seen:
     """
 
     types: frozenset[str] | None
-    constants: Values | None
+    constants: Constants | None
     required: frozenset[str]
     allowed: frozenset[str] | None
 
@@ -117,13 +125,17 @@ def _seen(alternative: Any, part: Sequence[Schema], effort: _Effort) -> _Seen:
     if alternative is False:
         return _Seen(frozenset(), None, frozenset(), None)
     given = next((one["type"] for one in part if "type" in one), None)
-    types = None if given is None else frozenset([given] if isinstance(given, str) else given)
+    constants = _constants(part, effort)
+    if given is not None:
+        told = {given} if isinstance(given, str) else set(given)
+    else:
+        told = {_TYPES[type(value)] for _, value in constants or ()}
     closed = next((one for one in part if _is_closed(one)), None)
     allowed = None if closed is None else frozenset(closed.get("properties", ()))
     effort.spend(len(allowed or ()))
     return _Seen(
-        None if types is None else frozenset(one.replace("integer", "number") for one in types),
-        _constants(part, effort),
+        frozenset(one.replace("integer", "number") for one in told) or None,
+        constants,
         frozenset(_required(part, effort)),
         allowed,
     )
@@ -203,7 +215,7 @@ def _marks(
     return _constants(met, effort)
 
 
-def _constants(part: Iterable[Schema], effort: _Effort) -> Values | None:
+def _constants(part: Iterable[Schema], effort: _Effort) -> Constants | None:
     """The values that are left; None: there are others than texts, numbers and the like."""
     for one in part:
         values = [one["const"]] if "const" in one else one.get("enum", ())

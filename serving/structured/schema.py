@@ -68,7 +68,6 @@ ANNOTATIONS = (
     "example",
     "examples",
     "externalDocs",
-    "id",
     "readOnly",
     "title",
     "writeOnly",
@@ -79,6 +78,7 @@ COMPILER_OPTIONS = "x-guidance"  # the compiler would obey them
 ROOT_ONLY = ("$id", "$schema")
 HINTS = {
     "additionalItems": "write items and prefixItems as JSON Schema 2020-12 has them",
+    "id": "remove it",
     "nullable": 'write a list of types, such as ["string", "null"]',
 }
 Check = Callable[[Any], bool]
