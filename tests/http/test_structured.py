@@ -221,6 +221,42 @@ def test_what_is_refused(
         assert error["param"] == param
 
 
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": NOT_ENFORCED}},
+        {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": NOT_ENFORCED, "strict": False},
+        },
+        {"type": "json_schema", "schema": NOT_ENFORCED},
+        {"type": "json_object", "schema": NOT_ENFORCED},
+    ],
+)
+def test_without_strict_what_cannot_be_enforced_is_left_out(
+    model_folder: Path, asked: dict[str, Any], chat: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = form_of(model_folder, chat, response_format=asked)
+    left = {name: value for name, value in NOT_ENFORCED.items() if name != "uniqueItems"}
+    assert found == StructuredOutputs(json=left)
+    [told] = [record.getMessage() for record in caplog.records if "prepared" in record.name]
+    assert "response_format" in told
+    assert "'#/uniqueItems'" in told
+
+
+def test_responses_know_strict(server: RunningServer) -> None:
+    body = {"model": MODEL, "input": "x", "max_output_tokens": 200, "temperature": 0}
+    for strict, status in ((None, 200), (False, 200), (True, 400)):
+        format_ = {"type": "json_schema", "name": "x", "schema": NOT_ENFORCED, "strict": strict}
+        response = httpx.post(
+            f"{server.url}/v1/responses", json=body | {"text": {"format": format_}}
+        )
+        assert response.status_code == status, response.text
+        if status == 400:
+            assert response.json()["error"]["param"] == "text.format.schema"
+
+
 @pytest.fixture
 def client(server: RunningServer) -> Any:
     with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as opened:
