@@ -111,6 +111,13 @@ def test_parts_beside_what_cannot_be_closed_are() -> None:
     assert not accepts(grammar, '{"y":{"b":1}}')
 
 
+def test_definitions_are_of_what_refers_to_them() -> None:
+    among = [{**one, "additionalProperties": True} for one in (A, B)]
+    schema = {"allOf": among, "$defs": {"unused": A}}
+    found = enforced(schema, disable_additional_properties=True)
+    assert found == {"allOf": among, "$defs": {"unused": closed(A)}}
+
+
 def test_what_is_closed_fits_the_schema() -> None:
     form = StructuredOutputs(json={"anyOf": [A, B]}, disable_additional_properties=True)
     for text in ('{"a":1}', '{"b":1}', "{}"):

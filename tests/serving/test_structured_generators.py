@@ -305,6 +305,14 @@ def test_what_is_rewritten_stays_so(name: str) -> None:
     assert rewritten(once) == once
 
 
+def test_what_all_names_have_is_written_once() -> None:
+    rest = {"enum": ["n" * 1000]}
+    names = {"enum": [str(number) for number in range(100)]}
+    schema = {"propertyNames": names, "additionalProperties": rest}
+    assert len(json.dumps(rewritten(schema))) < 5000
+    assert accepts(compiled(StructuredOutputs(json=schema)), f'{{"99":"{"n" * 1000}"}}')
+
+
 def test_values_are_never_changed() -> None:
     values = [{"x-a": 1, "format": "int32", "title": "x"}, [{"not": {}}], 1]
     schema = {"enum": values, "properties": {"title": {"const": values}}}
