@@ -40,21 +40,16 @@ class ResponseFormat(_Part):
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
-        given = [self.json_schema, self.content]
-        num_given = 2 - given.count(None)
-        if num_given > 1 or (self.type == "json_schema" and num_given == 0):
-            found = "neither" if num_given == 0 else "both"
+        names = {"json_schema": self.json_schema, "schema": self.content}
+        given = [name for name, each in names.items() if each is not None]
+        allowed = {"text": (), "json_object": ("schema",), "json_schema": tuple(names)}[self.type]
+        is_right = len(given) < 2 if self.type != "json_schema" else len(given) == 1
+        if not is_right or not set(given) <= set(allowed):
+            found = f"with {' and '.join(given)}" if given else "without json_schema and schema"
             raise RequestError(
-                f"response_format has {found} of json_schema and schema; the type 'json_schema' "
-                "has one of them, 'json_object' may have schema, and 'text' has none",
-                "response_format.json_schema",
-            )
-        if num_given and (self.type == "text" or (self.type == "json_object" and self.json_schema)):
-            name = "schema" if self.json_schema is None else "json_schema"
-            raise RequestError(
-                f"response_format has the type {self.type!r} with {name}; the type 'json_schema' "
-                "has one, 'json_object' may have schema, and 'text' has none",
-                f"response_format.{name}",
+                f"response_format has the type {self.type!r} {found}; the type 'json_schema' has "
+                "one of the two, 'json_object' may have schema, and 'text' has none",
+                "response_format.schema" if given == ["schema"] else "response_format.json_schema",
             )
         return self
 

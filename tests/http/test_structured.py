@@ -139,9 +139,9 @@ SCHEMA = "response_format.json_schema.schema"
         (
             {"response_format": {**NAMED, "schema": COLOR}},
             "response_format.json_schema",
-            "both of json_schema and schema",
+            "with json_schema and schema",
         ),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "neither"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "without"),
         (
             {"response_format": {"type": "text", "schema": COLOR}},
             "response_format.schema",
