@@ -20,7 +20,7 @@ OLDER = {
 
 
 class JsonSchema(_Part):
-    """A named schema. It is enforced whatever `strict` says."""
+    """A named schema. Whether all of it has to be enforced `strict` says."""
 
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
@@ -29,19 +29,24 @@ class JsonSchema(_Part):
 
 
 class ResponseFormat(_Part):
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`; with a schema of its own, that of llama.cpp and Together."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    content: dict[str, Any] | None = Field(default=None, alias="schema")
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            found = "without" if self.json_schema is None else "with"
+        names = {"json_schema": self.json_schema, "schema": self.content}
+        given = [name for name, each in names.items() if each is not None]
+        allowed = {"text": (), "json_object": ("schema",), "json_schema": tuple(names)}[self.type]
+        is_right = len(given) < 2 if self.type != "json_schema" else len(given) == 1
+        if not is_right or not set(given) <= set(allowed):
+            found = f"with {' and '.join(given)}" if given else "without json_schema and schema"
             raise RequestError(
-                f"response_format has the type {self.type!r} {found} json_schema; the type "
-                "'json_schema' has one, and no other",
-                "response_format.json_schema",
+                f"response_format has the type {self.type!r} {found}; the type 'json_schema' has "
+                "one of the two, 'json_object' may have schema, and 'text' has none",
+                "response_format.schema" if given == ["schema"] else "response_format.json_schema",
             )
         return self
 
@@ -87,7 +92,11 @@ class FormFields(_Part):
             given = {OLDER[name]: getattr(self, name), "whitespace_pattern": pattern}
             return StructuredOutputs.from_mapping(given, name)
         asked = self.response_format
-        if asked is None or asked.json_schema is None:
-            return StructuredOutputs(json_object=True, param=name)
-        param = "response_format.json_schema.schema"
-        return StructuredOutputs(json=asked.json_schema.content, param=param)
+        if asked is not None and asked.json_schema is not None:
+            named = asked.json_schema
+            param = "response_format.json_schema.schema"
+            return StructuredOutputs(json=named.content, param=param, strict=bool(named.strict))
+        if asked is not None and asked.content is not None:
+            param = "response_format.schema"
+            return StructuredOutputs(json=asked.content, param=param, strict=False)
+        return StructuredOutputs(json_object=True, param=name)

@@ -83,7 +83,7 @@ class FunctionTool(Given):
 
 
 class TextFormat(Given):
-    """The form of the text; that of a schema is enforced whatever `strict` says."""
+    """The form of the text; whether all of a schema has to be enforced `strict` says."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")] | None = None

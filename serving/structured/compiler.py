@@ -26,7 +26,6 @@ from onnxport.serving.structured.automaton import Automaton
 from onnxport.serving.structured.expression import UnknownSyntaxError
 from onnxport.serving.structured.json_text import JsonText
 from onnxport.serving.structured.kept import KeptMasks, MaskMemory, Places
-from onnxport.serving.structured.schema import without_annotations
 from onnxport.serving.structured.spec import NAMES, StructuredOutputs
 from onnxport.serving.structured.vocabulary import Vocabulary
 
@@ -348,7 +347,7 @@ def _places_of(spec: StructuredOutputs, vocabulary: Vocabulary) -> Places | None
     if spec.thought is not None or spec.calls is not None:
         return None
     if spec.kind == "json" and spec.whitespace_pattern is None:
-        any_object = without_annotations(json.loads(spec.text)) == {"type": "object"}
+        any_object = json.loads(spec.text) == {"type": "object"}
         most_closed = vocabulary.most_closed
         return JsonText(vocabulary.longest_token, most_closed) if any_object else None
     if spec.kind != "regex":

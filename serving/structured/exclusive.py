@@ -1,12 +1,15 @@
 """Where `oneOf` says no more than `anyOf`: its alternatives exclude each other.
 
 The compiler sees that of types, and of properties with other texts as their constants, but not with
-other numbers, nor of an `enum`. It refuses `oneOf` where it does not see it.
+other numbers, nor of an `enum`, nor where they are referred to. It refuses `oneOf` where it does
+not see it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,6 +17,14 @@ from onnxport.serving.structured.schema import inner_schemas
 
 Schema = Mapping[str, Any]
 Values = frozenset[Hashable]
+Constants = frozenset[tuple[bool, Any]]  # each behind whether it is true or false
+_TYPES: Mapping[type, str] = {
+    bool: "boolean",
+    float: "number",
+    int: "number",
+    str: "string",
+    type(None): "null",
+}
 MOST_LOOKED_AT = 200_000  # schemas, names and constants, each time; a tenth of a second
 
 
@@ -34,10 +45,18 @@ class _Effort:
             raise _TooMuchError
 
 
-def let_any_of(schema: Any) -> None:
+def let_any_of(schema: Any, *, always: bool = False) -> tuple[str, ...]:
     """Write `anyOf` for each `oneOf` of a checked schema whose alternatives are told apart.
 
-    That is by constants: their own, or those of one property that all objects among them require.
+    That is by their types, by constants, their own or those of one property that all objects among
+    them require, or by a property that the one requires and the other may not have.
+
+    Args:
+        schema: of which this is done; changed.
+        always: whether it is done where they are not told apart, too.
+
+    Returns:
+        Where they are not, by JSON pointers; nothing unless `always`.
     """
     schemas: dict[str, Any] = {}
     pending = [("#", schema)]
@@ -46,21 +65,25 @@ def let_any_of(schema: Any) -> None:
         schemas[where] = one
         if isinstance(one, dict):
             pending += inner_schemas(where, one)
-    found = [one for one in schemas.values() if isinstance(one, dict)]
-    if any("/oneOf/" in unquote(one.get("$ref", "")) for one in found):
-        return  # it would refer to what is gone
+    found = {where: one for where, one in schemas.items() if isinstance(one, dict)}
+    if any("/oneOf/" in unquote(one.get("$ref", "")) for one in found.values()):
+        return ()  # it would refer to what is gone
     effort = _Effort()
-    for one in found:
+    not_apart: list[str] = []
+    for where, one in found.items():
         if "oneOf" not in one or "anyOf" in one:
             continue
         try:
             are_apart = _are_apart(one["oneOf"], schemas, effort)
         except _TooMuchError:
-            return  # the compiler refuses what it does not see itself
-        if are_apart:
+            are_apart = False  # the compiler refuses what it does not see itself
+        if not are_apart and always:
+            not_apart.append(f"{where}/oneOf")
+        if are_apart or always:
             items = [("anyOf" if name == "oneOf" else name, it) for name, it in one.items()]
             one.clear()
             one.update(items)
+    return tuple(not_apart)
 
 
 def _are_apart(alternatives: Sequence[Any], schemas: Schema, effort: _Effort) -> bool:
@@ -76,7 +99,65 @@ def _are_apart(alternatives: Sequence[Any], schemas: Schema, effort: _Effort) ->
         )
         if _are_disjoint(marks):
             return True
-    return False
+    seen = [_seen(one, part, effort) for one, part in zip(alternatives, parts, strict=True)]
+    return all(_exclude(one, other, effort) for one, other in combinations(seen, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What is seen of the values of an alternative.
+
+    Attributes:
+        types: of which they are, integers among numbers; None: not known, here as below.
+        constants: what they are.
+        required: names that objects have.
+        allowed: names that objects may have, no others.
+    """
+
+    types: frozenset[str] | None
+    constants: Constants | None
+    required: frozenset[str]
+    allowed: frozenset[str] | None
+
+
+def _seen(alternative: Any, part: Sequence[Schema], effort: _Effort) -> _Seen:
+    """Return what is seen of an alternative, of which a part says all."""
+    if alternative is False:
+        return _Seen(frozenset(), None, frozenset(), None)
+    given = next((one["type"] for one in part if "type" in one), None)
+    constants = _constants(part, effort)
+    if given is not None:
+        told = {given} if isinstance(given, str) else set(given)
+    else:
+        told = {_TYPES[type(value)] for _, value in constants or ()}
+    closed = next((one for one in part if _is_closed(one)), None)
+    allowed = None if closed is None else frozenset(closed.get("properties", ()))
+    effort.spend(len(allowed or ()))
+    return _Seen(
+        frozenset(one.replace("integer", "number") for one in told) or None,
+        constants,
+        frozenset(_required(part, effort)),
+        allowed,
+    )
+
+
+def _is_closed(schema: Schema) -> bool:
+    return schema.get("additionalProperties") is False and not schema.get("patternProperties")
+
+
+def _exclude(one: _Seen, other: _Seen, effort: _Effort) -> bool:
+    """Whether it can be seen that no value is one of both alternatives'."""
+    effort.spend()
+    if one.types is not None and other.types is not None:
+        if one.types.isdisjoint(other.types):
+            return True
+        if one.types & other.types == {"object"}:
+            for first, second in ((one, other), (other, one)):
+                effort.spend(len(first.required))
+                if second.allowed is not None and not first.required <= second.allowed:
+                    return True
+    constants = (one.constants, other.constants)
+    return None not in constants and _are_disjoint(constants)
 
 
 def _are_disjoint(sets: Iterable[Values | None]) -> bool:
@@ -134,7 +215,7 @@ def _marks(
     return _constants(met, effort)
 
 
-def _constants(part: Iterable[Schema], effort: _Effort) -> Values | None:
+def _constants(part: Iterable[Schema], effort: _Effort) -> Constants | None:
     """The values that are left; None: there are others than texts, numbers and the like."""
     for one in part:
         values = [one["const"]] if "const" in one else one.get("enum", ())

@@ -52,7 +52,7 @@ def tightened(schema: Any) -> Any:
     """
     if not isinstance(schema, dict):
         return schema
-    result = dict(schema)
+    result = {name: one for name, one in schema.items() if name != "$schema"}
     for name in set(ONE_SCHEMA) & result.keys():
         result[name] = tightened(result[name])
     for name in set(SCHEMA_LISTS) & result.keys():

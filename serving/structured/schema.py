@@ -2,7 +2,8 @@
 
 A grammar compiler that skips what it does not know would give output that only looks right, so
 each keyword of each schema is looked at here first. What is left the compiler enforces; the tests
-prove it keyword by keyword. The keywords are those of JSON Schema 2020-12 (json-schema.org).
+prove it keyword by keyword. The keywords are those of JSON Schema 2020-12 (json-schema.org);
+`generators.py` has brought what says the same in other words into these before.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from math import ceil, floor, gcd, lcm
 from typing import Any
 from urllib.parse import unquote
 
-from onnxport.errors import RequestError
 from onnxport.serving.structured.meeting import values
 from onnxport.serving.structured.writable import writable
 
@@ -36,7 +36,21 @@ FORMATS = (
     "uri",
     "uuid",
 )
+# Which JSON Schema knows and nothing here enforces. All others it lets mean nothing.
+UNENFORCED_FORMATS = (
+    "idn-email",
+    "idn-hostname",
+    "iri",
+    "iri-reference",
+    "json-pointer",
+    "regex",
+    "relative-json-pointer",
+    "uri-reference",
+    "uri-template",
+)
+DRAFT_4 = "http://json-schema.org/draft-04/schema"
 DIALECTS = (
+    DRAFT_4,
     "http://json-schema.org/draft-06/schema",
     "http://json-schema.org/draft-07/schema",
     "https://json-schema.org/draft/2019-09/schema",
@@ -44,29 +58,35 @@ DIALECTS = (
 )
 ANNOTATIONS = (
     "$comment",
+    "contentEncoding",
+    "contentMediaType",
+    "contentSchema",
     "default",
     "deprecated",
     "description",
     "discriminator",
+    "example",
     "examples",
+    "externalDocs",
     "readOnly",
     "title",
     "writeOnly",
+    "xml",
 )
+EXTENSION = "x-"  # how names begin that mean nothing, as in OpenAPI
+COMPILER_OPTIONS = "x-guidance"  # the compiler would obey them
 ROOT_ONLY = ("$id", "$schema")
 HINTS = {
     "additionalItems": "write items and prefixItems as JSON Schema 2020-12 has them",
-    "nullable": 'write a list of types, such as ["string", "null"]',
     "id": "remove it",
+    "nullable": 'write a list of types, such as ["string", "null"]',
 }
 Check = Callable[[Any], bool]
 
 
 def _is_number(value: Any) -> bool:
     """Whether a number is exact as a float."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) <= MAX_EXACT  # of any size, and NaN is not
+    return is_number(value) and abs(value) <= MAX_EXACT  # of any size, and NaN is not
 
 
 def _without_point(value: float) -> Decimal:
@@ -102,6 +122,11 @@ def _is_list(value: Any, check: Check) -> bool:
     return isinstance(value, list) and bool(value) and all(map(check, value))
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a number of JSON, of whatever size."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 _COUNT: tuple[Check, str] = (_is_count, "a whole number from 0 on")
 _NUMBER: tuple[Check, str] = (_is_number, "a number, at most 2^53 in size")
 _WRITABLE = "without numbers beyond 2^53 and control characters other than \\b \\f \\n \\r \\t"
@@ -134,6 +159,14 @@ ASSERTIONS: Mapping[str, tuple[Check, str]] = {
     ),
     "type": (_is_type, "one of " + ", ".join(TYPES) + ", or a list of these"),
 }
+# Values that JSON Schema allows, so that only enforcing them is what cannot be done.
+_VALID: Mapping[str, Check] = {
+    **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"), is_number),
+    "const": lambda _: True,
+    "enum": lambda value: isinstance(value, list) and bool(value),
+    "format": lambda value: isinstance(value, str),
+    "multipleOf": lambda value: is_number(value) and value > 0,
+}
 ONE_SCHEMA = ("additionalProperties", "items")
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SCHEMA_MAPS = ("$defs", "definitions", "patternProperties", "properties")
@@ -141,96 +174,133 @@ BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
 ENFORCED = tuple(sorted({*ASSERTIONS, *ONE_SCHEMA, *SCHEMA_LISTS, *SCHEMA_MAPS}))
 
 
-def check_schema(schema: Any, param: str = "structured_outputs.json") -> None:
-    """Refuse a schema that would not be enforced in every word.
+def check_schema(schema: Any, *, strict: bool = True) -> tuple[str, ...]:
+    """Refuse a schema that would not be enforced in every word, or take such words out of it.
 
     Args:
-        schema: as JSON is read.
-        param: the request's field that errors name.
+        schema: as JSON is read; changed where it is not strict.
+        strict: whether a keyword that cannot be enforced is refused; otherwise it is taken out.
+
+    Returns:
+        The keywords that were taken out, by their JSON pointers.
 
     Raises:
-        RequestError: says where, what was found and what is supported.
+        ValueError: says where, what was found and what is supported.
     """
     schemas: dict[str, Any] = {}
     pending: list[tuple[str, Any, int]] = [("#", schema, 0)]
-    try:
-        while pending:
-            where, one, depth = pending.pop()
-            if depth > MAX_DEPTH:
-                raise ValueError(f"{where[:80]}… is more than {MAX_DEPTH} schemas deep; flatten it")
-            schemas[where] = one
-            if isinstance(one, dict):
-                _check_keywords(where, one)
-                if len(where) > MAX_PATH and any(inner_schemas("", one)):
-                    raise ValueError(
-                        f"{where[:80]}… has schemas in it, and a path of {len(where)} characters, "
-                        f"at most {MAX_PATH} are supported; shorten names, or flatten it"
-                    )
-                pending += [(path, inner, depth + 1) for path, inner in inner_schemas(where, one)]
-            elif not isinstance(one, bool):
-                raise ValueError(f"{where} is {repr(one)[:80]}; a schema is an object, or true")
-        for where, one in schemas.items():
-            if isinstance(one, dict) and "$ref" in one and unquote(one["$ref"]) not in schemas:
-                raise ValueError(
-                    f"{where} refers to {one['$ref']!r}, where there is no schema; define it there"
-                )
-        _check_merged(schemas)
-    except ValueError as error:
-        raise RequestError(f"the JSON schema cannot be enforced: {error}", param) from error
-    except RecursionError as error:  # of a constant
-        raise RequestError(
-            "the JSON schema cannot be enforced: a value in it is nested too deep; flatten it",
-            param,
-        ) from error
+    left_out: list[str] = []
+    while pending:
+        where, one, depth = pending.pop()
+        check_place(where, depth, one)
+        schemas[where] = one
+        if isinstance(one, dict):
+            for name, reason in list(_unenforced(where, one)):
+                if strict:
+                    raise ValueError(reason)
+                if name in one:
+                    del one[name]
+                    left_out.append(f"{where}/{name}")
+            pending += [(path, inner, depth + 1) for path, inner in inner_schemas(where, one)]
+        elif not isinstance(one, bool):
+            raise ValueError(f"{where} is {repr(one)[:80]}; a schema is an object, or true")
+    for where, one in schemas.items():
+        if isinstance(one, dict) and "$ref" in one and unquote(one["$ref"]) not in schemas:
+            raise ValueError(
+                f"{where} refers to {one['$ref']!r}, where there is no schema; define it there"
+            )
+    _check_merged(schemas)
+    return tuple(left_out)
 
 
-def without_annotations(schema: Any) -> Any:
-    """Return a checked schema without what changes nothing, of its own and not of its parts."""
-    if not isinstance(schema, dict):
-        return schema
-    return {name: one for name, one in schema.items() if name not in (*ANNOTATIONS, *ROOT_ONLY)}
+def check_place(where: str, depth: int, schema: Any) -> None:
+    """Raise ValueError for a schema that is too deep inside of others."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{where[:80]}… is more than {MAX_DEPTH} schemas deep; flatten it")
+    if len(where) > MAX_PATH and isinstance(schema, dict) and _has_schemas(schema):
+        raise ValueError(
+            f"{where[:80]}… has schemas in it, and a path of {len(where)} characters, "
+            f"at most {MAX_PATH} are supported; shorten names, or flatten it"
+        )
 
 
-def _check_keywords(where: str, schema: Mapping[str, Any]) -> None:
-    """Raise ValueError for a keyword of one schema that would not be enforced."""
+def _has_schemas(schema: Mapping[str, Any]) -> bool:
+    names = (*ONE_SCHEMA, *SCHEMA_LISTS, *SCHEMA_MAPS)
+    return any(schema.get(name) not in (None, {}, []) for name in names)
+
+
+def _unenforced(where: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keywords of one schema that would not be enforced, and why.
+
+    Raises:
+        ValueError: it is no schema, or what it refers to would not be clear.
+    """
     for name, value in schema.items():
         if name in ASSERTIONS:
             check, wanted = ASSERTIONS[name]
-            if not check(value):
-                raise ValueError(f"{where}/{name} is {repr(value)[:80]}; it must be {wanted}")
-        elif name == "$schema" and where == "#":
+            if check(value):
+                continue
+            reason = f"{where}/{name} is {repr(value)[:80]}; it must be {wanted}"
+            if name not in _VALID or not _VALID[name](value):
+                raise ValueError(reason)
+            yield name, reason
+        elif name == "$schema":
             if not isinstance(value, str) or value.removesuffix("#") not in DIALECTS:
                 raise ValueError(f"{where}/$schema is {value!r}; use one of {', '.join(DIALECTS)}")
-        elif name in ROOT_ONLY and where != "#":
+        elif name == "$id" and where != "#":
             raise ValueError(f"{where} has {name!r}, which only the whole schema may have")
         elif name not in (*ANNOTATIONS, *ROOT_ONLY, *ENFORCED):
             hint = HINTS.get(name, f"what is supported: {', '.join(ENFORCED)}")
-            raise ValueError(f"{where} has the keyword {name!r}, which is not supported; {hint}")
-    _check_count_of_properties(where, schema)
-    _check_patterns(where, schema)
+            yield name, f"{where} has the keyword {name!r}, which is not supported; {hint}"
+    yield from _counts_of_properties(where, schema)
+    yield from _patterns(where, schema)
 
 
-def _check_patterns(where: str, schema: Mapping[str, Any]) -> None:
-    """Refuse patterns that would not be enforced."""
+def _patterns(where: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a pattern that would not be enforced.
+
+    Raises:
+        ValueError: it is one of names; what these may have cannot be told without it.
+    """
     named = schema.get("patternProperties", {})
-    patterns = [schema["pattern"]] if "pattern" in schema else []
-    patterns += named if isinstance(named, dict) else []
-    for pattern in patterns:
-        try:
-            writable(pattern)
-        except ValueError as error:
-            raise ValueError(f"{where} has the pattern {pattern[:80]!r}: {error}") from error
+    for pattern in named if isinstance(named, dict) else []:
+        if reason := _why_unwritable(pattern):
+            raise ValueError(f"{where} has the pattern {pattern[:80]!r}: {reason}")
+    if "pattern" in schema and (reason := _why_unwritable(schema["pattern"])):
+        yield "pattern", f"{where} has the pattern {schema['pattern'][:80]!r}: {reason}"
 
 
-def _check_count_of_properties(where: str, schema: Mapping[str, Any]) -> None:
-    """Refuse `minProperties` where a name that comes twice would be counted twice."""
-    least = schema.get("minProperties", 0)
+def _why_unwritable(pattern: str) -> str | None:
+    try:
+        writable(pattern)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _counts_of_properties(where: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield counts of properties that would not be enforced.
+
+    A name that comes twice would be counted twice, and the compiler counts no optional ones.
+    """
+    least, named = schema.get("minProperties", 0), schema.get("properties", {})
+    required = set(schema.get("required", ()))
     closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    if least > 1 and not closed and least > len(set(schema.get("required", ()))):
-        raise ValueError(
+    if least > 1 and not closed and least > len(required):
+        yield (
+            "minProperties",
             f"{where}/minProperties is {least}, with names that the schema does not list; set "
-            "additionalProperties to false without patternProperties, or use required"
+            "additionalProperties to false without patternProperties, or use required",
         )
+    if isinstance(named, dict) and not named.keys() <= required:
+        counts = ["minProperties"] if least else []
+        counts += ["maxProperties"] if "maxProperties" in schema else []
+        for name in counts:
+            yield (
+                name,
+                f"{where} has {name} beside optional properties, which are not counted; make them "
+                "required, or remove it",
+            )
 
 
 def _let_through(schemas: Iterable[Mapping[str, Any]]) -> str | None:

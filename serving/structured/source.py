@@ -25,7 +25,7 @@ from onnxport.serving.channels import (
 from onnxport.serving.reasoning import MOST_BREAKS, Thought
 from onnxport.serving.structured.exclusive import let_any_of
 from onnxport.serving.structured.formats import tightened
-from onnxport.serving.structured.schema import check_schema
+from onnxport.serving.structured.prepared import prepared
 from onnxport.serving.structured.spec import StructuredOutputs
 
 # Where only one text is possible, llguidance would allow only the tokens that the tokenizer makes
@@ -234,7 +234,6 @@ def _with_checked_schemas(text: str, param: str) -> str:
             schema, end = json.JSONDecoder().raw_decode(text, found.end())
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the grammar has %json without a schema: {error}", param) from error
-        check_schema(schema, param)
-        parts += [text[done : found.end()], _with_options(schema)]
+        parts += [text[done : found.end()], _with_options(prepared(schema, param))]
         at = done = end
     return "".join([*parts, text[done:]])

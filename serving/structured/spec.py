@@ -10,12 +10,18 @@ from typing import Any, Literal
 from onnxport.errors import RequestError
 from onnxport.serving.channels import Channels
 from onnxport.serving.reasoning import Thought
-from onnxport.serving.structured.schema import check_schema
+from onnxport.serving.structured.prepared import prepared
 from onnxport.serving.text import HALF, is_whole
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
-TOLD = (*KINDS, "whitespace_pattern", "disable_any_whitespace")  # what requests may say
+# What requests may say.
+TOLD = (
+    *KINDS,
+    "whitespace_pattern",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+)
 MAX_CHARS = 1 << 18  # of a schema, regex, grammar, or all choices: what one request may compile
 MAX_CHOICES = 10_000
 MAX_WHITESPACE = 1024  # characters of its pattern
@@ -33,7 +39,8 @@ class StructuredOutputs:
     """The form that the output of a request has to have; exactly one kind, by vLLM's names.
 
     Attributes:
-        json: a JSON schema, as a mapping or as JSON text; kept as text, in the order of its keys.
+        json: a JSON schema, as a mapping or as JSON text; kept as text, in the order of its keys,
+            as it is enforced.
         regex: a regular expression that the whole output matches, in the syntax of Rust's `regex`.
         choice: texts, of which the output is one.
         grammar: a context-free grammar, in Lark's syntax as llguidance knows it.
@@ -41,6 +48,11 @@ class StructuredOutputs:
         whitespace_pattern: regular expression of the whitespace between the parts of JSON; None:
             up to 32 spaces, tabs and ends of lines.
         disable_any_whitespace: write JSON without any whitespace.
+        disable_additional_properties: objects that list properties, and say nothing of others, have
+            no others; a schema of which parts cannot be closed is refused.
+        strict: of a JSON schema, as OpenAI has it. None: a keyword that cannot be enforced is
+            refused. False: it is left out, and a warning names it. True: it is refused, and objects
+            as above have no other properties where that can be.
         param: the field of a request that asked for it, which errors name; None: these fields.
         thought: the reasoning that may come before, of which nothing is asked; None: none may.
         calls: the form of calls of tools, which the output may have instead; None: it may not.
@@ -58,6 +70,8 @@ class StructuredOutputs:
     json_object: bool = False
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = field(default=False, compare=False)  # as `json` says then
+    strict: bool | None = field(default=None, compare=False)  # the same
     param: str | None = field(default=None, compare=False)
     thought: Thought | Channels | None = None
     calls: StructuredOutputs | None = None
@@ -71,8 +85,11 @@ class StructuredOutputs:
                 f"{', '.join(KINDS)}",
                 self.param or "structured_outputs",
             )
-        for name in ("json_object", "disable_any_whitespace"):
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
             self._check_type(name, bool, "true or false")
+        if self.strict is not None:
+            self._check_type("strict", bool, "true or false")
+        self._check_json_alone()
         for name in ("regex", "grammar", "whitespace_pattern"):
             if getattr(self, name) is not None:
                 self._check_type(name, str, "a text")
@@ -132,6 +149,16 @@ class StructuredOutputs:
         if not isinstance(value, kind):
             raise RequestError(f"{name} is {repr(value)[:80]}; it must be {what}", self._at(name))
 
+    def _check_json_alone(self) -> None:
+        """Refuse a word about schemas where there is no JSON."""
+        for name in ("disable_additional_properties", "strict"):
+            if getattr(self, name) and self.kind != "json":
+                raise RequestError(
+                    f"{name} is for json and json_object, and this is {NAMES[self.kind]}; leave it "
+                    "out",
+                    self._at(name),
+                )
+
     def _check_whitespace(self) -> None:
         """Refuse a word about whitespace where there is no JSON, or two words."""
         if len(self.whitespace_pattern or "") > MAX_WHITESPACE:
@@ -188,9 +215,11 @@ class StructuredOutputs:
             raise RequestError(
                 f"the schema is not valid JSON: {error}; correct it", self._at("json")
             ) from error
-        if len(text) <= MAX_CHARS:  # a larger one is refused anyway
-            check_schema(schema, self._at("json"))
-        return text
+        if len(text) > MAX_CHARS:  # it is refused anyway
+            return text
+        closed = self.disable_additional_properties
+        ready = prepared(schema, self._at("json"), strict=self.strict, is_closed=closed)
+        return json.dumps(ready, ensure_ascii=False)
 
     def _choices(self) -> tuple[str, ...]:
         """Return the checked choices.

@@ -23,6 +23,7 @@ _OF_CONTROLS = ("c", "cc", "control", "cntrl", "other")
 _CODE = re.compile(r"\\[xu]\{([0-9A-Fa-f]{1,6})\}")
 _PROPERTY = re.compile(r"\\p(?:\{[^{}]*\}|[A-Za-z])")
 _POSIX = re.compile(r"\[:\w+:\]")
+_AROUND = re.compile(r"\(\?<?[=!]|\\[bB]|\\[1-9]|\\k<")  # look-around and back-references
 
 
 def writable(pattern: str) -> str:
@@ -51,6 +52,12 @@ class _Rewriter:
             found = _control_class(self._pattern, self._at)
             if found and sum(self._negated) % 2 == 0:  # in no negated class
                 raise ValueError(f"it has {found}, and control characters cannot be written")
+            around = None if self._negated else _AROUND.match(self._pattern, self._at)
+            if around:
+                raise ValueError(
+                    f"it has {around[0]}: neither look-around nor back-references are supported, "
+                    "but for what looks ahead right behind ^; write it in another way"
+                )
             if negated := _NEGATED_PROPERTY.match(self._pattern, self._at):
                 self._copy(negated.end(), rf"[^\p{negated[1]}{UNWRITABLE}]")
             elif char == "\\":

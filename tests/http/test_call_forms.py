@@ -39,7 +39,7 @@ def function(name: str, strict: bool | None, **properties: Any) -> dict[str, Any
 ADD = function("add", True, a={"type": "integer"})
 FIND = function("find", None, text={"type": "string"})
 TOOLS: Any = [ADD, FIND]
-UNHELD = function("f", True, a={"not": {}})  # no form can hold it
+UNHELD = function("f", True, a={"not": {"type": "string"}})  # no form can hold it
 NAMED = {"name": "f"}
 ANY_OBJECT = {"type": "json_object"}
 NO_OBJECT = {"type": "function", "function": {**NAMED, "parameters": {"type": "string"}}}

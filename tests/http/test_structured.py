@@ -28,6 +28,7 @@ COLOR = {
     "additionalProperties": False,
 }
 NAMED = {"type": "json_schema", "json_schema": {"name": "color", "schema": COLOR, "strict": True}}
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOLS: Any = [
     {
         "type": "function",
@@ -50,6 +51,25 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
     ({"response_format": None, "structured_outputs": None, "guided_json": None}, None),
     ({"response_format": {"type": "json_object"}}, {"json_object": True}),
     ({"response_format": NAMED}, {"json": COLOR}),
+    ({"response_format": {"type": "json_object", "schema": COLOR}}, {"json": COLOR}),
+    ({"response_format": {"type": "json_schema", "schema": COLOR}}, {"json": COLOR}),
+    (  # which closes objects as OpenAI asks for it
+        {"response_format": {**NAMED, "json_schema": {**NAMED["json_schema"], "schema": OPEN}}},
+        {"json": {**OPEN, "additionalProperties": False}},
+    ),
+    ({"response_format": {"type": "json_schema", "schema": OPEN}}, {"json": OPEN}),
+    (
+        {"structured_outputs": {"json": OPEN, "disable_additional_properties": True}},
+        {"json": {**OPEN, "additionalProperties": False}},
+    ),
+    (
+        {"structured_outputs": {"json": OPEN, "disable_additional_properties": False}},
+        {"json": OPEN},
+    ),
+    (
+        {"structured_outputs": {"regex": "a+", "disable_additional_properties": False}},
+        {"regex": "a+"},
+    ),
     ({"structured_outputs": {"json": COLOR}}, {"json": COLOR}),
     ({"structured_outputs": {"json": json.dumps(COLOR), "regex": None}}, {"json": COLOR}),
     ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
@@ -96,7 +116,12 @@ def test_fields(
     assert found == (None if wanted is None else StructuredOutputs(**wanted))
 
 
-UNSUPPORTED = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+NOT_ENFORCED = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+UNSUPPORTED = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": NOT_ENFORCED, "strict": True},
+}
+BROKEN = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "text"}}}
 SCHEMA = "response_format.json_schema.schema"
 
 
@@ -104,7 +129,37 @@ SCHEMA = "response_format.json_schema.schema"
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"response_format": UNSUPPORTED}, SCHEMA, "keyword 'not'"),
+        ({"response_format": UNSUPPORTED}, SCHEMA, "keyword 'uniqueItems'"),
+        ({"response_format": BROKEN}, SCHEMA, "#/type"),
+        (
+            {"response_format": {"type": "json_object", "schema": {"$ref": "#/x"}}},
+            "response_format.schema",
+            "no schema",
+        ),
+        (
+            {"response_format": {**NAMED, "schema": COLOR}},
+            "response_format.json_schema",
+            "with json_schema and schema",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "without"),
+        (
+            {"response_format": {"type": "text", "schema": COLOR}},
+            "response_format.schema",
+            "'text' with schema",
+        ),
+        (
+            {"response_format": {**NAMED, "type": "json_object"}},
+            "response_format.json_schema",
+            "'json_object' with json_schema",
+        ),
+        ({"structured_outputs": {"json": NOT_ENFORCED}}, "structured_outputs.json", "uniqueItems"),
+        ({"guided_json": NOT_ENFORCED}, "guided_json", "uniqueItems"),
+        ({"structured_outputs": {"json": {}, "strict": False}}, "structured_outputs.strict", ""),
+        (
+            {"structured_outputs": {"regex": "a", "disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties",
+            "is for json",
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}
             | {"stream": True, "structured_outputs": {"regex": "a"}},
@@ -115,7 +170,7 @@ SCHEMA = "response_format.json_schema.schema"
             {
                 "response_format": {
                     **NAMED,
-                    "json_schema": {"name": "x", "schema": {"oneOf": [{}, {}]}},
+                    "json_schema": {"name": "x", "schema": {"oneOf": [{}, {}]}, "strict": True},
                 }
             },
             SCHEMA,
@@ -164,6 +219,42 @@ def test_what_is_refused(
     assert words in error["message"]
     if param is not None:
         assert error["param"] == param
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": NOT_ENFORCED}},
+        {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": NOT_ENFORCED, "strict": False},
+        },
+        {"type": "json_schema", "schema": NOT_ENFORCED},
+        {"type": "json_object", "schema": NOT_ENFORCED},
+    ],
+)
+def test_without_strict_what_cannot_be_enforced_is_left_out(
+    model_folder: Path, asked: dict[str, Any], chat: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = form_of(model_folder, chat, response_format=asked)
+    left = {name: value for name, value in NOT_ENFORCED.items() if name != "uniqueItems"}
+    assert found == StructuredOutputs(json=left)
+    [told] = [record.getMessage() for record in caplog.records if "prepared" in record.name]
+    assert "response_format" in told
+    assert "'#/uniqueItems'" in told
+
+
+def test_responses_know_strict(server: RunningServer) -> None:
+    body = {"model": MODEL, "input": "x", "max_output_tokens": 200, "temperature": 0}
+    for strict, status in ((None, 200), (False, 200), (True, 400)):
+        format_ = {"type": "json_schema", "name": "x", "schema": NOT_ENFORCED, "strict": strict}
+        response = httpx.post(
+            f"{server.url}/v1/responses", json=body | {"text": {"format": format_}}
+        )
+        assert response.status_code == status, response.text
+        if status == 400:
+            assert response.json()["error"]["param"] == "text.format.schema"
 
 
 @pytest.fixture
@@ -218,6 +309,27 @@ def test_streams(server: RunningServer) -> None:
         for choice in event["choices"]:
             texts[choice["index"]] += choice["text"]
     assert set(texts.values()) <= {"naïve", "日本"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_required_calls_of_what_is_not_strict_keep_what_can_be_enforced(
+    client: OpenAI, stream: bool
+) -> None:
+    function = {"name": "pick", "parameters": {"properties": {"a": NOT_ENFORCED}, "if": True}}
+    function["parameters"] |= {"required": ["a"], "additionalProperties": False}  # type: ignore[operator]
+    for seed in range(4):
+        more: Any = {"model": MODEL, "max_tokens": 300, "seed": seed}
+        asked = client.chat.completions.create(
+            messages=[{"role": "user", "content": f"{seed}"}],
+            tools=[{"type": "function", "function": function}],  # type: ignore[typeddict-item]
+            tool_choice="required",
+            stream=stream,  # type: ignore[arg-type]
+            **more,
+        )
+        for call in calls_of(asked, "required", stream):
+            arguments = json.loads(call.function.arguments)
+            assert arguments.keys() == {"a"}
+            assert set(arguments["a"]) <= {1, 2}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -286,11 +398,24 @@ def calls_of(asked: Any, choice: Any, stream: bool) -> list[Any]:
             {
                 "tool_choice": "required",
                 "tools": [
-                    {"type": "function", "function": {"name": "f", "parameters": {"if": True}}}
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "strict": True, "parameters": {"if": True}},
+                    }
                 ],
             },
             "tools.0.function.parameters",
             "'if'",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+                ],
+            },
+            "tools.0.function.parameters",
+            "exclude everything",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from onnxport.errors import RequestError
 from onnxport.serving.http.tool_calls import ToolCallParser
 from onnxport.serving.http.tool_formats.base import ToolFormat
 from onnxport.serving.http.tool_formats.forced import calls
@@ -241,6 +242,44 @@ def test_strict_calls_where_the_model_may_call(syntax: ToolFormat, in_tokens: bo
     assert not allowed(written(syntax, GOOD, GOOD), once)
     assert not allowed(f"{written(syntax, GOOD)} after", once)
     assert allowed("no call", once)
+
+
+@pytest.mark.parametrize("syntax", [HERMES, LLAMA3_JSON, GLM45], ids=lambda each: each.name)
+def test_strict_says_whether_all_parameters_are_enforced(
+    syntax: ToolFormat, caplog: pytest.LogCaptureFixture
+) -> None:
+    tags = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+    loose, strict = tool("f", None, a=tags), tool("f", True, a=tags)
+    form = compiled(calls([loose], syntax, several=False))
+    for given, allowed in (([1, 2], True), ([1, 1], True), ([3], False), ("x", False)):
+        assert accepts_text(form, written(syntax, {"a": given}, name="f")) == allowed
+    assert not accepts_text(form, written(syntax, {}, name="f"))
+    [told] = [record.getMessage() for record in caplog.records]
+    assert "tools.0.function.parameters is enforced but for '#/properties/a/uniqueItems'" in told
+    with pytest.raises(RequestError, match="'uniqueItems', which is not supported") as caught:
+        calls([strict], syntax, several=False)
+    assert caught.value.param == "tools.0.function.parameters"
+
+
+@pytest.mark.parametrize("syntax", [HERMES, LLAMA3_JSON, QWEN3_CODER], ids=lambda each: each.name)
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_strict_functions_have_no_further_arguments(
+    syntax: ToolFormat, strict: bool | None
+) -> None:
+    """As OpenAI asks that their parameters say."""
+    function = tool("f", strict, a={"type": "integer", "format": "int32"})
+    del function["function"]["parameters"]["additionalProperties"]
+    form = compiled(calls([function], syntax, several=False))
+    assert accepts_text(form, written(syntax, {"a": 1}, name="f"))
+    more = written(syntax, {"a": 1, "b": 1}, name="f")
+    assert accepts_text(form, more) == (not strict and syntax is not QWEN3_CODER)
+
+
+@pytest.mark.parametrize("parameters", [{"not": {}}, {"type": "string"}])
+def test_parameters_that_are_no_object(parameters: dict[str, Any]) -> None:
+    function = {"name": "f", "parameters": parameters}
+    with pytest.raises(RequestError, match=r"exclude everything|arguments are an object"):
+        calls([{"type": "function", "function": function}], HERMES, several=False)
 
 
 TEXTS = {"t": {"type": "string", "description": "a text"}, "k": {"enum": ["x", "y"]}}

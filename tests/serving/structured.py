@@ -81,13 +81,12 @@ def write(grammar: Grammar, seed: int, most: int = 400, patience: int = 40) -> s
     return None
 
 
-def assert_valid(schema: Any, text: str) -> None:
+def assert_valid(schema: Any, text: str, validator: Any = Draft202012Validator) -> None:
     """Assert that a text is JSON that a schema allows, by another implementation, exactly."""
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     with localcontext(prec=1000, Emax=MAX_EMAX, Emin=MIN_EMIN):
         value = json.loads(text, parse_float=_number)
-        checker = Draft202012Validator.FORMAT_CHECKER
-        Draft202012Validator(exact, format_checker=checker).validate(value)
+        validator(exact, format_checker=validator.FORMAT_CHECKER).validate(value)
 
 
 def _number(text: str) -> Decimal:

@@ -252,6 +252,85 @@ def test_alternatives_that_refer_to_much() -> None:
     assert "anyOf" in few
 
 
+@pytest.mark.parametrize(
+    "names", [{"enum": [str(number) for number in range(10_000)]}, {"const": "n" * 50_000}]
+)
+def test_names_that_many_objects_refer_to(names: dict[str, Any]) -> None:
+    """They are written once for each of these, up to so many characters."""
+    one = {"propertyNames": {"$ref": "#/$defs/names"}, "additionalProperties": {}}
+    schema = {"properties": {str(number): one for number in range(2000)}, "$defs": {"names": names}}
+    with pytest.raises(RequestError, match="'propertyNames', which is not supported"):
+        StructuredOutputs(json=schema)
+    few = {"properties": {str(number): one for number in range(2)}, "$defs": {"names": names}}
+    few["$defs"] = {"names": {"enum": ["a", "b"]}}
+    StructuredOutputs(json=few)
+
+
+def test_a_pattern_of_names_that_many_objects_refer_to() -> None:
+    one = {"propertyNames": {"$ref": "#/$defs/names"}}
+    properties = {str(number): one for number in range(2000)}
+    schema = {"properties": properties, "$defs": {"names": {"pattern": "n" * 100_000}}}
+    with pytest.raises(RequestError, match="'propertyNames', which is not supported"):
+        StructuredOutputs(json=schema)
+
+
+@pytest.mark.parametrize("name", ["/" * 120_000, "a" * 600 + "/b" * 190, "~1" * 60_000])
+def test_references_where_schemas_moved(name: str) -> None:
+    items = [{}, *({"$ref": f"#/{name}"} for _ in range(120_000 // len(name)))]
+    with pytest.raises(RequestError, match="where there is no schema"):
+        StructuredOutputs(json={"items": items})
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^" + "(?=a)" * 50_000,
+        "^" + "(?=(" * 60_000,
+        "^(?!" + "a" * 200_000 + ")",
+        "^(?!.*" + "\\." * 60_000 + ")",
+        "^(?![" + "\\" * 60_001 + "*$)",
+        "^(?!.*" + "[a]" * 60_000 + ")",
+    ],
+    ids=["many", "nested", "text", "twice", "class", "classes"],
+)
+def test_patterns_that_look_ahead(pattern: str) -> None:
+    with pytest.raises(RequestError, match="look-around"):
+        StructuredOutputs(json={"type": "string", "pattern": pattern})
+
+
+def test_many_alternatives_that_are_compared() -> None:
+    """Each with each other one, up to a limit; beyond that `anyOf` says less, if that may be."""
+    alternatives = [
+        {
+            "type": "object",
+            "properties": {str(number): {}},
+            "required": [str(number)],
+            "additionalProperties": False,
+        }
+        for number in range(2000)
+    ]
+    schema = {"oneOf": alternatives}
+    assert let_any_of(schema) == ()
+    assert "oneOf" in schema
+    assert let_any_of(schema, always=True) == ("#/oneOf",)
+    assert "anyOf" in schema
+    few = {"oneOf": alternatives[:300]}
+    assert let_any_of(few, always=True) == ()
+    assert "anyOf" in few
+
+
+def test_many_parts_that_refer_to_each_other_are_closed() -> None:
+    defs = {
+        str(n): {
+            "properties": {},
+            "anyOf": [{"$ref": f"#/$defs/{n * 7 % 2000}"}, {"$ref": f"#/$defs/{n * 3 % 2000}"}],
+        }
+        for n in range(2000)
+    }
+    form = StructuredOutputs(json={"$defs": defs, "$ref": "#/$defs/0"}, strict=True)
+    assert "additionalProperties" not in form.text
+
+
 def test_parameters_of_tools_that_are_too_large() -> None:
     """They are refused before they are looked at, all of them together."""
     half = {"type": "object", "description": "n" * (MAX_CHARS // 2)}

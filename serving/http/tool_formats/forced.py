@@ -9,7 +9,8 @@ from typing import Any
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.tool_formats.base import ARGUMENTS, NAME, QUOTED, Tagged, ToolFormat
-from onnxport.serving.structured.schema import ROOT_ONLY, check_schema, inner_schemas
+from onnxport.serving.structured.prepared import prepared
+from onnxport.serving.structured.schema import inner_schemas
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -30,8 +31,9 @@ def calls(
     """Return the form of a text that calls tools.
 
     Where calls are forced the text is nothing else, and arguments have the form of their function's
-    parameters, `strict` or not. Otherwise there may be text before, between and after calls, or
-    no call at all; arguments of functions that are not strict are any object then.
+    parameters; of a function that is not strict what cannot be enforced is left out of it.
+    Otherwise there may be text before, between and after calls, or no call at all; arguments of
+    functions that are not strict are any object then.
 
     Args:
         tools: those of the request, in OpenAI's shape.
@@ -84,9 +86,14 @@ def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
     given = function.get("parameters")
     if given is None:  # which is a function without parameters, in OpenAI's words
         return NO_PARAMETERS
-    parameters = {key: each for key, each in given.items() if key not in ROOT_ONLY}
     param = f"tools.{index}.function.parameters"
-    check_schema(parameters, param)
+    parameters = prepared(given, param, strict=bool(function.get("strict")))
+    if not isinstance(parameters, dict):
+        raise RequestError(
+            f"no arguments fit the parameters of {function['name'][:40]!r}, which exclude "
+            "everything; describe an object",
+            param,
+        )
     if "object" not in parameters.setdefault("type", "object"):
         raise RequestError(
             f"the parameters of {function['name'][:40]!r} have the type "

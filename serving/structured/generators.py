@@ -1,0 +1,383 @@
+"""Schemas as generators write them, brought into the keywords that are enforced.
+
+Whatever fits the schema that comes out fits the one that went in, by JSON Schema or by the dialect
+that alone has such a keyword: what says nothing goes, what has another name gets it, and bounds
+that are out of reach are tightened. `const` and `enum` stay. What is not known here stays as it is,
+and `schema.check_schema` refuses it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import quote, unquote
+
+from onnxport.serving.structured.lookahead import looks_around, without_lookahead
+from onnxport.serving.structured.schema import (
+    ANNOTATIONS,
+    COMPILER_OPTIONS,
+    DRAFT_4,
+    EXTENSION,
+    FORMATS,
+    MAX_DEPTH,
+    MAX_EXACT,
+    MAX_PATH,
+    ONE_SCHEMA,
+    SCHEMA_LISTS,
+    SCHEMA_MAPS,
+    UNENFORCED_FORMATS,
+    check_place,
+    is_number,
+)
+
+MOST_COUNTED = 2**31 - 1  # what the compiler counts to; no text is as long
+MOST_REFERRED = 8  # schemas, each of which refers to the next one
+MOST_WRITTEN = 1 << 18  # characters of names that are written where `propertyNames` was
+_COUNTS = ("maxItems", "maxLength", "maxProperties")
+_IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "not", "dependentSchemas")
+_FORMATS_OF_NAMES: Mapping[str, str] = {
+    "date": (
+        "^(?:(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)-"
+        "(?:02-(?:0[1-9]|1[0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:0[1-9]|[12][0-9]|30)"
+        "|(?:0[13578]|1[02])-31)"
+        "|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])"
+        "|(?:0[48]|[2468][048]|[13579][26])00)-02-29)$"
+    ),
+    "uuid": "^[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}$",
+}
+_DYNAMIC = ("$dynamicRef", "$recursiveRef", "contains")
+
+
+def rewritten(schema: Any) -> Any:
+    """Return a schema in the keywords that are enforced, so far as it can be said in them.
+
+    Args:
+        schema: as JSON is read; it stays as it is.
+
+    Raises:
+        ValueError: schemas are too deep inside of others.
+    """
+    return _Rewriter(schema).whole()
+
+
+class _Rewriter:
+    """Goes through one schema."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        given = root if isinstance(root, dict) else {}
+        self._id = given.get("$id") if isinstance(given.get("$id"), str) else None
+        self._has_ids = str(given.get("$schema")).removesuffix("#") == DRAFT_4
+        self._moved: dict[str, str] = {}  # the pointers of schemas that have another one now
+        self._refs: list[dict[str, Any]] = []
+        self._room = MOST_WRITTEN
+
+    def whole(self) -> Any:
+        """Return the whole schema."""
+        result = self._schema(self._root, "#", "#", 0)
+        for one in self._refs if self._moved else ():
+            one["$ref"] = self._now(one["$ref"])
+        return result
+
+    def _schema(self, given: Any, old: str, new: str, depth: int) -> Any:
+        """Return one schema.
+
+        Args:
+            given: the schema.
+            old: its JSON pointer.
+            new: the one in the result.
+            depth: how many schemas it is in.
+        """
+        check_place(new, depth, given)
+        if not isinstance(given, dict):
+            return given
+        if is_anything(given.get("not", False)):
+            return False
+        one = {name: _copied(it) for name, it in given.items() if not self._is_silent(name, it)}
+        if one.get("not") is False:
+            del one["not"]
+        if isinstance(one.get("$ref"), str):
+            one["$ref"] = self._within(one["$ref"])
+            self._refs.append(one)
+        moved = _with_prefix_items(one)
+        _with_bounds(one)
+        _with_format(one)
+        _without_unevaluated(one)
+        moved |= self._with_names(one, new)
+        _with_patterns(one)
+        _without_texts_of_numbers(one)
+        self._with_schemas(one, old, new, depth, moved)
+        return one
+
+    def _with_schemas(
+        self, one: dict[str, Any], old: str, new: str, depth: int, moved: Mapping[str, str]
+    ) -> None:
+        """Rewrite the schemas directly inside one.
+
+        Args:
+            one: whose keywords are rewritten.
+            old: its JSON pointer.
+            new: the one in the result.
+            depth: how many schemas it is in.
+            moved: where those were before that are elsewhere now, both from here.
+        """
+        for holder, key, place in list(_inside(one)):
+            before = f"{old}/{moved.get(place, place)}"
+            after = f"{new}/{place}"
+            if place in moved:
+                self._moved[before] = after
+            holder[key] = self._schema(holder[key], before, after, depth + 1)
+
+    def _is_silent(self, name: str, value: Any) -> bool:
+        """Whether a keyword says nothing."""
+        if name == "id":  # of a part it changes what references mean, in draft 4
+            return isinstance(value, str) and (not self._has_ids or value == self._root.get("id"))
+        if name.startswith(EXTENSION):
+            return name != COMPILER_OPTIONS
+        return name in ANNOTATIONS or (name in ("uniqueItems", "nullable") and value is False)
+
+    def _within(self, reference: str) -> str:
+        """Return a reference into the document itself, which may be called by its name."""
+        if self._id and reference == self._id:
+            return "#"
+        if self._id and reference.startswith(f"{self._id}#"):
+            return reference[len(self._id) :]
+        return reference
+
+    def _now(self, reference: str) -> str:
+        """Return what a reference is called where schemas have moved."""
+        text = unquote(reference)
+        if text.count("/") > 3 * (MAX_DEPTH + 1):
+            return reference  # it is too deep
+        end = len(text)
+        while end > 0:
+            if text[:end] in self._moved:
+                return quote(self._moved[text[:end]] + text[end:], safe="#/~")
+            end = text.rfind("/", 0, end)
+        return reference
+
+    def _with_names(self, one: dict[str, Any], new: str) -> dict[str, str]:
+        """Say with other keywords what names of properties may be.
+
+        Returns:
+            Where schemas were that are elsewhere now, both from here.
+        """
+        names = self._referred(one.get("propertyNames"))
+        if names is None or not _may_be_text(names):
+            return {}
+        names = {name: value for name, value in names.items() if not self._is_silent(name, value)}
+        names.pop("type", None)
+        _with_format(names)
+        if not names:
+            del one["propertyNames"]
+            return {}
+        if one.get("patternProperties") or not isinstance(one.get("properties", {}), dict):
+            return {}
+        listed = [names["const"]] if names.keys() == {"const"} else names.get("enum")
+        if names.keys() <= {"const", "enum"} and isinstance(listed, list):
+            return self._with_listed(listed, one, new)
+        pattern = None if one.get("properties") else _of_names(names)
+        if pattern is None or not self._may_write(len(pattern)):
+            return {}
+        rest = one.get("additionalProperties", True)
+        del one["propertyNames"]
+        one |= {"patternProperties": {pattern: rest}, "additionalProperties": False}
+        return {f"patternProperties/{_escaped(pattern)}": "additionalProperties"}
+
+    def _with_listed(self, listed: list[Any], one: dict[str, Any], new: str) -> dict[str, str]:
+        """List the properties that there may be, where their names are known."""
+        if not self._may_write(len(listed) * len(new)):
+            return {}
+        names = {name: None for name in listed if isinstance(name, str)}
+        if not self._may_write(sum(map(len, names))):
+            return {}
+        properties, rest = one.get("properties", {}), one.get("additionalProperties", True)
+        kept = {name: each for name, each in properties.items() if name in names}
+        moved: dict[str, str] = {}
+        for name in names if rest is not False else ():
+            if name in properties:
+                continue
+            kept[name] = rest
+            if isinstance(rest, dict) and not moved:
+                place = f"properties/{_escaped(name)}"
+                moved[place] = "additionalProperties"
+                rest = {"$ref": quote(f"{new}/{place}", safe="#/~")}
+        del one["propertyNames"]
+        one |= {"properties": kept, "additionalProperties": False}
+        return moved
+
+    def _may_write(self, num_chars: int) -> bool:
+        """Whether there may be so much more than was given, which one part may do many times."""
+        self._room -= num_chars
+        return self._room >= 0
+
+    def _referred(self, schema: Any) -> dict[str, Any] | None:
+        """Return the schema that another one refers to, or that itself; None: there is none."""
+        for _ in range(MOST_REFERRED):
+            if schema is True:
+                return {}
+            if not isinstance(schema, dict):
+                return None
+            refers = schema.keys() - ANNOTATIONS == {"$ref"} and isinstance(schema["$ref"], str)
+            if not refers or len(schema["$ref"]) > MAX_PATH:
+                return schema
+            schema = self._at(self._within(schema["$ref"]))
+        return None
+
+    def _at(self, reference: str) -> Any:
+        """Return what a reference leads to; None: nothing."""
+        start, *names = unquote(reference).split("/")
+        found = self._root if start == "#" else None
+        for name in names:
+            name = name.replace("~1", "/").replace("~0", "~")
+            found = found.get(name) if isinstance(found, dict) else None
+        return found
+
+
+def is_anything(schema: Any) -> bool:
+    """Whether a schema says nothing."""
+    return schema is True or (isinstance(schema, dict) and schema.keys() <= set(ANNOTATIONS))
+
+
+def _is_nothing(schema: Any) -> bool:
+    """Whether a schema is seen to fit no value."""
+    return schema is False or (isinstance(schema, dict) and is_anything(schema.get("not", False)))
+
+
+def _inside(one: Mapping[str, Any]) -> Iterator[tuple[Any, Any, str]]:
+    """Yield where the schemas directly inside one are: what holds each, its key, its pointer."""
+    for name in ONE_SCHEMA:
+        if name in one:
+            yield one, name, name
+    for name in SCHEMA_LISTS:
+        if isinstance(one.get(name), list):
+            for index in range(len(one[name])):
+                yield one[name], index, f"{name}/{index}"
+    for name in SCHEMA_MAPS:
+        if isinstance(one.get(name), dict):
+            for key in one[name]:
+                yield one[name], key, f"{name}/{_escaped(key)}"
+
+
+def _copied(value: Any) -> Any:
+    """Return a list or an object of its own, of the same members."""
+    return value.copy() if isinstance(value, list | dict) else value
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _may_be_text(schema: Mapping[str, Any]) -> bool:
+    """Whether the type of a schema lets texts fit it."""
+    types = schema.get("type", "string")
+    return "string" in types if isinstance(types, list) else types == "string"
+
+
+def _with_prefix_items(one: dict[str, Any]) -> dict[str, str]:
+    """Write what is at places of a list as JSON Schema 2020-12 does.
+
+    Returns:
+        Where schemas were that are elsewhere now, both from here.
+    """
+    items = one.get("items")
+    if not isinstance(items, list):
+        if "items" in one:
+            one.pop("additionalItems", None)  # which is for lists alone
+        return {}
+    if not items or "prefixItems" in one:
+        return {}
+    one["prefixItems"] = one.pop("items")
+    moved = {f"prefixItems/{index}": f"items/{index}" for index in range(len(items))}
+    if "additionalItems" in one:
+        one["items"] = one.pop("additionalItems")
+        moved["items"] = "additionalItems"
+    return moved
+
+
+def _with_bounds(one: dict[str, Any]) -> None:
+    """Write exclusive bounds as numbers, and bring those that are out of reach within it."""
+    for side, sign in (("Maximum", 1), ("Minimum", -1)):
+        bound, exclusive = side.lower(), f"exclusive{side}"
+        if one.get(exclusive) is False:
+            del one[exclusive]
+        elif one.get(exclusive) is True and is_number(one.get(bound)):
+            one[exclusive] = one.pop(bound)
+        for name in (bound, exclusive):
+            value: Any = one.get(name)
+            if is_number(value) and value * sign > MAX_EXACT:
+                one[name] = MAX_EXACT * sign
+    for name in _COUNTS:
+        value = one.get(name)
+        if isinstance(value, int) and value > MOST_COUNTED:
+            one[name] = MOST_COUNTED
+
+
+def _with_format(one: dict[str, Any]) -> None:
+    """Leave out a format that says nothing: of what is no text, or unknown to JSON Schema."""
+    name = one.get("format")
+    if not isinstance(name, str):
+        return
+    if not _may_be_text(one) or name not in (*FORMATS, *UNENFORCED_FORMATS):
+        del one["format"]
+
+
+def _without_unevaluated(one: dict[str, Any]) -> None:
+    """Say what is for all that is left with other keywords, where nothing else sees members."""
+    others = {*_IN_PLACE, *_DYNAMIC} & one.keys()
+    for name, plain in (
+        ("unevaluatedProperties", "additionalProperties"),
+        ("unevaluatedItems", "items"),
+    ):
+        if name in one and (is_anything(one[name]) or plain in one):
+            del one[name]
+        elif name in one and _is_nothing(one[name]) and not others:
+            one[plain] = one.pop(name)
+
+
+def _of_names(names: Mapping[str, Any]) -> str | None:
+    """Return the pattern of names that a schema asks for; None: it asks for more."""
+    if names.keys() == {"format"}:
+        return _FORMATS_OF_NAMES.get(names["format"])
+    if names.keys() == {"pattern"}:
+        return names["pattern"] if isinstance(names["pattern"], str) else None
+    least, most = names.get("minLength", 0), names.get("maxLength", "")
+    if not names.keys() <= {"minLength", "maxLength"} or not re.fullmatch(
+        r"\d{1,9},\d{0,9}", f"{least},{most}"
+    ):
+        return None
+    return f"^(?s:.{{{least},{most}}})$"
+
+
+def _with_patterns(one: dict[str, Any]) -> None:
+    """Write several patterns for one that looks ahead, where that can be."""
+    pattern, others = one.get("pattern"), one.get("allOf", [])
+    if not isinstance(pattern, str) or not isinstance(others, list) or not looks_around(pattern):
+        return
+    if parts := without_lookahead(pattern):
+        del one["pattern"]
+        one["allOf"] = [*others, *({"pattern": part} for part in parts)]
+
+
+def _without_texts_of_numbers(one: dict[str, Any]) -> None:
+    """Leave numbers alone where one may be a number or its text, whose pattern is out of reach.
+
+    So is a decimal number of pydantic's written.
+    """
+    among = one.get("anyOf")
+    alternatives = (
+        [each for each in among if isinstance(each, dict)] if isinstance(among, list) else []
+    )
+    if not any(each.get("type") in ("number", "integer") for each in alternatives):
+        return
+    for index, each in enumerate(among or ()):
+        told = each.keys() - ANNOTATIONS if isinstance(each, dict) else set()
+        if told == {"type", "pattern"} and each["type"] == "string":
+            pattern = each["pattern"]
+            if (
+                isinstance(pattern, str)
+                and looks_around(pattern)
+                and not without_lookahead(pattern)
+            ):
+                one["anyOf"][index] = False
