@@ -256,6 +256,9 @@ class Capabilities:
     # own included; None: all. Blocks behind a window may be given to others.
     windows: tuple[int | None, ...] = (None,)
     features: int = 0  # numbers of each token that `run` tells by StepInputs.hidden_states; 0: none
+    # Whether a token that joins a block of the cache lets those before it be rounded anew, so that
+    # one which is overwritten afterwards leaves a trace in them.
+    rounds_anew: bool = False
 
     @property
     def kv_tokens(self) -> int:

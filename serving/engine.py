@@ -85,6 +85,7 @@ class Engine:
         self._tally = Tally()
         self._retries = Retries(runtime.tokens)
         self._guessing = Guessing(speculator)
+        self._guessing.note_model(runtime.limits)
         self._sequences = Sequences(
             runtime.scheduler,
             runtime.adapters,
@@ -265,7 +266,10 @@ class Engine:
             self._guessing.note_planned(plan)
             return growths + self._execute(plan) if plan.requests else growths
         except DeviceLostError as error:
-            return growths + self._recovery.fall_back(error)
+            growths += self._recovery.fall_back(error)
+            if self.failure is None:
+                self._guessing.note_model(self.capabilities)
+            return growths
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
@@ -9,10 +10,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.providers.base import Capabilities
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.request import Request
 from onnxport.serving.sampling import Drawn
 from onnxport.serving.stats import SpeculationCounters
+
+logger = logging.getLogger(__name__)
 
 Drafts = Mapping[Request, Sequence[int]]
 NO_DRAFTS: Drafts = MappingProxyType({})
@@ -124,6 +128,17 @@ class Guessing:
     def reads_states(self) -> bool:
         """Whether the model's states have to be told of in the step in hand."""
         return self._guesses is not None and self._guesses.reader is not None
+
+    def note_model(self, limits: Capabilities) -> None:
+        """A model checks guesses from now on: log what they may change all the same."""
+        if self._guesses is not None and limits.rounds_anew:
+            logger.warning(
+                "%s rounds keys in its %s cache anew when tokens join their block, so that wrong "
+                "guesses change them a little, and a near tie may fall differently; with another "
+                "--kv-cache-dtype, such as float32, they do not",
+                limits.provider,
+                limits.kv_cache_dtype,
+            )
 
     def rests(self) -> bool:
         """Whether the next step goes without guesses; asked once before each."""

@@ -29,6 +29,7 @@ class Prophet:
         self.num_proposed = self.num_dropped = 0  # tokens, for the step in hand and in all
         self.forgotten: list[tuple[str, int]] = []
         self.steps: list[tuple[int, int]] = []  # rows and tokens
+        self.budgets: list[int] = []  # each time that it was asked
 
     @property
     def counters(self) -> SpeculationCounters:
@@ -43,6 +44,7 @@ class Prophet:
 
     def propose(self, requests: Sequence[Request], budget: int) -> Mapping[Request, Sequence[int]]:
         assert budget >= 1
+        self.budgets.append(budget)
         guesses: dict[Request, Sequence[int]] = {}
         for number, request in enumerate(requests):
             assert request.finish_reason is None
