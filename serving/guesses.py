@@ -134,8 +134,8 @@ class Guessing:
         if self._guesses is not None and limits.rounds_anew:
             logger.warning(
                 "%s rounds keys in its %s cache anew when tokens join their block, so that wrong "
-                "guesses change them a little, and a near tie may fall differently; with another "
-                "--kv-cache-dtype, such as float32, they do not",
+                "guesses change them a little, and a near tie may fall differently; caches in "
+                "floating point (--kv-cache-dtype) have no such trace",
                 limits.provider,
                 limits.kv_cache_dtype,
             )
