@@ -287,6 +287,9 @@ class Capabilities:
     windows: tuple[int | None, ...] = (None,)
     features: int = 0  # numbers of each token that `run` tells by StepInputs.hidden_states; 0: none
     int8_products: bool = False  # products of quantized weights may round activations to int8
+    # Whether a token that joins a block of the cache lets those before it be rounded anew, so that
+    # one which is overwritten afterwards leaves a trace in them.
+    rounds_anew: bool = False
 
     @property
     def kv_tokens(self) -> int:

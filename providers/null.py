@@ -48,6 +48,7 @@ class NullOptions:
     # ask for, and more than the largest where a token is not allowed: whoever looks at one of these
     # gets other tokens.
     takes_exact_logits: bool = False
+    rounds_anew: bool = False  # that it says so of itself
     fails: Callable[[int], bool] = field(default=lambda run: False)  # by number of the run, from 0
     # by number of the transfer, from 0: copies, reads and writes of blocks are counted together
     transfer_fails: Callable[[int], bool] = field(default=lambda transfer: False)
@@ -104,6 +105,7 @@ class NullModel:
             max_adapters=options.max_adapters,
             max_adapter_rank=MAX_ADAPTER_RANK if options.max_adapters else 0,
             takes_exact_logits=options.takes_exact_logits,
+            rounds_anew=options.rounds_anew,
             windows=self._tables,
             int8_products=options.int8_products,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from onnxport.kv.pool import BlockPool
@@ -13,6 +13,12 @@ from onnxport.serving.shares import Turns
 # Tokens of a prompt that a step computes where log probabilities of them are wanted: each needs a
 # row of logits, which are 0.6 MB for a vocabulary of 152k.
 MOST_SCORED = 128
+# Of the logits of guessed tokens in a step, a row each: 440 rows of a vocabulary of 152k. No memory
+# plan counts them; the rows of 256 sequences that decode take 156 MB anyway.
+MOST_DRAFTED_BYTES = 256 << 20
+
+# Returns tokens that may follow some of the requests that decode, so many in all.
+Guess = Callable[[Sequence[Request], int], Mapping[Request, Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,16 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return sum(self.num_new)
+
+    @property
+    def num_drafted(self) -> int:
+        """Those of them that are guessed."""
+        return sum(map(len, self.drafts.values()))
+
+
+def most_drafted(vocab_size: int) -> int:
+    """How many guessed tokens a step may check, so that their logits find room, float32."""
+    return max(1, MOST_DRAFTED_BYTES // (4 * vocab_size))
 
 
 def fit_chunk(

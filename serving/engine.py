@@ -14,11 +14,11 @@ from onnxport.serving import sampling
 from onnxport.serving.adapters.registry import AdapterRegistry
 from onnxport.serving.beside import Beside
 from onnxport.serving.config import EngineConfig
-from onnxport.serving.draft import StepPlan
+from onnxport.serving.draft import StepPlan, most_drafted
 from onnxport.serving.events import Listener, StepRecord
 from onnxport.serving.fallback import Loss, Standby
 from onnxport.serving.growth import Growth
-from onnxport.serving.guesses import NO_DRAFTS, Drafts, Guesses, Guessing
+from onnxport.serving.guesses import Drafts, Guesses, Guessing
 from onnxport.serving.intake import Intake
 from onnxport.serving.narrowing import narrowed
 from onnxport.serving.outputs import CompletionDelta
@@ -85,6 +85,7 @@ class Engine:
         self._tally = Tally()
         self._retries = Retries(runtime.tokens)
         self._guessing = Guessing(speculator)
+        self._guessing.note_model(runtime.limits)
         self._sequences = Sequences(
             runtime.scheduler,
             runtime.adapters,
@@ -260,11 +261,15 @@ class Engine:
         growths = self._sequences.expire()
         try:
             loading = self._runtime.load()
-            drafts = NO_DRAFTS if self._guessing.rests() else self._guess()
-            plan = self._retries.next_plan(self._scheduler, loading, drafts)
+            guess = None if self._guessing.rests() or self._retries.careful else self._guess
+            plan = self._retries.next_plan(self._scheduler, loading, guess)
+            self._guessing.note_planned(plan)
             return growths + self._execute(plan) if plan.requests else growths
         except DeviceLostError as error:
-            return growths + self._recovery.fall_back(error)
+            growths += self._recovery.fall_back(error)
+            if self.failure is None:
+                self._guessing.note_model(self.capabilities)
+            return growths
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
@@ -305,12 +310,10 @@ class Engine:
 
     # A step.
 
-    def _guess(self) -> Drafts:
-        """Return tokens that may follow those of requests that decode, for the step to check."""
-        if self._retries.careful:
-            return NO_DRAFTS
-        budget = self._runtime.tokens - self._scheduler.num_running
-        return self._guessing.next(self._scheduler.running, budget)
+    def _guess(self, decoding: Sequence[Request], budget: int) -> Drafts:
+        """Return up to `budget` tokens that may follow those of requests, for a step to check."""
+        most = most_drafted(self.capabilities.vocab_size)
+        return self._guessing.next(decoding, min(budget, most))
 
     def _execute(self, plan: StepPlan) -> list[Growth]:
         """Reserve what a plan needs, compute it, commit it and append what came of it."""
@@ -366,5 +369,5 @@ class Engine:
         """Tell those who decide by measured times how long a step took, in all and computing."""
         if self._runtime.offloader:
             costs = self._runtime.offloader.costs
-            costs.note_step(computed_s, plan.num_tokens, plan.num_decodes)
+            costs.note_step(computed_s, plan.num_tokens, plan.num_decodes + plan.num_drafted)
         self._guessing.note_step(plan, elapsed_s)

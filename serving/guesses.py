@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
@@ -9,10 +10,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxport.providers.base import Capabilities
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.request import Request
 from onnxport.serving.sampling import Drawn
 from onnxport.serving.stats import SpeculationCounters
+
+logger = logging.getLogger(__name__)
 
 Drafts = Mapping[Request, Sequence[int]]
 NO_DRAFTS: Drafts = MappingProxyType({})
@@ -80,7 +84,14 @@ class Guesses(Protocol):
         Args:
             requests: those that decode in the next step.
             budget: most tokens that can be checked in it, over all of them.
+
+        Returns:
+            Tokens that are `possible`, at least one for each request that is named.
         """
+        ...
+
+    def note_planned(self, num_drafted: int) -> None:
+        """So many of the tokens that were proposed last are checked in this step, maybe none."""
         ...
 
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
@@ -88,7 +99,7 @@ class Guesses(Protocol):
         ...
 
     def note_step(self, num_rows: int, num_tokens: int, elapsed_s: float) -> None:
-        """A step without prompts took so long, the guessing left out; not told of one at rest."""
+        """A step without prompts took so long, the guessing left out; `propose` came before it."""
         ...
 
     def forget(self, request: Request) -> None:
@@ -106,7 +117,7 @@ class Guessing:
     def __init__(self, guesses: Guesses | None) -> None:
         """Take over `guesses`; `close` closes it. None: there are never any."""
         self._guesses = guesses
-        self._asked = False  # for the step in hand
+        self._asked = self._found = False  # for the step in hand, and whether that found any
 
     @property
     def counters(self) -> SpeculationCounters | None:
@@ -118,30 +129,47 @@ class Guessing:
         """Whether the model's states have to be told of in the step in hand."""
         return self._guesses is not None and self._guesses.reader is not None
 
+    def note_model(self, limits: Capabilities) -> None:
+        """A model checks guesses from now on: log what they may change all the same."""
+        if self._guesses is not None and limits.rounds_anew:
+            logger.warning(
+                "%s rounds keys in its %s cache anew when tokens join their block, so that wrong "
+                "guesses change them a little, and a near tie may fall differently; caches in "
+                "floating point (--kv-cache-dtype) have no such trace",
+                limits.provider,
+                limits.kv_cache_dtype,
+            )
+
     def rests(self) -> bool:
         """Whether the next step goes without guesses; asked once before each."""
-        self._asked = self._guesses is not None and not self._guesses.rests()
-        return not self._asked
+        self._asked = self._found = False
+        return self._guesses is None or self._guesses.rests()
 
-    def next(self, running: Iterable[Request], budget: int) -> Drafts:
-        """Return tokens that may follow those of the requests that decode.
+    def next(self, decoding: Iterable[Request], budget: int) -> Drafts:
+        """Return tokens that may follow those of requests that decode in the step in hand.
 
         Args:
-            running: the requests that hold a row.
+            decoding: the ones.
             budget: most tokens in all.
         """
         assert self._guesses is not None
         decoding = [
             request
-            for request in running
-            if len(request.tokens) - request.num_computed_tokens == 1
-            and request.num_output_tokens
-            and request.max_total_tokens - len(request.tokens) > 1
+            for request in decoding
+            if request.num_output_tokens and request.max_total_tokens - len(request.tokens) > 1
         ]
         if not decoding or budget < 1:
             return NO_DRAFTS
         found = self._guesses.propose(decoding, budget)
-        return {request: _possible(request, tokens) for request, tokens in found.items()}
+        assert sum(map(len, found.values())) <= budget
+        self._asked, self._found = True, bool(found)
+        return found
+
+    def note_planned(self, plan: StepPlan) -> None:
+        """The step in hand is planned: tell who guessed for it what is checked of that."""
+        if self._found:
+            assert self._guesses is not None
+            self._guesses.note_planned(plan.num_drafted)
 
     def accept(self, plan: StepPlan, drawn: Iterable[Drawn]) -> dict[int, Sequence[int]]:
         """Return by row the tokens of its draft that were right, and tell who guessed them.
@@ -202,7 +230,7 @@ class Guessing:
             self._guesses.close()
 
 
-def _possible(request: Request, tokens: Sequence[int]) -> Sequence[int]:
+def possible(request: Request, tokens: Sequence[int]) -> Sequence[int]:
     """Return the first tokens of a guess that may follow: they fit its length and its grammar."""
     tokens = tokens[: request.max_total_tokens - len(request.tokens) - 1]
     if request.grammar is not None and tokens:

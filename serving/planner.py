@@ -37,11 +37,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.table import NOTHING, Found
-from onnxport.serving.draft import Draft, StepPlan
+from onnxport.serving.draft import Draft, Guess, StepPlan
 from onnxport.serving.queues import Queues
 from onnxport.serving.request import Request
 
@@ -122,7 +122,7 @@ class Planner:
         only: Collection[Request] | None = None,
         loading: Collection[Request] = (),
         budget_tokens: int | None = None,
-        drafts: Mapping[Request, Sequence[int]] | None = None,
+        guess: Guess | None = None,
     ) -> StepPlan:
         """Choose the next step; changes nothing. No requests: there is nothing to do.
 
@@ -132,14 +132,16 @@ class Planner:
                 place and do not start.
             budget_tokens: most tokens, at least one for each request that may take part and can
                 decode; None for `max_num_batched_tokens`.
-            drafts: tokens that may follow those of requests that decode.
+            guess: asked for tokens that may follow those of the requests that decode, when it is
+                known which do and what is left for them; None: nobody.
         """
         budget = budget_tokens or self._max_num_batched_tokens
         draft = self._make_room(loading, budget) if only is None else self._draft(budget)
         prefills = self._plan_decodes(draft, only)
         if prefills or self._queues.waiting:
             self._plan_prompts(draft, prefills, only, loading)
-        if drafts:
+        if guess is not None and draft.num_decodes and draft.budget:
+            drafts = guess(draft.requests[: draft.num_decodes], draft.budget)
             for row in range(draft.num_decodes):
                 if guessed := drafts.get(draft.requests[row]):
                     draft.add_draft(row, guessed)

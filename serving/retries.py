@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
-from onnxport.serving.draft import StepPlan
+from onnxport.serving.draft import Guess, StepPlan
 from onnxport.serving.request import Request
 from onnxport.serving.scheduler import Scheduler
 
@@ -38,18 +38,18 @@ class Retries:
         self,
         scheduler: Scheduler,
         loading: Collection[Request],
-        drafts: Mapping[Request, Sequence[int]],
+        guess: Guess | None,
     ) -> StepPlan:
         """Plan the next step: with suspects of a failed one alone, as long as there are any.
 
-        Those get no drafts.
+        Nobody is asked to `guess` for those.
         """
         while self._suspects:
             requests, budget = self._suspects.pop()
             plan = scheduler.plan(requests, loading, budget or self._budget)
             if plan.requests:
                 return plan
-        return scheduler.plan(None, loading, self._budget, drafts)
+        return scheduler.plan(None, loading, self._budget, guess)
 
     def split(self, requests: Sequence[Request]) -> None:
         """Several requests failed together: try each half by itself."""

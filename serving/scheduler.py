@@ -16,7 +16,7 @@ from onnxport.kv import table as kv
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.table import NOTHING, BlockTable, Claim, Reservation, blocks_for
 from onnxport.serving.config import SchedulingPolicy
-from onnxport.serving.draft import StepPlan
+from onnxport.serving.draft import Guess, StepPlan
 from onnxport.serving.following import following
 from onnxport.serving.outputs import FinishReason
 from onnxport.serving.params import RequestOptions
@@ -190,14 +190,18 @@ class Scheduler:
         only: Collection[Request] | None = None,
         loading: Collection[Request] = (),
         budget_tokens: int | None = None,
-        drafts: Mapping[Request, Sequence[int]] | None = None,
+        guess: Guess | None = None,
     ) -> StepPlan:
         """See `Planner.plan`; a step that follows from the last one is not looked for again."""
-        if self._last is not None and only is None and not drafts:
+        plan = None
+        if self._last is not None and only is None:
             plan = self._following(self._last)
-            if plan is not None:
-                return plan
-        return self._planner.plan(only, loading, budget_tokens, drafts)
+        if plan is None:
+            return self._planner.plan(only, loading, budget_tokens, guess)
+        left = (budget_tokens or self._max_num_batched_tokens) - plan.num_tokens
+        if guess is None or not left or not (found := guess(plan.requests, left)):
+            return plan
+        return self._planner.plan(only, loading, budget_tokens, lambda *_: found)
 
     def plan_ahead(self, plan: StepPlan) -> None:
         """Look what follows a plan, beside the model that runs it, so that `plan` finds it.

@@ -21,7 +21,8 @@ class Costs:
         Args:
             seconds: without what moved blocks meanwhile.
             num_tokens: of the step.
-            num_decodes: of them; half of them at most, or the step says nothing.
+            num_decodes: of them, guessed ones included; half of them at most, or the step says
+                nothing.
         """
         if num_tokens - num_decodes >= max(MEASURED_TOKENS, num_decodes):
             self.token_s = _average(self.token_s, seconds / num_tokens)

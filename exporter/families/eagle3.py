@@ -6,6 +6,7 @@ others describe the layers in `transformer_layer_config`.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,6 +15,8 @@ from onnxport.exporter.config import Config, decoder_spec, layer_windows
 from onnxport.exporter.families.base import TensorNames
 from onnxport.graphs.draft_spec import DraftSpec
 from onnxport.graphs.spec import ArchSpec
+
+logger = logging.getLogger(__name__)
 
 FAMILY: Final = "eagle3"
 ARCHITECTURES: Final = (
@@ -158,6 +161,15 @@ def _layer_ids(config: Config, nested: Config, default: list[int]) -> list[int]:
         raise CheckpointError(
             f"{config.path}: {LAYERS} is {layers}; these must be whole numbers that ascend, for "
             "some programs sort them, and the head's first product depends on their order."
+        )
+    if layers[:1] == [1]:
+        logger.warning(
+            "%s: %s is %s, taken as the layers whose inputs the head reads. Some trainers, such as "
+            "SpecForge, name the layers whose outputs it reads, by lists that mostly begin with 1 "
+            "too. If few of its guesses come true, add one to each number and export it again.",
+            config.path,
+            LAYERS,
+            layers,
         )
     return layers
 

@@ -9,6 +9,10 @@ zeros lie in the same tensor, in front of what they belong to:
     keys    by channel: head_size scales, head_size zeros, then block_size rows of head_size; thus
             block_size + 8 rows of head_size bytes
     values  by token: scale, zero, then head_size channels; thus rows of head_size + 8 bytes
+
+A step that adds tokens to a block of keys which is not full yet reads what is there, and stores all
+of it anew with scales that suit the new ones, too. So each step rounds those keys once more, and a
+guess that was wrong leaves wider scales behind, although its own row is overwritten.
 """
 
 from __future__ import annotations

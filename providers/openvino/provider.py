@@ -250,6 +250,7 @@ def _capabilities(
         vocab_size=artifact.manifest.model.vocab_size,
         max_batch_rows=None,
         placement=placement(compiled),
+        rounds_anew=form.dtype == "int8",
     )
 
 

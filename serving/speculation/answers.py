@@ -6,6 +6,7 @@ from onnxport.serving.request import Request
 
 FIRST_OUTPUT = 128  # tokens that an answer is taken to have, before some have ended
 MEMORY = 20  # answers: about so many count
+LEAST_ANSWER = 2  # tokens: the first one comes with the prompt
 LEAST_COMING = 0.25  # of the mean: what is longer than most goes on for a while
 
 
@@ -17,7 +18,9 @@ class AnswerLengths:
         self._number = 1
 
     def note(self, num_tokens: int) -> None:
-        """An answer has ended."""
+        """An answer of so many tokens has ended; one that no step went on with is none."""
+        if num_tokens < LEAST_ANSWER:
+            return
         self._number = min(self._number + 1, MEMORY)
         self._mean += (num_tokens - self._mean) / self._number
 

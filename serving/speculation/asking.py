@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from onnxport.errors import DeviceLostError
+from onnxport.serving.guesses import possible
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.costs import MOST_SAMPLES, StepCosts
 from onnxport.serving.speculation.drafter import Drafter
@@ -16,12 +18,20 @@ logger = logging.getLogger(__name__)
 MOST_FAILURES = 3  # of the drafter in a row, before it is given up
 
 
+class Asked(NamedTuple):
+    """What came of asking a draft model."""
+
+    guesses: dict[Request, Sequence[int]]  # none of them is empty
+    num_caught_up: dict[Request, int]  # tokens that it computed of those that were far behind
+    longest: int  # places of the longest draft, what is not possible included; 0: nothing came
+
+
 class Asker:
     """Asks a drafter, for as long as it works.
 
     Attributes:
         drafter: the one; None once it was closed, or given up because it fails.
-        spent_s: what a draft model has taken so far.
+        spent_s: what a draft model has taken so far, unless nothing came of it.
     """
 
     def __init__(
@@ -44,7 +54,14 @@ class Asker:
         self._num_failures = 0
 
     def ask(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Sequence[int]]:
-        """Ask for guesses; a drafter that fails makes none, and is given up if that goes on."""
+        """Ask for guesses; a drafter that fails makes none, and is given up if that goes on.
+
+        What cannot follow is cut off.
+        """
+        found = self._ask(requests, lengths)
+        return [possible(one, guess) for one, guess in zip(requests, found, strict=True)]
+
+    def _ask(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Sequence[int]]:
         assert self.drafter is not None
         try:
             found = self.drafter.propose(requests, lengths)
@@ -54,31 +71,49 @@ class Asker:
         self._num_failures = 0
         return found
 
-    def ask_model(self, lengths: Mapping[Request, int]) -> dict[Request, Sequence[int]]:
+    def ask_model(self, lengths: Mapping[Request, int]) -> Asked:
         """Ask for so many guesses of each request, and note what that takes."""
         drafter = self.drafter
         assert drafter is not None
-        wanted = {one: length for one, length in lengths.items() if length}
-        some = list(wanted)
+        some = [one for one, length in lengths.items() if length]
         late = [drafter.num_behind(one) for one in some]
         start_s = self._clock()
-        found = self.ask(some, list(wanted.values()))
+        found = self._ask(some, [lengths[one] for one in some])
         elapsed_s = self._clock() - start_s
-        self.spent_s += elapsed_s
         longest = max(map(len, found))
+        caught_up: dict[Request, int] = {}
+        if not self._num_failures:  # or what it had computed is forgotten
+            for one, before in zip(some, late, strict=True):
+                computed = before - drafter.num_behind(one)
+                if before > self._ordinary and computed > 0:
+                    caught_up[one] = computed
+        self._note_times(len(some), longest, sum(caught_up.values()), elapsed_s)
+        cut = {one: possible(one, guess) for one, guess in zip(some, found, strict=True)}
+        guesses = {one: guess for one, guess in cut.items() if guess}
+        in_vain = not guesses and not caught_up
+        if not in_vain or self._num_failures:
+            self.spent_s += elapsed_s
+        return Asked(guesses, caught_up, 0 if in_vain else longest)
+
+    def _note_times(self, rows: int, longest: int, caught_up: int, elapsed_s: float) -> None:
+        """Note what drafts took, the longest of which has so many places.
+
+        Args:
+            rows: requests that were asked about.
+            longest: places.
+            caught_up: tokens that were computed of requests that were far behind.
+            elapsed_s: what it took.
+        """
         if longest:
             self._bounds_s.append(elapsed_s / longest)
-        if max(late) > self._ordinary:  # which was weighed, and is no part of what comes
-            if self.drafter is not None:
-                computed = sum(late) - sum(drafter.num_behind(one) for one in some)
-                others = max(0, longest - 1)  # places that came after it had caught up
-                place_s = self.seconds_a_place(len(some), elapsed_s / (others + 1))
-                # Which takes no less than a place, whatever the places happened to take this time.
-                caught_up_s = max(elapsed_s / (others + 1), elapsed_s - others * place_s)
-                self._behind_s.append(caught_up_s / max(1, computed))
+        if caught_up:  # which was weighed, and is no part of what comes
+            others = max(0, longest - 1)  # places that came after it had caught up
+            place_s = self.seconds_a_place(rows, elapsed_s / (others + 1))
+            # Which takes no less than a place, whatever the places happened to take this time.
+            caught_up_s = max(elapsed_s / (others + 1), elapsed_s - others * place_s)
+            self._behind_s.append(caught_up_s / caught_up)
         elif longest:
-            self._places.note(len(some), 0, elapsed_s / longest)
-        return {one: guess for one, guess in zip(some, found, strict=True) if guess}
+            self._places.note(rows, 0, elapsed_s / longest)
 
     def seconds_a_place(self, rows: int, unknown_s: float) -> float:
         """Return what a place takes in drafts of so many requests.

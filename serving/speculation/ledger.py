@@ -39,6 +39,15 @@ class Ledger:
         """Whether guesses that are expected to cost so much may be made only to learn."""
         return price_s <= min(self.balance_s, self.trial_s)
 
+    def save_up(self, price_s: float, step_s: float) -> None:
+        """So much can be saved up of what is free, if it is no more than may ever be lost.
+
+        Args:
+            price_s: of guesses that are made to learn.
+            step_s: of a step without guesses.
+        """
+        self._goal_s = price_s if price_s <= MOST_STEPS * step_s else 0.0
+
     def steps_to_trial(self, price_s: float, step_s: float) -> int:
         """After how many steps, which take so long, guesses of this price may be made to learn.
 
@@ -69,19 +78,24 @@ class Ledger:
         """So much time was taken and has not come back."""
         self.balance_s -= lost_s
 
-    def note(self, elapsed_s: float, saved_s: float, step_s: float) -> None:
+    def note(self, elapsed_s: float, saved_s: float, step_s: float) -> float:
         """Steps took so long, which is so much less than those that they replaced.
 
         Args:
             elapsed_s: of the steps and of guessing for them.
             saved_s: negative where it took longer.
             step_s: of a step without guesses.
+
+        Returns:
+            What of it is more than may be lost, and so is not kept.
         """
         most = MOST_STEPS * step_s
         room = max(0.0, self._most_free_s(step_s) - self.balance_s)
         free = min(room, FREE_SHARE * elapsed_s)
-        self.balance_s = min(most, max(-most, self.balance_s + free + saved_s))
+        balance_s = max(-most, self.balance_s + free + saved_s)
+        self.balance_s = min(most, balance_s)
         self.trial_s = min(most, self.trial_s + TRIAL_SHARE * elapsed_s)
+        return balance_s - self.balance_s
 
     def _most_free_s(self, step_s: float) -> float:
         """What can be saved up of what is given for free."""

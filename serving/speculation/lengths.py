@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+_Guess = tuple[float, int, int]  # how likely it is that it is right, below 0; its row, its place
 
 
 class Choice(NamedTuple):
@@ -29,27 +31,20 @@ def choose_lengths(
     Args:
         rates: of the requests, in [0, 1).
         limits: the longest draft of each.
-        budget: most guesses in all.
+        budget: most guesses in all, at least one.
         step_s: seconds of a step by how many guesses it checks, from none to as many as `limits`
             and `budget` allow; does not fall.
         round_s: seconds that guessing takes for each place of the longest draft.
     """
-    num_rows = len(rates)
-    guesses: list[tuple[float, int, int]] = []
-    for row, limit in enumerate(limits):
-        worth = rate = rates[row]
-        for place in range(1, limit + 1 if rate > 0.0 else 1):
-            guesses.append((-worth, row, place))
-            worth *= rate
-    guesses.sort()
-    plain = num_rows / step_s[0]
+    plain = len(rates) / step_s[0]
     best = plain
-    chosen: list[tuple[float, int, int]] = []
-    most = max(limits, default=0)
-    for longest in range(1, most + 1) if round_s else (most,):
-        near = [guess for guess in guesses if guess[2] <= longest] if round_s else guesses
-        expected = float(num_rows)
-        rounds_s = longest * round_s
+    chosen: list[_Guess] = []
+    near: list[_Guess] = []
+
+    def choose(rounds_s: float) -> None:
+        """Take the first of `near` that make more tokens a second than what was best."""
+        nonlocal best, chosen
+        expected = float(len(rates))
         enough = 0
         for number, (worth, _, _) in enumerate(near[:budget], 1):
             expected -= worth
@@ -58,7 +53,36 @@ def choose_lengths(
                 best, enough = speed, number
         if enough:
             chosen = near[:enough]
-    lengths = [0] * num_rows
+
+    for longest, guesses in enumerate(_places(rates, limits), 1):
+        # One place more has to bring more than the best speed does in the time that it takes, and
+        # each one brings less than the one before.
+        if -sum(worth for worth, _, _ in guesses) <= best * round_s:
+            break
+        if len(near) >= budget and min(guesses) > near[budget - 1]:
+            break
+        near += guesses
+        if round_s or len(near) >= budget:
+            near.sort()
+            del near[budget:]
+        if round_s:
+            choose(longest * round_s)
+    if not round_s:
+        near.sort()
+        choose(0.0)
+    lengths = [0] * len(rates)
     for _, row, _ in chosen:
         lengths[row] += 1
     return Choice(lengths, best / plain)
+
+
+def _places(rates: Sequence[float], limits: Sequence[int]) -> Iterator[list[_Guess]]:
+    """Yield the guesses at each place of the drafts, from the first on, which may be right."""
+    worths = list(rates)
+    for place in range(1, max(limits, default=0) + 1):
+        yield [
+            (-worth, row, place)
+            for row, (worth, limit) in enumerate(zip(worths, limits, strict=True))
+            if place <= limit and worth > 0.0
+        ]
+        worths = [worth * rate for worth, rate in zip(worths, rates, strict=True)]

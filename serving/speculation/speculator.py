@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from onnxport.serving.speculation.answers import AnswerLengths
 from onnxport.serving.speculation.asking import Asker
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.costs import StepCosts
+from onnxport.serving.speculation.debts import Debts
 from onnxport.serving.speculation.drafter import Drafter
 from onnxport.serving.speculation.ledger import Ledger
 from onnxport.serving.speculation.lengths import Choice, choose_lengths
@@ -86,9 +88,10 @@ class Speculator:
         self._ledger = Ledger()
         self._pauses = Pauses()
         self._answers = AnswerLengths()
-        self._debts: dict[Request, float] = {}  # seconds that a draft model took to catch up
-        self._due: set[Request] = set()  # which has brought guesses since
+        self._debts = Debts(self._ledger)
+        self._vain: Counter[Request] = Counter()  # times that nothing came of asking, to learn
         self._step: _Step | None = None  # the one in hand, if there are guesses
+        self._looked_s = 0.0  # when it was asked for, before it was planned
         self._began_s: float | None = None  # when it began, as far as it counts
         self._idle = 0  # steps to come in which guesses are not thought of
         self._trial_s = 0.0  # what the next guesses of a head take that are made only to learn
@@ -118,6 +121,7 @@ class Speculator:
             if self._idle > MOST_PAUSE and not self._idle % MOST_PAUSE:
                 self._wake_if_late()
             return True
+        self._looked_s = self._clock()
         return self._asker.drafter is None
 
     def propose(self, requests: Sequence[Request], budget: int) -> Guessed:
@@ -150,13 +154,18 @@ class Speculator:
         spent_s = self._asker.spent_s - spent_s
         if found:
             # All that is done for guesses is a part of the step, but for a draft model's runs.
-            self._began_s = start_s + spent_s
+            self._began_s = self._looked_s + spent_s
         else:
             # What is thought in vain is no part of a step without guesses, or guesses would seem
             # to cost less than they do.
             self._began_s = self._clock()
             self._pause(self._began_s - start_s - spent_s, plain_s)
         return found
+
+    def note_planned(self, num_drafted: int) -> None:
+        """See `Guesses.note_planned`."""
+        if self._step is not None:
+            self._step.num_drafted = num_drafted
 
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """The model has checked a draft: so many of its first tokens were right."""
@@ -192,8 +201,8 @@ class Speculator:
         self._trials.forget(request)
         self._acceptance.forget(request)
         self._asker.forget(request)
-        self._ledger.charge(self._debts.pop(request, 0.0))
-        self._due.discard(request)
+        self._debts.charge(request)
+        self._vain.pop(request, None)
         if request.finish_reason is not None:
             self._answers.note(request.num_output_tokens)
 
@@ -217,7 +226,7 @@ class Speculator:
             taken_s = max(taken_s, step.elapsed_s)
         taken_s += step.guessing_s
         saved_s = step.num_accepted * plain_s / step.num_rows - (taken_s - plain_s)
-        self._ledger.note(taken_s, saved_s, plain_s)
+        self._debts.pay(self._ledger.note(taken_s, saved_s, plain_s))
 
     def _may_guess(self, rows: int) -> bool:
         """Whether guesses may be thought of."""
@@ -316,33 +325,48 @@ class Speculator:
         if not any(lengths):
             self._try(requests, limits, round_s)
             return {}
-        found = self._asker.ask_model(dict(zip(requests, lengths, strict=True)))
-        longest = max(map(len, found.values()), default=0)
-        self._step = _Step(rows, sum(map(len, found.values())), longest * round_s)
+        token_s = self._asker.seconds_a_token(0.0)  # the first time finds everything cold
+        asked = self._asker.ask_model(dict(zip(requests, lengths, strict=True)))
+        for request, num_tokens in asked.num_caught_up.items():
+            self._debts.add(request, num_tokens * token_s)
+        found = asked.guesses
+        self._step = _Step(rows, sum(map(len, found.values())), asked.longest * round_s)
         if found:
             self._pauses.end()
-            self._due.update(self._debts.keys() & found.keys())
+            self._debts.note_guessed(found)
         return found
 
     def _try(self, requests: Sequence[Request], limits: Sequence[int], round_s: float) -> None:
         """Guess for the request that the least is known of, if there is time to learn."""
         prices: dict[Request, float] = {}
-        token_s = CATCH_UP_GUESS * round_s
+        lengths: dict[Request, int] = {}
+        unknown_s = CATCH_UP_GUESS * round_s
+        token_s = self._asker.seconds_a_token(unknown_s)
+        plain_s = self._costs.seconds(len(requests))
         for request, limit in zip(requests, limits, strict=True):
-            length = min(limit, self._trials.length)
-            price_s = length * round_s + self._asker.seconds_to_catch_up(request, token_s)
-            if length:
-                prices[request] = price_s
+            behind_s = self._asker.seconds_to_catch_up(request, unknown_s)
+            most_s = self._answers.coming(request) * plain_s / len(requests)  # it may ever save
+            if limit > 0 and behind_s <= most_s:
+                length = lengths[request] = min(limit, self._trials.length)
+                prices[request] = length * round_s + behind_s
         # Behind a pause of which not all was told.
-        late_s = (CONTEXT_STEPS + 1) * self._asker.seconds_a_token(token_s)
+        late_s = (CONTEXT_STEPS + 1) * token_s
         self._trial_s = self._trials.length * round_s + late_s
+        if not prices:
+            return
         able = [one for one, price_s in prices.items() if self._ledger.affords_trial(price_s)]
-        if able:
-            chosen = min(able, key=self._acceptance.num_tried)
-            self._ledger.note_trial(prices[chosen])
-            length = min(limits[requests.index(chosen)], self._trials.length)
-            for request, guess in self._asker.ask_model({chosen: length}).items():
-                self._trials.add(request, guess)
+        if not able:
+            # A request that it has to catch up with grows while that is saved up for.
+            price_s = min(prices.values()) + MOST_PAUSE * token_s
+            self._ledger.save_up(price_s, plain_s)
+            return
+        chosen = min(able, key=lambda one: (self._vain[one], self._acceptance.num_tried(one)))
+        asked = self._asker.ask_model({chosen: lengths[chosen]})
+        num_caught_up = asked.num_caught_up.get(chosen, 0)
+        self._ledger.note_trial(asked.longest * round_s + num_caught_up * token_s)
+        self._vain[chosen] += not (asked.longest or num_caught_up)
+        for request, guess in asked.guesses.items():
+            self._trials.add(request, guess)
 
     def _worth_catching_up(
         self, requests: Sequence[Request], choice: Choice, token_s: float
@@ -361,10 +385,4 @@ class Speculator:
                 behind_s = self._asker.seconds_to_catch_up(request, 0.0)
                 if behind_s > self._answers.coming(request) * saved_s:
                     lengths[row] = 0
-                elif behind_s:
-                    if request in self._due:
-                        self._due.remove(request)
-                        self._ledger.charge(self._debts.pop(request))
-                    # Of a long prompt it is the same debt for some steps, and becomes less.
-                    self._debts[request] = max(self._debts.get(request, 0.0), behind_s)
         return lengths

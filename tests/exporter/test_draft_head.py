@@ -54,6 +54,19 @@ def export(head: Path, target: Path, folder: Path, precision: str = "fp32") -> A
     return Artifact.read(export_head(head, target, folder, options))
 
 
+@pytest.mark.parametrize("layers", [None, (0, 3), (1, 3, 4), (2, 4, 5)])
+def test_layers_that_may_be_counted_otherwise_are_warned_about(
+    layers: tuple[int, ...] | None, target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two programs publish heads whose lists begin with 1, and mean two things."""
+    head = Head(target_layers=layers)
+    spec = export(head.make(tmp_path / "head"), target, tmp_path / "artifact").manifest.model
+    assert spec.draft is not None
+    assert spec.draft.target_layers == (layers or (2, 4, 5))
+    warned = "add one to each number" in caplog.text
+    assert warned == (layers == (1, 3, 4))
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_the_exported_head_is_the_one_of_pytorch(name: str, target: Path, tmp_path: Path) -> None:
     head = HEADS[name]

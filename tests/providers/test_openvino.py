@@ -112,6 +112,22 @@ def test_evicted_blocks_come_back_from_host_memory(
             assert turns[2] == turns[0]
 
 
+@pytest.mark.parametrize(("options", "leaves"), [(EXACT, False), ({}, True)])
+def test_tokens_that_are_overwritten_leave_a_trace_where_keys_are_rounded_anew(
+    tiny_artifact: ArtifactMaker, options: dict[str, Any], leaves: bool
+) -> None:
+    """As wrong guesses do. There are as many each time, for in steps of a size all is the same."""
+    prompt = prompts()[4][:9]
+    with opened(tiny_artifact("qwen3", "int4"), **options) as model:
+        found = []
+        for block, guesses in ((3, prompts()[2][:6]), (5, prompts()[3][:6])):
+            run_rows(model, [(prompt, 0, [block])])
+            run_rows(model, [([7, *guesses], len(prompt), [block])])
+            found.append(run_rows(model, [([90], len(prompt) + 1, [block])]))
+        assert model.capabilities.rounds_anew == leaves
+        assert np.array_equal(*found) != leaves
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_blocks_are_copied_exactly_and_come_back(tiny_artifact: ArtifactMaker, dtype: str) -> None:
     prompt = (prompts()[4] * 2)[: 2 * BLOCK_SIZE]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from onnxport.kv.pool import BlockPool
 from onnxport.kv.prefix import KeyChain, root_key
 from onnxport.serving.config import SchedulingPolicy
-from onnxport.serving.draft import StepPlan
+from onnxport.serving.draft import Guess, StepPlan
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.scheduler import Scheduler
@@ -106,6 +106,11 @@ def group(request: Request) -> tuple[Request, ...]:
 
 def name_of(request: Request) -> str:
     return request.request_id + (str(request.index) if request.index else "")
+
+
+def saying(drafts: Mapping[Request, Sequence[int]]) -> Guess:
+    """Guesses these tokens, whatever is asked for."""
+    return lambda *_: drafts
 
 
 def rows(plan: StepPlan) -> list[tuple[str, int, int]]:

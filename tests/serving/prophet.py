@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from onnxport.serving.guesses import possible
 from onnxport.serving.request import Request
 from onnxport.serving.stats import SpeculationCounters
 
@@ -25,8 +26,10 @@ class Prophet:
         self.closed = False
         self.num_drafts = 0
         self.num_drafted = self.num_accepted = 0
+        self.num_proposed = self.num_dropped = 0  # tokens, for the step in hand and in all
         self.forgotten: list[tuple[str, int]] = []
         self.steps: list[tuple[int, int]] = []  # rows and tokens
+        self.budgets: list[int] = []  # each time that it was asked
 
     @property
     def counters(self) -> SpeculationCounters:
@@ -41,19 +44,31 @@ class Prophet:
 
     def propose(self, requests: Sequence[Request], budget: int) -> Mapping[Request, Sequence[int]]:
         assert budget >= 1
+        self.budgets.append(budget)
         guesses: dict[Request, Sequence[int]] = {}
         for number, request in enumerate(requests):
             assert request.finish_reason is None
             if self.odd and number % 2 == 0:
                 continue
+            if budget < 1:
+                break
             start = request.num_output_tokens
             assert start >= 1
             right = [*self.future(request)[start : start + self.length], 0, 1, 2, 3][: self.length]
-            guesses[request] = [
+            guess = [
                 token_id + 1 if self.errs and place % self.errs == self.errs - 1 else token_id
                 for place, token_id in enumerate(right)
             ]
+            if guess := possible(request, guess[:budget]):
+                guesses[request] = guess
+                budget -= len(guess)
+        self.num_proposed = sum(map(len, guesses.values()))
         return guesses
+
+    def note_planned(self, num_drafted: int) -> None:
+        assert 0 <= num_drafted <= self.num_proposed
+        self.num_dropped += self.num_proposed - num_drafted
+        self.num_proposed = 0
 
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafted

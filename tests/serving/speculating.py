@@ -35,6 +35,7 @@ class Guesser:
         self.num_asked = 0
         self.budget = 1 << 30  # tokens to catch up with, in all of a call
         self.behind: dict[Request, int] = {}
+        self.stuck: set[Request] = set()  # for whom it computes nothing
         self.forgotten: list[Request] = []
         self.closed = False
 
@@ -42,13 +43,16 @@ class Guesser:
         return 0 if self.is_cheap else max(1, self.behind.get(request, len(request.tokens)))
 
     def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Sequence[int]]:
+        self.machine.now_s += self.takes_s
         if self.machine.fails:
             raise self.machine.fails.pop()
         self.num_asked += 1
-        self.machine.now_s += self.takes_s
         budget = self.budget
         guesses: list[Sequence[int]] = []
         for one, length in zip(requests, lengths, strict=True):
+            if one in self.stuck:
+                guesses.append(())
+                continue
             late = self.num_behind(one)
             computed = min(late, budget)
             budget -= computed
@@ -76,7 +80,12 @@ class Eager(Speculator):
         if self._asker.drafter is None:
             return {}
         most = self._config.num_speculative_tokens
-        lengths = [min(most, one.max_total_tokens - len(one.tokens) - 1) for one in requests]
+        lengths = []
+        for one in requests:
+            lengths.append(min(most, one.max_total_tokens - len(one.tokens) - 1, budget))
+            budget -= lengths[-1]
+        if not any(lengths):
+            return {}
         found = self._asker.ask(requests, lengths)
         return {one: guess for one, guess in zip(requests, found, strict=True) if guess}
 
@@ -136,10 +145,23 @@ class Machine:
             tokens += self.step()
         return tokens / (self.now_s - start_s)
 
+    def answer(self, prompt: int, num_tokens: int) -> float:
+        """Answer a request with a prompt of so many tokens; returns tokens a second."""
+        one = request([1] * prompt)
+        self.requests = [one]
+        start_s = self.now_s
+        while one.num_output_tokens < num_tokens:
+            self.step()
+        one.finish_reason = "length"
+        self.speculator.forget(one)
+        return one.num_output_tokens / (self.now_s - start_s)
+
     def step(self) -> int:
         """Make one step; returns how many tokens it brought."""
         rests = self.speculator.rests()
         guesses = {} if rests else self.speculator.propose(self.requests, 512)
+        if guesses:
+            self.speculator.note_planned(sum(map(len, guesses.values())))
         self.told.append(self.speculator.reader is not None)
         rows = tokens = len(self.requests)
         taken_s = self.step_s(tokens + sum(map(len, guesses.values())))

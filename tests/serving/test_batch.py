@@ -3,7 +3,7 @@
 import numpy as np
 
 from onnxport.serving.batch import BatchPacker
-from tests.serving.bench import Bench
+from tests.serving.bench import Bench, saying
 
 
 def packed(bench: Bench, packer: BatchPacker) -> dict[str, list[object]]:
@@ -107,7 +107,7 @@ def test_guesses_and_logits_of_several_tokens() -> None:
     bench.submit("b", 6)
     packed(bench, packer)
     rows = bench.scheduler.plan().requests
-    plan = bench.scheduler.plan(drafts={rows[1]: (3, 5)})
+    plan = bench.scheduler.plan(guess=saying({rows[1]: (3, 5)}))
     bench.scheduler.reserve(plan)
     inputs = packer.pack(plan)
     assert inputs.input_ids.tolist() == [7, 7, 3, 5]

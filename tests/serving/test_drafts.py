@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving import draft
 from onnxport.serving.engine import Engine
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
-from tests.serving.bench import Bench, rows
+from tests.serving.bench import Bench, names, rows, saying
 from tests.serving.helpers import (
     alone,
     check_completions,
@@ -64,7 +65,7 @@ def bench_with_drafts(num_blocks: int = 8, budget: int = 16) -> Bench:
 def test_a_draft_takes_blocks_and_gives_back_what_was_wrong() -> None:
     bench = bench_with_drafts()
     request = bench.requests["a"]
-    plan = bench.scheduler.plan(drafts={request: [7, 7, 7, 8, 9, 9]})
+    plan = bench.scheduler.plan(guess=saying({request: [7, 7, 7, 8, 9, 9]}))
     assert rows(plan) == [("a", 3, 7)]
     assert plan.num_logits == (7,)
     assert plan.sampled == (0,)
@@ -84,7 +85,7 @@ def test_a_draft_takes_blocks_and_gives_back_what_was_wrong() -> None:
 def test_blocks_that_a_draft_fills_are_known_by_its_tokens() -> None:
     bench = bench_with_drafts()
     request = bench.requests["a"]
-    plan = bench.scheduler.plan(drafts={request: [7, 8, 9, 10, 11]})
+    plan = bench.scheduler.plan(guess=saying({request: [7, 8, 9, 10, 11]}))
     bench.scheduler.commit(plan, bench.scheduler.reserve(plan), {0: (7, 8, 9, 10)})
     request.tokens.extend([7, 8, 9, 10, 12])
     bench.scheduler.check()
@@ -95,7 +96,7 @@ def test_blocks_that_a_draft_fills_are_known_by_its_tokens() -> None:
 
 def test_a_step_that_fails_forgets_its_draft() -> None:
     bench = bench_with_drafts()
-    plan = bench.scheduler.plan(drafts={bench.requests["a"]: [7] * 6})
+    plan = bench.scheduler.plan(guess=saying({bench.requests["a"]: [7] * 6}))
     bench.scheduler.rollback(bench.scheduler.reserve(plan))
     bench.scheduler.check()
     assert bench.blocks("a") == [0]
@@ -105,10 +106,10 @@ def test_a_step_that_fails_forgets_its_draft() -> None:
 def test_drafts_get_what_prompts_leave_of_the_budget() -> None:
     bench = bench_with_drafts(num_blocks=20, budget=8)
     bench.submit("b", 5)
-    plan = bench.scheduler.plan(drafts={bench.requests["a"]: [7] * 6})
+    plan = bench.scheduler.plan(guess=saying({bench.requests["a"]: [7] * 6}))
     assert rows(plan) == [("a", 3, 3), ("b", 0, 5)]
     bench.submit("c", 30)
-    plan = bench.scheduler.plan(drafts={bench.requests["a"]: [7] * 6})
+    plan = bench.scheduler.plan(guess=saying({bench.requests["a"]: [7] * 6}))
     assert rows(plan) == [("a", 3, 1), ("b", 0, 5), ("c", 0, 2)]
     assert not plan.drafts
 
@@ -119,7 +120,7 @@ def test_drafts_get_what_others_leave_of_the_blocks(num_blocks: int, drafted: in
     bench.submit("a", 3)
     bench.submit("b", 7)  # two blocks, of which it takes one in the first step
     bench.step()
-    plan = bench.scheduler.plan(drafts={bench.requests["a"]: [7] * 6})
+    plan = bench.scheduler.plan(guess=saying({bench.requests["a"]: [7] * 6}))
     # a has room for one more token in its block; b takes its second one with its last two tokens.
     assert [one[2] for one in rows(plan)] == [1 + min(drafted, 5), 2]
     assert plan.num_new_columns[0] == -(-(3 + 1 + min(drafted, 5)) // 4) - 1
@@ -130,7 +131,7 @@ def test_drafts_share_the_budget() -> None:
     bench.submit("a", 3)
     bench.submit("b", 3)
     bench.step()
-    plan = bench.scheduler.plan(drafts=dict.fromkeys(bench.requests.values(), [7] * 5))
+    plan = bench.scheduler.plan(guess=saying(dict.fromkeys(bench.requests.values(), [7] * 5)))
     assert rows(plan) == [("a", 3, 6), ("b", 3, 2)]
     assert plan.drafts == {0: (7,) * 5, 1: (7,)}
 
@@ -148,7 +149,7 @@ def test_drafts_leave_blocks_to_a_prompt_that_needs_them_later(
     plan = bench.step()
     assert rows(plan) == [("a", 3, 1), ("b", 0, 4)]
     # Both take their second block; the last one that is free is b's third.
-    plan = bench.scheduler.plan(drafts={bench.requests["a"]: [7] * 6})
+    plan = bench.scheduler.plan(guess=saying({bench.requests["a"]: [7] * 6}))
     assert plan.num_new == (4, 4)
     assert plan.num_new_columns == (1, 1)
 
@@ -158,12 +159,118 @@ def test_a_draft_never_preempts() -> None:
     bench.submit("a", 3)
     bench.submit("b", 3)
     bench.step()
-    plan = bench.scheduler.plan(drafts=dict.fromkeys(bench.requests.values(), [7] * 3))
+    plan = bench.scheduler.plan(guess=saying(dict.fromkeys(bench.requests.values(), [7] * 3)))
     assert rows(plan) == [("a", 3, 1), ("b", 3, 1)]
     assert not plan.preempted
 
 
+def test_who_guesses_is_asked_when_it_is_known_what_is_left() -> None:
+    asked: list[tuple[list[str], int]] = []
+
+    def nothing(requests: Sequence[Request], budget: int) -> dict[Request, Sequence[int]]:
+        asked.append((names(requests), budget))
+        return {}
+
+    bench = Bench(num_blocks=20, budget=8)
+    for name in "ab":
+        bench.submit(name, 3)
+    bench.step()
+    bench.step()
+    plan = bench.scheduler.plan()
+    assert bench.scheduler.plan(guess=nothing) is not None  # it follows from the last one
+    bench.submit("c", 4)
+    bench.scheduler.plan(guess=nothing)
+    bench.scheduler.plan(guess=nothing, budget_tokens=7)
+    assert asked == [(["a", "b"], 6), (["a", "b"], 2), (["a", "b"], 1)]
+    bench.submit("d", 9)  # whose prompt takes all that is left
+    plan = bench.scheduler.plan(guess=nothing)
+    assert rows(plan)[-1] == ("d", 0, 2)
+    bench.scheduler.plan([bench.requests["c"]], guess=nothing)
+    assert len(asked) == 3
+    bench = Bench(num_blocks=2, budget=8)
+    for name in "ab":
+        bench.submit(name, 3)
+    while not bench.scheduler.plan().preempted:
+        bench.step()
+    bench.scheduler.plan(guess=nothing)
+    assert asked[3:] == [(["a"], 7)]  # who yields is not guessed for
+
+
+def test_a_step_that_follows_another_is_planned_anew_where_there_are_guesses() -> None:
+    bench = bench_with_drafts()
+    bench.step()
+    assert bench.scheduler.plan(guess=saying({})).drafts == {}
+    plan = bench.scheduler.plan(guess=saying({bench.requests["a"]: [7, 8]}))
+    assert plan.drafts == {0: (7, 8)}
+    assert plan.num_drafted == 2
+
+
+def test_logits_of_guesses_keep_to_a_part_of_memory() -> None:
+    assert draft.most_drafted(152_000) == 441
+    assert draft.most_drafted(262_144) == 256
+    assert draft.most_drafted(1 << 30) == 1
+
+
 # The engine.
+
+
+def test_nobody_is_asked_while_prompts_take_all_that_a_step_computes() -> None:
+    params = dict.fromkeys("ad", SamplingParams(temperature=0.0, max_tokens=12))
+    engine, prophet = guessing_engine(params, max_num_batched_tokens=8)
+    submit(engine, "a", PROMPTS["a"], params["a"])
+    for _ in range(2):
+        engine.step()
+    assert prophet.budgets == [7]
+    submit(engine, "d", PROMPTS["d"], params["d"])  # of 23 tokens, of which three steps take 7
+    for _ in range(3):
+        engine.step()
+    assert prophet.budgets == [7]
+    engine.step()
+    assert prophet.budgets == [7, 8 - 1 - 2]
+    run(engine)
+    assert not prophet.num_dropped
+
+
+def test_who_guesses_is_told_what_was_not_planned() -> None:
+    params = dict.fromkeys("ab", SamplingParams(temperature=0.0, max_tokens=12))
+    engine, prophet = guessing_engine(params, num_blocks=6)
+    for name in params:
+        submit(engine, name, PROMPTS[name], params[name])
+    run(engine)
+    assert prophet.num_dropped > 0
+
+
+def test_a_step_checks_so_many_guesses_that_their_logits_find_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(draft, "MOST_DRAFTED_BYTES", 3 * 512 * 4)
+    params = dict.fromkeys("ab", SamplingParams(temperature=0.0, max_tokens=12))
+    engine, prophet = guessing_engine(params)
+    for name in params:
+        submit(engine, name, PROMPTS[name], params[name])
+    deltas = run(engine)
+    check_completions(deltas, {name: PROMPTS[name] for name in params}, params, alone)
+    assert set(prophet.budgets) == {3}
+    assert max(num_tokens - num_rows for num_rows, num_tokens in prophet.steps) == 3
+
+
+def test_guesses_are_no_tokens_of_prompts_for_those_who_move_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = {"a": SamplingParams(temperature=0.0, max_tokens=40)}
+    engine, prophet = guessing_engine(params, kv_host_memory=1 << 20)
+    prophet.length = 20
+    noted: list[int] = []
+    assert engine._runtime.offloader is not None
+    monkeypatch.setattr(
+        engine._runtime.offloader.costs,
+        "note_step",
+        lambda seconds, num_tokens, num_decodes: noted.append(num_tokens - num_decodes),
+    )
+    submit(engine, "a", PROMPTS["a"], params["a"])
+    run(engine)
+    assert prophet.num_accepted > 20
+    assert noted == [len(PROMPTS["a"])] + [0] * (len(noted) - 1)
 
 
 def test_right_guesses_come_at_once() -> None:
@@ -316,7 +423,21 @@ def test_a_failed_step_is_tried_again_without_its_draft() -> None:
     deltas = run(engine)["a"]
     assert tokens(deltas) == alone(PROMPTS["a"], params["a"])
     assert [len(delta.token_ids) for delta in deltas] == [1, 1, 5, 4]
-    assert prophet.steps == [(1, 1), (1, 5), (1, 4)]
+    assert prophet.steps == [(1, 5), (1, 4)]  # the one of which nobody was asked is not compared
+
+
+def test_it_is_told_where_wrong_guesses_leave_a_trace(caplog: pytest.LogCaptureFixture) -> None:
+    rounding, plain = (NullModel(NullOptions(rounds_anew=rounds)) for rounds in (True, False))
+    Engine(plain, speculator=Prophet(lambda one: []))
+    Engine(rounding)
+    assert "anew" not in caplog.text
+    Engine(rounding, speculator=Prophet(lambda one: []))
+    assert caplog.text.count("rounds keys in its") == 1
+    params = {"a": SamplingParams(temperature=0.0, max_tokens=20)}
+    engine, _ = guessing_engine(params, lost_at=lambda number: number == 3, fallbacks=[rounding])
+    submit(engine, "a", PROMPTS["a"], params["a"])
+    assert tokens(run(engine)["a"]) == alone(PROMPTS["a"], params["a"])
+    assert caplog.text.count("rounds keys in its") == 2
 
 
 # Grammars.

@@ -25,7 +25,7 @@ from onnxport.serving.params import SamplingParams
 from onnxport.serving.speculation.packing import DraftPacker, DraftRow, advance
 from onnxport.serving.structured.spec import StructuredOutputs
 from onnxport.serving.tokenizer import Tokenizer
-from tests.serving.bench import Bench
+from tests.serving.bench import Bench, saying
 from tests.serving.helpers import null_engine, null_model, run, submit
 from tests.serving.tokenizers_for_tests import byte_level
 from tests.tiers import examples
@@ -109,7 +109,7 @@ def test_rows_of_which_some_logits_are_lowered() -> None:
 
 def told(bench: Bench, packer: BatchPacker, drafts: Any = None) -> list[int] | None:
     """What the model is told in the next step, which is made then."""
-    plan = bench.scheduler.plan(drafts=drafts)
+    plan = bench.scheduler.plan(guess=saying(drafts or {}))
     reservation = bench.scheduler.reserve(plan)
     inputs = packer.pack(plan)
     assert inputs.exact_logits is None or inputs.exact_logits.dtype == np.int32

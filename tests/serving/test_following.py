@@ -21,7 +21,7 @@ from onnxport.serving.following import following
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.planner import Planner
 from onnxport.serving.scheduler import Scheduler
-from tests.serving.bench import Bench, group, rows
+from tests.serving.bench import Bench, group, rows, saying
 from tests.serving.helpers import alone, null_engine, run, submit, tokens
 
 PATIENCE_S = 20.0  # for what happens at once, or never
@@ -101,7 +101,7 @@ def test_nothing_follows_prompts_and_guesses() -> None:
     assert following(plan, bench.scheduler._queues, bench.pool) is None
     bench.step()
     request = bench.requests["a"]
-    plan = bench.scheduler.plan(drafts={request: (3,)})
+    plan = bench.scheduler.plan(guess=saying({request: (3,)}))
     bench.scheduler.commit(plan, bench.scheduler.reserve(plan))
     assert plan.drafts
     assert following(plan, bench.scheduler._queues, bench.pool) is None
@@ -127,7 +127,7 @@ def test_guesses_are_not_passed_over() -> None:
     bench = decoding()
     bench.step()
     request = bench.requests["a"]
-    assert bench.scheduler.plan(drafts={request: (3,)}).drafts == {0: (3,)}
+    assert bench.scheduler.plan(guess=saying({request: (3,)})).drafts == {0: (3,)}
 
 
 def test_suspects_of_a_failure_run_alone() -> None:

@@ -24,7 +24,7 @@ from onnxport.serving.outputs import Failure
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.sampler import uniform
 from onnxport.serving.structured.spec import StructuredOutputs
-from tests.serving.bench import Bench
+from tests.serving.bench import Bench, saying
 from tests.serving.helpers import null_engine, null_model, reasons, run, submit, tokens
 from tests.serving.prophet import Prophet
 from tests.serving.samplers import native
@@ -125,7 +125,7 @@ def packer() -> BatchPacker:
 
 def step(bench: Bench, pack: BatchPacker, masks: Any = None, drafts: Any = None) -> StepInputs:
     """Pack the next step, write its masks into it, and make it."""
-    plan = bench.scheduler.plan(drafts=drafts)
+    plan = bench.scheduler.plan(guess=saying(drafts or {}))
     reservation = bench.scheduler.reserve(plan)
     inputs = pack.pack(plan)
     if masks is not None:

@@ -10,6 +10,7 @@ from onnxport.serving.request import Request
 from onnxport.serving.speculation.acceptance import Acceptance
 from onnxport.serving.speculation.answers import FIRST_OUTPUT, LEAST_COMING, AnswerLengths
 from onnxport.serving.speculation.config import SpeculationConfig
+from onnxport.serving.speculation.debts import Debts
 from onnxport.serving.speculation.ledger import (
     FIRST_S,
     FIRST_STEPS,
@@ -174,9 +175,53 @@ def test_what_a_trial_takes_is_saved_up() -> None:
     assert ledger.balance_s == pytest.approx(price_s)
 
 
+def test_more_than_may_ever_be_lost_is_not_saved_up() -> None:
+    for price_s, goal_s in [(MOST_STEPS, MOST_STEPS), (MOST_STEPS + 1, FIRST_STEPS)]:
+        ledger = Ledger()
+        ledger.open(1.0)
+        ledger.save_up(price_s, 1.0)
+        ledger.note(1e6, 0.0, 1.0)
+        assert ledger.balance_s == goal_s
+
+
+def test_what_is_not_kept_of_savings_is_told() -> None:
+    ledger = Ledger()
+    ledger.open(1.0)
+    assert ledger.note(1.0, MOST_STEPS - FIRST_STEPS - 1, 1.0) == 0
+    assert ledger.note(1.0, 5.0, 1.0) == 4
+    assert ledger.balance_s == MOST_STEPS
+    assert ledger.note(1.0, -5.0, 1.0) == 0
+
+
+def test_debts_are_paid_of_what_is_saved_or_charged_at_the_end() -> None:
+    ledger = Ledger()
+    debts = Debts(ledger)
+    first, second, third = (request([1]) for _ in range(3))
+    debts.add(first, 2.0)
+    debts.add(second, 3.0)
+    debts.add(second, 4.0)  # it comes nearer, in parts
+    debts.pay(3.0)  # all of the first, and one of the seven
+    debts.charge(first)
+    debts.charge(third)
+    assert ledger.balance_s == 0
+    debts.note_guessed([second, third])
+    debts.add(second, 10.0)  # it has to begin anew
+    assert ledger.balance_s == -10
+    debts.charge(second)
+    debts.charge(second)
+    assert ledger.balance_s == -16
+    debts.add(second, 1.0)  # nothing is left of what it was
+    debts.pay(5.0)
+    debts.add(second, 1.0)
+    assert ledger.balance_s == -16
+
+
 def test_the_mean_answer_follows_those_that_end() -> None:
     answers = AnswerLengths()
     one = request([1])
+    assert answers.coming(one) == FIRST_OUTPUT
+    for num_tokens in (0, 1):  # it waited till it was aborted, or its prompt alone was wanted
+        answers.note(num_tokens)
     assert answers.coming(one) == FIRST_OUTPUT
     for _ in range(200):
         answers.note(10)

@@ -20,7 +20,7 @@ from onnxport.serving.sampler import sample, sample_greedy
 from onnxport.serving.speculation.config import SpeculationConfig
 from tests.kernels.summary_cases import check
 from tests.providers.conftest import WIDE_VOCAB
-from tests.serving.bench import Bench
+from tests.serving.bench import Bench, saying
 from tests.serving.samplers import ISAS, native
 from tests.serving.sampling_cases import KINDS, make_edits, make_logits, make_mask, mixed_batch
 from tests.tiers import every
@@ -213,7 +213,7 @@ def test_what_the_engine_asks_for(row: RowParams, scale: float) -> None:
 
 def asked(bench: Bench, packer: BatchPacker, drafts: Any = None) -> list[float] | None:
     """What is asked for in the next step, which is made then."""
-    plan = bench.scheduler.plan(drafts=drafts)
+    plan = bench.scheduler.plan(guess=saying(drafts or {}))
     reservation = bench.scheduler.reserve(plan)
     inputs = packer.pack(plan)
     bench.scheduler.commit(plan, reservation)

@@ -25,6 +25,7 @@ from onnxport.providers.device_logits import DeviceLogits
 from onnxport.providers.registry import EMULATED, get_provider
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
+from onnxport.serving.guesses import possible
 from onnxport.serving.outputs import FinishReason
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
@@ -131,8 +132,12 @@ class Always:
         lengths = [min(self.length, budget // len(requests))] * len(requests)
         if not lengths[0]:
             return {}
-        guesses = self.drafter.propose(requests, lengths)
-        return {one: guess for one, guess in zip(requests, guesses, strict=True) if guess}
+        found = self.drafter.propose(requests, lengths)
+        guesses = {one: possible(one, guess) for one, guess in zip(requests, found, strict=True)}
+        return {one: guess for one, guess in guesses.items() if guess}
+
+    def note_planned(self, num_drafted: int) -> None:
+        pass
 
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         self.accepted[True] += num_accepted
