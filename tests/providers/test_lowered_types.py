@@ -13,7 +13,7 @@ from onnxport.graphs import contract as c
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import element_types
 from onnxport.graphs.passes.accuracy import set_accuracy
-from onnxport.graphs.passes.decompose import decompose
+from onnxport.graphs.passes.decompose import Bounds, decompose
 from onnxport.graphs.passes.result import PassResult
 from onnxport.graphs.passes.retype import FLOAT_DTYPES, retype
 from onnxport.providers.ort import ort_value, start_session
@@ -103,3 +103,18 @@ def test_every_value_has_the_type(
     for name, value in result.attached.items():
         assert onnx.helper.np_dtype_to_tensor_dtype(value.dtype) == target
         assert math.prod(value.shape) > 0, name
+
+
+@pytest.mark.parametrize("bounds", ["metadata", "shapes"])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize(("family", "precision"), crossed(2, FAMILIES, PRECISIONS))
+def test_decomposed_graphs_are_valid_in_every_type(
+    tiny_artifact: ArtifactMaker, family: str, precision: str, dtype: str, bounds: Bounds
+) -> None:
+    artifact = Artifact.read(tiny_artifact(family, precision))
+    typed = retype(artifact.load_graph("paged"), artifact.read_tensor, dtype).model
+    model = decompose(typed, bounds=bounds).model
+    onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    types = element_types(model)
+    chosen = {types[n.output[0]] for n in model.graph.node if n.op_type in ("Softmax", "ScatterND")}
+    assert chosen == {FLOAT_DTYPES[dtype]}
