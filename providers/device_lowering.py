@@ -39,6 +39,7 @@ from onnxport.providers.int8_experts import int8_experts
 from onnxport.providers.layer_groups import layer_groups
 from onnxport.providers.ort import Target
 from onnxport.providers.recipe import Recipe
+from onnxport.providers.self_test import distrust, layers_like
 
 logger = logging.getLogger(__name__)
 
@@ -233,20 +234,27 @@ class DeviceLowering:
             keep_native(self._retyped.model, limits)
         except ProviderError as error:
             return str(error)
-        return ""
+        if self._emulate:
+            return ""
+        layers = layers_like(self._retyped.model, self._native_block_size())
+        return distrust(self._target, self.dtype, layers)
 
-    def _choose_block_size(self) -> int:
-        native = self.attention == "native"
-        spec = self._artifact.manifest.model
-        default = self._recipe.native_block_size(spec.head_size) if native else PLAIN_BLOCK_SIZE
+    def _native_block_size(self) -> int:
+        """The block size of native attention."""
+        default = self._recipe.native_block_size(self._artifact.manifest.model.head_size)
         size = self.options.block_size or default
         power = size >= 16 and size & (size - 1) == 0
-        if native and self._recipe.block_size_power and not power:
+        if self._recipe.block_size_power and not power:
             raise ProviderError(
                 f"block_size is {size}; {self._recipe.provider}'s PagedAttention takes powers of "
                 f"two of at least 16, {default} by default"
             )
         return size
+
+    def _choose_block_size(self) -> int:
+        if self.attention == "native":
+            return self._native_block_size()
+        return self.options.block_size or PLAIN_BLOCK_SIZE
 
     def _choose_groups(self) -> LayerGroups:
         """Several where windows let them and the device can do with it."""

@@ -301,7 +301,8 @@ class _Rewriter:
         # Chosen, not added or multiplied by zero: whatever lies in the blocks of others, or was
         # left there, be it no number or a very large one, changes nothing.
         visible = plan.visible(layer.local_window_size, layer.is_causal)
-        lowest = float(ml_dtypes.finfo(numpy_dtype(dtype)).min)  # so a row that sees nothing is finite
+        # Finite, so that a row which sees nothing is, too.
+        lowest = float(ml_dtypes.finfo(numpy_dtype(dtype)).min)
         scores = g.node("Where", [visible, scores, self._scalar(lowest, dtype)])
         weights = self._softmax(layer, plan, scores)  # [tiles, heads, tile, kv_len]
         weights = g.node("Reshape", [weights, plan.weights_shape(kv_heads)])

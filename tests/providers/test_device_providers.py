@@ -17,11 +17,20 @@ from onnx import TensorProto
 from onnxport.errors import CapacityError, DeviceMemoryError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import element_types
-from onnxport.providers import cuda, device, directml, migraphx, placement, webgpu
+from onnxport.providers import (
+    cuda,
+    device,
+    device_lowering,
+    directml,
+    migraphx,
+    placement,
+    webgpu,
+)
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.nvidia import gpus
 from onnxport.providers.ort import CPU, Target
 from onnxport.providers.registry import EMULATED, get_provider
+from onnxport.providers.self_test import Tried
 from tests.exporter.checkpoints import VOCAB
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.models import opened, run_rows
@@ -570,6 +579,35 @@ def test_a_gpu_whose_attention_computes_wrongly_gets_the_decomposed_graph(
         get_provider("cuda").load(
             Artifact.read(tiny_artifact("llama", "fp16")), LoadOptions(attention="native")
         )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_is_tried_is_in_the_types_heads_and_blocks_of_the_load(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    have(monkeypatch, "cuda")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(cuda, "why_not_started", lambda target: "")
+    monkeypatch.setattr(cuda.CudaProvider, "_target", lambda self: CPU)
+    asked: list[tuple[str, int, int]] = []
+
+    def tried(target: Target, kind: str, layers: tuple[Tried, ...]) -> str:
+        asked.extend((kind, one.head_size, one.block_size) for one in layers)
+        return "it computes wrongly"
+
+    monkeypatch.setattr(device_lowering, "distrust", tried)
+    artifact = Artifact.read(tiny_artifact("llama", "fp16"))
+    head_size = artifact.manifest.model.head_size
+    for options, size in (({}, 256), ({"block_size": 64}, 64)):
+        with pytest.raises(ProviderError, match="was asked for on A GPU: it computes wrongly"):
+            get_provider("cuda").load(
+                artifact, LoadOptions(attention="native", dtype=dtype, **options)
+            )
+        assert asked.pop() == (dtype, head_size, size)
+    assert not asked
+    for options in ({"dtype": "float32"}, {"attention": "decomposed"}):
+        get_provider("cuda").load(artifact, LoadOptions(kv_cache_tokens=64, **options)).close()
+    assert not asked, "what is not used is not tried"
 
 
 class FakePlugin(SimpleNamespace):
