@@ -21,15 +21,16 @@ from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.emulated_kernels import emulate_kernels
 from onnxport.graphs.passes.group_tables import group_tables
 from onnxport.graphs.passes.hidden_states import tell_hidden_states
-from onnxport.graphs.passes.join_products import join_products
+from onnxport.graphs.passes.join_products import join_products, joined_bytes
 from onnxport.graphs.passes.lora import lora_products
 from onnxport.graphs.passes.native import keep_native
 from onnxport.graphs.passes.result import PassResult
-from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.passes.retype import retype, retyped_bytes
 from onnxport.graphs.passes.split_experts import split_experts
 from onnxport.graphs.passes.write_gelu import write_gelu
 from onnxport.graphs.passes.write_min_max import write_min_max
 from onnxport.graphs.tensors import numpy_dtype
+from onnxport.providers import memory
 from onnxport.providers.adapters import Adapters
 from onnxport.providers.base import Attention, LoadOptions
 from onnxport.providers.behind_windows import reads_behind_windows
@@ -38,6 +39,7 @@ from onnxport.providers.device_lora import DeviceLora
 from onnxport.providers.int8_experts import int8_experts
 from onnxport.providers.layer_groups import layer_groups
 from onnxport.providers.ort import Target
+from onnxport.providers.pool import check_made
 from onnxport.providers.recipe import Recipe
 from onnxport.providers.self_test import distrust, layers_like
 
@@ -112,6 +114,12 @@ class DeviceLowering:
             step = tell_hidden_states(step.model, options.hidden_layers, spec)
             yield step
         if recipe.joins_products:
+            check_made(
+                memory.available_bytes(),
+                joined_bytes(step.model),
+                "those of experts, side by side,",
+                "choose another provider",
+            )
             step = join_products(step.model, self._read)
             yield step
         if options.matmul_accuracy_level is not None:
@@ -175,6 +183,12 @@ class DeviceLowering:
     def _retyped(self) -> PassResult:
         """The graph in the type of the activations; it is looked at before it is lowered."""
         has_halves = self._recipe.dtypes != ("float32",)
+        check_made(
+            memory.available_bytes(),
+            retyped_bytes(self._graph, self.dtype, keep_tables=has_halves),
+            f"those that are stored in another type, as {self.dtype},",
+            "choose the dtype that they are stored in",
+        )
         return retype(self._graph, self._artifact.read_tensor, self.dtype, keep_tables=has_halves)
 
     def _read(self, tensor: TensorProto) -> NDArray[Any]:

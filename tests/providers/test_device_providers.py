@@ -505,6 +505,38 @@ def test_experts_on_webgpu_are_of_operators_that_it_has(
     assert not [n for n in nodes if n.op_type in ("Min", "Max") and types[n.output[0]] in FLOATS]
 
 
+@pytest.mark.parametrize(
+    ("case", "precision", "dtype", "what"),
+    [
+        ("llama", "fp16", "float32", "stored in another type, as float32,"),
+        ("llama", "fp32", "float16", "stored in another type, as float16,"),
+        ("qwen3-moe", "int8", "auto", "those of experts, side by side,"),
+    ],
+)
+def test_what_is_made_of_weights_has_to_fit_on_the_host(
+    tiny_artifact: ArtifactMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    precision: str,
+    dtype: str,
+    what: str,
+) -> None:
+    """It is asked before anything is read, so that nobody is killed half way."""
+    path = tiny_artifact(case, precision)
+    monkeypatch.setattr("onnxport.providers.memory.available_bytes", lambda: 1000)
+    read: list[str] = []
+    right = Artifact.read_tensor
+
+    def note(self: Artifact, tensor: onnx.TensorProto) -> Any:
+        read.append(tensor.name)
+        return right(self, tensor)
+
+    monkeypatch.setattr(Artifact, "read_tensor", note)
+    with pytest.raises(CapacityError, match=f"{what} take .* of the host's memory, and 1000 bytes"):
+        emulated(path, "webgpu", dtype=dtype)
+    assert not read
+
+
 def test_a_buffer_limit_makes_the_pool_smaller(tiny_artifact: ArtifactMaker) -> None:
     """Keys and values of a layer are a buffer each; WebGPU's are bounded."""
     limits = emulated(tiny_artifact("llama", "int4"), "webgpu", kv_cache_tokens=None).capabilities

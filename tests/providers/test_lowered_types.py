@@ -15,7 +15,8 @@ from onnxport.graphs.inspect import element_types
 from onnxport.graphs.passes.accuracy import set_accuracy
 from onnxport.graphs.passes.decompose import Bounds, decompose
 from onnxport.graphs.passes.result import PassResult
-from onnxport.graphs.passes.retype import FLOAT_DTYPES, retype
+from onnxport.graphs.passes.retype import FLOAT_DTYPES, retype, retyped_bytes
+from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers.ort import ort_value, start_session
 from tests.exporter import checkpoints
 from tests.providers.conftest import ArtifactMaker
@@ -62,6 +63,13 @@ def logits(artifact: Artifact, lowered: PassResult) -> np.ndarray:
     return found
 
 
+def converted_bytes(stored: onnx.ModelProto, result: PassResult) -> int:
+    """What was made of initializers, attached or in the model."""
+    before = {t.name: t.data_type for t in stored.graph.initializer}
+    made = [t for t in result.model.graph.initializer if before.get(t.name) != t.data_type]
+    return sum(math.prod(t.dims) * numpy_dtype(t.data_type).itemsize for t in made)
+
+
 @pytest.mark.parametrize(("family", "precision"), crossed(4, FAMILIES, PRECISIONS))
 def test_float16_is_near_float32(tiny_artifact: ArtifactMaker, family: str, precision: str) -> None:
     artifact = Artifact.read(tiny_artifact(family, precision))
@@ -81,7 +89,11 @@ def test_every_value_has_the_type(
     tiny_artifact: ArtifactMaker, family: str, precision: str, dtype: str, kind: str
 ) -> None:
     artifact = Artifact.read(tiny_artifact(family, precision))
-    result = retype(artifact.load_graph(kind), artifact.read_tensor, dtype)
+    stored = artifact.load_graph(kind)
+    result = retype(stored, artifact.read_tensor, dtype)
+    assert retyped_bytes(stored, dtype) == converted_bytes(stored, result)
+    bare = retype(stored, artifact.read_tensor, dtype, keep_tables=False)
+    assert retyped_bytes(stored, dtype, keep_tables=False) == converted_bytes(stored, bare)
     graph, target = result.model.graph, FLOAT_DTYPES[dtype]
     onnx.shape_inference.infer_shapes(result.model, check_type=True, strict_mode=True)
     types = element_types(result.model)
