@@ -52,7 +52,6 @@ logger = logging.getLogger(__name__)
 TRANSFER_BLOCKS: Final = 8  # moved at a time by devices that compile a graph for each shape
 BUCKET_TOKENS: Final = 2048  # most tokens of a step, on devices that compile for shapes
 BUCKET_ROWS: Final = 256  # most sequences of a step there
-MOST_PADDING: Final = 4  # times: tokens and blocks are less than doubled, each
 
 
 def load_on_device(
@@ -151,9 +150,9 @@ def load_on_device(
             logits.reserve(buckets.max_rows)
             replay = DecodeReplay(session, caches, target, logits, buckets.widths, pool.block_size)
         step_memory = None
-        if lowering.attention == "decomposed" and recipe.free_bytes is not None:
-            left_bytes, padding = recipe.free_bytes - held_bytes, MOST_PADDING if buckets else 1
-            step_memory = StepMemory.plan(spec, pool, item_bytes, left_bytes, padding)
+        if lowering.attention == "decomposed":
+            left_bytes = None if recipe.free_bytes is None else recipe.free_bytes - held_bytes
+            step_memory = StepMemory.plan(spec, pool, item_bytes, left_bytes, buckets)
         return OrtModel(
             session,
             capabilities,

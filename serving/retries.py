@@ -66,9 +66,7 @@ class Retries:
             self._suspects.append((frozenset(part), None))
         return self._next_suspects(scheduler, loading) or plan
 
-    def _next_suspects(
-        self, scheduler: Scheduler, loading: Collection[Request]
-    ) -> StepPlan | None:
+    def _next_suspects(self, scheduler: Scheduler, loading: Collection[Request]) -> StepPlan | None:
         while self._suspects:
             requests, budget = self._suspects.pop()
             plan = scheduler.plan(requests, loading, budget or self._budget)

@@ -178,7 +178,8 @@ def test_the_number_of_shapes() -> None:
     buckets = Buckets(max_tokens=512, max_rows=64, max_model_len=4096, block_size=16)
     assert len(buckets.decode_shapes()) == 7 * 9
     tokens, rows, widths, tiles = 10, 8, 9, 2
-    assert len(buckets.shapes()) <= 7 * 9 + tokens * rows * widths * tiles * 2
+    few_logits = tokens * rows * widths * tiles
+    assert len(buckets.shapes()) <= 7 * 9 + few_logits * tokens // 2
     assert buckets.spare_blocks == 16, "255 tokens"
 
 
@@ -216,6 +217,9 @@ def test_examples() -> None:
     assert narrow.inputs.block_table[5:9, 0].tolist() == [100, 101, 102, 103]
     every = pad(step([4, 3], [0, 0], 1, list(range(7)), 4), buckets, 100)
     assert every.shape == StepShape(8, 4, 1, 8, 8), "more logits than rows: one a token"
+    some = pad(step([30, 1], [0, 9], 8, [2, 5, 8, 11, 30], 4), buckets, 100)
+    assert some.shape == StepShape(32, 4, 8, 8, 64), "no more than there may be wanted"
+    assert some.inputs.logits_indices.tolist() == [2, 5, 8, 11, 30, 30, 30, 30]
 
 
 def test_rows_at_the_limits() -> None:
