@@ -139,8 +139,9 @@ class Verifier:
             modes = plan_modes(self._artifact, self._options, features)
             for mode in modes:
                 with _loaded(provider, self._artifact, mode.options) as model:
-                    if not found or mode.coarse or _is_other(found[-1].report, model):
-                        found.append(self._run(report.provider, model, mode, not found))
+                    is_other = not found or _is_other(found[-1].report, model)
+                    if mode.coarse or is_other:
+                        found.append(self._run(report.provider, model, mode, is_other))
                     if mode is modes[-1] and self._checks.speed:
                         speed = measure_speed(model, self._token_ids)
             passed = all(one.report.passed for one in found)
@@ -172,8 +173,8 @@ class Verifier:
             caches=caches,
         )
 
-    def _run(self, name: str, model: Model, mode: Mode, first: bool) -> Checked:
-        """Compare logits, and tokens if those are right."""
+    def _run(self, name: str, model: Model, mode: Mode, is_other: bool) -> Checked:
+        """Compare logits, and tokens if those are right; move K/V where types are other ones."""
         capabilities = model.capabilities
         tolerance = choose_tolerance(
             capabilities, coarse=mode.coarse, has_experts=self._has_experts
@@ -202,14 +203,17 @@ class Verifier:
             limit = tie_limit(error, reference.error)
             tokens = judge("agreement", model, reference.alone, list(alone.items()), limit)
             report = replace(report, agreement=Agreement(reference.provider, tokens))
-        if not first:
+        if not is_other:
             return Checked(report, ())
         saved = tuple(save_prompt(model, prompt) for prompt in prompts.fixed[-NUM_TRANSFERS:])
-        transfers = [check_transfer(name, saved, alone, model, own_limit)]
+        arithmetic = tolerance.name
+        transfers = [check_transfer(name, saved, alone, model, arithmetic, own_limit)]
         if reference is not None:
             theirs = [one for one in reference.saved if one.prompt in alone]
             transfers.append(
-                check_transfer(reference.provider, theirs, reference.alone, model, limit)
+                check_transfer(
+                    reference.provider, theirs, reference.alone, model, arithmetic, limit
+                )
             )
         elif tolerance is EXACT and report.passed:
             self._reference = Reference(name, alone, saved, error)
