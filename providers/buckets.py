@@ -225,7 +225,7 @@ def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
         block_table=table,
         cumulative_sequence_lengths=np.cumsum([0, *lengths], dtype=np.int32),
         past_sequence_lengths=past,
-        attention_metadata=np.array([lengths.max(), totals.max(), totals.min()], np.int32),
+        attention_metadata=np.array([lengths.max(), totals.max(), totals.max()], np.int32),
         logits_indices=_extended(
             inputs.logits_indices,
             num_logits if wanted <= num_logits else size_of(wanted, num_tokens),

@@ -238,7 +238,7 @@ def _inputs(
         contract.CUMULATIVE_SEQUENCE_LENGTHS: np.cumsum([0, *new]).astype(np.int32),
         contract.PAST_SEQUENCE_LENGTHS: np.array(past, np.int32),
         contract.BLOCK_TABLE: np.array(TABLES[: len(rows)], np.int32),
-        contract.ATTENTION_METADATA: np.array([max(new), max(total), min(total)], np.int32),
+        contract.ATTENTION_METADATA: np.array([max(new), max(total), max(total)], np.int32),
     }
 
 

@@ -141,7 +141,7 @@ def parts_of(
             block_table=table,
             cumulative_sequence_lengths=starts,
             past_sequence_lengths=past,
-            attention_metadata=np.array([new.max(), lengths.max(), lengths.min()], np.int32),
+            attention_metadata=np.array([new.max(), lengths.max(), lengths.max()], np.int32),
             logits_indices=wanted - np.int32(begin),
             adapter_slots=None if slots is None else slots[first:end],
             more_block_tables=tuple(others),

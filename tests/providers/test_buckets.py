@@ -51,7 +51,7 @@ def step(
         block_table=table,
         cumulative_sequence_lengths=np.cumsum([0, *new], dtype=np.int32),
         past_sequence_lengths=np.array(past, np.int32),
-        attention_metadata=np.array([max(new), max(totals), min(totals)], np.int32),
+        attention_metadata=np.array([max(new), max(totals), max(totals)], np.int32),
         logits_indices=np.array(logits, np.int32),
     )
 
@@ -150,7 +150,7 @@ def test_a_padded_step_is_a_valid_step(case: tuple[Buckets, StepInputs]) -> None
     assert len(totals) == len(padded.block_table)
     assert totals.max() <= buckets.max_model_len, "the RoPE tables have no more rows"
     assert totals.max() <= padded.block_table.shape[1] * buckets.block_size
-    assert padded.attention_metadata.tolist() == [new.max(), totals.max(), totals.min()]
+    assert padded.attention_metadata.tolist() == [new.max(), totals.max(), totals.max()]
     assert padded.attention_metadata.dtype == np.int32
     assert (padded.logits_indices < len(padded.input_ids)).all()
 
@@ -208,7 +208,7 @@ def test_examples() -> None:
     assert mixed.shape == StepShape(8, 4, 4, 4, 8)
     assert mixed.inputs.cumulative_sequence_lengths.tolist() == [0, 5, 6, 8, 8]
     assert mixed.inputs.block_table[2:].tolist() == [[100, 0, 0, 0], [0, 0, 0, 0]]
-    assert mixed.inputs.attention_metadata.tolist() == [5, 10, 0]
+    assert mixed.inputs.attention_metadata.tolist() == [5, 10, 10]
     assert mixed.inputs.logits_indices.tolist() == [4, 5, 5, 5]
     narrow = pad(step([4, 4, 4, 4, 1], [0] * 5, 1, [3], 4), buckets, 100)
     assert np.diff(narrow.inputs.cumulative_sequence_lengths[5:]).tolist() == [4, 4, 4, 3, 0] + [

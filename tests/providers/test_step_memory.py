@@ -43,7 +43,7 @@ def step(wanted: list[int]) -> StepInputs:
         block_table=np.ascontiguousarray(blocks),
         cumulative_sequence_lengths=np.cumsum([0, *new], dtype=np.int32),
         past_sequence_lengths=lengths - new,
-        attention_metadata=np.array([new.max(), lengths.max(), lengths.min()], np.int32),
+        attention_metadata=np.array([new.max(), lengths.max(), lengths.max()], np.int32),
         logits_indices=np.array(wanted, np.int32),
     )
 
@@ -80,7 +80,7 @@ def test_what_a_padded_step_takes_is_what_is_run(rows: list[tuple[int, int]]) ->
         block_table=np.zeros((len(rows), width), np.int32),
         cumulative_sequence_lengths=np.cumsum([0, *new], dtype=np.int32),
         past_sequence_lengths=past,
-        attention_metadata=np.array([new.max(), lengths.max(), lengths.min()], np.int32),
+        attention_metadata=np.array([new.max(), lengths.max(), lengths.max()], np.int32),
         logits_indices=np.zeros(1, np.int32),
     )
     shape = pad(inputs, BUCKETS, 4096).shape
@@ -152,7 +152,7 @@ def test_a_part_is_a_step_of_its_own() -> None:
     assert second.input_ids.tolist() == [12, 13, 14, 15, 16, 17, 18, 19]
     assert second.cumulative_sequence_lengths.tolist() == [0, 5, 7, 8]
     assert second.past_sequence_lengths.tolist() == [0, 15, 8]
-    assert second.attention_metadata.tolist() == [5, 17, 5]
+    assert second.attention_metadata.tolist() == [5, 17, 17]
     assert second.logits_indices.tolist() == [6, 7]
     assert second.adapter_slots is not None
     assert second.adapter_slots.tolist() == [2, 0, 1]
