@@ -99,7 +99,7 @@ def load_on_device(
     spec, item_bytes = artifact.manifest.model, numpy_dtype(TYPES[lowering.dtype]).itemsize
     # What was converted stays in the host's memory; a device has a copy of its own.
     held_bytes = weight_bytes(model, converted if target.is_host else {})
-    held_bytes += lowering.adapter_bytes()
+    held_bytes += lowering.adapter_bytes(steady=captures)
     if captures:
         held_bytes += BUCKET_ROWS * spec.num_logits * 4  # logits, which have a place of their own
     pool = plan_pool(

@@ -155,9 +155,9 @@ class DeviceLowering:
             return find_library()
         return None if self._lora is None else self._lora.library
 
-    def adapter_bytes(self) -> int:
-        """Memory of all adapters."""
-        return 0 if self._lora is None else self._lora.num_bytes()
+    def adapter_bytes(self, *, steady: bool) -> int:
+        """Memory of all adapters; `steady` where steps are replayed."""
+        return 0 if self._lora is None else self._lora.num_bytes(steady=steady)
 
     def adapters(self, target: Target, *, steady: bool) -> Adapters | None:
         """Slots for adapters, of a device; `steady` where it replays steps."""
