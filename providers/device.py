@@ -79,6 +79,11 @@ def load_on_device(
             "capture_graphs was asked for; hidden states, which a draft head reads and tells, are "
             "not in steps that are replayed: leave it out, or guess by another method"
         )
+    if options.capture_graphs and options.allowed_on_host:
+        raise ProviderError(
+            "capture_graphs was asked for, and allowed_on_host; steps of which the host runs a part "
+            "cannot be replayed: leave one of them out"
+        )
     lowering = DeviceLowering(artifact, options, recipe, target, emulate=emulate)
     if options.capture_graphs and lowering.attention != "native":
         raise ProviderError(
@@ -88,7 +93,7 @@ def load_on_device(
     captures = options.capture_graphs
     if captures is None:
         can = recipe.capture_options is not None and lowering.attention == "native"
-        captures = can and not emulate and not tells
+        captures = can and not emulate and not tells and not options.allowed_on_host
     steps = list(lowering.steps())
     for step in steps:
         logger.info("%s: %s", artifact.path.name, step)
@@ -115,13 +120,18 @@ def load_on_device(
     attached = {name: ort_value(value) for name, value in converted.items()}
     session_options = _session_options(options, lowering.needs_library)
     session_options.add_external_initializers(list(attached), list(attached.values()))
-    session = start_session(
-        model.SerializeToString(),
-        artifact.path,
-        session_options,
-        # The small graphs beside it are not recorded: a run that is replayed has no new outputs.
-        _recording(target, recipe) if captures else target,
-    )
+    # The small graphs beside it are not recorded: a run that is replayed has no new outputs.
+    runs = _recording(target, recipe) if captures else target
+    try:
+        session = start_session(model.SerializeToString(), artifact.path, session_options, runs)
+    except ProviderError as error:
+        if not captures:
+            raise
+        raise ProviderError(
+            f"{error} Decode steps are to be replayed there, which cannot be where the CPU runs a "
+            "part of them. --no-capture-graphs (capture_graphs=False) goes without, and says which "
+            "operators these are."
+        ) from error
     on_host: dict[str, int] = {}
     if not target.is_host:
         on_host = dict(host_operators(session, model))

@@ -422,6 +422,41 @@ def test_what_a_device_leaves_to_the_host_is_refused_unless_it_is_allowed(
     assert placement.CPU_EXECUTION_PROVIDER in model.capabilities.placement
 
 
+def test_steps_of_which_the_host_runs_a_part_are_not_replayed(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that is to be recorded does not start then, before anybody says what is left."""
+    have(monkeypatch, "cuda")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(cuda, "why_not_started", lambda target: "")
+    monkeypatch.setattr(device_lowering, "distrust", lambda *_: "")
+    started: list[Target] = []
+    start = device.start_session
+
+    def refuse(model: bytes, folder: Path | None, options: Any, target: Target) -> Any:
+        if folder is None:
+            return start(model, folder, options, CPU)
+        started.append(target)
+        raise ProviderError("it does not start.")
+
+    monkeypatch.setattr(device, "start_session", refuse)
+    artifact = Artifact.read(tiny_artifact("llama", "fp16"))
+    options: dict[str, Any]
+    for options, records in (
+        ({}, True),
+        ({"allowed_on_host": ("Gather",)}, False),
+        ({"capture_graphs": False}, False),
+    ):
+        with pytest.raises(ProviderError, match="does not start") as caught:
+            get_provider("cuda").load(artifact, LoadOptions(kv_cache_tokens=512, **options))
+        assert ("--no-capture-graphs" in str(caught.value)) == records
+        assert ("enable_cuda_graph" in started.pop().options) == records
+    with pytest.raises(ProviderError, match="leave one of them out"):
+        get_provider("cuda").load(
+            artifact, LoadOptions(capture_graphs=True, allowed_on_host=("Gather",))
+        )
+
+
 @pytest.mark.parametrize("provider", ["cuda", "directml"])
 def test_where_there_is_no_gelu_it_is_written_out(
     tiny_artifact: ArtifactMaker,
