@@ -37,8 +37,8 @@ Key = tuple[int, Projection]  # layer, projection
 Place = Callable[[Arrays], Values]
 
 IDLE_STEPS: Final = 256  # after which an adapter that no step used leaves the stack
-# As much memory as so many: the stack that steps have read is there until they read the new one; and
-# on the host are the adapters themselves, on a device what is on its way there.
+# As much memory as so many: the stack that steps have read is there until they read the new one;
+# and on the host are the adapters themselves, on a device what is on its way there.
 STACKS: Final = 3
 SMALLEST_STACK: Final = 8  # rows, on devices that compile a graph for each shape
 

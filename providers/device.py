@@ -81,8 +81,8 @@ def load_on_device(
         )
     if options.capture_graphs and options.allowed_on_host:
         raise ProviderError(
-            "capture_graphs was asked for, and allowed_on_host; steps of which the host runs a part "
-            "cannot be replayed: leave one of them out"
+            "capture_graphs was asked for, and allowed_on_host; steps of which the host runs a "
+            "part cannot be replayed: leave one of them out"
         )
     lowering = DeviceLowering(artifact, options, recipe, target, emulate=emulate)
     if options.capture_graphs and lowering.attention != "native":

@@ -22,7 +22,6 @@ from onnxport.providers.ort import (
     start_session,
 )
 
-
 MOST_BYTES: Final = 64 << 20  # of blocks that one run moves, in memory beside the caches
 
 
