@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import onnx
 from onnx import TensorProto
 
 from onnxport.errors import ProviderError
@@ -120,18 +121,7 @@ def load_on_device(
     attached = {name: ort_value(value) for name, value in converted.items()}
     session_options = _session_options(options, lowering.needs_library)
     session_options.add_external_initializers(list(attached), list(attached.values()))
-    # The small graphs beside it are not recorded: a run that is replayed has no new outputs.
-    runs = _recording(target, recipe) if captures else target
-    try:
-        session = start_session(model.SerializeToString(), artifact.path, session_options, runs)
-    except ProviderError as error:
-        if not captures:
-            raise
-        raise ProviderError(
-            f"{error} Decode steps are to be replayed there, which cannot be where the CPU runs a "
-            "part of them. --no-capture-graphs (capture_graphs=False) goes without, and says which "
-            "operators these are."
-        ) from error
+    session = _start(model, artifact.path, session_options, target, recipe if captures else None)
     on_host: dict[str, int] = {}
     if not target.is_host:
         on_host = dict(host_operators(session, model))
@@ -177,11 +167,27 @@ def load_on_device(
         )
 
 
-def _recording(target: Target, recipe: Recipe) -> Target:
-    """A device that records the runs of a session, where it is not emulated."""
-    if target.is_host:
-        return target
-    return replace(target, options={**target.options, **(recipe.capture_options or {})})
+def _start(
+    model: onnx.ModelProto, folder: Path, options: Any, target: Target, recording: Recipe | None
+) -> Any:
+    """Start the model's session; `recording` is of the device that is to replay its runs.
+
+    The small graphs beside it are not recorded: a run that is replayed has no new outputs.
+    """
+    serialized = model.SerializeToString()
+    if recording is None:
+        return start_session(serialized, folder, options, target)
+    if not target.is_host:  # on the host, which emulates the device, there is nothing to record
+        chosen = {**target.options, **(recording.capture_options or {})}
+        target = replace(target, options=chosen)
+    try:
+        return start_session(serialized, folder, options, target)
+    except ProviderError as error:
+        raise ProviderError(
+            f"{error} Decode steps are to be replayed there, which cannot be where the CPU runs a "
+            "part of them. --no-capture-graphs (capture_graphs=False) goes without, and says which "
+            "operators these are."
+        ) from error
 
 
 def _buckets(pool: PoolPlan, *, captures: bool) -> Buckets:
