@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.request import Request
 from onnxport.serving.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 GOOD_STEPS = 256  # of a lowered budget or of fewer rows, until more is tried again
 
@@ -79,6 +82,7 @@ class Retries:
         if self._failed_rows and self._good_rows:
             self._rows, self._too_many_rows = self._good_rows, self._failed_rows
             self._good_steps = 0
+            logger.warning("steps have at most %d rows for now", self._rows)
         self._failed_rows = self._good_rows = 0
 
     def split(self, requests: Sequence[Request], *, had_no_memory: bool) -> None:
