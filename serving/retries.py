@@ -78,9 +78,17 @@ class Retries:
         return None
 
     def _settle_rows(self) -> None:
-        """All requests of a step without memory were tried: keep to what went well."""
+        """All requests of a step without memory were tried: keep to what went well.
+
+        Rows differ, so as many others may not. Where that shows, half of these are tried.
+        """
         if self._failed_rows and self._good_rows:
-            self._rows, self._too_many_rows = self._good_rows, self._failed_rows
+            rows = self._good_rows
+            if self._rows is None:
+                self._too_many_rows = self._failed_rows
+            elif self._failed_rows <= self._rows:
+                rows = min(rows, max(1, self._failed_rows // 2))
+            self._rows = rows
             self._good_steps = 0
             logger.warning("steps have at most %d rows for now", self._rows)
         self._failed_rows = self._good_rows = 0
@@ -104,7 +112,7 @@ class Retries:
             num_tokens: that it was to compute.
             max_num_seqs: tokens that a step of all requests must have room for.
         """
-        self._failed_rows = 0  # it was not for the number of rows
+        self._failed_rows = self._good_rows = 0  # it was not for the number of rows
         half = num_tokens // 2
         if not half:
             return False

@@ -95,6 +95,30 @@ def test_rows_that_need_too_much_memory_go_in_parts_and_fail_no_more() -> None:
     assert max(model.sizes[-12:]) == 3
 
 
+def test_rows_of_which_some_need_more_memory_go_in_parts_that_fit() -> None:
+    class Uneven(Few):
+        """Has memory for so many rows, or for fewer where one is long."""
+
+        def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+            self.most = 2 if inputs.attention_metadata[1] > 40 else 8
+            return super().run(inputs)
+
+    engine = null_engine(
+        model_type=Uneven, max_num_batched_tokens=64, max_num_seqs=16, num_blocks=256
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    prompts = {str(number): [number, 3] for number in range(11)} | {"long": [7] * 36}
+    for name, prompt in prompts.items():
+        submit(engine, name, prompt, params)
+    deltas = run(engine)
+    for name, prompt in prompts.items():
+        assert tokens(deltas[name]) == alone(prompt, params)
+    model = null_model(engine)
+    assert isinstance(model, Uneven)
+    assert engine._retries.most_rows == 2
+    assert not [size for size in model.sizes[len(model.sizes) // 2 :] if size > 2]
+
+
 def test_rows_grow_again_when_there_is_memory_again() -> None:
     engine = null_engine(
         model_type=Few, max_num_batched_tokens=64, max_num_seqs=16, num_blocks=1000
