@@ -14,7 +14,9 @@ INPUT_IDS: Final = "input_ids"  # int64 [num_tokens]
 BLOCK_TABLE: Final = "block_table"  # int32 [batch, max_num_blocks]
 CUMULATIVE_SEQUENCE_LENGTHS: Final = "cumulative_sequence_lengths"  # int32 [batch + 1], new tokens
 PAST_SEQUENCE_LENGTHS: Final = "past_sequence_lengths"  # int32 [batch], tokens already cached
-ATTENTION_METADATA: Final = "attention_metadata"  # int32 [3], host: max query, max KV, min KV len
+# The longest chunk; the longest sequence, new tokens included; and at least how long that is, which
+# is the same again but where a step is recorded for others. Of bounds 0 means that it is not known.
+ATTENTION_METADATA: Final = "attention_metadata"  # int32 [3], host
 LOGITS_INDICES: Final = "logits_indices"  # int32 [num_logits], rows of input_ids needing logits
 
 # Paged graph, inputs of lowered graphs that need not compute all logits: how many of a row's

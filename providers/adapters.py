@@ -37,6 +37,9 @@ Key = tuple[int, Projection]  # layer, projection
 Place = Callable[[Arrays], Values]
 
 IDLE_STEPS: Final = 256  # after which an adapter that no step used leaves the stack
+# As much memory as so many: the stack that steps have read is there until they read the new one;
+# and on the host are the adapters themselves, on a device what is on its way there.
+STACKS: Final = 3
 SMALLEST_STACK: Final = 8  # rows, on devices that compile a graph for each shape
 
 
@@ -168,15 +171,42 @@ def check_adapter(adapter: LoraAdapter, spec: ArchSpec, max_rank: int) -> None:
 
 
 def stack_bytes(
-    products: Sequence[LoraProduct], spec: ArchSpec, options: LoadOptions, item_bytes: int
+    products: Sequence[LoraProduct],
+    spec: ArchSpec,
+    options: LoadOptions,
+    item_bytes: int,
+    *,
+    few_shapes: bool = False,
 ) -> int:
-    """Memory of a stack of all adapters at their largest rank."""
+    """Memory of stacks of all adapters at their largest rank, while one takes another's place.
+
+    Args:
+        products: of the graph.
+        spec: the model.
+        options: `max_adapters` and `max_adapter_rank` are used.
+        item_bytes: of a number.
+        few_shapes: see `AdapterStacks`; so it is where that is steady, too.
+    """
     rows = options.max_adapters * options.max_adapter_rank
-    return item_bytes * sum(
-        rows * len(parts) * (product.in_features(spec) + sum(parts))
+    numbers = sum(
+        stack_height(rows * len(parts), few_shapes=few_shapes)
+        * (product.in_features(spec) + sum(parts))
         for product in products
         for parts in [product.out_features(spec)]
     )
+    return STACKS * numbers * item_bytes
+
+
+def stack_height(rows: int, *, few_shapes: bool) -> int:
+    """Rows of a stack that has to hold so many; a product of none is not what every device can do.
+
+    Args:
+        rows: of the adapters in it.
+        few_shapes: whether it is a power of two.
+    """
+    if not few_shapes:
+        return max(1, rows)
+    return max(SMALLEST_STACK, 1 << max(0, rows - 1).bit_length())
 
 
 def check_stack_dtype(options: LoadOptions, dtype: str) -> None:
@@ -333,10 +363,8 @@ class AdapterStacks:
                 first += count
 
     def _height(self, kind: Kind, rows: Sequence[_Rows]) -> int:
-        """Rows of a stack; a product of none is not what every device can do."""
-        height = max(1, sum(row.count for row in rows))
-        if self._few_shapes:
-            height = max(SMALLEST_STACK, 1 << (height - 1).bit_length())
+        """Rows of a stack."""
+        height = stack_height(sum(row.count for row in rows), few_shapes=self._few_shapes)
         if self._steady:
             height = self._heights[kind] = max(height, self._heights.get(kind, 0))
         return height

@@ -305,7 +305,7 @@ class StepInputs:
     block_table: NDArray[np.int32]  # [batch, max_num_blocks]; unused entries are 0
     cumulative_sequence_lengths: NDArray[np.int32]  # [batch + 1], starts at 0, ends at num_tokens
     past_sequence_lengths: NDArray[np.int32]  # [batch]
-    attention_metadata: NDArray[np.int32]  # [3]: max query length, max KV length, min KV length
+    attention_metadata: NDArray[np.int32]  # [3]: max query length, max KV length, the same again
     logits_indices: NDArray[np.int32]  # [num_logits], indices into input_ids
     # [batch], the adapter slot of each row; 0 is the model without one. None: no row has one.
     adapter_slots: NDArray[np.int32] | None = None

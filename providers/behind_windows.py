@@ -153,7 +153,7 @@ def _inputs(case: _Case, new: Sequence[int], behind: int) -> dict[str, NDArray[A
         contract.CUMULATIVE_SEQUENCE_LENGTHS: np.cumsum([0, *new]).astype(np.int32),
         contract.PAST_SEQUENCE_LENGTHS: np.array([past for _, past in rows], np.int32),
         contract.BLOCK_TABLE: table,
-        contract.ATTENTION_METADATA: np.array([max(new), max(lengths), min(lengths)], np.int32),
+        contract.ATTENTION_METADATA: np.array([max(new), max(lengths), max(lengths)], np.int32),
     }
 
 

@@ -7,7 +7,7 @@ of one token. Any other has
     num_tokens >= the tokens        the difference is filled by padding rows, each of which takes
                                     as many tokens as a sequence may have in the block table
     num_rows   >= rows + those      further rows have no new tokens
-    num_logits =  num_rows, or num_tokens where more logits than that are wanted
+    num_logits =  num_rows, or another such size where more logits than that are wanted
     query_tile =  8 or 64, by the longest chunk
 
 What padding tokens write goes to spare blocks behind the pool, each to a slot of its own, and no
@@ -105,6 +105,41 @@ class Buckets:
         short = longest_chunk <= _SHORT_TILE
         return min(_SHORT_TILE, self.tile_tokens) if short else self.tile_tokens
 
+    def shape(self, tokens: int, rows: int, longest_chunk: int, blocks: int) -> StepShape:
+        """The sizes that a step is padded to, where it wants a row of logits for each row at most.
+
+        Args:
+            tokens: new ones, of all rows.
+            rows: of the step.
+            longest_chunk: new tokens of a row.
+            blocks: the width of its block table.
+
+        Raises:
+            ProviderError: The step is larger than the buckets; says which limit.
+        """
+        self._check(tokens, rows, blocks)
+        width = self.width_of(blocks)
+        if longest_chunk == 1 and tokens == rows:
+            padded = size_of(rows, self.max_rows)
+            return StepShape(padded, padded, width, padded, 1)
+        num_tokens = size_of(tokens, self.max_tokens)
+        padding = self.padding_rows(num_tokens - tokens, width)
+        num_rows = size_of(rows + len(padding), 2 * self.max_rows)
+        return StepShape(num_tokens, num_rows, width, num_rows, self.query_tile(longest_chunk))
+
+    def _check(self, tokens: int, rows: int, blocks: int) -> None:
+        """Refuse a step that no shape holds."""
+        for found, most, what, advice in (
+            (tokens, self.max_tokens, "tokens", "max_num_batched_tokens"),
+            (rows, self.max_rows, "rows", "max_num_seqs"),
+            (blocks, self.max_blocks, "blocks a row", "max_model_len"),
+        ):
+            if found > most:
+                raise ProviderError(
+                    f"a step of {found} {what} was given to a device whose graph is compiled for "
+                    f"at most {most}; lower {advice}"
+                )
+
     def decode_shapes(self) -> list[StepShape]:
         """Every shape of a step that only decodes."""
         sizes = product(sizes_up_to(self.max_rows), self.widths)
@@ -120,9 +155,8 @@ class Buckets:
             (1, _SHORT_TILE + 1),
         ):
             tile = self.query_tile(chunk)
-            found |= {
-                StepShape(tokens, rows, width, logits, tile) for logits in (rows, max(rows, tokens))
-            }
+            logits = [rows, *(size for size in sizes_up_to(tokens) if size > rows)]
+            found |= {StepShape(tokens, rows, width, count, tile) for count in logits}
         return found
 
 
@@ -168,18 +202,15 @@ def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
         ProviderError: The step is larger than the buckets; says which limit.
     """
     tokens, (rows, width) = len(inputs.input_ids), inputs.block_table.shape
-    _check(inputs, buckets)
     new = np.diff(inputs.cumulative_sequence_lengths)
     longest = int(new.max())
-    table_width = buckets.width_of(width)
+    shape = buckets.shape(tokens, rows, longest, width)
+    num_tokens, table_width = shape.num_tokens, shape.table_width
     if longest == 1 and tokens == rows:
-        num_tokens, query_tile = size_of(rows, buckets.max_rows), 1
         padding = _decode_rows(buckets, num_tokens - rows, table_width, num_blocks)
     else:
-        num_tokens, query_tile = size_of(tokens, buckets.max_tokens), buckets.query_tile(longest)
         chunks = buckets.padding_rows(num_tokens - tokens, table_width)
-        num_rows = size_of(rows + len(chunks), 2 * buckets.max_rows)
-        chunks += [0] * (num_rows - rows - len(chunks))
+        chunks += [0] * (shape.num_rows - rows - len(chunks))
         padding = _chunk_rows(buckets, chunks, table_width, num_blocks)
     table, *others = (
         _widened(one, padding.table) for one in (inputs.block_table, *inputs.more_block_tables)
@@ -194,31 +225,16 @@ def pad(inputs: StepInputs, buckets: Buckets, num_blocks: int) -> PaddedStep:
         block_table=table,
         cumulative_sequence_lengths=np.cumsum([0, *lengths], dtype=np.int32),
         past_sequence_lengths=past,
-        attention_metadata=np.array([lengths.max(), totals.max(), totals.min()], np.int32),
+        attention_metadata=np.array([lengths.max(), totals.max(), totals.max()], np.int32),
         logits_indices=_extended(
             inputs.logits_indices,
-            num_logits if wanted <= num_logits else num_tokens,
+            num_logits if wanted <= num_logits else size_of(wanted, num_tokens),
             inputs.logits_indices[-1] if wanted else 0,
         ),
         adapter_slots=None if slots is None else _extended(slots, len(lengths), 0),
         more_block_tables=tuple(others),
     )
-    return PaddedStep(padded_states(inputs, padded), query_tile, wanted)
-
-
-def _check(inputs: StepInputs, buckets: Buckets) -> None:
-    """Refuse a step that no shape holds."""
-    rows, width = inputs.block_table.shape
-    for found, most, what, advice in (
-        (len(inputs.input_ids), buckets.max_tokens, "tokens", "max_num_batched_tokens"),
-        (rows, buckets.max_rows, "rows", "max_num_seqs"),
-        (width, buckets.max_blocks, "blocks a row", "max_model_len"),
-    ):
-        if found > most:
-            raise ProviderError(
-                f"a step of {found} {what} was given to a device whose graph is compiled for at "
-                f"most {most}; lower {advice}"
-            )
+    return PaddedStep(padded_states(inputs, padded), shape.query_tile, wanted)
 
 
 def _decode_rows(buckets: Buckets, count: int, width: int, first_spare: int) -> _Padding:

@@ -27,7 +27,6 @@ from onnxport.providers.ort import Target
 from onnxport.providers.ort_model import OrtModel
 from onnxport.providers.page_lock import page_lock
 from onnxport.providers.recipe import LoraKernel, Recipe
-from onnxport.providers.self_test import HEAD_SIZE, distrust
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +105,6 @@ class CudaProvider:
             gpu = as_cuda_counts(list_gpus(INSTALL, {}))[self._device_id]
             free = free_bytes(self._device_id) if gpu.free_bytes is None else gpu.free_bytes
             recipe = replace(self._recipe(gpu.device.name, gpu.capability), free_bytes=free)
-            sinks = bool(artifact.manifest.model.attention_sinks)
-            reason = distrust(self._target(), "float16", block_size(HEAD_SIZE), sinks=sinks)
-            if reason:
-                recipe = replace(recipe, native=None, why_not_native=reason)
         return load_on_device(artifact, options, recipe, self._target(), emulate=self._emulate)
 
     def _recipe(self, device: str, capability: tuple[int, int]) -> Recipe:

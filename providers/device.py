@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import onnx
 from onnx import TensorProto
 
 from onnxport.errors import ProviderError
@@ -53,7 +54,6 @@ logger = logging.getLogger(__name__)
 TRANSFER_BLOCKS: Final = 8  # moved at a time by devices that compile a graph for each shape
 BUCKET_TOKENS: Final = 2048  # most tokens of a step, on devices that compile for shapes
 BUCKET_ROWS: Final = 256  # most sequences of a step there
-MOST_PADDING: Final = 4  # times: tokens and blocks are less than doubled, each
 
 
 def load_on_device(
@@ -81,6 +81,11 @@ def load_on_device(
             "capture_graphs was asked for; hidden states, which a draft head reads and tells, are "
             "not in steps that are replayed: leave it out, or guess by another method"
         )
+    if options.capture_graphs and options.allowed_on_host:
+        raise ProviderError(
+            "capture_graphs was asked for, and allowed_on_host; steps of which the host runs a "
+            "part cannot be replayed: leave one of them out"
+        )
     lowering = DeviceLowering(artifact, options, recipe, target, emulate=emulate)
     if options.capture_graphs and lowering.attention != "native":
         raise ProviderError(
@@ -90,7 +95,7 @@ def load_on_device(
     captures = options.capture_graphs
     if captures is None:
         can = recipe.capture_options is not None and lowering.attention == "native"
-        captures = can and not emulate and not tells
+        captures = can and not emulate and not tells and not options.allowed_on_host
     steps = list(lowering.steps())
     for step in steps:
         logger.info("%s: %s", artifact.path.name, step)
@@ -101,7 +106,7 @@ def load_on_device(
     spec, item_bytes = artifact.manifest.model, numpy_dtype(TYPES[lowering.dtype]).itemsize
     # What was converted stays in the host's memory; a device has a copy of its own.
     held_bytes = weight_bytes(model, converted if target.is_host else {})
-    held_bytes += lowering.adapter_bytes()
+    held_bytes += lowering.adapter_bytes(steady=captures)
     if captures:
         held_bytes += BUCKET_ROWS * spec.num_logits * 4  # logits, which have a place of their own
     pool = plan_pool(
@@ -117,13 +122,7 @@ def load_on_device(
     attached = {name: ort_value(value) for name, value in converted.items()}
     session_options = _session_options(options, lowering.needs_library)
     session_options.add_external_initializers(list(attached), list(attached.values()))
-    session = start_session(
-        model.SerializeToString(),
-        artifact.path,
-        session_options,
-        # The small graphs beside it are not recorded: a run that is replayed has no new outputs.
-        _recording(target, recipe) if captures else target,
-    )
+    session = _start(model, artifact.path, session_options, target, recipe if captures else None)
     on_host: dict[str, int] = {}
     if not target.is_host:
         on_host = dict(host_operators(session, model))
@@ -157,9 +156,9 @@ def load_on_device(
             logits.reserve(buckets.max_rows)
             replay = DecodeReplay(session, caches, target, logits, buckets.widths, pool.block_size)
         step_memory = None
-        if lowering.attention == "decomposed" and recipe.free_bytes is not None:
-            left_bytes, padding = recipe.free_bytes - held_bytes, MOST_PADDING if buckets else 1
-            step_memory = StepMemory.plan(spec, pool, item_bytes, left_bytes, padding)
+        if lowering.attention == "decomposed":
+            left_bytes = None if recipe.free_bytes is None else recipe.free_bytes - held_bytes
+            step_memory = StepMemory.plan(spec, pool, item_bytes, left_bytes, buckets)
         return OrtModel(
             session,
             capabilities,
@@ -174,11 +173,27 @@ def load_on_device(
         )
 
 
-def _recording(target: Target, recipe: Recipe) -> Target:
-    """A device that records the runs of a session, where it is not emulated."""
-    if target.is_host:
-        return target
-    return replace(target, options={**target.options, **(recipe.capture_options or {})})
+def _start(
+    model: onnx.ModelProto, folder: Path, options: Any, target: Target, recording: Recipe | None
+) -> Any:
+    """Start the model's session; `recording` is of the device that is to replay its runs.
+
+    The small graphs beside it are not recorded: a run that is replayed has no new outputs.
+    """
+    serialized = model.SerializeToString()
+    if recording is None:
+        return start_session(serialized, folder, options, target)
+    if not target.is_host:  # on the host, which emulates the device, there is nothing to record
+        chosen = {**target.options, **(recording.capture_options or {})}
+        target = replace(target, options=chosen)
+    try:
+        return start_session(serialized, folder, options, target)
+    except ProviderError as error:
+        raise ProviderError(
+            f"{error} Decode steps are to be replayed there, which cannot be where the CPU runs a "
+            "part of them. --no-capture-graphs (capture_graphs=False) goes without, and says which "
+            "operators these are."
+        ) from error
 
 
 def _buckets(pool: PoolPlan, *, captures: bool) -> Buckets:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -21,6 +21,8 @@ from onnxport.providers.ort import (
     quiet_options,
     start_session,
 )
+
+MOST_BYTES: Final = 64 << 20  # of blocks that one run moves, in memory beside the caches
 
 
 class DeviceBlocks:
@@ -45,7 +47,7 @@ class DeviceBlocks:
             num_blocks: of the pool; there is a block more where `group` is given.
             target: the execution provider that holds them.
             group: move so many blocks at a time, for devices that compile a graph for each
-                shape; None: all at once.
+                shape; None: as many as MOST_BYTES hold.
         """
         self._caches = caches
         self._shape = shape
@@ -53,6 +55,8 @@ class DeviceBlocks:
         self._group = group
         self._dtype = numpy_dtype(shape.dtype)
         self._block_size = int(caches[0].value.shape()[1])
+        numbers = 2 * shape.num_layers * shape.num_kv_heads * self._block_size * shape.head_size
+        self._most_blocks = max(1, MOST_BYTES // (numbers * self._dtype.itemsize))
         self._read, self._write, self._copy = (
             start_session(model.SerializeToString(), None, quiet_options(), target)
             for model in (
@@ -126,7 +130,7 @@ class DeviceBlocks:
 
     def _groups(self, count: int) -> list[tuple[int, int]]:
         """First block and number of blocks of each run."""
-        size = self._group or max(1, count)
+        size = self._group or self._most_blocks
         return [(start, min(size, count - start)) for start in range(0, count, size)]
 
     def _padded(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:

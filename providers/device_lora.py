@@ -104,11 +104,16 @@ class DeviceLora:
         """What the device wants behind `lower` and all other passes."""
         return compiled_lora(model, self._image) if self._image else None
 
-    def num_bytes(self) -> int:
-        """Device memory that all adapters can take."""
+    def num_bytes(self, *, steady: bool) -> int:
+        """Device memory that all adapters can take; `steady` where it replays steps."""
         if self._kernel is None:
-            item_bytes = self._numbers.itemsize
-            return stack_bytes(self._products, self._spec, self._options, item_bytes)
+            return stack_bytes(
+                self._products,
+                self._spec,
+                self._options,
+                self._numbers.itemsize,
+                few_shapes=self._recipe.bucketed or steady,
+            )
         return slots_bytes(self._products, self._spec, self._options, self._dtype)
 
     def adapters(self, target: Target, *, steady: bool) -> Adapters:

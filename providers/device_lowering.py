@@ -21,15 +21,16 @@ from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.passes.emulated_kernels import emulate_kernels
 from onnxport.graphs.passes.group_tables import group_tables
 from onnxport.graphs.passes.hidden_states import tell_hidden_states
-from onnxport.graphs.passes.join_products import join_products
+from onnxport.graphs.passes.join_products import join_products, joined_bytes
 from onnxport.graphs.passes.lora import lora_products
 from onnxport.graphs.passes.native import keep_native
 from onnxport.graphs.passes.result import PassResult
-from onnxport.graphs.passes.retype import retype
+from onnxport.graphs.passes.retype import retype, retyped_bytes
 from onnxport.graphs.passes.split_experts import split_experts
 from onnxport.graphs.passes.write_gelu import write_gelu
 from onnxport.graphs.passes.write_min_max import write_min_max
 from onnxport.graphs.tensors import numpy_dtype
+from onnxport.providers import memory
 from onnxport.providers.adapters import Adapters
 from onnxport.providers.base import Attention, LoadOptions
 from onnxport.providers.behind_windows import reads_behind_windows
@@ -38,7 +39,9 @@ from onnxport.providers.device_lora import DeviceLora
 from onnxport.providers.int8_experts import int8_experts
 from onnxport.providers.layer_groups import layer_groups
 from onnxport.providers.ort import Target
+from onnxport.providers.pool import check_made
 from onnxport.providers.recipe import Recipe
+from onnxport.providers.self_test import distrust, layers_like
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +114,12 @@ class DeviceLowering:
             step = tell_hidden_states(step.model, options.hidden_layers, spec)
             yield step
         if recipe.joins_products:
+            check_made(
+                memory.available_bytes(),
+                joined_bytes(step.model),
+                "those of experts, side by side,",
+                "choose another provider",
+            )
             step = join_products(step.model, self._read)
             yield step
         if options.matmul_accuracy_level is not None:
@@ -146,9 +155,9 @@ class DeviceLowering:
             return find_library()
         return None if self._lora is None else self._lora.library
 
-    def adapter_bytes(self) -> int:
-        """Memory of all adapters."""
-        return 0 if self._lora is None else self._lora.num_bytes()
+    def adapter_bytes(self, *, steady: bool) -> int:
+        """Memory of all adapters; `steady` where steps are replayed."""
+        return 0 if self._lora is None else self._lora.num_bytes(steady=steady)
 
     def adapters(self, target: Target, *, steady: bool) -> Adapters | None:
         """Slots for adapters, of a device; `steady` where it replays steps."""
@@ -174,6 +183,12 @@ class DeviceLowering:
     def _retyped(self) -> PassResult:
         """The graph in the type of the activations; it is looked at before it is lowered."""
         has_halves = self._recipe.dtypes != ("float32",)
+        check_made(
+            memory.available_bytes(),
+            retyped_bytes(self._graph, self.dtype, keep_tables=has_halves),
+            f"those that are stored in another type, as {self.dtype},",
+            "choose the dtype that they are stored in",
+        )
         return retype(self._graph, self._artifact.read_tensor, self.dtype, keep_tables=has_halves)
 
     def _read(self, tensor: TensorProto) -> NDArray[Any]:
@@ -233,20 +248,27 @@ class DeviceLowering:
             keep_native(self._retyped.model, limits)
         except ProviderError as error:
             return str(error)
-        return ""
+        if self._emulate:
+            return ""
+        layers = layers_like(self._retyped.model, self._native_block_size())
+        return distrust(self._target, self.dtype, layers)
 
-    def _choose_block_size(self) -> int:
-        native = self.attention == "native"
-        spec = self._artifact.manifest.model
-        default = self._recipe.native_block_size(spec.head_size) if native else PLAIN_BLOCK_SIZE
+    def _native_block_size(self) -> int:
+        """The block size of native attention."""
+        default = self._recipe.native_block_size(self._artifact.manifest.model.head_size)
         size = self.options.block_size or default
         power = size >= 16 and size & (size - 1) == 0
-        if native and self._recipe.block_size_power and not power:
+        if self._recipe.block_size_power and not power:
             raise ProviderError(
                 f"block_size is {size}; {self._recipe.provider}'s PagedAttention takes powers of "
                 f"two of at least 16, {default} by default"
             )
         return size
+
+    def _choose_block_size(self) -> int:
+        if self.attention == "native":
+            return self._native_block_size()
+        return self.options.block_size or PLAIN_BLOCK_SIZE
 
     def _choose_groups(self) -> LayerGroups:
         """Several where windows let them and the device can do with it."""

@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -99,17 +99,17 @@ def graph_key(
 
     Args:
         artifact: whose paged graph is lowered.
-        code: folders of the modules that do it. Any other size or time of one is another key.
+        code: the modules that do it, or folders of them. Any other size or time of one is another
+            key.
         choices: what they are told, and versions of what runs the graph.
     """
     try:
         graph = (artifact.path / GRAPH_FILES["paged"]).read_bytes()
         weights = (artifact.path / WEIGHTS_FILE).stat()
         modules = sorted(
-            (folder.name, entry.name, stat.st_size, stat.st_mtime_ns)
-            for folder in code
-            for entry in os.scandir(folder)
-            if entry.name.endswith(".py") and (stat := entry.stat())
+            (path.name, name, stat.st_size, stat.st_mtime_ns)
+            for path in code
+            for name, stat in _modules(path)
         )
     except OSError as error:
         logger.info("the lowered graph is not kept: %s", error)
@@ -124,6 +124,16 @@ def graph_key(
         "choices": dict(choices),
     }
     return key
+
+
+def _modules(path: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """A module, or those of a folder. Raises OSError where it is not there."""
+    if path.suffix == ".py":
+        yield path.name, path.stat()
+        return
+    for entry in os.scandir(path):
+        if entry.name.endswith(".py"):
+            yield entry.name, entry.stat()
 
 
 class GraphCache:

@@ -342,7 +342,7 @@ def check_inputs(inputs: StepInputs, limits: Capabilities) -> None:
     assert (past >= 0).all()
     total = past + new
     assert total.max() <= limits.max_model_len
-    assert inputs.attention_metadata.tolist() == [new.max(), total.max(), total.min()]
+    assert inputs.attention_metadata.tolist() == [new.max(), total.max(), total.max()]
     assert ((inputs.input_ids >= 0) & (inputs.input_ids < limits.vocab_size)).all()
     used = -(-total // limits.block_size)
     assert len(inputs.more_block_tables) == len(limits.windows) - 1, "a block table for each group"

@@ -146,6 +146,25 @@ def check_weights(free_bytes: int | None, weight_bytes: int) -> None:
         )
 
 
+def check_made(free_bytes: int, made_bytes: int, what: str, advice: str) -> None:
+    """Refuse weights of a device that do not fit on the host, where they are made first.
+
+    Args:
+        free_bytes: of the host.
+        made_bytes: what is made beside what is stored.
+        what: of them is made.
+        advice: how to do without.
+
+    Raises:
+        CapacityError: They do not fit.
+    """
+    if made_bytes >= free_bytes:
+        raise CapacityError(
+            f"the weights do not fit: {what} take {_size(made_bytes)} of the host's memory, and "
+            f"{_size(free_bytes)} are free. Free memory, {advice}, or export at a lower precision."
+        )
+
+
 def least_bytes(artifact: Artifact) -> int:
     """What the weights take on a processor at least, by what the manifest says of them.
 

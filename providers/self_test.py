@@ -1,14 +1,16 @@
 """Whether a device's own PagedAttention can be trusted: a known answer, before it is used.
 
-A kernel that a driver compiles badly returns wrong numbers, not errors. One layer with random
-content is run on the device and, decomposed and in float32, on the CPU: a prompt that is longer
-than the tiles of known kernels, more of it, single tokens, and both kinds in one batch; all that
-with a sliding window too. Where a model has head sinks, so does the layer.
+A kernel that a driver compiles badly returns wrong numbers, not errors. Layers with random content
+are run on the device and, decomposed and in float32, on the CPU: a prompt of more than two blocks,
+which is longer than the tiles of known kernels too, more of it, single tokens, and both kinds in
+one batch. A model's own layers are tried, in its types, heads and blocks: what rotates of a head,
+sliding windows, head sinks and softcaps make other kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -21,97 +23,164 @@ from onnxport.errors import ProviderError
 from onnxport.graphs import contract, ops
 from onnxport.graphs.block_transfers import CacheShape
 from onnxport.graphs.builder import GraphBuilder
+from onnxport.graphs.inspect import initializers, producers
+from onnxport.graphs.paged import PagedInput, attention_nodes, rotary_dim
 from onnxport.graphs.passes.decompose import decompose
 from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers.device_blocks import device_caches
 from onnxport.providers.ort import CPU, Target, quiet_options, start_session
 
-HEADS: Final = 4
-KV_HEADS: Final = 2
-HEAD_SIZE: Final = 32
 NUM_BLOCKS: Final = 16
-REFERENCE_BLOCK_SIZE: Final = 16  # tokens; the numbers do not depend on it
+TABLES: Final = ((3, 1, 4, 15, 9, 7, 0, 11), (2, 6, 5, 8, 10, 12, 13, 14))  # blocks of the rows
 QKV: Final = "qkv"
 OUT: Final = "out"
-WIDTH: Final = (HEADS + 2 * KV_HEADS) * HEAD_SIZE
-SINKS: Final = (2.0, -1.0, 4.0, 0.5)  # logits of the heads; what is seen has about 0
-TOLERANCE: Final = 0.05  # of outputs that are about 1; bfloat16 rounds such by 0.004
+SINKS: Final = (2.0, -1.0, 4.0, 0.5)  # logits of the heads in turn; what is seen has about 0
+WINDOW: Final = 9  # tokens that a query sees, where a model has any window
+# As much of a model as it takes to tell, so that a load takes little longer.
+MOST_KV_HEADS: Final = 2
+MOST_GROUP: Final = 8  # query heads of a KV head
+MOST_BLOCK: Final = 256  # tokens
 TYPES: Final = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
-# Runs all STEPS of a graph on a device; returns the outputs, float32 [tokens, heads * head_size].
-Runner = Callable[[onnx.ModelProto], list[NDArray[np.float32]]]
-# The batches, one after the other: new tokens and past tokens of every row.
-STEPS: Final = (((70, 0),), ((33, 70), (40, 0)), ((1, 103), (1, 40)), ((1, 104), (20, 41)))
-WINDOWS: Final = (None, 9)  # tokens that a query sees; None: all
-TABLES: Final = ((3, 1, 4, 15, 9, 7, 0, 11), (2, 6, 5, 8, 10, 12, 13, 14))  # blocks of the rows
+TOLERANCE: Final = 0.05  # of outputs that are about 1
+# Measured where each operator rounds to it: 0.046, for numbers of 4 are rounded by 0.016.
+BFLOAT16_TOLERANCE: Final = 0.15
 
 
-def distrust(target: Target, dtype: str, block_size: int, *, sinks: bool = False) -> str:
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A kind of layer."""
+
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 32
+    rotary_dim: int = 32  # channels of a head that rotate; 0: none do
+    interleaved: bool = False  # RoPE
+    softcap: float = 0.0  # 0: none
+    window: int | None = None  # tokens that a query sees; None: all
+    sinks: bool = False
+    block_size: int = 16  # tokens
+
+    @property
+    def steps(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The batches, one after the other: new tokens and past tokens of every row."""
+        long, short = max(70, 2 * self.block_size + 6), max(40, self.block_size + 8)
+        return (
+            ((long, 0),),
+            ((33, long), (short, 0)),
+            ((1, long + 33), (1, short)),
+            ((1, long + 34), (20, short + 1)),
+        )
+
+    @property
+    def width(self) -> int:
+        """Of what a token brings: queries, keys and values."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+
+
+PLAIN: Final = (Tried(), Tried(window=WINDOW))  # where no model is known yet
+# Runs all steps of a graph on a device; returns the outputs, float32 [tokens, heads * head_size].
+Runner = Callable[[onnx.ModelProto, Tried], list[NDArray[np.float32]]]
+
+
+def layers_like(model: onnx.ModelProto, block_size: int) -> tuple[Tried, ...]:
+    """Return what to try for a model.
+
+    Args:
+        model: a paged graph.
+        block_size: tokens of a block.
+    """
+    tables, makers = initializers(model), producers(model)
+    found = set()
+    for layer in attention_nodes(model):
+        rotates = rotary_dim(layer, tables, makers) or 0 if layer.do_rotary else 0
+        kv_heads = min(layer.kv_num_heads, MOST_KV_HEADS)
+        group = min(layer.num_heads // layer.kv_num_heads, MOST_GROUP)
+        found.add(
+            Tried(
+                num_heads=group * kv_heads,
+                num_kv_heads=kv_heads,
+                head_size=layer.head_size,
+                rotary_dim=rotates,
+                interleaved=layer.rotary_interleaved,
+                softcap=layer.softcap,
+                window=None if layer.local_window_size is None else WINDOW,
+                sinks=bool(layer.input(PagedInput.HEAD_SINK)),
+                block_size=min(block_size, MOST_BLOCK),
+            )
+        )
+    return tuple(sorted(found, key=lambda tried: (tried.window is not None, str(tried))))
+
+
+def distrust(target: Target, dtype: str, layers: Sequence[Tried] = PLAIN) -> str:
     """Return why the PagedAttention of a device is not to be used; "" where it may be.
 
     Args:
         target: the device.
         dtype: of activations and cache: float16 or bfloat16.
-        block_size: tokens of a block, at least 16.
-        sinks: whether it is to be used with head sinks.
+        layers: what to try.
     """
     kind = TYPES[dtype]
-    run = partial(_run, kind=kind, target=target, block_size=block_size)
-    return distrust_runner(run, kind, dtype, sinks=sinks)
+    return distrust_runner(partial(_run, kind=kind, target=target), kind, dtype, layers)
 
 
-def distrust_runner(run: Runner, kind: int, dtype: str, *, sinks: bool = False) -> str:
+def distrust_runner(run: Runner, kind: int, dtype: str, layers: Iterable[Tried] = PLAIN) -> str:
     """Like `distrust`, of anything that runs a graph.
 
     Args:
         run: the device.
         kind: TensorProto type of the graph that it is given.
         dtype: in which the device computes.
-        sinks: see `distrust`.
+        layers: see `distrust`.
     """
-    for window in WINDOWS:
-        if reason := _distrust(run, kind, dtype, window, sinks=sinks):
+    for tried in layers:
+        if reason := _distrust(run, kind, dtype, tried):
             return reason
     return ""
 
 
-def _distrust(run: Runner, kind: int, dtype: str, window: int | None, *, sinks: bool) -> str:
-    """See `distrust_runner`; with one window."""
+def _distrust(run: Runner, kind: int, dtype: str, tried: Tried) -> str:
+    """See `distrust_runner`; of one kind of layer."""
     try:
-        found = run(_graph(kind, window, sinks=sinks))
+        found = run(_graph(kind, tried), tried)
     except ProviderError as error:
         return f"it has no PagedAttention in {dtype} ({error})"
     except Exception as error:  # ONNX Runtime's own classes derive from Exception alone
         return f"its PagedAttention fails in {dtype}: {error}"
-    reference = decompose(_graph(TensorProto.FLOAT, window, sinks=sinks)).model
-    expected = _run(reference, TensorProto.FLOAT, CPU, REFERENCE_BLOCK_SIZE)
+    reference = decompose(_graph(TensorProto.FLOAT, tried)).model
+    expected = _run(reference, tried, kind=TensorProto.FLOAT, target=CPU)
     with np.errstate(all="ignore"):  # what was found may be anything
         off = float(np.max([np.abs(a - b).max() for a, b in zip(expected, found, strict=True)]))
-    if off <= TOLERANCE:
+    tolerance = BFLOAT16_TOLERANCE if dtype == "bfloat16" else TOLERANCE
+    if off <= tolerance:
         return ""
-    where = f"{' with head sinks' if sinks else ''}{' with a sliding window' if window else ''}"
+    parts = [" with head sinks"] * tried.sinks + [" with a sliding window"] * bool(tried.window)
     return (  # not-a-number comes here too
-        f"its PagedAttention computes wrongly here{where}: outputs of about 1 are off by {off:.2g} "
-        f"in {dtype}, where {TOLERANCE} may be"
+        f"its PagedAttention computes wrongly here{''.join(parts)}: outputs of about 1 are off by "
+        f"{off:.2g} in {dtype}, where {tolerance} may be, with {tried.num_heads} heads of "
+        f"{tried.head_size} channels in blocks of {tried.block_size} tokens"
     )
 
 
-def _graph(kind: int, window: int | None, *, sinks: bool = False) -> onnx.ModelProto:
+def _graph(kind: int, tried: Tried) -> onnx.ModelProto:
     """One PagedAttention in a type, between activations in float32."""
     g = GraphBuilder("self_test")
     int32, batch = TensorProto.INT32, contract.BATCH
-    qkv = g.input(QKV, TensorProto.FLOAT, [contract.NUM_TOKENS, WIDTH])
+    qkv = g.input(QKV, TensorProto.FLOAT, [contract.NUM_TOKENS, tried.width])
     lengths = g.input(contract.CUMULATIVE_SEQUENCE_LENGTHS, int32, [contract.BATCH_PLUS_ONE])
     past = g.input(contract.PAST_SEQUENCE_LENGTHS, int32, [batch])
     table = g.input(contract.BLOCK_TABLE, int32, [batch, contract.MAX_NUM_BLOCKS])
     metadata = g.input(contract.ATTENTION_METADATA, int32, [3])
-    dims: list[int | str] = [contract.NUM_BLOCKS, contract.BLOCK_SIZE, KV_HEADS, HEAD_SIZE]
+    dims: list[int | str] = [contract.NUM_BLOCKS, contract.BLOCK_SIZE]
+    dims += [tried.num_kv_heads, tried.head_size]
     key, value = (g.input(name(0), kind, dims) for name in (contract.past_key, contract.past_value))
     presents = (
         g.output(contract.present_key(0), kind, dims),
         g.output(contract.present_value(0), kind, dims),
     )
-    angles = np.outer(np.arange(128), 0.1 ** np.linspace(0, 3, HEAD_SIZE // 2))
     typed = numpy_dtype(kind)
+    positions = np.arange(max(new + past for rows in tried.steps for new, past in rows))
+    angles = np.outer(positions, 0.1 ** np.linspace(0, 3, tried.rotary_dim // 2))
+    sinks = np.resize(np.array(SINKS, typed), tried.num_heads)
     attention = ops.paged_attention(
         g,
         ops.cast(g, qkv, kind),
@@ -123,54 +192,62 @@ def _graph(kind: int, window: int | None, *, sinks: bool = False) -> onnx.ModelP
         block_table=table,
         attention_metadata=metadata,
         attributes=ops.AttentionAttributes(
-            num_heads=HEADS, kv_num_heads=KV_HEADS, local_window_size=window
+            num_heads=tried.num_heads,
+            kv_num_heads=tried.num_kv_heads,
+            softcap=tried.softcap or None,
+            local_window_size=tried.window,
+            do_rotary=tried.rotary_dim > 0,
+            rotary_interleaved=tried.interleaved,
         ),
-        cos=g.constant(np.cos(angles).astype(typed), "cos"),
-        sin=g.constant(np.sin(angles).astype(typed), "sin"),
-        sinks=g.constant(np.array(SINKS, typed), "sinks") if sinks else "",
+        cos=g.constant(np.cos(angles).astype(typed), "cos") if tried.rotary_dim else "",
+        sin=g.constant(np.sin(angles).astype(typed), "sin") if tried.rotary_dim else "",
+        sinks=g.constant(sinks, "sinks") if tried.sinks else "",
     )
-    g.output(OUT, TensorProto.FLOAT, [contract.NUM_TOKENS, HEADS * HEAD_SIZE])
+    g.output(OUT, TensorProto.FLOAT, [contract.NUM_TOKENS, tried.num_heads * tried.head_size])
     g.node("Cast", [attention], outputs=[OUT], to=TensorProto.FLOAT)
     return g.build()
 
 
 def _run(
-    model: onnx.ModelProto, kind: int, target: Target, block_size: int
+    model: onnx.ModelProto, tried: Tried, *, kind: int, target: Target
 ) -> list[NDArray[np.float32]]:
     """The outputs of all steps, float32 [tokens, heads * head_size]."""
     session = start_session(model.SerializeToString(), None, quiet_options(), target)
-    shape = CacheShape(1, KV_HEADS, HEAD_SIZE, kind)
+    shape = CacheShape(1, tried.num_kv_heads, tried.head_size, kind)
     binding = session.io_binding()
-    for cache in device_caches(shape, NUM_BLOCKS, block_size, target):
+    for cache in device_caches(shape, NUM_BLOCKS, tried.block_size, target):
         binding.bind_ortvalue_input(cache.input_name, cache.value)
         binding.bind_ortvalue_output(cache.output_name, cache.value)
-    return [_step(session, binding, inputs) for inputs in step_inputs()]
+    width = tried.num_heads * tried.head_size
+    return [_step(session, binding, inputs, width) for inputs in step_inputs(tried)]
 
 
-def step_inputs() -> list[dict[str, NDArray[Any]]]:
-    """What the graph takes in each of the STEPS, by name and without the caches."""
+def step_inputs(tried: Tried) -> list[dict[str, NDArray[Any]]]:
+    """What the graph takes in each of the steps, by name and without the caches."""
     random = np.random.default_rng(0)
-    return [_inputs(rows, random) for rows in STEPS]
+    return [_inputs(rows, tried, random) for rows in tried.steps]
 
 
 def _inputs(
-    rows: tuple[tuple[int, int], ...], random: np.random.Generator
+    rows: tuple[tuple[int, int], ...], tried: Tried, random: np.random.Generator
 ) -> dict[str, NDArray[Any]]:
     new, past = zip(*rows, strict=True)
     total = [a + b for a, b in rows]
     return {
-        QKV: random.standard_normal((sum(new), WIDTH)).astype(np.float32),
+        QKV: random.standard_normal((sum(new), tried.width)).astype(np.float32),
         contract.CUMULATIVE_SEQUENCE_LENGTHS: np.cumsum([0, *new]).astype(np.int32),
         contract.PAST_SEQUENCE_LENGTHS: np.array(past, np.int32),
         contract.BLOCK_TABLE: np.array(TABLES[: len(rows)], np.int32),
-        contract.ATTENTION_METADATA: np.array([max(new), max(total), min(total)], np.int32),
+        contract.ATTENTION_METADATA: np.array([max(new), max(total), max(total)], np.int32),
     }
 
 
-def _step(session: Any, binding: Any, inputs: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+def _step(
+    session: Any, binding: Any, inputs: dict[str, NDArray[Any]], width: int
+) -> NDArray[np.float32]:
     for name, array in inputs.items():
         binding.bind_cpu_input(name, array)
-    out = np.empty((len(inputs[QKV]), HEADS * HEAD_SIZE), np.float32)
+    out = np.empty((len(inputs[QKV]), width), np.float32)
     binding.bind_output(OUT, "cpu", 0, np.float32, out.shape, out.ctypes.data)
     session.run_with_iobinding(binding)
     return out

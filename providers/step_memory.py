@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,10 @@ from onnxport.graphs.passes.decompose import DEFAULT_TILE_TOKENS
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers.base import StepInputs
 from onnxport.providers.hidden_states import slice_states
-from onnxport.providers.pool import PoolPlan
+from onnxport.providers.pool import UNKNOWN_BYTES, PoolPlan
+
+if TYPE_CHECKING:
+    from onnxport.providers.buckets import Buckets
 
 SHARE: Final = 0.5  # of what weights and pool leave; all else that a step takes is in the rest
 LEAST_BYTES: Final = 256 << 20  # that a step may always take
@@ -35,10 +38,16 @@ class StepMemory:
     score_bytes: int  # of a query and a key, over all heads
     block_size: int  # tokens
     most_bytes: int
+    buckets: Buckets | None = None  # to whose shapes steps are padded; None: they are not
 
     @classmethod
     def plan(
-        cls, spec: ArchSpec, pool: PoolPlan, item_bytes: int, left_bytes: int, padding: int = 1
+        cls,
+        spec: ArchSpec,
+        pool: PoolPlan,
+        item_bytes: int,
+        left_bytes: int | None,
+        buckets: Buckets | None = None,
     ) -> StepMemory:
         """Plan what steps may take.
 
@@ -46,13 +55,14 @@ class StepMemory:
             spec: the model.
             pool: of the same memory.
             item_bytes: of an element of activations and cache.
-            left_bytes: what the weights leave.
-            padding: how many times as much padded steps take at most.
+            left_bytes: what the weights leave; None: not known, and UNKNOWN_BYTES beside the pool.
+            buckets: to whose shapes steps are padded; None: they are not.
         """
-        beside = left_bytes - pool.num_blocks * pool.block_bytes
-        most = max(LEAST_BYTES, int(beside * SHARE)) // padding
+        pool_bytes = pool.num_blocks * pool.block_bytes
+        beside = UNKNOWN_BYTES if left_bytes is None else left_bytes - pool_bytes
+        most = max(LEAST_BYTES, int(beside * SHARE))
         keys = spec.num_kv_heads * spec.head_size * item_bytes
-        return cls(keys, spec.num_heads * item_bytes, pool.block_size, most)
+        return cls(keys, spec.num_heads * item_bytes, pool.block_size, most, buckets)
 
     def step_bytes(self, num_rows: int, num_tokens: int, longest_chunk: int, longest: int) -> int:
         """What a step takes.
@@ -62,11 +72,19 @@ class StepMemory:
             num_tokens: new ones, of all.
             longest_chunk: new tokens of a sequence.
             longest: tokens of a sequence, with the new ones.
+
+        Raises:
+            ProviderError: It is larger than the buckets.
         """
-        tile = max(1, min(longest_chunk, num_tokens, DEFAULT_TILE_TOKENS))
+        tile, blocks = longest_chunk, -(-longest // self.block_size)
+        if self.buckets is not None:
+            shape = self.buckets.shape(num_tokens, num_rows, longest_chunk, blocks)
+            num_rows, num_tokens = shape.num_rows, shape.num_tokens
+            tile, blocks = shape.query_tile, shape.table_width
+        tile = max(1, min(tile, num_tokens, DEFAULT_TILE_TOKENS))
         rows = min(num_rows, num_tokens)
         tiles = rows + (num_tokens - rows) // tile  # see graphs.passes.paged_plan
-        keys = tiles * -(-longest // self.block_size) * self.block_size
+        keys = tiles * blocks * self.block_size
         return keys * (GATHERED * self.key_bytes + SCORES * tile * self.score_bytes)
 
     def parts(self, new: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
@@ -123,7 +141,7 @@ def parts_of(
             block_table=table,
             cumulative_sequence_lengths=starts,
             past_sequence_lengths=past,
-            attention_metadata=np.array([new.max(), lengths.max(), lengths.min()], np.int32),
+            attention_metadata=np.array([new.max(), lengths.max(), lengths.max()], np.int32),
             logits_indices=wanted - np.int32(begin),
             adapter_slots=None if slots is None else slots[first:end],
             more_block_tables=tuple(others),

@@ -149,7 +149,7 @@ class WebGpuProvider:
             has_float16 = True
         reason = "it has no 16-bit floats"
         if has_float16:
-            reason = distrust(target, "float16", BLOCK_SIZE)
+            reason = distrust(target, "float16")
         return _Adapter(target, _device(target), versions, has_float16, reason)
 
 

@@ -113,7 +113,7 @@ class BatchPacker:
             block_table=tables[0],
             cumulative_sequence_lengths=self._cumulative.fill([0, *ends]),
             past_sequence_lengths=self._past.fill(plan.num_past),
-            attention_metadata=self._metadata.fill([max(plan.num_new), max(total), min(total)]),
+            attention_metadata=self._metadata.fill([max(plan.num_new), max(total), max(total)]),
             logits_indices=self._logits_indices.fill(_logits_indices(plan, ends)),
             adapter_slots=_adapter_slots(plan),
             exact_logits=exact,
@@ -166,7 +166,7 @@ class BatchPacker:
         """Pack what has changed since the last plan, which gave `inputs`."""
         self._input_ids.fill([request.tokens[-1] for request in plan.requests])
         self._past.fill(plan.num_past)
-        self._metadata.fill([1, max(plan.num_past) + 1, min(plan.num_past) + 1])
+        self._metadata.fill([1, max(plan.num_past) + 1, max(plan.num_past) + 1])
         if inputs.allowed_tokens is not None:
             self._exact_logits.fill(self._exact)
         if inputs.races is not None and (races := _races(plan)) is not None:

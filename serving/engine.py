@@ -339,7 +339,7 @@ class Engine:
         for request, found in scores:
             assert request.scores is not None
             request.scores += found
-        self._retries.note_good()
+        self._retries.note_good(len(plan.requests))
         now = self._clock()
         num_before = self._tally.generation_tokens
         growths, gaps = self._sequences.deliver(drawn, now)

@@ -56,7 +56,8 @@ class Recovery:
         requests = plan.requests
         if len(requests) > 1:
             logger.warning("a step of %d requests failed: %s", len(requests), error)
-            self._retries.split(requests)
+            no_memory = isinstance(error, DeviceMemoryError)
+            self._retries.split(requests, had_no_memory=no_memory)
             return []
         if plan.drafts:
             logger.warning("a step with %d guessed tokens failed: %s", plan.num_tokens - 1, error)

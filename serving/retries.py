@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 
 from onnxport.serving.draft import Guess, StepPlan
 from onnxport.serving.request import Request
 from onnxport.serving.scheduler import Scheduler
 
-GOOD_STEPS = 256  # of a lowered budget, until more is tried again
+logger = logging.getLogger(__name__)
+
+GOOD_STEPS = 256  # of a lowered budget or of fewer rows, until more is tried again
 
 
 class Retries:
     """Tries the requests of a failed step in halves, until the one that fails is alone.
 
     A device that has no memory for a single prompt's chunk gets half the chunk, and steps of all
-    requests get no more than that either, until they have gone well for a while.
+    requests get no more than that either, until they have gone well for a while. One that has none
+    for so many rows gets as many as went well together, until then too.
     """
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._suspects: list[tuple[frozenset[Request], int | None]] = []  # and their budget
         self._budget: int | None = None  # tokens of every step; None: all that the engine allows
+        self._rows: int | None = None  # of every step; None: all that the engine allows
+        self._too_many_rows = 0  # the most of a step that had no memory
+        self._failed_rows = 0  # likewise, while its requests are tried again; 0: none is
+        self._good_rows = 0  # the most of their steps that went well
         self._good_steps = 0
 
     @property
@@ -30,9 +38,14 @@ class Retries:
         return self._budget or self._max_num_batched_tokens
 
     @property
+    def most_rows(self) -> int | None:
+        """Most rows of a step now; None: as many as there are."""
+        return self._rows
+
+    @property
     def careful(self) -> bool:
         """Whether a step failed a short while ago, so that the next do no more than is due."""
-        return bool(self._suspects) or self._budget is not None
+        return bool(self._suspects) or self._budget is not None or self._rows is not None
 
     def next_plan(
         self,
@@ -42,17 +55,51 @@ class Retries:
     ) -> StepPlan:
         """Plan the next step: with suspects of a failed one alone, as long as there are any.
 
-        Nobody is asked to `guess` for those.
+        Nobody is asked to `guess` for those. A step of more rows than there is memory for becomes
+        several, one after the other; one for which others yield is tried as it is, for that stays
+        if it fails.
         """
+        if (plan := self._next_suspects(scheduler, loading)) is not None:
+            return plan
+        self._settle_rows()
+        plan = scheduler.plan(None, loading, self._budget, guess if self._rows is None else None)
+        if self._rows is None or plan.preempted:
+            return plan
+        if len(plan.requests) <= self._rows:
+            return scheduler.plan(None, loading, self._budget, guess)
+        for start in reversed(range(0, len(plan.requests), self._rows)):
+            part = plan.requests[start : start + self._rows]
+            self._suspects.append((frozenset(part), None))
+        return self._next_suspects(scheduler, loading) or plan
+
+    def _next_suspects(self, scheduler: Scheduler, loading: Collection[Request]) -> StepPlan | None:
         while self._suspects:
             requests, budget = self._suspects.pop()
             plan = scheduler.plan(requests, loading, budget or self._budget)
             if plan.requests:
                 return plan
-        return scheduler.plan(None, loading, self._budget, guess)
+        return None
 
-    def split(self, requests: Sequence[Request]) -> None:
+    def _settle_rows(self) -> None:
+        """All requests of a step without memory were tried: keep to what went well.
+
+        Rows differ, so as many others may not. Where that shows, half of these are tried.
+        """
+        if self._failed_rows and self._good_rows:
+            rows = self._good_rows
+            if self._rows is None:
+                self._too_many_rows = self._failed_rows
+            elif self._failed_rows <= self._rows:
+                rows = min(rows, max(1, self._failed_rows // 2))
+            self._rows = rows
+            self._good_steps = 0
+            logger.warning("steps have at most %d rows for now", self._rows)
+        self._failed_rows = self._good_rows = 0
+
+    def split(self, requests: Sequence[Request], *, had_no_memory: bool) -> None:
         """Several requests failed together: try each half by itself."""
+        if had_no_memory:
+            self._failed_rows = max(self._failed_rows, len(requests))
         half = len(requests) // 2
         self._suspects += [(frozenset(requests[half:]), None), (frozenset(requests[:half]), None)]
 
@@ -68,6 +115,7 @@ class Retries:
             num_tokens: that it was to compute.
             max_num_seqs: tokens that a step of all requests must have room for.
         """
+        self._failed_rows = self._good_rows = 0  # it was not for the number of rows
         half = num_tokens // 2
         if not half:
             return False
@@ -76,19 +124,26 @@ class Retries:
         self._good_steps = 0
         return True
 
-    def note_good(self) -> None:
-        """A step was committed."""
-        if self._budget is None:
+    def note_good(self, num_rows: int) -> None:
+        """A step of so many rows was committed."""
+        if self._failed_rows:
+            self._good_rows = max(self._good_rows, num_rows)
+        if self._budget is None and self._rows is None:
             return
         self._good_steps += 1
-        if self._good_steps >= GOOD_STEPS:
-            self._good_steps = 0
+        if self._good_steps < GOOD_STEPS:
+            return
+        self._good_steps = 0
+        if self._budget is not None:
             more = 2 * self._budget
             self._budget = more if more < self._max_num_batched_tokens else None
+        if self._rows is not None:
+            more = 2 * self._rows
+            self._rows = more if more < self._too_many_rows else None
 
     def clear(self, max_num_batched_tokens: int) -> None:
         """Forget everything: what failed has been replaced by what takes so many tokens."""
         self._max_num_batched_tokens = max_num_batched_tokens
         self._suspects.clear()
-        self._budget = None
-        self._good_steps = 0
+        self._budget = self._rows = None
+        self._failed_rows = self._good_rows = self._good_steps = 0

@@ -51,14 +51,14 @@ def test_the_page_is_what_the_evidence_says(capsys: pytest.CaptureFixture[str]) 
 
 def test_every_provider_has_a_row_for_every_precision() -> None:
     for name in PROVIDERS:
-        own = [row for row in rows(PAGE) if row[0] == f"`{name}`" and len(row) == 12]
+        own = [row for row in rows(PAGE) if row[0] == f"`{name}`" and len(row) == 13]
         assert {part for row in own for part in row[3].split(", ")} == set(PRECISIONS), name
 
 
 def test_a_provider_without_evidence_is_untested() -> None:
     page = matrix.render([], [])
     assert [row[0].strip("`") for row in rows(page)] == sorted(PROVIDERS)
-    assert all(row[4:11] == ["*untested*"] * 7 for row in rows(page))
+    assert all(row[5:12] == ["*untested*"] * 7 for row in rows(page))
 
 
 def test_what_was_measured_is_told_from_what_was_emulated() -> None:
@@ -68,18 +68,48 @@ def test_what_was_measured_is_told_from_what_was_emulated() -> None:
         replace(EVIDENCE, emulated=True, precision="int4", speed=None),
     ]
     measured, emulated, rest = (row for row in rows(matrix.render(found, [])) if row[0] == "`cuda`")
-    assert measured[4:10] == [
+    assert measured[5:11] == [
         *["*measured*"] * 3,
         "**failed**",
         "*untested*",
         "*measured*",
     ]
-    assert measured[10] == "1,000 / 50 / 300"
-    assert "2026-01-02" in measured[11]
-    assert "onnxruntime 1.31.1; `onnxport verify model`" in measured[11]
-    assert emulated[4:11] == [*["*emulated*"] * 6, "*untested*"]
+    assert measured[11] == "1,000 / 50 / 300"
+    assert "2026-01-02" in measured[12]
+    assert "onnxruntime 1.31.1; `onnxport verify model`" in measured[12]
+    assert emulated[5:12] == [*["*emulated*"] * 6, "*untested*"]
     # An emulated graph says nothing of the hardware.
-    assert rest[1:4] == ["any", "", "int4, int8, fp32"]
+    assert rest[1:5] == ["any", "", "int4, int8, fp32", ""]
+
+
+@pytest.mark.parametrize(
+    ("arithmetics", "moved_in", "cell"),
+    [
+        (["x"], None, "*measured*"),
+        (["float32", "16-bit"], None, "*measured* in float32"),
+        (["float32", "16-bit"], ["float32"], "*measured* in float32"),
+        (["float32", "16-bit"], ["float32", "16-bit"], "*measured*"),
+    ],
+)
+def test_the_page_says_in_which_arithmetic_blocks_were_moved(
+    arithmetics: list[str], moved_in: list[str] | None, cell: str
+) -> None:
+    found = replace(EVIDENCE, arithmetics=arithmetics, moved_in=moved_in)
+    row = next(row for row in rows(matrix.render([found], [])) if row[0] == "`cuda`")
+    assert row[4] == ", then ".join(arithmetics)
+    assert row[10] == cell
+    failed = replace(found, checks={**found.checks, "transfers": "failed"})
+    row = next(row for row in rows(matrix.render([failed], [])) if row[0] == "`cuda`")
+    assert row[10] == "**failed**"
+
+
+def test_the_page_claims_no_native_transfers_on_cuda() -> None:
+    """Those of the H100 were in float32, which is decomposed there."""
+    own = [
+        row for row in rows(PAGE) if row[0] == "`cuda`" and row[2] == "native" and len(row) == 13
+    ]
+    measured = [row[10] for row in own if "emulated" not in row[1]]
+    assert set(measured) == {"*measured* in float32 arithmetic"}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +175,7 @@ def provider(**changes: Any) -> dict[str, Any]:
         "reason": "",
         "versions": {"onnxruntime": "1.31.1"},
         "modes": [mode(), mode()],
-        "transfers": [{"tokens": {"state": "passed"}}],
+        "transfers": [{"arithmetic": "exact", "tokens": {"state": "passed"}}],
         "speed": {
             "prefill_tokens_per_s": 1000.4,
             "decode": [{"tokens_per_s": 50}, {"tokens_per_s": 300}],
@@ -180,7 +210,14 @@ def test_experts_of_another_precision_are_no_evidence() -> None:
 def test_a_report_is_reduced() -> None:
     missing = provider(modes=[], provider="webgpu")
     (found,) = matrix.reduce_report(report(provider(), missing))
-    assert replace(found, arithmetics=EVIDENCE.arithmetics) == EVIDENCE
+    assert replace(found, arithmetics=EVIDENCE.arithmetics, moved_in=None) == EVIDENCE
+    assert found.moved_in == ["exact"]
+    moved = [
+        {"arithmetic": name, "tokens": {"state": state}}
+        for name, state in (("a", "passed"), ("b", "skipped"), ("a", "passed"), ("c", "failed"))
+    ]
+    (found,) = matrix.reduce_report(report(provider(transfers=moved)))
+    assert found.moved_in == ["a", "c"]
     (emulated,) = matrix.reduce_report(report(provider(emulated=True)))
     assert emulated.speed is None  # that of another device
     with pytest.raises(EvidenceError, match="no provider that computed logits"):
@@ -203,7 +240,14 @@ def test_a_report_is_reduced() -> None:
             },
             "cached",
         ),
-        ({"transfers": [{"tokens": {"state": s}} for s in ("passed", "failed")]}, "transfers"),
+        (
+            {
+                "transfers": [
+                    {"arithmetic": "exact", "tokens": {"state": s}} for s in ("passed", "failed")
+                ]
+            },
+            "transfers",
+        ),
     ],
 )
 def test_one_failure_fails_the_check(changes: dict[str, Any], name: str) -> None:
@@ -218,6 +262,13 @@ def test_what_was_not_run_is_skipped() -> None:
     (found,) = matrix.reduce_report(report(bare))
     assert found.checks == dict.fromkeys(matrix.CHECKS, "skipped") | {"logits": "passed"}
     assert found.speed is None
+
+
+def test_what_was_skipped_in_one_arithmetic_is_not_claimed_for_all() -> None:
+    states = [("batched", "passed"), ("chunked", "skipped")]
+    partly = mode(variants=[{"name": name, "state": state} for name, state in states])
+    (found,) = matrix.reduce_report(report(provider(modes=[mode(), partly])))
+    assert found.checks == dict.fromkeys(matrix.CHECKS, "passed") | {"chunked": "skipped"}
 
 
 @pytest.fixture

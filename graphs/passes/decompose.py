@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, get_args
 
+import ml_dtypes
 import numpy as np
 import onnx
 from onnx import TensorProto
@@ -300,7 +301,8 @@ class _Rewriter:
         # Chosen, not added or multiplied by zero: whatever lies in the blocks of others, or was
         # left there, be it no number or a very large one, changes nothing.
         visible = plan.visible(layer.local_window_size, layer.is_causal)
-        lowest = float(np.finfo(numpy_dtype(dtype)).min)  # a row that sees nothing stays finite
+        # Finite, so that a row which sees nothing is, too.
+        lowest = float(ml_dtypes.finfo(numpy_dtype(dtype)).min)
         scores = g.node("Where", [visible, scores, self._scalar(lowest, dtype)])
         weights = self._softmax(layer, plan, scores)  # [tiles, heads, tile, kv_len]
         weights = g.node("Reshape", [weights, plan.weights_shape(kv_heads)])

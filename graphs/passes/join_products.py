@@ -14,6 +14,7 @@ host for as long as the session lives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,6 +29,7 @@ from onnxport.graphs.inspect import attribute_int, consumers, initializers, name
 from onnxport.graphs.passes.result import PassResult, copy_model
 from onnxport.graphs.passes.retype import external_placeholder
 from onnxport.graphs.passes.split_matmul import drop_unread
+from onnxport.graphs.tensors import numpy_dtype
 
 _WEIGHTS: Final = {"MatMulNBits": (1, 2), "Gemm": (1,)}  # inputs, [features, columns, …]
 
@@ -46,12 +48,7 @@ def join_products(
         read_tensor: Returns the contents of an initializer.
     """
     copy = copy_model(model)
-    graph = _Graph(
-        initializers(copy),
-        {name: [node for node, _ in found] for name, found in consumers(copy).items()},
-        {info.name for info in copy.graph.output},
-    )
-    found = [one for node in copy.graph.node if (one := _match(node, graph)) is not None]
+    found = _matches(copy)
     if not found:
         return PassResult("join_products", copy, {})
     attached: dict[str, NDArray[Any]] = {}
@@ -71,6 +68,28 @@ def join_products(
     drop_unread(copy)
     changes = {"products joined": sum(len(one.products) for one in found)}
     return PassResult("join_products", copy, changes, attached)
+
+
+def joined_bytes(model: onnx.ModelProto) -> int:
+    """How much memory `join_products` takes for what it makes."""
+    tensors = initializers(model)
+    parts = [
+        tensors[product.input[place]]
+        for one in _matches(model)
+        for product in one.products
+        for place in _WEIGHTS[product.op_type]
+    ]
+    return sum(math.prod(one.dims) * numpy_dtype(one.data_type).itemsize for one in parts)
+
+
+def _matches(model: onnx.ModelProto) -> list[_Sum]:
+    """What can be joined."""
+    graph = _Graph(
+        initializers(model),
+        {name: [node for node, _ in found] for name, found in consumers(model).items()},
+        {info.name for info in model.graph.output},
+    )
+    return [one for node in model.graph.node if (one := _match(node, graph)) is not None]
 
 
 @dataclass(frozen=True, slots=True)

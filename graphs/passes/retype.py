@@ -16,8 +16,9 @@ memory of their own for as long as the session lives.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import onnx
@@ -40,6 +41,7 @@ from onnxport.graphs.passes.result import PassResult, copy_model
 from onnxport.graphs.tensors import convert, numpy_dtype
 
 ReadTensor = Callable[[TensorProto], NDArray[Any]]
+Read = tuple[onnx.NodeProto, int]  # a node and which of its inputs
 
 INLINE_BYTES: Final = 64 << 10  # converted initializers up to this size go into the protobuf
 HALF_TYPES: Final = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -105,6 +107,21 @@ def retype(
     return PassResult(
         "retype", retyper.model, dict(retyper.changes), retyper.attached, retyper.sources
     )
+
+
+def retyped_bytes(model: onnx.ModelProto, dtype: str, *, keep_tables: bool = True) -> int:
+    """How much memory `retype` takes for the initializers that it converts, with nothing kept."""
+    target = FLOAT_DTYPES[dtype]
+    replaced, readers = _replaced_types(model, target), consumers(model)
+    outputs = {info.name for info in model.graph.output}
+    count = 0
+    for tensor in model.graph.initializer:
+        reads = readers.get(tensor.name, [])
+        tables = _tables(reads, target, keep_tables=keep_tables)
+        is_table = bool(tables) and len(tables) == len(reads) and tensor.name not in outputs
+        if _changes(tensor, reads, replaced) and not is_table:
+            count += math.prod(tensor.dims)
+    return count * numpy_dtype(target).itemsize
 
 
 def _replaced_types(model: onnx.ModelProto, target: int) -> frozenset[int]:
@@ -215,16 +232,14 @@ class _Retyper:
         casts: dict[str, onnx.NodeProto] = {}  # name of a Gather's stored output -> Cast after it
         for tensor in self.model.graph.initializer:
             every = readers.get(tensor.name, [])
-            is_scale = any(index in _FLOAT_INPUTS.get(n.op_type, ()) for n, index in every)
             reads = [read for read in every if self._islands.isdisjoint(read[0].output)]
             in_islands = len(reads) < len(every)
-            is_left = is_scale or tensor.name in left or (in_islands and not reads)
-            if tensor.data_type not in self._replaced or is_left:
+            is_left = tensor.name in left or (in_islands and not reads)
+            if is_left or not _changes(tensor, every, self._replaced):
                 kept.append(tensor)
                 continue
             widens = self._target == TensorProto.FLOAT
-            keeps = _is_gathered if widens else _is_rope_table
-            tables = [read for read in reads if keeps(*read) and (keep_tables or not widens)]
+            tables = _tables(reads, self._target, keep_tables=keep_tables)
             others = [read for read in reads if read not in tables]
             if widens:
                 casts.update(self._cast_after(node) for node, _ in tables)
@@ -249,7 +264,7 @@ class _Retyper:
         gather.output[0] = stored
         return stored, self._cast(stored, name, self._target, f"{gather.name}.cast")
 
-    def _cast_table(self, name: str, reads: list[tuple[onnx.NodeProto, int]]) -> onnx.NodeProto:
+    def _cast_table(self, name: str, reads: list[Read]) -> onnx.NodeProto:
         """Cast a float32 table once, for all that read it as a RoPE table."""
         cast = self._fresh(f"{name}.{_dtype_name(self._target)}")
         for node, index in reads:
@@ -259,9 +274,7 @@ class _Retyper:
     def _cast(self, source: str, result: str, to: int, name: str) -> onnx.NodeProto:
         return onnx.helper.make_node("Cast", [source], [result], name=self._fresh(name), to=to)
 
-    def _converted(
-        self, tensor: TensorProto, reads: list[tuple[onnx.NodeProto, int]], *, beside: bool
-    ) -> TensorProto:
+    def _converted(self, tensor: TensorProto, reads: list[Read], *, beside: bool) -> TensorProto:
         """The tensor in the target type, under a name of its own where the stored one is kept."""
         dtype = numpy_dtype(self._target)
         name = self._fresh(f"{tensor.name}.{_dtype_name(self._target)}") if beside else tensor.name
@@ -344,6 +357,19 @@ def external_placeholder(name: str, data_type: int, dims: tuple[int, ...]) -> Te
     tensor.data_location = TensorProto.EXTERNAL
     tensor.external_data.add(key="location", value="attached-in-memory")
     return tensor
+
+
+def _changes(tensor: TensorProto, reads: Sequence[Read], replaced: Collection[int]) -> bool:
+    """Whether an initializer is of a type that is replaced, and no scale, which is float32."""
+    is_scale = any(index in _FLOAT_INPUTS.get(node.op_type, ()) for node, index in reads)
+    return tensor.data_type in replaced and not is_scale
+
+
+def _tables(reads: Sequence[Read], target: int, *, keep_tables: bool) -> list[Read]:
+    """Those that read an initializer as a table, which keeps its type."""
+    widens = target == TensorProto.FLOAT
+    keeps = _is_gathered if widens else _is_rope_table
+    return [read for read in reads if keeps(*read) and (keep_tables or not widens)]
 
 
 def _is_rope_table(node: onnx.NodeProto, index: int) -> bool:

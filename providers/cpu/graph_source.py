@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from numpy.typing import NDArray
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from onnxport.providers.host_lora import HostLora
 
 logger = logging.getLogger(__name__)
+
+# Modules outside of this folder that make what is kept.
+SHARED: Final = ("graph_cache.py", "int8_experts.py", "memory_plan.py", "ort.py")
 
 
 class GraphSource:
@@ -129,6 +132,7 @@ def find_graph_cache(
         "hidden_layers": str(options.hidden_layers) if options.hidden_layers else None,
         "cache_groups": str(groups.places) if len(groups.windows) > 1 else None,
     }
-    graphs = Path(contract.__file__).parent
-    key = graph_key(artifact, (graphs, graphs / "passes", Path(__file__).parent), choices)
+    graphs, own = Path(contract.__file__).parent, Path(__file__).parent
+    shared = [own.parent / name for name in SHARED]
+    key = graph_key(artifact, (graphs, graphs / "passes", own, *shared), choices)
     return None if key is None else GraphCache(options.graph_cache, key)

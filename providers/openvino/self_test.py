@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,8 +19,6 @@ from onnxport.providers.openvino.convert import convert
 from onnxport.providers.openvino.model import flat_inputs
 from onnxport.providers.openvino.plugin import NAMES, Plugin
 
-HEADS: Final = (self_test.KV_HEADS, self_test.HEAD_SIZE)
-
 
 def distrust(core: Any, plugin: Plugin, config: Mapping[str, Any]) -> str:
     """Return why the paged attention of a plugin is not to be used; "" where it may be.
@@ -31,25 +30,30 @@ def distrust(core: Any, plugin: Plugin, config: Mapping[str, Any]) -> str:
     """
     dtype = NAMES[config["INFERENCE_PRECISION_HINT"]]
     return self_test.distrust_runner(
-        lambda model: _run(core, plugin, config, model), TensorProto.FLOAT, dtype
+        partial(_run, core, plugin, config), TensorProto.FLOAT, dtype, self_test.PLAIN
     )
 
 
 def _run(
-    core: Any, plugin: Plugin, config: Mapping[str, Any], model: onnx.ModelProto
+    core: Any,
+    plugin: Plugin,
+    config: Mapping[str, Any],
+    model: onnx.ModelProto,
+    tried: self_test.Tried,
 ) -> list[NDArray[np.float32]]:
     """See `providers.self_test.Runner`."""
     flat = flatten_paged(model).model
     weights = {tensor.name: numpy_helper.to_array(tensor) for tensor in flat.graph.initializer}
     converted = convert(flat, weights)
     compiled = core.compile_model(converted.model, plugin.device, config)
-    form = cache_format(compiled, HEADS, transposed_keys=plugin.transposed_keys)
+    heads = (tried.num_kv_heads, tried.head_size)
+    form = cache_format(compiled, heads, transposed_keys=plugin.transposed_keys)
     pairs, _ = plugin.allocate(core, form, 1, self_test.NUM_BLOCKS)
     request = compiled.create_infer_request()
     bind_caches(request, pairs)
     # A port has all the names of what was folded into it.
     known = {name for port in compiled.inputs for name in port.get_names()}
-    return [_step(request, known, form.block_size, step) for step in self_test.step_inputs()]
+    return [_step(request, known, form.block_size, step) for step in self_test.step_inputs(tried)]
 
 
 def _step(

@@ -80,7 +80,7 @@ class DraftPacker:
             block_table=fill_tables(self._block_table, tables, max(map(len, tables))),
             cumulative_sequence_lengths=self._cumulative.fill(ends),
             past_sequence_lengths=self._past.fill(past),
-            attention_metadata=self._metadata.fill([longest, max(total), min(total)]),
+            attention_metadata=self._metadata.fill([longest, max(total), max(total)]),
             logits_indices=self._logits_indices.fill([end - 1 for end in ends[1:]]),
             exact_logits=self._exact_logits.fill(exact) if wants else None,
             races=self._pack_races(races) if has_races else None,

@@ -69,7 +69,8 @@ class ProviderReport:
     devices: tuple[Device, ...] = ()
     features: Features | None = None
     modes: tuple[ModeReport, ...] = ()  # float32 arithmetic first, as it is served last
-    transfers: tuple[Transfer, ...] = ()  # from itself, and from the reference
+    # From itself, and from the reference, in each mode of other types or attention.
+    transfers: tuple[Transfer, ...] = ()
     speed: Speed | None = None  # as it is served
     caches: tuple[CacheReport, ...] = ()  # float32 first; empty where there is no choice
 

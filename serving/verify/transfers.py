@@ -31,6 +31,7 @@ class Transfer:
     """Tokens that one provider decoded from the K/V of another."""
 
     source: str  # the provider that computed the prompts
+    arithmetic: str  # in which they were decoded, as the mode's tolerance names it
     tokens: Variant  # against those of the source alone
 
 
@@ -66,6 +67,7 @@ def check_transfer(
     saved: Sequence[SavedPrompt],
     expected: Mapping[Prompt, Tokens],
     model: Model,
+    arithmetic: str,
     allowed: float,
 ) -> Transfer:
     """Decode from the blocks of `source`; the tokens must be those that it gives alone.
@@ -75,13 +77,14 @@ def check_transfer(
         saved: its prompts; those that do not fit `model` were left out.
         expected: its tokens of each.
         model: that decodes.
+        arithmetic: in which it does.
         allowed: see `comparison.tie_limit`.
 
     Raises:
         ProviderError: the device failed.
     """
     found = [(one.prompt, resume(model, one, len(expected[one.prompt]))) for one in saved]
-    return Transfer(source, judge("transfer", model, expected, found, allowed))
+    return Transfer(source, arithmetic, judge("transfer", model, expected, found, allowed))
 
 
 def read_layers(model: Model, tables: Sequence[Sequence[int]]) -> NDArray[np.generic]:

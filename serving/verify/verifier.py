@@ -13,7 +13,7 @@ import numpy as np
 
 from onnxport.errors import OnnxportError
 from onnxport.graphs.artifact import Artifact
-from onnxport.providers.base import Features, LoadOptions, Model, Provider
+from onnxport.providers.base import Capabilities, Features, LoadOptions, Model, Provider
 from onnxport.providers.registry import get_provider
 from onnxport.serving.verify.caches import CacheReport, compare_caches
 from onnxport.serving.verify.comparison import (
@@ -132,7 +132,10 @@ class Verifier:
             for options in modes:
                 with _loaded(provider, self._artifact, options) as model:
                     if not found or _is_other(found[-1].report, model):
-                        found.append(self._run(report.provider, model, not found))
+                        moves = not found or _types(found[-1].report.capabilities) != _types(
+                            model.capabilities
+                        )
+                        found.append(self._run(report.provider, model, moves))
                     if options is modes[-1] and self._checks.speed:
                         speed = measure_speed(model, self._token_ids)
             passed = all(one.report.passed for one in found)
@@ -164,8 +167,8 @@ class Verifier:
             caches=caches,
         )
 
-    def _run(self, name: str, model: Model, first: bool) -> Checked:
-        """Compare logits, and tokens if those are right."""
+    def _run(self, name: str, model: Model, moves: bool) -> Checked:
+        """Compare logits, and tokens if those are right; move K/V, if it `moves` them."""
         capabilities = model.capabilities
         tolerance = choose_tolerance(capabilities, has_experts=self._has_experts)
         logits = _compare_logits(model, self._golden, self._token_ids)
@@ -192,14 +195,17 @@ class Verifier:
             limit = tie_limit(error, reference.error)
             tokens = judge("agreement", model, reference.alone, list(alone.items()), limit)
             report = replace(report, agreement=Agreement(reference.provider, tokens))
-        if not first:
+        if not moves:
             return Checked(report, ())
         saved = tuple(save_prompt(model, prompt) for prompt in prompts.fixed[-NUM_TRANSFERS:])
-        transfers = [check_transfer(name, saved, alone, model, own_limit)]
+        arithmetic = tolerance.name
+        transfers = [check_transfer(name, saved, alone, model, arithmetic, own_limit)]
         if reference is not None:
             theirs = [one for one in reference.saved if one.prompt in alone]
             transfers.append(
-                check_transfer(reference.provider, theirs, reference.alone, model, limit)
+                check_transfer(
+                    reference.provider, theirs, reference.alone, model, arithmetic, limit
+                )
             )
         elif tolerance is EXACT and report.passed:
             self._reference = Reference(name, alone, saved, error)
@@ -291,8 +297,10 @@ def _loaded(provider: Provider, artifact: Artifact, options: LoadOptions) -> Ite
 
 def _is_other(report: ModeReport, model: Model) -> bool:
     """Whether a model has another arithmetic than one that was checked already."""
-    one, other = (
-        (each.attention, each.compute_dtype, each.kv_cache_dtype, each.int8_products)
-        for each in (report.capabilities, model.capabilities)
-    )
-    return one != other
+    one, other = report.capabilities, model.capabilities
+    return (*_types(one), one.int8_products) != (*_types(other), other.int8_products)
+
+
+def _types(capabilities: Capabilities) -> tuple[str, ...]:
+    """What decides how K/V lie in a cache, and which kernels read them."""
+    return (capabilities.attention, capabilities.compute_dtype, capabilities.kv_cache_dtype)

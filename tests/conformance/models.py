@@ -99,7 +99,7 @@ def step(
         block_table=table * count,
         cumulative_sequence_lengths=np.cumsum([0, *new]).astype(np.int32),
         past_sequence_lengths=np.array([past for _, past, _ in rows], np.int32),
-        attention_metadata=np.array([max(new), max(total), min(total)], np.int32),
+        attention_metadata=np.array([max(new), max(total), max(total)], np.int32),
         logits_indices=np.arange(sum(new), dtype=np.int32),
         more_block_tables=tuple(table * count + group for group in range(1, count)),
     )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from onnxport.graphs.inspect import set_attribute
-from onnxport.graphs.passes.join_products import join_products
+from onnxport.graphs.passes.join_products import join_products, joined_bytes
 from onnxport.graphs.passes.split_experts import split_experts
 from tests.graphs.expert_models import COUNT, TYPES, inputs, layer
 
@@ -61,6 +61,8 @@ def test_second_halves_of_experts_become_one_product(
     untouched = split.SerializeToString()
     result = join_products(split, reader(tmp_path))
     assert split.SerializeToString() == untouched
+    assert joined_bytes(split) == sum(value.nbytes for value in result.attached.values()) > 0
+    assert joined_bytes(result.model) == 0
     assert result.changes == {"products joined": COUNT}
     # Of COUNT products and their COUNT - 1 sums one product is left, and the Split is gone.
     assert len(split.graph.node) - len(result.model.graph.node) == 2 * COUNT - 1

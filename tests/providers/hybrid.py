@@ -50,7 +50,7 @@ class Sequences:
                 block_table=first,
                 cumulative_sequence_lengths=np.cumsum([0, *lengths]).astype(np.int32),
                 past_sequence_lengths=np.array(past, np.int32),
-                attention_metadata=np.array([max(lengths), max(totals), min(totals)], np.int32),
+                attention_metadata=np.array([max(lengths), max(totals), max(totals)], np.int32),
                 logits_indices=np.arange(sum(lengths), dtype=np.int32),
                 more_block_tables=tuple(others),
             )

@@ -19,7 +19,7 @@ from onnxport.errors import AdapterError, CapacityError, ProviderError
 from onnxport.exporter.export import export_model
 from onnxport.exporter.options import ExportOptions
 from onnxport.graphs.artifact import Artifact
-from onnxport.graphs.lora import KINDS, LoraAdapter, LoraDelta, LoraProduct, projection_shapes
+from onnxport.graphs.lora import KINDS, Kind, LoraAdapter, LoraDelta, LoraProduct, projection_shapes
 from onnxport.graphs.spec import ArchSpec
 from onnxport.providers import adapters as module
 from onnxport.providers import cuda
@@ -463,6 +463,38 @@ def test_memory_for_adapters_is_set_aside(
         else stack_bytes(products, spec, asked, 4)
     )
     assert blocks[0] - blocks[1] == pytest.approx(taken / 2, abs=8192)
+
+
+def full_adapter(spec: ArchSpec, rank: int) -> LoraAdapter:
+    """One of a rank that changes everything."""
+    deltas = {
+        (layer, projection): LoraDelta(
+            np.zeros((rank, columns), np.float32), np.zeros((rows, rank), np.float32)
+        )
+        for layer in range(spec.num_layers)
+        for projection, (rows, columns) in projection_shapes(spec).items()
+    }
+    return LoraAdapter(deltas)
+
+
+@pytest.mark.parametrize("options", [{}, {"few_shapes": True}, {"steady": True}])
+def test_what_is_set_aside_holds_two_stacks_and_a_copy(
+    spec: ArchSpec, options: dict[str, bool]
+) -> None:
+    """Of all adapters at their largest rank, and of as many rows as shapes have."""
+    place, rank = Placed(), 9
+    kinds: tuple[Kind, ...] = ("qkv", "o", "gate_up", "down")
+    products = [LoraProduct(layer, kind) for layer in range(spec.num_layers) for kind in kinds]
+    found = AdapterStacks(products, spec, np.dtype(np.float32), place, **options)
+    for slot in (1, 2, 3):
+        found.put(slot, full_adapter(spec, rank))
+    found.values({1, 2, 3})
+    largest = sum(
+        array.nbytes for name, array in place.stacks[-1].items() if not name.endswith("owners")
+    )
+    asked = LoadOptions(max_adapters=3, max_adapter_rank=rank)
+    found_bytes = stack_bytes(products, spec, asked, 4, few_shapes=bool(options))
+    assert found_bytes == 3 * largest
 
 
 class Placed:

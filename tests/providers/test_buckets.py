@@ -51,7 +51,7 @@ def step(
         block_table=table,
         cumulative_sequence_lengths=np.cumsum([0, *new], dtype=np.int32),
         past_sequence_lengths=np.array(past, np.int32),
-        attention_metadata=np.array([max(new), max(totals), min(totals)], np.int32),
+        attention_metadata=np.array([max(new), max(totals), max(totals)], np.int32),
         logits_indices=np.array(logits, np.int32),
     )
 
@@ -150,7 +150,7 @@ def test_a_padded_step_is_a_valid_step(case: tuple[Buckets, StepInputs]) -> None
     assert len(totals) == len(padded.block_table)
     assert totals.max() <= buckets.max_model_len, "the RoPE tables have no more rows"
     assert totals.max() <= padded.block_table.shape[1] * buckets.block_size
-    assert padded.attention_metadata.tolist() == [new.max(), totals.max(), totals.min()]
+    assert padded.attention_metadata.tolist() == [new.max(), totals.max(), totals.max()]
     assert padded.attention_metadata.dtype == np.int32
     assert (padded.logits_indices < len(padded.input_ids)).all()
 
@@ -178,7 +178,8 @@ def test_the_number_of_shapes() -> None:
     buckets = Buckets(max_tokens=512, max_rows=64, max_model_len=4096, block_size=16)
     assert len(buckets.decode_shapes()) == 7 * 9
     tokens, rows, widths, tiles = 10, 8, 9, 2
-    assert len(buckets.shapes()) <= 7 * 9 + tokens * rows * widths * tiles * 2
+    few_logits = tokens * rows * widths * tiles
+    assert len(buckets.shapes()) <= 7 * 9 + few_logits * tokens // 2
     assert buckets.spare_blocks == 16, "255 tokens"
 
 
@@ -207,7 +208,7 @@ def test_examples() -> None:
     assert mixed.shape == StepShape(8, 4, 4, 4, 8)
     assert mixed.inputs.cumulative_sequence_lengths.tolist() == [0, 5, 6, 8, 8]
     assert mixed.inputs.block_table[2:].tolist() == [[100, 0, 0, 0], [0, 0, 0, 0]]
-    assert mixed.inputs.attention_metadata.tolist() == [5, 10, 0]
+    assert mixed.inputs.attention_metadata.tolist() == [5, 10, 10]
     assert mixed.inputs.logits_indices.tolist() == [4, 5, 5, 5]
     narrow = pad(step([4, 4, 4, 4, 1], [0] * 5, 1, [3], 4), buckets, 100)
     assert np.diff(narrow.inputs.cumulative_sequence_lengths[5:]).tolist() == [4, 4, 4, 3, 0] + [
@@ -216,6 +217,9 @@ def test_examples() -> None:
     assert narrow.inputs.block_table[5:9, 0].tolist() == [100, 101, 102, 103]
     every = pad(step([4, 3], [0, 0], 1, list(range(7)), 4), buckets, 100)
     assert every.shape == StepShape(8, 4, 1, 8, 8), "more logits than rows: one a token"
+    some = pad(step([30, 1], [0, 9], 8, [2, 5, 8, 11, 30], 4), buckets, 100)
+    assert some.shape == StepShape(32, 4, 8, 8, 64), "no more than there may be wanted"
+    assert some.inputs.logits_indices.tolist() == [2, 5, 8, 11, 30, 30, 30, 30]
 
 
 def test_rows_at_the_limits() -> None:

@@ -37,7 +37,7 @@ def step(model: Model, parts: list[tuple[int, int, list[int]]]) -> np.ndarray:
         block_table=np.array(blocks, np.int32),
         cumulative_sequence_lengths=starts,
         past_sequence_lengths=np.array([past for _, past, _ in parts], np.int32),
-        attention_metadata=np.array([max(counts), max(totals), min(totals)], np.int32),
+        attention_metadata=np.array([max(counts), max(totals), max(totals)], np.int32),
         logits_indices=np.arange(starts[-1], dtype=np.int32),
     )
     return np.array(model.run(inputs))

@@ -13,6 +13,7 @@ from onnx import TensorProto
 
 from onnxport.graphs.block_transfers import CacheShape
 from onnxport.graphs.tensors import numpy_dtype
+from onnxport.providers import device_blocks
 from onnxport.providers.blocks import HostBlocks, plain_layout
 from onnxport.providers.device_blocks import DeviceBlocks, device_caches
 from onnxport.providers.ort import CPU
@@ -71,6 +72,31 @@ def test_transfers_are_those_of_the_host(dtype: int, group: int | None) -> None:
     moves()
     twice = [3, 1, 3]
     np.testing.assert_array_equal(both.device.read(twice), both.host.read(twice))
+
+
+@pytest.mark.parametrize(("blocks", "runs"), [(0.5, 9), (1, 9), (4, 3), (9, 1), (100, 1)])
+def test_one_run_moves_no_more_than_there_is_memory_for(
+    monkeypatch: pytest.MonkeyPatch, blocks: float, runs: int
+) -> None:
+    block_bytes = 2 * LAYERS * HEADS * BLOCK_SIZE * WIDTH * 4
+    monkeypatch.setattr(device_blocks, "MOST_BYTES", int(blocks * block_bytes))
+    both = Both(TensorProto.FLOAT, None)
+    run, counted = DeviceBlocks._run, []
+
+    def count(self: DeviceBlocks, *args: Any, **options: Any) -> None:
+        counted.append(args)
+        run(self, *args, **options)
+
+    monkeypatch.setattr(DeviceBlocks, "_run", count)
+    content = both.content(9, 1)
+    both.device.write(range(9), content)
+    assert len(counted) == runs
+    both.host.write(range(9), content)
+    np.testing.assert_array_equal(both.device.read(range(9)), content)
+    assert len(counted) == 2 * runs
+    for one in (both.device, both.host):
+        one.copy([0, 2, 4], [9, 10, 11])
+    both.check()
 
 
 def test_memory_stays_where_it_is() -> None:

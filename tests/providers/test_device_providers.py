@@ -17,11 +17,20 @@ from onnx import TensorProto
 from onnxport.errors import CapacityError, DeviceMemoryError, ProviderError
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import element_types
-from onnxport.providers import cuda, device, directml, migraphx, placement, webgpu
+from onnxport.providers import (
+    cuda,
+    device,
+    device_lowering,
+    directml,
+    migraphx,
+    placement,
+    webgpu,
+)
 from onnxport.providers.base import LoadOptions, Model
 from onnxport.providers.nvidia import gpus
 from onnxport.providers.ort import CPU, Target
 from onnxport.providers.registry import EMULATED, get_provider
+from onnxport.providers.self_test import Tried
 from tests.exporter.checkpoints import VOCAB
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.models import opened, run_rows
@@ -447,6 +456,41 @@ def test_what_a_device_leaves_to_the_host_is_refused_unless_it_is_allowed(
     assert placement.CPU_EXECUTION_PROVIDER in model.capabilities.placement
 
 
+def test_steps_of_which_the_host_runs_a_part_are_not_replayed(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that is to be recorded does not start then, before anybody says what is left."""
+    have(monkeypatch, "cuda")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(cuda, "why_not_started", lambda target: "")
+    monkeypatch.setattr(device_lowering, "distrust", lambda *_: "")
+    started: list[Target] = []
+    start = device.start_session
+
+    def refuse(model: bytes, folder: Path | None, options: Any, target: Target) -> Any:
+        if folder is None:
+            return start(model, folder, options, CPU)
+        started.append(target)
+        raise ProviderError("it does not start.")
+
+    monkeypatch.setattr(device, "start_session", refuse)
+    artifact = Artifact.read(tiny_artifact("llama", "fp16"))
+    options: dict[str, Any]
+    for options, records in (
+        ({}, True),
+        ({"allowed_on_host": ("Gather",)}, False),
+        ({"capture_graphs": False}, False),
+    ):
+        with pytest.raises(ProviderError, match="does not start") as caught:
+            get_provider("cuda").load(artifact, LoadOptions(kv_cache_tokens=512, **options))
+        assert ("--no-capture-graphs" in str(caught.value)) == records
+        assert ("enable_cuda_graph" in started.pop().options) == records
+    with pytest.raises(ProviderError, match="leave one of them out"):
+        get_provider("cuda").load(
+            artifact, LoadOptions(capture_graphs=True, allowed_on_host=("Gather",))
+        )
+
+
 @pytest.mark.parametrize("provider", ["cuda", "directml"])
 def test_where_there_is_no_gelu_it_is_written_out(
     tiny_artifact: ArtifactMaker,
@@ -530,6 +574,38 @@ def test_experts_on_webgpu_are_of_operators_that_it_has(
     assert not [n for n in nodes if n.op_type in ("Min", "Max") and types[n.output[0]] in FLOATS]
 
 
+@pytest.mark.parametrize(
+    ("case", "precision", "dtype", "what"),
+    [
+        ("llama", "fp16", "float32", "stored in another type, as float32,"),
+        ("llama", "fp32", "float16", "stored in another type, as float16,"),
+        ("qwen3-moe", "int8", "auto", "those of experts, side by side,"),
+    ],
+)
+def test_what_is_made_of_weights_has_to_fit_on_the_host(
+    tiny_artifact: ArtifactMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    precision: str,
+    dtype: str,
+    what: str,
+) -> None:
+    """It is asked before anything is read, so that nobody is killed half way."""
+    path = tiny_artifact(case, precision)
+    monkeypatch.setattr("onnxport.providers.memory.available_bytes", lambda: 1000)
+    read: list[str] = []
+    right = Artifact.read_tensor
+
+    def note(self: Artifact, tensor: onnx.TensorProto) -> Any:
+        read.append(tensor.name)
+        return right(self, tensor)
+
+    monkeypatch.setattr(Artifact, "read_tensor", note)
+    with pytest.raises(CapacityError, match=f"{what} take .* of the host's memory, and 1000 bytes"):
+        emulated(path, "webgpu", dtype=dtype)
+    assert not read
+
+
 def test_a_buffer_limit_makes_the_pool_smaller(tiny_artifact: ArtifactMaker) -> None:
     """Keys and values of a layer are a buffer each; WebGPU's are bounded."""
     limits = emulated(tiny_artifact("llama", "int4"), "webgpu", kv_cache_tokens=None).capabilities
@@ -604,6 +680,35 @@ def test_a_gpu_whose_attention_computes_wrongly_gets_the_decomposed_graph(
         get_provider("cuda").load(
             Artifact.read(tiny_artifact("llama", "fp16")), LoadOptions(attention="native")
         )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_is_tried_is_in_the_types_heads_and_blocks_of_the_load(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    have(monkeypatch, "cuda")
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(cuda, "why_not_started", lambda target: "")
+    monkeypatch.setattr(cuda.CudaProvider, "_target", lambda self: CPU)
+    asked: list[tuple[str, int, int]] = []
+
+    def tried(target: Target, kind: str, layers: tuple[Tried, ...]) -> str:
+        asked.extend((kind, one.head_size, one.block_size) for one in layers)
+        return "it computes wrongly"
+
+    monkeypatch.setattr(device_lowering, "distrust", tried)
+    artifact = Artifact.read(tiny_artifact("llama", "fp16"))
+    head_size = artifact.manifest.model.head_size
+    for options, size in (({}, 256), ({"block_size": 64}, 64)):
+        with pytest.raises(ProviderError, match="was asked for on A GPU: it computes wrongly"):
+            get_provider("cuda").load(
+                artifact, LoadOptions(attention="native", dtype=dtype, **options)
+            )
+        assert asked.pop() == (dtype, head_size, size)
+    assert not asked
+    for options in ({"dtype": "float32"}, {"attention": "decomposed"}):
+        get_provider("cuda").load(artifact, LoadOptions(kv_cache_tokens=64, **options)).close()
+    assert not asked, "what is not used is not tried"
 
 
 class FakePlugin(SimpleNamespace):

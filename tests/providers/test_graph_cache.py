@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from onnxport.graphs.artifact import GRAPH_FILES, WEIGHTS_FILE, Artifact
 from onnxport.graphs.passes import retype
 from onnxport.providers import graph_cache
 from onnxport.providers.base import LoadOptions, Model
-from onnxport.providers.cpu import library
+from onnxport.providers.cpu import graph_source, library, lowering
 from onnxport.providers.cpu import provider as cpu
 from onnxport.providers.cpu.graph_source import find_graph_cache
 from onnxport.providers.graph_cache import Conversion, GraphCache, LoweredGraph, graph_key
@@ -157,6 +160,41 @@ def test_what_matters_is_told_apart(
     (code / "notes.txt").write_text("no module")
     note()
     assert found[-1] == found[-2]
+
+
+def test_a_module_by_itself_is_told_apart(tiny_artifact: ArtifactMaker, tmp_path: Path) -> None:
+    artifact, module = Artifact.read(tiny_artifact("llama", "int4")), tmp_path / "a.py"
+    assert graph_key(artifact, [module], {}) is None
+    keys = []
+    for text in ("a = 1", "a = 10"):
+        module.write_text(text)
+        (tmp_path / "beside.py").write_text(text)
+        keys.append(graph_key(artifact, [module], {}))
+    assert keys[0] != keys[1]
+    (tmp_path / "beside.py").write_text("")
+    assert graph_key(artifact, [module], {}) == keys[1]
+
+
+def test_whatever_lowers_is_in_the_key(
+    tiny_artifact: ArtifactMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The modules of providers that `cpu.lowering` reads, but for what is told by choices."""
+    told: list[Path] = []
+
+    def note(artifact: Artifact, code: Iterable[Path], choices: Any) -> None:
+        told.extend(code)
+
+    monkeypatch.setattr(graph_source, "graph_key", note)
+    options = LoadOptions(graph_cache=tmp_path)
+    artifact = Artifact.read(tiny_artifact("llama", "int4"))
+    graph_source.find_graph_cache(artifact, options, custom=True)
+    folders = {path for path in told if path.is_dir()}
+    for name in re.findall(
+        r"^from onnxport\.([a-z0-9_.]+) import", inspect.getsource(lowering), re.MULTILINE
+    ):
+        path = Path(importlib.import_module(f"onnxport.{name}").__file__ or "")
+        if name != "providers.base":
+            assert path in told or path.parent in folders, name
 
 
 def test_what_cannot_be_known_is_not_kept(tiny_artifact: ArtifactMaker, tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ def test_native_attention_is_tried_before_it_has_several_tables(
         return reason
 
     monkeypatch.setattr(device_lowering, "reads_behind_windows", tried)
+    monkeypatch.setattr(device_lowering, "distrust", lambda *_: "")
     caplog.set_level("INFO", logger=device_lowering.logger.name)
     artifact = Artifact.read(find("gemma3"))
     recipe = replace(webgpu.WebGpuProvider(emulate=True)._recipe(), native=NATIVE)

@@ -13,10 +13,11 @@ from onnxport.graphs import contract as c
 from onnxport.graphs.artifact import Artifact
 from onnxport.graphs.inspect import element_types
 from onnxport.graphs.passes.accuracy import set_accuracy
-from onnxport.graphs.passes.decompose import decompose
+from onnxport.graphs.passes.decompose import Bounds, decompose
 from onnxport.graphs.passes.result import PassResult
-from onnxport.graphs.passes.retype import FLOAT_DTYPES, retype
+from onnxport.graphs.passes.retype import FLOAT_DTYPES, retype, retyped_bytes
 from onnxport.graphs.passes.split_experts import split_experts
+from onnxport.graphs.tensors import numpy_dtype
 from onnxport.providers.ort import ort_value, start_session
 from tests.exporter import checkpoints
 from tests.providers.conftest import ArtifactMaker
@@ -63,6 +64,13 @@ def logits(artifact: Artifact, lowered: PassResult) -> np.ndarray:
     return found
 
 
+def converted_bytes(stored: onnx.ModelProto, result: PassResult) -> int:
+    """What was made of initializers, attached or in the model."""
+    before = {t.name: t.data_type for t in stored.graph.initializer}
+    made = [t for t in result.model.graph.initializer if before.get(t.name) != t.data_type]
+    return sum(math.prod(t.dims) * numpy_dtype(t.data_type).itemsize for t in made)
+
+
 @pytest.mark.parametrize(("family", "precision"), crossed(4, FAMILIES, PRECISIONS))
 def test_float16_is_near_float32(tiny_artifact: ArtifactMaker, family: str, precision: str) -> None:
     artifact = Artifact.read(tiny_artifact(family, precision))
@@ -100,7 +108,11 @@ def test_every_value_has_the_type(
     tiny_artifact: ArtifactMaker, family: str, precision: str, dtype: str, kind: str
 ) -> None:
     artifact = Artifact.read(tiny_artifact(family, precision))
-    result = retype(artifact.load_graph(kind), artifact.read_tensor, dtype)
+    stored = artifact.load_graph(kind)
+    result = retype(stored, artifact.read_tensor, dtype)
+    assert retyped_bytes(stored, dtype) == converted_bytes(stored, result)
+    bare = retype(stored, artifact.read_tensor, dtype, keep_tables=False)
+    assert retyped_bytes(stored, dtype, keep_tables=False) == converted_bytes(stored, bare)
     graph, target = result.model.graph, FLOAT_DTYPES[dtype]
     onnx.shape_inference.infer_shapes(result.model, check_type=True, strict_mode=True)
     types = element_types(result.model)
@@ -122,3 +134,18 @@ def test_every_value_has_the_type(
     for name, value in result.attached.items():
         assert onnx.helper.np_dtype_to_tensor_dtype(value.dtype) == target
         assert math.prod(value.shape) > 0, name
+
+
+@pytest.mark.parametrize("bounds", ["metadata", "shapes"])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize(("family", "precision"), crossed(2, FAMILIES, PRECISIONS))
+def test_decomposed_graphs_are_valid_in_every_type(
+    tiny_artifact: ArtifactMaker, family: str, precision: str, dtype: str, bounds: Bounds
+) -> None:
+    artifact = Artifact.read(tiny_artifact(family, precision))
+    typed = retype(artifact.load_graph("paged"), artifact.read_tensor, dtype).model
+    model = decompose(typed, bounds=bounds).model
+    onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    types = element_types(model)
+    chosen = {types[n.output[0]] for n in model.graph.node if n.op_type in ("Softmax", "ScatterND")}
+    assert chosen == {FLOAT_DTYPES[dtype]}

@@ -55,7 +55,7 @@ def step(new: list[int], logits: list[int], past: list[int], block_size: int) ->
         block_table=np.arange(len(new) * width, dtype=np.int32).reshape(-1, width),
         cumulative_sequence_lengths=np.array([0, *ends], np.int32),
         past_sequence_lengths=np.array(past, np.int32),
-        attention_metadata=np.array([max(new), totals.max(), totals.min()], np.int32),
+        attention_metadata=np.array([max(new), totals.max(), totals.max()], np.int32),
         logits_indices=np.array([index for one in wanted for index in one], np.int32),
     )
 

@@ -112,7 +112,7 @@ def run(
             case.block_table,
             case.cumulative_lengths,
             np.array(case.past_lengths, np.int32),
-            np.array([max(case.new_lengths), max(totals), min(totals)], np.int32),
+            np.array([max(case.new_lengths), max(totals), max(totals)], np.int32),
             np.empty(0, np.int32),
         )
         for name, array in {"qkv": qkv, **flat_inputs(inputs, form.block_size)}.items():

@@ -11,12 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from onnxport.errors import ProviderError
 from onnxport.graphs import contract
 from onnxport.graphs.artifact import Artifact
-from onnxport.providers import step_memory
+from onnxport.providers import device, step_memory
 from onnxport.providers.base import LoadOptions, StepInputs
+from onnxport.providers.buckets import Buckets, pad
+from onnxport.providers.ort import CPU
 from onnxport.providers.ort_model import OrtModel
-from onnxport.providers.pool import PoolPlan
+from onnxport.providers.pool import UNKNOWN_BYTES, PoolPlan
+from onnxport.providers.recipe import Recipe
 from onnxport.providers.registry import get_provider
 from onnxport.providers.step_memory import LEAST_BYTES, StepMemory, parts_of
 from tests.graphs.artifacts import SPEC
@@ -24,6 +28,8 @@ from tests.providers.conftest import ArtifactMaker
 from tests.tiers import crossed
 
 MEMORY = StepMemory(key_bytes=1024, score_bytes=32, block_size=16, most_bytes=1 << 20)
+BUCKETS = Buckets(max_tokens=256, max_rows=32, max_model_len=16_000, block_size=16)
+PADDED = replace(MEMORY, buckets=BUCKETS)
 ROWS = ((1, 30), (1, 3), (5, 5), (2, 17), (1, 9))  # new tokens and length of each sequence
 WIDTH = 2  # blocks of 16 tokens
 
@@ -37,7 +43,7 @@ def step(wanted: list[int]) -> StepInputs:
         block_table=np.ascontiguousarray(blocks),
         cumulative_sequence_lengths=np.cumsum([0, *new], dtype=np.int32),
         past_sequence_lengths=lengths - new,
-        attention_metadata=np.array([new.max(), lengths.max(), lengths.min()], np.int32),
+        attention_metadata=np.array([new.max(), lengths.max(), lengths.max()], np.int32),
         logits_indices=np.array(wanted, np.int32),
     )
 
@@ -48,6 +54,74 @@ def test_one_long_sequence_makes_all_rows_as_large() -> None:
     assert MEMORY.step_bytes(24, 24, 1, 15_985) == keys * (4 * 1024 + 3 * 32)  # whole blocks
     assert MEMORY.step_bytes(1, 512, 512, 640) == 8 * 640 * (4 * 1024 + 3 * 64 * 32)
     assert MEMORY.step_bytes(3, 130, 128, 640) == (3 + 1) * 640 * (4 * 1024 + 3 * 64 * 32)
+
+
+def test_a_padded_step_takes_what_its_shape_does() -> None:
+    """Tokens, rows and table grow, and chunks of two tokens get tiles of eight."""
+    decode, key = 4 * 1024 + 3 * 32, 4 * 1024 + 3 * 8 * 32
+    assert PADDED.step_bytes(24, 24, 1, 15_985) == 32 * 16_000 * decode
+    assert PADDED.step_bytes(3, 3, 1, 16) == 4 * 16 * decode
+    assert MEMORY.step_bytes(9, 18, 2, 40) == (9 + 9 // 2) * 48 * (4 * 1024 + 3 * 2 * 32)
+    # 32 tokens in 16 rows, some of them padding, and 4 blocks
+    assert PADDED.step_bytes(9, 18, 2, 40) == (16 + 16 // 8) * 64 * key
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 500)), min_size=1, max_size=32).filter(
+        lambda rows: sum(count for count, _ in rows) <= BUCKETS.max_tokens
+    )
+)
+def test_what_a_padded_step_takes_is_what_is_run(rows: list[tuple[int, int]]) -> None:
+    new, past = (np.array(one, np.int32) for one in zip(*rows, strict=True))
+    lengths = new + past
+    width = -(-int(lengths.max()) // BUCKETS.block_size)
+    inputs = StepInputs(
+        input_ids=np.zeros(new.sum(), np.int64),
+        block_table=np.zeros((len(rows), width), np.int32),
+        cumulative_sequence_lengths=np.cumsum([0, *new], dtype=np.int32),
+        past_sequence_lengths=past,
+        attention_metadata=np.array([new.max(), lengths.max(), lengths.max()], np.int32),
+        logits_indices=np.zeros(1, np.int32),
+    )
+    shape = pad(inputs, BUCKETS, 4096).shape
+    count, tile = min(shape.num_rows, shape.num_tokens), min(shape.query_tile, shape.num_tokens)
+    tiles = count + (shape.num_tokens - count) // tile
+    expected = tiles * shape.table_width * 16 * (4 * 1024 + 3 * tile * 32)
+    found = PADDED.step_bytes(len(rows), int(new.sum()), int(new.max()), int(lengths.max()))
+    assert found == expected
+
+
+def test_a_step_that_is_larger_than_the_shapes_is_refused_as_ever() -> None:
+    with pytest.raises(
+        ProviderError, match=r"a step of 257 tokens .* lower max_num_batched_tokens"
+    ):
+        PADDED.step_bytes(3, 257, 200, 300)
+
+
+def test_where_memory_is_not_told_steps_get_half_of_an_assumed_one() -> None:
+    pool = PoolPlan(16, 10, 1 << 20, 128)
+    assert StepMemory.plan(SPEC, pool, 2, None).most_bytes == UNKNOWN_BYTES // 2
+
+
+@pytest.mark.parametrize("provider", ["directml", "webgpu"])
+def test_a_device_that_does_not_tell_its_memory_has_a_limit(
+    tiny_artifact: ArtifactMaker, monkeypatch: pytest.MonkeyPatch, provider: str
+) -> None:
+    recipes: list[Recipe] = []
+    monkeypatch.setattr(
+        f"onnxport.providers.{provider}.load_on_device",
+        lambda artifact, options, recipe, target, *, emulate: recipes.append(recipe),
+    )
+    artifact = Artifact.read(tiny_artifact("llama", "fp32"))
+    get_provider(provider, emulate=True).load(artifact, LoadOptions())
+    (recipe,) = recipes
+    assert recipe.free_bytes is None
+    monkeypatch.setattr(device, "check_host_operators", lambda *_: None)
+    options = LoadOptions(kv_cache_tokens=512, attention="decomposed", threads=1)
+    model = device.load_on_device(artifact, options, recipe, CPU, emulate=False)
+    assert model._step_memory is not None
+    assert model._step_memory.most_bytes == UNKNOWN_BYTES // 2
+    model.close()
 
 
 def test_the_long_one_goes_alone() -> None:
@@ -78,7 +152,7 @@ def test_a_part_is_a_step_of_its_own() -> None:
     assert second.input_ids.tolist() == [12, 13, 14, 15, 16, 17, 18, 19]
     assert second.cumulative_sequence_lengths.tolist() == [0, 5, 7, 8]
     assert second.past_sequence_lengths.tolist() == [0, 15, 8]
-    assert second.attention_metadata.tolist() == [5, 17, 5]
+    assert second.attention_metadata.tolist() == [5, 17, 17]
     assert second.logits_indices.tolist() == [6, 7]
     assert second.adapter_slots is not None
     assert second.adapter_slots.tolist() == [2, 0, 1]
@@ -146,7 +220,7 @@ def test_steps_get_half_of_what_weights_and_pool_leave() -> None:
     found = StepMemory.plan(SPEC, pool, 2, left)
     assert found.most_bytes == (left - (10 << 20)) // 2
     assert found.key_bytes == SPEC.num_kv_heads * SPEC.head_size * 2
-    assert StepMemory.plan(SPEC, pool, 2, left, padding=4).most_bytes == found.most_bytes // 4
+    assert StepMemory.plan(SPEC, pool, 2, left, BUCKETS).buckets is BUCKETS
     assert StepMemory.plan(SPEC, pool, 2, 10 << 20).most_bytes == LEAST_BYTES
 
 
@@ -159,9 +233,9 @@ def test_a_load_plans_for_decomposed_attention(
     model = loaded(tiny_artifact("llama", "fp32"), provider, attention="decomposed")
     limits, found = model.capabilities, model._step_memory
     assert found is not None
-    share = 0.5 / (1 if provider == "cpu" else 4)
+    assert (found.buckets is not None) == (provider == "migraphx")
     pool_bytes = limits.num_blocks * limits.kv_block_bytes
-    assert found.most_bytes == pytest.approx(((1 << 30) - pool_bytes) * share, rel=0.01)
+    assert found.most_bytes == pytest.approx(((1 << 30) - pool_bytes) * 0.5, rel=0.01)
     model.close()
 
 

@@ -38,7 +38,7 @@ def test_a_prefill_a_chunk_and_decodes_in_one_batch() -> None:
         "block_table": [[0, 1], [2, 0], [3, 4]],
         "cumulative_sequence_lengths": [0, 1, 3, 8],
         "past_sequence_lengths": [5, 0, 0],
-        "attention_metadata": [5, 6, 2],
+        "attention_metadata": [5, 6, 6],
         "logits_indices": [0, 2],
     }
     assert packed(bench, packer) == {
@@ -46,7 +46,7 @@ def test_a_prefill_a_chunk_and_decodes_in_one_batch() -> None:
         "block_table": [[0, 1, 0], [2, 0, 0], [3, 4, 5]],
         "cumulative_sequence_lengths": [0, 1, 2, 8],
         "past_sequence_lengths": [6, 2, 5],
-        "attention_metadata": [6, 11, 3],
+        "attention_metadata": [6, 11, 11],
         "logits_indices": [0, 1],
     }
 

@@ -23,7 +23,7 @@ def inputs(rows: list[tuple[list[int], int, list[int]]]) -> StepInputs:
         block_table=np.array(table, np.int32),
         cumulative_sequence_lengths=np.cumsum([0, *new]).astype(np.int32),
         past_sequence_lengths=np.array([past for _, past, _ in rows], np.int32),
-        attention_metadata=np.array([max(new), max(total), min(total)], np.int32),
+        attention_metadata=np.array([max(new), max(total), max(total)], np.int32),
         logits_indices=np.arange(sum(new), dtype=np.int32),
     )
 
@@ -67,7 +67,7 @@ def test_stale_unwritten_and_poisoned_slots_are_seen() -> None:
         ({"cumulative_sequence_lengths": np.array([0, 2, 4], np.int32)}, None),
         ({"past_sequence_lengths": np.array([[0], [0]], np.int32)}, "has shape"),
         ({"past_sequence_lengths": np.array([0, 3], np.int32)}, None),
-        ({"attention_metadata": np.array([2, 2, 2], np.int32)}, None),
+        ({"attention_metadata": np.array([2, 2, 1], np.int32)}, None),
         ({"logits_indices": np.array([3], np.int32)}, None),
         ({"logits_indices": np.array([], np.int32)}, None),
     ],

@@ -66,6 +66,122 @@ def test_steps_grow_again_when_there_is_memory_again() -> None:
     assert max(model.sizes) == 32
 
 
+class Few(NullModel):
+    """Has memory for so many rows in a step."""
+
+    most = 5
+    sizes: list[int]
+
+    def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+        if not hasattr(self, "sizes"):
+            self.sizes = []
+        self.sizes.append(len(inputs.block_table))
+        if len(inputs.block_table) > self.most:
+            raise DeviceMemoryError("no memory left")
+        return super().run(inputs)
+
+
+def test_rows_that_need_too_much_memory_go_in_parts_and_fail_no_more() -> None:
+    engine = null_engine(model_type=Few, max_num_batched_tokens=64, max_num_seqs=16)
+    for number in range(12):
+        submit(engine, str(number), [number, 3])
+    deltas = run(engine)
+    for number in range(12):
+        assert tokens(deltas[str(number)]) == alone([number, 3])
+    model = null_model(engine)
+    assert isinstance(model, Few)
+    assert [size for size in model.sizes if size > model.most] == [12, 6, 6]  # of one step
+    assert engine._retries.most_rows == 3  # a quarter went well
+    assert max(model.sizes[-12:]) == 3
+
+
+def test_rows_of_which_some_need_more_memory_go_in_parts_that_fit() -> None:
+    class Uneven(Few):
+        """Has memory for so many rows, or for fewer where one is long."""
+
+        def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+            self.most = 2 if inputs.attention_metadata[1] > 40 else 8
+            return super().run(inputs)
+
+    engine = null_engine(
+        model_type=Uneven, max_num_batched_tokens=64, max_num_seqs=16, num_blocks=256
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=60)
+    prompts = {str(number): [number, 3] for number in range(11)} | {"long": [7] * 36}
+    for name, prompt in prompts.items():
+        submit(engine, name, prompt, params)
+    deltas = run(engine)
+    for name, prompt in prompts.items():
+        assert tokens(deltas[name]) == alone(prompt, params)
+    model = null_model(engine)
+    assert isinstance(model, Uneven)
+    assert engine._retries.most_rows == 2
+    assert not [size for size in model.sizes[len(model.sizes) // 2 :] if size > 2]
+
+
+def test_rows_grow_again_when_there_is_memory_again() -> None:
+    engine = null_engine(
+        model_type=Few, max_num_batched_tokens=64, max_num_seqs=16, num_blocks=1000
+    )
+    model = null_model(engine)
+    assert isinstance(model, Few)
+    params = SamplingParams(temperature=0.0, max_tokens=300)
+    for number in range(12):
+        submit(engine, str(number), [number], params)
+    checked_step(engine)
+    while not engine._retries.most_rows:
+        checked_step(engine)
+    model.most = 12
+    model.sizes.clear()
+    deltas = run(engine)
+    assert all(deltas.values())
+    assert engine._retries.most_rows is None
+    assert [size for size in dict.fromkeys(model.sizes) if size in (3, 6, 12)] == [3, 6, 12]
+
+
+def test_a_failure_of_another_kind_limits_no_rows() -> None:
+    class Broken(Few):
+        most = 100
+
+        def run(self, inputs: StepInputs) -> NDArray[np.float32]:
+            found = super().run(inputs)
+            if 7 in inputs.input_ids:
+                raise RuntimeError("no such token")
+            return found
+
+    engine = null_engine(model_type=Broken, max_num_batched_tokens=64, max_num_seqs=16)
+    for number in range(6, 10):
+        submit(engine, str(number), [number], SamplingParams(max_tokens=1))
+    deltas = run(engine)
+    assert [name for name, found in deltas.items() if found[-1].finish_reason == "error"] == ["7"]
+    assert engine._retries.most_rows is None
+
+
+def test_one_request_that_is_too_large_limits_no_rows() -> None:
+    engine = null_engine(model_type=Narrow, max_num_batched_tokens=64, max_num_seqs=4)
+    submit(engine, "a", PREFIX)
+    submit(engine, "b", [*PREFIX[:30], 4])
+    run(engine)
+    assert engine._retries.budget_tokens < 64
+    assert engine._retries.most_rows is None
+
+
+def test_who_yields_to_others_does_so_though_there_is_memory_for_few_rows() -> None:
+    engine = null_engine(
+        model_type=Few, max_num_batched_tokens=64, num_blocks=30, scheduling_policy="priority"
+    )
+    for number in range(7):
+        submit(engine, str(number), [number, 3, 5], priority=1)
+    while not engine._retries.most_rows:
+        checked_step(engine)
+    submit(engine, "first", PREFIX[:40], priority=0)
+    deltas = run(engine)
+    assert tokens(deltas["first"]) == alone(PREFIX[:40])
+    for number in range(7):
+        assert len(tokens(deltas[str(number)])) <= len(alone([number, 3, 5]))
+    assert engine.stats().num_preemptions > 0
+
+
 def test_the_next_provider_starts_with_all_its_memory() -> None:
     engine = null_engine(
         model_type=Narrow,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from onnxport.errors import ArtifactError, CapacityError, DeviceMemoryError, ProviderError
-from onnxport.providers.base import Features, LoadOptions, StepInputs
+from onnxport.providers.base import Capabilities, Features, LoadOptions, StepInputs
 from onnxport.serving.verify.comparison import (
     COARSE,
     COARSE_CACHE,
@@ -236,6 +236,54 @@ def test_float32_first_then_as_it_is_served(
     names = ["float32 arithmetic", "8-bit activations"]
     assert [one.tolerance.name for one in report.modes] == names[: 2 if rounds else 1]
     assert report.speed is not None
+
+
+class TypedModel(WrongModel):
+    """Says that it computes in a type."""
+
+    def __init__(self, dtype: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._dtype = dtype
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, compute_dtype=self._dtype, kv_cache_dtype=self._dtype)
+
+
+class TypedProvider(LevelProvider):
+    def load(self, artifact: Any, options: LoadOptions) -> WrongModel:
+        rounds = self.rounds and options.matmul_accuracy_level != 1
+        dtype = "float16" if options.dtype == "auto" else options.dtype
+        found = TypedModel(dtype, int8_products=rounds)
+        self.loaded.append(found)
+        return found
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int4"])
+def test_blocks_are_moved_in_each_of_the_types(
+    monkeypatch: Any, tmp_path: Path, precision: str
+) -> None:
+    features = Features.one_type(("native",), ("float16", "float32"))
+    rounds = precision == "int4"
+    providers: dict[str, FakeProvider] = {
+        name: TypedProvider(rounds=rounds, features=features) for name in ("first", "second")
+    }
+    one_type = Features.one_type(("native",), ("float32",))
+    providers["one type"] = LevelProvider(rounds=rounds, features=one_type)
+    checks = Checks(speed=False, caches=False)
+    verifier = fake_verifier(monkeypatch, tmp_path, providers, precision=precision, checks=checks)
+    exact, served = "float32 arithmetic", {"fp16": "16-bit arithmetic", "int4": "8-bit activations"}
+    found = {name: verifier.verify(name) for name in providers}
+    moved = {name: [(m.source, m.arithmetic) for m in one.transfers] for name, one in found.items()}
+    assert all(one.state == "passed" for one in found.values())
+    last = served[precision]
+    assert moved["first"] == [("first", exact), ("first", last), ("first", last)]
+    assert moved["second"] == [
+        (source, name) for name in (exact, last) for source in ("second", "first")
+    ]
+    # What is loaded twice in the same types moves the same blocks in the same way.
+    assert [source for source, _ in moved["one type"]] == ["one type", "first"]
+    assert len(found["one type"].modes) == (2 if precision == "int4" else 1)
 
 
 def test_experts_in_mxfp4_are_quantized(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_blocks_move_between_groups(
         alone = decode_alone(plain, [one.prompt for one in saved["plain"]])
     with opened(alternating_artifact, "custom", **KINDS[target]) as model:
         assert len(model.capabilities.windows) == (1 if target == "plain" else 2)
-        found = check_transfer(source, saved[source], alone, model, 0.0)
+        found = check_transfer(source, saved[source], alone, model, "exact", 0.0)
     assert (found.tokens.state, found.tokens.agreement) == ("passed", 1.0)
     for one, expected in zip(saved[source], saved["plain"], strict=True):
         wanted = resumed(alternating_artifact, "plain", expected)

@@ -180,8 +180,8 @@ def test_blocks_move_between_providers(sizes: tuple[int, int]) -> None:
     alone = decode_alone(source, prompts)
     saved = [save_prompt(source, prompt) for prompt in prompts]
     assert [one.cache.shape[3] for one in saved] == [len(prompt) for prompt in prompts]
-    found = check_transfer("source", saved, alone, target, 0.0)
-    assert (found.source, found.tokens.state) == ("source", "passed")
+    found = check_transfer("source", saved, alone, target, "exact", 0.0)
+    assert (found.source, found.arithmetic, found.tokens.state) == ("source", "exact", "passed")
     assert found.tokens.num_tokens == len(prompts) * NEW_TOKENS
 
 
@@ -192,7 +192,7 @@ def test_a_slot_that_is_lost_on_the_way_is_found(position: int) -> None:
     alone = decode_alone(source, [prompt])
     saved = save_prompt(source, prompt)
     saved.cache[:, 0, :, position] += 1  # the keys; those of the null model are its tokens
-    assert check_transfer("source", [saved], alone, target, 0.0).tokens.state == "failed"
+    assert check_transfer("source", [saved], alone, target, "exact", 0.0).tokens.state == "failed"
 
 
 def test_resuming_computes_no_prompt() -> None:

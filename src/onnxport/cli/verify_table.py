@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from onnxport.serving.verify.caches import CacheReport
 from onnxport.serving.verify.report import ModeReport, ProviderReport, Report
@@ -74,14 +74,16 @@ def _tokens(report: Report) -> Iterator[str]:
     )
     for provider in rows:
         agreements = [mode.agreement.tokens for mode in provider.modes if mode.agreement]
-        moved = {one.source: _mark(one.tokens) for one in provider.transfers}
-        own = moved.pop(provider.provider, "")
+        own, theirs = (
+            _worst([one.tokens for one in provider.transfers if one.source == name])
+            for name in (provider.provider, reference)
+        )
         speed = provider.speed
         decode = {one.rows: one.tokens_per_s for one in speed.decode} if speed else {}
         figures = (speed.prefill_tokens_per_s if speed else None, decode.get(1), decode.get(8))
         yield (
             f"{_name(provider):<22}{_mark(agreements[-1]) if agreements else '':>16}{own:>9}"
-            f"{moved.get(reference, ''):>17}"
+            f"{'' if reference == provider.provider else theirs:>17}"
             + "".join(f"{'' if one is None else f'{one:,.0f}':>12}" for one in figures)
         ).rstrip()
 
@@ -106,6 +108,12 @@ def _caches(report: Report) -> Iterator[str]:
             f"{begin}{cache.bytes_per_token:>15,}{share:>12.1%}"
             f"{error.max_diff:>10.1e}{error.max_kl:>10.1e}{error.top1_agreement:>8.0%}"
         )
+
+
+def _worst(variants: Sequence[Variant]) -> str:
+    """The mark of the first that failed, or of the last."""
+    failed = [one for one in variants if one.state == "failed"]
+    return _mark([*failed, *reversed(variants)][0]) if variants else ""
 
 
 def _mark(variant: Variant) -> str:
@@ -139,7 +147,8 @@ def _verdict(provider: ProviderReport) -> Iterator[str]:
     for cache in provider.caches:
         yield from _cache_failures(cache)
     for transfer in provider.transfers:
-        yield from _differences(f"K/V of {transfer.source}", transfer.tokens)
+        title = f"K/V of {transfer.source} in {transfer.arithmetic}"
+        yield from _differences(title, transfer.tokens)
 
 
 def _failures(mode: ModeReport) -> Iterator[str]:
