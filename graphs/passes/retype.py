@@ -114,9 +114,15 @@ def retyped_bytes(model: onnx.ModelProto, dtype: str, *, keep_tables: bool = Tru
     target = FLOAT_DTYPES[dtype]
     replaced, readers = _replaced_types(model, target), consumers(model)
     outputs = {info.name for info in model.graph.output}
+    islands: frozenset[str] = frozenset()
+    if TensorProto.FLOAT in replaced:
+        islands = islands.union(*(island.made for island in float_islands(model)))
     count = 0
     for tensor in model.graph.initializer:
-        reads = readers.get(tensor.name, [])
+        every = readers.get(tensor.name, [])
+        reads = [read for read in every if islands.isdisjoint(read[0].output)]
+        if every and not reads:
+            continue
         tables = _tables(reads, target, keep_tables=keep_tables)
         is_table = bool(tables) and len(tables) == len(reads) and tensor.name not in outputs
         if _changes(tensor, reads, replaced) and not is_table:

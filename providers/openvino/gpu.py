@@ -55,7 +55,7 @@ class GpuPlugin:
                 "replays nothing: leave it out"
             )
         if options.dtype not in ("auto", *HINTS):
-            raise ProviderError(
+            raise OptionError(
                 f"dtype is {options.dtype!r}; OpenVINO computes in {', '.join(HINTS)} on a GPU, "
                 "ask for one of them or auto"
             )
@@ -66,14 +66,14 @@ class GpuPlugin:
                 "for one of them or auto"
             )
         if options.matmul_accuracy_level == BFLOAT16_LEVEL:
-            raise ProviderError(
+            raise OptionError(
                 f"matmul_accuracy_level is {BFLOAT16_LEVEL}, which is bfloat16; OpenVINO has none "
                 "on a GPU: ask for 1, 2 or 4, or leave it out"
             )
         asked = _asked(options)
         if len(set(asked.values())) > 1:
             given = " and ".join(f"{name} is {getattr(options, name)!r}" for name in asked)
-            raise ProviderError(
+            raise OptionError(
                 f"{given}; on a GPU, OpenVINO computes in the type of its KV cache: give one of "
                 "them, or such as agree"
             )

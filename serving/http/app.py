@@ -185,8 +185,9 @@ def _add_information(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
     @app.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> dict[str, Any]:
-        service.adapter_of(model)
-        return next(each for each in adapters.models(service) if each["id"] == model)
+        name = model or service.model_name
+        service.adapter_of(name)
+        return next(each for each in adapters.models(service) if each["id"] == name)
 
     @app.get("/health", response_model=None)
     async def health() -> Response:

@@ -305,11 +305,11 @@ async def is_done(
 
 async def drop(working: asyncio.Future[Any]) -> None:
     """Cancel what is not done yet; nobody is left to be told of it."""
+    working.cancel()
     if not working.done():
-        working.cancel()
         await asyncio.wait({working})
-        if not working.cancelled():
-            working.exception()
+    if not working.cancelled():
+        working.exception()
 
 
 async def _disconnect(request: Request) -> None:

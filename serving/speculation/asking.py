@@ -16,6 +16,9 @@ from onnxport.serving.speculation.drafter import Drafter
 logger = logging.getLogger(__name__)
 
 MOST_FAILURES = 3  # of the drafter in a row, before it is given up
+# Tokens caught up with at once, from which on they tell what one takes: of fewer it is mostly what
+# any run takes, the first and cold one above all, and longer texts would never seem worth it.
+LEAST_CAUGHT_UP = 32
 
 
 class Asked(NamedTuple):
@@ -111,7 +114,8 @@ class Asker:
             place_s = self.seconds_a_place(rows, elapsed_s / (others + 1))
             # Which takes no less than a place, whatever the places happened to take this time.
             caught_up_s = max(elapsed_s / (others + 1), elapsed_s - others * place_s)
-            self._behind_s.append(caught_up_s / caught_up)
+            if caught_up >= LEAST_CAUGHT_UP:
+                self._behind_s.append(caught_up_s / caught_up)
         elif longest:
             self._places.note(rows, 0, elapsed_s / longest)
 

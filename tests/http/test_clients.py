@@ -179,6 +179,7 @@ async def test_all_names_are_listed_and_taken(ask: Ask) -> None:
     ]
     for model in listed:
         assert (await client.get(f"/v1/models/{model['id']}")).json() == model
+    assert (await client.get("/v1/models/")).json() == listed[0]
     body = {"lora_name": "second", "lora_path": "/nowhere"}
     assert error_of(await client.post("/v1/load_lora_adapter", **body))["param"] == "lora_name"
     assert (await client.complete(model="own")).json()["model"] == "own"

@@ -96,6 +96,17 @@ def test_a_request_that_is_often_behind_a_little_owes_no_more_for_that() -> None
     assert ledger.balance_s > before_s - 0.5 * 6000 * machine.behind_s
 
 
+def test_a_cold_start_with_a_short_prompt_is_no_price_of_long_ones() -> None:
+    machine = drafting(0.95)
+    machine.guesser.takes_s = 0.15
+    while not machine.guesser.num_asked:
+        machine.answer(8, 2)
+    machine.guesser.takes_s = 0.0
+    for _ in range(8):
+        machine.answer(300, 100)
+    assert machine.answer(300, 100) > 2 * machine.plain()
+
+
 @pytest.mark.parametrize("rate", [0.1, 0.95])
 def test_what_was_not_computed_costs_nothing(rate: float) -> None:
     """Its context is too short, or its pool is too small."""

@@ -187,7 +187,7 @@ def test_a_provider_that_tells_no_states_may_take_over(
 ) -> None:
     pytest.importorskip("openvino")
     options = LoadOptions(threads=2, kv_cache_tokens=256, hidden_layers=(2, 4, 5))
-    model = loading._fallback(pair[0], "openvino", "cpu", options).load()
+    model = loading._fallback(Artifact.read(pair[0]), "openvino", "cpu", options).load()
     assert model.capabilities.features == 0
     model.close()
     assert "openvino is tried without a draft head's guesses" in caplog.text

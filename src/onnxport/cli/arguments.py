@@ -411,6 +411,8 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         CapacityError: two options contradict each other.
     """
     given = {name: getattr(options, name, None) for name in ENGINE_OPTIONS}
+    if given["seed"] == -1:  # any, as in SamplingParams
+        given["seed"] = None
     if given["kv_disk_bytes"] is not None and given["kv_disk"] is None:
         raise CapacityError(
             "--kv-disk-size was given without --kv-disk; name the folder, or leave the size out"

@@ -24,6 +24,7 @@ from onnxport.cli.arguments import (
     add_reasoning_option,
     add_speculation_options,
     command,
+    engine_config,
 )
 from onnxport.cli.cache import add_source, find_artifact
 from onnxport.cli.model_defaults import (
@@ -200,6 +201,8 @@ def run(options: argparse.Namespace) -> int:
     logging.getLogger("onnxport").setLevel(logging.INFO)
     template = template_text(options)
     names = model_names(options)
+    api_keys(options.api_key)
+    engine_config(options)
     with bind(options.host, options.port) as sock:
         return _serve(find_artifact(options), names, sock, options, template)
 
