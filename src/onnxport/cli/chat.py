@@ -27,11 +27,11 @@ from onnxport.cli.values import positive
 from onnxport.errors import CapacityError, RequestError
 
 if TYPE_CHECKING:
-    from onnxport.serving.channels import ChannelFormat
+    from onnxport.serving.channels import ChannelFormat, Channels
     from onnxport.serving.chat import ChatTemplate
     from onnxport.serving.engine import Engine
     from onnxport.serving.params import RequestOptions, SamplingParams
-    from onnxport.serving.reasoning import ReasoningFormat
+    from onnxport.serving.reasoning import ReasoningFormat, Thought
     from onnxport.serving.request import Request
     from onnxport.serving.split import Split
 
@@ -51,6 +51,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     add_sampling_options(parser)
     add_reasoning_option(parser)
+    parser.add_argument(
+        "--thinking-token-budget",
+        type=int,
+        metavar="N",
+        help="tokens of reasoning, behind which the answer begins (no limit)",
+    )
     add_load_options(parser)
     add_choice_options(parser)
     add_cache_options(parser)
@@ -65,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
     from onnxport.serving.reasoning import reasoning_format
 
     params = sampling_params(options)
+    params = replace(params, thinking_token_budget=options.thinking_token_budget)
     Artifact.read(options.artifact)  # says what is wrong with a folder that is none
     template = ChatTemplate.read(options.artifact)
     if not template:
@@ -150,26 +157,29 @@ class Conversation:
             RequestError: the message cannot be read, or does not fit the template; likewise.
         """
         from onnxport.serving.reasoning import REASONING_NAMES
+        from onnxport.serving.thought_budget import with_thought
 
         messages = [*self._messages, {"role": "user", "content": text}]
         tokenizer = self._engine.tokenizer
         assert tokenizer is not None
         prompt = self._template.render(messages)
         ids = tokenizer.encode(prompt, add_special_tokens=False)
+        known = self._reasoning
+        begins = None if known is None else known.thought(prompt)
+        params = with_thought(self._params, begins, is_known=known is not None)
         self._turns += 1
-        request = self._engine.prepare(f"turn-{self._turns}", ids, self._params, self._options)
-        thought, said = self._print(request, prompt)
+        request = self._engine.prepare(f"turn-{self._turns}", ids, params, self._options)
+        thought, said = self._print(request, begins)
         answer = {"role": "assistant", "content": said}
         if thought:
             answer |= dict.fromkeys(REASONING_NAMES, thought)
         self._messages = [*messages, answer]
 
-    def _print(self, request: Request, prompt: str) -> tuple[str, str]:
+    def _print(self, request: Request, begins: Thought | Channels | None) -> tuple[str, str]:
         """Run a request, and print the answer as it comes; returns its reasoning and the rest."""
         from onnxport.serving.reasoning import splitter
 
-        known = self._reasoning
-        splitting = splitter(None if known is None else known.thought(prompt))
+        splitting = splitter(begins)
         printer = Printer(dims=_can_dim())
         told: list[Split] = []
 
