@@ -356,6 +356,10 @@ def test_what_is_refused() -> None:
         thought_budget(params(1), Tokenizer(byte_level()), 20)
     with pytest.raises(RequestError, match="no tokens that spell '<é>'"):
         thought_budget(params(1, Thought(("x",), ("<é>",))), metaspace(), size)
+    fast = FastTokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "aab": 3}, [("a", "b"), ("a", "ab")]))
+    fast.decoder = decoders.Fuse()
+    with pytest.raises(RequestError, match="no tokens that spell 'aaab'"):  # but "a", again
+        thought_budget(params(1, Thought(("b",), ("aaab",))), Tokenizer(fast), size)
     form = StructuredOutputs(choice=("yes",), thought=THINK)
     with pytest.raises(RequestError, match="another thought"):
         thought_budget(params(1, structured_outputs=form), tokenizer(), size)
