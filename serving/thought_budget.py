@@ -201,9 +201,7 @@ def thought_budget(
         before = sum(map(len, texts)) - len(tag)  # a space that the tokenizer puts there
         for number, token_id in enumerate(spelling):
             closing.setdefault("".join(texts[:number])[before:], token_id)
-    for tag in thought.closes:
-        for length in range(len(tag)):
-            _check_closes(tokenizer, thought.closes, closing, tag[:length])
+    _check_closes(tokenizer, thought.closes, closing)
     tokens = ((byte, tokenizer.byte_token(byte)) for byte in (NEXT_BYTE, *NEXT_BYTES.values()))
     return ThoughtBudget(
         most,
@@ -221,14 +219,11 @@ def _one_token(token_id: int) -> OneToken:
 
 
 def _spelling(tokenizer: Tokenizer, tag: str, vocab_size: int) -> tuple[int, ...]:
-    """Return the tokens of a closing tag: its own one, or those that spell it.
+    """Return the tokens of a closing tag; there may be a space before it.
 
     Raises:
         RequestError: the model has none.
     """
-    own = tokenizer.token_to_id(tag)
-    if own is not None and own < vocab_size and tokenizer.token_text(own) == tag:
-        return (own,)
     spelling = tokenizer.encode(tag, add_special_tokens=False)
     text = "".join(map(tokenizer.token_text, spelling))
     if text not in (tag, f" {tag}") or max(spelling) >= vocab_size:
@@ -236,20 +231,23 @@ def _spelling(tokenizer: Tokenizer, tag: str, vocab_size: int) -> tuple[int, ...
     return tuple(spelling)
 
 
-def _check_closes(
-    tokenizer: Tokenizer, tags: tuple[str, ...], closing: Mapping[str, int], text: str
-) -> None:
-    """Raise RequestError if the tokens that are forced never close a thought that ends with `text`.
+def _check_closes(tokenizer: Tokenizer, tags: tuple[str, ...], closing: Mapping[str, int]) -> None:
+    """Raise RequestError unless the tokens that are forced close a thought, whatever it ends with.
 
-    Each has a character of a tag at least, so where they do they do within twice the longest one.
+    What of a tag it ends with next follows from what it ends with now, and from the token.
     """
-    begun = text
-    for _ in range(2 * max(map(len, tags))):
-        held = text[len(text) - longest_beginning(text, tags) :]
-        text += tokenizer.token_text(closing.get(held, closing[""]))
-        if first_of(text, tags) is not None:
-            return
-    raise _unspelled(next(tag for tag in tags if tag.startswith(begun)))
+    closes: set[str] = set()  # ends of thoughts that are known to be gone on with to a whole tag
+    for tag in tags:
+        for length in range(len(tag)):
+            text, passed = tag[:length], set[str]()
+            while text not in closes and first_of(text, tags) is None:
+                if text in passed:
+                    raise _unspelled(tag)
+                passed.add(text)
+                text += tokenizer.token_text(closing.get(text, closing[""]))
+                if first_of(text, tags) is None:
+                    text = text[len(text) - longest_beginning(text, tags) :]
+            closes |= passed
 
 
 def _unspelled(tag: str) -> RequestError:

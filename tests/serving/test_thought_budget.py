@@ -538,5 +538,12 @@ def test_a_thought_is_read_no_further_than_it_goes() -> None:
     budget = thought_budget(params(2), tokenizer(), tokenizer().vocab_size)
     assert budget is not None
     one = SequenceBudget(budget, 0)
+    assert one.forced(array("q", encoded("x"))) is None
+    assert one._splitter is not None
     assert one.forced(array("q", encoded("x</think>yes"))) is None
+    assert one._splitter is None
+    without = thought_budget(params(2, THINK), tokenizer(), tokenizer().vocab_size)
+    assert without is not None
+    one = SequenceBudget(without, 0)
+    assert one.forced(array("q", encoded("yes"))) is None
     assert one._splitter is None
