@@ -53,8 +53,8 @@ class ThoughtBudget:
         spellings: the tokens of each closing tag.
         closing: the token that may come, by what of a closing tag a thought ends with; what is not
             there, and "", goes on with the first tag as a whole.
-        in_characters: likewise by the byte that goes on with a character; empty where tokens never
-            end within one.
+        in_characters: likewise by the byte that goes on with a character; what is not there may not
+            come, or is no token of its own.
     """
 
     num_tokens: int
@@ -202,6 +202,8 @@ def thought_budget(
         for number, token_id in enumerate(spelling):
             closing.setdefault("".join(texts[:number])[before:], token_id)
     _check_closes(tokenizer, thought.closes, closing)
+    allowed = params.allowed_token_ids
+    known = range(vocab_size) if allowed is None else frozenset(allowed)
     tokens = ((byte, tokenizer.byte_token(byte)) for byte in (NEXT_BYTE, *NEXT_BYTES.values()))
     return ThoughtBudget(
         most,
@@ -209,7 +211,7 @@ def thought_budget(
         tokenizer,
         spellings,
         {begun: _one_token(token_id) for begun, token_id in closing.items()},
-        {byte: _one_token(one) for byte, one in tokens if one is not None and one < vocab_size},
+        {byte: _one_token(one) for byte, one in tokens if one is not None and one in known},
     )
 
 

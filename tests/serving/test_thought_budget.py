@@ -227,6 +227,17 @@ def test_a_character_that_is_begun_again_and_again_is_ended(begun: bytes, ended:
     assert (begun + raw).decode() == f"{ended}</think>"
 
 
+def test_a_character_stays_open_where_no_byte_may_end_it() -> None:
+    """Rather than that a token comes which is not allowed."""
+    begins = tokenizer().byte_token(0xC3)
+    assert begins is not None
+    closing = encoded("</think>")
+    one = request(params(1, allowed_token_ids=(begins, *closing)), [begins] * 3)
+    assert forced(one) is None
+    one.tokens.append(begins)
+    assert closed_by(one) == closing
+
+
 thoughts = st.sampled_from([THINK, OPEN, SHORT, replace(SHORT, is_open=False), GRANITE])
 pieces = st.lists(
     st.sampled_from(
