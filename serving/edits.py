@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,12 @@ Rows = Sequence[tuple[int, "RowEdits"]]  # row number, and what changes in it
 
 NO_IDS: Ids = np.empty(0, np.int64)
 NO_VALUES: Floats = np.empty(0, np.float32)
+
+
+def address_of(kept: NDArray[Any]) -> int:
+    """Return where an array is in memory."""
+    assert kept.flags.c_contiguous
+    return kept.ctypes.data
 
 
 class Addresses(NamedTuple):

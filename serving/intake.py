@@ -19,6 +19,7 @@ from onnxport.serving.rules import logit_rules
 from onnxport.serving.structured.compiler import CompiledGrammar, GrammarCompiler
 from onnxport.serving.structured.vocabulary import Vocabulary
 from onnxport.serving.text import Pieces, TextStream
+from onnxport.serving.thought_budget import thought_budget
 from onnxport.serving.tokenizer import Tokenizer
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd and wild: completions of one request draw their own numbers
@@ -99,7 +100,8 @@ class Intake:
         grammar = grammar or self._grammar(params)
         if grammar is not None and grammar.is_empty:
             params = replace(params, min_tokens=0)  # nothing can come but an end
-        rules = logit_rules(params, end_ids, limits.vocab_size, encode)
+        budget = thought_budget(params, self._tokenizer, limits.vocab_size)
+        rules = logit_rules(params, end_ids, limits.vocab_size, encode, budget)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         adapter = None if options.adapter is None else self._adapters.find(options.adapter)
         keys = None

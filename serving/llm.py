@@ -22,9 +22,11 @@ from onnxport.serving.loading import open_engine
 from onnxport.serving.outputs import RequestOutput
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.prompts import Prompt, one_for_each, text_or_ids, variables_of
+from onnxport.serving.reasoning import AUTO, reasoning_format
 from onnxport.serving.request import Request
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.stats import EngineStats
+from onnxport.serving.thought_budget import with_thought
 from onnxport.serving.tokenizer import Tokenizer
 
 DEFAULTS = EngineConfig()
@@ -275,7 +277,8 @@ class LLM:
         Args:
             messages: the messages of a conversation, or a list of conversations.
             sampling_params: for all conversations, or one for each; None for the model's own, see
-                `get_default_sampling_params`.
+                `get_default_sampling_params`. A `thinking_token_budget` without a `thought` is
+                about that of the chat template.
             options: adapter, priority and the like, for all conversations, or one for each.
             tools: what the model may call, in OpenAI's shape.
             add_generation_prompt: end the prompt where the model's answer begins.
@@ -300,6 +303,7 @@ class LLM:
         for chat, params, how in zip(listed, each, treated, strict=True):
             text = self._template.render(chat, tools, add_generation_prompt, **variables)
             ids = tokenizer.encode(text, add_special_tokens=False)
+            params = self._thinking(params, text)
             request = self._engine.prepare(self._next_id(), ids, params, how)
             request.prompt = text
             requests.append(request)
@@ -319,6 +323,15 @@ class LLM:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _thinking(self, params: SamplingParams, prompt: str) -> SamplingParams:
+        """Return parameters that know what a thought is, as the template has it, if they ask."""
+        if params.thinking_token_budget is None or params.thought is not None:
+            return params
+        assert self._template is not None
+        known = reasoning_format(AUTO, self._template.sources.values())
+        thought = None if known is None else known.thought(prompt)
+        return with_thought(params, thought, is_known=known is not None)
 
     def _take(
         self, engine: Engine, template: ChatTemplate | None, defaults: SamplingDefaults

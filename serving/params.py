@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onnxport.errors import RequestError
+from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured.spec import StructuredOutputs
 
 MAX_LOGPROBS = 20
@@ -68,6 +69,11 @@ class SamplingParams:
         spelled_token_ids: special tokens that are spelled out all the same.
         structured_outputs: the form that the text has to have; None: any. The text ends where the
             form is complete, whatever `ignore_eos` says.
+        thinking_token_budget: most tokens that reasoning has behind what opens it; where it is
+            still open then, the tokens that close it come next, whatever logits say, and then the
+            answer. A character that is begun is ended first. None sets no limit.
+        thought: the reasoning that the output may begin with, which the budget is about; a chat
+            knows it by its template.
 
     Raises:
         RequestError: a value is out of its range; names the parameter.
@@ -97,6 +103,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     best_of: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None
+    thought: Thought | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts("stop", self.stop))
@@ -141,6 +149,23 @@ class SamplingParams:
             raise RequestError(
                 f"structured_outputs is {repr(form)[:80]}; give a StructuredOutputs",
                 "structured_outputs",
+            )
+        self._check_thinking()
+
+    def _check_thinking(self) -> None:
+        """Check what is said of reasoning."""
+        _check_integer("thinking_token_budget", self.thinking_token_budget, 0, math.inf)
+        thought = self.thought
+        if thought is None:
+            return
+        if not isinstance(thought, Thought):
+            raise RequestError(f"thought is {repr(thought)[:80]}; give a Thought", "thought")
+        is_begun = thought.is_open or bool(thought.opens)
+        if not (is_begun and thought.closes and all((*thought.opens, *thought.closes))):
+            raise RequestError(
+                f"thought is {repr(thought)[:200]}; name what opens and what closes it, in texts "
+                "that are not empty",
+                "thought",
             )
 
     def _check_penalties(self) -> None:

@@ -250,6 +250,14 @@ class ReasoningSplitter:
         return self._num_fed - len(self._pending)
 
     @property
+    def begun_close(self) -> str:
+        """What of a closing tag the reasoning ends with, so far; empty: nothing."""
+        if self.thought is None or not self.is_thinking:
+            return ""
+        held = longest_beginning(self._pending, self.thought.closes)
+        return self._pending[len(self._pending) - held :]
+
+    @property
     def stretches(self) -> tuple[Stretch, ...]:
         """Where in the text the answer is: from one place on."""
         start = self.num_read if self._answer_start is None else self._answer_start

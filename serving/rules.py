@@ -10,18 +10,29 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
 from onnxport.graphs.contract import mask_words
-from onnxport.serving.edits import NO_IDS, NO_VALUES, Addresses, Floats, Ids, RowEdits
+from onnxport.serving.edits import (
+    NO_IDS,
+    NO_VALUES,
+    Addresses,
+    Floats,
+    Ids,
+    RowEdits,
+    address_of,
+)
 from onnxport.serving.params import SamplingParams
+from onnxport.serving.thought_budget import OneToken, SequenceBudget, ThoughtBudget
 
 Encode = Callable[[Sequence[str]], list[list[int]]]  # several texts at once
 Words = tuple[tuple[int, ...], ...]
+_NO_IDS_AT: Final = address_of(NO_IDS)
+_NO_VALUES_AT: Final = address_of(NO_VALUES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,7 @@ class LogitRules:
         repetition: 1 is no penalty.
         presence: 0 is no penalty.
         frequency: 0 is no penalty.
+        budget: of thinking; None: there is none.
     """
 
     bias_ids: Ids
@@ -53,6 +65,7 @@ class LogitRules:
     repetition: float
     presence: float
     frequency: float
+    budget: ThoughtBudget | None = None
 
     @property
     def penalizes(self) -> bool:
@@ -80,18 +93,20 @@ class LogitRules:
 class SequenceRules:
     """What the rules of a request make of one sequence."""
 
-    __slots__ = ("_at", "_banned", "_banned_early", "_counts", "_num_prompt", "_rules")
+    __slots__ = ("_at", "_banned", "_banned_early", "_budget", "_counts", "_num_prompt", "_rules")
 
     def __init__(self, rules: LogitRules, num_prompt_tokens: int) -> None:
         """Take the rules of a sequence that begins with a prompt of so many tokens."""
         self._rules = rules
         self._num_prompt = num_prompt_tokens
         self._counts: TokenCounts | None = None  # made when it is needed, by the engine's thread
-        allowed_at = 0 if rules.allowed is None else _address(rules.allowed)
-        self._at = (_address(rules.bias_ids), _address(rules.bias), allowed_at)
-        self._banned = _Banned(rules.banned, _address(rules.banned))
+        allowed_at = 0 if rules.allowed is None else address_of(rules.allowed)
+        self._at = (address_of(rules.bias_ids), address_of(rules.bias), allowed_at)
+        self._banned = _Banned(rules.banned, address_of(rules.banned))
         early = np.concatenate((rules.banned, rules.early))
-        self._banned_early = _Banned(early, _address(early))
+        self._banned_early = _Banned(early, address_of(early))
+        budget = rules.budget
+        self._budget = None if budget is None else SequenceBudget(budget, num_prompt_tokens)
 
     def edits(self, tokens: array[int], assumed: Sequence[int] = ()) -> RowEdits:
         """Return what changes in the logits of the next token.
@@ -100,6 +115,9 @@ class SequenceRules:
             tokens: the prompt and the output so far; those of the call before, and more.
             assumed: tokens that are taken to follow, for this call alone.
         """
+        forced = None if self._budget is None else self._budget.forced(tokens, assumed)
+        if forced is not None:
+            return self._only(forced, tokens, assumed)
         rules = self._rules
         seen, counts, seen_at, counts_at = NO_IDS, NO_VALUES, 0, 0
         if rules.penalizes:
@@ -110,11 +128,7 @@ class SequenceRules:
             seen_at, counts_at = self._counts.addresses
             if assumed:
                 seen, counts = self._counts.with_more(assumed)
-        num_output = len(tokens) + len(assumed) - self._num_prompt
-        if assumed and rules.bad_words:  # which look back no further than the longest of them
-            longest = max(len(word) for words in rules.bad_words.values() for word in words)
-            tokens = tokens[-longest:] + array(tokens.typecode, assumed)
-        banned, banned_at = self._bans(tokens, num_output)
+        banned, banned_at = self._bans(tokens, assumed)
         bias_ids_at, bias_at, allowed_at = self._at
         addresses = None
         if banned_at is not None and not assumed:
@@ -132,9 +146,22 @@ class SequenceRules:
             addresses,
         )
 
-    def _bans(self, tokens: array[int], num_output: int) -> _Banned:
+    def _only(self, forced: OneToken, tokens: array[int], assumed: Sequence[int]) -> RowEdits:
+        """Return what leaves one token alone: whatever its logit is, unless it is banned."""
+        banned, banned_at = self._bans(tokens, assumed)
+        addresses = None
+        if banned_at is not None:
+            ids_at, values_at = _NO_IDS_AT, _NO_VALUES_AT
+            addresses = Addresses(ids_at, values_at, banned_at, ids_at, values_at, forced.address)
+        return RowEdits(banned=banned, allowed=forced.ids, addresses=addresses)
+
+    def _bans(self, tokens: array[int], assumed: Sequence[int]) -> _Banned:
         """Return what must not come next: whole bad words, ends of begun ones, early ends."""
         rules = self._rules
+        num_output = len(tokens) + len(assumed) - self._num_prompt
+        if assumed and rules.bad_words:  # which look back no further than the longest of them
+            longest = max(len(word) for words in rules.bad_words.values() for word in words)
+            tokens = tokens[-longest:] + array(tokens.typecode, assumed)
         banned = self._banned_early if num_output < rules.min_tokens else self._banned
         if rules.bad_words and num_output and (words := rules.bad_words.get(tokens[-1])):
             ends = [
@@ -154,12 +181,6 @@ class _Banned(NamedTuple):
     address: int | None  # None: they are of this step alone
 
 
-def _address(kept: NDArray[Any]) -> int:
-    """Return where an array is in memory."""
-    assert kept.flags.c_contiguous
-    return kept.ctypes.data
-
-
 class TokenCounts:
     """How often each token is in an output; tokens of the prompt are known, and count as 0."""
 
@@ -176,7 +197,7 @@ class TokenCounts:
         self._counts = np.zeros(len(self._ids), np.float32)
         self._places = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
         self._num_read = num_prompt_tokens
-        self.addresses = (_address(self._ids), _address(self._counts))  # of what `read` returns
+        self.addresses = (address_of(self._ids), address_of(self._counts))  # of what `read` returns
 
     def read(self, tokens: array[int]) -> tuple[Ids, Floats]:
         """Count what is new in `tokens`; return all known tokens and their counts.
@@ -189,7 +210,7 @@ class TokenCounts:
                 more = max(16, place)
                 self._ids = np.concatenate((self._ids, np.zeros(more, np.int64)))
                 self._counts = np.concatenate((self._counts, np.zeros(more, np.float32)))
-                self.addresses = (_address(self._ids), _address(self._counts))
+                self.addresses = (address_of(self._ids), address_of(self._counts))
             self._ids[place] = token_id
             self._counts[place] += 1.0
         self._num_read = len(tokens)
@@ -209,7 +230,11 @@ class TokenCounts:
 
 
 def logit_rules(
-    params: SamplingParams, end_ids: Iterable[int], vocab_size: int, encode: Encode | None
+    params: SamplingParams,
+    end_ids: Iterable[int],
+    vocab_size: int,
+    encode: Encode | None,
+    budget: ThoughtBudget | None = None,
 ) -> LogitRules | None:
     """Return the rules of a request; None if its parameters change no logits.
 
@@ -218,10 +243,11 @@ def logit_rules(
         end_ids: tokens that would end it, whether it obeys them or not.
         vocab_size: of the model.
         encode: turns text into tokens and adds none; None without a tokenizer.
+        budget: of the request's thinking; None: there is none.
 
     Raises:
-        RequestError: a token is not the model's, there is no tokenizer for `bad_words`, or no
-            token is left to draw.
+        RequestError: a token is not the model's, there is no tokenizer for `bad_words`, no token is
+            left to draw, or one that closes a thought is forbidden.
     """
     biases = dict(params.logit_bias)
     _check_ids("logit_bias", biases, vocab_size)
@@ -242,10 +268,13 @@ def logit_rules(
         params.repetition_penalty,
         params.presence_penalty,
         params.frequency_penalty,
+        budget,
     )
     _check_choice(rules)
+    if budget is not None:
+        _check_budget(rules, budget)
     changes = biases or words or rules.min_tokens or allowed is not None or rules.penalizes
-    return rules if changes else None
+    return rules if changes or budget is not None else None
 
 
 def _words(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
@@ -307,3 +336,29 @@ def _check_choice(rules: LogitRules) -> None:
             "(which bans the end tokens at first) forbid all of them; allow more tokens",
             "allowed_token_ids",
         )
+
+
+def _check_budget(rules: LogitRules, budget: ThoughtBudget) -> None:
+    """Raise RequestError if what closes a thought must not be drawn."""
+    for spelling, tag in zip(budget.spellings, budget.thought.closes, strict=True):
+        needed = np.array(spelling, np.int64)
+        reasons = {
+            "allowed_token_ids": rules.allowed is not None
+            and not np.isin(needed, rules.allowed).all(),
+            "bad_words": bool(np.isin(needed, rules.banned).any())
+            or any(_is_within(word, spelling) for one in rules.bad_words.values() for word in one),
+            "min_tokens": rules.min_tokens > budget.least_output
+            and bool(np.isin(needed, rules.early).any()),
+        }
+        if forbidding := [name for name, forbids in reasons.items() if forbids]:
+            raise RequestError(
+                f"thinking_token_budget is {budget.num_tokens}, behind which a thought is closed "
+                f"with {tag!r}, tokens {list(spelling)}, and {' and '.join(forbidding)} must not "
+                "forbid these; change one of them",
+                forbidding[0],
+            )
+
+
+def _is_within(word: tuple[int, ...], spelling: tuple[int, ...]) -> bool:
+    """Whether some tokens stand in others, side by side."""
+    return any(spelling[at : at + len(word)] == word for at in range(len(spelling)))

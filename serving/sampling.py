@@ -234,6 +234,7 @@ def _reason(request: Request, logits: NDArray[np.float32]) -> Failure:
         "allowed_token_ids": params.allowed_token_ids is not None,
         "bad_words": bool(params.bad_words),
         "min_tokens": params.min_tokens > 0,
+        "thinking_token_budget": params.thinking_token_budget is not None,
         "the grammar": request.grammar is not None,
     }
     named = " and ".join(name for name, given in parts.items() if given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -150,6 +150,16 @@ class Tokenizer:
             return text.encode()
         return self._raw_bytes(token_id) or text.encode()
 
+    def byte_token(self, byte: int) -> int | None:
+        """Return the token of one byte that is a part of a character; None: there is none."""
+        if self._is_byte_level:
+            return self.token_to_id(next(c for c, one in self._alphabet.items() if one == byte))
+        return self.token_to_id(f"<0x{byte:02X}>")
+
+    def pending(self, token_ids: Iterable[int]) -> bytes:
+        """Return the part of a character that tokens end with, of which the last comes first."""
+        return pending_bytes(map(self._raw_bytes, token_ids))
+
     def token_spelling(self, token_id: int) -> str | None:
         """Return a token as the vocabulary spells it, None where there is none of this id."""
         spelled: str | None = self._fast.id_to_token(token_id)
@@ -186,7 +196,7 @@ class Tokenizer:
             skip_special_tokens: whether special tokens are left out of the text.
             spelled: special tokens that are in it all the same.
         """
-        pending = self._pending(prompt)
+        pending = self.pending(reversed(prompt))
         if self._is_byte_level:
             bytes_of = self._bytes_of if skip_special_tokens else self._spelled_bytes
             if skip_special_tokens and spelled:
@@ -214,7 +224,7 @@ class Tokenizer:
 
         What it ends with of a character belongs to the text behind it.
         """
-        pending = self._pending(token_ids)
+        pending = self.pending(reversed(token_ids))
         if not pending:
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
         count, end = 0, b""
@@ -223,10 +233,6 @@ class Tokenizer:
             end = (self._raw_bytes(token_ids[-count]) or b"") + end
         told = self.decode(token_ids[:-count], skip_special_tokens=skip_special_tokens)
         return told + end[: -len(pending)].decode(errors="replace")
-
-    def _pending(self, prompt: Sequence[int]) -> bytes:
-        """The part of a character that a prompt ends with."""
-        return pending_bytes(map(self._raw_bytes, reversed(prompt)))
 
     def _raw_bytes(self, token_id: int) -> bytes | None:
         """The bytes of a token that may be a part of a character; None of one that is text."""

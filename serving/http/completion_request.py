@@ -37,6 +37,17 @@ class CompletionRequest(RequestBody):
     add_special_tokens: bool | None = None  # true unless told otherwise
 
     @model_validator(mode="after")
+    def _check_budget(self) -> CompletionRequest:
+        if self.thinking_token_budget is not None:
+            raise RequestError(
+                f"thinking_token_budget is {self.thinking_token_budget}, and completions know of "
+                "no reasoning: their prompts are any text. Leave it out, or send messages to "
+                "/v1/chat/completions.",
+                "thinking_token_budget",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None and self.stream:
             raise RequestError(

@@ -107,6 +107,7 @@ class RequestBody(FormFields):
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     allowed_token_ids: TokenIds | None = None
     min_tokens: int | None = None
+    thinking_token_budget: int | None = None
     max_tokens: int | None = None
     n: int | None = None
     best_of: int | None = None
@@ -247,6 +248,7 @@ class RequestBody(FormFields):
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
             structured_outputs=self.form(),
+            thinking_token_budget=self.thinking_token_budget,
         )
 
 

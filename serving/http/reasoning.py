@@ -16,6 +16,7 @@ from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.reasoning import REASONING_NAMES, Thought, splitter
 from onnxport.serving.split import Split, Stretch
+from onnxport.serving.thought_budget import with_thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,12 @@ class Thinking:
         )
 
     def before(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters that let reasoning come before the form they ask for."""
+        """Return parameters that let reasoning come before the form they ask for, and bound it.
+
+        Raises:
+            RequestError: reasoning has a budget, and it cannot be obeyed.
+        """
+        params = with_thought(params, self.thought, is_known=self.is_known)
         if self.spelled:
             spelled = (*params.spelled_token_ids, *self.spelled)
             params = replace(params, spelled_token_ids=tuple(sorted(set(spelled))))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from onnxport.cli.chat import Conversation
+from onnxport.errors import RequestError
 from onnxport.providers.null import NullOptions
 from onnxport.serving.channels import ChannelFormat
 from onnxport.serving.chat import ChatTemplate
@@ -50,9 +51,11 @@ def talk(
     reasoning: ReasoningFormat | ChannelFormat | None = THINK,
     max_tokens: int | None = None,
     source: str = TEMPLATE,
+    budget: int | None = None,
 ) -> list[str]:
     """Say something, several times; returns what the model is given each time."""
-    template, params = ChatTemplate({"default": source}), SamplingParams(max_tokens=max_tokens)
+    template = ChatTemplate({"default": source})
+    params = SamplingParams(max_tokens=max_tokens, thinking_token_budget=budget)
     conversation = Conversation(engine, template, params, None, reasoning=reasoning)
     prompts = []
     prepare = engine.prepare
@@ -100,6 +103,13 @@ def test_an_answer_that_ends_within_the_thoughts(
     prompts = talk(engine, say(ANSWER), "and?", max_tokens=4)
     assert capsys.readouterr().out.startswith("<think>\nhm\n</think>\n\n\n")
     assert turn("assistant", "(hm)") in prompts[1]
+
+
+def test_thoughts_have_a_budget(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    talk(engine, say("<think>abcdef</think>yes"), budget=2)
+    assert capsys.readouterr().out == "<think>\nab\n</think>\n\ndef</think>yes\n"
+    with pytest.raises(RequestError, match="not known how this model writes"):
+        talk(engine, say("yes"), budget=2, reasoning=None)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from onnxport.serving.beside import Beside
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.prompts import TokensPrompt
+from onnxport.serving.reasoning import Thought
 from onnxport.serving.speculation.config import SpeculationConfig
 from onnxport.serving.speculation.draft_model import ModelDrafter
 from onnxport.serving.speculation.ngram import NgramDrafter
@@ -63,6 +65,15 @@ FORMS: list[dict[str, Any]] = [
     {"temperature": 1.5, "top_k": 5, "structured_outputs": WORDS, "seed": 2},
     {"temperature": 0.0, "allowed_token_ids": list(range(7, 9000, 7)), "min_tokens": 3},
     {"temperature": 1.0, "allowed_token_ids": [5, 700, 9000], "seed": 3, "n": 2},
+]
+THOUGHT = Thought(("#",), ("</think>",), is_open=True)
+BUDGETED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "thinking_token_budget": 2},
+    {"temperature": 1.0, "thinking_token_budget": 3, "seed": 1, "n": 2},
+    {"temperature": 1.5, "thinking_token_budget": 1, "seed": 2, "top_k": 5},
+    {"temperature": 0.0, "thinking_token_budget": 2, "repetition_penalty": 1.4},
+    {"temperature": 0.0, "thinking_token_budget": 0, "min_tokens": 9},
+    {"temperature": 0.0, "thinking_token_budget": 2, "structured_outputs": LETTERS},
 ]
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -196,6 +207,22 @@ def test_what_rows_may_get_changes_none(
         monkeypatch.setattr(Beside, "_start", lambda beside, task: task())
     assert structured(wide_artifact, FORMS) == wanted
     assert told.few > (150 if when == "before" else 20)
+
+
+def test_what_closes_a_thought_need_not_be_exact(wide_artifact: Path, told: Told) -> None:
+    """The one token that may come is drawn, whatever its logit is; all others are the same."""
+    mixes = [{**mix, "thought": THOUGHT} for mix in BUDGETED]
+    mixes[-1]["structured_outputs"] = replace(LETTERS, thought=THOUGHT)
+    wanted = structured(wide_artifact, mixes, coarse_head=False)
+    assert told.few == 0
+    assert structured(wide_artifact, mixes) == wanted
+    assert told.few > 100
+    closing = tokenizer().encode("</think>", add_special_tokens=False)
+    for mix, outputs in zip(mixes, wanted, strict=False):
+        for ids, _ in outputs:
+            at = ids.index(closing[0], mix["thinking_token_budget"])
+            assert at - mix["thinking_token_budget"] <= 3  # by which a character is ended
+            assert list(ids[at : at + len(closing)]) == closing
 
 
 def loaded(artifact: Path) -> Model:

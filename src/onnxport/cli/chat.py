@@ -36,11 +36,12 @@ from onnxport.cli.values import positive
 from onnxport.errors import CapacityError, RequestError
 
 if TYPE_CHECKING:
-    from onnxport.serving.channels import ChannelFormat
+    from onnxport.serving.channels import ChannelFormat, Channels
     from onnxport.serving.chat import ChatTemplate
+    from onnxport.serving.defaults import SamplingDefaults
     from onnxport.serving.engine import Engine
     from onnxport.serving.params import RequestOptions, SamplingParams
-    from onnxport.serving.reasoning import ReasoningFormat
+    from onnxport.serving.reasoning import ReasoningFormat, Thought
     from onnxport.serving.request import Request
     from onnxport.serving.split import Split
 
@@ -63,6 +64,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_template_options(parser, "--chat-template-kwargs")
     add_generation_config(add_sampling_options(parser, "the model's"))
     add_reasoning_option(parser)
+    parser.add_argument(
+        "--thinking-token-budget",
+        type=int,
+        metavar="N",
+        help="tokens of reasoning, behind which the answer begins (no limit)",
+    )
     add_load_options(parser)
     add_choice_options(parser)
     add_cache_options(parser)
@@ -77,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     from onnxport.serving.defaults import SamplingDefaults
     from onnxport.serving.reasoning import reasoning_format
 
-    sampling_params(options, SamplingDefaults())  # what is wrong is told before a long export
+    _params(options, SamplingDefaults())  # what is wrong is told before a long export
     text = template_text(options)
     artifact = find_artifact(options)
     Artifact.read(artifact)  # says what is wrong with a damaged one
@@ -89,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         )
     defaults = sampling_defaults(artifact, options)
     logger.info("unless options say otherwise, answers are sampled with %s", defaults)
-    params = sampling_params(options, defaults)
+    params = _params(options, defaults)
     with suppress(ImportError):
         import readline  # noqa: F401 - gives `input` its history and editing
     reasoning = reasoning_format(options.reasoning_parser, template.sources.values())
@@ -99,6 +106,11 @@ def run(options: argparse.Namespace) -> int:
         treated = request_options(options)
         _talk(Conversation(engine, template, params, options.system, treated, reasoning))
     return 0
+
+
+def _params(options: argparse.Namespace, defaults: SamplingDefaults) -> SamplingParams:
+    params = sampling_params(options, defaults)
+    return replace(params, thinking_token_budget=options.thinking_token_budget)
 
 
 class Printer:
@@ -169,26 +181,29 @@ class Conversation:
             RequestError: the message cannot be read, or does not fit the template; likewise.
         """
         from onnxport.serving.reasoning import REASONING_NAMES
+        from onnxport.serving.thought_budget import with_thought
 
         messages = [*self._messages, {"role": "user", "content": text}]
         tokenizer = self._engine.tokenizer
         assert tokenizer is not None
         prompt = self._template.render(messages)
         ids = tokenizer.encode(prompt, add_special_tokens=False)
+        known = self._reasoning
+        begins = None if known is None else known.thought(prompt)
+        params = with_thought(self._params, begins, is_known=known is not None)
         self._turns += 1
-        request = self._engine.prepare(f"turn-{self._turns}", ids, self._params, self._options)
-        thought, said = self._print(request, prompt)
+        request = self._engine.prepare(f"turn-{self._turns}", ids, params, self._options)
+        thought, said = self._print(request, begins)
         answer = {"role": "assistant", "content": said}
         if thought:
             answer |= dict.fromkeys(REASONING_NAMES, thought)
         self._messages = [*messages, answer]
 
-    def _print(self, request: Request, prompt: str) -> tuple[str, str]:
+    def _print(self, request: Request, begins: Thought | Channels | None) -> tuple[str, str]:
         """Run a request, and print the answer as it comes; returns its reasoning and the rest."""
         from onnxport.serving.reasoning import splitter
 
-        known = self._reasoning
-        splitting = splitter(None if known is None else known.thought(prompt))
+        splitting = splitter(begins)
         printer = Printer(dims=_can_dim())
         told: list[Split] = []
 
