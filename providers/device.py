@@ -190,9 +190,9 @@ def _start(
         return start_session(serialized, folder, options, target)
     except ProviderError as error:
         raise ProviderError(
-            f"{error} Decode steps are to be replayed there, which cannot be where the CPU runs a "
-            "part of them. --no-capture-graphs (capture_graphs=False) goes without, and says which "
-            "operators these are."
+            f"{error} Decode steps are to be replayed there. If that is why, as where the CPU runs "
+            "a part of them, --no-capture-graphs (capture_graphs=False) goes without, and says "
+            "which operators these are."
         ) from error
 
 

@@ -116,6 +116,7 @@ class DeviceLowering:
         if recipe.joins_products:
             check_made(
                 memory.available_bytes(),
+                memory.total_bytes(),
                 joined_bytes(step.model),
                 "those of experts, side by side,",
                 "choose another provider",
@@ -185,6 +186,7 @@ class DeviceLowering:
         has_halves = self._recipe.dtypes != ("float32",)
         check_made(
             memory.available_bytes(),
+            memory.total_bytes(),
             retyped_bytes(self._graph, self.dtype, keep_tables=has_halves),
             f"those that are stored in another type, as {self.dtype},",
             "choose the dtype that they are stored in",

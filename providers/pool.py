@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from onnxport.errors import CapacityError, ProviderError
@@ -10,6 +11,8 @@ from onnxport.graphs.cache_groups import LayerGroups
 from onnxport.graphs.spec import ArchSpec
 from onnxport.kv.groups import CacheGroups
 from onnxport.providers.base import CACHE_FRACTION, LoadOptions
+
+logger = logging.getLogger(__name__)
 
 UNKNOWN_BYTES = 2 << 30  # for the pool of a device that does not tell its memory
 MOST_SEQUENCES = 256  # of full length: what the default pool is cut to, on a machine with plenty
@@ -146,23 +149,30 @@ def check_weights(free_bytes: int | None, weight_bytes: int) -> None:
         )
 
 
-def check_made(free_bytes: int, made_bytes: int, what: str, advice: str) -> None:
-    """Refuse weights of a device that do not fit on the host, where they are made first.
+def check_made(free_bytes: int, total_bytes: int, made_bytes: int, what: str, advice: str) -> None:
+    """Refuse weights of a device that cannot fit on the host, where they are made first.
+
+    Where they do not fit into what is free now, a warning says so: what a container may take is
+    counted with files that the system has read and can let go of.
 
     Args:
         free_bytes: of the host.
+        total_bytes: of the host.
         made_bytes: what is made beside what is stored.
         what: of them is made.
         advice: how to do without.
 
     Raises:
-        CapacityError: They do not fit.
+        CapacityError: the host has not so much memory.
     """
-    if made_bytes >= free_bytes:
+    taken = f"{what} take {_size(made_bytes)} of the host's memory"
+    if made_bytes >= total_bytes:
         raise CapacityError(
-            f"the weights do not fit: {what} take {_size(made_bytes)} of the host's memory, and "
-            f"{_size(free_bytes)} are free. Free memory, {advice}, or export at a lower precision."
+            f"the weights do not fit: {taken}, which is {_size(total_bytes)}. Choose a host with "
+            f"more memory, {advice}, or export at a lower precision."
         )
+    if made_bytes and made_bytes >= free_bytes:
+        logger.warning("%s, of which %s are free", taken, _size(free_bytes))
 
 
 def least_bytes(artifact: Artifact) -> int:

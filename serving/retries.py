@@ -55,18 +55,18 @@ class Retries:
     ) -> StepPlan:
         """Plan the next step: with suspects of a failed one alone, as long as there are any.
 
-        Nobody is asked to `guess` for those. A step of more rows than there is memory for becomes
-        several, one after the other; one for which others yield is tried as it is, for that stays
-        if it fails.
+        Nobody is asked to `guess` for those, nor while rows are few. A step of more rows than there
+        is memory for becomes several, one after the other; one for which others yield is tried as
+        it is, for that stays if it fails.
         """
         if (plan := self._next_suspects(scheduler, loading)) is not None:
             return plan
         self._settle_rows()
-        plan = scheduler.plan(None, loading, self._budget, guess if self._rows is None else None)
-        if self._rows is None or plan.preempted:
-            return plan
-        if len(plan.requests) <= self._rows:
+        if self._rows is None:
             return scheduler.plan(None, loading, self._budget, guess)
+        plan = scheduler.plan(None, loading, self._budget)
+        if len(plan.requests) <= self._rows or plan.preempted:
+            return plan
         for start in reversed(range(0, len(plan.requests), self._rows)):
             part = plan.requests[start : start + self._rows]
             self._suspects.append((frozenset(part), None))
@@ -91,9 +91,12 @@ class Retries:
                 self._too_many_rows = self._failed_rows
             elif self._failed_rows <= self._rows:
                 rows = min(rows, max(1, self._failed_rows // 2))
-            self._rows = rows
-            self._good_steps = 0
-            logger.warning("steps have at most %d rows for now", self._rows)
+            else:  # one for which others yielded, which says nothing of fewer rows
+                rows = max(rows, self._rows)
+            if rows != self._rows:
+                self._rows = rows
+                self._good_steps = 0
+                logger.warning("steps have at most %d rows for now", self._rows)
         self._failed_rows = self._good_rows = 0
 
     def split(self, requests: Sequence[Request], *, had_no_memory: bool) -> None:

@@ -17,7 +17,7 @@ from onnxport.graphs.tensors import TensorRef
 from onnxport.providers import memory
 from onnxport.providers.base import LoadOptions
 from onnxport.providers.ort import weight_bytes
-from onnxport.providers.pool import MOST_SEQUENCES, PoolPlan, plan_pool
+from onnxport.providers.pool import MOST_SEQUENCES, PoolPlan, check_made, plan_pool
 from tests.graphs.artifacts import SPEC
 from tests.providers.conftest import ArtifactMaker
 from tests.providers.models import opened
@@ -265,3 +265,18 @@ def test_a_share_of_what_is_free() -> None:
     assert blocks == 10
     with pytest.raises(ProviderError, match=r"kv_share is 1\.5"):
         LoadOptions(kv_share=1.5)
+
+
+def test_what_is_made_on_the_host_may_take_what_the_system_can_let_go_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    check_made(0, 100, 0, "none of them", "go")
+    check_made(50, 100, 49, "some", "go")
+    assert not caplog.records
+    check_made(50, 100, 99, "most of them", "go")
+    (told,) = caplog.messages
+    assert told == "most of them take 99 bytes of the host's memory, of which 50 bytes are free"
+    with pytest.raises(
+        CapacityError, match="all take 100 bytes of the host's memory, which is 100"
+    ):
+        check_made(50, 100, 100, "all", "go")

@@ -9,7 +9,7 @@ from onnxport.errors import DeviceMemoryError
 from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving.params import SamplingParams
-from onnxport.serving.retries import GOOD_STEPS
+from onnxport.serving.retries import GOOD_STEPS, Retries
 from tests.serving.helpers import alone, checked_step, null_engine, null_model, run, submit, tokens
 
 PREFIX = [(i * 7) % 500 for i in range(64)]
@@ -210,3 +210,22 @@ def test_one_token_for_which_there_is_no_memory_is_an_error() -> None:
     assert last.finish_reason == "error"
     assert last.error == "DeviceMemoryError: no memory left"
     assert engine.failure is None
+
+
+def test_a_step_for_which_others_yielded_says_nothing_of_fewer_rows() -> None:
+    engine = null_engine(max_num_seqs=32, num_blocks=256)
+    for number in range(17):
+        submit(engine, str(number), [number], SamplingParams(max_tokens=4))
+    engine.step()
+    requests = list(engine._scheduler.running)
+    retries = Retries(64)
+    retries._rows = 16
+    retries.split(requests, had_no_memory=True)  # all of them, as such a step is tried whole
+    retries.note_good(8)
+    retries.note_good(9)
+    retries._settle_rows()
+    assert retries.most_rows == 16
+    retries.split(requests[:16], had_no_memory=True)
+    retries.note_good(8)
+    retries._settle_rows()
+    assert retries.most_rows == 8
