@@ -195,6 +195,13 @@ def thought_budget(
     if tokenizer is None:
         raise RequestError(f"{NAME} needs a tokenizer and this engine has none", NAME)
     spellings = tuple(_spelling(tokenizer, tag, vocab_size) for tag in thought.closes)
+    if form is not None and any(map(tokenizer.is_special, chain.from_iterable(spellings))):
+        raise RequestError(
+            f"{NAME} is {most}, and {thought.closes[0]!r}, which closes a thought, is a special "
+            "token, which no form holds; leave out one of them, or open the tokenizer with "
+            "what closes thoughts as its `texts`",
+            NAME,
+        )
     closing: dict[str, int] = {}
     for tag, spelling in zip(thought.closes, spellings, strict=True):
         texts = [tokenizer.token_text(one) for one in spelling]

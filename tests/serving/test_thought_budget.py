@@ -522,6 +522,18 @@ def test_a_bad_word_that_ends_in_a_tag_is_the_request_s_fault() -> None:
     assert "bad_words and thinking_token_budget forbid all" in failure.message
 
 
+def test_a_form_holds_no_special_token() -> None:
+    words = with_tags(special=True)
+    form = StructuredOutputs(regex="[a-f]{3}", thought=OPEN)
+    asked = replace(params(3, OPEN), structured_outputs=form)
+    with pytest.raises(
+        RequestError, match="'</think>', which closes a thought, is a special token"
+    ):
+        thought_budget(asked, words, words.vocab_size)
+    words = with_tags(special=False)
+    assert thought_budget(asked, words, words.vocab_size) is not None
+
+
 def test_a_chat_knows_the_thoughts_of_its_template() -> None:
     template = "{{ messages[0].content }}<think>{% if 0 %}</think>{% endif %}"
     words = with_tags(special=True)

@@ -83,6 +83,7 @@ def run(options: argparse.Namespace) -> int:
     from onnxport.graphs.artifact import Artifact
     from onnxport.serving.defaults import SamplingDefaults
     from onnxport.serving.reasoning import reasoning_format
+    from onnxport.serving.thought_budget import with_thought
 
     _params(options, SamplingDefaults())  # what is wrong is told before a long export
     text = template_text(options)
@@ -100,6 +101,8 @@ def run(options: argparse.Namespace) -> int:
     with suppress(ImportError):
         import readline  # noqa: F401 - gives `input` its history and editing
     reasoning = reasoning_format(options.reasoning_parser, template.sources.values())
+    begins = reasoning.thought("") if reasoning else None
+    with_thought(params, begins, is_known=reasoning is not None)  # before it is loaded
     texts = reasoning.tags if reasoning else ()
     with open_session(artifact, options, texts) as engine:
         _tell(HELP)
