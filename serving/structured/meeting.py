@@ -16,6 +16,11 @@ MOST_PASSES = 64  # over all values; what meets in one may meet in the next
 # at most, with several there is no such bound.
 MOST_CHARS = 100
 _REPEATS = "*+?{|"
+# What is surely one thing to all libraries, and at most one repeat.
+_PLAIN = re.compile(
+    r"\^?(?:[A-Za-z0-9_ -]|\\[.d-]|\[(?:[A-Za-z0-9_](?:-[A-Za-z0-9])?)+\])*[*+]?\$?"
+)
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_. -]*")
 _OTHERS = ("any", "")  # of an object: what is not listed
 
 
@@ -129,7 +134,7 @@ class _Groups:
 
     def _may_fit(self, pattern: str, name: str) -> bool:
         if (pattern, name) not in self._fitting:
-            self._fitting[pattern, name] = _may_fit(pattern, name)
+            self._fitting[pattern, name] = may_fit(pattern, name)
         return self._fitting[pattern, name]
 
     def _top(self, where: str) -> str:
@@ -154,8 +159,8 @@ def _members(where: str, schema: Any) -> Iterator[tuple[Member, str]]:
         yield _REST, f"{where}/items"
 
 
-def _may_fit(pattern: str, name: str) -> bool:
-    """Whether a name may fit: it is tried, unless that could take long."""
+def may_fit(pattern: str, name: str) -> bool:
+    """Whether a name may fit a pattern: it is tried, unless that could take long."""
     repeats = sum(map(pattern.count, _REPEATS))
     if repeats > 1 or max(len(pattern), len(name)) > MOST_CHARS:
         return True
@@ -163,3 +168,15 @@ def _may_fit(pattern: str, name: str) -> bool:
         return re.search(pattern, name) is not None
     except (re.error, OverflowError):  # it is written for another library
         return True
+
+
+def fits(pattern: str, name: str) -> bool:
+    """Whether it is sure that a name fits a pattern, which all libraries read in one way then."""
+    if max(len(pattern), len(name)) > MOST_CHARS:
+        return False
+    if not _PLAIN.fullmatch(pattern) or not _PLAIN_NAME.fullmatch(name):
+        return False
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return False

@@ -301,22 +301,22 @@ def test_what_generators_write(name: str) -> None:
 
 @pytest.mark.parametrize("name", every(4, CASES))
 def test_what_is_rewritten_stays_so(name: str) -> None:
-    once = rewritten(CASES[name].schema)
-    assert rewritten(once) == once
+    once = rewritten(CASES[name].schema)[0]
+    assert rewritten(once)[0] == once
 
 
 def test_what_all_names_have_is_written_once() -> None:
     rest = {"enum": ["n" * 1000]}
     names = {"enum": [str(number) for number in range(100)]}
     schema = {"propertyNames": names, "additionalProperties": rest}
-    assert len(json.dumps(rewritten(schema))) < 5000
+    assert len(json.dumps(rewritten(schema)[0])) < 5000
     assert accepts(compiled(StructuredOutputs(json=schema)), f'{{"99":"{"n" * 1000}"}}')
 
 
 def test_values_are_never_changed() -> None:
     values = [{"x-a": 1, "format": "int32", "title": "x"}, [{"not": {}}], 1]
     schema = {"enum": values, "properties": {"title": {"const": values}}}
-    assert rewritten(schema) == schema
+    assert rewritten(schema)[0] == schema
     with pytest.raises(RequestError, match=r"#/const is 18446744073709551615"):
         StructuredOutputs(json={"const": 2**64 - 1})
 
