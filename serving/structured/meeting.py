@@ -16,7 +16,8 @@ MOST_PASSES = 64  # over all values; what meets in one may meet in the next
 # at most, with several there is no such bound.
 MOST_CHARS = 100
 _REPEATS = "*+?{|"
-# What is surely one thing to all libraries, and at most one repeat.
+_NESTED = re.compile(r"\[[^\]]*\[")  # classes in a class, perhaps, which Python does not know
+# What is surely one thing to all libraries, with at most one repeat.
 _PLAIN = re.compile(
     r"\^?(?:[A-Za-z0-9_ -]|\\[.d-]|\[(?:[A-Za-z0-9_](?:-[A-Za-z0-9])?)+\])*[*+]?\$?"
 )
@@ -162,7 +163,7 @@ def _members(where: str, schema: Any) -> Iterator[tuple[Member, str]]:
 def may_fit(pattern: str, name: str) -> bool:
     """Whether a name may fit a pattern: it is tried, unless that could take long."""
     repeats = sum(map(pattern.count, _REPEATS))
-    if repeats > 1 or max(len(pattern), len(name)) > MOST_CHARS:
+    if repeats > 1 or max(len(pattern), len(name)) > MOST_CHARS or _NESTED.search(pattern):
         return True
     try:
         return re.search(pattern, name) is not None

@@ -205,6 +205,21 @@ CASES: dict[str, Case] = {
         ['{"a":{"x":{"n":1}},"b":1}'],
         ['{"b":2}', '{"a":{"x":{"n":2}}}', '{"a":{"y":{}}}'],
     ),
+    "names that two keywords list": Case(
+        {"propertyNames": {"enum": ["#a/ b%"]}, "additionalProperties": of(n={"const": 1})}
+        | {"type": "object", "properties": {"b": False}, "$defs": {}},
+        ['{"#a/ b%":{"n":1}}'],
+        ['{"b":1}', '{"#a/ b%":{"n":2}}'],
+    ),
+    "references to names with signs": Case(
+        of(
+            a={"type": "object", "propertyNames": {"enum": ["#x/ %41", "y"]}}
+            | {"additionalProperties": of(n={"const": 1})},
+            b={"$ref": "#/properties/a/additionalProperties/properties/n"},
+        ),
+        ['{"a":{"#x/ %41":{"n":1},"y":{"n":1}},"b":1}'],
+        ['{"b":2}', '{"a":{"y":{"n":2}}}', '{"a":{"#x/ %41":{"n":2}}}'],
+    ),
     "names of a pattern": Case(
         {
             "type": "object",
@@ -333,6 +348,16 @@ def test_values_are_never_changed() -> None:
         {"propertyNames": {"$ref": "#/propertyNames"}},
         {"propertyNames": {"$ref": "http://x"}},
         {"propertyNames": False},
+        {"propertyNames": {"const": "a", "enum": ["a", "b"]}},
+        *(
+            {"properties": {"a": {**of(x={}), **names, "additionalProperties": rest}}}
+            | {"anyOf": [{"type": "null"}, {"$ref": f"#/properties/a/{path}"}]}
+            for names, rest, path in (
+                ({"propertyNames": {"const": "x"}}, {"items": {}}, "additionalProperties"),
+                ({"propertyNames": {"const": "x"}}, {"items": {}}, "additionalProperties/items"),
+                ({"propertyNames": {"const": "y"}}, True, "%61dditionalProperties"),
+            )
+        ),
         {"unevaluatedProperties": False, "allOf": [{"properties": {"a": {}}}]},
         {"unevaluatedProperties": False, "$ref": "#/$defs/a", "$defs": {"a": {}}},
         {"unevaluatedItems": False, "anyOf": [{"prefixItems": [{}]}, {}]},
@@ -344,6 +369,47 @@ def test_values_are_never_changed() -> None:
 def test_what_cannot_be_said_in_other_words_is_refused(schema: Any) -> None:
     with pytest.raises(RequestError, match="cannot be enforced"):
         StructuredOutputs(json=schema)
+
+
+def test_what_names_leave_out_and_nothing_refers_to_is_gone() -> None:
+    rest = {"propertyNames": {"enum": ["x"]}, "additionalProperties": {"type": "string"}}
+    schema = of(a={**of(x={"type": "integer"}), **rest}, b={"additionalProperties": {}})
+    grammar = compiled(StructuredOutputs(json=schema))
+    assert accepts(grammar, '{"a":{"x":1}}')
+    assert not accepts(grammar, '{"a":{"y":"a"}}')
+    referring = {**schema, "allOf": [{"$ref": "#/properties/a/additionalProperties"}]}
+    left = json.loads(StructuredOutputs(json=referring, strict=False).text)
+    assert left["properties"]["a"]["additionalProperties"] == {"type": "string"}
+
+
+NUMBER_OR_DIGITS = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": DECIMAL_OF_DIGITS}]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"oneOf": [NUMBER_OR_DIGITS, {"type": "string"}]},
+        {"oneOf": [{"$ref": "#/$defs/d"}, {"type": "string"}], "$defs": {"d": NUMBER_OR_DIGITS}},
+        of(a={"oneOf": [of(n=NUMBER_OR_DIGITS), of(n={"type": "string"})]}),
+    ],
+)
+def test_a_text_that_is_left_out_would_fit_another_alternative(schema: Any) -> None:
+    for strict in (None, True):
+        with pytest.raises(RequestError, match="a number or its text"):
+            StructuredOutputs(json=schema, strict=strict)
+    grammar = compiled(StructuredOutputs(json=schema, strict=False))
+    assert accepts(grammar, '{"a":{"n":1}}' if "properties" in schema else "1")
+
+
+def test_a_text_is_left_out_among_alternatives_that_are_apart() -> None:
+    both = [
+        {**of(kind={"const": kind}, n=NUMBER_OR_DIGITS), "required": ["kind", "n"]}
+        for kind in ("a", "b")
+    ]
+    for strict in (None, True):
+        grammar = compiled(StructuredOutputs(json={"oneOf": both}, strict=strict))
+        assert accepts(grammar, '{"kind":"b","n":1}')
+        assert not accepts(grammar, '{"kind":"b","n":"x"}')
 
 
 def test_a_whole_class_of_pydantic() -> None:
