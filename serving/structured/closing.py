@@ -73,13 +73,18 @@ def _alone(schemas: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         left -= len(further) * len(patterns)
         if left >= 0:
             further = [name for name in further if not any(fits(each, name) for each in patterns)]
-        others = any(each is not False for each in patterns.values())  # there is one at least
+        others = any(map(_fits_some, patterns.values()))  # there is one at least
         if further:
             yield where, f"requires {further[0][:80]!r}, which it does not list"
         elif one.get("minProperties", 0) > len(listed) + others:
             yield where, f"asks for {one['minProperties']} properties, and lists fewer"
         elif any(name in one for name in _VALUES):
             yield where, "lists whole values, too"
+
+
+def _fits_some(one: Any) -> bool:
+    """Whether it is sure that some value fits a schema."""
+    return one is True or (isinstance(one, dict) and one.keys() <= {"type"})
 
 
 def _not_alone(schemas: Mapping[str, Any], telling: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -87,6 +87,10 @@ def test_objects_are_closed(schema: Any, wanted: Any) -> None:
         ({**A, "patternProperties": {"^x-": {}}, "required": ["z"]}, "# requires 'z'"),
         ({**A, "patternProperties": {"^(z|x)": {}}, "required": ["z"]}, "# requires 'z'"),
         ({"patternProperties": {"^x": False}, "minProperties": 1}, "# asks for 1 properties"),
+        (
+            {"patternProperties": {"^x": {"type": "integer", "enum": ["a"]}}, "minProperties": 1},
+            "# asks for 1 properties",
+        ),
         ({"patternProperties": {"^x": {}}, "enum": [{"y": 1}]}, "# lists whole values"),
         (
             {"properties": {"xa": {**A, "required": ["a"]}}, "patternProperties": {"^x": B}},
@@ -198,6 +202,9 @@ def test_an_object_asks_for_more_properties_than_it_lists() -> None:
     assert enforced(schema, strict=True) == schema
     with pytest.raises(RequestError, match="asks for 1 properties, and lists fewer"):
         StructuredOutputs(json=schema, disable_additional_properties=True)
+    schema = {"patternProperties": {"^x": NULL}, "minProperties": 1}
+    for how in ({"disable_additional_properties": True}, {"strict": True}):
+        assert enforced(schema, **how) == closed(schema)
 
 
 def test_parts_beside_what_cannot_be_closed_are() -> None:
