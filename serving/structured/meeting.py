@@ -17,11 +17,6 @@ MOST_PASSES = 64  # over all values; what meets in one may meet in the next
 MOST_CHARS = 100
 _REPEATS = "*+?{|"
 _NESTED = re.compile(r"\[[^\]]*\[")  # classes in a class, perhaps, which Python does not know
-# What is surely one thing to all libraries, with at most one repeat.
-_PLAIN = re.compile(
-    r"\^?(?:[A-Za-z0-9_ -]|\\[.d-]|\[(?:[A-Za-z0-9_](?:-[A-Za-z0-9])?)+\])*[*+]?\$?"
-)
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_. -]*")
 _OTHERS = ("any", "")  # of an object: what is not listed
 
 
@@ -169,15 +164,3 @@ def may_fit(pattern: str, name: str) -> bool:
         return re.search(pattern, name) is not None
     except (re.error, OverflowError):  # it is written for another library
         return True
-
-
-def fits(pattern: str, name: str) -> bool:
-    """Whether it is sure that a name fits a pattern, which all libraries read in one way then."""
-    if max(len(pattern), len(name)) > MOST_CHARS:
-        return False
-    if not _PLAIN.fullmatch(pattern) or not _PLAIN_NAME.fullmatch(name):
-        return False
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:
-        return False
