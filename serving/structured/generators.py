@@ -186,9 +186,10 @@ class _Rewriter:
             return {}
         if one.get("patternProperties") or not isinstance(one.get("properties", {}), dict):
             return {}
-        listed = [names["const"]] if names.keys() == {"const"} else names.get("enum")
-        if names.keys() in ({"const"}, {"enum"}) and isinstance(listed, list):
-            return self._with_listed(listed, one, old, new)
+        if names.keys() <= {"const", "enum"} and isinstance(names.get("enum", []), list):
+            if not self._may_write(len(names.get("enum", ()))):
+                return {}
+            return self._with_listed(_values(names), one, old, new)
         pattern = None if one.get("properties") else _of_names(names)
         if pattern is None or not self._may_write(len(pattern)):
             return {}
@@ -293,6 +294,15 @@ def _rests_referred_to(root: Any) -> Iterator[str]:
         if path.count("/") <= MOST_STEPS:
             for found in _REST.finditer(path):
                 yield f"#{path[: found.end()]}"
+
+
+def _values(names: Mapping[str, Any]) -> list[Any]:
+    """Return the values that `const` and `enum` allow, of texts at least."""
+    if "const" not in names:
+        return list(names["enum"])
+    const = names["const"]
+    is_allowed = "enum" not in names or (isinstance(const, str) and const in names["enum"])
+    return [const] if is_allowed else []
 
 
 def _copied(value: Any) -> Any:
