@@ -2,7 +2,7 @@
 
 What is closed fits the schema as before. But where several parts of a schema tell of one object, as
 those of `allOf` do, each lists some of its properties alone, and closing one would forbid those of
-the others.
+the others. And what an alternative of `oneOf` no longer fits might fit another one alone.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from onnxport.serving.structured.schema import inner_schemas
+from onnxport.serving.structured.meeting import MOST_TRIED, may_fit
+from onnxport.serving.structured.schema import by_pointer, escaped, inner_schemas
 
 _LISTED = ("properties", "patternProperties")
 _MEMBERS = (*_LISTED, "additionalProperties", "required", "minProperties", "items", "prefixItems")
 _VALUES = ("const", "enum")
-_AMONG = ("anyOf", "oneOf")
+SEVERAL = "tells of one object in several places (such as allOf, anyOf or $ref)"
 _Graph = Mapping[str, Collection[str]]
 
 
@@ -30,17 +31,21 @@ def close(schema: Any, *, always: bool) -> None:
     Raises:
         ValueError: says which one cannot be closed, and why.
     """
-    schemas = dict(_all(schema))
+    schemas = dict(by_pointer(schema))
     openings = {where for where, one in schemas.items() if _is_open(one)}
     if not openings:
         return
-    parts = {where: set(_parts(where, one)) for where, one in schemas.items()}
-    inside = {where: parts[where] | set(_places(where, one)) for where, one in schemas.items()}
+    known = {where: where for where in schemas}  # each pointer, which may be long, is held once
+    parts = {where: [known[it] for it in _parts(where, one)] for where, one in schemas.items()}
+    inside = {
+        where: [*parts[where], *(known[it] for it in _places(where, one))]
+        for where, one in schemas.items()
+    }
     opening = _reached(openings, _turned(inside))
-    together = dict(
-        _not_alone({where: schemas[where] for where in opening}, _telling(schemas, parts))
-    )
-    alone = {where: why for where in openings if (why := _why_not(schemas[where]))}
+    telling = _telling(schemas, parts)
+    together = dict(_not_alone({where: schemas[where] for where in opening}, telling))
+    together |= dict.fromkeys((opening & telling).intersection(_members(schemas, telling)), SEVERAL)
+    alone = dict(_alone({where: schemas[where] for where in openings}))
     if always and (together or alone):
         where, why = min({**together, **alone}.items())
         raise ValueError(
@@ -51,16 +56,6 @@ def close(schema: Any, *, always: bool) -> None:
         schemas[where]["additionalProperties"] = False
 
 
-def _all(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all schemas inside one, and itself, by their JSON pointers."""
-    pending = [("#", schema)]
-    while pending:
-        where, one = pending.pop()
-        yield where, one
-        if isinstance(one, dict):
-            pending += inner_schemas(where, one)
-
-
 def _is_open(one: Any) -> bool:
     return (
         isinstance(one, dict)
@@ -69,18 +64,17 @@ def _is_open(one: Any) -> bool:
     )
 
 
-def _why_not(one: Mapping[str, Any]) -> str | None:
-    """Return why an object cannot be closed by itself; None: it can."""
-    if one.get("patternProperties"):
-        return None
-    listed = one.get("properties", {}).keys()
-    if further := [name for name in one.get("required", ()) if name not in listed]:
-        return f"requires {further[0][:80]!r}, which it does not list"
-    if one.get("minProperties", 0) > len(listed):
-        return f"asks for {one['minProperties']} properties, and lists fewer"
-    if any(name in one for name in _VALUES):
-        return "lists whole values, too"
-    return None
+def _alone(schemas: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield those open objects that cannot be closed by themselves, and why not."""
+    for where, one in schemas.items():
+        listed = one.get("properties", {}).keys()
+        # The compiler does not always see that a pattern may have others.
+        if further := [name for name in one.get("required", ()) if name not in listed]:
+            yield where, f"requires {further[0][:80]!r}, which it does not list"
+        elif one.get("minProperties", 0) > len(listed):
+            yield where, f"asks for {one['minProperties']} properties, and lists fewer"
+        elif any(name in one for name in _VALUES):
+            yield where, "lists whole values, too"
 
 
 def _not_alone(schemas: Mapping[str, Any], telling: Collection[str]) -> Iterator[tuple[str, str]]:
@@ -93,16 +87,43 @@ def _not_alone(schemas: Mapping[str, Any], telling: Collection[str]) -> Iterator
     for where, one in schemas.items():
         if not isinstance(one, dict):
             continue
-        sources = [[unquote(one["$ref"])]] if "$ref" in one else []
-        sources += [[f"{where}/allOf/{index}"] for index in range(len(one.get("allOf", ())))]
-        sources += [
-            [f"{where}/{name}/{index}" for index in range(len(one[name]))]
-            for name in _AMONG
-            if name in one
-        ]
-        told = sum(any(part in telling for part in source) for source in sources)
-        if told + _tells(one) > 1:
-            yield where, "tells of one object in several places (such as allOf, anyOf or $ref)"
+        if "oneOf" in one:
+            yield where, "has oneOf, whose alternatives may exclude each other while they are open"
+            continue
+        told = int(_tells(one)) + ("$ref" in one and unquote(one["$ref"]) in telling)
+        told += sum(
+            f"{where}/allOf/{index}" in telling for index in range(len(one.get("allOf", ())))
+        )
+        told += any(
+            f"{where}/anyOf/{index}" in telling for index in range(len(one.get("anyOf", ())))
+        )
+        if told > 1:
+            yield where, SEVERAL
+
+
+def _members(schemas: Mapping[str, Any], telling: Collection[str]) -> Iterator[str]:
+    """Yield the schemas of properties whose names a pattern may fit, too, and those of the pattern.
+
+    Args:
+        schemas: all, by their JSON pointers.
+        telling: those that tell of members; of others nothing has to be known.
+    """
+    left = MOST_TRIED
+    for where, one in schemas.items():
+        if not isinstance(one, dict) or not one.get("properties"):
+            continue
+        named, patterned = (
+            [
+                (key, at)
+                for key in one.get(name, ())
+                if (at := f"{where}/{name}/{escaped(key)}") in telling
+            ]
+            for name in _LISTED
+        )
+        left -= len(named) * len(patterned)
+        for pattern, there in patterned:
+            met = [at for name, at in named if left < 0 or may_fit(pattern, name)]
+            yield from (there, *met) if met else ()
 
 
 def _telling(schemas: Mapping[str, Any], parts: _Graph) -> set[str]:
@@ -128,7 +149,7 @@ def _parts(where: str, one: Any) -> Iterator[str]:
         return
     if "$ref" in one:
         yield unquote(one["$ref"])
-    for name in ("allOf", *_AMONG):
+    for name in ("allOf", "anyOf", "oneOf"):
         yield from (f"{where}/{name}/{index}" for index in range(len(one.get(name, ()))))
 
 

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
-from onnxport.serving.structured.schema import inner_schemas
+from onnxport.serving.structured.schema import by_pointer, inner_schemas, reference
 
 Schema = Mapping[str, Any]
 Values = frozenset[Hashable]
@@ -51,6 +51,8 @@ def let_any_of(schema: Any, *, always: bool = False) -> tuple[str, ...]:
     That is by their types, by constants, their own or those of one property that all objects among
     them require, or by a property that the one requires and the other may not have.
 
+    Beside another `anyOf` it is one of the parts of `allOf`. References go along.
+
     Args:
         schema: of which this is done; changed.
         always: whether it is done where they are not told apart, too.
@@ -58,20 +60,13 @@ def let_any_of(schema: Any, *, always: bool = False) -> tuple[str, ...]:
     Returns:
         Where they are not, by JSON pointers; nothing unless `always`.
     """
-    schemas: dict[str, Any] = {}
-    pending = [("#", schema)]
-    while pending:
-        where, one = pending.pop()
-        schemas[where] = one
-        if isinstance(one, dict):
-            pending += inner_schemas(where, one)
+    schemas = dict(by_pointer(schema))
     found = {where: one for where, one in schemas.items() if isinstance(one, dict)}
-    if any("/oneOf/" in unquote(one.get("$ref", "")) for one in found.values()):
-        return ()  # it would refer to what is gone
     effort = _Effort()
     not_apart: list[str] = []
+    moved: dict[str, str] = {}  # what each `oneOf` is called now, in its schema
     for where, one in found.items():
-        if "oneOf" not in one or "anyOf" in one:
+        if "oneOf" not in one:
             continue
         try:
             are_apart = _are_apart(one["oneOf"], schemas, effort)
@@ -80,10 +75,54 @@ def let_any_of(schema: Any, *, always: bool = False) -> tuple[str, ...]:
         if not are_apart and always:
             not_apart.append(f"{where}/oneOf")
         if are_apart or always:
-            items = [("anyOf" if name == "oneOf" else name, it) for name, it in one.items()]
-            one.clear()
-            one.update(items)
+            moved[f"{where}/oneOf"] = _as_any_of(one)
+    for one in found.values() if moved else ():
+        if "/oneOf/" in (old := unquote(one.get("$ref", ""))):
+            one["$ref"] = reference(_now(old, moved))
     return tuple(not_apart)
+
+
+def _as_any_of(one: dict[str, Any]) -> str:
+    """Write `anyOf` for the `oneOf` of a schema; returns what leads there now."""
+    if "anyOf" in one:
+        parts = [*one.get("allOf", ()), {"anyOf": one.pop("oneOf")}]
+        one["allOf"] = parts
+        return f"allOf/{len(parts) - 1}/anyOf"
+    items = [("anyOf" if name == "oneOf" else name, it) for name, it in one.items()]
+    one.clear()
+    one.update(items)
+    return "anyOf"
+
+
+def _now(pointer: str, moved: Mapping[str, str]) -> str:
+    """Return what a JSON pointer is called where each `oneOf` in it may have moved."""
+    old = ""
+    parts: list[str] = []
+    for part in pointer.split("/"):
+        old = f"{old}/{part}" if parts else part
+        parts.append(moved.get(old, part))
+    return "/".join(parts)
+
+
+def led_to(schema: Any) -> Iterator[Any]:
+    """Yield the schemas that alternatives of each `oneOf` of a checked schema lead to."""
+    schemas = dict(by_pointer(schema))
+    pending = [
+        f"{where}/oneOf/{index}"
+        for where, one in schemas.items()
+        if isinstance(one, dict)
+        for index in range(len(one.get("oneOf", ())))
+    ]
+    seen: set[str] = set()
+    while pending:
+        where = pending.pop()
+        if where in seen:
+            continue
+        seen.add(where)
+        yield (one := schemas[where])
+        if isinstance(one, dict):
+            pending += (place for place, _ in inner_schemas(where, one))
+            pending += [unquote(one["$ref"])] if "$ref" in one else []
 
 
 def _are_apart(alternatives: Sequence[Any], schemas: Schema, effort: _Effort) -> bool:

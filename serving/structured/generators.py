@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from onnxport.serving.structured.lookahead import looks_around, without_lookahead
 from onnxport.serving.structured.schema import (
@@ -28,12 +28,15 @@ from onnxport.serving.structured.schema import (
     SCHEMA_MAPS,
     UNENFORCED_FORMATS,
     check_place,
+    escaped,
     is_number,
+    reference,
 )
 
 MOST_COUNTED = 2**31 - 1  # what the compiler counts to; no text is as long
 MOST_REFERRED = 8  # schemas, each of which refers to the next one
-MOST_WRITTEN = 1 << 18  # characters of names that are written where `propertyNames` was
+MOST_WRITTEN = 1 << 18  # characters of names that are written or read for `propertyNames`
+MOST_STEPS = 3 * (MAX_DEPTH + 1)  # of a reference; what has more leads nowhere
 _COUNTS = ("maxItems", "maxLength", "maxProperties")
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "if", "then", "else", "not", "dependentSchemas")
 _FORMATS_OF_NAMES: Mapping[str, str] = {
@@ -46,19 +49,25 @@ _FORMATS_OF_NAMES: Mapping[str, str] = {
     ),
     "uuid": "^[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}$",
 }
+_REST = re.compile(r"/additionalProperties(?=/|$)")
 _DYNAMIC = ("$dynamicRef", "$recursiveRef", "contains")
 
 
-def rewritten(schema: Any) -> Any:
+def rewritten(schema: Any) -> tuple[Any, list[Any]]:
     """Return a schema in the keywords that are enforced, so far as it can be said in them.
 
     Args:
         schema: as JSON is read; it stays as it is.
 
+    Returns:
+        The schema, and those inside it of which an alternative was left out: where others than
+        these must not fit, as those of `oneOf`, it says more than before.
+
     Raises:
         ValueError: schemas are too deep inside of others.
     """
-    return _Rewriter(schema).whole()
+    rewriter = _Rewriter(schema)
+    return rewriter.whole(), rewriter.narrowed
 
 
 class _Rewriter:
@@ -72,6 +81,8 @@ class _Rewriter:
         self._moved: dict[str, str] = {}  # the pointers of schemas that have another one now
         self._refs: list[dict[str, Any]] = []
         self._room = MOST_WRITTEN
+        self._rests = set(_rests_referred_to(root))
+        self.narrowed: list[Any] = []
 
     def whole(self) -> Any:
         """Return the whole schema."""
@@ -104,9 +115,10 @@ class _Rewriter:
         _with_bounds(one)
         _with_format(one)
         _without_unevaluated(one)
-        moved |= self._with_names(one, new)
+        moved |= self._with_names(one, old, new)
         _with_patterns(one)
-        _without_texts_of_numbers(one)
+        if _without_texts_of_numbers(one):
+            self.narrowed.append(one)
         self._with_schemas(one, old, new, depth, moved)
         return one
 
@@ -145,26 +157,26 @@ class _Rewriter:
             return reference[len(self._id) :]
         return reference
 
-    def _now(self, reference: str) -> str:
-        """Return what a reference is called where schemas have moved."""
-        text = unquote(reference)
-        if text.count("/") > 3 * (MAX_DEPTH + 1):
-            return reference  # it is too deep
+    def _now(self, given: str) -> str:
+        """Return what a reference is where schemas have moved."""
+        text = unquote(given)
+        if text.count("/") > MOST_STEPS:
+            return given
         end = len(text)
         while end > 0:
             if text[:end] in self._moved:
-                return quote(self._moved[text[:end]] + text[end:], safe="#/~")
+                return reference(self._moved[text[:end]] + text[end:])
             end = text.rfind("/", 0, end)
-        return reference
+        return given
 
-    def _with_names(self, one: dict[str, Any], new: str) -> dict[str, str]:
+    def _with_names(self, one: dict[str, Any], old: str, new: str) -> dict[str, str]:
         """Say with other keywords what names of properties may be.
 
         Returns:
             Where schemas were that are elsewhere now, both from here.
         """
         names = self._referred(one.get("propertyNames"))
-        if names is None or not _may_be_text(names):
+        if names is None or not self._may_write(len(names)) or not _may_be_text(names):
             return {}
         names = {name: value for name, value in names.items() if not self._is_silent(name, value)}
         names.pop("type", None)
@@ -174,18 +186,21 @@ class _Rewriter:
             return {}
         if one.get("patternProperties") or not isinstance(one.get("properties", {}), dict):
             return {}
-        listed = [names["const"]] if names.keys() == {"const"} else names.get("enum")
-        if names.keys() <= {"const", "enum"} and isinstance(listed, list):
-            return self._with_listed(listed, one, new)
+        if names.keys() <= {"const", "enum"} and isinstance(names.get("enum", []), list):
+            if not self._may_write(len(names.get("enum", ()))):
+                return {}
+            return self._with_listed(_values(names), one, old, new)
         pattern = None if one.get("properties") else _of_names(names)
         if pattern is None or not self._may_write(len(pattern)):
             return {}
         rest = one.get("additionalProperties", True)
         del one["propertyNames"]
         one |= {"patternProperties": {pattern: rest}, "additionalProperties": False}
-        return {f"patternProperties/{_escaped(pattern)}": "additionalProperties"}
+        return {f"patternProperties/{escaped(pattern)}": "additionalProperties"}
 
-    def _with_listed(self, listed: list[Any], one: dict[str, Any], new: str) -> dict[str, str]:
+    def _with_listed(
+        self, listed: list[Any], one: dict[str, Any], old: str, new: str
+    ) -> dict[str, str]:
         """List the properties that there may be, where their names are known."""
         if not self._may_write(len(listed) * len(new)):
             return {}
@@ -193,6 +208,9 @@ class _Rewriter:
         if not self._may_write(sum(map(len, names))):
             return {}
         properties, rest = one.get("properties", {}), one.get("additionalProperties", True)
+        takes_rest = isinstance(rest, dict) and not names.keys() <= properties.keys()
+        if f"{old}/additionalProperties" in self._rests and not takes_rest and rest is not False:
+            return {}  # what refers to it would find that nothing fits
         kept = {name: each for name, each in properties.items() if name in names}
         moved: dict[str, str] = {}
         for name in names if rest is not False else ():
@@ -200,9 +218,9 @@ class _Rewriter:
                 continue
             kept[name] = rest
             if isinstance(rest, dict) and not moved:
-                place = f"properties/{_escaped(name)}"
+                place = f"properties/{escaped(name)}"
                 moved[place] = "additionalProperties"
-                rest = {"$ref": quote(f"{new}/{place}", safe="#/~")}
+                rest = {"$ref": reference(f"{new}/{place}")}
         del one["propertyNames"]
         one |= {"properties": kept, "additionalProperties": False}
         return moved
@@ -217,11 +235,13 @@ class _Rewriter:
         for _ in range(MOST_REFERRED):
             if schema is True:
                 return {}
-            if not isinstance(schema, dict):
+            if not isinstance(schema, dict) or not self._may_write(len(schema)):
                 return None
             refers = schema.keys() - ANNOTATIONS == {"$ref"} and isinstance(schema["$ref"], str)
             if not refers or len(schema["$ref"]) > MAX_PATH:
                 return schema
+            if not self._may_write(len(schema["$ref"])):
+                return None
             schema = self._at(self._within(schema["$ref"]))
         return None
 
@@ -257,16 +277,37 @@ def _inside(one: Mapping[str, Any]) -> Iterator[tuple[Any, Any, str]]:
     for name in SCHEMA_MAPS:
         if isinstance(one.get(name), dict):
             for key in one[name]:
-                yield one[name], key, f"{name}/{_escaped(key)}"
+                yield one[name], key, f"{name}/{escaped(key)}"
+
+
+def _rests_referred_to(root: Any) -> Iterator[str]:
+    """Yield the JSON pointers to `additionalProperties` that references lead to, or through."""
+    pending = [root]
+    while pending:
+        one = pending.pop()
+        if isinstance(one, list):
+            pending += one
+        if not isinstance(one, dict):
+            continue
+        pending += one.values()
+        _, _, path = unquote(str(one.get("$ref", ""))).partition("#")
+        if path.count("/") <= MOST_STEPS:
+            for found in _REST.finditer(path):
+                yield f"#{path[: found.end()]}"
+
+
+def _values(names: Mapping[str, Any]) -> list[Any]:
+    """Return the values that `const` and `enum` allow, of texts at least."""
+    if "const" not in names:
+        return list(names["enum"])
+    const = names["const"]
+    is_allowed = "enum" not in names or (isinstance(const, str) and const in names["enum"])
+    return [const] if is_allowed else []
 
 
 def _copied(value: Any) -> Any:
     """Return a list or an object of its own, of the same members."""
     return value.copy() if isinstance(value, list | dict) else value
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _may_be_text(schema: Mapping[str, Any]) -> bool:
@@ -360,17 +401,18 @@ def _with_patterns(one: dict[str, Any]) -> None:
         one["allOf"] = [*others, *({"pattern": part} for part in parts)]
 
 
-def _without_texts_of_numbers(one: dict[str, Any]) -> None:
+def _without_texts_of_numbers(one: dict[str, Any]) -> bool:
     """Leave numbers alone where one may be a number or its text, whose pattern is out of reach.
 
-    So is a decimal number of pydantic's written.
+    So is a decimal number of pydantic's written. Returns whether a text was left out.
     """
     among = one.get("anyOf")
     alternatives = (
         [each for each in among if isinstance(each, dict)] if isinstance(among, list) else []
     )
     if not any(each.get("type") in ("number", "integer") for each in alternatives):
-        return
+        return False
+    is_left_out = False
     for index, each in enumerate(among or ()):
         told = each.keys() - ANNOTATIONS if isinstance(each, dict) else set()
         if told == {"type", "pattern"} and each["type"] == "string":
@@ -381,3 +423,5 @@ def _without_texts_of_numbers(one: dict[str, Any]) -> None:
                 and not without_lookahead(pattern)
             ):
                 one["anyOf"][index] = False
+                is_left_out = True
+    return is_left_out

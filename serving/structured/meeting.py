@@ -16,6 +16,7 @@ MOST_PASSES = 64  # over all values; what meets in one may meet in the next
 # at most, with several there is no such bound.
 MOST_CHARS = 100
 _REPEATS = "*+?{|"
+_NESTED = re.compile(r"\[[^\]]*\[")  # classes in a class, perhaps, which Python does not know
 _OTHERS = ("any", "")  # of an object: what is not listed
 
 
@@ -129,7 +130,7 @@ class _Groups:
 
     def _may_fit(self, pattern: str, name: str) -> bool:
         if (pattern, name) not in self._fitting:
-            self._fitting[pattern, name] = _may_fit(pattern, name)
+            self._fitting[pattern, name] = may_fit(pattern, name)
         return self._fitting[pattern, name]
 
     def _top(self, where: str) -> str:
@@ -154,10 +155,10 @@ def _members(where: str, schema: Any) -> Iterator[tuple[Member, str]]:
         yield _REST, f"{where}/items"
 
 
-def _may_fit(pattern: str, name: str) -> bool:
-    """Whether a name may fit: it is tried, unless that could take long."""
+def may_fit(pattern: str, name: str) -> bool:
+    """Whether a name may fit a pattern: it is tried, unless that could take long."""
     repeats = sum(map(pattern.count, _REPEATS))
-    if repeats > 1 or max(len(pattern), len(name)) > MOST_CHARS:
+    if repeats > 1 or max(len(pattern), len(name)) > MOST_CHARS or _NESTED.search(pattern):
         return True
     try:
         return re.search(pattern, name) is not None

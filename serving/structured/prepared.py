@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from onnxport.errors import RequestError
 from onnxport.serving.structured.closing import close
-from onnxport.serving.structured.exclusive import let_any_of
+from onnxport.serving.structured.exclusive import led_to, let_any_of
 from onnxport.serving.structured.generators import rewritten
 from onnxport.serving.structured.schema import ROOT_ONLY, check_schema
 
@@ -17,27 +18,41 @@ logger = logging.getLogger(__name__)
 MOST_TOLD = 5  # keywords in a line of the log
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A schema that is enforced in every word.
+
+    Attributes:
+        schema: an object of its own.
+        left_out: JSON pointers to the keywords that were left out; `tell` tells of them.
+    """
+
+    schema: Any
+    left_out: tuple[str, ...] = ()
+
+
 def prepared(
     schema: Any, param: str, *, strict: bool | None = None, is_closed: bool = False
-) -> Any:
-    """Return a schema that is enforced in every word, as an object of its own.
+) -> Prepared:
+    """Return a schema that is enforced in every word.
 
     Args:
         schema: as JSON is read; it stays as it is.
-        param: the request's field that errors and warnings name.
-        strict: as OpenAI has it. False: keywords that cannot be enforced are left out, and the log
-            names them. True: they are refused, and objects that say nothing of further properties
-            have none, where that can be. None: they are refused.
+        param: the request's field that errors name.
+        strict: as OpenAI has it. False: keywords that cannot be enforced are left out. True: they
+            are refused, and objects that say nothing of further properties have none, where that
+            can be. None: they are refused.
         is_closed: whether such objects have none, or are refused.
 
     Raises:
         RequestError: says where, what was found and what is supported.
     """
     try:
-        result = rewritten(schema)
+        result, narrowed = rewritten(schema)
         left_out = check_schema(result, strict=strict is not False)
-        if strict is False:
-            left_out += let_any_of(result, always=True)
+        if is_closed or narrowed or strict is not None:
+            left_out += let_any_of(result, always=strict is False)
+        _check_narrowed(result, narrowed)
         if is_closed or strict:
             close(result, always=is_closed)
     except ValueError as error:
@@ -47,18 +62,33 @@ def prepared(
             "the JSON schema cannot be enforced: a value in it is nested too deep; flatten it",
             param,
         ) from error
-    if left_out:
-        _warn(param, left_out)
     if isinstance(result, dict):
         result = {name: each for name, each in result.items() if name not in ROOT_ONLY}
-    return result
+    return Prepared(result, left_out)
 
 
-def _warn(param: str, left_out: Sequence[str]) -> None:
-    """Tell what is not enforced; names in it are the client's."""
+def _check_narrowed(schema: Any, narrowed: Sequence[Any]) -> None:
+    """Refuse a schema where what an alternative of `oneOf` does not fit any more fits others."""
+    left = {id(one) for one in narrowed}
+    if left and any(id(one) in left for one in led_to(schema)):
+        raise ValueError(
+            "oneOf has a number or its text with a pattern that looks around, and alternatives "
+            "that are not visibly exclusive; write anyOf"
+        )
+
+
+def tell(param: str, left_out: Sequence[str]) -> None:
+    """Tell the log what of a request is not enforced, if anything.
+
+    Args:
+        param: the request's field.
+        left_out: where in it; names in it are the client's.
+    """
+    if not left_out:
+        return
     told = ", ".join(repr(each[-120:]) for each in left_out[:MOST_TOLD])
     more = len(left_out) - MOST_TOLD
-    logger.warning(
+    logger.info(
         "%s is enforced but for %s%s, which cannot be; with strict set to true it would be refused",
         param,
         told,

@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import reduce
 from math import ceil, floor, gcd, lcm
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from onnxport.serving.structured.meeting import values
 from onnxport.serving.structured.writable import writable
@@ -356,6 +356,21 @@ def _common_multiple(one: Fraction, other: Fraction) -> Fraction:
     return Fraction(lcm(one.numerator, other.numerator), gcd(one.denominator, other.denominator))
 
 
+def by_pointer(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield all schemas inside a checked one, and itself, by their JSON pointers."""
+    pending = [("#", schema)]
+    while pending:
+        where, one = pending.pop()
+        yield where, one
+        if isinstance(one, dict):
+            pending += inner_schemas(where, one)
+
+
+def reference(pointer: str) -> str:
+    """Return the `$ref` to the schema at a JSON pointer."""
+    return f"#{quote(pointer.removeprefix('#'), safe='/~')}"
+
+
 def inner_schemas(where: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the schemas directly inside a schema, and the JSON pointer of each.
 
@@ -377,5 +392,9 @@ def inner_schemas(where: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, 
             if not isinstance(schema[name], dict):
                 raise ValueError(f"{where}/{name} must be an object of schemas")
             for key, one in schema[name].items():
-                escaped = key.replace("~", "~0").replace("/", "~1")
-                yield f"{where}/{name}/{escaped}", one
+                yield f"{where}/{name}/{escaped(key)}", one
+
+
+def escaped(name: str) -> str:
+    """Return a name as it stands in a JSON pointer."""
+    return name.replace("~", "~0").replace("/", "~1")

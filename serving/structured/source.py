@@ -234,6 +234,6 @@ def _with_checked_schemas(text: str, param: str) -> str:
             schema, end = json.JSONDecoder().raw_decode(text, found.end())
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the grammar has %json without a schema: {error}", param) from error
-        parts += [text[done : found.end()], _with_options(prepared(schema, param))]
+        parts += [text[done : found.end()], _with_options(prepared(schema, param).schema)]
         at = done = end
     return "".join([*parts, text[done:]])

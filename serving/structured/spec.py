@@ -10,7 +10,7 @@ from typing import Any, Literal
 from onnxport.errors import RequestError
 from onnxport.serving.channels import Channels
 from onnxport.serving.reasoning import Thought
-from onnxport.serving.structured.prepared import prepared
+from onnxport.serving.structured.prepared import prepared, tell
 from onnxport.serving.text import HALF, is_whole
 
 Kind = Literal["json", "regex", "choice", "grammar"]
@@ -51,7 +51,7 @@ class StructuredOutputs:
         disable_additional_properties: objects that list properties, and say nothing of others, have
             no others; a schema of which parts cannot be closed is refused.
         strict: of a JSON schema, as OpenAI has it. None: a keyword that cannot be enforced is
-            refused. False: it is left out, and a warning names it. True: it is refused, and objects
+            refused. False: it is left out, and the log names it. True: it is refused, and objects
             as above have no other properties where that can be.
         param: the field of a request that asked for it, which errors name; None: these fields.
         thought: the reasoning that may come before, of which nothing is asked; None: none may.
@@ -219,7 +219,8 @@ class StructuredOutputs:
             return text
         closed = self.disable_additional_properties
         ready = prepared(schema, self._at("json"), strict=self.strict, is_closed=closed)
-        return json.dumps(ready, ensure_ascii=False)
+        tell(self._at("json"), ready.left_out)
+        return json.dumps(ready.schema, ensure_ascii=False)
 
     def _choices(self) -> tuple[str, ...]:
         """Return the checked choices.

@@ -13,6 +13,8 @@ import re
 import warnings
 
 UNWRITABLE = r"\x00-\x07\x0b\x0e-\x1f"
+_OF_SETS = ("&&", "--", "~~")  # what is in both classes, in the first alone, in one of the two
+_BEGUN = re.compile(r"[^-\\][^\[\]^\\-]-")  # a range, behind no other one
 MOST_NESTED = 8  # classes in classes
 _CONTROLS = [chr(code) for code in (*range(8), *range(0x0E, 0x1C))]  # none is white space
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
@@ -68,13 +70,17 @@ class _Rewriter:
                 self._open()
             elif self._negated and char == "]":
                 self._close()
-            elif self._negated and pair == "&&":
-                raise ValueError("it has && in a class; write that character once")
+            elif self._negated and pair in _OF_SETS and not self._ends_range(pair):
+                raise ValueError(f"it has {pair} in a class, which has two meanings; escape both")
             elif not self._negated and _CONTROL.match(char):
                 raise ValueError(f"it has the control character {char!r}, which cannot be written")
             else:
                 self._copy(self._at + 1)
         return "".join(self._parts)
+
+    def _ends_range(self, pair: str) -> bool:
+        """Whether a range such as `!-~` ends with the first of two characters."""
+        return pair == "~~" and bool(_BEGUN.match(self._pattern, self._at - 3))
 
     def _copy(self, end: int, changed: str | None = None) -> None:
         self._parts.append(self._pattern[self._at : end] if changed is None else changed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,7 @@ def test_what_is_refused(
 def test_without_strict_what_cannot_be_enforced_is_left_out(
     model_folder: Path, asked: dict[str, Any], chat: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     found = form_of(model_folder, chat, response_format=asked)
     left = {name: value for name, value in NOT_ENFORCED.items() if name != "uniqueItems"}
     assert found == StructuredOutputs(json=left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from array import array
 from functools import cache
 from typing import Any
@@ -249,13 +250,15 @@ def test_strict_says_whether_all_parameters_are_enforced(
     syntax: ToolFormat, caplog: pytest.LogCaptureFixture
 ) -> None:
     tags = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+    caplog.set_level(logging.INFO)
     loose, strict = tool("f", None, a=tags), tool("f", True, a=tags)
     form = compiled(calls([loose], syntax, several=False))
     for given, allowed in (([1, 2], True), ([1, 1], True), ([3], False), ("x", False)):
         assert accepts_text(form, written(syntax, {"a": given}, name="f")) == allowed
     assert not accepts_text(form, written(syntax, {}, name="f"))
     [told] = [record.getMessage() for record in caplog.records]
-    assert "tools.0.function.parameters is enforced but for '#/properties/a/uniqueItems'" in told
+    where = "'tools.0.function.parameters#/properties/a/uniqueItems'"
+    assert f"tools is enforced but for {where}, which cannot be" in told
     with pytest.raises(RequestError, match="'uniqueItems', which is not supported") as caught:
         calls([strict], syntax, several=False)
     assert caught.value.param == "tools.0.function.parameters"

@@ -14,6 +14,8 @@ from .structured import accepts, assert_valid, compiled
 
 A: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
 B: Any = {"type": "object", "properties": {"b": {"type": "integer"}}}
+AB: Any = {**A, "properties": {**A["properties"], **B["properties"]}, "required": ["a", "b"]}
+A_OR_AB: Any = {"oneOf": [{**A, "required": ["a"]}, AB]}  # which {"a":1,"b":2} fits twice
 NULL = {"type": "null"}
 
 
@@ -82,6 +84,21 @@ def test_objects_are_closed(schema: Any, wanted: Any) -> None:
             "#/patternProperties/^x requires 'b'",
         ),
         ({**A, "required": ["a"], "minProperties": 1, "enum": [{"a": 1, "b": 2}]}, "whole values"),
+        ({**A, "patternProperties": {"^x-": {}}, "required": ["z"]}, "# requires 'z'"),
+        (
+            {"patternProperties": {"^z": NULL}, "required": ["z"], "allOf": [{"type": "object"}]},
+            "# requires 'z'",
+        ),
+        ({"patternProperties": {"^x": False}, "minProperties": 1}, "# asks for 1 properties"),
+        (
+            {"patternProperties": {"^x": NULL}, "minProperties": 1, "allOf": [{"type": "object"}]},
+            "# asks for 1 properties",
+        ),
+        ({"patternProperties": {"^x": {}}, "enum": [{"y": 1}]}, "# lists whole values"),
+        (
+            {"properties": {"xa": {**A, "required": ["a"]}}, "patternProperties": {"^x": B}},
+            "#/patternProperties/^x tells of one object",
+        ),
     ],
 )
 def test_what_cannot_be_closed(schema: Any, where: str) -> None:
@@ -90,9 +107,75 @@ def test_what_cannot_be_closed(schema: Any, where: str) -> None:
         StructuredOutputs(json=schema, disable_additional_properties=True)
     assert where in str(caught.value)
     left = enforced(schema, strict=True)
-    for one in (left, left.get("properties", {}).get("x", left)):
-        assert "additionalProperties" not in one or one is left
+    as_it_was = enforced({"anyOf" if n == "oneOf" else n: it for n, it in schema.items()})
+    if not where.startswith("# ") and "whole values" not in where:  # the object around it is
+        as_it_was = closed(as_it_was)
+    assert left == as_it_was
     assert compiled(StructuredOutputs(json=schema, strict=True))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        A_OR_AB,
+        {"type": "object", "properties": {"x": A_OR_AB}, "additionalProperties": False},
+        {"oneOf": [{"$ref": "#/$defs/a"}, AB], "$defs": {"a": A_OR_AB["oneOf"][0]}},
+        {"anyOf": [{"type": "null"}, A_OR_AB]},
+    ],
+)
+def test_alternatives_of_which_one_may_fit_stay_open(schema: Any) -> None:
+    """What is closed would fit one of them alone, where two fit before."""
+    assert enforced(schema, strict=True) == schema
+    with pytest.raises(RequestError, match="has oneOf, whose alternatives may exclude each other"):
+        StructuredOutputs(json=schema, disable_additional_properties=True)
+    for strict in (None, True):
+        with pytest.raises(RequestError, match="oneOf constraints"):
+            compiled(StructuredOutputs(json=schema, strict=strict))
+
+
+def test_alternatives_that_are_apart_are_closed() -> None:
+    apart = [
+        {**A, "properties": {"kind": {"const": kind}, "a": A}, "required": ["kind"]}
+        for kind in ("x", "y")
+    ]
+    left = enforced({"oneOf": apart}, strict=True)
+    inner = {"a": closed(A)}
+    assert left == {
+        "anyOf": [closed({**one, "properties": one["properties"] | inner}) for one in apart]
+    }
+
+
+def test_names_that_a_pattern_fits_too() -> None:
+    """What both say of one member is left open, what nothing else speaks of is not."""
+    named = {"xa": {**A, "required": ["a"]}, "ya": A, "xn": {"type": "integer"}}
+    schema = {
+        "type": "object",
+        "properties": named,
+        "patternProperties": {"^x": {**B, "type": ["object", "integer"]}, "^z": B},
+    }
+    left = enforced(schema, strict=True)
+    patterned = schema["patternProperties"] | {"^z": closed(B)}
+    assert left == closed(
+        {**schema, "properties": named | {"ya": closed(A)}, "patternProperties": patterned}
+    )
+    grammar = compiled(StructuredOutputs(json=schema, strict=True))
+    assert accepts(grammar, '{"xa":{"a":1,"b":1}}')
+    assert not accepts(grammar, '{"ya":{"b":1}}')
+
+
+def test_a_class_in_a_class_may_fit_any_name() -> None:
+    """Python reads it in another way than the compiler."""
+    schema = {
+        "properties": {"x": {**A, "required": ["a"]}},
+        "patternProperties": {"^[[w-z]]$": {**B, "required": ["b"]}},
+    }
+    assert enforced(schema, strict=True) == closed(schema)
+
+
+def test_a_required_name_that_no_pattern_fits_may_come() -> None:
+    schema = {**A, "patternProperties": {"^x-": {}}, "required": ["a", "z"]}
+    grammar = compiled(StructuredOutputs(json=schema, strict=True))
+    assert accepts(grammar, '{"a":1,"z":1}')
 
 
 def test_an_object_asks_for_more_properties_than_it_lists() -> None:

@@ -6,6 +6,7 @@ Nothing is timed. What would take minutes, or hours, runs into the time that eac
 from __future__ import annotations
 
 import json
+import tracemalloc
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +18,8 @@ from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.structured.automaton import MOST_AT_ONCE, Automaton
 from onnxport.serving.structured.exclusive import let_any_of
 from onnxport.serving.structured.expression import UnknownSyntaxError
+from onnxport.serving.structured.generators import MOST_WRITTEN, _Rewriter, rewritten
+from onnxport.serving.structured.prepared import prepared
 from onnxport.serving.structured.source import grammar_of
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
 
@@ -272,6 +275,53 @@ def test_a_pattern_of_names_that_many_objects_refer_to() -> None:
     schema = {"properties": properties, "$defs": {"names": {"pattern": "n" * 100_000}}}
     with pytest.raises(RequestError, match="'propertyNames', which is not supported"):
         StructuredOutputs(json=schema)
+
+
+@pytest.mark.parametrize(
+    "defs",
+    [
+        {"n": {str(number): 0 for number in range(9_000)}},
+        {"n": {"$ref": f"#/$defs/{'%41' * 600}0"}}
+        | {"A" * 600 + str(n): {"$ref": f"#/$defs/{'%41' * 600}{n + 1}"} for n in range(6)}
+        | {"A" * 600 + "6": {"type": "string"}},
+    ],
+    ids=["keywords", "references"],
+)
+def test_what_names_refer_to_is_read_so_often(
+    defs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each object anew, but no further than so many characters of all of them together."""
+    read = 0
+    at = _Rewriter._at
+
+    def counted(self: _Rewriter, reference: str) -> Any:
+        nonlocal read
+        found = at(self, reference)
+        read += len(reference) + len(found)
+        return found
+
+    monkeypatch.setattr(_Rewriter, "_at", counted)
+    one = {"propertyNames": {"$ref": "#/$defs/n"}}
+    schema = {"properties": {str(number): one for number in range(2400)}, "$defs": defs}
+    rewritten(schema)
+    assert read < 2 * MOST_WRITTEN
+    few = {"properties": {"0": one}, "$defs": defs}
+    read = 0
+    rewritten(few)
+    assert read
+
+
+def test_pointers_are_held_once() -> None:
+    """What is closed takes no more memory than a schema that is only checked."""
+    alternatives = [{} for _ in range(20_000)]
+    schema = {"properties": {"n" * 1950: {"anyOf": alternatives}}}
+    sizes: dict[bool | None, int] = {}
+    for strict in (None, True):
+        tracemalloc.start()
+        prepared(schema, "x", strict=strict)
+        sizes[strict] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert sizes[True] < 1.5 * sizes[None]
 
 
 @pytest.mark.parametrize("name", ["/" * 120_000, "a" * 600 + "/b" * 190, "~1" * 60_000])

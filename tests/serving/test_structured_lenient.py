@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 
 from onnxport.errors import RequestError
+from onnxport.serving.http.tool_formats.forced import calls
+from onnxport.serving.http.tool_formats.hermes import HERMES
 from onnxport.serving.structured.spec import StructuredOutputs
 
 from .structured import accepts, compiled
 
 TEXT = {"type": "string"}
+
+
+@pytest.fixture(autouse=True)
+def told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "onnxport.serving.structured.prepared")
 
 
 def left_of(schema: Any) -> Any:
@@ -52,6 +59,16 @@ def left_of(schema: Any) -> Any:
             "maxProperties",
         ),
         (
+            {"oneOf": [TEXT, TEXT], "anyOf": [TEXT], "allOf": [TEXT]},
+            {"anyOf": [TEXT], "allOf": [TEXT, {"anyOf": [TEXT, TEXT]}]},
+            "oneOf",
+        ),
+        (
+            {"oneOf": [TEXT, TEXT], "properties": {"oneOf": {"$ref": "#/oneOf/1"}}},
+            {"anyOf": [TEXT, TEXT], "properties": {"oneOf": {"$ref": "#/anyOf/1"}}},
+            "oneOf",
+        ),
+        (
             {"oneOf": [{"type": "number"}, {"type": "integer", "minimum": 3}]},
             {"anyOf": [{"type": "number"}, {"type": "integer", "minimum": 3}]},
             "oneOf",
@@ -61,14 +78,13 @@ def left_of(schema: Any) -> Any:
 def test_what_is_left_out(
     schema: Any, left: Any, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        found = left_of(schema)
+    found = left_of(schema)
     if left is None:
         left = {name: one for name, one in schema.items() if name != named}
         left |= {"maximum": 2**53} if "maximum" in left else {}
     assert found == left
     [record] = caplog.records
-    assert record.levelno == logging.WARNING
+    assert record.levelno == logging.INFO  # it is the client's affair
     assert f"'#/{named}'" in record.getMessage()
     assert "structured_outputs.json is enforced but for" in record.getMessage()
     assert compiled(StructuredOutputs(json=schema, strict=False))
@@ -101,6 +117,39 @@ def test_what_is_enforced_in_full_is_not_told(caplog: pytest.LogCaptureFixture) 
     schema = {"oneOf": apart, "$defs": {"a": {"type": "integer", "format": "int32"}}, "x-a": 1}
     assert compiled(StructuredOutputs(json=schema, strict=False))
     assert not caplog.records
+
+
+def test_references_through_one_of_go_along() -> None:
+    inner = {"oneOf": [{"const": 1}, {"const": 1.0}], "anyOf": [{}, {}]}
+    schema = {
+        "oneOf": [{"properties": {"~a/oneOf/0 ": inner}}, {"type": "object"}],
+        "$defs": {
+            "oneOf": TEXT,
+            "b": {"$ref": "#/oneOf/0/properties/~0a~1oneOf~10%20/oneOf/1"},
+            "c": {"$ref": "#/$defs/oneOf"},
+        },
+    }
+    left = left_of(schema)
+    assert left["anyOf"][0]["properties"]["~a/oneOf/0 "] == {
+        "anyOf": [{}, {}],
+        "allOf": [{"anyOf": inner["oneOf"]}],
+    }
+    where = "#/anyOf/0/properties/~0a~1oneOf~10%20/allOf/0/anyOf/1"
+    assert [left["$defs"][name]["$ref"] for name in "bc"] == [where, "#/$defs/oneOf"]
+    assert compiled(StructuredOutputs(json=schema, strict=False))
+
+
+def test_one_request_writes_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    one = {"properties": {"a": {"uniqueItems": True}}}
+    tools = [
+        {"type": "function", "function": {"name": f"f{n}", "parameters": one}} for n in range(300)
+    ]
+    calls(tools, HERMES, several=False)
+    [record] = caplog.records
+    told = record.getMessage()
+    assert told.startswith("tools is enforced but for 'tools.0.function.parameters#/properties/a/u")
+    assert "and 295 more" in told
+    assert len(told) < 1000
 
 
 def test_names_of_a_client_do_not_break_the_log(caplog: pytest.LogCaptureFixture) -> None:

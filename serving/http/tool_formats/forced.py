@@ -9,7 +9,7 @@ from typing import Any
 
 from onnxport.errors import RequestError
 from onnxport.serving.http.tool_formats.base import ARGUMENTS, NAME, QUOTED, Tagged, ToolFormat
-from onnxport.serving.structured.prepared import prepared
+from onnxport.serving.structured.prepared import prepared, tell
 from onnxport.serving.structured.schema import inner_schemas
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
 
@@ -55,6 +55,7 @@ def calls(
     rules = writer.forced(several) if forced or alone else writer.free(several)
     rules.append("call: " + " | ".join(f"call_{index}" for index in functions))
     left = MAX_CHARS
+    left_out: list[str] = []
     for index, function in functions.items():
         enforced = forced or function.get("strict")
         if enforced:
@@ -66,8 +67,9 @@ def calls(
                     "are; make them smaller, or send fewer tools",
                     f"tools.{index}.function.parameters",
                 )
-        parameters = _parameters(index, function) if enforced else {"type": "object"}
+        parameters = _parameters(index, function, left_out) if enforced else {"type": "object"}
         rules += writer.function(index, function["name"], parameters)
+    tell("tools", left_out)
     return StructuredOutputs(
         grammar="\n".join(rules), param="tools", has_channels=syntax.has_channels
     )
@@ -77,8 +79,13 @@ def _num_chars(function: Mapping[str, Any]) -> int:
     return len(json.dumps(function.get("parameters"), ensure_ascii=False))
 
 
-def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
+def _parameters(index: int, function: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:
     """Return the schema of a function's arguments, which are an object.
+
+    Args:
+        index: of the tool.
+        function: its function.
+        left_out: gets the places of what is not enforced.
 
     Raises:
         RequestError: it cannot be enforced.
@@ -87,7 +94,9 @@ def _parameters(index: int, function: Mapping[str, Any]) -> dict[str, Any]:
     if given is None:  # which is a function without parameters, in OpenAI's words
         return NO_PARAMETERS
     param = f"tools.{index}.function.parameters"
-    parameters = prepared(given, param, strict=bool(function.get("strict")))
+    ready = prepared(given, param, strict=bool(function.get("strict")))
+    left_out += (param + place for place in ready.left_out)
+    parameters = ready.schema
     if not isinstance(parameters, dict):
         raise RequestError(
             f"no arguments fit the parameters of {function['name'][:40]!r}, which exclude "
