@@ -125,7 +125,7 @@ class LoadOptions:
     kv_cache_tokens: int | None = None  # pool size in tokens; None: from kv_memory
     kv_memory: int | float | None = None  # int: bytes; float in (0, 1]: of free memory; None: 0.4
     kv_share: float = CACHE_FRACTION  # of the memory that is free, where neither is given
-    kv_cache_dtype: str = "auto"  # auto, or one of Capabilities.kv_cache_dtypes
+    kv_cache_dtype: str = "auto"  # auto, or one of Features.kv_cache_dtypes
     block_size: int | None = None  # tokens per KV block
     max_model_len: int | None = None  # longest sequence in tokens; None: the artifact's context
     attention: Attention | None = None  # force a lowering; None: the best there is

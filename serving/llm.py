@@ -112,13 +112,13 @@ class LLM:
             max_adapters: LoRA adapters that can be loaded at once, see `load_adapter`; memory for
                 all of them is set aside now.
             max_adapter_rank: the largest rank of an adapter.
-            adapter_dtype: what adapters are kept in: "auto", or "float32", "float16", "int8" or
-                "int4" where the provider can; docs/adapters.md tells what each costs.
+            adapter_dtype: what adapters are kept in: "auto", or "float32", "float16", "bfloat16",
+                "int8" or "int4" where the provider can; docs/adapters.md tells what each costs.
             graph_cache: a folder of your own that keeps lowered graphs: the next start of the same
                 artifact takes less time. None: none is kept.
             coarse_head: let the provider keep half a byte more for each of the output head's
-                weights, where it then reads less for greedy and top-k sampling (cpu); no token
-                depends on it.
+                weights, where it then reads less for most sampling (cpu); tokens are the same
+                but for a chance that docs/providers.md tells.
             hybrid_kv_cache: let layers with a sliding window have blocks of their own, so that
                 those behind the window are used again (cpu, cuda, webgpu); no token depends on it.
             generation_config: how prompts without `SamplingParams` are sampled: "auto", as the

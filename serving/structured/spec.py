@@ -43,7 +43,7 @@ class StructuredOutputs:
             as it is enforced.
         regex: a regular expression that the whole output matches, in the syntax of Rust's `regex`.
         choice: texts, of which the output is one.
-        grammar: a context-free grammar, in Lark's syntax as llguidance knows it.
+        grammar: a context-free grammar, in Lark's syntax as llguidance knows it, or GBNF.
         json_object: any JSON object.
         whitespace_pattern: regular expression of the whitespace between the parts of JSON; None:
             up to 32 spaces, tabs and ends of lines.

@@ -49,7 +49,8 @@ def add_adapter_options(parser: argparse.ArgumentParser) -> None:
         "--max-loras",
         type=positive,
         metavar="N",
-        help="most adapters at once (as many as --lora-modules names)",
+        help="most adapters at once (as many as --lora-modules names, at least 8 where others may "
+        "come)",
     )
     group.add_argument(
         "--max-lora-rank",

@@ -154,7 +154,8 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         "--no-coarse-head",
         action="store_true",
         help="read all of the output head in every step; otherwise cpu keeps half a byte more for "
-        "each of its weights and reads less for greedy and top-k sampling, with the same tokens",
+        "each of its weights and reads less for most sampling (docs/providers.md), with the same "
+        "tokens but for a chance below 2.3e-11 each",
     )
     group.add_argument(
         "--no-hybrid-kv-cache",
@@ -334,7 +335,10 @@ def add_structure_options(parser: argparse.ArgumentParser) -> None:
         "--choice", action="append", metavar="TEXT", help="the text is one of these; repeatable"
     )
     group.add_argument(
-        "--grammar", type=Path, metavar="FILE", help="the text follows this grammar, in Lark's form"
+        "--grammar",
+        type=Path,
+        metavar="FILE",
+        help="the text follows this grammar, in Lark's form or GBNF",
     )
 
 
