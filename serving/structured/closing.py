@@ -121,8 +121,11 @@ def _members(schemas: Mapping[str, Any], telling: Collection[str]) -> Iterator[s
             for name in _LISTED
         )
         left -= len(named) * len(patterned)
+        if left < 0:  # each may fit each
+            yield from (at for _, at in (*named, *patterned) if named and patterned)
+            continue
         for pattern, there in patterned:
-            met = [at for name, at in named if left < 0 or may_fit(pattern, name)]
+            met = [at for name, at in named if may_fit(pattern, name)]
             yield from (there, *met) if met else ()
 
 

@@ -26,6 +26,7 @@ from onnxport.serving.structured.schema import (
     ONE_SCHEMA,
     SCHEMA_LISTS,
     SCHEMA_MAPS,
+    TYPES,
     UNENFORCED_FORMATS,
     check_place,
     escaped,
@@ -290,9 +291,12 @@ def _rests_referred_to(root: Any) -> Iterator[str]:
         if not isinstance(one, dict):
             continue
         pending += one.values()
-        _, _, path = unquote(str(one.get("$ref", ""))).partition("#")
+        if not isinstance(reference := one.get("$ref"), str):
+            continue
+        _, _, path = unquote(reference).partition("#")
         if path.count("/") <= MOST_STEPS:
-            for found in _REST.finditer(path):
+            # What is longer leads nowhere: a schema that has others is never so far inside.
+            for found in _REST.finditer(path, 0, MAX_PATH + len("/additionalProperties")):
                 yield f"#{path[: found.end()]}"
 
 
@@ -313,7 +317,9 @@ def _copied(value: Any) -> Any:
 def _may_be_text(schema: Mapping[str, Any]) -> bool:
     """Whether the type of a schema lets texts fit it."""
     types = schema.get("type", "string")
-    return "string" in types if isinstance(types, list) else types == "string"
+    if isinstance(types, list):  # a long one is none, and others say so
+        return "string" in types[: len(TYPES)]
+    return bool(types == "string")
 
 
 def _with_prefix_items(one: dict[str, Any]) -> dict[str, str]:
@@ -383,12 +389,13 @@ def _of_names(names: Mapping[str, Any]) -> str | None:
         return _FORMATS_OF_NAMES.get(names["format"])
     if names.keys() == {"pattern"}:
         return names["pattern"] if isinstance(names["pattern"], str) else None
-    least, most = names.get("minLength", 0), names.get("maxLength", "")
-    if not names.keys() <= {"minLength", "maxLength"} or not re.fullmatch(
-        r"\d{1,9},\d{0,9}", f"{least},{most}"
-    ):
+    if not names.keys() <= {"minLength", "maxLength"} or not all(map(_is_length, names.values())):
         return None
-    return f"^(?s:.{{{least},{most}}})$"
+    return f"^(?s:.{{{names.get('minLength', 0)},{names.get('maxLength', '')}}})$"
+
+
+def _is_length(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 10**9
 
 
 def _with_patterns(one: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ def tell(param: str, left_out: Sequence[str]) -> None:
     told = ", ".join(repr(each[-120:]) for each in left_out[:MOST_TOLD])
     more = len(left_out) - MOST_TOLD
     logger.info(
-        "%s is enforced but for %s%s, which cannot be; with strict set to true it would be refused",
+        "%s is enforced but for %s%s, which cannot be; with strict set to true it may be refused",
         param,
         told,
         f" and {more} more" if more > 0 else "",

@@ -170,6 +170,7 @@ _VALID: Mapping[str, Check] = {
 ONE_SCHEMA = ("additionalProperties", "items")
 SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SCHEMA_MAPS = ("$defs", "definitions", "patternProperties", "properties")
+MOST_SHOWN = 200  # characters of a JSON pointer, of which each keyword may be told
 BOUNDS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
 ENFORCED = tuple(sorted({*ASSERTIONS, *ONE_SCHEMA, *SCHEMA_LISTS, *SCHEMA_MAPS}))
 
@@ -182,7 +183,7 @@ def check_schema(schema: Any, *, strict: bool = True) -> tuple[str, ...]:
         strict: whether a keyword that cannot be enforced is refused; otherwise it is taken out.
 
     Returns:
-        The keywords that were taken out, by their JSON pointers.
+        The keywords that were taken out, by the ends of their JSON pointers.
 
     Raises:
         ValueError: says where, what was found and what is supported.
@@ -195,12 +196,14 @@ def check_schema(schema: Any, *, strict: bool = True) -> tuple[str, ...]:
         check_place(where, depth, one)
         schemas[where] = one
         if isinstance(one, dict):
-            for name, reason in list(_unenforced(where, one)):
-                if strict:
-                    raise ValueError(reason)
+            shown = where if len(where) <= MOST_SHOWN else f"…{where[-MOST_SHOWN:]}"
+            unenforced = _unenforced(shown, one)
+            if strict and (found := next(unenforced, None)):
+                raise ValueError(found[1])
+            for name, _ in list(unenforced):
                 if name in one:
                     del one[name]
-                    left_out.append(f"{where}/{name}")
+                    left_out.append(f"{shown}/{name[:MOST_SHOWN]}")
             pending += [(path, inner, depth + 1) for path, inner in inner_schemas(where, one)]
         elif not isinstance(one, bool):
             raise ValueError(f"{where} is {repr(one)[:80]}; a schema is an object, or true")

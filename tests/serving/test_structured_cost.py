@@ -15,6 +15,7 @@ import pytest
 from onnxport.errors import RequestError
 from onnxport.serving.http.tool_formats.forced import calls
 from onnxport.serving.http.tool_formats.hermes import HERMES
+from onnxport.serving.structured import closing
 from onnxport.serving.structured.automaton import MOST_AT_ONCE, Automaton
 from onnxport.serving.structured.exclusive import let_any_of
 from onnxport.serving.structured.expression import UnknownSyntaxError
@@ -392,3 +393,60 @@ def test_parameters_of_tools_that_are_too_large() -> None:
         ]
         with pytest.raises(RequestError, match="cannot be compiled, at most 262144"):
             calls(tools, HERMES, several=False)
+
+
+@pytest.mark.parametrize("strict", [False, None, True])
+def test_many_keywords_far_inside_are_told_by_their_ends(strict: bool | None) -> None:
+    """A copy of the pointer for each would be gigabytes."""
+    size = MAX_CHARS // 4
+    keywords = {f"k{index}": 0 for index in range(size // 12)}
+    schema = {"properties": {"n" * size: keywords}}
+    tracemalloc.start()
+    with suppress(RequestError):
+        found = prepared(schema, "json", strict=strict)
+        assert len(found.left_out) == len(keywords)
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("names", [{"minLength": [0] * 40_000}, {"type": [0] * 40_000}])
+def test_what_is_no_length_or_type_of_names_is_not_read(names: dict[str, Any]) -> None:
+    read = []
+
+    class Counted(list[int]):
+        def __repr__(self) -> str:
+            read.append(len(self))
+            return "[]"
+
+        def __contains__(self, value: object) -> bool:
+            read.append(len(self))
+            return False
+
+    (name, values), *_ = names.items()
+    one = {"properties": {}, "propertyNames": {"$ref": "#/$defs/n"}}
+    schema = {
+        "properties": {str(index): dict(one) for index in range(20)},
+        "$defs": {"n": {name: Counted(values)}},
+    }
+    with suppress(ValueError):
+        rewritten(schema)
+    assert not read
+
+
+def test_references_that_are_no_texts_are_not_read() -> None:
+    value: Any = [0] * 20_000
+    for _ in range(500):
+        value = {"$ref": value}
+    long = {"$ref": "#/" + "a/additionalProperties/" * 80 + "b" * 5000 + "/additionalProperties"}
+    StructuredOutputs(json={"default": value, "examples": [long]})
+
+
+def test_members_that_meet_at_any_rate_are_told_once() -> None:
+    members = {str(index): {"const": []} for index in range(3000)}
+    schema = {"type": "object", "properties": members, "patternProperties": members}
+    with suppress(RequestError):
+        prepared(schema, "json", strict=True)
+    closed = closing._members(
+        {"#": schema}, {f"#/{name}/{each}" for name in schema for each in members}
+    )
+    assert len(list(closed)) == 2 * len(members)
