@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -121,6 +123,16 @@ def computed(
     return found
 
 
+@contextmanager
+def most_floats(library: ctypes.CDLL, floats: int) -> Iterator[None]:
+    """Let the parts of divided sequences take so many floats, for a while."""
+    before = library.onnxport_cpu_set_most_state_floats(floats)
+    try:
+        yield
+    finally:
+        library.onnxport_cpu_set_most_state_floats(before)
+
+
 @pytest.mark.parametrize("kind", [("float", "tiled"), ("int8", "tiled"), ("bfloat16", "paired")])
 def test_sequences_that_are_divided_or_not(
     library_path: Path, library: ctypes.CDLL, available_isas: list[str], kind: tuple[str, str]
@@ -138,11 +150,8 @@ def test_sequences_that_are_divided_or_not(
         library.onnxport_cpu_set_isa(isa.encode())
         whole = run_ort.run(library_path, case, threads=2)[0].tobytes()
         for floats in (0, 3_000, 90_000, 1 << 40):
-            before = library.onnxport_cpu_set_most_state_floats(floats)
-            try:
+            with most_floats(library, floats):
                 assert run_ort.run(library_path, case, threads=2)[0].tobytes() == whole
-            finally:
-                library.onnxport_cpu_set_most_state_floats(before)
 
 
 def check_each_alone(library_path: Path, library: ctypes.CDLL, isa: str, case: Case) -> None:
@@ -249,11 +258,8 @@ def test_shared_blocks_in_turns(
         whole = run_ort.run(library_path, case, threads=2)[0].tobytes()
         # A head of the first sequences takes 13,000 to 61,000 floats, one of the others 6,000 up.
         for floats in (0, 10_000, 40_000, 70_000):
-            before = library.onnxport_cpu_set_most_state_floats(floats)
-            try:
+            with most_floats(library, floats):
                 assert run_ort.run(library_path, case, threads=2)[0].tobytes() == whole, floats
-            finally:
-                library.onnxport_cpu_set_most_state_floats(before)
 
 
 def many_case(seed: int, cache_type: str, layout: str) -> Case:
