@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +54,7 @@ def wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
-        except (urllib.error.URLError, ConnectionError):
+        except OSError:  # none listens yet, or it is slow
             time.sleep(0.1)
     sys.exit(f"the server was not ready within {START_TIMEOUT_S:.0f} s")
 
@@ -82,6 +81,16 @@ def stream_answer(url: str, question: str) -> Iterator[str]:
                     yield choice["delta"].get("content") or ""
 
 
+def stop(server: subprocess.Popen[bytes]) -> int:
+    """Ask the server to stop, and end it if it does not; returns its exit code."""
+    server.send_signal(signal.SIGTERM)
+    try:
+        return server.wait(timeout=STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        return server.wait()
+
+
 def main() -> None:
     """Run every step."""
     say("Export once")
@@ -105,8 +114,7 @@ def main() -> None:
         if not answer.strip():
             sys.exit("the server gave an empty answer")
     finally:
-        server.send_signal(signal.SIGTERM)
-        code = server.wait(timeout=STOP_TIMEOUT_S)
+        code = stop(server)
     if code != 0:
         sys.exit(f"the server stopped with exit code {code}")
     say("The server stopped cleanly. Try: .venv/bin/onnxport chat demo/build/portia")
