@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,15 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Of what a run tells: it may be added to runs of another day, and of other code."""
+
+    about: str  # the side: its versions, its weights
+    date: str  # of the run, in ISO's form
+    options: str  # of the command that asked for it
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """One side of a pair."""
 
@@ -42,12 +51,15 @@ class Run:
     figures: Mapping[str, Mapping[str, float]]  # by workload, "cold" among them
     skipped: Mapping[str, str] = field(default_factory=dict)  # workload -> why
     failed: str | None = None  # why it ended early
+    origin: Origin | None = None  # None: older runs did not note it
 
     def line(self) -> str:
         """As it is kept."""
         pair = {"round": self.pair.round, "peer": self.pair.peer, "group": self.pair.group}
         own = {"side": self.side, "workloads": self.workloads, "figures": self.figures}
-        return json.dumps(pair | own | {"skipped": self.skipped, "failed": self.failed})
+        own |= {"skipped": self.skipped, "failed": self.failed}
+        origin = None if self.origin is None else asdict(self.origin)
+        return json.dumps(pair | own | {"origin": origin})
 
     def without(self, workloads: Set[str]) -> Run | None:
         """Return the run of the other workloads; None: there are none."""
@@ -65,6 +77,8 @@ class Run:
         """Read what `line` wrote."""
         found: dict[str, Any] = json.loads(line)
         pair = Pair(found.pop("round"), found.pop("peer"), found.pop("group"))
+        if (origin := found.pop("origin", None)) is not None:
+            found["origin"] = Origin(**origin)
         return cls(pair, found.pop("side"), tuple(found.pop("workloads")), **found)
 
 

@@ -125,6 +125,32 @@ def gaps(runs: Iterable[Run]) -> Iterator[str]:
                 yield f"- {text}"
 
 
+def days(runs: Iterable[Run]) -> str:
+    """The day of the runs, or the first and the last."""
+    found = sorted({run.origin.date for run in runs if run.origin is not None})
+    if len(found) < 2:
+        return found[0] if found else "on an unnoted day"
+    return f"{found[0]} to {found[-1]}"
+
+
+def options(runs: Iterable[Run]) -> list[str]:
+    """The options of all commands that runs are of, each once, in their order."""
+    return list(dict.fromkeys(run.origin.options for run in runs if run.origin is not None))
+
+
+def sides(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield what was compared, ours first: a line for each that a side was in these runs."""
+    for side in sorted({run.side for run in runs}, key=lambda name: (name != OURS, name)):
+        own = [run for run in runs if run.side == side]
+        each = dict.fromkeys(run.origin.about for run in own if run.origin is not None)
+        for about in each:
+            of = [run for run in own if run.origin is not None and run.origin.about == about]
+            when = f" ({days(of)})" if len(each) > 1 else ""
+            yield f"- {side}: {about}{when}"
+        if any(run.origin is None for run in own):
+            yield f"- {side}: some runs of older benchmarks, which did not note versions"
+
+
 def write_section(path: Path, name: str, lines: Iterable[str]) -> None:
     """Put lines between a section's marks in a file, or at its end if it has none yet."""
     text = path.read_text() if path.exists() else "# Results\n"

@@ -4,9 +4,10 @@
     python -m benchmarks.run_all /tmp/bench --quick            # what is there, once
 
 The folder keeps checkpoint, models, environments (venvs/PEER), logs, results.jsonl. Started again,
-it goes on where it was interrupted; with more rounds it adds them. In every round each peer has a
-turn on each group of workloads, and onnxport one right before it: A B, A C, A B, A C. Cold starts
-are compared first, by themselves: see `benchmarks.cold`.
+it goes on where it was interrupted; with more rounds it adds them, and the results tell of which
+day and code each is. In every round each peer has a turn on each group of workloads, and onnxport
+one right before it: A B, A C, A B, A C. Cold starts are compared first, by themselves: see
+`benchmarks.cold`.
 
 It writes a section of benchmarks/RESULTS.md for each shape, and benchmarks/plots/*.svg.
 """
@@ -14,6 +15,7 @@ It writes a section of benchmarks/RESULTS.md for each shape, and benchmarks/plot
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shlex
@@ -21,7 +23,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,7 @@ from pathlib import Path
 from benchmarks import cold, pairs, results
 from benchmarks.curves import draw
 from benchmarks.make_checkpoint import SHAPES
-from benchmarks.pairs import OURS, Pair, Store
+from benchmarks.pairs import OURS, Origin, Pair, Run, Store
 from benchmarks.peers.registry import CHECKPOINT, PEERS, Command, Peer
 from benchmarks.runner import trained_tokens
 from benchmarks.workloads import CONTEXTS, HIGHEST_ID, STREAMS, WORKLOADS
@@ -46,6 +48,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 QUICK = {"W1", "W2", "W3", "W4", "W5", "S1", "S8", "S32", "C128", "C2048", "C8192"}
 DEFAULT_ROUNDS = 3
 SOURCES = ("src", "graphs", "kv", "providers", "serving", "benchmarks")
+EXPORTER = ("exporter", "graphs")  # what an artifact depends on
+SUFFIXES = {".py", ".cpp", ".h", ".cu"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,24 +155,27 @@ def call(command: Sequence[str], log: Path, more: Mapping[str, str] | None = Non
         )
 
 
-def same_setup(arguments: argparse.Namespace) -> None:
+def same_setup(arguments: argparse.Namespace, machine: Machine) -> None:
     """Note what a folder is for; leave if it is for something else."""
     path = arguments.folder / "setup.json"
-    wanted = {"shape": arguments.shape, "threads": arguments.threads}
+    wanted: dict[str, object] = {"shape": arguments.shape, "threads": arguments.threads}
     if arguments.kv_cache_dtype != "auto":
         wanted["kv_cache_dtype"] = arguments.kv_cache_dtype
+    wanted |= {name: getattr(machine, name) for name in ("system", "processor", "cores")}
     if not path.exists():
         path.write_text(json.dumps(wanted))
     elif (found := json.loads(path.read_text())) != wanted:
         sys.exit(f"{arguments.folder} holds runs of {found}, not {wanted}; take another folder")
 
 
-def remembered(path: Path, about: Mapping[str, str]) -> dict[str, str]:
-    """Add who was compared before, whose runs are still told."""
-    before: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
-    every = before | dict(about)
-    path.write_text(json.dumps(every, indent=1))
-    return every
+def revision(folders: Iterable[str]) -> str:
+    """Eight digits that change with the sources in some folders."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted((pairs.ROOT / folder).rglob("*")):
+            if path.suffix in SUFFIXES and path.is_file():
+                digest.update(f"{path.relative_to(pairs.ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:8]
 
 
 def make(path: Path, command: Callable[[Path], Command], log: Path) -> None:
@@ -189,7 +196,11 @@ def ours(arguments: argparse.Namespace) -> Side:
     python, log = [sys.executable, "-m"], arguments.folder / "logs" / "onnxport.log"
     shape = ["--shape", arguments.shape]
     make(checkpoint, lambda to: [*python, "benchmarks.make_checkpoint", str(to), *shape], log)
+    exporter, code = artifact.with_name("exporter.txt"), revision(EXPORTER)
+    if artifact.exists() and (not exporter.exists() or exporter.read_text() != code):
+        shutil.rmtree(artifact)  # another exporter's
     make(artifact, lambda to: [*python, "onnxport", "export", str(checkpoint), str(to)], log)
+    exporter.write_text(code)
     kind = arguments.kv_cache_dtype
     kept = () if kind == "auto" else ("--kv-cache-dtype", kind)
     return Side(OURS, Path(sys.executable), "benchmarks.run_onnxport", artifact, kept)
@@ -257,9 +268,21 @@ def left_out(path: Path, left: Mapping[str, str], found: Iterable[str]) -> dict[
 
 
 def measure(
-    arguments: argparse.Namespace, store: Store, side: Side, others: Sequence[Side]
+    arguments: argparse.Namespace,
+    store: Store,
+    side: Side,
+    others: Sequence[Side],
+    origins: Mapping[str, Origin],
 ) -> None:
-    """Run every pair that is not there yet."""
+    """Run every pair that is not there yet.
+
+    Args:
+        arguments: what is asked for.
+        store: what is there.
+        side: ours.
+        others: the peers.
+        origins: of each side, by name.
+    """
     wanted = groups(arguments.workloads, arguments.quick)
     for number in range(arguments.rounds):
         for other in others:
@@ -268,7 +291,7 @@ def measure(
                 print(f"round {number + 1}, cold starts: {OURS}, {other.name}", flush=True)
                 commands = {one.name: one.command(arguments) for one in (side, other)}
                 starts = 1 if arguments.quick else cold.STARTS
-                keep(store, pair, cold.by_turns(pair, commands, starts, arguments.timeout))
+                keep(store, cold.by_turns(pair, commands, starts, arguments.timeout), origins)
         for group, workloads in wanted.items():
             for other in others:
                 pair = Pair(number, other.name, group)
@@ -280,50 +303,45 @@ def measure(
                     pairs.run(pair, one.name, one.command(arguments), missing, arguments.timeout)
                     for one in (side, other)
                 ]
-                keep(store, pair, done)
+                keep(store, done, origins)
 
 
-def keep(store: Store, pair: Pair, done: Sequence[pairs.Run]) -> None:
+def keep(store: Store, done: Sequence[Run], origins: Mapping[str, Origin]) -> None:
     """Keep the runs of a pair, and say what failed."""
     for one in done:
         if one.failed:
             print(f"  {one.side} failed: {one.failed}", flush=True)
-    store.replace(pair, done)
+    store.replace(done[0].pair, [replace(one, origin=origins[one.side]) for one in done])
 
 
-def told(arguments: argparse.Namespace) -> list[str]:
+def told(arguments: argparse.Namespace) -> str:
     """The options that decide what was measured; environments and folders are not among them."""
     names = ("shape", "peers", "workloads", "rounds", "threads")
     words = [text for name in names for text in (f"--{name}", str(getattr(arguments, name)))]
     if arguments.kv_cache_dtype != "auto":
         words += ["--kv-cache-dtype", arguments.kv_cache_dtype]
-    return [*words, *(["--quick"] if arguments.quick else [])]
+    return shlex.join([*words, *(["--quick"] if arguments.quick else [])])
 
 
 def report(
-    arguments: argparse.Namespace,
-    store: Store,
-    machine: Machine,
-    about: Mapping[str, str],
-    left: Mapping[str, str],
+    arguments: argparse.Namespace, store: Store, machine: Machine, left: Mapping[str, str]
 ) -> None:
     """Print the ratios; write them and the plots, and who was left out."""
     comparisons = results.compare(store.runs)
     table = list(results.table(comparisons))
     print("\n".join(table))
     plots = draw(store.runs, arguments.results.parent / "plots", arguments.shape)
-    date = datetime.now(UTC).date().isoformat()
     lines = [
         f"## {arguments.shape}'s shape, random weights, against every peer",
         "",
         f"{machine.processor}, {machine.cores} cores, {machine.memory_bytes / GIB:.1f} GiB, "
-        f"{machine.system}; {arguments.threads} threads; {date}. Medians of the rounds. × is how "
-        "many times better onnxport was than the peer, within each pair of runs; in brackets the "
-        "range over the rounds.",
+        f"{machine.system}; {arguments.threads} threads; {results.days(store.runs)}. Medians of "
+        "the rounds. × is how many times better onnxport was than the peer, within each pair of "
+        "runs; in brackets the range over the rounds.",
         "",
-        f"    python -m benchmarks.run_all FOLDER {shlex.join(told(arguments))}",
+        *(f"    python -m benchmarks.run_all FOLDER {one}" for one in results.options(store.runs)),
         "",
-        *(f"- {name}: {text}" for name, text in about.items()),
+        *results.sides(store.runs),
         "",
         *table,
         "",
@@ -336,6 +354,17 @@ def report(
     print(f"Wrote {arguments.results}.")
 
 
+def origins(arguments: argparse.Namespace, found: Mapping[Side, str]) -> dict[str, Origin]:
+    """What is noted with the runs of each side, by name."""
+    kind = arguments.kv_cache_dtype
+    cache = "16 bits where the processor has them" if kind == "auto" else kind
+    code = f"{__version__}, sources {revision(dict.fromkeys((*EXPORTER, *SOURCES)))}"
+    about = {OURS: f"{code}: int4 in groups of 128, head and embedding int8; KV cache {cache}"}
+    about |= {other.name: text for other, text in found.items()}
+    date = datetime.now(UTC).date().isoformat()
+    return {name: Origin(text, date, told(arguments)) for name, text in about.items()}
+
+
 def main() -> None:
     arguments = options().parse_args()
     machine = this_machine()
@@ -343,7 +372,7 @@ def main() -> None:
     arguments.rounds = arguments.rounds or (1 if arguments.quick else DEFAULT_ROUNDS)
     arguments.folder = arguments.folder.resolve()
     (arguments.folder / "logs").mkdir(parents=True, exist_ok=True)
-    same_setup(arguments)
+    same_setup(arguments, machine)
     side = ours(arguments)
     arguments.context_tokens = trained_tokens(arguments.folder / CHECKPOINT)
     compile_sources(arguments.folder / "logs" / "onnxport.log")
@@ -352,14 +381,8 @@ def main() -> None:
     if not found:
         sys.exit("there is nobody to compare with; see --install and --peer")
     store = Store(arguments.folder / "results.jsonl")
-    measure(arguments, store, side, list(found))
-    kind = arguments.kv_cache_dtype
-    cache = "16 bits where the processor has them" if kind == "auto" else kind
-    weights = "int4 in groups of 128, head and embedding int8"
-    about = {OURS: f"{__version__}, {weights}; KV cache {cache}"}
-    about |= {other.name: text for other, text in found.items()}
-    about = remembered(arguments.folder / "about.json", about)
-    report(arguments, store, machine, about, left)
+    measure(arguments, store, side, list(found), origins(arguments, found))
+    report(arguments, store, machine, left)
 
 
 if __name__ == "__main__":

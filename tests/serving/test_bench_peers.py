@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks import cold, compare, curves, pairs, results, run_all, runner
-from benchmarks.pairs import OURS, Pair, Run, Store
+from benchmarks.pairs import OURS, Origin, Pair, Run, Store
 from benchmarks.peers import vllm_cpu
 from benchmarks.peers.registry import PEERS
 from benchmarks.workloads import WORKLOADS, Request, Workload, seed_of, summary
@@ -186,18 +186,64 @@ def test_a_folder_is_for_one_shape_and_number_of_threads(tmp_path: Path) -> None
     def options(*more: str) -> argparse.Namespace:
         return run_all.options().parse_args([str(tmp_path), "--threads", "2", *more])
 
-    run_all.same_setup(options())
-    run_all.same_setup(options("--workloads", "W1"))
+    run_all.same_setup(options(), this_machine())
+    run_all.same_setup(options("--workloads", "W1"), this_machine())
     with pytest.raises(SystemExit, match="take another folder"):
-        run_all.same_setup(options("--threads", "1"))
+        run_all.same_setup(options("--threads", "1"), this_machine())
     with pytest.raises(SystemExit, match="'shape': 'tiny'"):
-        run_all.same_setup(options("--shape", "tiny"))
+        run_all.same_setup(options("--shape", "tiny"), this_machine())
+    with pytest.raises(SystemExit, match="'processor': 'another'"):
+        run_all.same_setup(options(), replace(this_machine(), processor="another"))
 
 
-def test_who_was_compared_before_is_still_described(tmp_path: Path) -> None:
-    path = tmp_path / "about.json"
-    assert run_all.remembered(path, {OURS: "1", "a": "2"}) == {OURS: "1", "a": "2"}
-    assert run_all.remembered(path, {OURS: "3", "b": "4"}) == {OURS: "3", "a": "2", "b": "4"}
+def test_results_tell_what_each_run_was_of(tmp_path: Path) -> None:
+    arguments = run_all.options().parse_args([str(tmp_path), "--results", str(tmp_path / "R.md")])
+    store = Store(tmp_path / "results.jsonl")
+    older = {name: Origin("1", "2026-11-24", "--rounds 3") for name in (OURS, "peer")}
+    newer = {OURS: Origin("2", "2026-11-29", "--rounds 4"), "peer": older["peer"]}
+    run_all.keep(store, both(0, 2.0, 1.0), older)
+    run_all.keep(store, both(1, 2.0, 1.0), newer)
+    again = Store(tmp_path / "results.jsonl")
+    assert again.runs == store.runs
+    run_all.report(arguments, again, this_machine(), {})
+    text = (tmp_path / "R.md").read_text()
+    assert "threads; 2026-11-24 to 2026-11-29. Medians" in text
+    command = "    python -m benchmarks.run_all FOLDER --rounds"
+    assert f"{command} 3\n{command} 4\n" in text
+    assert "- onnxport: 1 (2026-11-24)\n- onnxport: 2 (2026-11-29)\n- peer: 1\n" in text
+    again.replace(PAIR, both(0, 2.0, 1.0))  # as older benchmarks kept them
+    assert Store(tmp_path / "results.jsonl").runs[-1].origin is None
+    assert "- peer: some runs of older benchmarks" in "\n".join(results.sides(again.runs))
+
+
+def test_an_artifact_is_exported_anew_by_another_exporter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def call(command: Sequence[str], log: Path) -> None:
+        made.append(command[2])
+        Path(command[-1] if "export" in command else command[3]).mkdir()
+
+    monkeypatch.setattr(run_all, "call", call)
+    arguments = run_all.options().parse_args([str(tmp_path)])
+    run_all.ours(arguments)
+    run_all.ours(arguments)
+    assert made == ["benchmarks.make_checkpoint", "onnxport"]
+    monkeypatch.setattr(run_all, "revision", lambda folders: "another")
+    run_all.ours(arguments)
+    assert made == ["benchmarks.make_checkpoint", "onnxport", "onnxport"]
+
+
+def test_sources_have_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "ROOT", tmp_path)
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "a.py").write_text("1")
+    first = run_all.revision(["kv"])
+    (tmp_path / "kv" / "a.pyc").write_text("2")
+    assert run_all.revision(["kv"]) == first
+    (tmp_path / "kv" / "a.py").write_text("2")
+    assert run_all.revision(["kv"]) != first
 
 
 def test_what_was_not_finished_is_made_again(tmp_path: Path) -> None:
@@ -263,7 +309,8 @@ for name in ("cold", *names):
         for workloads in ("W1", "W1,W2,W6", "W2"):
             arguments.workloads = workloads
             store = Store(path)
-            run_all.measure(arguments, store, side(OURS), [side("peer")])
+            noted = run_all.origins(arguments, {side("peer"): "1"})
+            run_all.measure(arguments, store, side(OURS), [side("peer")], noted)
     starts = 2 * (1 + cold.STARTS)
     assert calls.read_text().split() == ["W1"] * starts + ["W1"] * 2 + ["W2,W6"] * 2
     found = {one.workload: one for one in results.compare(Store(path).runs)}
@@ -585,7 +632,7 @@ def test_who_was_left_out_is_written_into_the_results(tmp_path: Path) -> None:
     arguments = run_all.options().parse_args([str(tmp_path), "--results", str(tmp_path / "R.md")])
     store = Store(tmp_path / "results.jsonl")
     store.replace(PAIR, [both(0, 1, 1)[0], Run(PAIR, "peer", ("W1",), {}, failed="killed")])
-    run_all.report(arguments, store, this_machine(), {OURS: "1"}, left)
+    run_all.report(arguments, store, this_machine(), left)
     text = (tmp_path / "R.md").read_text()
     assert "What did not run:\n\n- a was left out: [Errno 2]" in text
     assert "- b was left out: no environment for it\n- peer on W1: killed\n" in text
