@@ -47,5 +47,5 @@ def with_names(error: RequestError, called: Mapping[str, str]) -> RequestError:
     known = called.get(name, _OF_FUNCTION.sub(r"\1", name))
     text = str(error)
     if name and name != "messages":  # which is a word, too
-        text = text.replace(name, known)
+        text = re.sub(rf"\b{re.escape(name)}\b(?! string)", known, text)  # a stop string is a word
     return RequestError(text, known or None)
