@@ -26,6 +26,7 @@ from onnxport.serving.tokenizer import Tokenizer
 from .conftest import RunningServer, StartServer
 from .fake import MODEL as FAKE
 from .fake import Client, FakeEngine
+from .harmony import TEMPLATE as HARMONY
 from .scripted import MODEL, say
 
 pytestmark = pytest.mark.timeout(60)
@@ -467,6 +468,24 @@ async def test_a_model_that_does_not_think_is_not_told_to(ask: Ask) -> None:
     ):
         assert await prompt(client, thinking=how) == plain
     assert "output_config.effort is 'low'" in await refused(client, output_config={"effort": "low"})
+
+
+async def test_gpt_oss_cannot_do_without_thinking(ask: Ask) -> None:
+    client = ask(template=HARMONY)
+    plain = await prompt(client)
+    assert await prompt(client, thinking={"type": "disabled"}) == plain
+    assert await prompt(client, output_config={"effort": "high"}) != plain
+    told = await refused(client, thinking={"type": "enabled", "budget_tokens": 5})
+    assert told.startswith("thinking.budget_tokens is 5, and this model writes its reasoning in")
+
+
+async def test_several_keys_are_tenants(ask: Ask) -> None:
+    client = ask(AppOptions(api_keys=("one", "two")))
+    body = {"model": FAKE, "max_tokens": 9, "messages": [USER], "metadata": {"user_id": "me"}}
+    for headers in ({"x-api-key": "two"}, {"x-api-key": "no", "Authorization": "Bearer two"}):
+        answer = await client._http.post("/v1/messages", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+    assert [asked.options.tenant for asked in client.engine.asked] == ["key-2"] * 2
 
 
 # What is refused.
