@@ -247,6 +247,12 @@ async def test_no_text_is_no_block(ask: Ask) -> None:
     assert await prompt(client, messages=[*later, USER]) != await prompt(client)
 
 
+async def test_an_answer_that_was_cut_behind_a_call(ask: Ask) -> None:
+    answer = (await send(ask(answers=(CALL,), ends="length"), tools=[TOOL])).json()
+    assert [block["type"] for block in answer["content"]] == ["tool_use"]
+    assert answer["stop_reason"] == "max_tokens"
+
+
 async def test_a_failure_is_the_last_event(ask: Ask) -> None:
     client = ask(fails=Failure("it cannot be", refused=True))
     *_, last = events((await send(client, stream=True)).text)
