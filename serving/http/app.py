@@ -15,15 +15,18 @@ from onnxport.serving.chat import ChatTemplate
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http import (
     adapters,
+    anthropic,
     chat_completions,
     completions,
     errors,
+    messages,
     responses,
     tokens,
 )
 from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.completion_request import CompletionRequest
 from onnxport.serving.http.generation import DisconnectedError
+from onnxport.serving.http.messages_request import CountRequest, MessagesRequest
 from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from onnxport.serving.http.request_ids import HEADER, RequestIdMiddleware
 from onnxport.serving.http.responses_request import ResponsesRequest
@@ -47,8 +50,9 @@ class AppOptions:
     Attributes:
         defaults: how requests that do not say are sampled; by itself OpenAI's defaults.
         api_keys: one of them is required as a bearer token under `/v1` and for `/tokenize` and
-            `/detokenize`; none leave the server open. Where there are several, each is a tenant of
-            its own; otherwise the field `user` names the tenant.
+            `/detokenize`; clients of Anthropic's API may send `x-api-key`. None leave the server
+            open. Where there are several, each is a tenant of its own; otherwise the field `user`
+            names the tenant.
         request_timeout_s: deadline of requests that give none; None: no deadline.
         max_body_bytes: larger bodies are refused.
         allow_runtime_lora: whether requests may load LoRA adapters from folders of this machine.
@@ -134,7 +138,7 @@ def create_app(
             allow_origins=options.allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("Retry-After", HEADER),
+            expose_headers=("Retry-After", HEADER, anthropic.ID_HEADER),
         )
     app.add_middleware(RequestIdMiddleware)
     _add_generation(app, service)
@@ -174,6 +178,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", response_model=None)
     async def create_response(request: Request, body: ResponsesRequest) -> Response:
         return await responses.respond(service, request, body)
+
+    @app.post(anthropic.PATH, response_model=None)
+    async def create_message(request: Request, body: MessagesRequest) -> Response:
+        return await messages.respond(service, request, body)
+
+    @app.post(f"{anthropic.PATH}/count_tokens")
+    async def count_message_tokens(body: CountRequest) -> dict[str, int]:
+        return await messages.count(service, body)
 
 
 def _add_information(app: FastAPI, service: Service, metrics: Metrics) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -11,10 +10,9 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from onnxport.serving.chat import plain_text
 from onnxport.serving.http import sse
-from onnxport.serving.http.chat_messages import ChatMessage, Rendering
 from onnxport.serving.http.chat_request import ChatRequest
+from onnxport.serving.http.chat_turn import Turn
 from onnxport.serving.http.generation import (
     Collected,
     Header,
@@ -26,9 +24,8 @@ from onnxport.serving.http.generation import (
     unless_disconnected,
 )
 from onnxport.serving.http.logprobs import chat_logprobs, prompt_entries
-from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
-from onnxport.serving.http.request_ids import take_id, unique
+from onnxport.serving.http.request_ids import take_id
 from onnxport.serving.http.service import Service
 from onnxport.serving.http.tool_calls import Parsed, ToolCallParser
 from onnxport.serving.http.tool_formats.base import Functions, ParsedCall
@@ -68,36 +65,19 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
     """Answer one request, as a whole or as a stream."""
     name = f"chatcmpl-{take_id(request, body.request_id)}"
     adapter = service.adapter_of(body.model)
-    body = body.with_effort(service.template, service.reasoning)
-    params = body.sampling_params(service.defaults, service.tools)
-    options = body.options(key_tenant(request), service.request_timeout_s, adapter)
-    tools = body.offered_tools()
-    longest = service.engine.capabilities.max_model_len
-    most = body.most_prompt_tokens or longest
-    encoded = await asyncio.to_thread(encode, service, body.messages, tools, body, most)
-    functions, skips = body.functions(), params.skip_special_tokens
-    thinking = Thinking.of(
-        service,
-        encoded.text,
-        encoded.continued,
-        is_told=body.tells_reasoning,
-        functions=functions,
-        skip_special_tokens=skips,
-    )
+    turn = await Turn.of(service, request, body, name, adapter)
+    job, params = turn.job, turn.job.params
     told = Told(
-        functions,
+        turn.functions,
         body.named_function is not None,
         params.logprobs,
         bool(body.return_token_ids),
         bool(body.return_tokens_as_token_ids),
-        skips,
-        thinking,
+        params.skip_special_tokens,
+        turn.thinking,
     )
-    prompt = body.truncated(encoded.token_ids, longest, params.max_tokens)
-    params = told.thinking.before(params)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    header = Header.new(name, kind, adapter or service.model_name)
-    job = Job([prompt], params, options, unique(name))
+    header = Header.new(name, kind, turn.model)
     if body.stream:
         chunks = _chunks(service, job, header, told, body)
         return await sse.respond(request, chunks, service.ping_interval_s)
@@ -110,42 +90,11 @@ async def respond(service: Service, request: Request, body: ChatRequest) -> Resp
         if params.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_entries(results[0].prompt_logprobs)
         if told.ids:
-            more["prompt_token_ids"] = prompt
+            more["prompt_token_ids"] = list(job.prompts[0])
         choices = [_whole(service, index, each, told) for index, each in enumerate(results)]
         return header.body(choices, usage=usage.body(), **more)
 
     return JSONResponse(await unless_disconnected(request, whole()))
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """The prompt of a conversation."""
-
-    text: str
-    token_ids: list[int]
-    continued: str | None  # the text of the message that goes on, if one does
-
-
-def encode(
-    service: Service,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[dict[str, Any]],
-    how: Rendering,
-    most_tokens: int,
-) -> Encoded:
-    """Return the prompt of a conversation; text that so many tokens cannot hold is refused."""
-    begins, goes_on = how.add_generation_prompt, bool(how.continue_final_message)
-    plain = [message.plain() for message in messages]
-    text = service.template.render(
-        plain,
-        tools,
-        not goes_on if begins is None else begins,
-        continue_final_message=goes_on,
-        **(how.chat_template_kwargs or {}),
-    )
-    service.tokenizer.check_length(text, most_tokens)
-    ids = service.tokenizer.encode(text, add_special_tokens=bool(how.add_special_tokens))
-    return Encoded(text, ids, plain_text(plain[-1].get("content", "")) if goes_on else None)
 
 
 def _whole(service: Service, index: int, result: Collected, told: Told) -> dict[str, Any]:

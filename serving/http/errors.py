@@ -1,4 +1,4 @@
-"""Every error leaves the server in OpenAI's shape, with a status that clients understand."""
+"""Every error leaves the server in the shape of its API, with a status that clients understand."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from onnxport.errors import (
     RequestError,
     UnknownAdapterError,
 )
+from onnxport.serving.http import anthropic
 from onnxport.serving.http.request_ids import name_headers, request_id
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,11 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> Response:
-        """Return the whole response."""
+    def response(self, path: str) -> Response:
+        """Return the whole response, in the shape of the API that a path is of."""
+        if anthropic.is_path(path):
+            status = anthropic.status_of(self.status)
+            return JSONResponse(anthropic.error(status, self.message), status, self.headers)
         return JSONResponse(self.body(), self.status, self.headers)
 
 
@@ -168,7 +172,7 @@ def validation_error(content_type: str, errors: list[Any], known: Mapping[str, A
 
 
 def install(app: FastAPI) -> None:
-    """Make every exception of `app` answer in OpenAI's shape."""
+    """Make every exception of `app` answer in the shape of the API that was asked."""
 
     async def on_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -176,17 +180,19 @@ def install(app: FastAPI) -> None:
         fields = getattr(getattr(known, "field_info", None), "annotation", None)
         names = getattr(fields, "model_fields", {})
         content_type = request.headers.get("content-type", "")
-        return validation_error(content_type, list(error.errors()), names).response()
+        return validation_error(content_type, list(error.errors()), names).response(
+            request.url.path
+        )
 
     async def on_error(request: Request, error: Exception) -> Response:
-        response = to_api_error(error, request_id(request)).response()
+        response = to_api_error(error, request_id(request)).response(request.url.path)
         name_headers(request.scope, response.headers)  # of bugs there is no middleware around this
         return response
 
     async def on_status(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
-            return no_such_path(app, request.url.path).response()
+            return no_such_path(app, request.url.path).response(request.url.path)
         return await on_error(request, error)
 
     app.add_exception_handler(RequestValidationError, on_validation)

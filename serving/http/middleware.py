@@ -10,6 +10,7 @@ from fastapi import HTTPException, Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from onnxport.serving.http import anthropic
 from onnxport.serving.http.errors import ApiError
 
 PROTECTED = ("/v1", "/tokenize", "/detokenize")
@@ -19,6 +20,8 @@ TENANT = "tenant"  # in the state of a request
 @dataclass(frozen=True, slots=True)
 class ApiKeyMiddleware:
     """Refuses requests under PROTECTED that do not bring one of the keys as a bearer token.
+
+    Clients of Anthropic's API may bring it as the header `x-api-key`, too.
 
     Where there are several keys, each is a tenant, named by its number and never by itself.
     """
@@ -30,17 +33,22 @@ class ApiKeyMiddleware:
         """Answer 401, or pass the request on."""
         if scope["type"] != "http" or not scope["path"].startswith(PROTECTED):
             return await self.app(scope, receive, send)
-        given = Headers(scope=scope).get("authorization", "")
+        headers, is_anthropics = Headers(scope=scope), anthropic.is_path(scope["path"])
+        given = headers.get("authorization", "")
         kind, _, key = given.partition(" ")
-        number = self._number(key.strip())
-        if kind.lower() == "bearer" and number is not None:
+        number = self._number(key.strip()) if kind.lower() == "bearer" else None
+        if is_anthropics and (key := headers.get(anthropic.KEY_HEADER, "")):
+            given = given or key
+            number = self._number(key.strip()) if number is None else number
+        if number is not None:
             if len(self.api_keys) > 1:
                 scope.setdefault("state", {})[TENANT] = f"key-{number}"
             return await self.app(scope, receive, send)
+        how = f"{anthropic.KEY_HEADER}: KEY" if is_anthropics else "Authorization: Bearer KEY"
         message = (
             "the API key is wrong; ask whoever runs this server for it"
             if given
-            else "no API key was given; send it as the header Authorization: Bearer KEY"
+            else f"no API key was given; send it as the header {how}"
         )
         error = ApiError(
             401,
@@ -49,7 +57,7 @@ class ApiKeyMiddleware:
             kind="authentication_error",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        return await error.response()(scope, receive, send)
+        return await error.response(scope["path"])(scope, receive, send)
 
     def _number(self, given: str) -> int | None:
         """Return which key it is, from 1; all are compared, so that time tells nothing."""
@@ -77,7 +85,7 @@ class BodyLimitMiddleware:
             return await self.app(scope, receive, send)
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdigit() and int(announced) > self.max_body_bytes:
-            return await self._refusal().response()(scope, receive, send)
+            return await self._refusal().response(scope["path"])(scope, receive, send)
         received = 0
 
         async def counted() -> Message:

@@ -13,6 +13,8 @@ from pydantic_core import PydanticCustomError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from onnxport.serving.http import anthropic
+
 HEADER: Final = "X-Request-Id"
 NAME: Final = "request_id"  # in the state of a request
 GIVEN: Final = "request_id_was_given"  # likewise: whether a header gave it
@@ -62,6 +64,8 @@ def name_headers(scope: Scope, headers: MutableHeaders) -> None:
     """Add the id of a request to the headers of its answer, if it has one."""
     if name := scope.get("state", {}).get(NAME):
         headers.setdefault(HEADER, name)
+        if anthropic.is_path(scope["path"]):
+            headers.setdefault(anthropic.ID_HEADER, name)
 
 
 def request_id(request: Request) -> str:

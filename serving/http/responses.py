@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -14,18 +13,17 @@ from fastapi.responses import JSONResponse, Response
 
 from onnxport.errors import RequestError
 from onnxport.serving.channels import BREAK
-from onnxport.serving.http import chat_completions, sse
-from onnxport.serving.http.chat_request import ChatRequest
+from onnxport.serving.http import sse
+from onnxport.serving.http.chat_turn import Turn
 from onnxport.serving.http.errors import ApiError
-from onnxport.serving.http.generation import Job, generate, token_logprobs, unless_disconnected
+from onnxport.serving.http.generation import generate, token_logprobs, unless_disconnected
 from onnxport.serving.http.logprobs import chat_logprobs
-from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.placed_logprobs import PlacedLogprobs, Token
-from onnxport.serving.http.reasoning import DeltaSplitter, Thinking
-from onnxport.serving.http.request_ids import take_id, unique
+from onnxport.serving.http.reasoning import DeltaSplitter
+from onnxport.serving.http.request_ids import take_id
 from onnxport.serving.http.responses_request import ResponsesRequest, as_chat, renamed
 from onnxport.serving.http.service import Service
-from onnxport.serving.http.tool_calls import Parsed, ToolCallParser
+from onnxport.serving.http.tool_calls import Parsed
 from onnxport.serving.http.tool_formats.base import ParsedCall
 from onnxport.serving.outputs import CompletionDelta
 from onnxport.serving.split import places
@@ -41,25 +39,10 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
     name = f"resp_{take_id(request, body.request_id)}"
     adapter = service.adapter_of(body.model)
     try:
-        chat = chat.with_effort(service.template, service.reasoning)
-        params = chat.sampling_params(service.defaults, service.tools)
-        options = chat.options(key_tenant(request), service.request_timeout_s, adapter)
-        tools, most = chat.offered_tools(), service.engine.capabilities.max_model_len
-        prompt = await asyncio.to_thread(
-            chat_completions.encode, service, chat.messages, tools, chat, most
-        )
-        thinking = Thinking.of(
-            service,
-            prompt.text,
-            is_told=chat.tells_reasoning,
-            functions=chat.functions(),
-            skip_special_tokens=params.skip_special_tokens,
-        )
-        params = thinking.before(params)
+        turn = await Turn.of(service, request, chat, name, adapter)
     except RequestError as error:
         raise renamed(error) from error
-    job = Job([prompt.token_ids], params, options, unique(name))
-    told = Told(service, body, chat, job, thinking, name)
+    told = Told(service, body, turn, name)
     events = _events(service, told)
     if body.stream:
         return await sse.respond(request, events, service.ping_interval_s, told.fail)
@@ -92,25 +75,15 @@ class Told:
         job: what is run for it.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        body: ResponsesRequest,
-        chat: ChatRequest,
-        job: Job,
-        thinking: Thinking,
-        name: str,
-    ) -> None:
-        functions, skips = chat.functions(), job.params.skip_special_tokens
+    def __init__(self, service: Service, body: ResponsesRequest, turn: Turn, name: str) -> None:
+        job, thinking = turn.job, turn.thinking
         self.job = job
         self._id = name
-        self._model = job.options.adapter or service.model_name
+        self._model = turn.model
         self._has_begun = False
         self._service = service
         self._body = body
-        self._parser: ToolCallParser | None = None
-        if functions:
-            self._parser = service.tools.parser(functions, skip_special_tokens=skips)
+        self._parser = turn.parser(service)
         self._is_told = thinking.is_told
         self._splitter = DeltaSplitter(thinking)
         self._usage = thinking.usage(job, service.tokenizer)
@@ -120,7 +93,9 @@ class Told:
         self._message: _Message | None = None  # that is being told
         self._reasoning: _Reasoning | None = None  # that is being told
         pieces = service.tokenizer.detokenizer(
-            job.prompts[0], skip_special_tokens=skips, spelled=job.params.spelled_token_ids
+            job.prompts[0],
+            skip_special_tokens=job.params.skip_special_tokens,
+            spelled=job.params.spelled_token_ids,
         )
         self._logprobs = PlacedLogprobs(pieces)  # of tokens whose text is not told yet
         self._num_parsed = 0  # characters of the answer

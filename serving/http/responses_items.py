@@ -47,20 +47,23 @@ class RefusalPart(Given):
         return {"type": "refusal", "refusal": self.refusal}
 
 
-def _by_type(kinds: Mapping[str | None, type[Given]], what: str, advice: str) -> PlainValidator:
+def by_type(
+    kinds: Mapping[str | None, type[Given]], what: str, advice: str, param: str = "input"
+) -> PlainValidator:
     """Return a validator of objects that their type says the model of.
 
     Args:
         kinds: the model of each type; that of None is of objects without one.
         what: they are, for errors.
         advice: what to send in place of one of another type.
+        param: the field that they stand in.
     """
 
     def validate(value: Any) -> Given:
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind not in kinds:
             found = repr(kind[:40])
-            raise RequestError(f"{what} of type {found} was given; {advice}", "input")
+            raise RequestError(f"{what} of type {found} was given; {advice}", param)
         if not isinstance(value, dict) or not isinstance(kind, str | None) or kind not in kinds:
             raise PydanticCustomError("object", "should be an object with a type")
         return kinds[kind].model_validate(value)
@@ -89,7 +92,7 @@ def text_or(several: Any, what: str) -> PlainValidator:
 
 Part = Annotated[
     TextPart | RefusalPart,
-    _by_type(
+    by_type(
         {**dict.fromkeys(("input_text", "output_text", "text"), TextPart), "refusal": RefusalPart},
         "a part",
         'models here read text alone. Send parts of type "input_text"',
@@ -158,7 +161,7 @@ class ResultItem(Given):
 
 Item = Annotated[
     MessageItem | ReasoningItem | CallItem | ResultItem,
-    _by_type(
+    by_type(
         {
             **dict.fromkeys((None, "message"), MessageItem),
             "reasoning": ReasoningItem,

@@ -6,18 +6,18 @@ cannot be done. Nothing is kept between requests, so fields that need that are r
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, PlainValidator, ValidationError, ValidationInfo, model_validator
+from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 
 from onnxport.errors import RequestError
 from onnxport.serving.chat import plain_text
 from onnxport.serving.http.chat_request import ChatRequest, Effort
-from onnxport.serving.http.errors import JSON, validation_error
 from onnxport.serving.http.fields import LABELS, check_json, check_neutral
 from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS
+from onnxport.serving.http.renaming import as_chat as chat_of
+from onnxport.serving.http.renaming import with_names
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.http.responses_items import (
     CallItem,
@@ -70,7 +70,6 @@ CALLED: Final[Mapping[str, str]] = {
     "response_format.json_schema.schema": "text.format.schema",
 }
 THOUGHT: Final = {"role", "reasoning_content"}  # what a message has of which no more is known
-_OF_FUNCTION: Final = re.compile(r"^(tools\.[0-9]+)\.function")  # a level that tools lack here
 
 
 class FunctionTool(Given):
@@ -316,19 +315,9 @@ def as_chat(body: ResponsesRequest, between: str) -> ChatRequest:
         RequestError: it cannot be one; names the field as it is called here.
         ApiError: a field that both have is of another type than it should be.
     """
-    try:
-        return ChatRequest.model_validate(body.chat(between))
-    except RequestError as error:
-        raise renamed(error) from error
-    except ValidationError as error:
-        raise validation_error(JSON, error.errors(), ChatRequest.model_fields) from error
+    return chat_of(body.chat(between), renamed)
 
 
 def renamed(error: RequestError) -> RequestError:
     """Return what a chat refused, with its field called what it is called here."""
-    name = error.param or ""
-    called = CALLED.get(name, _OF_FUNCTION.sub(r"\1", name))
-    text = str(error)
-    if name and name != "messages":  # which is a word, too
-        text = text.replace(name, called)
-    return RequestError(text, called or None)
+    return with_names(error, CALLED)

@@ -235,7 +235,7 @@ class _LastWords:
             await self._app(scope, receive, noting)
         except asyncio.CancelledError:
             if not has_begun and scope["type"] == "http":
-                response = STOPPED.response()
+                response = STOPPED.response(scope["path"])
                 name_headers(scope, response.headers)
                 await response(scope, receive, send)
 

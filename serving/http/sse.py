@@ -40,6 +40,7 @@ async def respond(
     chunks: Chunks,
     ping_interval_s: float,
     failed: Callable[[ApiError], Event] | None = None,
+    ping: bytes = PING,
 ) -> Response:
     """Return a stream of `chunks`.
 
@@ -54,6 +55,7 @@ async def respond(
             nothing will come any more; 0: never.
         failed: returns the event of an error, in a stream of named events, as those of responses
             are. It ends without `[DONE]`. None: events have no names.
+        ping: what is sent in place of the comment, where clients know an event for it.
 
     Raises:
         DisconnectedError: the client went away before the headers were sent.
@@ -61,7 +63,8 @@ async def respond(
     first = asyncio.ensure_future(anext(chunks))
     if await is_done(request, first, ping_interval_s or None):
         first.result()
-    return _EventStream(_told(request, first, chunks, failed), first, chunks, ping_interval_s)
+    events = _told(request, first, chunks, failed)
+    return _EventStream(events, first, chunks, ping_interval_s, ping)
 
 
 async def _told(
@@ -93,6 +96,7 @@ class _EventStream(StreamingResponse):
         first: asyncio.Future[Event],
         chunks: Chunks,
         ping_interval_s: float,
+        ping: bytes,
     ) -> None:
         """Make a response.
 
@@ -101,11 +105,13 @@ class _EventStream(StreamingResponse):
             first: the first of `chunks`, which may still be waited for.
             chunks: what `events` are made of.
             ping_interval_s: see `respond`.
+            ping: see `respond`.
         """
         self._events = events
         self._first = first
         self._chunks = chunks
         self._ping_interval_s = ping_interval_s
+        self._ping_bytes = ping
         self._sent_s = 0.0  # the loop's time when something was sent; 0: nothing was for long
         super().__init__(events, media_type="text/event-stream", headers=HEADERS)
 
@@ -135,7 +141,7 @@ class _EventStream(StreamingResponse):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _ping(self, send: Send) -> None:
-        """Send a comment whenever nothing else was sent for the interval.
+        """Send a ping whenever nothing else was sent for the interval.
 
         It ends only if the client is gone, which the stream itself is told, too.
         """
@@ -145,5 +151,5 @@ class _EventStream(StreamingResponse):
             if left_s > 0:
                 await asyncio.sleep(left_s)
                 continue
-            await send({"type": "http.response.body", "body": PING, "more_body": True})
+            await send({"type": "http.response.body", "body": self._ping_bytes, "more_body": True})
             self._sent_s = loop.time()

@@ -11,12 +11,12 @@ from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
 from onnxport.serving.chat import check_variables
-from onnxport.serving.http import chat_completions
 from onnxport.serving.http.chat_messages import (
     ChatMessage,
     ToolDefinition,
     told,
 )
+from onnxport.serving.http.chat_turn import encode
 from onnxport.serving.http.fields import are_ids, check_json
 from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS
 from onnxport.serving.http.service import Service
@@ -95,7 +95,7 @@ def _tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     tokenizer = service.tokenizer
     if body.messages is not None:
         tools = told(body.tools)
-        tokens = chat_completions.encode(service, body.messages, tools, body, MOST_TOKENS).token_ids
+        tokens = encode(service, body.messages, tools, body, MOST_TOKENS).token_ids
     else:
         assert body.prompt is not None, "one of them is there"
         tokenizer.check_length(body.prompt, MOST_TOKENS)

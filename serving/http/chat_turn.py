@@ -1,0 +1,111 @@
+"""What every API that tells a turn of a chat makes of its request, before anything is run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+
+from onnxport.serving.chat import plain_text
+from onnxport.serving.http.chat_messages import ChatMessage, Rendering
+from onnxport.serving.http.chat_request import ChatRequest
+from onnxport.serving.http.generation import Job
+from onnxport.serving.http.middleware import key_tenant
+from onnxport.serving.http.reasoning import Thinking
+from onnxport.serving.http.request_ids import unique
+from onnxport.serving.http.service import Service
+from onnxport.serving.http.tool_calls import ToolCallParser
+from onnxport.serving.http.tool_formats.base import Functions
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn of a chat that can be run.
+
+    Attributes:
+        job: what the engine is asked.
+        functions: that were offered.
+        thinking: what is done about reasoning.
+        model: the name that answers tell.
+    """
+
+    job: Job
+    functions: Functions
+    thinking: Thinking
+    model: str
+
+    def parser(self, service: Service) -> ToolCallParser | None:
+        """Return what finds calls in the answer; None: no functions were offered."""
+        if not self.functions:
+            return None
+        skips = self.job.params.skip_special_tokens
+        return service.tools.parser(self.functions, skip_special_tokens=skips)
+
+    @classmethod
+    async def of(
+        cls, service: Service, request: Request, chat: ChatRequest, name: str, adapter: str | None
+    ) -> Turn:
+        """Return the turn that a chat asks for.
+
+        Args:
+            service: that answers.
+            request: that the chat came with.
+            chat: what is asked.
+            name: the id of the answer.
+            adapter: that the chat picks; None: the model itself.
+
+        Raises:
+            RequestError: it cannot be run; names the field of the chat.
+        """
+        chat = chat.with_effort(service.template, service.reasoning)
+        params = chat.sampling_params(service.defaults, service.tools)
+        options = chat.options(key_tenant(request), service.request_timeout_s, adapter)
+        tools, functions = chat.offered_tools(), chat.functions()
+        longest = service.engine.capabilities.max_model_len
+        most = chat.most_prompt_tokens or longest
+        encoded = await asyncio.to_thread(encode, service, chat.messages, tools, chat, most)
+        thinking = Thinking.of(
+            service,
+            encoded.text,
+            encoded.continued,
+            is_told=chat.tells_reasoning,
+            functions=functions,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        prompt = chat.truncated(encoded.token_ids, longest, params.max_tokens)
+        job = Job([prompt], thinking.before(params), options, unique(name))
+        return cls(job, functions, thinking, adapter or service.model_name)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The prompt of a conversation."""
+
+    text: str
+    token_ids: list[int]
+    continued: str | None  # the text of the message that goes on, if one does
+
+
+def encode(
+    service: Service,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[dict[str, Any]],
+    how: Rendering,
+    most_tokens: int,
+) -> Encoded:
+    """Return the prompt of a conversation; text that so many tokens cannot hold is refused."""
+    begins, goes_on = how.add_generation_prompt, bool(how.continue_final_message)
+    plain = [message.plain() for message in messages]
+    text = service.template.render(
+        plain,
+        tools,
+        not goes_on if begins is None else begins,
+        continue_final_message=goes_on,
+        **(how.chat_template_kwargs or {}),
+    )
+    service.tokenizer.check_length(text, most_tokens)
+    ids = service.tokenizer.encode(text, add_special_tokens=bool(how.add_special_tokens))
+    return Encoded(text, ids, plain_text(plain[-1].get("content", "")) if goes_on else None)

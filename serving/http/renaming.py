@@ -1,0 +1,51 @@
+"""Other APIs' requests as chats: what a chat refuses is told by the names that the client knows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from onnxport.errors import RequestError
+from onnxport.serving.http.chat_request import ChatRequest
+from onnxport.serving.http.errors import JSON, validation_error
+
+_OF_FUNCTION: Final = re.compile(r"^(tools\.[0-9]+)\.function")  # a level that tools lack there
+
+
+def as_chat(
+    body: Mapping[str, Any], renamed: Callable[[RequestError], RequestError]
+) -> ChatRequest:
+    """Return the chat of a body.
+
+    Args:
+        body: of `/v1/chat/completions`, made of another one.
+        renamed: returns what a chat refused by the names of the other one.
+
+    Raises:
+        RequestError: it cannot be a chat; names the field as `renamed` does.
+        ApiError: a field that both have is of another type than it should be.
+    """
+    try:
+        return ChatRequest.model_validate(body)
+    except RequestError as error:
+        raise renamed(error) from error
+    except ValidationError as error:
+        raise validation_error(JSON, error.errors(), ChatRequest.model_fields) from error
+
+
+def with_names(error: RequestError, called: Mapping[str, str]) -> RequestError:
+    """Return what a chat refused, with its field called what it is called elsewhere.
+
+    Args:
+        error: of a chat.
+        called: the names elsewhere of fields of a chat.
+    """
+    name = error.param or ""
+    known = called.get(name, _OF_FUNCTION.sub(r"\1", name))
+    text = str(error)
+    if name and name != "messages":  # which is a word, too
+        text = re.sub(rf"\b{re.escape(name)}\b(?! string)", known, text)  # a stop string is a word
+    return RequestError(text, known or None)
