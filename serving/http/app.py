@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -61,6 +62,8 @@ class AppOptions:
         aliases: further names that requests may call the model by; answers tell its first one.
         sse_ping_interval_s: streams that have nothing to tell for so long tell that they live, by a
             comment; 0: never.
+        root_path: under which a proxy has the server, such as /llm; requests may have it in front
+            of their path, or not. "": none.
     """
 
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -73,15 +76,17 @@ class AppOptions:
     tool_call_parser: str = AUTO
     aliases: tuple[str, ...] = ()
     sse_ping_interval_s: float = 10.0  # proxies give up after a minute, some after half of one
+    root_path: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a deadline that no request could have, and an interval that is none.
+        """Refuse a deadline that no request could have, and what is no interval or path.
 
         Raises:
             RequestError: the deadline is not above 0, or too long; the interval is not in its
-                range.
+                range; the path is none.
         """
         RequestOptions(timeout_s=self.request_timeout_s)
+        check_root_path(self.root_path)
         interval_s = self.sse_ping_interval_s
         if interval_s and not SHORTEST_PING_S <= interval_s <= LONGEST_PING_S:
             raise RequestError(
@@ -89,6 +94,16 @@ class AppOptions:
                 f"[{SHORTEST_PING_S}, {LONGEST_PING_S}]",
                 "sse_ping_interval_s",
             )
+
+
+def check_root_path(path: str) -> None:
+    """Raise RequestError unless a path is "", or one that others can be put behind."""
+    if path and re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path) is None:
+        raise RequestError(
+            f"root_path is {path[:80]!r}; give a path that begins with / and does not end with it, "
+            "of letters, digits and -._~, such as /llm",
+            "root_path",
+        )
 
 
 def create_app(
@@ -108,7 +123,13 @@ def create_app(
     """
     options = options or AppOptions()
     _check_names((model_name, *options.aliases))
-    app = FastAPI(title="onnxport", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="onnxport",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        root_path=options.root_path,
+    )
     tools = ToolSyntax.of(options.tool_call_parser, template, engine.tokenizer)
     service = Service(
         engine,
