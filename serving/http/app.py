@@ -31,8 +31,10 @@ from onnxport.serving.http.responses_request import ResponsesRequest
 from onnxport.serving.http.service import Engine, Service
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.metrics import CacheConfig, Metrics
-from onnxport.serving.params import RequestOptions
-from onnxport.serving.reasoning import AUTO, reasoning_format
+from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.reasoning import AUTO, AnyFormat, reasoning_format
+from onnxport.serving.thought_budget import thought_budget, with_thought
+from onnxport.serving.tokenizer import Tokenizer
 from onnxport.version import __version__
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
@@ -64,6 +66,7 @@ class AppOptions:
             comment; 0: never.
         root_path: under which a proxy has the server, such as /llm; requests may have it in front
             of their path, or not. "": none.
+        thinking_token_budget: of chats and responses that think and give none; None: no budget.
     """
 
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -77,16 +80,18 @@ class AppOptions:
     aliases: tuple[str, ...] = ()
     sse_ping_interval_s: float = 10.0  # proxies give up after a minute, some after half of one
     root_path: str = ""
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse a deadline that no request could have, and what is no interval or path.
 
         Raises:
             RequestError: the deadline is not above 0, or too long; the interval is not in its
-                range; the path is none.
+                range; the path is none; the budget is below 0.
         """
         RequestOptions(timeout_s=self.request_timeout_s)
         check_root_path(self.root_path)
+        SamplingParams(thinking_token_budget=self.thinking_token_budget)
         interval_s = self.sse_ping_interval_s
         if interval_s and not SHORTEST_PING_S <= interval_s <= LONGEST_PING_S:
             raise RequestError(
@@ -119,7 +124,7 @@ def create_app(
 
     Raises:
         RequestError: there is no format of tool calls of the name that was given, or the model has
-            a name twice, or an empty one.
+            a name twice, or an empty one, or can have no budget of thinking, and one was given.
     """
     options = options or AppOptions()
     _check_names((model_name, *options.aliases))
@@ -131,6 +136,8 @@ def create_app(
         root_path=options.root_path,
     )
     tools = ToolSyntax.of(options.tool_call_parser, template, engine.tokenizer)
+    reasoning = reasoning_format(options.reasoning_parser, template.sources.values())
+    _check_budget(engine, reasoning, options.thinking_token_budget)
     service = Service(
         engine,
         model_name,
@@ -138,9 +145,10 @@ def create_app(
         options.defaults,
         options.request_timeout_s,
         tools,
-        reasoning_format(options.reasoning_parser, template.sources.values()),
+        reasoning,
         options.aliases,
         options.sse_ping_interval_s,
+        options.thinking_token_budget,
     )
     metrics = Metrics(model_name, engine.stats, lambda: _cache_config(engine))
     engine.add_listener(metrics)
@@ -163,6 +171,16 @@ def create_app(
     tokens.add_routes(app, service)
     adapters.add_routes(app, service, allowed=options.allow_runtime_lora)
     return app
+
+
+def _check_budget(engine: Engine, known: AnyFormat | None, budget: int | None) -> None:
+    """Raise RequestError if there is a budget of thinking, and this model can never have one."""
+    params = SamplingParams(thinking_token_budget=budget)
+    thought = None if known is None else known.thought("", None)
+    params = with_thought(params, thought, is_known=known is not None)
+    tokenizer = engine.tokenizer
+    if params.thought is not None and isinstance(tokenizer, Tokenizer):
+        thought_budget(params, tokenizer, engine.capabilities.vocab_size)
 
 
 def _check_names(names: Sequence[str]) -> None:

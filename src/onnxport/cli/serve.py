@@ -125,6 +125,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_template_options(group, "--default-chat-template-kwargs")
     add_reasoning_option(group)
     group.add_argument(
+        "--thinking-token-budget",
+        type=int,
+        metavar="N",
+        help="most tokens that chats and responses think which do not say (no limit)",
+    )
+    group.add_argument(
         "--tool-call-parser",
         type=tool_call_parser,
         default="auto",
@@ -387,6 +393,7 @@ def _serve(
             aliases=names[1:],
             sse_ping_interval_s=options.sse_ping_interval,
             root_path=options.root_path,
+            thinking_token_budget=options.thinking_token_budget,
         )
         app = create_app(engine, names[0], template, choices)
         limits = EngineConfig()
