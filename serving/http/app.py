@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -33,8 +34,10 @@ from onnxport.serving.http.responses_request import ResponsesRequest
 from onnxport.serving.http.service import Engine, Service
 from onnxport.serving.http.tool_formats.syntax import ToolSyntax
 from onnxport.serving.metrics import CacheConfig, Metrics
-from onnxport.serving.params import RequestOptions
-from onnxport.serving.reasoning import AUTO, reasoning_format
+from onnxport.serving.params import RequestOptions, SamplingParams
+from onnxport.serving.reasoning import AUTO, AnyFormat, reasoning_format
+from onnxport.serving.thought_budget import thought_budget, with_thought
+from onnxport.serving.tokenizer import Tokenizer
 from onnxport.version import __version__
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
@@ -65,6 +68,9 @@ class AppOptions:
         aliases: further names that requests may call the model by; answers tell its first one.
         sse_ping_interval_s: streams that have nothing to tell for so long tell that they live, by a
             comment; 0: never.
+        root_path: under which a proxy has the server, such as /llm; requests may have it in front
+            of their path, or not. "": none.
+        thinking_token_budget: of chats and responses that think and give none; None: no budget.
     """
 
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -77,15 +83,19 @@ class AppOptions:
     tool_call_parser: str = AUTO
     aliases: tuple[str, ...] = ()
     sse_ping_interval_s: float = 10.0  # proxies give up after a minute, some after half of one
+    root_path: str = ""
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a deadline that no request could have, and an interval that is none.
+        """Refuse a deadline that no request could have, and what is no interval or path.
 
         Raises:
             RequestError: the deadline is not above 0, or too long; the interval is not in its
-                range.
+                range; the path is none; the budget is below 0.
         """
         RequestOptions(timeout_s=self.request_timeout_s)
+        check_root_path(self.root_path)
+        SamplingParams(thinking_token_budget=self.thinking_token_budget)
         interval_s = self.sse_ping_interval_s
         if interval_s and not SHORTEST_PING_S <= interval_s <= LONGEST_PING_S:
             raise RequestError(
@@ -93,6 +103,16 @@ class AppOptions:
                 f"[{SHORTEST_PING_S}, {LONGEST_PING_S}]",
                 "sse_ping_interval_s",
             )
+
+
+def check_root_path(path: str) -> None:
+    """Raise RequestError unless a path is "", or one that others can be put behind."""
+    if path and re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path) is None:
+        raise RequestError(
+            f"root_path is {path[:80]!r}; give a path that begins with / and does not end with it, "
+            "of letters, digits and -._~, such as /llm",
+            "root_path",
+        )
 
 
 def create_app(
@@ -108,12 +128,20 @@ def create_app(
 
     Raises:
         RequestError: there is no format of tool calls of the name that was given, or the model has
-            a name twice, or an empty one.
+            a name twice, or an empty one, or can have no budget of thinking, and one was given.
     """
     options = options or AppOptions()
     _check_names((model_name, *options.aliases))
-    app = FastAPI(title="onnxport", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="onnxport",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        root_path=options.root_path,
+    )
     tools = ToolSyntax.of(options.tool_call_parser, template, engine.tokenizer)
+    reasoning = reasoning_format(options.reasoning_parser, template.sources.values())
+    _check_budget(engine, reasoning, options.thinking_token_budget)
     service = Service(
         engine,
         model_name,
@@ -121,9 +149,10 @@ def create_app(
         options.defaults,
         options.request_timeout_s,
         tools,
-        reasoning_format(options.reasoning_parser, template.sources.values()),
+        reasoning,
         options.aliases,
         options.sse_ping_interval_s,
+        options.thinking_token_budget,
     )
     metrics = Metrics(model_name, engine.stats, lambda: _cache_config(engine))
     engine.add_listener(metrics)
@@ -146,6 +175,16 @@ def create_app(
     tokens.add_routes(app, service)
     adapters.add_routes(app, service, allowed=options.allow_runtime_lora)
     return app
+
+
+def _check_budget(engine: Engine, known: AnyFormat | None, budget: int | None) -> None:
+    """Raise RequestError if there is a budget of thinking, and this model can never have one."""
+    params = SamplingParams(thinking_token_budget=budget)
+    thought = None if known is None else known.thought("", None)
+    params = with_thought(params, thought, is_known=known is not None)
+    tokenizer = engine.tokenizer
+    if params.thought is not None and isinstance(tokenizer, Tokenizer):
+        thought_budget(params, tokenizer, engine.capabilities.vocab_size)
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ class Thinking:
         hidden: special tokens that stand in the text for calls of tools alone; reasoning has none.
         functions: whose calls are messages of their own in the answer.
         spelled: special tokens that have to be in the text.
+        budget: of requests that give none.
     """
 
     is_known: bool
@@ -38,6 +39,7 @@ class Thinking:
     hidden: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
     spelled: tuple[int, ...] = ()
+    budget: int | None = None
 
     @classmethod
     def of(
@@ -71,6 +73,7 @@ class Thinking:
             tools.hidden(functions, skip_special_tokens=skip_special_tokens),
             tuple(functions) if tools.format.has_channels else (),
             tuple(one for one in ids if one is not None),
+            service.thinking_token_budget,
         )
 
     def before(self, params: SamplingParams) -> SamplingParams:
@@ -79,6 +82,8 @@ class Thinking:
         Raises:
             RequestError: reasoning has a budget, and it cannot be obeyed.
         """
+        if params.thinking_token_budget is None and not _may_forbid_closing(params):
+            params = replace(params, thinking_token_budget=self.budget)
         params = with_thought(params, self.thought, is_known=self.is_known)
         if self.spelled:
             spelled = (*params.spelled_token_ids, *self.spelled)
@@ -107,6 +112,12 @@ class Thinking:
         reasoning = "".join(each.reasoning for each in splits)
         content = "".join(each.content for each in splits)
         return TextFilter(self.hidden).take(reasoning, is_last=True), content
+
+
+def _may_forbid_closing(params: SamplingParams) -> bool:
+    """Whether a budget that nobody asked for could be what a request fails for."""
+    some_only = params.allowed_token_ids is not None
+    return some_only or bool(params.bad_words) or params.min_tokens > 0
 
 
 class TextFilter:

@@ -8,6 +8,7 @@ import logging
 import math
 import signal
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ import uvicorn
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from onnxport.errors import OnnxportError
 from onnxport.serving.http.errors import STOPPED
 from onnxport.serving.http.request_ids import HEADER, name_headers
+from onnxport.serving.http.sockets import cannot_listen
 
 # concurrent.futures.thread is imported above, and not by the first request that needs a thread: by
 # then there may be no file left to read it from.
@@ -43,42 +44,12 @@ class ServerOptions:
     Attributes:
         grace_s: how long running requests may go on after a signal to stop.
         access_log: whether every request is logged, with its id.
+        tls: what connections are made with; None: they have no TLS.
     """
 
     grace_s: float = 10.0
     access_log: bool = False
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen yet; port 0 takes a free one.
-
-    Raises:
-        OnnxportError: the address cannot be used.
-    """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        # Of a name that has both, as localhost does, most clients can reach that of IPv4.
-        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        raise _cannot_listen(host, port, error) from error
-    except UnicodeError as error:  # of names of hosts, which have parts of 63 characters
-        raise OnnxportError(f"{host!r} is no name of a host ({error}); correct --host") from error
-    return sock
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> OnnxportError:
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return OnnxportError(
-            f"cannot listen on {host} port {port}: {error.strerror}. Choose a --host that this "
-            "machine has, or 0.0.0.0 for all it has."
-        )
-    return OnnxportError(
-        f"cannot listen on {host} port {port}: {error.strerror}. Choose another --port, or "
-        "--port 0 for a free one."
-    )
+    tls: ssl.SSLContext | None = None
 
 
 def raise_open_files(connections: int) -> None:
@@ -103,12 +74,6 @@ def raise_open_files(connections: int) -> None:
             connections,
             wanted,
         )
-
-
-def url(host: str, sock: socket.socket) -> str:
-    """Return the address of a bound socket, as a client writes it."""
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{sock.getsockname()[1]}"
 
 
 def serve(
@@ -140,6 +105,8 @@ def serve(
         timeout_graceful_shutdown=math.ceil(options.grace_s) + CANCEL_AFTER_S,
         server_header=False,
     )
+    config.load()
+    config.ssl = options.tls  # made before, so that what its files lack was told by then
     server = _Server(config, abort_requests, ready, options.grace_s)
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -189,7 +156,7 @@ class _Server(uvicorn.Server):
             if error.errno != errno.EADDRINUSE or not sockets:
                 raise
             host, port = sockets[0].getsockname()[:2]
-            raise _cannot_listen(host, port, error) from error
+            raise cannot_listen(host, port, error) from error
         if self.started:
             self._ready()
 

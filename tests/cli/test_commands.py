@@ -63,6 +63,8 @@ def test_every_command_has_help(name: str) -> None:
             ["generate", "a", "b", "--max-tokens", "0"],
             ["export", "a", "b", "--precision", "int3"],
             ["serve", "a", "--port", "70000"],
+            ["serve", "a", "--root-path", "llm"],
+            ["serve", "a", "--ssl-cert-reqs", "3"],
             ["devices", "a", "extra"],
         ],
     ),

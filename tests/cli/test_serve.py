@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,13 @@ import openai
 import pytest
 from openai import OpenAI
 
+from onnxport.cli import main
 from onnxport.cli.cache import cached_artifact, is_artifact
 from onnxport.cli.serve import kv_tokens
 from onnxport.exporter.options import ExportOptions
 from onnxport.providers.null import NullModel, NullOptions
 
-from .conftest import SMALL, onnxport, serving, write_checkpoint
+from .conftest import SMALL, command, onnxport, serving, write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -233,3 +235,34 @@ def test_what_requests_do_not_say(artifact: Path, tmp_path: Path) -> None:
     assert (first, second) == (third, fourth)
     assert first != second
     assert len({first, second, *greedy}) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--ssl-keyfile gone.pem", "--ssl-keyfile without --ssl-certfile"),
+        ("--ssl-certfile gone.pem", "--ssl-certfile gone.pem cannot be read"),
+        ("--uds some.sock --port 0", "--uds some.sock was given with --host or --port"),
+        ("--uds gone/some.sock", "cannot listen on gone/some.sock"),
+    ],
+)
+def test_where_it_cannot_listen_is_told_before_anything_is_loaded(
+    options: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "there/is/no/model", *options.split()]) != 0
+    assert reason in capfd.readouterr().err
+
+
+def test_a_socket_of_a_path(artifact: Path, tmp_path: Path) -> None:
+    path = tmp_path / "server.sock"
+    with subprocess.Popen(
+        command("serve", artifact, "--uds", path, *SMALL[2:]), stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        said = next(line for line in process.stderr if "Serving tiny on" in line)
+        assert f"Serving tiny on unix:{path} (cpu" in said
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+            assert client.get("http://any/health").json()["model"] == "tiny"
+        process.terminate()
+        process.communicate(timeout=30)
+    assert (process.returncode, path.exists()) == (0, False)

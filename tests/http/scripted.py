@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Standby
 from onnxport.serving.http.app import AppOptions, create_app
-from onnxport.serving.http.server import ServerOptions, bind, serve, url
+from onnxport.serving.http.server import ServerOptions, serve
+from onnxport.serving.http.sockets import bind, unix_socket, url
+from onnxport.serving.http.tls import TlsFiles
 from onnxport.serving.tokenizer import Tokenizer as ServingTokenizer
 from onnxport.serving.worker import AsyncEngine
 
@@ -123,7 +126,12 @@ def _held(path: Path) -> Callable[[int], bool]:
 
 def main(folder: Path, settings: dict[str, Any]) -> None:
     """Serve until a signal."""
+    files = settings.pop("tls", None)  # the fields of TlsFiles
+    uds = settings.pop("uds", None)
     server = _taken(settings, ServerOptions)
+    if files is not None:
+        paths = {name: Path(one) if isinstance(one, str) else one for name, one in files.items()}
+        server["tls"] = TlsFiles(**paths).context()
     if server.get("access_log"):
         logging.basicConfig(format="%(message)s", level=logging.INFO)
     app_options = _taken(settings, AppOptions)
@@ -153,12 +161,13 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
     started = Engine(model, tokenizer, EngineConfig(**config), standby=standby, base=spec)
     engine = AsyncEngine(started)
     app = create_app(engine, MODEL, ChatTemplate.read(folder), AppOptions(**app_options))
-    sock = bind("127.0.0.1", 0)
-    address = url("127.0.0.1", sock)
-    try:
-        serve(app, sock, engine.close, lambda: print(address, flush=True), ServerOptions(**server))
-    finally:
-        asyncio.run(engine.close())
+    with bind("127.0.0.1", 0) if uds is None else unix_socket(uds) as sock:
+        address = url("127.0.0.1", sock, is_tls=files is not None)
+        ready = partial(print, address, flush=True)
+        try:
+            serve(app, sock, engine.close, ready, ServerOptions(**server))
+        finally:
+            asyncio.run(engine.close())
     print("closed", flush=True)
 
 

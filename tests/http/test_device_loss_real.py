@@ -28,7 +28,7 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.engine import Engine
 from onnxport.serving.fallback import Fallback, Standby
 from onnxport.serving.http.app import create_app
-from onnxport.serving.http.server import bind, url
+from onnxport.serving.http.sockets import bind, url
 from onnxport.serving.tokenizer import Tokenizer
 from onnxport.serving.worker import AsyncEngine
 from tests.cli.conftest import write_checkpoint

@@ -20,10 +20,10 @@ from onnxport.serving.http.server import (
     SPARE_FILES,
     ServerOptions,
     _LastWords,
-    bind,
     raise_open_files,
     serve,
 )
+from onnxport.serving.http.sockets import bind
 from tests.tiers import every
 
 from .conftest import RunningServer, StartServer

@@ -137,3 +137,41 @@ def refused(server: RunningServer, path: str, ask: dict[str, Any], words: str) -
     assert answer.status_code == 400, answer.text
     assert words in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] in ("thinking_token_budget", "bad_words")
+
+
+def test_a_budget_of_requests_that_give_none(
+    start: StartServer, thinker: RunningServer, has_tokens: bool
+) -> None:
+    server = start(texts=TAGS if has_tokens else (), thinking_token_budget=3)
+
+    def thought(**more: Any) -> Any:
+        return whole(server, body(OPENS + LONG, **more))["choices"][0]["message"]["reasoning"]
+
+    assert thought() == LONG[:3]
+    assert thought(thinking_token_budget=5) == LONG[:5]
+    assert thought(response_format=JSON, max_tokens=60) == LONG[:3]
+    assert thought(bad_words=["</think>", "zzz"], max_tokens=60) != LONG[:3]
+    messages = [
+        whole(each, body(text, False))["choices"][0]["message"]
+        for each in (server, thinker)
+        for text in ("yes", "a longer answer")
+    ]
+    assert messages[:2] == messages[2:]  # no thought may come
+    prompt = {"model": MODEL, "prompt": say(OPENS + LONG), "max_tokens": 60}
+    done = httpx.post(f"{server.url}/v1/completions", json=prompt)
+    assert done.json()["choices"][0]["text"].startswith(OPENS + LONG)
+
+
+@pytest.mark.parametrize(
+    ("parser", "budget", "reason"),
+    [
+        ("none", 3, "it is not known how this model writes its reasoning"),
+        ("openai_gptoss", 3, "which no tag closes"),
+        ("qwen3", -1, "thinking_token_budget is -1"),
+    ],
+)
+def test_a_server_that_can_have_no_budget(
+    start: StartServer, parser: str, budget: int, reason: str
+) -> None:
+    with pytest.raises(pytest.fail.Exception, match=reason):
+        start(reasoning_parser=parser, thinking_token_budget=budget)

@@ -7,10 +7,11 @@ import logging
 import os
 import re
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING
+from ssl import SSLContext
+from typing import TYPE_CHECKING, NamedTuple
 
 from onnxport.cli.adapters import add_adapter_options
 from onnxport.cli.arguments import (
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 API_KEY_VARIABLE = "ONNXPORT_API_KEY"
 LOOPBACK = "127.0.0.1"
+PORT = 8000
 MOST_GRACE_S = 86_400
 
 
@@ -54,8 +56,18 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = command(commands, "serve", "Serve a model behind an OpenAI-compatible API.", run)
     add_source(parser)
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default=LOOPBACK, help=f"address to listen on ({LOOPBACK})")
-    group.add_argument("--port", type=port, default=8000, help="0 takes a free one (8000)")
+    group.add_argument("--host", help=f"address to listen on ({LOOPBACK})")
+    group.add_argument("--port", type=port, help=f"0 takes a free one ({PORT})")
+    group.add_argument(
+        "--uds", metavar="PATH", help="listen on a socket of this path, and on no address"
+    )
+    group.add_argument(
+        "--root-path",
+        type=root_path,
+        default="",
+        metavar="PATH",
+        help="under which a proxy has the server, such as /llm (none)",
+    )
     group.add_argument(
         "--served-model-name",
         type=model_name,
@@ -113,6 +125,12 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_template_options(group, "--default-chat-template-kwargs")
     add_reasoning_option(group)
     group.add_argument(
+        "--thinking-token-budget",
+        type=int,
+        metavar="N",
+        help="most tokens that chats and responses think which do not say (no limit)",
+    )
+    group.add_argument(
         "--tool-call-parser",
         type=tool_call_parser,
         default="auto",
@@ -122,6 +140,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "says)",
     )
     group.add_argument("--access-log", action="store_true", help="log every request")
+    _add_tls_options(parser)
     add_load_options(parser)
     add_choice_options(parser)
     add_engine_options(parser)
@@ -130,6 +149,42 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
     add_speculation_options(parser)
     add_adapter_options(parser)
     add_export_options(parser)
+
+
+def _add_tls_options(parser: argparse.ArgumentParser) -> None:
+    """Add TLS, by uvicorn's and vLLM's names."""
+    group = parser.add_argument_group("TLS")
+    group.add_argument(
+        "--ssl-certfile", type=Path, metavar="FILE", help="the certificate, PEM: serve https (none)"
+    )
+    group.add_argument(
+        "--ssl-keyfile", type=Path, metavar="FILE", help="its private key, PEM (in the same file)"
+    )
+    group.add_argument("--ssl-keyfile-password", metavar="TEXT", help="of the private key (none)")
+    group.add_argument(
+        "--ssl-ca-certs",
+        type=Path,
+        metavar="FILE",
+        help="authorities that certificates of clients are of, PEM (none)",
+    )
+    group.add_argument(
+        "--ssl-cert-reqs",
+        type=int,
+        choices=(0, 1, 2),
+        default=0,
+        help="whether clients show a certificate: 0 no, 1 they may, 2 they must (0)",
+    )
+
+
+def root_path(text: str) -> str:
+    """Return a path that others can be put behind."""
+    from onnxport.serving.http.app import check_root_path
+
+    try:
+        check_root_path(text)
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def timeout(text: str) -> float:
@@ -197,15 +252,49 @@ def tool_call_parser(text: str) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal; what can be wrong without the model is told before it is exported."""
-    from onnxport.serving.http.server import bind
+    from onnxport.serving.http.tls import TlsFiles
 
     logging.getLogger("onnxport").setLevel(logging.INFO)
     template = template_text(options)
     names = model_names(options)
     api_keys(options.api_key)
     engine_config(options)
-    with bind(options.host, options.port) as sock:
-        return _serve(find_artifact(options), names, sock, options, template)
+    files = TlsFiles.of(
+        options.ssl_certfile,
+        options.ssl_keyfile,
+        options.ssl_keyfile_password,
+        options.ssl_ca_certs,
+        options.ssl_cert_reqs,
+    )
+    tls = None if files is None else files.context()
+    with _bound(options) as sock:
+        return _serve(find_artifact(options), names, Listening(sock, tls), options, template)
+
+
+class Listening(NamedTuple):
+    """Where the server listens, and what its connections are made with."""
+
+    sock: socket
+    tls: SSLContext | None
+
+
+def _bound(options: argparse.Namespace) -> AbstractContextManager[socket]:
+    """Return the socket that was asked for, bound.
+
+    Raises:
+        RequestError: it was asked for two.
+        OnnxportError: it cannot be used.
+    """
+    from onnxport.serving.http.sockets import bind, unix_socket
+
+    if options.uds is None:
+        return bind(options.host or LOOPBACK, PORT if options.port is None else options.port)
+    if options.host is not None or options.port is not None:
+        raise RequestError(
+            f"--uds {options.uds} was given with --host or --port; the server listens on one of "
+            "them, so leave out the others"
+        )
+    return unix_socket(options.uds)
 
 
 def model_names(options: argparse.Namespace) -> tuple[str, ...]:
@@ -254,7 +343,7 @@ def kv_tokens(loaded: Capabilities) -> str:
 def _serve(
     artifact: Path,
     names: tuple[str, ...],
-    sock: socket,
+    listening: Listening,
     options: argparse.Namespace,
     source: str | None,
 ) -> int:
@@ -263,7 +352,8 @@ def _serve(
 
     from onnxport.serving.config import EngineConfig
     from onnxport.serving.http.app import AppOptions, create_app
-    from onnxport.serving.http.server import ServerOptions, raise_open_files, serve, url
+    from onnxport.serving.http.server import ServerOptions, raise_open_files, serve
+    from onnxport.serving.http.sockets import url
     from onnxport.serving.reasoning import reasoning_format
     from onnxport.serving.worker import AsyncEngine
 
@@ -279,10 +369,13 @@ def _serve(
     )
     engine = AsyncEngine(load_engine(artifact, options, found.tags if found else ()))
 
+    sock, tls = listening
+
     def ready() -> None:
         loaded = engine.capabilities
+        address = url(options.host or LOOPBACK, sock, is_tls=tls is not None)
         print(
-            f"Serving {', '.join(names)} on {url(options.host, sock)} ({loaded.provider}, "
+            f"Serving {', '.join(names)} on {address} ({loaded.provider}, "
             f"{loaded.attention} attention, {kv_tokens(loaded)} of KV cache). Ctrl-C stops it.",
             file=sys.stderr,
             flush=True,
@@ -299,6 +392,8 @@ def _serve(
             tool_call_parser=options.tool_call_parser,
             aliases=names[1:],
             sse_ping_interval_s=options.sse_ping_interval,
+            root_path=options.root_path,
+            thinking_token_budget=options.thinking_token_budget,
         )
         app = create_app(engine, names[0], template, choices)
         limits = EngineConfig()
@@ -306,7 +401,7 @@ def _serve(
             (options.max_num_seqs or limits.max_num_seqs)
             + (options.max_queued_requests or limits.max_queued_requests)
         )
-        server = ServerOptions(options.shutdown_timeout, options.access_log)
+        server = ServerOptions(options.shutdown_timeout, options.access_log, tls)
         serve(app, sock, engine.close, ready, server)
     finally:
         asyncio.run(engine.close())
