@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from onnxport.errors import RequestError
 from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
 from onnxport.serving.structured.structural import FORMATS, MAX_DEPTH, MAX_FORMATS
+from tests.tiers import examples
 
 from .structured import PROMPT, accepts, compiled, write
 
@@ -74,12 +76,15 @@ class Reader:
             yield at + len(one["value"])
 
     def json_schema(self, one: Any, at: int) -> Iterator[int]:
+        begin = re.compile(r"[ \t\r\n]*").match(self.text, at)
+        assert begin is not None
         try:
-            value, end = json.JSONDecoder().raw_decode(self.text, at)
+            value, end = json.JSONDecoder().raw_decode(self.text, begin.end())
         except ValueError:
             return
         if isinstance(value, dict) and value.keys() == {"a"} and value["a"] in (1, 2, "</f>"):
-            yield end
+            behind = len(self.text[end:]) - len(self.text[end:].lstrip(" \t\r\n"))
+            yield from range(end, end + behind + 1)
 
     def regex(self, one: Any, at: int) -> Iterator[int]:
         for end in range(at, len(self.text) + 1):
@@ -240,6 +245,59 @@ def test_a_format(format_: Any, right: list[str], wrong: list[str]) -> None:
         assert Reader(text).fits(format_), text
     # Some ends have to be spelled, which a random model does not do.
     assert whole or re.search("</t>|</think>|abc", str(format_))
+
+
+class Maker:
+    """Makes random formats."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+
+    def format(self, depth: int, is_last: bool) -> Any:
+        """Return a format; only the last one of a sequence may end with free text."""
+        kinds = ["const_string", "json_schema", "regex", "grammar"]
+        kinds += ["any_text"] if is_last else []
+        if depth:
+            kinds += ["sequence", "or", "tag", "tags_with_separator"]
+            kinds += ["triggered_tags"] if is_last else []
+        match self.rng.choice(kinds):
+            case "const_string":
+                return const(self.rng.choice(["a", "b<", '"]']))
+            case "json_schema":
+                return JSON
+            case "regex":
+                return regex(self.rng.choice(["[a-c]", "a?b", "[0-9]{1,2}", "x|xy"]))
+            case "grammar":
+                return self.rng.choice([GRAMMAR, GBNF])
+            case "any_text":
+                return ANY
+            case "sequence":
+                first, last = self.format(depth - 1, False), self.format(depth - 1, is_last)
+                return some("sequence", first, last)
+            case "or":
+                return some("or", *(self.format(depth - 1, is_last) for _ in range(2)))
+            case "tag":
+                return self.tag(depth, "<")
+            case "tags_with_separator":
+                more = {"at_least_one": self.rng.random() < 0.5}
+                return separated(",", *(self.tag(depth, "<") for _ in range(2)), **more)
+            case _:
+                more = {name: self.rng.random() < 0.3 for name in ("stop_after_first",)}
+                more["at_least_one"] = self.rng.random() < 0.3
+                return triggered(["{", "("], self.tag(depth, "{"), self.tag(depth, "("), **more)
+
+    def tag(self, depth: int, begin: str) -> Any:
+        begin += self.rng.choice(["", "a", "ab"])
+        return tag(begin, self.format(depth - 1, True), self.rng.choice(["]", "]}", "}"]))
+
+
+@pytest.mark.parametrize("seed", range(examples(60)))
+def test_random_formats(seed: int) -> None:
+    format_ = Maker(seed).format(3, is_last=True)
+    grammar = compiled(form(format_))
+    for again in range(4):
+        text = write(grammar.sequence(len(PROMPT)), again, most=80, patience=8)
+        assert text is None or Reader(text).fits(format_), (text, format_)
 
 
 def test_every_format_is_tested() -> None:
