@@ -230,7 +230,7 @@ class StructuredOutputs:
         closed = self.disable_additional_properties
         ready = prepared(schema, self._at("json"), strict=self.strict, is_closed=closed)
         tell(self._at("json"), ready.left_out)
-        return json.dumps(ready.schema, ensure_ascii=False)
+        return self._enforced(text, ready.schema, "json")
 
     def _tag_text(self) -> str:
         """Return the checked structural tag as text.
@@ -244,7 +244,24 @@ class StructuredOutputs:
         tag, text = self._as_json(given, "structural_tag", NAMES["structural_tag"])
         if len(text) > MAX_CHARS:  # it is refused anyway
             return text
-        return json.dumps(structural.read(tag, self._at("structural_tag")), ensure_ascii=False)
+        read = structural.read(tag, self._at("structural_tag"))
+        return self._enforced(text, read, "structural_tag")
+
+    def _enforced(self, given: str, value: Any, kind: Kind) -> str:
+        """Return what is enforced as text, which may be longer than what was given.
+
+        Raises:
+            RequestError: it alone is too long.
+        """
+        text = json.dumps(value, ensure_ascii=False)
+        if len(text) > MAX_CHARS:
+            raise RequestError(
+                f"{NAMES[kind]} of {len(given)} characters has {len(text)} as it is enforced, with "
+                "what it leaves open told or closed, and cannot be compiled, at most "
+                f"{MAX_CHARS} are; make it smaller",
+                self._at(kind),
+            )
+        return text
 
     def _as_json(self, given: Any, name: str, what: str) -> tuple[Any, str]:
         """Return what a field says as JSON is read, and its text.

@@ -409,6 +409,21 @@ def test_what_is_no_structural_tag(given: Any, found: str) -> None:
     assert found in str(caught.value)
 
 
+def test_what_is_too_long_as_it_is_enforced_alone() -> None:
+    schema: Any = {"type": "object", "properties": {"": {"type": "null"}}}
+    name = "x" * (MAX_CHARS - len(json.dumps(schema)))
+    schema["properties"] = {name: {"type": "null"}}
+    assert len(StructuredOutputs(json=schema).text) == MAX_CHARS
+    closed = MAX_CHARS + len(', "additionalProperties": false')
+    with pytest.raises(RequestError, match=f"of {MAX_CHARS} characters has {closed} as"):
+        StructuredOutputs(json=schema, strict=True)
+    size = len(json.dumps({"type": "structural_tag", "format": tag("", const("x"), "")}))
+    format_ = tag("b" * (MAX_CHARS - size), const("x"), "")
+    with pytest.raises(RequestError, match=f"structural tag of {MAX_CHARS} characters has") as it:
+        form(format_)
+    assert it.value.param == "structured_outputs.structural_tag"
+
+
 def test_depth() -> None:
     format_: Any = const("x")
     for _ in range(MAX_DEPTH):
