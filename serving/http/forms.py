@@ -11,6 +11,7 @@ from onnxport.serving.http.strict import Strict as _Part
 from onnxport.serving.structured.spec import StructuredOutputs
 
 STRUCTURED = "structured_outputs"
+OF_TAGS = ("format", "structures", "triggers")
 OLDER = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -29,26 +30,46 @@ class JsonSchema(_Part):
 
 
 class ResponseFormat(_Part):
-    """OpenAI's `response_format`; with a schema of its own, that of llama.cpp and Together."""
+    """OpenAI's `response_format`; with a schema of its own, that of llama.cpp and Together.
 
-    type: Literal["text", "json_object", "json_schema"]
+    The type "structural_tag" is vLLM's; what it has more `structural.read` checks.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     content: dict[str, Any] | None = Field(default=None, alias="schema")
+    format: dict[str, Any] | None = None
+    structures: list[Any] | None = None
+    triggers: list[Any] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
+        of_tags = [name for name in OF_TAGS if getattr(self, name) is not None]
+        if of_tags and self.type != "structural_tag":
+            raise RequestError(
+                f"response_format has the type {self.type!r} with {' and '.join(of_tags)}, which "
+                "are of the type 'structural_tag'; remove them",
+                f"response_format.{of_tags[0]}",
+            )
         names = {"json_schema": self.json_schema, "schema": self.content}
         given = [name for name, each in names.items() if each is not None]
-        allowed = {"text": (), "json_object": ("schema",), "json_schema": tuple(names)}[self.type]
+        may_have = {"json_object": ("schema",), "json_schema": tuple(names)}
+        allowed = may_have.get(self.type, ())
         is_right = len(given) < 2 if self.type != "json_schema" else len(given) == 1
         if not is_right or not set(given) <= set(allowed):
             found = f"with {' and '.join(given)}" if given else "without json_schema and schema"
             raise RequestError(
                 f"response_format has the type {self.type!r} {found}; the type 'json_schema' has "
-                "one of the two, 'json_object' may have schema, and 'text' has none",
+                "one of the two, 'json_object' may have schema, and others have none",
                 "response_format.schema" if given == ["schema"] else "response_format.json_schema",
             )
         return self
+
+    def structural_tag(self) -> dict[str, Any]:
+        """Return a structural tag as `structured_outputs` has it."""
+        told = {name: getattr(self, name) for name in OF_TAGS}
+        given = {name: each for name, each in told.items() if each is not None}
+        return {"type": self.type, **given}
 
 
 class FormFields(_Part):
@@ -92,6 +113,8 @@ class FormFields(_Part):
             given = {OLDER[name]: getattr(self, name), "whitespace_pattern": pattern}
             return StructuredOutputs.from_mapping(given, name)
         asked = self.response_format
+        if asked is not None and asked.type == "structural_tag":
+            return StructuredOutputs(structural_tag=asked.structural_tag(), param=name)
         if asked is not None and asked.json_schema is not None:
             named = asked.json_schema
             param = "response_format.json_schema.schema"

@@ -27,6 +27,7 @@ from onnxport.serving.structured.exclusive import let_any_of
 from onnxport.serving.structured.formats import tightened
 from onnxport.serving.structured.prepared import prepared
 from onnxport.serving.structured.spec import StructuredOutputs
+from onnxport.serving.structured.tags import TagWriter
 
 # Where only one text is possible, llguidance would allow only the tokens that the tokenizer makes
 # of it alone. A model chooses how to write it, and the tokenizer is not asked.
@@ -79,7 +80,8 @@ def grammar_of(spec: StructuredOutputs, texts: Collection[str] = ()) -> str:
     Raises:
         RequestError: the grammar has what would not be obeyed.
     """
-    form = _with_texts(_form(spec), texts) if spec.kind == "grammar" else _form(spec)
+    has_names = spec.kind in ("grammar", "structural_tag")
+    form = _with_texts(_form(spec), texts) if has_names else _form(spec)
     calls = None if spec.calls is None else _with_texts(_form(spec.calls), texts)
     if isinstance(spec.thought, Channels):
         if spec.calls is not None and calls is not None and not spec.calls.has_channels:
@@ -103,6 +105,9 @@ def _form(spec: StructuredOutputs) -> str:
         return f"start: {_regex(spec.text)}"
     if spec.choice is not None:
         return f"start: {_regex(_any_of(spec.choice))}"
+    if spec.kind == "structural_tag":
+        writer = TagWriter(_literally, _regex, _with_options, lambda text: _lark(text, spec.where))
+        return writer.whole(json.loads(spec.text)["format"])
     return _lark(spec.text, spec.where)
 
 

@@ -10,11 +10,12 @@ from typing import Any, Literal
 from onnxport.errors import RequestError
 from onnxport.serving.channels import Channels
 from onnxport.serving.reasoning import Thought
+from onnxport.serving.structured import structural
 from onnxport.serving.structured.prepared import prepared, tell
 from onnxport.serving.text import HALF, is_whole
 
-Kind = Literal["json", "regex", "choice", "grammar"]
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 # What requests may say.
 TOLD = (
     *KINDS,
@@ -30,6 +31,7 @@ NAMES: Mapping[Kind, str] = {
     "regex": "the regex",
     "choice": "the list of choices",
     "grammar": "the grammar",
+    "structural_tag": "the structural tag",
 }
 ANY_OBJECT = '{"type":"object"}'
 
@@ -45,6 +47,8 @@ class StructuredOutputs:
         choice: texts, of which the output is one.
         grammar: a context-free grammar, in Lark's syntax as llguidance knows it, or GBNF.
         json_object: any JSON object.
+        structural_tag: free text with tags whose content has a form, in either of vLLM's dialects
+            (`structural.py`), as a mapping or as JSON text; kept as text, as it is enforced.
         whitespace_pattern: regular expression of the whitespace between the parts of JSON; None:
             up to 32 spaces, tabs and ends of lines.
         disable_any_whitespace: write JSON without any whitespace.
@@ -68,6 +72,7 @@ class StructuredOutputs:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     json_object: bool = False
+    structural_tag: Mapping[str, Any] | str | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = field(default=False, compare=False)  # as `json` says then
@@ -101,6 +106,14 @@ class StructuredOutputs:
             object.__setattr__(self, "json", self._schema_text())
         if self.choice is not None:
             object.__setattr__(self, "choice", self._choices())
+        if self.structural_tag is not None:
+            object.__setattr__(self, "structural_tag", self._tag_text())
+            if self.calls is not None:
+                raise RequestError(
+                    "a structural tag has free text, which would hide calls of tools; leave "
+                    "structural_tag or the tools out, or set tool_choice to none",
+                    self.where,
+                )
         self._check_whitespace()
         if not is_whole(self.text):
             raise RequestError(f"{NAMES[self.kind]} {HALF}", self.where)
@@ -118,6 +131,8 @@ class StructuredOutputs:
             return "json"
         if self.regex is not None:
             return "regex"
+        if self.structural_tag is not None:
+            return "structural_tag"
         return "grammar" if self.grammar is not None else "choice"
 
     @property
@@ -127,7 +142,8 @@ class StructuredOutputs:
             return ANY_OBJECT
         if self.choice is not None:
             return json.dumps(self.choice)
-        text = self.json if self.json is not None else self.regex or self.grammar or ""
+        told = (self.json, self.regex, self.grammar, self.structural_tag)
+        text = next((each for each in told if each is not None), "")
         assert isinstance(text, str)
         return text
 
@@ -208,19 +224,58 @@ class StructuredOutputs:
         given: Any = self.json
         if not isinstance(given, str | bool):
             self._check_type("json", Mapping, "a JSON schema, or its text")
-        try:
-            schema = json.loads(given) if isinstance(given, str) else given
-            text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise RequestError(
-                f"the schema is not valid JSON: {error}; correct it", self._at("json")
-            ) from error
+        schema, text = self._as_json(given, "json", "the schema")
         if len(text) > MAX_CHARS:  # it is refused anyway
             return text
         closed = self.disable_additional_properties
         ready = prepared(schema, self._at("json"), strict=self.strict, is_closed=closed)
         tell(self._at("json"), ready.left_out)
-        return json.dumps(ready.schema, ensure_ascii=False)
+        return self._enforced(text, ready.schema, "json")
+
+    def _tag_text(self) -> str:
+        """Return the checked structural tag as text.
+
+        Raises:
+            RequestError: it is no JSON, or has what is not supported.
+        """
+        given: Any = self.structural_tag
+        if not isinstance(given, str):
+            self._check_type("structural_tag", Mapping, "a structural tag, or its text")
+        tag, text = self._as_json(given, "structural_tag", NAMES["structural_tag"])
+        if len(text) > MAX_CHARS:  # it is refused anyway
+            return text
+        read = structural.read(tag, self._at("structural_tag"))
+        return self._enforced(text, read, "structural_tag")
+
+    def _enforced(self, given: str, value: Any, kind: Kind) -> str:
+        """Return what is enforced as text, which may be longer than what was given.
+
+        Raises:
+            RequestError: it alone is too long.
+        """
+        text = json.dumps(value, ensure_ascii=False)
+        if len(text) > MAX_CHARS:
+            raise RequestError(
+                f"{NAMES[kind]} of {len(given)} characters has {len(text)} as it is enforced, with "
+                "what it leaves open told or closed, and cannot be compiled, at most "
+                f"{MAX_CHARS} are; make it smaller",
+                self._at(kind),
+            )
+        return text
+
+    def _as_json(self, given: Any, name: str, what: str) -> tuple[Any, str]:
+        """Return what a field says as JSON is read, and its text.
+
+        Raises:
+            RequestError: it is no JSON.
+        """
+        try:
+            value = json.loads(given) if isinstance(given, str) else given
+            return value, json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RequestError(
+                f"{what} is not valid JSON: {error}; correct it", self._at(name)
+            ) from error
 
     def _choices(self) -> tuple[str, ...]:
         """Return the checked choices.

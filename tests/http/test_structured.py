@@ -47,6 +47,24 @@ TOOLS: Any = [
     },
     {"type": "function", "function": {"name": "wash", "parameters": {"const": {"warm": True}}}},
 ]
+TAGS: dict[str, Any] = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<function=f>", "schema": COLOR, "end": "</function>"}],
+    "triggers": ["<function="],
+}
+NEWER: dict[str, Any] = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tags_with_separator",
+        "tags": [
+            {"type": "tag", "begin": "<c>", "end": "</c>"}
+            | {"content": {"type": "json_schema", "json_schema": COLOR}}
+        ],
+        "separator": ",",
+        "at_least_one": True,
+        "stop_after_first": True,
+    },
+}
 FORMS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": None, "structured_outputs": None, "guided_json": None}, None),
@@ -86,6 +104,10 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
         {"guided_json": json.dumps(COLOR), "guided_whitespace_pattern": " ?"},
         {"json": COLOR, "whitespace_pattern": " ?"},
     ),
+    ({"response_format": TAGS}, {"structural_tag": TAGS}),
+    ({"response_format": NEWER}, {"structural_tag": NEWER}),
+    ({"structured_outputs": {"structural_tag": TAGS}}, {"structural_tag": TAGS}),
+    ({"structured_outputs": {"structural_tag": json.dumps(NEWER)}}, {"structural_tag": NEWER}),
     ({"guided_regex": "a+"}, {"regex": "a+"}),
     ({"guided_choice": ["a"]}, {"choice": ("a",)}),
     (
@@ -178,6 +200,31 @@ SCHEMA = "response_format.json_schema.schema"
             "oneOf",
         ),
         ({"response_format": {"type": "json_object", "json_schema": {}}}, None, ""),
+        (
+            {"response_format": {"type": "structural_tag"}},
+            "response_format",
+            "'structures' and 'triggers'",
+        ),
+        (
+            {"response_format": {**TAGS, "triggers": ["<x"]}},
+            "response_format",
+            "begins with none of the triggers",
+        ),
+        (
+            {"response_format": {**TAGS, "type": "text"}},
+            "response_format.structures",
+            "'text' with structures and triggers",
+        ),
+        (
+            {"response_format": {**TAGS, "schema": COLOR}},
+            "response_format.schema",
+            "'structural_tag' with schema",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": {**TAGS, "format": {}}}},
+            "structured_outputs.structural_tag",
+            "'format', 'structures', 'triggers'",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
         (
             {"response_format": {**NAMED, "json_schema": {"schema": {}}}},
@@ -196,7 +243,11 @@ SCHEMA = "response_format.json_schema.schema"
         ),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"param": "x"}}, "structured_outputs.param", "not supported"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", ""),
+        (
+            {"structured_outputs": {"structural_tag": "x"}},
+            "structured_outputs.structural_tag",
+            "JSON",
+        ),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
         ({"structured_outputs": {"regex": "(", "choice": ["a"]}}, "structured_outputs", "exactly"),
         ({"guided_regex": "("}, "guided_regex", "unclosed group"),
@@ -282,6 +333,32 @@ def test_the_text_has_the_form(client: OpenAI) -> None:
         extra = {"structured_outputs": {"regex": "[a-f]{4}-[0-9]{2}"}}
         plain = client.completions.create(prompt=f"{seed}", extra_body=extra, **more)
         assert all(re.fullmatch("[a-f]{4}-[0-9]{2}", choice.text) for choice in plain.choices)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_structural_tags(server: RunningServer, stream: bool) -> None:
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 300, "n": 4, "seed": 1, "stream": stream}
+    response = httpx.post(f"{server.url}/v1/completions", json=body | {"response_format": NEWER})
+    texts = dict.fromkeys(range(4), "")
+    for answer in events(response) if stream else [response.json()]:
+        for choice in answer["choices"]:
+            texts[choice["index"]] += choice["text"]
+    for text in texts.values():
+        found = json.loads(text.removeprefix("<c>").removesuffix("</c>"))
+        assert found["name"] in ("red", "blue")
+        assert text.startswith("<c>")
+        assert text.endswith("</c>")
+
+
+def test_structural_tags_and_tools(server: RunningServer) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
+    url = f"{server.url}/v1/chat/completions"
+    error = httpx.post(url, json=body | {"response_format": TAGS}).json()["error"]
+    assert "would hide calls of tools" in error["message"]
+    assert error["param"] == "response_format"
+    body |= {"response_format": NEWER, "tool_choice": "none", "max_tokens": 300}
+    text = httpx.post(url, json=body).json()["choices"][0]["message"]["content"]
+    assert text.startswith("<c>")
 
 
 def test_openai_parses_into_a_class(client: OpenAI) -> None:

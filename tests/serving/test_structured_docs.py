@@ -14,6 +14,9 @@ from onnxport.serving.structured.schema import (
     ROOT_ONLY,
 )
 from onnxport.serving.structured.spec import MAX_CHARS, MAX_CHOICES
+from onnxport.serving.structured.structural import FORMATS as OF_TAGS
+from onnxport.serving.structured.structural import MAX_DEPTH as TAGS_DEEP
+from onnxport.serving.structured.structural import MAX_FORMATS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "structured_output.md").read_text()
 
@@ -30,11 +33,25 @@ def test_keywords_and_formats() -> None:
     assert listed("Annotations") == [*ANNOTATIONS, *ROOT_ONLY]
 
 
+def test_formats_of_structural_tags() -> None:
+    _, section = PAGE.split("## Structural tags")
+    rows = re.findall(r"^\| (`.*?) \| (`.*?) \|", section.split("\n## ")[0], re.MULTILINE)
+    told = {}
+    for kinds, members in rows:
+        told |= {kind: re.findall("`([^`]+)`", members) for kind in re.findall("`(.+?)`", kinds)}
+    assert told == {
+        kind: [*needed, *(name for name in others if name != "style")]
+        for kind, (needed, others) in OF_TAGS.items()
+    }
+
+
 def test_limits() -> None:
     limits = CompileLimits()
     for number in (
         MAX_CHARS,
         MAX_CHOICES,
+        MAX_FORMATS,
+        TAGS_DEEP,
         MAX_MULTIPLE,
         limits.max_entries,
         limits.max_cached_chars,

@@ -190,8 +190,8 @@ def test_exactly_one_kind() -> None:
         with pytest.raises(RequestError, match="exactly one") as caught:
             StructuredOutputs(**form)  # type: ignore[arg-type]
         assert caught.value.param == "structured_outputs"
-    with pytest.raises(RequestError, match="'structural_tag', which is not supported"):
-        StructuredOutputs.from_mapping({"structural_tag": "x"})
+    with pytest.raises(RequestError, match="'xml', which is not supported"):
+        StructuredOutputs.from_mapping({"xml": "x"})
     same = StructuredOutputs.from_mapping({"choice": ["a"], "regex": None})
     assert same == StructuredOutputs(choice=("a",))
 
