@@ -75,8 +75,8 @@ def add_adapter_options(parser: argparse.ArgumentParser) -> None:
         "--max-loras",
         type=positive,
         metavar="N",
-        help="most adapters in one batch (as many as --lora-modules names, at least 8 where others may "
-        "come)",
+        help="most adapters in one batch (as many as --lora-modules names, at least 8 where others "
+        "may come)",
     )
     group.add_argument(
         "--max-cpu-loras",
@@ -173,7 +173,8 @@ def with_slots(
         return load
     if host is not None and most is not None and host < most:
         raise CapacityError(
-            f"--max-cpu-loras is {host}, and --max-loras is {most}; raise the first, or leave it out"
+            f"--max-cpu-loras is {host}, and --max-loras is {most}; raise the first, or leave it "
+            "out"
         )
     if host is not None and host < len(adapters):
         raise CapacityError(
