@@ -47,7 +47,7 @@ class SlotTurns:
             DeviceLostError: the device is gone.
         """
         adapters = self._adapters
-        self.first, self.barred = None, frozenset()
+        self._begin()
         kept = {one.adapter.number for one in running if one.adapter is not None}
         barred: set[Request] = set()
         failed: list[Failed] = []
@@ -83,6 +83,9 @@ class SlotTurns:
     def clear(self) -> None:
         """Every adapter that is wanted has a slot."""
         self.first, self._draining, self.barred = None, None, frozenset()
+
+    def _begin(self) -> None:
+        self.first, self.barred = None, frozenset()
 
     def _drain_for(self, request: Request) -> None:
         """Let one slot become free for a request: the same one as before, as long as it lasts."""
