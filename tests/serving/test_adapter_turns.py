@@ -74,6 +74,19 @@ def test_each_gets_its_own_in_any_order(seed: int) -> None:
         assert [tokens(own, index) for index in range(len(expected))] == expected
 
 
+@pytest.mark.parametrize("tier", [{}, {"preemption": "swap", "kv_host_memory": 1 << 20}])
+def test_preempted_requests_get_a_slot_again(tier: dict[str, Any]) -> None:
+    engine = few_slots(4, 2, tier, num_blocks=16, max_num_seqs=4)
+    for seed in (0, 1, 2, 3):
+        submit(engine, f"{seed}", PROMPT, lengths(30), adapter=str(seed))
+        submit(engine, f"{seed}+", PROMPT[:9], lengths(30), adapter=str(seed))
+    deltas = run(engine)
+    assert engine.stats().num_preemptions > 0
+    for seed in (0, 1, 2, 3):
+        assert tokens(deltas[f"{seed}"]) == alone_with(seed, PROMPT, lengths(30))
+        assert tokens(deltas[f"{seed}+"]) == alone_with(seed, PROMPT[:9], lengths(30))
+
+
 def test_the_one_unused_for_longest_loses_its_slot() -> None:
     engine = few_slots(3, 2)
     assert in_slots(engine) == {"0", "1"}
