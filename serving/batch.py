@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
@@ -12,11 +13,14 @@ from numpy.typing import NDArray
 
 from onnxport.graphs.contract import NO_SUMMARY
 from onnxport.providers.base import StepInputs
+from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.narrowing import EVERY_TOKEN, may_narrow
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import uniform
 from onnxport.serving.step_buffer import StepBuffer, fill_tables
+
+SlotOf = Callable[[Adapter | None], int]  # 0 for none
 
 
 class BatchPacker:
@@ -79,7 +83,9 @@ class BatchPacker:
         self._hidden_states = StepBuffer(np.float32, max_num_seqs * features)
         self._packed: tuple[StepPlan, StepInputs] | None = None  # what is in the buffers
 
-    def pack(self, plan: StepPlan, *, reads_states: bool = True) -> StepInputs:
+    def pack(
+        self, plan: StepPlan, *, reads_states: bool = True, slot_of: SlotOf | None = None
+    ) -> StepInputs:
         """Return the arrays of `plan`, whose requests already hold their new blocks.
 
         Logits are asked for where the plan needs them. When it does nowhere, they are asked for
@@ -88,6 +94,7 @@ class BatchPacker:
         Args:
             plan: of the step.
             reads_states: whether somebody reads `StepInputs.hidden_states`, if the model tells any.
+            slot_of: returns the slot of an adapter; None: no request has one.
         """
         last, self._packed = self._packed, None
         follows = last is not None and _follows(plan, last[0])
@@ -97,11 +104,13 @@ class BatchPacker:
             if inputs.hidden_states is not states:
                 inputs = replace(inputs, hidden_states=states)
         else:
-            inputs = self._pack(plan, states)
+            inputs = self._pack(plan, states, slot_of)
         self._packed = plan, inputs
         return inputs
 
-    def _pack(self, plan: StepPlan, states: NDArray[np.float32] | None) -> StepInputs:
+    def _pack(
+        self, plan: StepPlan, states: NDArray[np.float32] | None, slot_of: SlotOf | None
+    ) -> StepInputs:
         ends = list(accumulate(plan.num_new))
         total = list(map(operator.add, plan.num_past, plan.num_new))
         exact, allowed = self._pack_allowed(plan)
@@ -115,7 +124,7 @@ class BatchPacker:
             past_sequence_lengths=self._past.fill(plan.num_past),
             attention_metadata=self._metadata.fill([max(plan.num_new), max(total), max(total)]),
             logits_indices=self._logits_indices.fill(_logits_indices(plan, ends)),
-            adapter_slots=_adapter_slots(plan),
+            adapter_slots=_adapter_slots(plan, slot_of),
             exact_logits=exact,
             allowed_tokens=allowed,
             races=None if races is None else self._pack_races(races),
@@ -217,11 +226,12 @@ def _follows(plan: StepPlan, last: StepPlan) -> bool:
     return plan.requests is last.requests and plan.num_new is last.num_new
 
 
-def _adapter_slots(plan: StepPlan) -> NDArray[np.int32] | None:
+def _adapter_slots(plan: StepPlan, slot_of: SlotOf | None) -> NDArray[np.int32] | None:
     """Return the adapter slot of each row, int32 [batch]; None where no row has one."""
-    if not any(request.adapter_slot for request in plan.requests):
+    if all(request.adapter is None for request in plan.requests):
         return None
-    return np.array([request.adapter_slot for request in plan.requests], np.int32)
+    assert slot_of is not None
+    return np.array([slot_of(request.adapter) for request in plan.requests], np.int32)
 
 
 def _logits_indices(plan: StepPlan, ends: list[int]) -> list[int]:

@@ -40,6 +40,8 @@ class EngineConfig:
         kv_disk: folder for K/V blocks that leave host memory, kept between runs; None: no disk.
         kv_disk_bytes: most bytes that the folder may hold.
         speculation: how tokens are guessed ahead; None: not at all.
+        max_host_adapters: most LoRA adapters that are loaded, at least as many as the model has
+            slots for; those that wait for a slot are in host memory. None: as many as slots.
 
     Raises:
         CapacityError: a limit is out of its range, or two contradict each other.
@@ -56,6 +58,7 @@ class EngineConfig:
     kv_disk: Path | None = None
     kv_disk_bytes: int = 16 << 30
     speculation: SpeculationConfig | None = None
+    max_host_adapters: int | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -63,6 +66,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value < 1:
                 raise CapacityError(f"{name} is {value}; it must be at least 1")
+        if self.max_host_adapters is not None and self.max_host_adapters < 1:
+            raise CapacityError(
+                f"max_host_adapters is {self.max_host_adapters}; it must be at least 1"
+            )
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) > MOST_TOKENS:
                 raise CapacityError(
@@ -108,6 +115,7 @@ class EngineConfig:
         for name in (
             *("max_num_seqs", "max_num_batched_tokens", "max_queued_requests"),
             *("kv_host_memory", "kv_disk_bytes", *([] if self.seed is None else ["seed"])),
+            *([] if self.max_host_adapters is None else ["max_host_adapters"]),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):

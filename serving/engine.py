@@ -21,7 +21,7 @@ from onnxport.serving.growth import Growth
 from onnxport.serving.guesses import Drafts, Guesses, Guessing
 from onnxport.serving.intake import Intake
 from onnxport.serving.narrowing import narrowed
-from onnxport.serving.outputs import CompletionDelta
+from onnxport.serving.outputs import CompletionDelta, Failure
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.recovery import Recovery
 from onnxport.serving.request import Request
@@ -260,6 +260,8 @@ class Engine:
         """
         growths = self._sequences.expire()
         try:
+            for request, reason in self._runtime.take_slots():
+                growths += self._sequences.end(request, "error", Failure.of(reason))
             loading = self._runtime.load()
             guess = None if self._guessing.rests() or self._retries.careful else self._guess
             plan = self._retries.next_plan(self._scheduler, loading, guess)

@@ -43,6 +43,7 @@ class EngineOptions(TypedDict, total=False):
     kv_disk: Path | None
     kv_disk_bytes: int
     speculation: SpeculationConfig | None
+    max_host_adapters: int | None
 
 
 class LLM:
@@ -109,8 +110,8 @@ class LLM:
                 it can.
             fallback: the providers that may take over, in order, when this one cannot load or
                 its device is lost; see `open_engine`.
-            max_adapters: LoRA adapters that can be loaded at once, see `load_adapter`; memory for
-                all of them is set aside now.
+            max_adapters: LoRA adapters that one step can use, see `load_adapter`; memory for all of
+                them is set aside now. As many can be loaded, or `max_host_adapters`.
             max_adapter_rank: the largest rank of an adapter.
             adapter_dtype: what adapters are kept in: "auto", or "float32", "float16", "bfloat16",
                 "int8" or "int4" where the provider can; docs/adapters.md tells what each costs.
@@ -213,7 +214,7 @@ class LLM:
 
         Raises:
             AdapterError: it cannot be read, does not fit the model, or its name is taken.
-            CapacityError: no slot is free, its rank is too large, or memory is short.
+            CapacityError: as many are loaded as may be, its rank is too large, or memory is short.
             ProviderError: the device fails.
         """
         adapters = self._engine.adapters

@@ -160,7 +160,9 @@ class Planner:
         """
         draft = self._draft(budget)
         first = self._queues.waiting.first()
-        if first is None or first in loading or not self._yields(first):
+        if first is None or first in loading or first in self._queues.barred:
+            return draft
+        if not self._yields(first):
             return draft
         shared = self.hits(first)
         needed = draft.pending(first, shared)
@@ -270,7 +272,7 @@ class Planner:
         for request in self._in_line(level, lanes, draft):
             if draft.closed:
                 break
-            if only is not None and request not in only:
+            if request in self._queues.barred or (only is not None and request not in only):
                 continue
             if request.num_rows > draft.rows:
                 draft.closed = True

@@ -25,6 +25,7 @@ class Queues:
         num_rows: rows that the running requests hold, for siblings too.
         shares: by priority.
         last_start: tenant -> number of its latest start, from 1.
+        barred: waiting requests that may not start, and that no room is kept for.
     """
 
     quantum: int
@@ -33,6 +34,7 @@ class Queues:
     num_rows: int = 0
     shares: dict[int, Shares] = field(default_factory=dict)
     last_start: dict[str, int] = field(default_factory=dict)
+    barred: frozenset[Request] = frozenset()
 
     @property
     def has_work(self) -> bool:

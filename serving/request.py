@@ -187,11 +187,6 @@ class Request:
         return f"<Request {self.request_id}-{self.index} {progress}>"
 
     @property
-    def adapter_slot(self) -> int:
-        """The model's slot of its adapter; 0: none."""
-        return self.adapter.slot if self.adapter else 0
-
-    @property
     def num_rows(self) -> int:
         """Rows of a step that it needs, now or when its siblings fork from it."""
         return 1 + len(self.siblings)

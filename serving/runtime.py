@@ -16,6 +16,7 @@ from onnxport.kv.pool import BlockPool
 from onnxport.kv.table import Reservation
 from onnxport.providers.base import Capabilities, Model, StepInputs
 from onnxport.serving.adapters.registry import AdapterRegistry
+from onnxport.serving.adapters.slots import Failed, SlotTurns
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.draft import StepPlan
@@ -40,7 +41,8 @@ class Runtime:
         summaries: what the model told of the last step's logits beside them; None: nothing.
         hidden_states: what it made of the last step's tokens, `StepInputs.hidden_states`; None:
             nobody reads it, or it tells nothing.
-        adapters: what is in its slots for adapters.
+        adapters: the adapters that are loaded, and what is in its slots for them.
+        turns: who waits for such a slot.
         offloader: moves blocks to the tiers; None without any.
         scheduler: the same for every model, as are the requests in it.
         losses: the providers that were lost, the latest last.
@@ -68,7 +70,8 @@ class Runtime:
         self.summaries: NDArray[np.float32] | None = None
         self.hidden_states: NDArray[np.float32] | None = None
         self._take(model, new_pool(model))
-        self.adapters = AdapterRegistry(model, base)
+        self.adapters = AdapterRegistry(model, base, config.max_host_adapters)
+        self.turns = SlotTurns(self.adapters)
         self.offloader = Offloader(model, self.pool, config, clock) if config.host_memory else None
         self.scheduler = Scheduler(self.pool, self.rows, self.tokens, config.scheduling_policy)
         logger.info("loaded %s", describe(self.limits))
@@ -93,7 +96,7 @@ class Runtime:
         if reservation.copies:
             sources, targets = zip(*reservation.copies, strict=True)
             self.model.copy_blocks(sources, targets)
-        return self.packer.pack(plan, reads_states=reads_states)
+        return self.packer.pack(plan, reads_states=reads_states, slot_of=self.adapters.slot_of)
 
     def run(self, inputs: StepInputs) -> NDArray[np.float32]:
         """Run a step that is prepared.
@@ -111,8 +114,26 @@ class Runtime:
         return logits
 
     def load(self) -> set[Request]:
-        """Load what waiting requests need from the tiers; see `Offloader.load`."""
-        return self.offloader.load(self.scheduler) if self.offloader else set()
+        """Load what waiting requests need from the tiers; see `Offloader.load`.
+
+        Returns:
+            Those that keep their place and do not start yet: K/V are on their way to them, or a
+            slot for their adapter is drained.
+        """
+        loading = self.offloader.load(self.scheduler) if self.offloader else set()
+        return loading if self.turns.first is None else loading | {self.turns.first}
+
+    def take_slots(self) -> list[Failed]:
+        """Give slots to the adapters of requests that are about to start; see `SlotTurns.take`."""
+        scheduler, turns, failed = self.scheduler, self.turns, []
+        if self.adapters.wants_slots:
+            failed = turns.take(scheduler.running, scheduler.waiting, scheduler.num_free_rows)
+        elif turns.first is None and not turns.barred:
+            return failed
+        else:
+            turns.clear()
+        scheduler.bar(turns.barred)
+        return failed
 
     def fall_back(self, error: DeviceLostError) -> list[Request]:
         """Put the next provider that can be loaded in the place of the one that was lost.

@@ -97,6 +97,20 @@ class Scheduler:
         """Whether the block of this key was a request's that has yielded and waits to go on."""
         return key in self._swapped
 
+    def bar(self, requests: frozenset[Request]) -> None:
+        """Let these waiting requests not start, until the next call."""
+        self._queues.barred = requests
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that no running request holds."""
+        return self._max_num_seqs - self._queues.num_rows
+
+    @property
+    def waiting(self) -> Iterable[Request]:
+        """The requests that wait, more or less in the order of their start."""
+        return self._queues.waiting
+
     def tenant_of(self, options: RequestOptions) -> str:
         """Whose request counts as whose: all are one tenant's, but for the policy "fair"."""
         return options.tenant if self._policy == "fair" else ""

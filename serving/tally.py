@@ -126,12 +126,12 @@ def _adapters(runtime: Runtime) -> tuple[tuple[str, ...], tuple[str, ...]]:
     # Those that wait may be thousands, so they are what is left of all. A name may be of two
     # adapters: one that was replaced still runs.
     running = {
-        (one.adapter.slot, one.adapter.name, one.request_id)
+        (one.adapter.number, one.adapter.name, one.request_id)
         for one in runtime.scheduler.running
         if one.adapter
     }
-    counts = Counter(slot for slot, _, _ in running)
+    counts = Counter(number for number, _, _ in running)
     waiting = [
-        one.name for one in runtime.adapters.loaded if unfinished[one.name] > counts[one.slot]
+        one.name for one in runtime.adapters.loaded if unfinished[one.name] > counts[one.number]
     ]
     return tuple(sorted({name for _, name, _ in running})), tuple(sorted(waiting))

@@ -51,6 +51,8 @@ def parse(*arguments: str) -> argparse.Namespace:
         ("--enable-lora --max-loras 2 --max-lora-rank 4", (), (2, 4)),
         ("--allow-runtime-lora", (), (8, 16)),
         ("--max-loras 5", (), (5, 16)),
+        ("--lora-modules a=x b=y --max-loras 1 --max-cpu-loras 2", (2, 4), (1, 16)),
+        ("--enable-lora --max-cpu-loras 3", (), (3, 16)),
     ],
 )
 def test_slots(arguments: str, ranks: tuple[int, ...], expected: tuple[int, int]) -> None:
@@ -67,6 +69,9 @@ def test_slots(arguments: str, ranks: tuple[int, ...], expected: tuple[int, int]
         ("--max-lora-rank 8", "--max-lora-rank 8 was given without adapters"),
         ("--lora-dtype int4", "--lora-dtype int4 was given without adapters; add --enable-lora or"),
         ("--lora-modules a=x b=y --max-loras 1", "--max-loras is 1, and --lora-modules names 2"),
+        ("--max-cpu-loras 8", "--max-cpu-loras 8 was given without adapters"),
+        ("--max-loras 3 --max-cpu-loras 2", "--max-cpu-loras is 2, and --max-loras is 3"),
+        ("--lora-modules a=x b=y --max-cpu-loras 1", "is 1, and --lora-modules names 2"),
         ("--lora-modules a=x --max-lora-rank 8", "is 8, and the adapter 0 has rank 9"),
     ],
 )
@@ -98,6 +103,24 @@ def test_names_and_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         assert "is not NAME=DIR" in capsys.readouterr().err
     with pytest.raises(AdapterError, match="names a twice"):
         cli.read_adapters(tmp_path, parse("--lora-modules", "a=x", "b=x", "a=y"))
+
+
+def test_modules_as_vllm_writes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    given = '{"name": "sql", "path": "dir", "base_model_name": "x"}'
+    assert parse("--lora-modules", given, "a=b").lora_modules == [
+        ("sql", Path("dir")),
+        ("a", Path("b")),
+    ]
+    for wrong, words in (
+        ("{", "is not JSON"),
+        ('{"name": "a"}', "needs a name and a path"),
+        ('{"name": 1, "path": "b"}', "needs a name and a path"),
+        ('{"name": "a", "path": "b", "x": 1}', "unknown field 'x'"),
+        ('{"name": "a", "path": "b", "base_model_name": 1}', "is not a text"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            parse("--lora-modules", wrong)
+        assert words in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -300,7 +300,7 @@ def test_names_ranks_and_slots(tmp_path: Path) -> None:
         engine.prepare("a", PROMPT, GREEDY, options("nobody"))
     read = engine.adapters.read(write_adapter(tmp_path, random_tensors(SPEC)))
     adapter = engine.adapters.load("real", read)
-    assert (adapter.slot, adapter.rank, adapter.path) == (1, 4, tmp_path)
+    assert (engine.adapters.slot_of(adapter), adapter.rank, adapter.path) == (1, 4, tmp_path)
     assert adapter.base_model == "example/tiny"
     assert engine.adapters.loaded == (adapter,)
 

@@ -68,7 +68,8 @@ def _completion(
         request.tokens.extend(output)
         if output and (reason := _ended(request, output, tokenizer)):
             return Expected(output, logprobs, reason)
-        slot = request.adapter.slot if request.adapter else 0
+        # Loaded into an empty model, one after the other: each has the slot of its number.
+        slot = request.adapter.number if request.adapter else 0
         logits = logits_after(model, request.tokens.tolist(), slot)
         mask = request.grammar.masks(request.tokens)[0] if request.grammar else None
         sampled = sample(logits, [row_params(Position(request, (), mask))])

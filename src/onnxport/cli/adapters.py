@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +24,34 @@ DTYPES = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
 
 
 def lora_module(text: str) -> tuple[str, Path]:
-    """Parse the name and the folder of an adapter."""
+    """Parse the name and the folder of an adapter: NAME=DIR, or an object as vLLM takes it."""
+    if text.lstrip().startswith("{"):
+        return _module_object(text)
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIR, as in sql=adapters/sql")
+    return name, Path(path)
+
+
+def _module_object(text: str) -> tuple[str, Path]:
+    """Parse vLLM's form; what `base_model_name` says is only reported there, too."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if unknown := sorted(found.keys() - {"name", "path", "base_model_name"}):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has the unknown field {unknown[0]!r}; allowed are name, path and "
+            "base_model_name"
+        )
+    name, path = found.get("name"), found.get("path")
+    base = found.get("base_model_name")
+    if not (isinstance(name, str) and name and isinstance(path, str) and path):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} needs a name and a path, as in {{"name": "sql", "path": "adapters/sql"}}'
+        )
+    if not isinstance(base, str | None):
+        raise argparse.ArgumentTypeError(f"{text!r} has a base_model_name that is not a text")
     return name, Path(path)
 
 
@@ -40,7 +65,8 @@ def add_adapter_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="NAME=DIR",
-        help="adapters to load, folders as PEFT writes them; requests pick one as their model",
+        help="adapters to load, folders as PEFT writes them; requests pick one as their model; "
+        'also as {"name": NAME, "path": DIR}',
     )
     group.add_argument(
         "--enable-lora", action="store_true", help=f"room for {DEFAULT_LORAS} adapters"
@@ -49,8 +75,16 @@ def add_adapter_options(parser: argparse.ArgumentParser) -> None:
         "--max-loras",
         type=positive,
         metavar="N",
-        help="most adapters at once (as many as --lora-modules names, at least 8 where others may "
-        "come)",
+        help="most adapters in one batch (as many as --lora-modules names, at least 8 where others "
+        "may come)",
+    )
+    group.add_argument(
+        "--max-cpu-loras",
+        dest="max_host_adapters",
+        type=positive,
+        metavar="N",
+        help="most adapters that are loaded, those without room in a batch in host memory (as many "
+        "as --max-loras)",
     )
     group.add_argument(
         "--max-lora-rank",
@@ -124,18 +158,33 @@ def with_slots(
     most, rank = getattr(options, "max_loras", None), getattr(options, "max_lora_rank", None)
     later = any(getattr(options, name, False) for name in ("enable_lora", "allow_runtime_lora"))
     dtype = getattr(options, "lora_dtype", None)
+    host: int | None = getattr(options, "max_host_adapters", None)
     if not (adapters or later or most):
-        for name, value in (("--max-lora-rank", rank), ("--lora-dtype", dtype)):
+        for name, value in (
+            ("--max-lora-rank", rank),
+            ("--lora-dtype", dtype),
+            ("--max-cpu-loras", host),
+        ):
             if value is not None:
                 raise CapacityError(
                     f"{name} {value} was given without adapters; add {_giving_adapters(options)}, "
                     "or leave it out"
                 )
         return load
-    if most is not None and most < len(adapters):
+    if host is not None and most is not None and host < most:
+        raise CapacityError(
+            f"--max-cpu-loras is {host}, and --max-loras is {most}; raise the first, or leave it "
+            "out"
+        )
+    if host is not None and host < len(adapters):
+        raise CapacityError(
+            f"--max-cpu-loras is {host}, and --lora-modules names {len(adapters)} adapters; raise "
+            "it, or leave it out"
+        )
+    if host is None and most is not None and most < len(adapters):
         raise CapacityError(
             f"--max-loras is {most}, and --lora-modules names {len(adapters)} adapters; raise it, "
-            "or leave it out"
+            f"leave it out, or give --max-cpu-loras {len(adapters)}"
         )
     for name, content in adapters:
         if rank is not None and content.adapter.rank > rank:
@@ -146,10 +195,12 @@ def with_slots(
     ranks = [content.adapter.rank for _, content in adapters]
     if later or most:  # others may come
         ranks.append(DEFAULT_LORA_RANK)
-    fewest = DEFAULT_LORAS if later else 1
+    slots = max(DEFAULT_LORAS if later else 1, len(adapters))
+    if host is not None:
+        slots = min(host, slots)
     return replace(
         load,
-        max_adapters=most or max(fewest, len(adapters)),
+        max_adapters=most or slots,
         max_adapter_rank=rank or max(ranks),
         adapter_dtype=dtype or "auto",
     )

@@ -33,6 +33,7 @@ ENGINE_OPTIONS = (  # named as the fields of EngineConfig
     "kv_disk",
     "kv_disk_bytes",
     "speculation",
+    "max_host_adapters",
 )
 EXPORT_OPTIONS = (
     "precision",

@@ -1,0 +1,185 @@
+"""More adapters than slots: who gets one, who waits for it, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from onnxport.errors import CapacityError, ProviderError
+from onnxport.graphs.lora import LoraAdapter
+from onnxport.providers.null import NullModel
+from onnxport.serving.engine import Engine
+from onnxport.serving.params import SamplingParams
+from tests.serving.adapting import adapter_engine, alone_with, content, null_options
+from tests.serving.helpers import checked_step, null_model, reasons, run, submit, tokens
+
+PROMPT = [(i * 7) % 500 for i in range(22)]
+
+
+def few_slots(adapters: int, slots: int, config: Any = (), **options: Any) -> Engine:
+    return adapter_engine(
+        adapters=range(adapters),
+        max_adapters=slots,
+        config={"max_host_adapters": adapters, **dict(config)},
+        **options,
+    )
+
+
+def lengths(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens)
+
+
+def in_slots(engine: Engine) -> set[str]:
+    adapters = engine.adapters
+    return {one.name for one in adapters.loaded if adapters.has_slot(one.number)}
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_each_gets_its_own_in_any_order(seed: int) -> None:
+    draw = random.Random(seed)
+    policy = ["fcfs", "priority", "fair"][seed % 3]
+    spares = [NullModel(null_options(max_adapters=2, num_blocks=40))]
+    engine = few_slots(
+        5,
+        2,
+        {"scheduling_policy": policy},
+        num_blocks=draw.choice([16, 64]),
+        max_num_seqs=4,
+        max_num_batched_tokens=draw.choice([4, 9, 40]),
+        fallbacks=spares,
+        lost_at=lambda operation: seed % 2 and operation == 11,
+    )
+    wanted, deltas = {}, []
+    for number in range(14):
+        adapter, n = draw.choice([None, *range(5)]), draw.randint(1, 3)
+        prompt, params = PROMPT[: draw.randint(1, 22)], lengths(draw.randint(1, 9))
+        several = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, n=n)
+        priority = draw.randint(0, 2) if policy != "fcfs" else 0
+        submit(
+            engine,
+            str(number),
+            prompt,
+            several,
+            adapter=None if adapter is None else str(adapter),
+            priority=priority,
+        )
+        wanted[str(number)] = [alone_with(adapter, prompt, params)] * n
+        for _ in range(draw.randint(0, 3)):
+            deltas += checked_step(engine)
+    deltas += [one for group in run(engine).values() for one in group]
+    for name, expected in wanted.items():
+        own = [one for one in deltas if one.request_id == name]
+        assert [tokens(own, index) for index in range(len(expected))] == expected
+
+
+@pytest.mark.parametrize("tier", [{}, {"preemption": "swap", "kv_host_memory": 1 << 20}])
+def test_preempted_requests_get_a_slot_again(tier: dict[str, Any]) -> None:
+    engine = few_slots(4, 2, tier, num_blocks=16, max_num_seqs=4)
+    for seed in (0, 1, 2, 3):
+        submit(engine, f"{seed}", PROMPT, lengths(30), adapter=str(seed))
+        submit(engine, f"{seed}+", PROMPT[:9], lengths(30), adapter=str(seed))
+    deltas = run(engine)
+    assert engine.stats().num_preemptions > 0
+    for seed in (0, 1, 2, 3):
+        assert tokens(deltas[f"{seed}"]) == alone_with(seed, PROMPT, lengths(30))
+        assert tokens(deltas[f"{seed}+"]) == alone_with(seed, PROMPT[:9], lengths(30))
+
+
+def test_the_one_unused_for_longest_loses_its_slot() -> None:
+    engine = few_slots(3, 2)
+    assert in_slots(engine) == {"0", "1"}
+    for adapter, left in (("0", {"0", "1"}), ("2", {"0", "2"}), ("1", {"1", "2"})):
+        submit(engine, "a", PROMPT, adapter=adapter)
+        run(engine)
+        assert in_slots(engine) == left
+    assert engine.adapters.num_swaps == 2
+
+
+def test_a_slot_is_drained_for_who_waits_and_others_go_on() -> None:
+    engine = few_slots(2, 1)
+    submit(engine, "a", PROMPT, lengths(12), adapter="0")
+    first = checked_step(engine)
+    submit(engine, "wants", PROMPT, lengths(2), adapter="1")
+    submit(engine, "same", PROMPT, lengths(2), adapter="0")
+    submit(engine, "none", PROMPT, lengths(2))
+    order = []
+    while engine.has_work:
+        deltas = checked_step(engine)
+        first += deltas
+        order += [one.request_id for one in deltas if one.finish_reason]
+    assert order == ["none", "a", "wants", "same"]
+    own = [one for one in first if one.request_id == "a"]
+    assert tokens(own) == alone_with(0, PROMPT, lengths(12))
+
+
+def test_a_stream_of_requests_does_not_starve_who_waits() -> None:
+    engine = few_slots(2, 1, max_num_seqs=3)
+    several = SamplingParams(temperature=0.0, max_tokens=3, n=3)
+    submit(engine, "s0", PROMPT, lengths(6), adapter="0")
+    checked_step(engine)
+    submit(engine, "wants", PROMPT, several, adapter="1")
+    for number in range(1, 40):
+        submit(engine, f"s{number}", PROMPT, lengths(6), adapter=["0", None][number % 2])
+        if any(one.request_id == "wants" for one in checked_step(engine)):
+            break
+    assert number < 12
+    run(engine)
+
+
+class Failing(NullModel):
+    """Fails to write a slot while it is told to."""
+
+    failure: Exception | None = None
+
+    def set_adapter(self, slot: int, adapter: LoraAdapter | None) -> None:
+        if self.failure is not None and adapter is not None:
+            raise self.failure
+        super().set_adapter(slot, adapter)
+
+
+@pytest.mark.parametrize("failure", [ProviderError("device"), CapacityError("memory")])
+def test_a_slot_that_cannot_be_written_ends_that_request_alone(failure: Exception) -> None:
+    engine = few_slots(3, 2, model_type=Failing)
+    model = null_model(engine)
+    assert isinstance(model, Failing)
+    submit(engine, "runs", PROMPT, lengths(9), adapter="0")
+    deltas = checked_step(engine)
+    submit(engine, "fails", PROMPT, adapter="2")
+    model.failure = failure
+    deltas += checked_step(engine)
+    assert reasons([one for one in deltas if one.request_id == "fails"]) == ["error"]
+    model.failure = None
+    deltas += run(engine)["runs"]
+    assert tokens(deltas) == alone_with(0, PROMPT, lengths(9))
+    submit(engine, "again", PROMPT, adapter="2")
+    assert tokens(run(engine)["again"]) == alone_with(2, PROMPT)
+
+
+def test_unloading_and_replacing_while_a_request_waits_for_a_slot() -> None:
+    engine = few_slots(3, 1)
+    submit(engine, "a", PROMPT, lengths(9), adapter="0")
+    checked_step(engine)
+    submit(engine, "b", PROMPT, adapter="1")
+    submit(engine, "c", PROMPT, adapter="2")
+    submit(engine, "gone", PROMPT, adapter="2")
+    checked_step(engine)
+    engine.adapters.unload("1")
+    with pytest.raises(CapacityError, match="all 3 places for adapters in host memory are taken"):
+        engine.adapters.load("2", content(4), in_place=True)
+    engine.abort("gone")
+    deltas = run(engine)
+    assert tokens(deltas["b"]) == alone_with(1, PROMPT)
+    assert tokens(deltas["c"]) == alone_with(2, PROMPT)
+    engine.adapters.load("2", content(4), in_place=True)
+    submit(engine, "d", PROMPT, adapter="2")
+    assert tokens(run(engine)["d"]) == alone_with(4, PROMPT)
+    assert [one.name for one in engine.adapters.loaded] == ["0", "2"]
+
+
+def test_fewer_places_than_slots_are_refused() -> None:
+    with pytest.raises(CapacityError, match="is 1, and the model has 2 slots"):
+        adapter_engine(max_adapters=2, config={"max_host_adapters": 1})
+    with pytest.raises(CapacityError, match="max_host_adapters is 0"):
+        adapter_engine(config={"max_host_adapters": 0})
