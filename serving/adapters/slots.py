@@ -51,8 +51,9 @@ class SlotTurns:
         kept = {one.adapter.number for one in running if one.adapter is not None}
         barred: set[Request] = set()
         failed: list[Failed] = []
-        for request in waiting:
-            fits = request.num_rows <= num_rows
+        for place, request in enumerate(waiting):
+            # The first one may start for whom others yield, so rows do not matter to it.
+            fits = place == 0 or request.num_rows <= num_rows
             number = None if request.adapter is None else request.adapter.number
             if number is not None and self.first is not None and number == self._draining:
                 barred.add(request)

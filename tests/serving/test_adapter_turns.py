@@ -114,17 +114,34 @@ def test_a_slot_is_drained_for_who_waits_and_others_go_on() -> None:
     assert tokens(own) == alone_with(0, PROMPT, lengths(12))
 
 
-def test_a_stream_of_requests_does_not_starve_who_waits() -> None:
-    engine = few_slots(2, 1, max_num_seqs=3)
-    several = SamplingParams(temperature=0.0, max_tokens=3, n=3)
+def test_others_yield_to_a_higher_priority_that_needs_a_slot() -> None:
+    engine = few_slots(2, 1, {"scheduling_policy": "priority"}, max_num_seqs=2)
+    for name in ("a", "b"):
+        submit(engine, name, PROMPT, lengths(30), priority=1)
+    deltas = [*checked_step(engine), *checked_step(engine)]
+    assert engine.stats().num_requests_running == 2
+    submit(engine, "urgent", PROMPT, lengths(2), adapter="1")
+    while engine.has_work:
+        deltas += checked_step(engine)
+    ended = [one.request_id for one in deltas if one.finish_reason]
+    assert ended[0] == "urgent"
+    for name in ("a", "b"):
+        own = [one for one in deltas if one.request_id == name]
+        assert tokens(own) == alone_with(None, PROMPT, lengths(30))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_of_requests_does_not_starve_who_waits(n: int) -> None:
+    engine = few_slots(2, 1, max_num_seqs=4)
     submit(engine, "s0", PROMPT, lengths(6), adapter="0")
     checked_step(engine)
+    several = SamplingParams(temperature=0.0, max_tokens=3, n=n)
     submit(engine, "wants", PROMPT, several, adapter="1")
-    for number in range(1, 40):
-        submit(engine, f"s{number}", PROMPT, lengths(6), adapter=["0", None][number % 2])
+    for number in range(1, 40):  # before one ends the next one comes
+        submit(engine, f"s{number}", PROMPT[:3], lengths(6), adapter="0")
         if any(one.request_id == "wants" for one in checked_step(engine)):
             break
-    assert number < 12
+    assert number < 20
     run(engine)
 
 
