@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import shlex
@@ -28,6 +29,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+import onnxport
 from benchmarks import cold, pairs, results
 from benchmarks.curves import draw
 from benchmarks.make_checkpoint import SHAPES
@@ -47,9 +49,11 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 QUICK = {"W1", "W2", "W3", "W4", "W5", "S1", "S8", "S32", "C128", "C2048", "C8192"}
 DEFAULT_ROUNDS = 3
+MACHINE = {"system", "processor", "cores"}  # what of a machine a folder is for
 SOURCES = ("src", "graphs", "kv", "providers", "serving", "benchmarks")
-EXPORTER = ("exporter", "graphs")  # what an artifact depends on
-SUFFIXES = {".py", ".cpp", ".h", ".cu"}
+EXPORTER = ("exporter", "graphs")  # parts of the package that an artifact depends on
+PARTS = (*EXPORTER, "kv", "providers", "serving", "cli")
+CODE = {".py", ".so", ".dylib", ".pyd", ".dll"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,21 +165,29 @@ def same_setup(arguments: argparse.Namespace, machine: Machine) -> None:
     wanted: dict[str, object] = {"shape": arguments.shape, "threads": arguments.threads}
     if arguments.kv_cache_dtype != "auto":
         wanted["kv_cache_dtype"] = arguments.kv_cache_dtype
-    wanted |= {name: getattr(machine, name) for name in ("system", "processor", "cores")}
-    if not path.exists():
-        path.write_text(json.dumps(wanted))
-    elif (found := json.loads(path.read_text())) != wanted:
-        sys.exit(f"{arguments.folder} holds runs of {found}, not {wanted}; take another folder")
+    wanted |= {name: getattr(machine, name) for name in sorted(MACHINE)}
+    if path.exists():
+        found = json.loads(path.read_text())
+        noted = {name: wanted[name] for name in MACHINE} | found  # older benchmarks noted none
+        if noted != wanted:
+            sys.exit(f"{arguments.folder} holds runs of {found}, not {wanted}; take another folder")
+    path.write_text(json.dumps(wanted))
 
 
-def revision(folders: Iterable[str]) -> str:
-    """Eight digits that change with the sources in some folders."""
+def revision(folders: Iterable[Path]) -> str:
+    """Eight digits that change with the code in some folders."""
     digest = hashlib.sha256()
     for folder in folders:
-        for path in sorted((pairs.ROOT / folder).rglob("*")):
-            if path.suffix in SUFFIXES and path.is_file():
-                digest.update(f"{path.relative_to(pairs.ROOT)}\n".encode() + path.read_bytes())
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in CODE and path.is_file():
+                digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:8]
+
+
+def parts(names: Iterable[str]) -> list[Path]:
+    """The folders of parts of the package that runs: a checkout's, or an installed one's."""
+    found = [importlib.import_module(f"{onnxport.__name__}.{name}").__path__ for name in names]
+    return [Path(folder) for paths in found for folder in paths]
 
 
 def make(path: Path, command: Callable[[Path], Command], log: Path) -> None:
@@ -196,7 +208,7 @@ def ours(arguments: argparse.Namespace) -> Side:
     python, log = [sys.executable, "-m"], arguments.folder / "logs" / "onnxport.log"
     shape = ["--shape", arguments.shape]
     make(checkpoint, lambda to: [*python, "benchmarks.make_checkpoint", str(to), *shape], log)
-    exporter, code = artifact.with_name("exporter.txt"), revision(EXPORTER)
+    exporter, code = artifact.with_name("exporter.txt"), revision(parts(EXPORTER))
     if artifact.exists() and (not exporter.exists() or exporter.read_text() != code):
         shutil.rmtree(artifact)  # another exporter's
     make(artifact, lambda to: [*python, "onnxport", "export", str(checkpoint), str(to)], log)
@@ -358,7 +370,7 @@ def origins(arguments: argparse.Namespace, found: Mapping[Side, str]) -> dict[st
     """What is noted with the runs of each side, by name."""
     kind = arguments.kv_cache_dtype
     cache = "16 bits where the processor has them" if kind == "auto" else kind
-    code = f"{__version__}, sources {revision(dict.fromkeys((*EXPORTER, *SOURCES)))}"
+    code = f"{__version__}, code {revision([*parts(PARTS), HERE])}"
     about = {OURS: f"{code}: int4 in groups of 128, head and embedding int8; KV cache {cache}"}
     about |= {other.name: text for other, text in found.items()}
     date = datetime.now(UTC).date().isoformat()

@@ -127,7 +127,7 @@ class Runtime:
         """Give slots to the adapters of requests that are about to start; see `SlotTurns.take`."""
         scheduler, turns, failed = self.scheduler, self.turns, []
         if self.adapters.wants_slots:
-            failed = turns.take(scheduler.running, scheduler.waiting, scheduler.num_free_rows)
+            failed = turns.take(scheduler.running, scheduler.waiting)
         elif turns.first is None and not turns.barred:
             return failed
         else:

@@ -79,7 +79,7 @@ class Scheduler:
         return self._queues.has_work
 
     @property
-    def running(self) -> Iterable[Request]:
+    def running(self) -> Collection[Request]:
         """The sequences that hold a row, the first in rank first."""
         return self._queues.running
 
@@ -100,11 +100,6 @@ class Scheduler:
     def bar(self, requests: frozenset[Request]) -> None:
         """Let these waiting requests not start, until the next call."""
         self._queues.barred = requests
-
-    @property
-    def num_free_rows(self) -> int:
-        """Rows that no running request holds."""
-        return self._max_num_seqs - self._queues.num_rows
 
     @property
     def waiting(self) -> Iterable[Request]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from onnxport.errors import CapacityError, DeviceLostError, ProviderError
 from onnxport.serving.adapters.registry import AdapterRegistry
@@ -29,15 +29,13 @@ class SlotTurns:
         self.first: Request | None = None
         self.barred: frozenset[Request] = frozenset()
 
-    def take(
-        self, running: Iterable[Request], waiting: Iterable[Request], num_rows: int
-    ) -> list[Failed]:
+    def take(self, running: Collection[Request], waiting: Iterable[Request]) -> list[Failed]:
         """Write slots, between two steps, and find out who has to wait for one.
 
         Args:
             running: the requests that hold a row.
-            waiting: the others, in the order of their start.
-            num_rows: rows that are free.
+            waiting: the others, more or less in the order of their start. All are looked at: none
+                may start without a slot.
 
         Returns:
             Requests whose adapter could not be written to a slot, each with the reason. They have
@@ -47,49 +45,42 @@ class SlotTurns:
             DeviceLostError: the device is gone.
         """
         adapters = self._adapters
-        self._begin()
+        first: Request | None = None
         kept = {one.adapter.number for one in running if one.adapter is not None}
         barred: set[Request] = set()
         failed: list[Failed] = []
-        for place, request in enumerate(waiting):
-            # The first one may start for whom others yield, so rows do not matter to it.
-            fits = place == 0 or request.num_rows <= num_rows
-            number = None if request.adapter is None else request.adapter.number
-            if number is not None and self.first is not None and number == self._draining:
-                barred.add(request)
+        for request in waiting:
+            if request.adapter is None:
                 continue
-            if number is not None and not adapters.has_slot(number):
-                try:
-                    found = fits and self.first is None and adapters.put(number, kept)
-                except DeviceLostError:
-                    raise
-                except (CapacityError, ProviderError) as error:
-                    failed.append((request, error))
+            number = request.adapter.number
+            if first is not None:
+                if number == self._draining or not adapters.has_slot(number):
+                    barred.add(request)
+                continue
+            try:
+                if not adapters.has_slot(number) and not adapters.put(number, kept):
+                    first = request
+                    self._drain()
                     continue
-                if not found:
-                    if self.first is None:
-                        self._drain_for(request)
-                        num_rows -= request.num_rows
-                    else:
-                        barred.add(request)
-                    continue
-            if number is not None:
-                kept.add(number)
-            num_rows -= request.num_rows
-        if self.first is None:
+            except DeviceLostError:
+                raise
+            except (CapacityError, ProviderError) as error:
+                failed.append((request, error))
+                continue
+            kept.add(number)
+        if first is None:
             self._draining = None
-        self.barred = frozenset(barred)
+        elif not running:  # those who have the slots are still to start, and must find room
+            barred.add(first)
+            first = None
+        self.first, self.barred = first, frozenset(barred)
         return failed
 
     def clear(self) -> None:
         """Every adapter that is wanted has a slot."""
         self.first, self._draining, self.barred = None, None, frozenset()
 
-    def _begin(self) -> None:
-        self.first, self.barred = None, frozenset()
-
-    def _drain_for(self, request: Request) -> None:
-        """Let one slot become free for a request: the same one as before, as long as it lasts."""
-        self.first = request
+    def _drain(self) -> None:
+        """Let one slot become free: the same one as before, as long as it lasts."""
         if self._draining is None or not self._adapters.has_slot(self._draining):
             self._draining = self._adapters.by_last_use()[0]

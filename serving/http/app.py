@@ -28,7 +28,11 @@ from onnxport.serving.http.chat_request import ChatRequest
 from onnxport.serving.http.completion_request import CompletionRequest
 from onnxport.serving.http.generation import DisconnectedError
 from onnxport.serving.http.messages_request import CountRequest, MessagesRequest
-from onnxport.serving.http.middleware import ApiKeyMiddleware, BodyLimitMiddleware
+from onnxport.serving.http.middleware import (
+    ApiKeyMiddleware,
+    BodyLimitMiddleware,
+    RootPathMiddleware,
+)
 from onnxport.serving.http.request_ids import HEADER, RequestIdMiddleware
 from onnxport.serving.http.responses_request import ResponsesRequest
 from onnxport.serving.http.service import Engine, Service
@@ -70,7 +74,8 @@ class AppOptions:
             comment; 0: never.
         root_path: under which a proxy has the server, such as /llm; requests may have it in front
             of their path, or not. "": none.
-        thinking_token_budget: of chats and responses that think and give none; None: no budget.
+        thinking_token_budget: of chats, responses and messages that think and give none; None: no
+            budget.
     """
 
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
@@ -106,7 +111,16 @@ class AppOptions:
 
 
 def check_root_path(path: str) -> None:
-    """Raise RequestError unless a path is "", or one that others can be put behind."""
+    """Raise RequestError unless a path is "", or one that others can be put behind.
+
+    One that the server's own paths begin with would be taken off those.
+    """
+    if f"{path}/".startswith("/v1/"):
+        raise RequestError(
+            f"root_path is {path[:80]!r}, which paths of the API itself begin with; give another, "
+            "such as /llm",
+            "root_path",
+        )
     if path and re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path) is None:
         raise RequestError(
             f"root_path is {path[:80]!r}; give a path that begins with / and does not end with it, "
@@ -132,13 +146,7 @@ def create_app(
     """
     options = options or AppOptions()
     _check_names((model_name, *options.aliases))
-    app = FastAPI(
-        title="onnxport",
-        version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        root_path=options.root_path,
-    )
+    app = FastAPI(title="onnxport", version=__version__, docs_url=None, redoc_url=None)
     tools = ToolSyntax.of(options.tool_call_parser, template, engine.tokenizer)
     reasoning = reasoning_format(options.reasoning_parser, template.sources.values())
     _check_budget(engine, reasoning, options.thinking_token_budget)
@@ -170,6 +178,8 @@ def create_app(
             expose_headers=("Retry-After", HEADER, anthropic.ID_HEADER),
         )
     app.add_middleware(RequestIdMiddleware)
+    if options.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=options.root_path)
     _add_generation(app, service)
     _add_information(app, service, metrics)
     tokens.add_routes(app, service)

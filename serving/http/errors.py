@@ -180,19 +180,19 @@ def install(app: FastAPI) -> None:
         fields = getattr(getattr(known, "field_info", None), "annotation", None)
         names = getattr(fields, "model_fields", {})
         content_type = request.headers.get("content-type", "")
-        return validation_error(content_type, list(error.errors()), names).response(
-            request.url.path
-        )
+        found = validation_error(content_type, list(error.errors()), names)
+        return found.response(request.scope["path"])
 
     async def on_error(request: Request, error: Exception) -> Response:
-        response = to_api_error(error, request_id(request)).response(request.url.path)
+        response = to_api_error(error, request_id(request)).response(request.scope["path"])
         name_headers(request.scope, response.headers)  # of bugs there is no middleware around this
         return response
 
     async def on_status(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
-            return no_such_path(app, request.url.path).response(request.url.path)
+            path: str = request.scope["path"]
+            return no_such_path(app, path).response(path)
         return await on_error(request, error)
 
     app.add_exception_handler(RequestValidationError, on_validation)

@@ -17,7 +17,7 @@ from onnxport.serving.http import renaming
 from onnxport.serving.http.chat_request import ChatRequest, Effort
 from onnxport.serving.http.fields import ANY, check_json, check_neutral
 from onnxport.serving.http.messages_blocks import Message, System, conversation
-from onnxport.serving.http.protocol import MOST_MESSAGES, MOST_TOOLS
+from onnxport.serving.http.protocol import MAX_STOP_STRINGS, MOST_MESSAGES, MOST_TOOLS
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.http.responses_items import Given
 from onnxport.serving.http.service import Service
@@ -276,7 +276,7 @@ class MessagesRequest(CountRequest):
 
     max_tokens: int
     request_id: GivenId | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     metadata: Metadata | None = None
     temperature: Any = None

@@ -18,6 +18,25 @@ TENANT = "tenant"  # in the state of a request
 
 
 @dataclass(frozen=True, slots=True)
+class RootPathMiddleware:
+    """Takes the path that a proxy has the server under off requests that have it.
+
+    It does so before anything else looks at the path, and in place, for what is around the
+    application, too.
+    """
+
+    app: ASGIApp
+    root_path: str
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        path: str = scope.get("path", "")
+        if path.startswith(f"{self.root_path}/"):
+            scope["path"] = path.removeprefix(self.root_path)
+        return await self.app(scope, receive, send)
+
+
+@dataclass(frozen=True, slots=True)
 class ApiKeyMiddleware:
     """Refuses requests under PROTECTED that do not bring one of the keys as a bearer token.
 
@@ -31,7 +50,7 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401, or pass the request on."""
-        if scope["type"] != "http" or not _path(scope).startswith(PROTECTED):
+        if scope["type"] != "http" or not scope["path"].startswith(PROTECTED):
             return await self.app(scope, receive, send)
         headers, is_anthropics = Headers(scope=scope), anthropic.is_path(scope["path"])
         given = headers.get("authorization", "")
@@ -64,13 +83,6 @@ class ApiKeyMiddleware:
         sent = given.encode("latin-1")  # the header's bytes, of which that is how they are told
         same = [hmac.compare_digest(sent, key.encode()) for key in self.api_keys]
         return same.index(True) + 1 if True in same else None
-
-
-def _path(scope: Scope) -> str:
-    """Return the path of a request as routes know it: without that of a proxy in front of it."""
-    path: str = scope["path"]
-    root: str = scope.get("root_path", "")
-    return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 def key_tenant(request: Request) -> str | None:

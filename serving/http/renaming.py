@@ -47,5 +47,6 @@ def with_names(error: RequestError, called: Mapping[str, str]) -> RequestError:
     known = called.get(name, _OF_FUNCTION.sub(r"\1", name))
     text = str(error)
     if name and name != "messages":  # which is a word, too
-        text = re.sub(rf"\b{re.escape(name)}\b(?! string)", known, text)  # a stop string is a word
+        # A stop string is a word. A name may be the client's, with what is special in a template.
+        text = re.sub(rf"\b{re.escape(name)}\b(?! string)", lambda _: known, text)
     return RequestError(text, known or None)

@@ -34,6 +34,7 @@ SPARE_FILES = 512  # beside those of requests: libraries, tiers, and clients tha
 # closed as the next request comes in.
 KEEP_ALIVE_S = 75
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANG_UP_S = 1.0  # how often idle connections are looked for while the server stops
 CANCEL_AFTER_S = 5  # what requests have, once they were aborted, to send their last words
 
 
@@ -171,11 +172,27 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, and wait for what runs; abort it when its time is over."""
-        aborting = asyncio.ensure_future(self._abort_late())
+        beside = [asyncio.ensure_future(self._abort_late())]
+        if self.config.ssl is not None:
+            beside.append(asyncio.ensure_future(self._hang_up()))
         try:
             await super().shutdown(sockets)
         finally:
-            aborting.cancel()
+            for each in beside:
+                each.cancel()
+
+    async def _hang_up(self) -> None:
+        """End connections that nothing is computed for, whose clients do not answer a goodbye.
+
+        TLS waits half a minute for that answer, and a client that only keeps a connection for
+        later reads nothing.
+        """
+        while True:
+            await asyncio.sleep(HANG_UP_S)
+            for connection in list(self.server_state.connections):
+                cycle = getattr(connection, "cycle", None)  # uvicorn's, of the request
+                if cycle is None or cycle.response_complete:
+                    connection.transport.abort()
 
     async def _abort_late(self) -> None:
         with suppress(TimeoutError):

@@ -59,7 +59,11 @@ def test_https(tls: Path, start_server: StartServer) -> None:
         httpx.get(f"{server.url}/health", verify=other)
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.get(f"{server.url.replace('https', 'http')}/health")
-    assert server.stop()[:2] == (0, "closed\n")
+    with httpx.Client(verify=_trusting(tls / "one.pem")) as client:
+        client.get(f"{server.url}/health")
+        code, out, err = server.stop()  # though a client keeps its connection
+    assert (code, out) == (0, "closed\n")
+    assert "Cancel" not in err
 
 
 @pytest.mark.parametrize("needed", [1, 2])
@@ -172,9 +176,18 @@ def test_under_the_path_of_a_proxy(start_server: StartServer) -> None:
     for path in ("/v1/models", "/llm/v1/models"):
         assert httpx.get(server.url + path, headers=headers).status_code == 200
     assert httpx.get(f"{server.url}/llm/llm/v1/models", headers=headers).status_code == 404
+    for root in ("", "/llm"):
+        path = f"{server.url}{root}/v1/messages"
+        wrong = httpx.post(path, headers={"x-api-key": "sesame"}, json={})
+        assert (wrong.status_code, wrong.json()["type"]) == (400, "error"), root
+        assert wrong.headers["request-id"] == wrong.headers["x-request-id"]
+        assert httpx.get(path).json()["error"]["type"] == "authentication_error"
+    assert "Warning" not in server.stop()[2]
 
 
-@pytest.mark.parametrize("path", ["llm", "/llm/", "/", "/a//b", "/a b", "/a?b"])
+@pytest.mark.parametrize(
+    "path", ["llm", "/llm/", "/", "/a//b", "/a b", "/a?b", "/v1", "/v1/messages"]
+)
 def test_a_path_that_is_none(path: str) -> None:
     with pytest.raises(RequestError, match="root_path is"):
         AppOptions(root_path=path)

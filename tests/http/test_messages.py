@@ -539,6 +539,8 @@ def blocks(*content: Any, role: str = "user") -> dict[str, Any]:
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
         ({"stop_sequences": [""]}, "stop_sequences is ('',); every stop string"),
         ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"stop_sequences": ["a"] * 65}, "stop_sequences: "),
+        ({"structured_outputs": {"a\\d": 1}}, "structured_outputs has 'a\\\\d'"),
         ({"temperature": -1}, "temperature is -1"),
         ({"temperature": "1"}, "temperature: input should be a valid number"),
         ({"metadata": {"user_id": 1}}, "metadata.user_id"),

@@ -145,6 +145,45 @@ def test_a_stream_of_requests_does_not_starve_who_waits(n: int) -> None:
     run(engine)
 
 
+def test_a_slot_is_free_and_rows_are_not() -> None:
+    engine = few_slots(2, 1, max_num_seqs=1)
+    engine.adapters.unload("0")
+    submit(engine, "run", PROMPT, lengths(9))
+    deltas = checked_step(engine)
+    submit(engine, "x", PROMPT)
+    submit(engine, "y", PROMPT, adapter="1")
+    deltas += [one for group in run(engine).values() for one in group]
+    own = [one for one in deltas if one.request_id == "y"]
+    assert tokens(own) == alone_with(1, PROMPT)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tenants_of_many_rows_take_turns_for_one_slot(seed: int) -> None:
+    draw = random.Random(seed)
+    engine = few_slots(3, 1, {"scheduling_policy": "fair"}, max_num_seqs=4)
+    names = []
+    for number in range(20):
+        several = SamplingParams(
+            temperature=0.0, max_tokens=draw.randint(1, 6), n=draw.choice([1, 2, 4])
+        )
+        names.append(f"{number}")
+        submit(
+            engine,
+            names[-1],
+            PROMPT[: draw.randint(1, 22)],
+            several,
+            adapter=draw.choice([None, "0", "1", "2"]),
+            tenant=draw.choice("abc"),
+        )
+        for _ in range(draw.choice([0, 0, 1, 9])):
+            checked_step(engine)
+    for _ in range(2000):
+        checked_step(engine)
+        if not engine.has_work:
+            break
+    assert not engine.has_work
+
+
 class Failing(NullModel):
     """Fails to write a slot while it is told to."""
 

@@ -194,6 +194,13 @@ def test_a_folder_is_for_one_shape_and_number_of_threads(tmp_path: Path) -> None
         run_all.same_setup(options("--shape", "tiny"), this_machine())
     with pytest.raises(SystemExit, match="'processor': 'another'"):
         run_all.same_setup(options(), replace(this_machine(), processor="another"))
+    path = tmp_path / "setup.json"
+    wanted = path.read_text()
+    path.write_text('{"shape": "qwen2.5-0.5b", "threads": 2}')  # as older benchmarks did
+    run_all.same_setup(options(), this_machine())
+    assert path.read_text() == wanted
+    with pytest.raises(SystemExit, match="take another folder"):
+        run_all.same_setup(options("--kv-cache-dtype", "int8"), this_machine())
 
 
 def test_results_tell_what_each_run_was_of(tmp_path: Path) -> None:
@@ -235,15 +242,15 @@ def test_an_artifact_is_exported_anew_by_another_exporter(
     assert made == ["benchmarks.make_checkpoint", "onnxport", "onnxport"]
 
 
-def test_sources_have_a_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "ROOT", tmp_path)
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "kv" / "a.py").write_text("1")
-    first = run_all.revision(["kv"])
-    (tmp_path / "kv" / "a.pyc").write_text("2")
-    assert run_all.revision(["kv"]) == first
-    (tmp_path / "kv" / "a.py").write_text("2")
-    assert run_all.revision(["kv"]) != first
+def test_code_has_a_revision(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("1")
+    first = run_all.revision([tmp_path])
+    (tmp_path / "a.pyc").write_text("2")
+    assert run_all.revision([tmp_path]) == first
+    (tmp_path / "a.py").write_text("2")
+    assert run_all.revision([tmp_path]) != first
+    found = run_all.parts(["exporter", "serving"])
+    assert [(folder / "__init__.py").is_file() for folder in found] == [True, True]
 
 
 def test_what_was_not_finished_is_made_again(tmp_path: Path) -> None:

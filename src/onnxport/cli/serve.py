@@ -128,7 +128,7 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         "--thinking-token-budget",
         type=int,
         metavar="N",
-        help="most tokens that chats and responses think which do not say (no limit)",
+        help="most tokens that chats, responses and messages think which do not say (no limit)",
     )
     group.add_argument(
         "--tool-call-parser",
