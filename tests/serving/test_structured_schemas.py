@@ -21,6 +21,7 @@ from onnxport.serving.structured.schema import (
 from onnxport.serving.structured.spec import StructuredOutputs
 from tests.tiers import every
 
+from .instances import Instances
 from .schemas import Schemas
 from .structured import accepts, assert_valid, compiled, write
 
@@ -73,6 +74,31 @@ def test_random_schemas() -> None:
 def test_many_random_schemas() -> None:
     used = check_random(range(1000, 1700))
     assert {*ENFORCED, *(f"format {name}" for name in FORMATS)} <= used
+
+
+def check_complete(seeds: range) -> int:
+    """Let random schemas read values that they allow; returns how many there were."""
+    number = 0
+    for seed in seeds:
+        schema = Schemas(seed).schema()
+        try:
+            grammar = compiled(StructuredOutputs(json=schema))
+        except RequestError:
+            continue  # see `check_random`
+        for value in Instances(schema, seed).some(4):
+            text = json.dumps(value, ensure_ascii=False)
+            assert accepts(grammar, text), (schema, text)
+            number += 1
+    return number
+
+
+def test_what_a_random_schema_allows_can_be_written() -> None:
+    assert check_complete(range(120)) > 300
+
+
+@pytest.mark.slow
+def test_what_many_random_schemas_allow_can_be_written() -> None:
+    assert check_complete(range(1000, 1700)) > 1750
 
 
 def test_the_check_can_fail() -> None:
