@@ -241,6 +241,14 @@ def test_changes_by_hand(edits: RowEdits, token: int) -> None:
         assert logits.tolist() == [[3, 2, 1, -2]]
 
 
+@pytest.mark.parametrize(("repetition", "token"), [(1.7, 0), (1.9, 1), (0.5, 0)])
+def test_small_logits_are_made_less_likely_too(repetition: float, token: int) -> None:
+    logits = np.array([[0.9, 0.5, -0.2]], np.float32)
+    for sampler in (native(), numpy_sampler):
+        row = RowParams(edits=seen(0, 0.0, repetition=repetition))
+        assert sampler.sample(logits, [row]).token_ids == [token]
+
+
 @pytest.mark.parametrize("kind", ["normal", "ties", "holes", "peaks"])
 def test_what_is_changed_is_drawn_whether_the_row_was_looked_at_before_or_not(kind: str) -> None:
     """Log probabilities are of the row as given, and what is known then is used to draw."""

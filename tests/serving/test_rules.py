@@ -18,7 +18,7 @@ from onnxport.serving.drawing import RowParams
 from onnxport.serving.edits import RowEdits, edited
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
-from onnxport.serving.rules import logit_rules
+from onnxport.serving.rules import SequenceRules, logit_rules
 from onnxport.serving.sampler import sample, uniform
 from onnxport.serving.sampling import Position, row_params, sample_positions
 from tests.serving.slow_sampling import changed, possible, probabilities
@@ -264,6 +264,45 @@ def test_tokens_that_are_assumed_ban_what_written_ones_do(
         edits = row_params(Position(request, tuple(output[split:]))).edits
         assert edits is not None
         assert {*edits.banned.tolist()} == {*written.banned.tolist()}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.5, "bad_words": ["a", "bcd", "c d"]},
+        {"frequency_penalty": 0.5, "logit_bias": {7: -1.0, 8: -2.0}},
+        {"min_tokens": 4, "bad_words": ["f"], "repetition_penalty": 1.1},
+    ],
+)
+def test_no_more_logits_fall_than_is_told(fields: dict[str, Any]) -> None:
+    prompt, output = [*range(9, 29)], [5, 4, 4, 5, 30, 31, 32, 33]
+    rules = logit_rules(SamplingParams(**fields), END_IDS, VOCAB, encode)
+    assert rules is not None
+    most = rules.most_lowered(len(prompt), len(output))
+    assert most is not None
+    sequence, most_seen = SequenceRules(rules, len(prompt)), 0
+    for length in range(len(output) + 1):
+        logits = np.ones((1, VOCAB), np.float32)
+        with edited(logits, [(0, sequence.edits(array("q", prompt + output[:length])))]) as changed:
+            most_seen = max(most_seen, int((changed < 1).sum()))
+    assert 0 < most_seen <= most
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"repetition_penalty": 0.9},
+        {"presence_penalty": -0.1},
+        {"frequency_penalty": -0.1},
+        {"logit_bias": {1: 0.5, 2: -1.0}},
+        {"allowed_token_ids": [5, 6]},
+    ],
+)
+def test_nothing_is_told_where_logits_may_rise(fields: dict[str, Any]) -> None:
+    rules = logit_rules(SamplingParams(**fields), END_IDS, VOCAB, encode)
+    assert rules is not None
+    assert rules.most_lowered(5, 9) is None
 
 
 def test_white_space_may_be_a_bad_word() -> None:
