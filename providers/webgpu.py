@@ -8,6 +8,7 @@ older and runs the decomposed graph. The plugin is used where there is one.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -196,7 +197,8 @@ def _register(ort: Any, plugin: Any) -> None:
 def _device(target: Target) -> Device:
     """What is known of the adapter; WebGPU tells neither its memory nor, here, its name."""
     kind: DeviceKind = "gpu"
-    if sys.platform == "linux" and not any(map(Path.exists, map(Path, _LINUX_GPUS))):
+    has_one = any(map(Path.exists, map(Path, _LINUX_GPUS)))
+    if sys.platform == "linux" and (not has_one or _is_in_software()):
         kind = "cpu"
     name = "WebGPU adapter" if kind == "gpu" else "WebGPU software adapter"
     if kind == "gpu" and target.ep_device is not None:
@@ -207,6 +209,14 @@ def _device(target: Target) -> Device:
 
 
 _LINUX_GPUS: Final = ("/dev/dri", "/dev/dxg", "/dev/nvidia0")
+_SOFTWARE: Final = ("swiftshader", "lvp_")  # what files of Vulkan drivers without a GPU are called
+
+
+def _is_in_software() -> bool:
+    """Whether the Vulkan loader was told of drivers that compute without a GPU, and of no other."""
+    given = os.environ.get("VK_DRIVER_FILES") or os.environ.get("VK_ICD_FILENAMES") or ""
+    names = [Path(each).name for each in given.split(os.pathsep) if each]
+    return bool(names) and all(any(one in name for one in _SOFTWARE) for name in names)
 
 
 def _run_product(target: Target, dtype: str) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from onnxport.graphs.manifest import FORMAT_VERSION, PRECISIONS
 from onnxport.providers.registry import PROVIDERS
@@ -282,8 +283,9 @@ def problems(
 
 def _version_problems(one: Evidence, requirements: Sequence[Requirement]) -> Iterator[str]:
     known = False
+    told = {canonicalize_name(library): library for library in one.versions}
     for requirement in requirements:
-        library = requirement.name
+        library = told.get(canonicalize_name(requirement.name), requirement.name)
         if library not in one.versions and library.startswith(ONNX_RUNTIME):
             library = ONNX_RUNTIME
         if library in one.versions:

@@ -321,3 +321,15 @@ def test_stale_evidence_fails_the_check(root: Path, capsys: pytest.CaptureFixtur
     (root / "pyproject.toml").write_text(project.replace("openvino==", "openvino==1"))
     assert matrix.main(["--check"], root) == 1
     assert "record it again" in capsys.readouterr().err
+
+
+def test_a_library_has_one_name_however_it_is_spelled() -> None:
+    versions = {"onnxruntime": "1.31.1", "onnxruntime_ep_webgpu": "0.4.0"}
+    pins = {
+        "webgpu": [*map(Requirement, ("onnxruntime>=1.31.1,<1.32", "onnxruntime-ep-webgpu==0.4.0"))]
+    }
+    one = replace(EVIDENCE, provider="webgpu", versions=versions)
+    assert list(matrix.problems([one], pins)) == []
+    older = replace(one, versions={**versions, "onnxruntime_ep_webgpu": "0.3.0"})
+    [problem] = matrix.problems([older], pins)
+    assert "is of onnxruntime_ep_webgpu 0.3.0" in problem

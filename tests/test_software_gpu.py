@@ -12,6 +12,8 @@ from pathlib import Path
 import brotli
 import pytest
 
+from scripts import software_gpu
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "software_gpu.py"
 
 pytestmark = pytest.mark.skipif(
@@ -81,3 +83,15 @@ def test_what_is_there_is_not_fetched_again(tmp_path: Path) -> None:
     result = run(folder, tmp_path)
     assert result.returncode == 1
     assert f"remove {folder}" in result.stderr
+
+
+def test_an_archive_is_unpacked_whole(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name in ("other", *software_gpu.FILES):
+            info = tarfile.TarInfo(name)
+            info.size = len(name)
+            tar.addfile(info, io.BytesIO(name.encode()))
+    software_gpu.unpack(buffer.getvalue(), tmp_path / "to" / "folder")
+    found = {path.name: path.read_text() for path in (tmp_path / "to" / "folder").iterdir()}
+    assert found == {name: name for name in software_gpu.FILES}

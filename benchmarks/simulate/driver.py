@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from benchmarks.simulate.cost import CostModel, VirtualClock
 from benchmarks.simulate.figures import Figures, Recorder, fairness
@@ -54,6 +54,7 @@ class _Clients:
             self._left -= 1
             if self._left == 0:
                 self._heap = [one for one in self._heap if one[2].tries]
+                heapify(self._heap)
         if jobs is not None and self._left:
             following = next(jobs)
             self._push(following.arrival_s, following, jobs)

@@ -15,7 +15,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cold, compare, curves, pairs, results, run_all, runner
+from benchmarks import (
+    cold,
+    compare,
+    curves,
+    engine_overhead,
+    pairs,
+    results,
+    run_all,
+    runner,
+)
 from benchmarks.pairs import OURS, Origin, Pair, Run, Store
 from benchmarks.peers import vllm_cpu
 from benchmarks.peers.registry import PEERS
@@ -681,3 +690,9 @@ def test_our_runner(tmp_path: Path) -> None:
     assert set(starts) == {("cold", "first_token_s"), ("cold", "peak_rss_mib")}
     with pytest.raises(SystemExit, match="printed no figures"):
         compare.collect(f"{sys.executable} -c pass", starts, is_cold=True)
+
+
+def test_the_engine_s_own_parts_are_timed() -> None:
+    for params in engine_overhead.MODES.values():
+        spent = engine_overhead.measure(2, params, vocab=512, steps=2)
+        assert {"plan", "reserve", "pack", "sample", "commit", "deliver", "total"} == set(spent)
