@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +103,6 @@ def test_a_library_that_does_not_load_is_said_and_done_without(
         _, nodes = logits(tiny_artifact("llama", "fp32"))
     assert "without our operator for OpenVINO" in caplog.text
     assert "Reference" not in nodes
-
-
-def test_it_is_built_for_the_release_that_the_extra_installs() -> None:
-    project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())
-    needed = [line.partition(";")[0] for line in project["build-system"]["requires"]]
-    (release,) = [line for line in needed if line.startswith("openvino")]
-    assert project["project"]["optional-dependencies"]["openvino"] == [release]
 
 
 def test_there_is_none_without_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
