@@ -106,7 +106,10 @@ def _form(spec: StructuredOutputs) -> str:
     if spec.choice is not None:
         return f"start: {_regex(_any_of(spec.choice))}"
     if spec.kind == "structural_tag":
-        writer = TagWriter(_literally, _regex, _with_options, lambda text: _lark(text, spec.where))
+        where = spec.where
+        writer = TagWriter(
+            _literally, _regex, _with_options, lambda text: _lark(text, where), where
+        )
         return writer.whole(json.loads(spec.text)["format"])
     return _lark(spec.text, spec.where)
 

@@ -16,6 +16,7 @@ from onnxport.serving.structured.prepared import prepared
 
 MAX_DEPTH = 16  # formats in each other
 MAX_FORMATS = 2000
+MAX_TEXTS = 128  # of one list of triggers, excludes or ends, which are compared with each other
 KIND = "structural_tag"
 # Which members each format has: (needed, others).
 FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -169,6 +170,7 @@ class _Reader:
     def _tag(self, given: Mapping[str, Any], place: str, depth: int) -> dict[str, Any]:
         end = given["end"]
         ends = self._some(end, f"{place}.end") if isinstance(end, list) else [end]
+        self._check_number(ends, f"{place}.end")
         ends = list(dict.fromkeys(self._text(one, f"{place}.end") for one in ends))
         content = self._format(given["content"], _at(place, "content"), depth + 1)
         if "" in ends and free_end(content):
@@ -271,7 +273,12 @@ class _Reader:
 
     def _texts(self, given: Any, place: str, least: int = 1) -> list[str]:
         texts = self._some(given, place, least)
+        self._check_number(texts, place)
         return list(dict.fromkeys(self._text(one, place, is_empty=False) for one in texts))
+
+    def _check_number(self, texts: list[Any], place: str) -> None:
+        if len(texts) > MAX_TEXTS:
+            raise self._error(f"{place} has {len(texts)} texts; it may have {MAX_TEXTS} at most")
 
     def _text(self, given: Any, place: str, *, is_empty: bool = True) -> str:
         if not isinstance(given, str) or not (given or is_empty):

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from onnxport.errors import RequestError
 from onnxport.serving.structured.structural import free_end
 
 ANY_TEXT = "(?s:.*)"
+MAX_CHARS = 1 << 21  # of a grammar; a request's own are far fewer
 
 
 class TagWriter:
@@ -24,6 +26,7 @@ class TagWriter:
         regex: Callable[[str], str],
         schema: Callable[[Any], str],
         grammar: Callable[[str], str],
+        where: str,
     ) -> None:
         """Write nothing yet.
 
@@ -32,28 +35,47 @@ class TagWriter:
             regex: returns a request's expression as it stands in a grammar.
             schema: returns a checked schema as it is compiled.
             grammar: returns a checked grammar in Lark's syntax.
+            where: the field of a request that errors name.
         """
         self._literally = literally
         self._regex = regex
         self._schema = schema
         self._grammar = grammar
         self._rules: list[str] = []
+        self._where = where
+        self._num_chars = 0
 
     def whole(self, format_: Mapping[str, Any]) -> str:
         """Return the grammar of a text that has a format."""
         body = self._format(format_, ("",), "")
         return "\n".join((f"start: {body}", *self._rules))
 
+    def _write(self, rule: str) -> None:
+        """Write a line.
+
+        Raises:
+            RequestError: there are too many characters. What ends a format is written with each of
+                its alternatives, so that they may be many more than a request's.
+        """
+        self._num_chars += len(rule)
+        if self._num_chars > MAX_CHARS:
+            raise RequestError(
+                f"the structural tag makes a grammar of more than {MAX_CHARS} characters; give it "
+                "fewer tags, alternatives or ends, or nest fewer of them",
+                self._where,
+            )
+        self._rules.append(rule)
+
     def _rule(self, body: str, *, lazy: bool = False) -> str:
         """Write a rule; returns its name."""
         name = f"part_{len(self._rules)}{'[lazy]' if lazy else ''}"
-        self._rules.append(f"{name}: {body}")
+        self._write(f"{name}: {body}")
         return name.removesuffix("[lazy]")
 
     def _lexeme(self, body: str, *, lazy: bool = False) -> str:
         """Write one lexeme; returns its name."""
         name = f"PART_{len(self._rules)}"
-        self._rules.append(f"{name}: {body}")
+        self._write(f"{name}: {body}")
         return self._rule(name, lazy=lazy) if lazy else name
 
     def _format(self, format_: Mapping[str, Any], ends: Sequence[str], before: str) -> str:

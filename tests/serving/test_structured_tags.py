@@ -14,7 +14,7 @@ import pytest
 from onnxport.errors import RequestError
 from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured.spec import MAX_CHARS, StructuredOutputs
-from onnxport.serving.structured.structural import FORMATS, MAX_DEPTH, MAX_FORMATS
+from onnxport.serving.structured.structural import FORMATS, MAX_DEPTH, MAX_FORMATS, MAX_TEXTS
 from tests.tiers import examples
 
 from .structured import PROMPT, accepts, compiled, write
@@ -438,3 +438,20 @@ def test_no_calls_beside_it() -> None:
         StructuredOutputs(structural_tag=OLDER, calls=StructuredOutputs(regex="a"))
     with pytest.raises(RequestError, match="strict is for json"):
         StructuredOutputs(structural_tag=OLDER, strict=True)
+
+
+def test_lists_of_texts_are_short() -> None:
+    texts = [f"{number:03}" for number in range(MAX_TEXTS + 1)]
+    with pytest.raises(RequestError, match="has 129 texts; it may have 128 at most"):
+        form({"type": "any_text", "excludes": texts})
+    with pytest.raises(RequestError, match="has 129 texts"):
+        form(tag("<", JSON, texts))
+    form(tag("<", JSON, texts[1:]))
+
+
+def test_a_grammar_that_grows_is_refused() -> None:
+    ends = [f"{number:0400}" for number in range(MAX_TEXTS)]
+    spec = form(tag("<", some("or", *[JSON] * 400), ends))
+    with pytest.raises(RequestError, match="makes a grammar of more than") as caught:
+        compiled(spec)
+    assert caught.value.param == "structured_outputs.structural_tag"
