@@ -271,7 +271,12 @@ class AdapterRegistry:
         """
         limits = model.capabilities
         highest = max(self._slots, default=0)
-        if highest > limits.max_adapters or (self._entries and not limits.max_adapters):
+        if self._entries and not limits.max_adapters:
+            raise CapacityError(
+                f"{len(self._entries)} adapters are loaded, and {limits.provider} was loaded "
+                "without slots for any"
+            )
+        if highest > limits.max_adapters:
             raise CapacityError(
                 f"slot {highest} holds an adapter, and {limits.provider} was loaded with "
                 f"{limits.max_adapters} slots"

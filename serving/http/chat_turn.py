@@ -1,24 +1,28 @@
-"""What every API that tells a turn of a chat makes of its request, before anything is run."""
+"""What every API that tells a turn of a chat makes of its request, and how such a turn is run."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
 
+from onnxport.errors import RequestError
 from onnxport.serving.chat import plain_text
+from onnxport.serving.http import sse
 from onnxport.serving.http.chat_messages import ChatMessage, Rendering
 from onnxport.serving.http.chat_request import ChatRequest
-from onnxport.serving.http.generation import Job
+from onnxport.serving.http.generation import Job, generate
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.reasoning import Thinking
 from onnxport.serving.http.request_ids import unique
 from onnxport.serving.http.service import Service
 from onnxport.serving.http.tool_calls import ToolCallParser
 from onnxport.serving.http.tool_formats.base import Functions
+from onnxport.serving.outputs import CompletionDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,31 @@ class Turn:
         prompt = chat.truncated(encoded.token_ids, longest, params.max_tokens)
         job = Job([prompt], thinking.before(params), options, unique(name))
         return cls(job, functions, thinking, adapter or service.model_name)
+
+
+async def events_of(
+    service: Service,
+    job: Job,
+    take: Callable[[CompletionDelta], Iterable[dict[str, Any]]],
+    renamed: Callable[[RequestError], RequestError],
+) -> sse.Chunks:
+    """Run a turn of one answer; yields its events.
+
+    Args:
+        service: that answers.
+        job: of the turn.
+        take: returns the events that a delta makes.
+        renamed: returns what a chat refused by the names of the API that was asked.
+    """
+    try:
+        async with aclosing(generate(service.engine, job)) as deltas:
+            async for _, delta in deltas:
+                for event in take(delta):
+                    yield event
+    except RequestError as error:
+        if type(error) is RequestError:
+            raise renamed(error) from error
+        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import aclosing
 from typing import Any, Final
 
 from fastapi import Request
@@ -14,9 +13,9 @@ from fastapi.responses import Response
 from onnxport.errors import RequestError
 from onnxport.serving.channels import BREAK
 from onnxport.serving.http import anthropic, sse
-from onnxport.serving.http.chat_turn import Turn, encode
+from onnxport.serving.http.chat_turn import Turn, encode, events_of
 from onnxport.serving.http.errors import JSON, ApiError
-from onnxport.serving.http.generation import generate, unless_disconnected
+from onnxport.serving.http.generation import unless_disconnected
 from onnxport.serving.http.messages_blocks import CALL_ID
 from onnxport.serving.http.messages_request import CountRequest, MessagesRequest, as_chat, renamed
 from onnxport.serving.http.reasoning import DeltaSplitter
@@ -41,7 +40,7 @@ async def respond(service: Service, request: Request, body: MessagesRequest) -> 
     except RequestError as error:
         raise renamed(error) from error
     told = Told(service, turn, name)
-    events = _events(service, told)
+    events = events_of(service, told.turn.job, told.take, renamed)
     if body.stream:
         interval_s = service.ping_interval_s
         return await sse.respond(request, events, interval_s, failed, PING)
@@ -71,19 +70,6 @@ async def count(service: Service, body: CountRequest) -> dict[str, int]:
 def failed(error: ApiError) -> Event:
     """Return the event of an error; the last one."""
     return anthropic.error(anthropic.status_of(error.status), error.message)
-
-
-async def _events(service: Service, told: Told) -> sse.Chunks:
-    """Yield the events of a message."""
-    try:
-        async with aclosing(generate(service.engine, told.turn.job)) as deltas:
-            async for _, delta in deltas:
-                for event in told.take(delta):
-                    yield event
-    except RequestError as error:
-        if type(error) is RequestError:
-            raise renamed(error) from error
-        raise
 
 
 class Told:

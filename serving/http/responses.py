@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing
 from typing import Any, Final
 
 from fastapi import Request
@@ -14,9 +13,9 @@ from fastapi.responses import JSONResponse, Response
 from onnxport.errors import RequestError
 from onnxport.serving.channels import BREAK
 from onnxport.serving.http import sse
-from onnxport.serving.http.chat_turn import Turn
+from onnxport.serving.http.chat_turn import Turn, events_of
 from onnxport.serving.http.errors import ApiError
-from onnxport.serving.http.generation import generate, token_logprobs, unless_disconnected
+from onnxport.serving.http.generation import token_logprobs, unless_disconnected
 from onnxport.serving.http.logprobs import chat_logprobs
 from onnxport.serving.http.placed_logprobs import PlacedLogprobs, Token
 from onnxport.serving.http.reasoning import DeltaSplitter
@@ -43,7 +42,7 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
     except RequestError as error:
         raise renamed(error) from error
     told = Told(service, body, turn, name)
-    events = _events(service, told)
+    events = events_of(service, told.job, told.take, renamed)
     if body.stream:
         return await sse.respond(request, events, service.ping_interval_s, told.fail)
 
@@ -53,19 +52,6 @@ async def respond(service: Service, request: Request, body: ResponsesRequest) ->
         return told.response()
 
     return JSONResponse(await unless_disconnected(request, whole()))
-
-
-async def _events(service: Service, told: Told) -> sse.Chunks:
-    """Yield the events of a response."""
-    try:
-        async with aclosing(generate(service.engine, told.job)) as deltas:
-            async for _, delta in deltas:
-                for event in told.take(delta):
-                    yield event
-    except RequestError as error:
-        if type(error) is RequestError:
-            raise renamed(error) from error
-        raise
 
 
 class Told:
