@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from onnxport.providers.base import LoadOptions
 from onnxport.serving import numpy_sampler, sampling
 from onnxport.serving.config import EngineConfig
-from onnxport.serving.drawing import RowParams
+from onnxport.serving.drawing import RowParams, Thinning
 from onnxport.serving.edits import RowEdits
 from onnxport.serving.engine import Engine
 from onnxport.serving.loading import open_engine
@@ -42,6 +42,10 @@ MODES = {
     "top_p": RowParams(1.0, None, 0.9),
     "top_k": RowParams(1.0, 50),
     "min_p": RowParams(1.0, min_p=0.05),
+    "top_n_sigma": RowParams(1.0, thinning=Thinning(1.0)),
+    "typical_p": RowParams(1.0, thinning=Thinning(typical_p=0.9)),
+    "xtc": RowParams(1.0, thinning=Thinning(xtc_threshold=0.1)),
+    "typical min_p": RowParams(1.0, min_p=0.05, thinning=Thinning(0.0, 0.9, 0.1)),
     "logprobs": RowParams(num_logprobs=5),
     EVERYTHING: RowParams(1.0, 50, 0.9, num_logprobs=5, min_p=0.05),
 }
@@ -51,6 +55,11 @@ ENGINE_MODES: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.9},
     "top_k": {"top_k": 50},
     "min_p": {"min_p": 0.05},
+    "top_n_sigma": {"top_n_sigma": 1.0},
+    "typical_p": {"typical_p": 0.9},
+    "xtc": {"xtc_probability": 1.0},
+    "typical min_p": {"min_p": 0.05, "typical_p": 0.9, "xtc_probability": 1.0},
+    "dry": {"temperature": 0.0, "dry_multiplier": 0.8, "dry_sequence_breakers": ()},
     "logprobs": {"temperature": 0.0, "logprobs": 5},
     EVERYTHING: {
         "top_p": 0.9,

@@ -15,12 +15,11 @@ GENERATION_CONFIG = "generation_config.json"
 GenerationConfig = Literal["auto", "none"]  # the model's own, or OpenAI's defaults
 
 # What a model may choose, by the names of `SamplingParams`.
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "typical_p")
 
 # What transformers would obey and the engine cannot yet, with the values that change nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,),
-    "typical_p": (1,),
     "epsilon_cutoff": (0,),
     "eta_cutoff": (0,),
     "penalty_alpha": (0,),
@@ -45,6 +44,7 @@ class SamplingDefaults:
     top_k: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    typical_p: float = 1.0
     left_out: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -24,6 +24,17 @@ RUN_ELEMENTS = 1 << 21  # logits of which the largest are sought at once: bounds
 FIRST_NUCLEUS = 64  # likeliest tokens among which a nucleus is first looked for
 LOG2_E = 1.4426950408889634
 MOST_EXACT = 64  # largest logits of a row that are worth telling the model of
+LOWEST = float(np.finfo(np.float32).min)
+REACH = 87.0  # exp(-87) is about the least float32 above 0
+NOTHING_LEFT_OUT = 2.0  # a threshold that no probability reaches
+
+
+class Thinning(NamedTuple):
+    """What else leaves tokens of a row out; the defaults leave none out."""
+
+    top_n_sigma: float = 0.0  # keeps logits so many standard deviations below the largest; 0: all
+    typical_p: float = 1.0
+    xtc_threshold: float = NOTHING_LEFT_OUT
 
 
 class RowParams(NamedTuple):
@@ -38,6 +49,7 @@ class RowParams(NamedTuple):
     edits: RowEdits | None = None  # what changes in the logits before a token is drawn
     mask: NDArray[np.uint32] | None = None  # [ceil(vocab / 32)], bit i % 32 of word i // 32 allows
     # token i; None: all
+    thinning: Thinning | None = None
 
     @property
     def greedy(self) -> bool:
@@ -52,16 +64,18 @@ class RowParams(NamedTuple):
     @property
     def truncated(self) -> bool:
         """Whether some tokens are left out before one is drawn."""
-        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+        some = self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+        return some or self.thinning is not None
 
 
 def exact_logits(row: RowParams, lowered: int | None = 0) -> int:
     """Return how many of the largest logits decide all that comes of a row; 0: any of them may.
 
-    For a row that draws from all these are the largest sums of logits and noise. `top_p` and
-    `min_p` choose among the `top_k` largest, and `min_p` compares with the very largest. Log
-    probabilities look at others. Where some logits are lowered first, as many more count: at least
-    `top_k` of them stay what they are, and all others are less still.
+    For a row that draws from all these are the largest sums of logits and noise. `top_p`, `min_p`,
+    `typical_p` and XTC choose among the `top_k` largest, and `min_p` compares with the very
+    largest. Log probabilities look at others, and `top_n_sigma` at all. Where some logits are
+    lowered first, as many more count: at least `top_k` of them stay what they are, and all others
+    are less still.
 
     Args:
         row: how it is sampled; not its edits and mask.
@@ -69,6 +83,8 @@ def exact_logits(row: RowParams, lowered: int | None = 0) -> int:
     """
     count = 1 if row.greedy or not row.truncated else row.top_k
     if row.num_logprobs is not None or lowered is None or count is None:
+        return 0
+    if row.thinning is not None and row.thinning.top_n_sigma and not row.greedy:
         return 0
     return count + lowered if count + lowered <= MOST_EXACT else 0
 
@@ -102,6 +118,8 @@ def summary_scale(row: RowParams, *, is_edited: bool, is_masked: bool) -> float:
         return NO_SUMMARY
     if is_edited or not row.truncated or row.greedy or row.top_k is not None or row.min_p > 0.0:
         return NO_SUMS
+    if row.thinning is not None:
+        return NO_SUMS
     return LOG2_E / max(row.temperature, LEAST_TEMPERATURE)
 
 
@@ -122,7 +140,9 @@ def draw(logits: Floats, rows: Sequence[RowParams], numbers: Sequence[int]) -> I
         tokens[row] = _draw_full(logits[row], rows[row])
     by_limit: dict[int, list[int]] = {}
     for row in numbers:
-        if rows[row].truncated:
+        if rows[row].thinning is not None:
+            tokens[row] = _draw_thinned(logits[row], rows[row])
+        elif rows[row].truncated:
             by_limit.setdefault(_first_limit(rows[row], logits.shape[1]), []).append(row)
     for limit, few in by_limit.items():
         tokens[few] = _draw_truncated(logits, rows, few, limit)
@@ -193,6 +213,59 @@ def _draw_full(logits: Floats, row: RowParams) -> int:
     likely = np.flatnonzero(most >= least)
     place = int((scaled[likely] + noise.of(likely)).argmax())
     return int(likely[place // GROUP]) * GROUP + place % GROUP
+
+
+def _draw_thinned(logits: Floats, row: RowParams) -> int:
+    """Draw from one row, float32 [vocab], of which its `thinning` leaves tokens out."""
+    assert row.thinning is not None
+    deviations, typical_p, threshold = row.thinning
+    maximum = logits.max(keepdims=True)
+    reach = max(float(maximum[0]) - REACH * row.temperature, LOWEST)  # others weigh nothing
+    floor = max(float(_floors(maximum, [row])[0]), reach)
+    if deviations:
+        finite = logits[logits > -np.inf].astype(np.float64)
+        floor = max(floor, float(finite.max()) - deviations * float(finite.std()))
+    size = min(row.top_k or len(logits), int(np.count_nonzero(logits >= np.float32(floor))))
+    values, ids = top_m(logits[None], size)
+    exponents = (values[0].astype(np.float64) - float(values[0, 0])) / row.temperature
+    weights = np.exp(exponents)
+    if typical_p < 1.0:
+        kept = _typical(weights, exponents, typical_p)
+        weights, ids = weights[kept], ids[:, kept]
+    sums = weights.cumsum()
+    num_left = (
+        int(np.searchsorted(sums, row.top_p * sums[-1])) + 1 if row.top_p < 1.0 else len(sums)
+    )
+    weights, total = weights[:num_left], float(sums[:num_left][-1])
+    likely = int(np.count_nonzero(weights >= threshold * total))
+    first = max(0, likely - 1)
+    targets = row.uniform * float(weights[first:].sum())
+    place = first + int((weights[first:].cumsum() > targets).argmax())
+    return int(ids[0, place])
+
+
+def _typical(
+    weights: NDArray[np.float64], exponents: NDArray[np.float64], share: float
+) -> NDArray[np.int64]:
+    """Return the places, ascending, of the tokens whose surprise is nearest to its average.
+
+    As many as have at least `share` of all weights (Meister et al., Locally Typical Sampling,
+    2022). Surprises and exponents differ by a constant.
+
+    Args:
+        weights: [num_tokens], the largest first.
+        exponents: their logarithms.
+        share: in (0, 1].
+    """
+    average = float(weights @ exponents) / float(weights.sum())
+    likelier = exponents > average
+    places = np.arange(len(weights))
+    inwards = np.where(likelier, -places, places)  # so that they lie side by side
+    order = np.lexsort((inwards, ~likelier, np.abs(average - exponents)))
+    sums = weights[order].cumsum()
+    size = int(np.searchsorted(sums, share * sums[-1])) + 1
+    found: NDArray[np.int64] = np.sort(order[:size])
+    return found
 
 
 def _draw_truncated(

@@ -12,6 +12,7 @@ from onnxport.kv.prefix import KeyChain, root_key
 from onnxport.providers.base import Capabilities
 from onnxport.serving.adapters.registry import Adapter, AdapterRegistry
 from onnxport.serving.config import EngineConfig
+from onnxport.serving.dry import dry_of
 from onnxport.serving.limits import max_total_tokens, token_array
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
@@ -101,7 +102,8 @@ class Intake:
         if grammar is not None and grammar.is_empty:
             params = replace(params, min_tokens=0)  # nothing can come but an end
         budget = thought_budget(params, self._tokenizer, limits.vocab_size)
-        rules = logit_rules(params, end_ids, limits.vocab_size, encode, budget)
+        dry = dry_of(params, self._tokenizer)
+        rules = logit_rules(params, end_ids, limits.vocab_size, encode, budget, dry)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         adapter = None if options.adapter is None else self._adapters.find(options.adapter)
         keys = None

@@ -189,8 +189,9 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what prompts without `SamplingParams` get: what the model's authors chose.
 
-        These are temperature, top_p, top_k, min_p and repetition_penalty, see `SamplingDefaults`;
-        the others are as `SamplingParams` has them, so up to 16 tokens are generated.
+        These are temperature, top_p, top_k, min_p, repetition_penalty and typical_p, see
+        `SamplingDefaults`; the others are as `SamplingParams` has them, so up to 16 tokens are
+        generated.
         `SamplingParams` that are given count as they are: nothing of the model's is put into them.
         """
         return self._params

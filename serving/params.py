@@ -19,6 +19,11 @@ MAX_REPETITION = 100.0  # and its inverse the least: beyond, float32 logits coul
 MAX_BIAS = 100.0  # OpenAI's limit of logit_bias
 MAX_STOP_LENGTH = 1024  # characters; each end of a text is compared with the beginnings of all
 MAX_BAD_WORDS, MAX_BAD_WORDS_LENGTH = 1024, 32_768  # texts, and characters of all
+MAX_SIGMA = 100.0
+MAX_DRY = 100.0  # of multiplier and base
+MAX_DRY_LENGTH = 1 << 20
+MAX_DRY_BREAKERS, MAX_DRY_BREAKER = 64, 40  # texts, and characters of each
+DRY_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
 
 
@@ -29,12 +34,14 @@ class SamplingParams:
     Logits are changed in this order: `logit_bias` is added; what `allowed_token_ids`, `bad_words`
     and `min_tokens` forbid is made impossible; then come `repetition_penalty`,
     `frequency_penalty` and `presence_penalty`. Of the result the likeliest token is taken, or it
-    is divided by `temperature`, thinned out by `min_p`, `top_k` and `top_p`, each among what the
-    one before left, and a token drawn. Log probabilities are of the logits before all that.
+    is divided by `temperature`, thinned out by `top_n_sigma`, `min_p`, `top_k`, `typical_p`,
+    `top_p` and XTC, each among what the one before left, and a token drawn. Log probabilities are
+    of the logits before all that. What DRY subtracts is a part of `logit_bias`.
 
     Sources: vLLM's `SamplingParams` and its V1 sampler; OpenAI's API reference (`logit_bias`,
     `presence_penalty`, `frequency_penalty`); Keskar et al., CTRL, 2019 (repetition); Nguyen et
-    al., Min-p Sampling, 2024.
+    al., Min-p Sampling, 2024; llama.cpp's server (names and defaults of what follows); Tang et al.,
+    Top-n-sigma, 2024; Meister et al., Locally Typical Sampling, 2022; p-e-w's XTC and DRY, 2024.
 
     Attributes:
         temperature: 0 decodes greedily; otherwise logits are divided by it.
@@ -74,6 +81,21 @@ class SamplingParams:
             answer. A character that is begun is ended first. None sets no limit.
         thought: the reasoning that the output may begin with, which the budget is about; a chat
             knows it by its template.
+        top_n_sigma: keep logits at most this many standard deviations, of those that may come,
+            below the largest; 0, or -1, keeps all.
+        typical_p: keep the tokens whose surprise is nearest to what is expected of it, until their
+            probabilities add up to at least this, in (0, 1].
+        xtc_probability: how often, by chance, the likeliest choices are left out: of tokens at
+            least as probable as `xtc_threshold`, all but the least likely one.
+        xtc_threshold: see `xtc_probability`; above 0.5 it changes nothing.
+        dry_multiplier: with others than 0, a token that would go on with a repetition of so many
+            tokens has `dry_multiplier * dry_base ** (tokens - dry_allowed_length)` subtracted from
+            its logit; see `onnxport.serving.dry`.
+        dry_base: see `dry_multiplier`.
+        dry_allowed_length: tokens of the shortest repetition that is made less likely.
+        dry_penalty_last_n: how many of the last tokens, of prompt and output, repetitions are
+            looked for in; -1 all, 0 none.
+        dry_sequence_breakers: texts; a token with one in it ends repetitions, and is not lowered.
 
     Raises:
         RequestError: a value is out of its range; names the parameter.
@@ -105,6 +127,15 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: int | None = None
     thought: Thought | None = None
+    top_n_sigma: float = 0.0
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: tuple[str, ...] = DRY_BREAKERS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _texts("stop", self.stop))
@@ -144,6 +175,8 @@ class SamplingParams:
             )
         self._check_penalties()
         self._check_choices()
+        self._check_left_out()
+        self._check_repetitions()
         form = self.structured_outputs
         if form is not None and not isinstance(form, StructuredOutputs):
             raise RequestError(
@@ -166,6 +199,34 @@ class SamplingParams:
                 f"thought is {repr(thought)[:200]}; name what opens and what closes it, in texts "
                 "that are not empty",
                 "thought",
+            )
+
+    def _check_left_out(self) -> None:
+        """Check what llama.cpp leaves tokens out by."""
+        if self.top_n_sigma == -1:  # llama.cpp's way to say "all"
+            object.__setattr__(self, "top_n_sigma", 0.0)
+        _check("top_n_sigma", self.top_n_sigma, 0.0, MAX_SIGMA)
+        _check("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
+        _check("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        _check("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
+
+    def _check_repetitions(self) -> None:
+        """Check what is said of DRY."""
+        _check("dry_multiplier", self.dry_multiplier, 0.0, MAX_DRY)
+        _check("dry_base", self.dry_base, 1.0, MAX_DRY)
+        _check("dry_allowed_length", self.dry_allowed_length, 0, MAX_DRY_LENGTH)
+        _check_integer("dry_allowed_length", self.dry_allowed_length, 0, MAX_DRY_LENGTH)
+        _check("dry_penalty_last_n", self.dry_penalty_last_n, -1, MAX_DRY_LENGTH)
+        _check_integer("dry_penalty_last_n", self.dry_penalty_last_n, -1, MAX_DRY_LENGTH)
+        name = "dry_sequence_breakers"
+        breakers = _texts(name, self.dry_sequence_breakers)
+        object.__setattr__(self, name, breakers)
+        longest = max(map(len, breakers), default=0)
+        if len(breakers) > MAX_DRY_BREAKERS or longest > MAX_DRY_BREAKER:
+            raise RequestError(
+                f"{name} are {len(breakers)} texts of up to {longest} characters; give at most "
+                f"{MAX_DRY_BREAKERS} of {MAX_DRY_BREAKER}",
+                name,
             )
 
     def _check_penalties(self) -> None:
@@ -269,6 +330,13 @@ class RequestOptions:
             )
 
 
+_KINDS = {
+    "stop": "every stop string",
+    "bad_words": "every bad word",
+    "dry_sequence_breakers": "every breaker",
+}
+
+
 def _texts(name: str, given: Any) -> tuple[str, ...]:
     """Return texts as a tuple; a client may give one, a list or None.
 
@@ -277,7 +345,7 @@ def _texts(name: str, given: Any) -> tuple[str, ...]:
     """
     texts = (given,) if isinstance(given, str) else tuple(given or ())
     if any(not isinstance(text, str) or not text for text in texts):
-        kind = "every stop string" if name == "stop" else "every bad word"
+        kind = _KINDS[name]
         raise RequestError(f"{name} is {given!r}; {kind} must be text, not empty", name)
     if name == "stop" and (longest := max(map(len, texts), default=0)) > MAX_STOP_LENGTH:
         raise RequestError(

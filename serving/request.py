@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from onnxport.kv.prefix import KeyChain
 from onnxport.kv.table import BlockTable
 from onnxport.serving.adapters.registry import Adapter
-from onnxport.serving.drawing import RowParams, exact_allowed, exact_logits, summary_scale
+from onnxport.serving.drawing import (
+    NOTHING_LEFT_OUT,
+    RowParams,
+    Thinning,
+    exact_allowed,
+    exact_logits,
+    summary_scale,
+)
 from onnxport.serving.grammar import Grammar
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
@@ -141,6 +148,7 @@ class Request:
             params.top_p,
             num_logprobs=params.num_logprobs,
             min_p=params.min_p,
+            thinning=_thinning(params),
         )
         self.likeliest = params.greedy and params.num_logprobs is None and rules is None
         self.plain = self.likeliest and grammar is None
@@ -223,3 +231,10 @@ class Request:
             times.last_token_s,
             times.finished_s,
         )
+
+
+def _thinning(params: SamplingParams) -> Thinning | None:
+    """Return what leaves tokens out at every position, or may; None: nothing."""
+    threshold = params.xtc_threshold if params.xtc_probability > 0.0 else NOTHING_LEFT_OUT
+    thinning = Thinning(params.top_n_sigma, params.typical_p, threshold)
+    return None if params.greedy or thinning == Thinning() else thinning

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
 from onnxport.graphs.contract import mask_words
+from onnxport.serving.dry import Dry, Repetitions, with_penalties
 from onnxport.serving.edits import (
     NO_IDS,
     NO_VALUES,
@@ -52,6 +53,7 @@ class LogitRules:
         presence: 0 is no penalty.
         frequency: 0 is no penalty.
         budget: of thinking; None: there is none.
+        dry: of repetitions; None: they are as good as anything.
     """
 
     bias_ids: Ids
@@ -66,6 +68,7 @@ class LogitRules:
     presence: float
     frequency: float
     budget: ThoughtBudget | None = None
+    dry: Dry | None = None
 
     @property
     def penalizes(self) -> bool:
@@ -86,14 +89,24 @@ class LogitRules:
             return None
         ends = (word[-1] for words in self.bad_words.values() for word in words)
         named = {*self.bias_ids.tolist(), *self.banned.tolist(), *self.early.tolist(), *ends}
-        counted = num_output if self.penalizes else 0
-        return len(named) + counted + (num_prompt if self.repetition != 1.0 else 0)
+        counts_prompt = self.repetition != 1.0 or self.dry is not None
+        counted = num_output if self.penalizes or self.dry is not None else 0
+        return len(named) + counted + (num_prompt if counts_prompt else 0)
 
 
 class SequenceRules:
     """What the rules of a request make of one sequence."""
 
-    __slots__ = ("_at", "_banned", "_banned_early", "_budget", "_counts", "_num_prompt", "_rules")
+    __slots__ = (
+        "_at",
+        "_banned",
+        "_banned_early",
+        "_budget",
+        "_counts",
+        "_num_prompt",
+        "_repetitions",
+        "_rules",
+    )
 
     def __init__(self, rules: LogitRules, num_prompt_tokens: int) -> None:
         """Take the rules of a sequence that begins with a prompt of so many tokens."""
@@ -107,6 +120,7 @@ class SequenceRules:
         self._banned_early = _Banned(early, address_of(early))
         budget = rules.budget
         self._budget = None if budget is None else SequenceBudget(budget, num_prompt_tokens)
+        self._repetitions = None if rules.dry is None else Repetitions(rules.dry)
 
     def edits(self, tokens: array[int], assumed: Sequence[int] = ()) -> RowEdits:
         """Return what changes in the logits of the next token.
@@ -130,12 +144,16 @@ class SequenceRules:
                 seen, counts = self._counts.with_more(assumed)
         banned, banned_at = self._bans(tokens, assumed)
         bias_ids_at, bias_at, allowed_at = self._at
+        bias_ids, bias = rules.bias_ids, rules.bias
+        if self._repetitions is not None:
+            found = self._repetitions.penalties(tokens, assumed)
+            bias_ids, bias = with_penalties(bias_ids, bias, *found)
         addresses = None
-        if banned_at is not None and not assumed:
+        if banned_at is not None and not assumed and bias_ids is rules.bias_ids:
             addresses = Addresses(bias_ids_at, bias_at, banned_at, seen_at, counts_at, allowed_at)
         return RowEdits(
-            rules.bias_ids,
-            rules.bias,
+            bias_ids,
+            bias,
             banned,
             seen,
             counts,
@@ -235,6 +253,7 @@ def logit_rules(
     vocab_size: int,
     encode: Encode | None,
     budget: ThoughtBudget | None = None,
+    dry: Dry | None = None,
 ) -> LogitRules | None:
     """Return the rules of a request; None if its parameters change no logits.
 
@@ -244,6 +263,7 @@ def logit_rules(
         vocab_size: of the model.
         encode: turns text into tokens and adds none; None without a tokenizer.
         budget: of the request's thinking; None: there is none.
+        dry: what the request says of repetitions; None: nothing.
 
     Raises:
         RequestError: a token is not the model's, there is no tokenizer for `bad_words`, no token is
@@ -269,12 +289,13 @@ def logit_rules(
         params.presence_penalty,
         params.frequency_penalty,
         budget,
+        dry,
     )
     _check_choice(rules)
     if budget is not None:
         _check_budget(rules, budget)
     changes = biases or words or rules.min_tokens or allowed is not None or rules.penalizes
-    return rules if changes or budget is not None else None
+    return rules if changes or budget is not None or dry is not None else None
 
 
 def _words(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:

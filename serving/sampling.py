@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.serving.draft import StepPlan
-from onnxport.serving.drawing import RowParams
+from onnxport.serving.drawing import NOTHING_LEFT_OUT, RowParams, Thinning
 from onnxport.serving.grammar import failure_of
 from onnxport.serving.outputs import Failure, Logprob, TokenLogprobs
 from onnxport.serving.request import Request
@@ -36,6 +36,7 @@ from onnxport.serving.sampler import (
 )
 
 logger = logging.getLogger(__name__)
+XTC_STREAM = 0x5851F42D4C957F2D  # makes of a request's seed that of other random numbers
 
 Mask = NDArray[np.uint32]
 Masks = Mapping[Request, Mask | Failure]  # what a grammar allows, or why it cannot say
@@ -74,8 +75,18 @@ def row_params(position: Position) -> RowParams:
     row, tokens, rules = request.row, request.tokens, request.rules
     number = 0.0 if row.greedy else uniform(request.seed, len(tokens) + len(assumed))
     edits = None if rules is None else rules.edits(tokens, assumed)
-    temperature, top_k, top_p, _, num_logprobs, min_p, _, _ = row
-    return RowParams(temperature, top_k, top_p, number, num_logprobs, min_p, edits, mask)
+    temperature, top_k, top_p, _, num_logprobs, min_p, _, _, thinning = row
+    if thinning is not None and request.params.xtc_probability > 0.0:
+        thinning = _with_chance(thinning, request, len(tokens) + len(assumed))
+    return RowParams(temperature, top_k, top_p, number, num_logprobs, min_p, edits, mask, thinning)
+
+
+def _with_chance(thinning: Thinning, request: Request, position: int) -> Thinning | None:
+    """Return what is left out at a position: by chance what XTC would leave out."""
+    if uniform(request.seed ^ XTC_STREAM, position) < request.params.xtc_probability:
+        return thinning
+    thinning = thinning._replace(xtc_threshold=NOTHING_LEFT_OUT)
+    return None if thinning == Thinning() else thinning
 
 
 def sample_step(

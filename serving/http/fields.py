@@ -27,6 +27,9 @@ NEUTRAL: Mapping[str, Any] = {
     "spaces_between_special_tokens": (True, False),  # of slow tokenizers alone
     "guided_decoding_backend": ("auto", "guidance"),
     "structural_tag": (),
+    **{"mirostat": (0,), "mirostat_tau": ANY, "mirostat_eta": ANY},  # llama.cpp's, as what follows
+    **{"dynatemp_range": (0,), "dynatemp_exponent": ANY, "repeat_penalty": (1,), "min_keep": (0,)},
+    **{"cache_prompt": (True,), "id_slot": (-1,), "n_probs": (0,), "timings_per_token": (False,)},
 }
 NEUTRAL_CHAT: Mapping[str, Any] = {
     **NEUTRAL,

@@ -35,6 +35,10 @@ MOST_TOKEN_IDS = 1 << 20  # of a list; no vocabulary has as many
 MOST_BIASES = 1 << 17
 MOST_MESSAGES = 1 << 16  # each takes tokens of the context
 MOST_TOOLS = 1 << 12
+LLAMA_CPP = (  # fields of its server that the engine has by the same names
+    *("top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base"),
+    *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+)
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -100,6 +104,15 @@ class RequestBody(FormFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None  # true unless told otherwise
     min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Annotated[list[str], Field(fail_fast=True)] | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -226,6 +239,9 @@ class RequestBody(FormFields):
         given = {
             name: getattr(defaults if getattr(self, name) is None else self, name)
             for name in DEFAULTED
+        }
+        given |= {
+            name: getattr(self, name) for name in LLAMA_CPP if getattr(self, name) is not None
         }
         allowed = self.allowed_token_ids
         return SamplingParams(

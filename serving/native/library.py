@@ -12,7 +12,7 @@ DRAWN, NOT_FINITE, BAD_TOKEN, OUT_OF_MEMORY = range(4)  # the status of a row
 
 # How one row is sampled, and what came of it: csrc/request.h says what the fields are, in this
 # order. In parts, as they are made at different times.
-CHOICE = struct.Struct("@3d2q4i")  # what stays the same from step to step
+CHOICE = struct.Struct("@6d2q6i")  # what stays the same from step to step
 CHANGES = struct.Struct("@6P4q4f")  # in the logits
 STEP = struct.Struct("@Pd3qdi0q")  # what is of one step, and the results
 RESULTS = struct.Struct(

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxport.graphs.contract import NO_SUMMARY, NO_SUMS, summary_floats
-from onnxport.serving.drawing import RowParams
+from onnxport.serving.drawing import RowParams, Thinning
 from onnxport.serving.edits import Addresses, Floats, RowEdits
 from onnxport.serving.native.library import (
     BAD_TOKEN,
@@ -96,6 +96,7 @@ def _no_array() -> None:
 
 
 _NO_CHANGES = bytes(CHANGES.size)
+_UNTHINNED = Thinning()
 
 
 class NativeSampler:
@@ -256,8 +257,8 @@ def _ask(rows: Sequence[RowParams], vocab: int) -> _Asked:
     parts: list[bytes] = []
     ends: list[int] = []
     end = 0
-    for temperature, top_k, top_p, uniform, num_logprobs, min_p, edits, mask in rows:
-        parts.append(_choice(temperature, top_k, top_p, num_logprobs, min_p, vocab))
+    for temperature, top_k, top_p, uniform, num_logprobs, min_p, edits, mask, thinning in rows:
+        parts.append(_choice(temperature, top_k, top_p, num_logprobs, min_p, thinning, vocab))
         parts.append(_NO_CHANGES if edits is None else _changes(edits, kept))
         at = 0 if mask is None else _pointer(_checked_mask(mask, vocab), np.uint32, kept)
         parts.append(STEP.pack(at, uniform, 0, end, 0, 0.0, DRAWN))
@@ -290,7 +291,7 @@ def _ask_about(token_ids: Sequence[int], counts: Sequence[int], vocab: int) -> _
     end = 0
     for token_id, count in zip(token_ids, counts, strict=True):
         num_top = min(count, vocab)
-        parts.append(CHOICE.pack(0.0, 0.0, 1.0, 0, num_top, 0, 0, 1, 1))
+        parts.append(CHOICE.pack(0.0, 0.0, 1.0, *_UNTHINNED, 0, num_top, 0, 0, 1, 1, 0, 0))
         parts.append(_NO_CHANGES)
         parts.append(STEP.pack(0, 0.0, token_id, end, 0, 0.0, DRAWN))
         end += num_top
@@ -305,6 +306,7 @@ def _choice(
     top_p: float,
     num_logprobs: int | None,
     min_p: float,
+    thinning: Thinning | None,
     vocab: int,
 ) -> bytes:
     """Return what stays the same from step to step, a CHOICE."""
@@ -312,12 +314,15 @@ def _choice(
         temperature,
         min_p,
         top_p,
+        *(thinning or _UNTHINNED),
         0 if top_k is None else min(top_k, vocab),
         0 if num_logprobs is None else min(num_logprobs, vocab),
         RowParams(temperature, top_k).greedy,
         top_k is not None,
         False,
         num_logprobs is not None,
+        thinning is not None,
+        False,
     )
 
 

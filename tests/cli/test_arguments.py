@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from onnxport.cli import build_parser, main
-from onnxport.cli.arguments import ENGINE_OPTIONS, engine_config, load_options, sampling_params
+from onnxport.cli.arguments import ENGINE_OPTIONS, engine_config, load_options
 from onnxport.cli.export import export_options
+from onnxport.cli.sampling import sampling_params
 from onnxport.cli.serve import model_names
 from onnxport.cli.values import memory, seconds, size
 from onnxport.errors import CapacityError, ExportError, RequestError
@@ -220,6 +221,29 @@ def test_sampling(command: list[str]) -> None:
     )
     with pytest.raises(RequestError, match="min_p is 2"):
         sampling_params(parse(*command, "--min-p", "2"), models)
+
+
+@pytest.mark.parametrize("command", [["generate", "m", "x"], ["chat", "m"]])
+def test_llama_cpp_s_sampling(command: list[str]) -> None:
+    given = "--typical-p 0.9 --top-n-sigma 1.5 --xtc-probability 0.5 --xtc-threshold 0.2"
+    more = "--dry-multiplier 0.8 --dry-base 2 --dry-allowed-length 3 --dry-penalty-last-n 64"
+    options = parse(*command, *given.split(), *more.split(), "--max-tokens", "5")
+    assert sampling_params(options, SamplingDefaults(typical_p=0.5)) == SamplingParams(
+        typical_p=0.9,
+        top_n_sigma=1.5,
+        xtc_probability=0.5,
+        xtc_threshold=0.2,
+        dry_multiplier=0.8,
+        dry_base=2.0,
+        dry_allowed_length=3,
+        dry_penalty_last_n=64,
+        max_tokens=5,
+    )
+    breakers = ("--dry-sequence-breaker", "a", "--dry-sequence-breaker", "b")
+    params = sampling_params(parse(*command, *breakers), SamplingDefaults(typical_p=0.5))
+    assert (params.dry_sequence_breakers, params.typical_p) == (("a", "b"), 0.5)
+    with pytest.raises(RequestError, match="xtc_probability is 2"):
+        sampling_params(parse(*command, "--xtc-probability", "2"), SamplingDefaults())
 
 
 @pytest.mark.parametrize("command", [["serve", "m"], ["generate", "m", "x"], ["chat", "m"]])

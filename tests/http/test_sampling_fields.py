@@ -72,6 +72,54 @@ def test_min_p(ask: Ask) -> None:
     assert ask("abcdef", temperature=20, seed=1) != "abcdef"
 
 
+def test_top_n_sigma_and_typical_p(ask: Ask) -> None:
+    """The script's token is far from all others, which are alike."""
+    more: dict[str, float] = {"top_n_sigma": 5}
+    assert ask("abcdef", temperature=20, extra_body=more, seed=1) == "abcdef"
+    more = {"typical_p": 0.01, "xtc_probability": 0}
+    assert ask("abcdef", temperature=20, extra_body=more, seed=1) != "abcdef"
+
+
+def test_xtc(ask: Ask) -> None:
+    """Two tokens are likely choices; the likelier one is never drawn."""
+    bias = {str(letter("z")): 19}
+    more = {"xtc_probability": 1, "xtc_threshold": 0.1}
+    assert ask("abc", temperature=1, logit_bias=bias, extra_body=more, max_tokens=3) == "zzz"
+    assert ask("abc", temperature=1, extra_body=more) == "abc"
+
+
+def test_dry(ask: Ask) -> None:
+    """The prompt spells the answer out; "ab" is a repetition of one of its tokens."""
+    bias = {str(letter("z")): 15}
+    more: dict[str, Any] = {"dry_multiplier": 10, "dry_allowed_length": 1}
+    assert ask("abab", logit_bias=bias) == "abab"
+    assert "bab" not in ask("abab", logit_bias=bias, extra_body=more)
+    more |= {"dry_penalty_last_n": 0}
+    assert ask("abab", logit_bias=bias, extra_body=more) == "abab"
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ({"xtc_threshold": 3}, "xtc_threshold"),
+        ({"dry_sequence_breakers": "ab"}, "dry_sequence_breakers"),
+        ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
+        ({"dry_allowed_length": 1.5}, "dry_allowed_length"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"dynatemp_range": 0.5}, "dynatemp_range"),
+    ],
+)
+def test_llama_cpp_s_fields_that_are_refused(ask: Ask, field: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadRequestError, match=told):
+        ask("abc", extra_body=field)
+
+
+def test_llama_cpp_s_fields_that_change_nothing(ask: Ask) -> None:
+    more = {"mirostat": 0, "mirostat_tau": 5, "dynatemp_range": 0, "repeat_penalty": 1.0}
+    more |= {"cache_prompt": True, "id_slot": -1, "n_probs": 0, "typical_p": 1, "top_n_sigma": -1}
+    assert ask("abc", extra_body=more) == "abc"
+
+
 def test_bad_words(ask: Ask) -> None:
     assert "lo" not in ask("hello", extra_body={"bad_words": ["lo"]})
     assert ask("hello", extra_body={"bad_words": ["lol"]}) == "hello"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from onnxport.serving.drawing import RowParams
+from onnxport.serving.drawing import RowParams, Thinning
 from onnxport.serving.edits import NO_IDS, RowEdits
 
 Floats = NDArray[np.float32]
@@ -74,10 +74,16 @@ def mixed_batch(num_rows: int, vocab: int) -> tuple[Floats, list[RowParams]]:
         RowParams(1.0, min_p=0.01),
         RowParams(1.3, 70, 0.8, min_p=0.02),
         RowParams(9.0, None, 0.99),
+        RowParams(1.0, thinning=Thinning(1.5)),
+        RowParams(1.2, 500, 0.95, thinning=Thinning(2.0, 0.6, 0.05)),
+        RowParams(1.0, min_p=0.001, thinning=Thinning(0.0, 0.8)),
+        RowParams(0.9, thinning=Thinning(xtc_threshold=0.02)),
     ]
     params = []
     for i in range(num_rows):
-        row = choices[i % 8]._replace(uniform=(i * 0.618) % 1, num_logprobs=(None, 0, 3)[i % 3])
+        row = choices[i % len(choices)]._replace(
+            uniform=(i * 0.618) % 1, num_logprobs=(None, 0, 3)[i % 3]
+        )
         if i % 4 == 1:
             row = row._replace(edits=make_edits(vocab, i))
         if i % 5 == 2:

@@ -53,15 +53,22 @@ def probabilities(
 ) -> dict[int, float]:
     """The probability of each token that can be drawn, in the order of drawing.
 
-    `off` is added to `min_p`.
+    `off` is added to `min_p`. XTC strikes where it may.
     """
     ranked = sorted(range(len(logits)), key=lambda token_id: (-logits[token_id], token_id))
     ranked = [token_id for token_id in ranked if logits[token_id] > -math.inf]
     if params.greedy:
         return {ranked[0]: 1.0}
     best = logits[ranked[0]]
+    if params.top_n_sigma:
+        mean = sum(logits[t] for t in ranked) / len(ranked)
+        variance = sum((logits[t] - mean) ** 2 for t in ranked) / len(ranked)
+        floor = np.float32(best - params.top_n_sigma * math.sqrt(variance))
+        ranked = [t for t in ranked if logits[t] >= floor]
     weights = {t: math.exp((logits[t] - best) / params.temperature) for t in ranked}
     kept = [t for t in ranked if weights[t] >= params.min_p + off][: params.top_k]
+    if params.typical_p < 1.0:
+        kept = typical([weights[t] for t in kept], kept, params.typical_p)
     total = sum(weights[t] for t in kept)
     nucleus, before = [], 0.0
     for token_id in kept:
@@ -70,7 +77,30 @@ def probabilities(
         nucleus.append(token_id)
         before += weights[token_id]
     total = sum(weights[t] for t in nucleus)
+    if params.xtc_probability:
+        likely = [t for t in nucleus if weights[t] >= params.xtc_threshold * total]
+        nucleus = [t for t in nucleus if t not in likely[:-1]]
+        total = sum(weights[t] for t in nucleus)
     return {t: weights[t] / total for t in nucleus}
+
+
+def typical(weights: Sequence[float], ranked: Sequence[int], share: float) -> list[int]:
+    """The tokens whose surprise is nearest to the entropy, in their order."""
+    total = sum(weights)
+    surprise = [-math.log(one) if one else math.inf for one in weights]  # but for log(total)
+    expected = sum(w * s for w, s in zip(weights, surprise, strict=True) if w) / total
+    first = sum(one < expected for one in surprise)  # of those that surprise more
+    nearest = sorted(
+        range(len(weights)),
+        key=lambda i: (abs(surprise[i] - expected), i >= first, i if i >= first else -i),
+    )
+    found, before = [], 0.0
+    for place in nearest:
+        if before >= share * total:
+            break
+        found.append(place)
+        before += weights[place]
+    return [ranked[place] for place in sorted(found)]
 
 
 def possible(logits: Sequence[float], params: SamplingParams, number: float) -> set[int]:

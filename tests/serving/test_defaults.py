@@ -36,7 +36,7 @@ def test_the_models_own(tmp_path: Path) -> None:
 def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     found = read(tmp_path, no_repeat_ngram_size=3, num_beams=1, repetition_penalty=1.1)
     assert found.left_out == {"no_repeat_ngram_size": 3}
-    assert "repetition_penalty 1.1; not supported yet and left out: no_repeat_" in str(found)
+    assert "typical_p 1.0; not supported yet and left out: no_repeat_ngram_size 3" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,7 @@ def test_they_fill_what_was_not_given() -> None:
         "top_k": 0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
+        "typical_p": 1.0,
     }
 
 

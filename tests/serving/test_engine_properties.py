@@ -32,6 +32,12 @@ MIXES: Sequence[dict[str, Any]] = (
     {"presence_penalty": 1.0, "frequency_penalty": 0.5, "min_p": 0.1},
     {"allowed_token_ids": range(9, 400, 11), "frequency_penalty": 2.0},
     {"prompt_logprobs": 1, "logprobs": 0},
+    {
+        "dry_multiplier": 1.5,
+        "dry_sequence_breakers": (),
+        "xtc_probability": 0.4,
+        "top_n_sigma": 3.0,
+    },
 )
 
 

@@ -19,7 +19,7 @@ from onnxport.providers.base import StepInputs
 from onnxport.providers.null import NullModel, NullOptions
 from onnxport.serving import numpy_sampler, sampler
 from onnxport.serving.batch import BatchPacker
-from onnxport.serving.drawing import MOST_EXACT, RowParams, exact_logits
+from onnxport.serving.drawing import MOST_EXACT, RowParams, Thinning, exact_logits
 from onnxport.serving.edits import RowEdits
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.speculation.packing import DraftPacker, DraftRow, advance
@@ -264,6 +264,7 @@ def test_samplers_look_at_no_others(data: st.DataObject) -> None:
         data.draw(st.floats(0, 1, exclude_max=True)),
         min_p=data.draw(st.sampled_from([0.0, 0.01, 0.5])),
         edits=edits,
+        thinning=data.draw(st.none() | st.just(Thinning(0.0, 0.7, 0.05))),
     )
     spoiled = logits.copy()
     count = exact_logits(row, lowered)

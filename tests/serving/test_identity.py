@@ -36,10 +36,11 @@ MIXES: list[dict[str, Any]] = [
     {"min_p": 0.2, "presence_penalty": -1.5, "logit_bias": {3: 4.0, 7: -100}},
     {"allowed_token_ids": range(0, 512, 7), "frequency_penalty": 1.5},
     {"top_k": 40, "repetition_penalty": 0.8, "presence_penalty": 2.0},
+    {"dry_multiplier": 2.0, "dry_sequence_breakers": (), "typical_p": 0.9, "xtc_probability": 0.5},
 ]
 PARAMS = [
     SamplingParams(
-        **MIXES[index % 5],
+        **MIXES[index % len(MIXES)],
         temperature=[0.0, 1.0][index % 2],
         seed=index,
         max_tokens=[30, 9, 1][index % 3],

@@ -17,7 +17,7 @@ from onnxport.serving import engine as engine_module
 from onnxport.serving import sampling
 from onnxport.serving.batch import BatchPacker
 from onnxport.serving.beside import Beside
-from onnxport.serving.drawing import RowParams, exact_allowed
+from onnxport.serving.drawing import RowParams, Thinning, exact_allowed
 from onnxport.serving.engine import Engine
 from onnxport.serving.narrowing import narrow, narrowed
 from onnxport.serving.outputs import Failure
@@ -52,6 +52,9 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
         (RowParams(1.0), 3, 4),
         (RowParams(1.0), None, ALL_ALLOWED),
         (RowParams(1.0, None, 0.9), 0, ALL_ALLOWED),
+        (RowParams(1.0, 20, thinning=Thinning(typical_p=0.9)), 0, 20),
+        (RowParams(1.0, 20, thinning=Thinning(1.0)), 0, ALL_ALLOWED),
+        (RowParams(1.0, thinning=Thinning(xtc_threshold=0.1)), 0, ALL_ALLOWED),
         (RowParams(1.0, None, 0.5, min_p=0.1), None, ALL_ALLOWED),
         (RowParams(num_logprobs=0), 0, 0),
         (RowParams(1.0, 20, num_logprobs=2), None, 0),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from onnxport.errors import RequestError
-from onnxport.serving.drawing import RowParams
+from onnxport.serving.drawing import NOTHING_LEFT_OUT, RowParams, Thinning
 from onnxport.serving.edits import RowEdits, edited
 from onnxport.serving.params import SamplingParams
 from onnxport.serving.request import Request
@@ -165,6 +165,11 @@ def test_counting_token_by_token_is_counting_at_once(
         {"top_k": 7, "temperature": 0.6},
         {"top_p": 0.6},
         {"temperature": 3.0},
+        {"top_n_sigma": 1.0, "temperature": 2.0},
+        {"typical_p": 0.7},
+        {"typical_p": 0.5, "top_k": 30, "top_p": 0.8},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.02, "temperature": 1.5},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.05, "top_n_sigma": 2.0, "typical_p": 0.95},
     ],
 )
 @pytest.mark.parametrize("allowed", [False, True])
@@ -184,6 +189,11 @@ def test_what_is_drawn_follows_the_reference_s_distribution(
             uniform(77, position),
             min_p=params.min_p,
             edits=RowEdits(allowed=ids),
+            thinning=Thinning(
+                params.top_n_sigma,
+                params.typical_p,
+                params.xtc_threshold if params.xtc_probability else NOTHING_LEFT_OUT,
+            ),
         )
         for position in range(number)
     ]

@@ -14,7 +14,7 @@ from onnxport.providers.base import StepInputs
 from onnxport.providers.cpu import library
 from onnxport.providers.ort_model import OrtModel
 from onnxport.serving.batch import BatchPacker
-from onnxport.serving.drawing import LOG2_E, RowParams, summary_scale
+from onnxport.serving.drawing import LOG2_E, RowParams, Thinning, summary_scale
 from onnxport.serving.prompts import TokensPrompt
 from onnxport.serving.sampler import sample, sample_greedy
 from onnxport.serving.speculation.config import SpeculationConfig
@@ -198,6 +198,7 @@ def test_what_cannot_be_of_the_logits_is_refused(told: Any) -> None:
         (RowParams(1.0, 40), NO_SUMS),
         (RowParams(1.0, 1), NO_SUMS),
         (RowParams(1.0, min_p=0.1), NO_SUMS),
+        (RowParams(1.0, None, 0.9, thinning=Thinning(1.0)), NO_SUMS),
         (RowParams(1e-30, None, 0.9), LOG2_E / 1e-20),
     ],
 )

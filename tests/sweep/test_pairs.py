@@ -54,7 +54,17 @@ SCHEMA = {
 
 AXES: Mapping[str, Sequence[str]] = {
     "sampling": (
-        *("greedy", "drawn", "thinned", "penalized", "biased", "early", "scored", "best"),
+        *(
+            "greedy",
+            "drawn",
+            "thinned",
+            "penalized",
+            "biased",
+            "early",
+            "scored",
+            "best",
+            "llama.cpp",
+        ),
         "stopped",
     ),
     "structure": ("none", "json", "regex", "choice", "grammar"),
@@ -71,6 +81,10 @@ SAMPLING: Mapping[str, dict[str, Any]] = {
     "penalized": {
         **{"temperature": 0.7, "seed": 13, "repetition_penalty": 1.3},
         **{"presence_penalty": 0.6, "frequency_penalty": 0.4},
+    },
+    "llama.cpp": {
+        **{"temperature": 0.9, "seed": 14, "top_n_sigma": 4.0, "typical_p": 0.95},
+        **{"xtc_probability": 0.5, "dry_multiplier": 1.0},
     },
     "biased": {"temperature": 0.0, "logit_bias": {70: 3.0, 71: -5.0}, "bad_words": ("the", "is")},
     "early": {"temperature": 0.0, "min_tokens": 9},

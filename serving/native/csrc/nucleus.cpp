@@ -128,10 +128,10 @@ int32_t draw_nucleus(const Descent& descent, const Request& request, double tota
   return stop.sum > last.sum ? last.place : stop.place;
 }
 
-int32_t draw_above(const Kernels& kernels, const Row& row, float least, Weighing by,
-                   const Request& request, Scratch& s) {
+int32_t draw_above(const Kernels& kernels, const Row& row, float least, bool has_floor,
+                   Weighing by, const Request& request, Scratch& s) {
   float near = least;
-  if (request.min_p == 0.0) {
+  if (!has_floor) {
     const double head = kHead * kLog2E / static_cast<double>(by.scale);
     near = std::max(least, static_cast<float>(row.range.maximum - head));
   }

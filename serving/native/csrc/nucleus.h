@@ -10,8 +10,9 @@ namespace onnxport {
 // add up to `total`; those in `descent` are the largest of them, and enough.
 int32_t draw_nucleus(const Descent& descent, const Request& request, double total);
 
-// The same for all values of a row that are at least `least`, which weigh something.
-int32_t draw_above(const Kernels& kernels, const Row& row, float least, Weighing weighing,
-                   const Request& request, Scratch& scratch);
+// The same for all values of a row that are at least `least`, which weigh something. `has_floor`:
+// others weigh something, too, which does not count.
+int32_t draw_above(const Kernels& kernels, const Row& row, float least, bool has_floor,
+                   Weighing weighing, const Request& request, Scratch& scratch);
 
 }  // namespace onnxport

@@ -18,11 +18,15 @@ enum Status : int32_t {
 struct Request {
   // What stays the same from step to step.
   double temperature, min_p, top_p;
+  double top_n_sigma;    // 0: off
+  double typical_p;      // 1: off
+  double xtc_threshold;  // above 1: off
   int64_t top_k;    // if has_top_k
   int64_t num_top;  // how many of the likeliest tokens are reported, at most the vocabulary
   int32_t greedy, has_top_k;
   int32_t has_token;     // nothing is drawn
   int32_t has_logprobs;  // those of `token` are asked for
+  int32_t is_thinned, unused_flag;  // whether any of the three above is on
   // What changes in the logits.
   const int64_t* bias_ids;
   const float* bias;

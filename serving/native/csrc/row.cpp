@@ -5,6 +5,7 @@
 
 #include "nucleus.h"
 #include "race.h"
+#include "thinning.h"
 
 namespace onnxport {
 namespace {
@@ -125,7 +126,8 @@ float scale_of(const Request& request) {
 }
 
 bool is_full(const Request& request) {
-  return !request.greedy && !request.has_top_k && request.min_p == 0.0 && request.top_p == 1.0;
+  return !request.greedy && !request.has_top_k && request.min_p == 0.0 && request.top_p == 1.0 &&
+         !request.is_thinned;
 }
 
 bool has_changes(const Request& request) {
@@ -162,7 +164,7 @@ int64_t first_of(const Row& row, float value) {
   return std::min(place, row.count - 1);
 }
 
-// From what min_p, top_k and top_p leave, the largest first.
+// From what is left when the unlikely ones are gone, the largest first.
 int64_t draw_truncated(const Kernels& kernels, const Row& row, Weighing by, const Request& request,
                        Scratch& s) {
   const double maximum = row.range.maximum;
@@ -174,10 +176,19 @@ int64_t draw_truncated(const Kernels& kernels, const Row& row, Weighing by, cons
     const double floor = maximum + request.temperature * std::log(request.min_p);
     least = std::max(reach, static_cast<float>(floor));
   }
-  if (!request.has_top_k) return draw_above(kernels, row, least, by, request, s);
+  if (request.top_n_sigma > 0.0) least = std::max(least, sigma_floor(row, request.top_n_sigma));
+  const bool is_weighed = request.typical_p < 1.0 || request.xtc_threshold <= 1.0;
+  if (!request.has_top_k && is_weighed) {
+    return draw_thinned(kernels, row, gather(kernels, row, least, 1, s), by, request, s);
+  }
+  if (!request.has_top_k) {
+    const bool has_floor = request.min_p > 0.0 || request.top_n_sigma > 0.0;
+    return draw_above(kernels, row, least, has_floor, by, request, s);
+  }
   const int64_t size = std::min(request.top_k, row.count);
   least = std::max(least, reached_by(kernels, row, size, s));
   const Candidates kept = largest(kernels, gather(kernels, row, least, 1, s), size, s);
+  if (is_weighed) return draw_thinned(kernels, row, kept, by, request, s);
   const Range range = kernels.scan(kept.values, kept.size);
   const Descent descent(kernels, kept, range, by, s);
   return draw_nucleus(descent, request, descent.total());

@@ -14,8 +14,6 @@ from onnxport.serving.speculation.config import SpeculationConfig
 
 if TYPE_CHECKING:
     from onnxport.providers.base import LoadOptions
-    from onnxport.serving.defaults import SamplingDefaults
-    from onnxport.serving.params import SamplingParams
     from onnxport.serving.structured.spec import StructuredOutputs
 
 Commands = argparse._SubParsersAction  # what `add_subparsers` returns; it has no public name
@@ -256,63 +254,6 @@ def add_queue_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling_options(
-    parser: argparse.ArgumentParser, defaults: str | None = None
-) -> argparse._ArgumentGroup:
-    """Add how tokens are chosen, and return the group.
-
-    Args:
-        parser: of the command.
-        defaults: where values come from that are not given, in words; None: 0 as the temperature,
-            and what changes nothing for the others.
-    """
-    group = parser.add_argument_group("sampling")
-
-    def otherwise(neutral: str) -> str:
-        return f"({defaults or neutral})"
-
-    group.add_argument(
-        "--temperature",
-        type=float,
-        help=f"0 takes the likeliest token {otherwise('0')}",
-    )
-    group.add_argument(
-        "--top-p",
-        type=float,
-        help=f"keep the likeliest tokens whose probabilities add up to this {otherwise('1')}",
-    )
-    group.add_argument(
-        "--top-k", type=int, help=f"keep so many of the likeliest tokens, 0 all {otherwise('all')}"
-    )
-    group.add_argument(
-        "--min-p",
-        type=float,
-        help="keep tokens at least this fraction as probable as the likeliest " + otherwise("0"),
-    )
-    group.add_argument(
-        "--repetition-penalty",
-        type=float,
-        help="above 1 makes tokens of prompt and answer less likely " + otherwise("1"),
-    )
-    group.add_argument(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        help="taken from the logits of tokens in the answer (0)",
-    )
-    group.add_argument(
-        "--frequency-penalty",
-        type=float,
-        default=0.0,
-        help="taken from them as often as they are there (0)",
-    )
-    group.add_argument("--seed", type=int, help="makes sampled text reproducible")
-    group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable"
-    )
-    return group
-
-
 def add_reasoning_option(parser: argparse._ActionsContainer) -> None:
     """Add how reasoning is told from the answer."""
     parser.add_argument(
@@ -425,21 +366,3 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     if given["speculation"] is not None:
         given["speculation"] = SpeculationConfig.parse(given["speculation"])
     return EngineConfig(**{name: value for name, value in given.items() if value is not None})
-
-
-def sampling_params(options: argparse.Namespace, defaults: SamplingDefaults) -> SamplingParams:
-    """Return the decoding parameters; the defaults where an option was not given.
-
-    Raises:
-        RequestError: a value is out of its range.
-    """
-    from onnxport.serving.params import SamplingParams
-
-    return SamplingParams(
-        **defaults.filled(vars(options)),
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        seed=options.seed,
-        stop=tuple(options.stop),
-        max_tokens=options.max_tokens,
-    )

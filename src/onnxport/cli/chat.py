@@ -18,10 +18,8 @@ from onnxport.cli.arguments import (
     add_export_options,
     add_load_options,
     add_reasoning_option,
-    add_sampling_options,
     add_speculation_options,
     command,
-    sampling_params,
 )
 from onnxport.cli.cache import add_source, find_artifact
 from onnxport.cli.model_defaults import (
@@ -31,6 +29,7 @@ from onnxport.cli.model_defaults import (
     sampling_defaults,
     template_text,
 )
+from onnxport.cli.sampling import add_sampling_options, sampling_params
 from onnxport.cli.session import deltas, interruptible, open_session
 from onnxport.cli.values import positive
 from onnxport.errors import CapacityError, RequestError

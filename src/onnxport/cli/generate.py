@@ -15,14 +15,13 @@ from onnxport.cli.arguments import (
     add_engine_options,
     add_export_options,
     add_load_options,
-    add_sampling_options,
     add_speculation_options,
     add_structure_options,
     command,
-    sampling_params,
     structured_outputs,
 )
 from onnxport.cli.cache import add_source, find_artifact
+from onnxport.cli.sampling import add_sampling_options, sampling_params
 from onnxport.cli.session import deltas, open_session
 from onnxport.cli.values import positive
 

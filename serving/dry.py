@@ -1,0 +1,190 @@
+"""DRY: what would go on with a repetition is made less likely, the more the longer it is.
+
+Where the end of a sequence has stood before, the token that followed there is expected to follow
+again. Its logit is lowered by multiplier * base ** (length - allowed_length), for the longest such
+end, if that has `allowed_length` tokens or more (p-e-w's DRY, "Don't Repeat Yourself", in
+text-generation-webui's pull request 5677, 2024, and llama.cpp's sampler of that name). Breakers,
+such as ends of lines, are never lowered, and no repetition is followed across them. Nor are special
+tokens, which end every turn of a chat.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onnxport.errors import RequestError
+from onnxport.serving.edits import NO_IDS, NO_VALUES, Floats, Ids
+from onnxport.serving.params import SamplingParams
+from onnxport.serving.tokenizer import Tokenizer
+
+LONGEST = 256  # tokens of a repetition that count
+MOST_LOWERED = 1e5  # of a logit; more would not be told apart
+
+
+@dataclass(frozen=True, slots=True)
+class Dry:
+    """What the parameters of a request say of repetitions; see `SamplingParams`."""
+
+    multiplier: float
+    base: float
+    allowed_length: int
+    last_n: int  # tokens that are looked at, the last ones; -1: all
+    breakers: tuple[bytes, ...] = ()  # a token that has one of them in it is one
+    tokenizer: Tokenizer | None = None  # None: no token is one
+    _known: dict[int, bool] = field(default_factory=dict, compare=False)
+
+    def breaks(self, token_ids: Iterable[int]) -> list[bool]:
+        """Return for each token whether it is a breaker; asked by the engine's thread alone."""
+        if self.tokenizer is None:
+            return [False for _ in token_ids]
+        found = []
+        for token_id in token_ids:
+            known = self._known.get(token_id)
+            if known is None:
+                text = self.tokenizer.token_bytes(token_id)
+                known = any(one in text for one in self.breakers)
+                known = self._known[token_id] = known or self.tokenizer.is_special(token_id)
+            found.append(known)
+        return found
+
+    def lowered(self, lengths: NDArray[np.int32]) -> NDArray[np.float64]:
+        """Return by how much logits are lowered that go on with repetitions of these lengths."""
+        with np.errstate(over="ignore"):
+            powers = np.power(self.base, lengths - float(self.allowed_length))
+        found: NDArray[np.float64] = np.minimum(self.multiplier * powers, MOST_LOWERED)
+        return found
+
+
+class Repetitions:
+    """Which tokens would go on with a repetition in one sequence, and how long that is.
+
+    `_lengths[i]` says how many tokens up to and with token `i` are the last ones of the sequence,
+    too: with each token these are one more, or none.
+    """
+
+    __slots__ = ("_breaks", "_dry", "_ids", "_lengths", "_size")
+
+    def __init__(self, dry: Dry) -> None:
+        """Begin with a sequence of none."""
+        self._dry = dry
+        self._size = 0
+        self._ids: Ids = NO_IDS
+        self._breaks = np.empty(0, np.bool_)
+        self._lengths = np.empty(0, np.int32)
+
+    def penalties(self, tokens: array[int], assumed: Sequence[int] = ()) -> tuple[Ids, Floats]:
+        """Return the tokens that are made less likely, each once, and what is added to them.
+
+        Args:
+            tokens: the prompt and the output so far; those of the call before, and more.
+            assumed: tokens that are taken to follow, for this call alone.
+        """
+        if not self._size:
+            self._read_all(tokens)
+        for token_id in tokens[self._size :]:
+            self._read(token_id)
+        if not assumed:
+            return self._found()
+        further = Repetitions(self._dry)
+        further._size = self._size
+        further._ids, further._breaks = self._ids[: self._size], self._breaks[: self._size]
+        further._lengths = self._lengths[: self._size]  # all are copied when they grow
+        for token_id in assumed:
+            further._read(token_id)
+        return further._found()
+
+    def _read_all(self, tokens: array[int]) -> None:
+        """Read the first tokens at once: from the last one back, as long as any are the same."""
+        self._ids = np.array(tokens, np.int64)
+        self._breaks = np.array(self._dry.breaks(tokens), np.bool_)
+        self._size = size = len(tokens)
+        self._lengths = np.zeros(size, np.int32)
+        places = np.arange(size)
+        for length in range(1, min(size, LONGEST) + 1):
+            if self._breaks[size - length]:
+                break
+            places = places[places >= length - 1]
+            places = places[self._ids[places - (length - 1)] == self._ids[size - length]]
+            if not len(places):
+                break
+            self._lengths[places] = length
+
+    def _read(self, token_id: int) -> None:
+        """Read one token more."""
+        size = self._size
+        if size == len(self._ids):  # twice the room, so that growing costs little
+            more = max(64, size)
+            self._ids = np.concatenate((self._ids, np.zeros(more, np.int64)))
+            self._breaks = np.concatenate((self._breaks, np.zeros(more, np.bool_)))
+            self._lengths = np.concatenate((self._lengths, np.zeros(more, np.int32)))
+        self._ids[size] = token_id
+        self._size = size = size + 1
+        [is_breaker] = self._dry.breaks((token_id,))
+        self._breaks[size - 1] = is_breaker
+        lengths = self._lengths[:size]
+        if is_breaker:
+            lengths[:] = 0
+            return
+        lengths[1:] = np.minimum(lengths[:-1] + 1, LONGEST)
+        lengths[0] = 1
+        lengths *= self._ids[:size] == token_id
+
+    def _found(self) -> tuple[Ids, Floats]:
+        """Return what is made less likely by what was read."""
+        dry, size = self._dry, self._size
+        first = 0 if dry.last_n < 0 else max(0, size - dry.last_n)
+        least = max(1, dry.allowed_length)
+        places = first + np.flatnonzero(self._lengths[first : size - 1] >= least)
+        places = places[~self._breaks[places + 1]]
+        if not len(places):
+            return NO_IDS, NO_VALUES
+        lengths = np.minimum(self._lengths[places], (places - first + 1).astype(np.int32))
+        enough = lengths >= least
+        places, lengths = places[enough], lengths[enough]
+        token_ids, numbers = np.unique(self._ids[places + 1], return_inverse=True)
+        longest = np.zeros(len(token_ids), np.int32)
+        np.maximum.at(longest, numbers, lengths)
+        return token_ids, (-dry.lowered(longest)).astype(np.float32)
+
+
+def dry_of(params: SamplingParams, tokenizer: Tokenizer | None) -> Dry | None:
+    """Return what a request says of repetitions; None: nothing.
+
+    Raises:
+        RequestError: there are breakers, and no tokenizer to find them in tokens.
+    """
+    if params.dry_multiplier == 0.0 or params.dry_penalty_last_n == 0:
+        return None
+    breakers = tuple(text.encode() for text in params.dry_sequence_breakers)
+    if breakers and tokenizer is None:
+        raise RequestError(
+            "dry_sequence_breakers need a tokenizer and this engine has none; leave them empty",
+            "dry_sequence_breakers",
+        )
+    return Dry(
+        params.dry_multiplier,
+        params.dry_base,
+        params.dry_allowed_length,
+        params.dry_penalty_last_n,
+        breakers,
+        tokenizer,
+    )
+
+
+def with_penalties(
+    bias_ids: Ids, bias: Floats, token_ids: Ids, penalties: Floats
+) -> tuple[Ids, Floats]:
+    """Return biases with others, each token once."""
+    if not len(token_ids):
+        return bias_ids, bias
+    if not len(bias_ids):
+        return token_ids, penalties
+    all_ids, numbers = np.unique(np.concatenate((bias_ids, token_ids)), return_inverse=True)
+    sums = np.zeros(len(all_ids), np.float32)
+    np.add.at(sums, numbers, np.concatenate((bias, penalties)))
+    return all_ids, sums

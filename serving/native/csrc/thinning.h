@@ -1,0 +1,19 @@
+// What is left of a row's tokens by how spread its logits are, how typical a token is, and whether
+// the likeliest choices are left out.
+#pragma once
+
+#include "likeliest.h"
+#include "request.h"
+
+namespace onnxport {
+
+// The least value that top_n_sigma keeps: so many standard deviations of the finite ones below the
+// largest (Tang et al., Top-n-sigma, 2024).
+float sigma_floor(const Row& row, double deviations);
+
+// The place of the token that is drawn from `kept`, a part of the row, all of weight: typical_p,
+// top_p and XTC each choose among what the one before left.
+int32_t draw_thinned(const Kernels& kernels, const Row& row, const Candidates& kept,
+                     Weighing weighing, const Request& request, Scratch& scratch);
+
+}  // namespace onnxport

@@ -1,0 +1,122 @@
+"""Options of how tokens are chosen."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onnxport.serving.defaults import SamplingDefaults
+    from onnxport.serving.params import SamplingParams
+
+LLAMA_CPP: tuple[tuple[str, Any, str], ...] = (  # option, type, meaning
+    (
+        "--top-n-sigma",
+        float,
+        "keep logits at most so many standard deviations below the largest (0: all)",
+    ),
+    ("--xtc-probability", float, "how often the likeliest choices are left out (0)"),
+    ("--xtc-threshold", float, "how probable a choice is to be a likely one (0.1)"),
+    (
+        "--dry-multiplier",
+        float,
+        "above 0 makes tokens that go on with a repetition less likely (0)",
+    ),
+    ("--dry-base", float, "how much less by each token of the repetition (1.75)"),
+    ("--dry-allowed-length", int, "tokens of the shortest repetition that counts (2)"),
+    ("--dry-penalty-last-n", int, "tokens in which repetitions are looked for (-1: all)"),
+)
+
+
+def add_sampling_options(
+    parser: argparse.ArgumentParser, defaults: str | None = None
+) -> argparse._ArgumentGroup:
+    """Add how tokens are chosen, and return the group.
+
+    Args:
+        parser: of the command.
+        defaults: where values come from that are not given, in words; None: 0 as the temperature,
+            and what changes nothing for the others.
+    """
+    group = parser.add_argument_group("sampling")
+
+    def otherwise(neutral: str) -> str:
+        return f"({defaults or neutral})"
+
+    group.add_argument(
+        "--temperature",
+        type=float,
+        help=f"0 takes the likeliest token {otherwise('0')}",
+    )
+    group.add_argument(
+        "--top-p",
+        type=float,
+        help=f"keep the likeliest tokens whose probabilities add up to this {otherwise('1')}",
+    )
+    group.add_argument(
+        "--top-k", type=int, help=f"keep so many of the likeliest tokens, 0 all {otherwise('all')}"
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        help="keep tokens at least this fraction as probable as the likeliest " + otherwise("0"),
+    )
+    group.add_argument(
+        "--repetition-penalty",
+        type=float,
+        help="above 1 makes tokens of prompt and answer less likely " + otherwise("1"),
+    )
+    group.add_argument(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        help="taken from the logits of tokens in the answer (0)",
+    )
+    group.add_argument(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        help="taken from them as often as they are there (0)",
+    )
+    group.add_argument(
+        "--typical-p",
+        type=float,
+        help="keep the tokens that surprise as much as is expected, whose probabilities add up to "
+        "this " + otherwise("1"),
+    )
+    for option, kind, meaning in LLAMA_CPP:
+        group.add_argument(option, type=kind, help=meaning)
+    group.add_argument(
+        "--dry-sequence-breaker",
+        action="append",
+        dest="dry_sequence_breakers",
+        metavar="TEXT",
+        help="DRY looks for no repetition across it; repeatable (an end of a line, a colon, a "
+        "quotation mark, an asterisk)",
+    )
+    group.add_argument("--seed", type=int, help="makes sampled text reproducible")
+    group.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end at this text; repeatable"
+    )
+    return group
+
+
+def sampling_params(options: argparse.Namespace, defaults: SamplingDefaults) -> SamplingParams:
+    """Return the decoding parameters; the defaults where an option was not given.
+
+    Raises:
+        RequestError: a value is out of its range.
+    """
+    from onnxport.serving.params import SamplingParams
+
+    names = (option.removeprefix("--").replace("-", "_") for option, _, _ in LLAMA_CPP)
+    given = {name: getattr(options, name) for name in (*names, "dry_sequence_breakers")}
+    return SamplingParams(
+        **{name: value for name, value in given.items() if value is not None},
+        **defaults.filled(vars(options)),
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        seed=options.seed,
+        stop=tuple(options.stop),
+        max_tokens=options.max_tokens,
+    )
