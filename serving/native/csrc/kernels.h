@@ -47,6 +47,11 @@ struct Split {
   int32_t* places;
 };
 
+// Of the finite ones of some values, as far as they are below the largest of all.
+struct Moments {
+  double sum, squares, count;
+};
+
 struct Kernels {
   const char* name;
 
@@ -94,6 +99,9 @@ struct Kernels {
   // How many of the values are larger than that at `place`, or equal and before it; group_maxima
   // as for gather.
   int64_t (*before)(const float* values, int64_t count, const float* group_maxima, int64_t place);
+
+  // The moments of values[count], of which `maximum` is the largest.
+  Moments (*moments)(const float* values, int64_t count, float maximum);
 
   // How many bits are set.
   int64_t (*count_bits)(const uint32_t* mask, int64_t words);

@@ -254,6 +254,28 @@ int64_t before(const float* values, int64_t count, const float* group_maxima, in
   return found;
 }
 
+onnxport::Moments moments(const float* values, int64_t count, float maximum) {
+  const Vec lowest = splat(-__FLT_MAX__), top = splat(maximum), one = splat(1.f);
+  onnxport::Moments all{0.0, 0.0, 0.0};
+  for (int64_t begin = 0; begin < count; begin += kChunk) {
+    const int64_t end = begin + kChunk < count ? begin + kChunk : count;
+    Vec sum = splat(0.f), squares = sum, number = sum;
+    sixteens(values, begin, end, -INFINITY, [&](const Vec& x, int64_t) {
+      for (int p = 0; p < kParts; p++) {
+        const Found finite = reaches(x.part[p], lowest.part[p]);
+        const Floats below = x.part[p] - top.part[p];
+        sum.part[p] = add_where(sum.part[p], finite, below);
+        squares.part[p] = add_where(squares.part[p], finite, below * below);
+        number.part[p] = add_where(number.part[p], finite, one.part[p]);
+      }
+    });
+    all.sum += sum_of(sum);
+    all.squares += sum_of(squares);
+    all.count += sum_of(number);
+  }
+  return all;
+}
+
 int64_t count_bits(const uint32_t* mask, int64_t words) {
   int64_t found = 0;
   for (int64_t i = 0; i < words; i++) found += __builtin_popcount(mask[i]);
@@ -262,6 +284,6 @@ int64_t count_bits(const uint32_t* mask, int64_t words) {
 
 constexpr onnxport::Kernels kKernels{
     ONNXPORT_KERNELS_NAME, scan, summarize, weigh_chunks, sums, weigh, gather, bucket,
-    gather_bucket, split, gather_between, copy_allowed, before, count_bits};
+    gather_bucket, split, gather_between, copy_allowed, before, moments, count_bits};
 
 }  // namespace

@@ -54,7 +54,7 @@ uint64_t last_key(const Kernels& kernels, const Candidates& all, int64_t size, S
     }
     int32_t bucket = 0;
     for (; size > counts[bucket]; bucket++) size -= counts[bucket];
-    Shelf& few = scratch.members[0];
+    Shelf& few = scratch.parts[0];
     few.make_room(all.size);
     const int64_t count = kernels.gather_bucket(all.values, all.size, by, bucket,
                                                 few.values.data(), few.places.data());
@@ -235,7 +235,7 @@ Bracket Descent::bucket_around(double target) const {
 Descent::Stop Descent::find_in_bucket(double target) const {
   double before = 0.0;
   const int32_t bucket = bucket_of(target, before);
-  Shelf& shelf = scratch_.members[level_ % 2];
+  Shelf& shelf = scratch_.parts[level_ % 2];
   shelf.make_room(all_.size);
   const Candidates members =
       shelf.first(kernels_.gather_bucket(all_.values, all_.size, bucketing_, bucket,

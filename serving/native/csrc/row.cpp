@@ -176,7 +176,9 @@ int64_t draw_truncated(const Kernels& kernels, const Row& row, Weighing by, cons
     const double floor = maximum + request.temperature * std::log(request.min_p);
     least = std::max(reach, static_cast<float>(floor));
   }
-  if (request.top_n_sigma > 0.0) least = std::max(least, sigma_floor(row, request.top_n_sigma));
+  if (request.top_n_sigma > 0.0) {
+    least = std::max(least, sigma_floor(kernels, row, request.top_n_sigma));
+  }
   const bool is_weighed = request.typical_p < 1.0 || request.xtc_threshold <= 1.0;
   if (!request.has_top_k && is_weighed) {
     return draw_thinned(kernels, row, gather(kernels, row, least, 1, s), by, request, s);

@@ -42,14 +42,15 @@ struct Undo {
 
 struct Scratch {
   const float* ahead = nullptr;  // the row that this thread is likely to do next; null: none
-  Shelf allowed, head, kept, sorted, typical, bounds, split, bracketed, members[2];
+  Shelf allowed, head, kept, sorted, typical, bounds, split, bracketed, parts[2];
   std::vector<float> given, changed;  // summaries: of a row, and of what is chosen from
   std::vector<float> weights, factors, sample;
   float sample_minimum = 0.f;
   std::vector<double> sums;
   std::vector<uint64_t> keys;
   std::vector<Undo> undo;
-  std::vector<int64_t> stale;  // groups
+  std::vector<int64_t> stale;    // groups
+  std::vector<int64_t> members;  // of a bucket
 };
 
 }  // namespace onnxport

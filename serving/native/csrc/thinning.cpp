@@ -14,41 +14,92 @@ float weight_of(const Kernels& kernels, float value, Weighing by) {
   return weight;
 }
 
-// The tokens whose surprise, -log p, is nearest to what it is on average, as many as have at least
-// the share `wanted` of all weights; the largest first (Meister et al., Locally Typical Sampling,
-// 2022). They lie side by side in the order of their values, so the nearest ones are found from
-// where the surprise passes the average.
-Candidates typical(const Kernels& kernels, const Candidates& kept, Weighing by, double wanted,
-                   Scratch& s) {
-  const Candidates ordered = sorted(kept, s);
-  const int64_t size = ordered.size;
-  s.weights.resize(static_cast<size_t>(size));
-  kernels.weigh(ordered.values, size, by, s.weights.data());
-  const double per_unit = static_cast<double>(by.scale) / kLog2E;
-  const auto exponent = [&](int64_t i) {
-    return (static_cast<double>(ordered.values[i]) - static_cast<double>(by.maximum)) * per_unit;
-  };
-  double total = 0.0, sum = 0.0;
-  for (int64_t i = 0; i < size; i++) {
-    const double weight = s.weights[static_cast<size_t>(i)];
-    total += weight;
-    sum += weight * exponent(i);
+// How far the surprise of tokens, -log p, is from what it is on average.
+class Surprise {
+ public:
+  Surprise(const Candidates& all, const std::vector<float>& weights, Weighing by)
+      : values_(all.values),
+        maximum_(static_cast<double>(by.maximum)),
+        per_unit_(static_cast<double>(by.scale) / kLog2E) {
+    constexpr int64_t kLanes = 4;  // sums that do not wait for each other
+    double totals[kLanes] = {}, sums[kLanes] = {};
+    for (int64_t i = 0; i < all.size; i++) {
+      const double weight = weights[static_cast<size_t>(i)];
+      totals[i % kLanes] += weight;
+      sums[i % kLanes] += weight * exponent(all.values[i]);
+    }
+    total_ = (totals[0] + totals[1]) + (totals[2] + totals[3]);
+    average_ = ((sums[0] + sums[1]) + (sums[2] + sums[3])) / total_;
   }
-  const double average = sum / total;  // of log p, but for the same constant
-  const auto distance = [&](int64_t i) { return std::fabs(average - exponent(i)); };
-  int64_t begin = 0;
-  while (begin < size && exponent(begin) > average) begin++;
-  int64_t end = begin;
+
+  double total() const { return total_; }  // of all weights
+  bool is_likelier(int64_t i) const { return exponent(values_[i]) > average_; }
+  double distance(int64_t i) const { return distance_of(values_[i]); }
+  double distance_of(float value) const { return std::fabs(average_ - exponent(value)); }
+
+  // Whether a token comes before another one: the nearer one, of two the likelier one, of equals
+  // the one that lies nearer in the order of the values.
+  bool is_before(int64_t one, int64_t other) const {
+    const double mine = distance(one), its = distance(other);
+    if (mine != its) return mine < its;
+    const bool likelier = is_likelier(one);
+    if (likelier != is_likelier(other)) return likelier;
+    return likelier ? one > other : one < other;
+  }
+
+ private:
+  // The logarithm of a weight.
+  double exponent(float value) const {
+    return (static_cast<double>(value) - maximum_) * per_unit_;
+  }
+
+  const float* values_;
+  double maximum_, per_unit_, total_, average_;
+};
+
+// The tokens whose surprise is nearest to what it is on average, as many as have at least the share
+// `wanted` of all weights, in their order (Meister et al., Locally Typical Sampling, 2022). They are
+// counted out into buckets by their distance, and sorted where the last one is.
+Candidates typical(const Kernels& kernels, const Candidates& all, Weighing by, double wanted,
+                   Scratch& s) {
+  s.weights.resize(static_cast<size_t>(all.size));
+  kernels.weigh(all.values, all.size, by, s.weights.data());
+  const Surprise surprise(all, s.weights, by);
+  const Range range = kernels.scan(all.values, all.size);
+  const double widest =
+      std::max(surprise.distance_of(range.maximum), surprise.distance_of(range.minimum));
+  const double per_unit = widest > 0.0 ? kBuckets / widest : 0.0;
+  const auto bucket_of = [&](int64_t i) {
+    const double bucket = surprise.distance(i) * per_unit;
+    return bucket < kBuckets - 1 ? static_cast<int32_t>(bucket) : kBuckets - 1;
+  };
+  double masses[kBuckets] = {};
+  for (int64_t i = 0; i < all.size; i++) masses[bucket_of(i)] += s.weights[static_cast<size_t>(i)];
+  const double target = wanted * surprise.total();
   double found = 0.0;
-  do {
-    const bool is_left = begin > 0 && (end == size || distance(begin - 1) <= distance(end));
-    found += s.weights[static_cast<size_t>(is_left ? --begin : end++)];
-  } while (found < wanted * total && end - begin < size);
+  int32_t last = 0;
+  while (last < kBuckets - 1 && found + masses[last] < target) found += masses[last++];
+  s.members.clear();
+  for (int64_t i = 0; i < all.size; i++)
+    if (bucket_of(i) == last) s.members.push_back(i);
+  std::sort(s.members.begin(), s.members.end(),
+            [&](int64_t one, int64_t other) { return surprise.is_before(one, other); });
+  size_t taken = 0;
+  while (taken < s.members.size() && found < target) {
+    found += s.weights[static_cast<size_t>(s.members[taken++])];
+  }
+  std::sort(s.members.begin(), s.members.begin() + static_cast<int64_t>(taken));
   Shelf& shelf = s.typical;
-  shelf.make_room(end - begin);
-  std::copy(ordered.values + begin, ordered.values + end, shelf.values.begin());
-  std::copy(ordered.places + begin, ordered.places + end, shelf.places.begin());
-  return shelf.first(end - begin);
+  shelf.make_room(all.size);
+  size_t size = 0, next = 0;
+  for (int64_t i = 0; i < all.size; i++) {
+    const bool is_taken = next < taken && s.members[next] == i;
+    next += is_taken;
+    shelf.values[size] = all.values[i];
+    shelf.places[size] = all.place(i);
+    size += is_taken || bucket_of(i) < last;
+  }
+  return shelf.first(static_cast<int64_t>(size));
 }
 
 // The weights of the tokens that XTC leaves out: of those down to `last` whose share of the weights
@@ -78,29 +129,11 @@ double left_out(const Kernels& kernels, const Row& row, const Candidates& all, W
 
 }  // namespace
 
-float sigma_floor(const Row& row, double deviations) {
-  constexpr int64_t kLanes = 8;  // sums that do not wait for each other
-  double sums[kLanes] = {}, squares[kLanes] = {};
-  int64_t counts[kLanes] = {};
+float sigma_floor(const Kernels& kernels, const Row& row, double deviations) {
   const double maximum = row.range.maximum;
-  for (int64_t begin = 0; begin < row.count; begin += kLanes) {
-    const int64_t lanes = std::min(kLanes, row.count - begin);
-    for (int64_t i = 0; i < lanes; i++) {
-      const float value = row.values[begin + i];
-      const double below = value == -INFINITY ? 0.0 : static_cast<double>(value) - maximum;
-      sums[i] += below;
-      squares[i] += below * below;
-      counts[i] += value != -INFINITY;
-    }
-  }
-  double sum = 0.0, square = 0.0, count = 0.0;
-  for (int64_t i = 0; i < kLanes; i++) {
-    sum += sums[i];
-    square += squares[i];
-    count += static_cast<double>(counts[i]);
-  }
-  const double mean = sum / count;
-  const double variance = std::max(0.0, square / count - mean * mean);
+  const Moments moments = kernels.moments(row.values, row.count, row.range.maximum);
+  const double mean = moments.sum / moments.count;
+  const double variance = std::max(0.0, moments.squares / moments.count - mean * mean);
   return static_cast<float>(maximum - deviations * std::sqrt(variance));
 }
 

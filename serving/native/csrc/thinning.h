@@ -9,7 +9,7 @@ namespace onnxport {
 
 // The least value that top_n_sigma keeps: so many standard deviations of the finite ones below the
 // largest (Tang et al., Top-n-sigma, 2024).
-float sigma_floor(const Row& row, double deviations);
+float sigma_floor(const Kernels& kernels, const Row& row, double deviations);
 
 // The place of the token that is drawn from `kept`, a part of the row, all of weight: typical_p,
 // top_p and XTC each choose among what the one before left.
