@@ -49,17 +49,15 @@ class Surprise {
 
  private:
   // The logarithm of a weight.
-  double exponent(float value) const {
-    return (static_cast<double>(value) - maximum_) * per_unit_;
-  }
+  double exponent(float value) const { return (static_cast<double>(value) - maximum_) * per_unit_; }
 
   const float* values_;
   double maximum_, per_unit_, total_, average_;
 };
 
 // The tokens whose surprise is nearest to what it is on average, as many as have at least the share
-// `wanted` of all weights, in their order (Meister et al., Locally Typical Sampling, 2022). They are
-// counted out into buckets by their distance, and sorted where the last one is.
+// `wanted` of all weights, in their order (Meister et al., Locally Typical Sampling, 2022). They
+// are counted out into buckets by their distance, and sorted where the last one is.
 Candidates typical(const Kernels& kernels, const Candidates& all, Weighing by, double wanted,
                    Scratch& s) {
   s.weights.resize(static_cast<size_t>(all.size));
