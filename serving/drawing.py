@@ -217,6 +217,18 @@ def _draw_full(logits: Floats, row: RowParams) -> int:
 
 def _draw_thinned(logits: Floats, row: RowParams) -> int:
     """Draw from one row, float32 [vocab], of which its `thinning` leaves tokens out."""
+    ids, weights = thinned(logits, row)
+    sums = weights.cumsum()
+    return int(ids[int((sums > row.uniform * sums[-1]).argmax())])
+
+
+def thinned(logits: Floats, row: RowParams) -> tuple[Ids, NDArray[np.float64]]:
+    """Return what is left of a row with a `thinning`: tokens, the likeliest first, and weights.
+
+    Args:
+        logits: float32 [vocab], its maximum finite.
+        row: how it is sampled; not its edits and mask.
+    """
     assert row.thinning is not None
     deviations, typical_p, threshold = row.thinning
     maximum = logits.max(keepdims=True)
@@ -226,22 +238,18 @@ def _draw_thinned(logits: Floats, row: RowParams) -> int:
         finite = logits[logits > -np.inf].astype(np.float64)
         floor = max(floor, float(finite.max()) - deviations * float(finite.std()))
     size = min(row.top_k or len(logits), int(np.count_nonzero(logits >= np.float32(floor))))
-    values, ids = top_m(logits[None], size)
-    exponents = (values[0].astype(np.float64) - float(values[0, 0])) / row.temperature
+    [values], [ids] = top_m(logits[None], size)
+    exponents = (values.astype(np.float64) - float(values[0])) / row.temperature
     weights = np.exp(exponents)
     if typical_p < 1.0:
         kept = _typical(weights, exponents, typical_p)
-        weights, ids = weights[kept], ids[:, kept]
+        weights, ids = weights[kept], ids[kept]
     sums = weights.cumsum()
-    num_left = (
-        int(np.searchsorted(sums, row.top_p * sums[-1])) + 1 if row.top_p < 1.0 else len(sums)
-    )
-    weights, total = weights[:num_left], float(sums[:num_left][-1])
-    likely = int(np.count_nonzero(weights >= threshold * total))
+    if row.top_p < 1.0:
+        weights = weights[: int(np.searchsorted(sums, row.top_p * sums[-1])) + 1]
+    likely = int(np.count_nonzero(weights >= threshold * weights.sum()))
     first = max(0, likely - 1)
-    targets = row.uniform * float(weights[first:].sum())
-    place = first + int((weights[first:].cumsum() > targets).argmax())
-    return int(ids[0, place])
+    return ids[first : len(weights)], weights[first:]
 
 
 def _typical(
