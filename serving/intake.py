@@ -15,7 +15,7 @@ from onnxport.serving.config import EngineConfig
 from onnxport.serving.limits import max_total_tokens, token_array
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
-from onnxport.serving.rules import logit_rules
+from onnxport.serving.rules import check_ids, logit_rules
 from onnxport.serving.structured.compiler import CompiledGrammar, GrammarCompiler
 from onnxport.serving.structured.vocabulary import Vocabulary
 from onnxport.serving.text import Pieces, TextStream
@@ -78,6 +78,7 @@ class Intake:
         """Return a request, its siblings with it; see `Engine.prepare`."""
         limits, max_num_seqs = self._sizes
         self._check(prompt, params, options, max_num_seqs)
+        check_ids("logprob_token_ids", params.logprob_token_ids or (), limits.vocab_size)
         encode = None
         if self._tokenizer is not None:
             encode = partial(self._tokenizer.encode_all, add_special_tokens=False)

@@ -12,6 +12,7 @@ from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured.spec import StructuredOutputs
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128  # vLLM's
 MAX_COMPLETIONS = 128  # OpenAI's limit of n
 MAX_PRIORITY = 2**31
 MAX_PENALTY = 2.0  # OpenAI's limit of presence and frequency penalties
@@ -49,6 +50,9 @@ class SamplingParams:
             sampled token alone, None reports nothing.
         prompt_logprobs: likewise at each position of the prompt but its first; it is computed as a
             whole then, without the prefix cache.
+        logprob_token_ids: tokens whose log probabilities are reported at each position of the
+            output, whatever is sampled there: beside the likeliest of `logprobs`, which is 0 where
+            it was not given. An empty list is none.
         n: how many completions of the prompt to return; they share its K/V.
         best_of: how many to generate, of which those with the highest log probability per token
             are returned; None: `n`.
@@ -101,6 +105,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     spelled_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
     best_of: int | None = None
     structured_outputs: StructuredOutputs | None = None
     thinking_token_budget: int | None = None
@@ -118,6 +123,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             allowed = _ids("allowed_token_ids", self.allowed_token_ids)
             object.__setattr__(self, "allowed_token_ids", allowed)
+        self._take_logprob_tokens()
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; give true or false", name)
@@ -151,6 +157,18 @@ class SamplingParams:
                 "structured_outputs",
             )
         self._check_thinking()
+
+    def _take_logprob_tokens(self) -> None:
+        """Check the tokens of `logprob_token_ids`, each of which counts once, and ask for them."""
+        name = "logprob_token_ids"
+        token_ids = _ids(name, self.logprob_token_ids or ())
+        if len(token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise RequestError(
+                f"{name} has {len(token_ids)} tokens; give at most {MAX_LOGPROB_TOKEN_IDS}", name
+            )
+        object.__setattr__(self, name, tuple(dict.fromkeys(token_ids)) or None)
+        if token_ids and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
 
     def _check_thinking(self) -> None:
         """Check what is said of reasoning."""

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from onnxport.serving.draft import StepPlan
 from onnxport.serving.drawing import RowParams
 from onnxport.serving.grammar import failure_of
+from onnxport.serving.named_logprobs import with_named
 from onnxport.serving.outputs import Failure, Logprob, TokenLogprobs
 from onnxport.serving.request import Request
 from onnxport.serving.sampler import (
@@ -215,7 +216,20 @@ def sample_positions(
     """
     if all(one.request.plain for one in positions):
         return sample_greedy(logits, num_threads, summaries)
-    return sample(logits, [row_params(one) for one in positions], num_threads, summaries)
+    sampled = sample(logits, [row_params(one) for one in positions], num_threads, summaries)
+    if sampled.logprobs is not None:
+        _add_named(positions, logits, sampled.logprobs)
+    return sampled
+
+
+def _add_named(
+    positions: Sequence[Position], logits: NDArray[np.float32], found: list[RowLogprobs | None]
+) -> None:
+    """Add the log probabilities of the tokens that requests name to what the sampler found."""
+    for index, (position, row) in enumerate(zip(positions, found, strict=True)):
+        named = position.request.params.logprob_token_ids
+        if named is not None and row is not None:
+            found[index] = with_named(row, logits[index], named)
 
 
 def _failures(
@@ -317,7 +331,9 @@ def grammar_masks(plan: StepPlan) -> dict[Request, Mask | Failure]:
 
 
 def token_logprobs(row: RowLogprobs, name: Naming) -> TokenLogprobs:
-    """Return the logprobs of one position, the likeliest tokens first.
+    """Return the logprobs of one position: the likeliest tokens, those named, the sampled one.
+
+    Each is there once, where it comes first.
 
     Args:
         row: of the position.
@@ -328,4 +344,7 @@ def token_logprobs(row: RowLogprobs, name: Naming) -> TokenLogprobs:
         token_id: Logprob(value, rank, name(token_id))
         for rank, (token_id, value) in enumerate(pairs, 1)
     }
+    for one in row.named:
+        if one.token_id not in result:
+            result[one.token_id] = Logprob(one.logprob, one.rank, name(one.token_id))
     return result | {row.token_id: Logprob(row.logprob, row.rank, name(row.token_id))}

@@ -51,6 +51,12 @@ class ChatRequest(RequestBody):
             raise RequestError(
                 "top_logprobs was given without logprobs; set logprobs to true", "top_logprobs"
             )
+        if self.logprob_token_ids and self.logprobs is False:
+            raise RequestError(
+                "logprob_token_ids was given, and logprobs is false; set logprobs to true, or "
+                "leave it out",
+                "logprobs",
+            )
         self._check_names()
         self._check_tool_choice()
         check_variables(self.chat_template_kwargs)
@@ -197,7 +203,8 @@ class ChatRequest(RequestBody):
         """
         given = self.max_completion_tokens
         limit = self.max_tokens if given is None else given
-        top = (self.top_logprobs or 0) if self.logprobs else None
+        asked = self.logprobs or self.logprob_token_ids
+        top = (self.top_logprobs or 0) if asked else None
         try:
             return self._with_calls(self.sampling(defaults, limit, top), syntax)
         except RequestError as error:

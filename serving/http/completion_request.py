@@ -49,7 +49,13 @@ class CompletionRequest(RequestBody):
 
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
-        if self.echo and self.logprobs is not None and self.stream:
+        if self.only_prompt and self.logprob_token_ids:
+            raise RequestError(
+                "logprob_token_ids was given with max_tokens 0; it is about the tokens that are "
+                "generated. Set max_tokens to 1 or more, or leave it out.",
+                "logprob_token_ids",
+            )
+        if self.echo and self.told_logprobs is not None and self.stream:
             raise RequestError(
                 "echo was given with logprobs and stream; log probabilities of the prompt come "
                 "with the whole response only. Set stream to false, or remove one of the others.",
@@ -68,6 +74,11 @@ class CompletionRequest(RequestBody):
         """Whether the prompt is wanted back, with its log probabilities, and nothing after it."""
         return bool(self.echo) and self.max_tokens == 0 and not self.stream
 
+    @property
+    def told_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told; None: no log probabilities are."""
+        return 0 if self.logprobs is None and self.logprob_token_ids else self.logprobs
+
     def prompts(self) -> list[str | list[int]]:
         """Return one entry a prompt, a text or token ids.
 
@@ -85,7 +96,8 @@ class CompletionRequest(RequestBody):
     def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
         """Return the decoding parameters; 16 tokens unless told otherwise."""
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
-        params = self.sampling(defaults, 1 if self.only_prompt else max_tokens, self.logprobs)
-        if self.echo and self.logprobs is not None:
-            return replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+        told = self.told_logprobs
+        params = self.sampling(defaults, 1 if self.only_prompt else max_tokens, told)
+        if self.echo and told is not None:
+            return replace(params, prompt_logprobs=max(told, self.prompt_logprobs or 0))
         return params

@@ -151,7 +151,7 @@ def _whole(
     if body.only_prompt:  # a token was generated that nobody asked for
         text, tokens, ends = echo, [], ("length", None)
     logprobs = None
-    if body.logprobs is not None:
+    if body.told_logprobs is not None:
         logprobs = no_logprobs()
         lists_of = partial(
             CompletionLogprobs,
@@ -166,7 +166,7 @@ def _whole(
             logprobs = lists.first(prompt[0])
             told = zip(prompt[1:], (result.prompt_logprobs or ())[1:], strict=True)
             rest = [(token_id, entry) for token_id, entry in told if entry is not None]
-            extend(logprobs, lists.body(_likeliest(rest, body.logprobs)))
+            extend(logprobs, lists.body(_likeliest(rest, body.told_logprobs)))
         extend(logprobs, lists.body(tokens))
     return _choice(index, text, logprobs, *ends)
 

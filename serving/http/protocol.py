@@ -112,6 +112,7 @@ class RequestBody(FormFields):
     n: int | None = None
     best_of: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: TokenIds | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -244,6 +245,7 @@ class RequestBody(FormFields):
             allowed_token_ids=None if allowed is None else tuple(allowed),
             min_tokens=self.min_tokens or 0,
             prompt_logprobs=self.prompt_logprobs,
+            logprob_token_ids=tuple(self.logprob_token_ids or ()),
             best_of=self.best_of,
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,

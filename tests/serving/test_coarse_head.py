@@ -77,7 +77,7 @@ BUDGETED: list[dict[str, Any]] = [
 ]
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0},
-    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.0, "logprobs": 2, "logprob_token_ids": (9, 5000, 77)},
     {"temperature": 1.0, "top_k": 20, "seed": 1, "prompt_logprobs": 1},
     {"temperature": 0.0, "repetition_penalty": 1.4},
     {"temperature": 1.0, "seed": 2},
