@@ -13,6 +13,7 @@ from onnxport.providers.base import Capabilities
 from onnxport.serving.adapters.registry import Adapter, AdapterRegistry
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.limits import max_total_tokens, token_array
+from onnxport.serving.logprob_limits import check_number, with_counts
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.rules import check_ids, logit_rules
@@ -78,6 +79,7 @@ class Intake:
         """Return a request, its siblings with it; see `Engine.prepare`."""
         limits, max_num_seqs = self._sizes
         self._check(prompt, params, options, max_num_seqs)
+        params = with_counts(params, self._config.max_logprobs, limits.vocab_size)
         check_ids("logprob_token_ids", params.logprob_token_ids or (), limits.vocab_size)
         encode = None
         if self._tokenizer is not None:
@@ -96,6 +98,7 @@ class Intake:
                 f"there is room for {room}; shorten the prompt or ask for fewer tokens",
                 "min_tokens",
             )
+        check_number(params, len(tokens), longest - len(tokens))
         stop_ids = frozenset(params.stop_token_ids)
         end_ids = stop_ids | self._eos_token_ids
         grammar = grammar or self._grammar(params)

@@ -44,6 +44,7 @@ class EngineOptions(TypedDict, total=False):
     kv_disk_bytes: int
     speculation: SpeculationConfig | None
     max_host_adapters: int | None
+    max_logprobs: int | None
 
 
 class LLM:

@@ -11,7 +11,7 @@ from onnxport.errors import RequestError
 from onnxport.serving.reasoning import Thought
 from onnxport.serving.structured.spec import StructuredOutputs
 
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # of one position, unless the engine is told otherwise; OpenAI's and vLLM's
 MAX_LOGPROB_TOKEN_IDS = 128  # vLLM's
 MAX_COMPLETIONS = 128  # OpenAI's limit of n
 MAX_PRIORITY = 2**31
@@ -47,7 +47,8 @@ class SamplingParams:
         ignore_eos: go on past the model's end tokens (not past `stop_token_ids`).
         max_tokens: most tokens to generate; None generates up to the context length.
         logprobs: how many of the likeliest tokens to report at each position; 0 reports the
-            sampled token alone, None reports nothing.
+            sampled token alone, None reports nothing, -1 all tokens. The engine has a limit,
+            `max_logprobs`.
         prompt_logprobs: likewise at each position of the prompt but its first; it is computed as a
             whole then, without the prefix cache.
         logprob_token_ids: tokens whose log probabilities are reported at each position of the
@@ -137,8 +138,8 @@ class SamplingParams:
         _check("min_p", self.min_p, 0.0, 1.0)
         _check_integer("top_k", self.top_k, 1, math.inf)
         _check_integer("max_tokens", self.max_tokens, 1, math.inf)
-        _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _check_integer("logprobs", self.logprobs, -1, math.inf)
+        _check_integer("prompt_logprobs", self.prompt_logprobs, -1, math.inf)
         _check_integer("seed", self.seed, -math.inf, math.inf)
         _check_integer("n", self.n, 1, MAX_COMPLETIONS)
         _check_integer("best_of", self.best_of, 1, MAX_COMPLETIONS)

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from onnxport.errors import RequestError
 from onnxport.serving.defaults import SamplingDefaults
 from onnxport.serving.http.fields import NEUTRAL_COMPLETION, are_ids, is_list
 from onnxport.serving.http.protocol import RequestBody
-from onnxport.serving.params import MAX_LOGPROBS, SamplingParams
+from onnxport.serving.params import SamplingParams
 
 
 def _prompt(value: Any) -> Any:
@@ -30,10 +30,11 @@ class CompletionRequest(RequestBody):
     """The body of `/v1/completions`."""
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL_COMPLETION
+    counts: ClassVar[tuple[str, ...]] = ("logprobs", "prompt_logprobs")
 
     prompt: Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_prompt)]
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: int | None = None
     add_special_tokens: bool | None = None  # true unless told otherwise
 
     @model_validator(mode="after")

@@ -41,6 +41,8 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     """Answer one request, as a whole or as a stream."""
     name = f"cmpl-{take_id(request, body.request_id)}"
     adapter = service.adapter_of(body.model)
+    limits = service.engine.capabilities
+    body = body.with_counts(service.engine.max_logprobs, limits.vocab_size)
     params = body.sampling_params(service.defaults)
     options = body.options(key_tenant(request), service.request_timeout_s, adapter)
     options = replace(options, only_prompt=body.only_prompt)
@@ -49,7 +51,7 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
     special = body.add_special_tokens is not False
     prompts = await asyncio.to_thread(_encode, service, given, special, body.most_prompt_tokens)
     if body.truncate_prompt_tokens is not None:
-        longest = service.engine.capabilities.max_model_len
+        longest = limits.max_model_len
         encoded = list(zip(given, prompts, strict=True))
         room = 0 if body.only_prompt else params.max_tokens
         prompts = [body.truncated(ids, longest, room) for _, ids in encoded]

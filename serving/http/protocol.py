@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -26,6 +26,7 @@ from onnxport.serving.http.fields import NEUTRAL, are_ids, check_json, check_neu
 from onnxport.serving.http.forms import FormFields
 from onnxport.serving.http.request_ids import GivenId
 from onnxport.serving.http.strict import Strict
+from onnxport.serving.logprob_limits import counted
 from onnxport.serving.params import RequestOptions, SamplingParams
 
 TOKEN_NAME = re.compile("0|[1-9][0-9]{0,9}")  # one spelling for each token id
@@ -84,6 +85,7 @@ class RequestBody(FormFields):
     """What both endpoints share."""
 
     neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
+    counts: ClassVar[tuple[str, ...]] = ("prompt_logprobs",)  # of log probabilities
 
     model: str | None = None  # None: the server's own
     request_id: GivenId | None = None
@@ -160,6 +162,24 @@ class RequestBody(FormFields):
                 "prompt_logprobs",
             )
         return self
+
+    def with_counts(self, max_logprobs: int | None, vocab_size: int) -> Self:
+        """Return the request with numbers of log probabilities that are those of tokens, not -1.
+
+        Args:
+            max_logprobs: the engine's limit; None: there is none.
+            vocab_size: of the model.
+
+        Raises:
+            RequestError: a number is above the limit; names the field.
+        """
+        given = {name: getattr(self, name) for name in self.counts}
+        counts = {
+            name: counted(name, count, max_logprobs, vocab_size)
+            for name, count in given.items()
+            if count is not None
+        }
+        return self.model_copy(update=counts)
 
     @property
     def most_prompt_tokens(self) -> int | None:

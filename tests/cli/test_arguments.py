@@ -133,6 +133,8 @@ def test_every_field_of_the_engine_has_an_option() -> None:
     [
         ("--max-queued-requests 3", {"max_queued_requests": 3}),
         ("--seed 0", {"seed": 0}),
+        ("--max-logprobs 0", {"max_logprobs": 0}),
+        ("--max-logprobs -1", {"max_logprobs": None}),
         ("--seed -1", {"seed": None}),
         ("--scheduling-policy fair", {"scheduling_policy": "fair"}),
         ("--no-enable-prefix-caching", {"enable_prefix_caching": False}),

@@ -34,6 +34,7 @@ ENGINE_OPTIONS = (  # named as the fields of EngineConfig
     "kv_disk_bytes",
     "speculation",
     "max_host_adapters",
+    "max_logprobs",
 )
 EXPORT_OPTIONS = (
     "precision",

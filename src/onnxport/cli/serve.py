@@ -120,6 +120,13 @@ def add_parser(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="makes requests without a seed of their own reproducible, by their order (none)",
     )
+    group.add_argument(
+        "--max-logprobs",
+        type=int,
+        metavar="N",
+        help="most of the likeliest tokens whose log probabilities a request may ask for at each "
+        "position; -1: no limit, and requests that ask for -1 get all tokens (20)",
+    )
     add_generation_config(group)
     add_override(group)
     add_template_options(group, "--default-chat-template-kwargs")
