@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from onnxport.errors import CapacityError
+from onnxport.serving.logprob_modes import LogprobsMode
 from onnxport.serving.params import MAX_LOGPROBS
 from onnxport.serving.speculation.config import SpeculationConfig
 
@@ -47,6 +48,11 @@ class EngineConfig:
             each position, of its output or its prompt; None, or vLLM's -1: no limit, and a request
             that asks for -1 gets all tokens. One request gets at most
             `logprob_limits.MOST_LOGPROBS` in all.
+        logprobs_mode: what log probabilities are of: "raw_logprobs" of the model's own logits,
+            "processed_logprobs" of what a token is drawn from, with what changes logits, the
+            temperature, and -inf for what must not come or is cut by `min_p`, `top_k` and `top_p`;
+            "raw_logits" and "processed_logits" are the logits themselves. Prompts are not
+            sampled, so theirs are raw.
 
     Raises:
         CapacityError: a limit is out of its range, or two contradict each other.
@@ -65,6 +71,7 @@ class EngineConfig:
     speculation: SpeculationConfig | None = None
     max_host_adapters: int | None = None
     max_logprobs: int | None = MAX_LOGPROBS
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -93,7 +100,11 @@ class EngineConfig:
                 f"{self.max_num_seqs}: a step must have room for one token of every running "
                 "request; raise the first or lower the second"
             )
-        for name, kind in (("scheduling_policy", SchedulingPolicy), ("preemption", Preemption)):
+        for name, kind in (
+            ("scheduling_policy", SchedulingPolicy),
+            ("preemption", Preemption),
+            ("logprobs_mode", LogprobsMode),
+        ):
             value = getattr(self, name)
             if value not in get_args(kind):
                 allowed = ", ".join(get_args(kind))

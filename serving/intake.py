@@ -14,6 +14,7 @@ from onnxport.serving.adapters.registry import Adapter, AdapterRegistry
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.limits import max_total_tokens, token_array
 from onnxport.serving.logprob_limits import check_number, with_counts
+from onnxport.serving.logprob_modes import LOGITS
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
 from onnxport.serving.rules import check_ids, logit_rules
@@ -137,6 +138,7 @@ class Intake:
                 grammar=grammar.sequence(len(tokens)) if grammar else None,
                 adapter=adapter,
                 text=_text_stream(pieces, params) if pieces else None,
+                logprobs_mode=self._config.logprobs_mode,
             )
 
         first = sequence(0)
@@ -187,6 +189,14 @@ class Intake:
                 f"{name} is {params.num_sequences}, and the engine runs {max_num_seqs} sequences "
                 "at once; ask for fewer completions, or raise max_num_seqs",
                 name,
+            )
+        mode = self._config.logprobs_mode
+        if mode in LOGITS and params.num_sequences > params.n:
+            raise RequestError(
+                f"best_of is {params.best_of} and n is {params.n}, and completions are compared by "
+                f"log probabilities, of which this engine has none (logprobs_mode {mode}); leave "
+                "best_of out",
+                "best_of",
             )
         if options.priority and self._config.scheduling_policy == "fcfs":
             raise RequestError(

@@ -38,10 +38,10 @@ def _ranks(logits: Floats, ids: Ids, values: Floats) -> list[int]:
         ids: of the tokens, int64 [num_tokens].
         values: their logits, float32 [num_tokens].
     """
-    ahead = np.sort(logits[logits >= values.min()])  # few where the tokens are likely
-    firsts, ends = (np.searchsorted(ahead, values, side) for side in ("left", "right"))
-    ranks = len(ahead) - ends + 1
-    for place in np.flatnonzero(ends - firsts > 1):
-        ranks[place] += np.count_nonzero(logits[: ids[place]] == values[place])
-    found: list[int] = ranks.tolist()
-    return found
+    ranks = []
+    for token_id, value in zip(ids.tolist(), values, strict=True):
+        rank = int(np.count_nonzero(logits > value)) + 1
+        if np.count_nonzero(logits >= value) > rank:
+            rank += int(np.count_nonzero(logits[:token_id] == value))
+        ranks.append(rank)
+    return ranks

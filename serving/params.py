@@ -31,7 +31,8 @@ class SamplingParams:
     and `min_tokens` forbid is made impossible; then come `repetition_penalty`,
     `frequency_penalty` and `presence_penalty`. Of the result the likeliest token is taken, or it
     is divided by `temperature`, thinned out by `min_p`, `top_k` and `top_p`, each among what the
-    one before left, and a token drawn. Log probabilities are of the logits before all that.
+    one before left, and a token drawn. Log probabilities are of the logits before all that, unless
+    the engine was told otherwise (`EngineConfig.logprobs_mode`).
 
     Sources: vLLM's `SamplingParams` and its V1 sampler; OpenAI's API reference (`logit_bias`,
     `presence_penalty`, `frequency_penalty`); Keskar et al., CTRL, 2019 (repetition); Nguyen et

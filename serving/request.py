@@ -11,6 +11,7 @@ from onnxport.kv.table import BlockTable
 from onnxport.serving.adapters.registry import Adapter
 from onnxport.serving.drawing import RowParams, exact_allowed, exact_logits, summary_scale
 from onnxport.serving.grammar import Grammar
+from onnxport.serving.logprob_modes import LogprobsMode
 from onnxport.serving.outputs import FinishReason, RequestMetrics
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.rules import LogitRules, SequenceRules
@@ -67,6 +68,7 @@ class Request:
         grammar: what its output has to follow; None: nothing.
         scores: log probabilities of the prompt's tokens from its second on, as far as they are
             computed; None if nobody asked, or when they have been delivered.
+        logprobs_mode: what log probabilities are of.
         adapter: its LoRA adapter; None: the model alone.
         text: turns tokens into text and finds stop strings; None without a tokenizer.
         finish_reason: None until the sequence ends; set once.
@@ -84,6 +86,7 @@ class Request:
         "index",
         "keys",
         "likeliest",
+        "logprobs_mode",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -129,6 +132,7 @@ class Request:
         grammar: Grammar | None = None,
         adapter: Adapter | None = None,
         text: TextStream | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -165,6 +169,7 @@ class Request:
         self.max_total_tokens = max_total_tokens
         self.stop_token_ids = stop_token_ids
         self.seed = seed
+        self.logprobs_mode = logprobs_mode
         self.adapter = adapter
         self.table = BlockTable()
         self.keys = keys

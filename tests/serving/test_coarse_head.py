@@ -196,6 +196,22 @@ def test_speculation_changes_none(
     draft.close()
 
 
+def test_what_tokens_were_drawn_from_is_told_exactly(wide_artifact: Path) -> None:
+    """Of the same logits, some of which neither its tokens nor their ranks depend on."""
+    options = {"logprobs_mode": "processed_logprobs", "max_logprobs": -1}
+    mixes = [dict(mix) for mix in MIXED]
+    mixes[4] |= {"logprobs": -1, "top_p": 0.9}
+    wanted, _ = completions(
+        wide_artifact, mixes, coarse_head=False, enable_prefix_caching=False, **options
+    )
+    found, _ = completions(wide_artifact, mixes, **options)
+    assert found == wanted
+    [(_, entries)] = found[4]
+    assert all(
+        0 < sum(one.logprob > -np.inf for one in entry.values()) < WIDE_VOCAB for entry in entries
+    )
+
+
 @pytest.mark.parametrize("when", ["before", "while it runs"])
 def test_what_rows_may_get_changes_none(
     wide_artifact: Path, told: Told, monkeypatch: pytest.MonkeyPatch, when: str

@@ -35,6 +35,7 @@ ENGINE_OPTIONS = (  # named as the fields of EngineConfig
     "speculation",
     "max_host_adapters",
     "max_logprobs",
+    "logprobs_mode",
 )
 EXPORT_OPTIONS = (
     "precision",
