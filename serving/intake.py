@@ -13,7 +13,7 @@ from onnxport.providers.base import Capabilities
 from onnxport.serving.adapters.registry import Adapter, AdapterRegistry
 from onnxport.serving.config import EngineConfig
 from onnxport.serving.limits import max_total_tokens, token_array
-from onnxport.serving.logprob_limits import check_number, with_counts
+from onnxport.serving.logprob_limits import check_total, with_counts
 from onnxport.serving.logprob_modes import LOGITS
 from onnxport.serving.params import RequestOptions, SamplingParams
 from onnxport.serving.request import Request
@@ -99,7 +99,7 @@ class Intake:
                 f"there is room for {room}; shorten the prompt or ask for fewer tokens",
                 "min_tokens",
             )
-        check_number(params, len(tokens), longest - len(tokens))
+        check_total(params, len(tokens) - 1, longest - len(tokens))
         stop_ids = frozenset(params.stop_token_ids)
         end_ids = stop_ids | self._eos_token_ids
         grammar = grammar or self._grammar(params)

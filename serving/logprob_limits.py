@@ -57,22 +57,22 @@ def with_counts(params: SamplingParams, limit: int | None, vocab_size: int) -> S
     return params if counts == given else replace(params, **counts)  # type: ignore[arg-type]
 
 
-def check_number(params: SamplingParams, num_prompt: int, num_output: int) -> None:
+def check_total(params: SamplingParams, num_scored: int, num_generated: int) -> None:
     """Refuse more log probabilities than memory should hold at once.
 
     As many as usual at each position are no matter, however long prompt and output are.
 
     Args:
         params: of the request, `with_counts`.
-        num_prompt: tokens of its prompt.
-        num_output: most tokens of each of its completions.
+        num_scored: tokens of its prompt, or of its prompts, that have some before them.
+        num_generated: most tokens that follow; of several completions those of one.
 
     Raises:
         RequestError: there may be more of them; states the arithmetic.
     """
     places = {
-        "prompt_logprobs": (params.prompt_logprobs or 0, num_prompt - 1),
-        "logprobs": (params.logprobs or 0, num_output * params.num_sequences),
+        "prompt_logprobs": (params.prompt_logprobs or 0, num_scored),
+        "logprobs": (params.logprobs or 0, num_generated * params.num_sequences),
     }
     many = {name: one for name, one in places.items() if one[0] > MAX_LOGPROBS}
     total = sum(count * positions for count, positions in many.values())

@@ -34,6 +34,7 @@ from onnxport.serving.http.logprobs import (
 from onnxport.serving.http.middleware import key_tenant
 from onnxport.serving.http.request_ids import take_id, unique
 from onnxport.serving.http.service import Service
+from onnxport.serving.logprob_limits import check_total
 from onnxport.serving.outputs import TokenLogprobs
 
 
@@ -58,6 +59,8 @@ async def respond(service: Service, request: Request, body: CompletionRequest) -
         # What is echoed is what is left.
         cut = zip(encoded, prompts, strict=True)
         given = [left if len(left) < len(ids) else one for (one, ids), left in cut]
+    num_scored = params.n * sum(len(each) - 1 for each in prompts)  # each choice tells them
+    check_total(params, num_scored, (params.max_tokens or 0) * len(prompts))
     header = Header.new(name, "text_completion", adapter or service.model_name)
     job = Job(prompts, params, options, unique(name))
     echoes = [""] * len(prompts) * params.n

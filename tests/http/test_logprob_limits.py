@@ -100,7 +100,11 @@ def test_what_memory_should_not_hold_is_refused(unlimited: RunningServer) -> Non
     fields = {"prompt": [9] * 200, "prompt_logprobs": 30, "n": 64, "max_tokens": 252}
     error = post(unlimited, "completions", **fields, logprobs=-1).json()["error"]
     assert error["param"] == "prompt_logprobs"
-    assert "261 (logprobs) x 16128 tokens are 4215378 log probabilities" in error["message"]
+    assert "261 (logprobs) x 16128 tokens are 4591488 log probabilities" in error["message"]
+    several = {"prompt": [[9]] * 100, "max_tokens": 161, "logprobs": -1}  # none of them alone
+    error = post(unlimited, "completions", **several).json()["error"]
+    assert error["param"] == "logprobs"
+    assert "261 (logprobs) x 16100 tokens are 4202100 log" in error["message"]
 
 
 def test_responses_call_them_otherwise() -> None:

@@ -13,7 +13,7 @@ from onnxport import LLM, SamplingParams
 from onnxport.errors import CapacityError, RequestError
 from onnxport.serving import logprob_limits
 from onnxport.serving.config import EngineConfig
-from onnxport.serving.logprob_limits import check_number, counted, with_counts
+from onnxport.serving.logprob_limits import check_total, counted, with_counts
 from onnxport.serving.prompts import TokensPrompt
 from tests.serving.helpers import null_engine
 from tests.serving.test_sampling_engine import null_logits
@@ -107,18 +107,18 @@ def test_all_of_the_vocabulary(limit: int | None) -> None:
 
 def test_more_than_memory_should_hold_is_refused() -> None:
     asked = replace(GREEDY, logprobs=100_000, prompt_logprobs=150_000)
-    check_number(asked, 8, 31)  # 7 * 150_000 + 31 * 100_000 = 4_150_000
+    check_total(asked, 7, 31)  # 7 * 150_000 + 31 * 100_000 = 4_150_000
     with pytest.raises(RequestError, match="one request may have 4194304") as caught:
-        check_number(asked, 9, 31)
+        check_total(asked, 8, 31)
     assert "150000 (prompt_logprobs) x 8 tokens + 100000 (logprobs) x 31" in str(caught.value)
     assert caught.value.param == "prompt_logprobs"
     several = replace(GREEDY, logprobs=100_000, best_of=3)
-    check_number(several, 5, 13)
+    check_total(several, 4, 13)
     with pytest.raises(RequestError, match=r"x 42 tokens are 4200000") as caught:
-        check_number(several, 5, 14)
+        check_total(several, 4, 14)
     assert caught.value.param == "logprobs"
     usual = replace(GREEDY, logprobs=20, prompt_logprobs=20, n=128)
-    check_number(usual, 1_000_000, 1_000_000)
+    check_total(usual, 1_000_000, 1_000_000)
 
 
 def test_the_engine_refuses_more_than_memory_should_hold(monkeypatch: pytest.MonkeyPatch) -> None:
